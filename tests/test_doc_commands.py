@@ -70,7 +70,7 @@ def test_command(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
         assert command.needs, "nothing checks this command: add a check, or <!-- needs: ... --> before its block"
 
 
-@pytest.mark.parametrize(("page", "test"), {(page, test) for (page, _), test in RUN_ELSEWHERE.items()})
+@pytest.mark.parametrize(("page", "test"), sorted({(page, test) for (page, _), test in RUN_ELSEWHERE.items()}))
 def test_other_tests_read_the_pages_whose_commands_they_run(page: str, test: str) -> None:
     assert Path(page).name in (ROOT / test).read_text() or "PAGES" in (ROOT / test).read_text()
 
