@@ -45,6 +45,11 @@ def integers(bits: int, signed: bool) -> st.SearchStrategy[int]:
 
 
 TEXTS = st.text(max_size=20) | st.sampled_from(["", "\0", "fuzz", "x" * 129, "🙂" * 5000, "{{ 1 // 0 }}", "\ufeff"])
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.floats() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
 VALUES: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.CPPTYPE_INT32: integers(32, True),
     FieldDescriptor.CPPTYPE_INT64: integers(64, True),
@@ -63,6 +68,8 @@ def values_of(field: FieldDescriptor) -> st.SearchStrategy[Any]:
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         entry = field.message_type.fields_by_name
         return st.dictionaries(values_of(entry["key"]), values_of(entry["value"]), max_size=4)
+    if field.message_type is not None and field.message_type.full_name == "google.protobuf.Struct":  # recursive
+        return st.dictionaries(TEXTS, JSON_VALUES, max_size=4)
     if field.type == FieldDescriptor.TYPE_BYTES:
         return st.binary(max_size=20)
     single = fields_of(field.message_type) if field.message_type is not None else VALUES[field.cpp_type]

@@ -252,7 +252,7 @@ async def test_generate_uses_tls_and_a_token(
     async with service(**server.options, tls_ca=ca.path, api_tokens=known) as served:
         command = ["abc", "--address", served.address, "--max-tokens", 5, *tls]
         status, out, err = await specpool(*command, "--token-file", sent)
-        assert (status, err) == (0, "")
+        assert (status, err) == (0, "[stopped after 5 tokens: --max-tokens]\n")
         assert out
         status, out, err = await specpool(*command)
         assert (status, out) == (1, "")

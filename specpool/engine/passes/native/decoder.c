@@ -208,7 +208,7 @@ void forward(const Model *model, const Batch *batch) {
 /* --- The same stages for the ranks of a sharded model. */
 
 void embed_stage(const Model *model, const Batch *batch, float *out) {
-    const Pass pass = pass_of(model, batch);
+    const Pass pass = {.model = model, .batch = batch};
     Stage stage = rows_stage(embed, &pass, 0, batch->rows);
     stage.out = out;
     run_stages(&stage, &stage + 1, batch->threads);
