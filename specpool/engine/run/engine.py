@@ -217,11 +217,14 @@ class Engine:
         rows = sum(len(span.token_ids) for span in spans)
         self.passes += 1
         self.tokens += rows
-        self._watch_contention(rows, time.perf_counter() - began)
+        self._watch_contention(spans, rows, time.perf_counter() - began)
         return logits
 
-    def _watch_contention(self, rows: int, seconds: float) -> None:
-        if self.contention is not None and (found := self.contention.add(rows, seconds)) is not None:
+    def _watch_contention(self, spans: Sequence[Span], rows: int, seconds: float) -> None:
+        if self.contention is None:
+            return
+        cached = sum(len(span.token_ids) * max(0, span.start - STEP_CACHED) for span in spans)
+        if (found := self.contention.add(rows, seconds, cached * self.seconds_per_cached)) is not None:
             log.warning("%s: %s", self.loaded.name, found)
             self.contention = None
 

@@ -10,24 +10,26 @@ from tiny_models import load_engine
 
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.contention import WINDOW_SECONDS, ContentionMonitor, contention, seconds_waited
+from specpool.engine.run.engine import STEP_CACHED
 
 Pair = tuple[Path, Path]
 
 
 @pytest.mark.parametrize(
-    ("spent", "expected", "waited", "is_reported"),
+    ("spent", "expected", "waited", "elapsed", "is_reported"),
     [
-        (6.0, 1.0, 3.0, True),
-        (6.0, 1.0, 12.0, True),  # two threads waited
-        (6.0, 1.0, 1.0, False),  # slow for another reason
-        (2.0, 1.0, 2.0, False),  # a fair share of the cores
-        (1.0, 1.0, 0.0, False),
+        (6.0, 1.0, 3.0, 6.0, True),
+        (6.0, 1.0, 12.0, 6.0, True),  # two threads waited
+        (6.0, 1.0, 1.0, 6.0, False),  # slow for another reason
+        (6.0, 1.0, 3.0, 600.0, False),  # waits between passes
+        (2.0, 1.0, 2.0, 2.0, False),  # a fair share of the cores
+        (1.0, 1.0, 0.0, 1.0, False),
     ],
 )
 def test_only_slow_passes_that_waited_for_cores_are_reported(
-    spent: float, expected: float, waited: float, is_reported: bool
+    spent: float, expected: float, waited: float, elapsed: float, is_reported: bool
 ) -> None:
-    assert (contention(spent, expected, waited) is not None) == is_reported
+    assert (contention(spent, expected, waited, elapsed) is not None) == is_reported
 
 
 class Waiting:
@@ -70,6 +72,32 @@ def test_waiting_before_the_window_does_not_count() -> None:
     waiting = Waiting(100.0)
     monitor = ContentionMonitor({1: 0.01}, "", waiting)
     assert run_passes(monitor, 1, 0.1) == []
+
+
+def test_short_waits_between_rare_passes_do_not_count() -> None:
+    """A worker that is mostly idle fills a window of 5 s within an hour."""
+    waiting, hours = Waiting(), iter([0.0, 3600.0, 7200.0])
+    monitor = ContentionMonitor({1: 0.01}, "", waiting, lambda: next(hours))
+    waiting.seconds = 20.0
+    assert run_passes(monitor, 1, 0.1) == []
+
+
+def test_attention_to_long_sequences_is_not_contention() -> None:
+    waiting = Waiting()
+    monitor = ContentionMonitor({1: 0.01}, "", waiting)
+    waiting.seconds = 10.0
+    found = [monitor.add(1, 0.04, attention_seconds=0.03) for _ in range(130)]
+    assert not any(found)
+
+
+def test_an_engine_knows_how_long_its_sequences_are(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, tokens, added = load_engine(tiny_pair[0]), [1] * (STEP_CACHED + 5), list[tuple[int, float]]()
+    engine.contention, engine.seconds_per_cached = ContentionMonitor({}, ""), 0.5
+    monkeypatch.setattr(ContentionMonitor, "add", lambda _, rows, __, attention: added.append((rows, attention)))
+    engine.forward([Span(1, 0, tokens[:-2], 1)])
+    engine.forward([Span(1, STEP_CACHED + 3, tokens[-2:], 1), Span(2, 0, [1], 1)])
+    assert [rows for rows, _ in added] == [STEP_CACHED + 3, 3]
+    assert [attention for _, attention in added] == [0.0, 0.5 * 2 * 3]
 
 
 def test_without_the_systems_figures_nothing_is_reported() -> None:
