@@ -91,7 +91,7 @@ class PromptReader:
         except ChatTemplateError as error:
             raise InvalidArgumentError("chat.messages", str(error)) from None
         if chat.tools and not template.reads_tools:
-            raise InvalidArgumentError("chat.tools", "the chat template reads no tools")
+            raise InvalidArgumentError("chat.tools", "the chat template does not support tools")
         if unknown := set(chat.chat_template_kwargs.fields) - template.options:
             known = ", ".join(sorted(template.options)[:MAX_LISTED]) or "none"
             reason = f"the chat template has no option {json.dumps(min(unknown))}; its options: {known}"

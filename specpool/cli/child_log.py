@@ -15,7 +15,7 @@ _PREFIX = re.compile(r"\S+ [A-Z]+ (\S+ )?\S+: |specpool-[a-z-]+: ")
 
 
 class ChildLog:
-    """Copies lines on a thread of its own, which waits for whoever reads our stderr."""
+    """Copies lines on a separate thread, so that a slow reader of stderr blocks nothing else."""
 
     def __init__(self) -> None:
         self._reading, self.writing = os.pipe()
@@ -23,12 +23,12 @@ class ChildLog:
         self._thread = Thread(target=self._copy, name="child log", daemon=True)
 
     def follow(self) -> None:
-        """Begin to copy. The child has inherited `writing`, which is closed here."""
+        """Begin to copy. Closes our end of `writing`, which the child has inherited."""
         os.close(self.writing)
         self._thread.start()
 
     def ending(self, status: int) -> str:
-        """Why the process has ended, in one line: its last line, unless a signal killed it."""
+        """Return why the process has ended, in one line: its last line, unless a signal killed it."""
         self._thread.join(LAST_LINES_SECONDS)
         if status < 0:
             hint = "; is there enough memory?" if -status == signal.SIGKILL else ""
@@ -39,12 +39,12 @@ class ChildLog:
         with open(self._reading, "rb") as lines:
             for line in lines:
                 self._last = _message(line) or self._last
-                with contextlib.suppress(OSError):  # nobody reads our stderr any more
+                with contextlib.suppress(OSError):  # stderr is closed
                     os.write(STDERR, line)
 
 
 def _message(line: bytes) -> str:
-    """The message of a line of a log, in either format."""
+    """Return the message of a log line, in either format."""
     text = line.decode(errors="replace").strip()
     with contextlib.suppress(ValueError, LookupError, TypeError):
         text = str(json.loads(text)["message"])

@@ -56,7 +56,10 @@ class UpSettings(ListeningSettings):
         None, min_length=1, description="target: hub id, folder or GGUF file; default: the embedded pair's"
     )
     draft: str | None = Field(
-        None, min_length=1, description='draft; "none": plain decoding; default: the embedded pair\'s if the target is'
+        None,
+        min_length=1,
+        description='draft: hub id, folder or GGUF file; "none": prompt lookup only; default: the embedded pair\'s '
+        "if the target is",
     )
     target_revision: str | None = ENGINE["revision"]
     draft_revision: str | None = ENGINE["revision"]

@@ -16,7 +16,7 @@ ProgressCallback = Callable[[str], None]
 
 
 class Readiness:
-    """Follows the startup of a server. Patience begins anew whenever the server says that its model is loading."""
+    """Follows the startup of a server. The timeout starts anew whenever the server reports that it is loading."""
 
     def __init__(self, patience: float, on_progress: ProgressCallback | None) -> None:
         """`patience` in seconds."""
@@ -40,7 +40,7 @@ class Readiness:
             self._alive_at = time.monotonic()
             self._show(target.reason)
         else:
-            self._show("the server waits for its target worker")
+            self._show("waiting for the target worker")
         if self._is_over:
             raise NotReadyError(f"the target worker is {target.state}: {target.reason}")
         return False

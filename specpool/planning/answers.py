@@ -16,7 +16,7 @@ from specpool.engine.run.engine import Engine
 from specpool.planning.progress import Phases
 from specpool.protocol.tokenizer import TokenizerFiles
 
-# Measured at least, even if that takes longer.
+# Minimum to measure, even if that exceeds the time limit.
 MIN_TOKENS, MIN_ANSWERS = 8, 4
 
 

@@ -1,4 +1,4 @@
-"""Whether measured times of passes can be true, and measuring again those that cannot. Pure: no clock."""
+"""Finds measured pass times that contradict each other, and repeats those measurements. Pure: no clock."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from itertools import combinations
 from math import inf
 
 TOLERANCE, TOLERANCE_PER_ROW = 0.25, 0.5
-"""By this share, a pass may take longer than one of more rows, and longer per row than one of fewer."""
+"""Tolerated excess of a pass over one of more rows, and per row over one of fewer rows."""
 IGNORED_SECONDS = 0.0002
-"""Smaller differences are ignored, since a message to a worker takes longer."""
+"""Ignore smaller differences: a message to a worker takes longer."""
 REPEATS, MAX_REPEATS = 5, 12
-"""Passes of each number of rows, of which the fastest counts: the second one while times contradict each other."""
+"""Measured passes of each number of rows, normally and while times contradict each other. The fastest one counts."""
 ALWAYS, ALWAYS_ROWS = 2, 64
-"""Passes of up to ALWAYS_ROWS rows are measured this often, no matter how long they take."""
+"""Minimum number of measurements of passes of up to ALWAYS_ROWS rows, however long they take."""
 
 
 MAX_NAMED = 3
@@ -30,7 +30,7 @@ class Contradiction:
     slow: int
     """Rows of the pass that took too long."""
     other: int
-    """Rows of the pass that reveals it."""
+    """Rows of the pass that contradicts it."""
     factor: float
     """The slow pass took this many times longer than it could."""
 

@@ -14,8 +14,8 @@ class WorkerSettings(ServerSettings):
     watchdog_seconds: Seconds = Field(
         60.0,
         ge=0,
-        description="the model counts as hung if its work finishes no forward pass for this long: health checks fail, "
-        "liveness included, until it goes on; after twice this long the process ends; loading is exempt; 0: never",
+        description="time without a finished forward pass after which a busy model counts as hung: health checks fail, "
+        "liveness included, until a pass ends; after twice this time the process exits; loading is exempt; 0: never",
     )
     startup_cache: bool = Field(
         True,

@@ -65,7 +65,7 @@ def hub_config(model: str, revision: str | None) -> Path:
     except EntryNotFoundError:
         raise UnsupportedModelError(f"{model} has no {CONFIG} at {host}; download GGUF files first") from None
     except Exception as error:  # the HTTP library depends on the version of huggingface_hub
-        failed = f"{host} {'sent an error' if isinstance(error, HfHubHTTPError) else 'cannot be reached'}"
+        failed = f"{host} {'returned an error' if isinstance(error, HfHubHTTPError) else 'cannot be reached'}"
         reason = f"{failed} ({first_line(error)})"
         if cached is None:
             raise UnsupportedModelError(f"{model} is neither a local file or folder nor cached, and {reason}") from None

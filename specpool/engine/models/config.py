@@ -33,10 +33,10 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
     """Load a model's configuration. Raises UnsupportedModelError if the model cannot be served."""
     source = source_of(options.model, options.revision)
     if not Path(options.model).exists():
-        hub_config(options.model, options.revision)  # its errors are clearer than those of transformers
+        hub_config(options.model, options.revision)  # for clearer errors than those of transformers
     try:
         if "gguf_file" in source:
-            GgufFile(Path(options.model))  # so are these
+            GgufFile(Path(options.model))  # likewise
         config: PreTrainedConfig = AutoConfig.from_pretrained(**source)
     except GgufError as error:
         raise UnsupportedModelError(str(error)) from error

@@ -101,7 +101,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UnsupportedModelError(f"{file} is not a JSON file: {error}") from None
     if not isinstance(config, dict):
-        raise UnsupportedModelError(f"{file} has no JSON object")
+        raise UnsupportedModelError(f"{file} does not contain a JSON object")
     return config
 
 
@@ -125,7 +125,7 @@ def _check_memory(options: EngineOptions, config: dict[str, Any]) -> None:
     needed = 2 * layers * rank_heads * head_dim * bytes_each * positions
     if memory < needed:
         sequence = f"sequence of {positions} positions, which needs at least {needed:,} bytes"
-        raise UnsupportedModelError(f"{memory.human_readable()} holds no {sequence}")
+        raise UnsupportedModelError(f"{memory.human_readable()} is too small for a {sequence}")
 
 
 def _size(config: dict[str, Any], name: str) -> int:

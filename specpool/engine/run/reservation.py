@@ -53,8 +53,7 @@ def reserve_cache(
 
     `others`: memory of weights and activations. `other_ranks`: smallest limit, in bytes, of the other ranks' caches.
 
-    UnsupportedModelError: the limit holds no sequence of the requested length, or the device has less memory than the
-    limit.
+    UnsupportedModelError: the limit is too small for a sequence of the requested length, or exceeds the device memory.
     """
     layout, per_token = LAYOUTS[options.kv_layout], facts.kv_bytes_per_token(dtype)
     limit = replace(kv_limit(options, others, facts.device), other_ranks=other_ranks)
@@ -98,12 +97,16 @@ def _affordable_columns(
     columns = min(full, limit.kv_bytes // per_token // multiple * multiple)
     if columns < longest:
         raise UnsupportedModelError(
-            f"{limit} holds no sequence of {longest} positions ({longest * per_token:,} bytes): "
+            f"{limit} is too small for a sequence of {longest} positions ({longest * per_token:,} bytes): "
             f"lower max_model_len or raise {limit.name}"
         )
     if columns < enough:
         log.warning(
-            "%s holds %d positions, not %d sequences of %d", limit.name, columns, options.max_sequences, sequence
+            "%s holds %d positions, fewer than %d sequences of %d need",
+            limit.name,
+            columns,
+            options.max_sequences,
+            sequence,
         )
     return columns
 

@@ -31,7 +31,7 @@ OUTDATED_SHARE = 0.6
 
 FREE_CORES = "keep some cores free for this worker"
 # Compiled passes share their work among the threads that have a core.
-ONE_THREAD = "try --threads 1: threads of torch wait for each other in every operation"
+ONE_THREAD = "try --threads 1: torch's threads wait for each other in every operation"
 
 
 def load_engine(

@@ -246,7 +246,7 @@ def test_chats_at_the_limits_are_read() -> None:
         ("{{ range(9) }}", {"chat_template_kwargs": {"range": 1}}, "chat_template_kwargs", "its options: none"),
         (THINKING_TEMPLATE, {"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs",
          'no option "add_generation_prompt"'),
-        ("{{ messages }}", {"tools": [WEATHER]}, "tools", "the chat template reads no tools"),
+        ("{{ messages }}", {"tools": [WEATHER]}, "tools", "the chat template does not support tools"),
         (THINKING_TEMPLATE, {"tools": [WEATHER] * 129}, "tools", "has more than 128 entries"),
         (THINKING_TEMPLATE, {"tools": [{"x": "y" * 30_000}]}, "messages", "the prompt has 30029 bytes, more than"),
     ],

@@ -44,8 +44,8 @@ def test_patience_begins_anew_while_the_server_is_loading(clock: SimpleNamespace
         assert not readiness.is_ready(state("loading", phase))
     clock.now += 9
     assert not readiness.is_ready(state("a state of a later version"))
-    assert shown == ["no answer", "the server waits for its target worker", "loading weights", "testing",
-                     "the server waits for its target worker"]  # fmt: skip
+    assert shown == ["no answer", "waiting for the target worker", "loading weights", "testing",
+                     "waiting for the target worker"]  # fmt: skip
     clock.now += 2
     with pytest.raises(NotReadyError, match="the target worker is connecting: UNAVAILABLE: refused"):
         readiness.is_ready(state("connecting", "UNAVAILABLE: refused"))

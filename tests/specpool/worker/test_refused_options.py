@@ -22,7 +22,7 @@ importlib.import_module(MODULE).main()
         (
             "target",
             ["--model", "{target}", "--kv-memory", "1KiB"],
-            "kv-memory: 1.0KiB holds no sequence of 16",
+            "kv-memory: 1.0KiB is too small for a sequence of 16",
         ),
         ("draft", ["--model", "{folder}/file.gguf"], "model: {folder}/file.gguf is not a GGUF file"),
         ("draft", ["--model", ""], "model: String should have at least 1 character"),

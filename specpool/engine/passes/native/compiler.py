@@ -48,7 +48,7 @@ def compile_decoder(head_dim: int, groups: int, kinds: Collection[str], measured
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if platform.system() != "Linux":
-        log.info("the forward pass is compiled on Linux only; it runs on torch operations")
+        log.info("the forward pass is compiled only on Linux; using torch operations")
         return None
     if not compiler or shutil.which(compiler[0]) is None:
         log.info("no C compiler found; the forward pass runs on torch operations")

@@ -29,10 +29,10 @@ def test_default_kv_memory_is_a_share_of_free_memory(
     free = SimpleNamespace(available=int(3.5 * one / memory.CPU_SHARE))
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: free)
     assert one <= load_engine(tiny_pair[0], max_sequences=4096).info().kv_bytes_total <= 3.5 * one
-    assert "not 4096 sequences of" in caplog.text
+    assert "fewer than 4096 sequences of" in caplog.text
     assert load_engine(tiny_pair[0], max_sequences=5, kv_memory=5 * one).info().kv_bytes_total == 5 * one
     free.available = one
-    assert "holds no sequence" in refusal(tiny_pair[0])
+    assert "too small for a sequence" in refusal(tiny_pair[0])
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_explicit_memory_is_used_up_to_full_sequences(long_model: Path, caplog: 
         assert engine.slots.extents.columns == expected
     assert "sequences of" not in caplog.text
     load_engine(long_model, max_sequences=64, kv_memory=100_000 * position)
-    assert "kv_memory holds 100000 positions, not 64 sequences of 2048" in caplog.text
+    assert "kv_memory holds 100000 positions, fewer than 64 sequences of 2048 need" in caplog.text
 
 
 def test_explicit_lengths_size_the_cache_for_full_sequences(long_model: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -97,7 +97,7 @@ def test_default_kv_memory_respects_container_limits(
     limit.write_text("max\n")
     assert load_engine(tiny_pair[0], max_sequences=2).slots.total == 2
     limit.write_text(f"{2**20}\n")  # less than this process uses already
-    assert "holds no sequence" in refusal(tiny_pair[0])
+    assert "too small for a sequence" in refusal(tiny_pair[0])
 
 
 def test_memory_budget_covers_weights_activations_and_cache(tiny_pair: tuple[Path, Path]) -> None:

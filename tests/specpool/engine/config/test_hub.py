@@ -148,7 +148,7 @@ def test_the_cached_copy_replaces_an_unreachable_hub(
 
 
 def test_an_error_of_the_hub_is_quoted(requests: list[str]) -> None:
-    assert "sent an error (" in refusal("broken/model")
+    assert "returned an error (" in refusal("broken/model")
 
 
 def test_cached_tokenizers_are_compared(tmp_path: Path) -> None:

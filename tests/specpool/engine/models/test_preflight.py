@@ -89,7 +89,8 @@ def test_paths_without_a_model_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"), [("{", "is not a JSON file: "), ("[]", "has no JSON object"), ("\xff", "is not a JSON file")]
+    ("content", "reason"),
+    [("{", "is not a JSON file: "), ("[]", "does not contain a JSON object"), ("\xff", "is not a JSON file")],
 )
 def test_unreadable_configurations_are_refused(tmp_path: Path, content: str, reason: str) -> None:
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
@@ -99,7 +100,7 @@ def test_unreadable_configurations_are_refused(tmp_path: Path, content: str, rea
 def test_sizes_beyond_the_model_or_the_memory_are_refused(tmp_path: Path) -> None:
     model = model_folder(tmp_path)
     assert refusal(model, max_model_len=65) == f"max-model-len: 65 exceeds the 64 positions of {model}"
-    short = "1.0KiB holds no sequence of 16 positions, which needs at least 2,048 bytes"
+    short = "1.0KiB is too small for a sequence of 16 positions, which needs at least 2,048 bytes"
     assert refusal(model, kv_memory="1KiB") == f"kv-memory: {short}"
     assert refusal(model, memory_budget="1KiB") == f"memory-budget: {short}"
     assert "of 64 positions, which needs at least 16,384 bytes" in refusal(
