@@ -243,7 +243,7 @@ async def test_planning_for_running_workers_needs_no_torch(tmp_path: Path) -> No
 
 
 def test_planning_for_models_names_the_missing_torch(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "explain_missing", lambda extra: f"needs torch: pip install [{extra}]")
     with pytest.raises(SystemExit, match=r"^specpool plan: needs torch: pip install"):
         run()
 
