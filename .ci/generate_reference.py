@@ -10,7 +10,7 @@ from coordinator.config.settings import CoordinatorSettings
 from draft_worker.server import DraftWorkerSettings
 from specpool.cli.main import COMMANDS
 from specpool.cli.up import UpSettings
-from specpool.distill.main import DistillSettings
+from specpool.distill.settings import DistillSettings
 from specpool.engine.config.options import EngineOptions
 from specpool.planning.settings import PlanSettings
 from specpool.rpc.config.help import options_of

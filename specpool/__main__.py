@@ -1,19 +1,26 @@
 """Entry point of `specpool`, which names missing packages instead of failing to import them."""
 
+import os
 import sys
 
-from specpool.environment.extras import require_extra
 from specpool.environment.interrupts import silent_interrupts
 
 STARTS_WORKERS = ("up", "demo", "plan", "distill")
 """Commands that load a model."""
+CLIENTS = ("generate", "top")
 
 
 def main() -> None:
-    command = sys.argv[1] if len(sys.argv) > 1 else ""
-    program = f"specpool {command}" if command in (*STARTS_WORKERS, "generate", "top") else "specpool"
+    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if command in CLIENTS:  # gRPC reads this when it is imported, and logs failed handshakes, which our errors explain
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     with silent_interrupts():
-        require_extra(program, "cli", "worker" if command in STARTS_WORKERS else "cli")
+        from specpool.cli.usage import answer
+        from specpool.environment.extras import missing_modules, require_extra
+
+        if missing_modules("cli") and (status := answer(command)) is not None:
+            sys.exit(status)
+        require_extra(f"specpool {command}", "cli", "worker" if command in STARTS_WORKERS else "cli")
         from specpool.cli.main import main as run
 
     run()

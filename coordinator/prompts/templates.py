@@ -1,6 +1,7 @@
 """Chat templates. A template is untrusted code: it runs in a sandbox with limits on time and output."""
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -79,6 +80,9 @@ class ChatTemplate:
 
 def import_library() -> None:
     """Import transformers, which takes most of a second: the server should listen before."""
+    os.environ.setdefault(
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
+    )  # it warns if torch is missing, which is normal here
     import transformers.utils.chat_template_utils  # noqa: F401
 
 
@@ -105,6 +109,7 @@ def read_template(path: Path) -> str:
 
 def _environment() -> Any:
     """Return the sandbox of transformers, with limits on `*` and `**`."""
+    import_library()
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     environment = _compile_jinja_template("").environment.overlay()

@@ -11,9 +11,9 @@ from specpool.cli.generate import GenerateSettings, generate
 from specpool.cli.processes import SPIN_COUNT, ProcessFailedError, require_torch, run_module
 from specpool.cli.top import TopSettings, top
 from specpool.cli.up import SecureUpSettings, up
+from specpool.cli.usage import answer
 from specpool.engine.config.options import EngineOptions
 from specpool.rpc.config.settings import Settings, names_of_settings
-from specpool.rpc.version import package_version
 from specpool.worker.settings import WorkerSettings
 
 COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
@@ -23,13 +23,8 @@ COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
     "demo": (DemoSettings, demo),
 }
 
-CLIENT_COMMANDS = {"generate", "top"}
-
-# Commands that may import torch: the module that replaces this process, and a summary.
-MODULES = {
-    "distill": ("specpool.distill.main", "Train a small draft on dialogues that its target generates."),
-    "plan": ("specpool.planning.main", "Measure a pair and predict its speed by batch and draft length."),
-}
+MODULES = {"distill": "specpool.distill", "plan": "specpool.planning"}
+"""Commands that may import torch: the package that replaces this process."""
 
 
 def main() -> None:
@@ -57,6 +52,8 @@ def main() -> None:
 
 def run(name: str, arguments: list[str]) -> int:
     """Run a subcommand; return its exit status."""
+    if (status := answer(name)) is not None:
+        return status
     if name in MODULES:
         try:
             if name != "plan":  # which needs torch only without running workers
@@ -65,18 +62,7 @@ def run(name: str, arguments: list[str]) -> int:
             print(f"specpool {name}: {error}", file=sys.stderr)
             return 1
         environment = {"GOMP_SPINCOUNT": SPIN_COUNT, **os.environ}  # as in the workers that `up` starts
-        os.execve(sys.executable, [*run_module(MODULES[name][0]), *arguments], environment)
-    if name == "--version":
-        print(f"specpool {package_version()}")
-        return 0
-    if name not in COMMANDS:
-        if name in ("-h", "--help"):
-            print(usage())
-            return 0
-        print(f"specpool: unknown command {name}\n\n{usage()}", file=sys.stderr)
-        return 2
-    if name in CLIENT_COMMANDS:
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC logs failed handshakes, which our errors explain
+        os.execve(sys.executable, [*run_module(MODULES[name]), *arguments], environment)
     settings, command = COMMANDS[name]
     return command(settings.load(f"specpool {name}", arguments, other_settings=known_keys()))
 
@@ -86,16 +72,6 @@ def known_keys() -> set[str]:
     commands = (settings for settings, _ in COMMANDS.values())
     kinds: list[type[Settings]] = [CoordinatorSettings, WorkerSettings, *commands]
     return names_of_settings(EngineOptions).union(*(settings.keys() for settings in kinds))
-
-
-def usage() -> str:
-    """The text of `specpool --help`."""
-    summaries = {name: (settings.__doc__ or "").splitlines()[0] for name, (settings, _) in COMMANDS.items()}
-    summaries |= {name: summary for name, (_, summary) in MODULES.items()}
-    lines = [f"  {name:10}{summary}" for name, summary in summaries.items()]
-    return "\n".join(
-        ["usage: specpool COMMAND [options]", "", *lines, "", "specpool COMMAND --help lists the options."]
-    )
 
 
 if __name__ == "__main__":

@@ -73,8 +73,8 @@ def make_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gener
 
 
 def _set_prompt(request: pb.GenerateRequest, prompt: Prompt, chat_options: Mapping[str, Any]) -> None:
-    if isinstance(prompt, bytes):
-        raise TypeError("a prompt must be text, a conversation or token ids, not bytes")
+    if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__getitem__"):
+        raise TypeError(f"a prompt must be text, a conversation or token ids, not {type(prompt).__name__}")
     is_text = isinstance(prompt, str)
     if not is_text and not (prompt and isinstance(prompt[0], int)):
         request.chat.CopyFrom(make_chat(cast(Chat, prompt), **chat_options))

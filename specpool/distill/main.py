@@ -2,11 +2,9 @@
 
 import random
 import time
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError
@@ -14,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from specpool.distill.corpus import ChatTemplate, Dialogues, Writer, atomic_write, concatenate
 from specpool.distill.replay import REPORTED_K, agreement_rate, mean_acceptance_length
+from specpool.distill.settings import PROGRAM, DistillSettings, load_settings
 from specpool.distill.student import Student, check_target, check_weights, most_frequent
 from specpool.distill.training import (
     Checkpoint,
@@ -33,52 +32,21 @@ from specpool.engine.models.draft_weights import load_compact, load_trained, sav
 from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.engine.models.weights import read_weights
 from specpool.engine.startup.loading import load_engine
-from specpool.rpc.config.settings import UINT32_MAX, LogLevel, Settings, naming
+from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
 
 console = Console()
 
-PROGRAM = "specpool distill"
 DIALOGUES_PER_SHARD = 256
 
 
-class DistillSettings(Settings):
-    """Train a small draft on dialogues that its target generates."""
-
-    target: str | None = Field(None, description="folder of the target; default: the embedded one")
-    output: Path = Field(Path("draft"), description="folder for dialogues, checkpoint and result")
-    dialogues: int = Field(20_000, ge=64, description="number of dialogues to generate, in files of 256")
-    held_out: int = Field(200, ge=8, description="dialogues for evaluation, excluded from training")
-    max_sequences: int = Field(48, ge=1, description="dialogues generated at a time")
-    initial: Path | None = Field(
-        None, description="draft.safetensors to start from; its layers and tokens replace --layers and --output-tokens"
-    )
-    layers: str | None = Field(
-        None,
-        pattern=r"^\d{1,4}(,\d{1,4})*$",
-        description="indexes of the target's layers to start from; default: 0, 1 and the last",
-    )
-    output_tokens: int = Field(
-        16_384, ge=256, description="number of tokens that the draft can propose: the most frequent ones"
-    )
-    epochs: float = Field(4.0, gt=0, le=10_000, description="passes over the dialogues")
-    batch_tokens: int = Field(4096, ge=64, description="tokens of a training step")
-    peak_rate: float = Field(5e-4, gt=0, le=1, description="maximum learning rate")
-    evaluate_every: int = Field(200, ge=1, description="training steps between evaluations")
-    seed: int = Field(0, ge=0, le=UINT32_MAX, description="seed of the dialogues and of the training order")
-    device: str = Field("cpu", description="device of target and draft")
-    log_level: LogLevel = Field("warning", description="minimum level of logged messages")
-
-    @model_validator(mode="after")
-    def _check_held_out(self) -> Self:
-        if self.held_out >= self.dialogues:
-            raise ValueError(f"held_out: {self.held_out} is not below the number of dialogues, {self.dialogues}")
-        return self
-
-
 def main() -> None:
-    """Entry point. Invalid settings fail before hours of generation."""
-    settings = DistillSettings.load(PROGRAM)
+    """Entry point."""
+    distill(load_settings())
+
+
+def distill(settings: DistillSettings) -> None:
+    """Run the command. Invalid settings fail before hours of generation."""
     configure_logging(settings.log_level)
     with naming(PROGRAM, "output", OSError):
         settings.output.mkdir(parents=True, exist_ok=True)

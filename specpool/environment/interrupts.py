@@ -1,7 +1,8 @@
-"""Ctrl-C in the first moments of a process, while it imports modules."""
+"""Ctrl-C without stack traces."""
 
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -16,3 +17,11 @@ def silent_interrupts() -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, before)
+
+
+def run_command(main: Callable[[], None]) -> None:
+    """Run a command. Ctrl-C ends the process with status 130."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -27,7 +27,7 @@ OURS = re.compile(r"(?:specpool(?:-[a-z]+)*|python -m [\w.]+|make [\w-]+) ")
 
 # Settings of the commands that are not in `specpool.cli.main.COMMANDS`.
 SETTINGS = {
-    "specpool distill": "specpool.distill.main.DistillSettings",
+    "specpool distill": "specpool.distill.settings.DistillSettings",
     "specpool plan": "specpool.planning.main.PlanSettings",
     "specpool-coordinator": "coordinator.config.settings.CoordinatorSettings",
     "specpool-draft-worker": "draft_worker.server.DraftWorkerSettings",

@@ -83,7 +83,11 @@ def embedded_pair(cache: Path | None = None, report: Callable[[str], None] = _pr
     folder = (cache or user_cache_path("specpool")) / FOLDER
     if not folder.is_dir():
         weights = draft_weights()
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"cannot create {folder.parent} ({error.strerror})"
+            raise OSError(f"{reason}: set XDG_CACHE_HOME to a folder that you can write to") from None
         with _creating(folder.parent, report):
             if not folder.is_dir():
                 _create(folder, weights, report)

@@ -1,6 +1,7 @@
 """What the command line, the environment and the TOML file give, before it is validated as settings."""
 
 import argparse
+import json
 import os
 import tomllib
 from collections.abc import Collection
@@ -13,8 +14,11 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from specpool.rpc.config.help import names_of
+from specpool.rpc.config.spelling import suggest
 
 ENV_PREFIX = "SPECPOOL_"
+MAX_SHOWN = 40
+"""Maximum length of a value in an error message."""
 
 
 def check_utf8(arguments: list[str]) -> None:
@@ -33,7 +37,8 @@ def check_variables(settings: type[BaseModel], keys: set[str]) -> None:
     given = {name: key for name, key in given.items() if name.upper().startswith(ENV_PREFIX)}
     unknown = sorted(name for name, key in given.items() if key not in keys)
     if unknown:
-        raise ValueError(f"unknown environment variable {', '.join(unknown)}")
+        similar = suggest((name.upper() for name in unknown), (key.upper() for key in keys), ENV_PREFIX)
+        raise ValueError(f"unknown environment variable {', '.join(unknown)}{similar}")
     _check_synonyms(settings, given.values(), "environment")
 
 
@@ -63,15 +68,27 @@ def read_config_file(settings: type[BaseModel], path: Path) -> dict[str, Any]:
     return values
 
 
-def explain(problem: ErrorDetails, file: str | None, file_values: dict[str, Any]) -> str:
+def explain(settings: type[BaseModel], problem: ErrorDetails, file: str | None, file_values: dict[str, Any]) -> str:
     """Describe an invalid setting in one line. Names the TOML file if the value comes from there."""
-    reason = problem["msg"].removeprefix("Value error, ")
     key = ".".join(map(str, problem["loc"]))  # empty if settings conflict
     if problem["type"] == "extra_forbidden":
-        return f"config: {file}: unknown setting {key}"
+        known = [name for field_name, field in settings.model_fields.items() for name in names_of(field_name, field)]
+        return f"config: {file}: unknown setting {key}{suggest([key], known)}"
+    if problem["type"] == "missing":
+        return f"{key.replace('_', '-')}: required: set it, for example with {ENV_PREFIX}{key.upper()}"
+    reason = problem["msg"].removeprefix("Value error, ") + _shown(problem)
     if key and _is_from(file_values, problem):
         return f"config: {file}: {key}: {reason}"
     return f"{key.replace('_', '-')}: {reason}" if key else reason
+
+
+def _shown(problem: ErrorDetails) -> str:
+    """Return the invalid value in parentheses, unless it is not plain or the message describes it."""
+    value = problem["input"]
+    if problem["type"] == "value_error" or not isinstance(value, str | int | float):
+        return ""
+    text = json.dumps(value, ensure_ascii=False)
+    return f" (got {text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + '...'})"
 
 
 def _is_from(values: Any, problem: ErrorDetails) -> bool:

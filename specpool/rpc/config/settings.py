@@ -33,6 +33,7 @@ from specpool.rpc.config.inputs import (
     explain,
     read_config_file,
 )
+from specpool.rpc.config.spelling import suggest
 from specpool.rpc.observability.logs import LogFormat
 from specpool.rpc.observability.trace_settings import TraceSettings
 from specpool.rpc.security.channel import COORDINATOR_PORT, DRAFT_WORKER_PORT, TARGET_WORKER_PORT, check_address
@@ -116,16 +117,24 @@ class Settings(BaseSettings):
             return CliApp.run(resolved, arguments, cli_settings_source=source)
         except ValidationError as error:
             for problem in error.errors():
-                print(f"{program}: {explain(problem, resolved.file, resolved.file_values)}", file=sys.stderr)
+                print(f"{program}: {explain(cls, problem, resolved.file, resolved.file_values)}", file=sys.stderr)
         except (SettingsError, OSError, ValueError) as error:
             reason = str(error).removeprefix("error parsing CLI: ")
-            print(f"{program}: {reason}", file=sys.stderr)
+            print(f"{program}: {reason}{cls._similar_flags(reason)}", file=sys.stderr)
         raise SystemExit(2)
 
     @classmethod
     def keys(cls) -> set[str]:
         """Return the names of the settings in a TOML file, deprecated names included."""
         return names_of_settings(cls)
+
+    @classmethod
+    def _similar_flags(cls, reason: str) -> str:
+        """Return a suggestion for the unknown flags that argparse names."""
+        words = [word.partition("=")[0] for word in reason.split() if word.startswith("--")]
+        if not reason.startswith("unrecognized arguments: "):
+            return ""
+        return suggest(words, {key.replace("_", "-") for key in names_of_settings(cls)}, "--")
 
     def log_resolved(self) -> None:
         """Log the settings that differ from their defaults; at debug level, log all."""

@@ -258,7 +258,9 @@ def test_a_diverged_stream_ends_with_one_line(
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [
-        (["frobnicate"], "", "specpool: unknown command frobnicate\n\nusage: specpool COMMAND"),
+        (["frobnicate"], "", "specpool: unknown command frobnicate; see specpool --help\n"),
+        (["generat"], "", "specpool: unknown command generat (did you mean generate?); see specpool --help\n"),
+        (["generate", "--temprature", "1"], "", "--temprature (did you mean --temperature?)\n"),
         (
             ["generate", "--address", "localhost"],
             "x",
@@ -470,10 +472,16 @@ async def test_all_processes_start_without_the_current_directory(monkeypatch: py
         started.append(list(command))
 
     monkeypatch.setattr("asyncio.create_subprocess_exec", start)
-    monkeypatch.setattr("os.execve", lambda _, command, environment: started.append(command))
+
+    def replace_process(_: str, command: list[str], environment: dict[str, str]) -> None:
+        started.append(command)
+        raise SystemExit
+
+    monkeypatch.setattr("os.execve", replace_process)
     await start_module("coordinator.server", "--port", "1")
-    command.run("plan", ["--help"])
+    with pytest.raises(SystemExit):
+        command.run("plan", ["--help"])
     assert started == [
         [*run_module("coordinator.server"), "--port", "1"],
-        [*run_module("specpool.planning.main"), "--help"],
+        [*run_module("specpool.planning"), "--help"],
     ]

@@ -99,7 +99,16 @@ def test_only_sampling_requests_get_a_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [b"bytes", [{"role": "user"}], [{"content": "a"}], [{"role": "user", "content": None}], [[1]]]
+    "prompt",
+    [
+        b"bytes",
+        5,
+        {"role": "user", "content": "a"},
+        [{"role": "user"}],
+        [{"content": "a"}],
+        [{"role": "user", "content": None}],
+        [[1]],
+    ],
 )
 def test_invalid_prompts_are_refused(prompt: Any) -> None:
     with pytest.raises((TypeError, AttributeError)):

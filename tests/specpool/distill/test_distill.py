@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from specpool.distill import corpus, training
 from specpool.distill.corpus import TASKS, TOP, ChatTemplate, Dialogues, Writer, concatenate
 from specpool.distill.evaluate import EvaluateSettings, evaluate, read_chats
-from specpool.distill.main import DistillSettings, train
+from specpool.distill.main import train
 from specpool.distill.replay import acceptance_by_position, mean_acceptance_length
+from specpool.distill.settings import DistillSettings
 from specpool.distill.student import Student, check_weights, most_frequent
 from specpool.distill.training import Checkpoint, Example, agreement, batches, distillation_loss, split_examples
 from specpool.engine.cache.spans import Span

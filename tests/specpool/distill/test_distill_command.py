@@ -66,7 +66,7 @@ def test_training_continues_with_new_dialogues(
         (["--peak-rate", "inf"], "peak-rate"),
         (["--seed", str(2**70)], "seed"),
         (["--target", "/nope"], "target: /nope"),
-        (["--device", "foo"], "device: device foo"),
+        (["--device", "foo"], "device: foo cannot be used"),
         (["--initial", "/nope"], "initial: "),
         (["--output", __file__], "output: "),
     ],

@@ -1,0 +1,37 @@
+"""The text of `specpool --help` and the answers that need no command. Works without any extra."""
+
+import sys
+
+from specpool.rpc.config.spelling import suggest
+from specpool.rpc.version import package_version
+
+SUMMARIES = {
+    "up": "Serve a pair on this machine: coordinator, draft worker and target worker. Default: the embedded pair.",
+    "generate": "Generate text for a PROMPT, for each line of a JSONL file, or for standard input.",
+    "top": "Show a live view of a server: pool, acceptance, groups, workers and rates. Ctrl-C exits.",
+    "demo": "Run prompts with and without speculation, and compare the results. Default: the embedded pair.",
+    "distill": "Train a small draft on dialogues that its target generates.",
+    "plan": "Measure a pair and predict its speed by batch and draft length.",
+}
+
+
+def answer(name: str) -> int | None:
+    """Answer `--help`, `--version` or an unknown command; return the exit status. None for a command."""
+    if name in SUMMARIES:
+        return None
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name == "--version":
+        print(f"specpool {package_version()}")
+        return 0
+    print(f"specpool: unknown command {name}{suggest([name], SUMMARIES)}; see specpool --help", file=sys.stderr)
+    return 2
+
+
+def usage() -> str:
+    """The text of `specpool --help`."""
+    lines = [f"  {name:10}{summary}" for name, summary in SUMMARIES.items()]
+    return "\n".join(
+        ["usage: specpool COMMAND [options]", "", *lines, "", "specpool COMMAND --help lists the options."]
+    )

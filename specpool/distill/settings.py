@@ -1,0 +1,56 @@
+"""Settings of `specpool distill`, checked without importing torch."""
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.embedded_pair import EMBEDDED_TARGET
+from specpool.engine.models.preflight import InvalidOptionError, check_options
+from specpool.rpc.config.settings import UINT32_MAX, LogLevel, Settings, naming
+
+PROGRAM = "specpool distill"
+
+
+class DistillSettings(Settings):
+    """Train a small draft on dialogues that its target generates."""
+
+    target: str | None = Field(None, description="folder of the target; default: the embedded one")
+    output: Path = Field(Path("draft"), description="folder for dialogues, checkpoint and result")
+    dialogues: int = Field(20_000, ge=64, description="number of dialogues to generate, in files of 256")
+    held_out: int = Field(200, ge=8, description="dialogues for evaluation, excluded from training")
+    max_sequences: int = Field(48, ge=1, description="dialogues generated at a time")
+    initial: Path | None = Field(
+        None, description="draft.safetensors to start from; its layers and tokens replace --layers and --output-tokens"
+    )
+    layers: str | None = Field(
+        None,
+        pattern=r"^\d{1,4}(,\d{1,4})*$",
+        description="indexes of the target's layers to start from; default: 0, 1 and the last",
+    )
+    output_tokens: int = Field(
+        16_384, ge=256, description="number of tokens that the draft can propose: the most frequent ones"
+    )
+    epochs: float = Field(4.0, gt=0, le=10_000, description="passes over the dialogues")
+    batch_tokens: int = Field(4096, ge=64, description="tokens of a training step")
+    peak_rate: float = Field(5e-4, gt=0, le=1, description="maximum learning rate")
+    evaluate_every: int = Field(200, ge=1, description="training steps between evaluations")
+    seed: int = Field(0, ge=0, le=UINT32_MAX, description="seed of the dialogues and of the training order")
+    device: str = Field("cpu", description="device of target and draft")
+    log_level: LogLevel = Field("warning", description="minimum level of logged messages")
+
+    @model_validator(mode="after")
+    def _check_held_out(self) -> Self:
+        if self.held_out >= self.dialogues:
+            raise ValueError(f"held_out: {self.held_out} is not below the number of dialogues, {self.dialogues}")
+        return self
+
+
+def load_settings() -> DistillSettings:
+    """Load the settings and check device and target. Invalid ones end the process with one line and status 2."""
+    settings = DistillSettings.load(PROGRAM)
+    with naming(PROGRAM, "", InvalidOptionError):
+        options = EngineOptions(model=settings.target or EMBEDDED_TARGET, device=settings.device)
+        check_options(options, {"model": "target"})
+    return settings

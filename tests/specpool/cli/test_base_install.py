@@ -1,0 +1,76 @@
+"""`specpool` without the extra `cli`, its summaries, and Ctrl-C."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from specpool import __main__ as entry
+from specpool.cli.main import COMMANDS, MODULES
+from specpool.cli.usage import SUMMARIES, usage
+from specpool.distill.settings import DistillSettings
+from specpool.environment.interrupts import run_command
+
+
+def test_summaries_are_those_of_the_commands() -> None:
+    assert SUMMARIES.keys() == COMMANDS.keys() | MODULES.keys()
+    for name, (settings, _) in COMMANDS.items():
+        assert SUMMARIES[name] == (settings.__doc__ or "").splitlines()[0]
+    assert SUMMARIES["distill"] == DistillSettings.__doc__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "out", "err"),
+    [
+        ([], 0, usage(), ""),
+        (["--help"], 0, usage(), ""),
+        (["--version"], 0, f"specpool {version('specpool')}", ""),
+        (["distil"], 2, "", "specpool: unknown command distil (did you mean distill?); see specpool --help"),
+    ],
+)
+def test_a_base_install_answers_without_extras(
+    arguments: list[str], status: int, out: str, err: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("specpool.environment.extras._is_installed", lambda module: False)
+    monkeypatch.setattr(sys, "argv", ["specpool", *arguments])
+    with pytest.raises(SystemExit) as end:
+        entry.main()
+    assert end.value.code == status
+    assert capsys.readouterr() == (out and out + "\n", err and err + "\n")
+
+
+def test_commands_name_the_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specpool.environment.extras._is_installed", lambda module: False)
+    monkeypatch.setattr(sys, "argv", ["specpool", "distill", "--help"])
+    with pytest.raises(SystemExit, match=r"^specpool distill: needs torch, .*\[worker\]"):
+        entry.main()
+
+
+def test_interrupted_commands_end_without_a_stack_trace() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as end:
+        run_command(interrupted)
+    assert end.value.code == 130
+
+
+@pytest.mark.parametrize("module", ["specpool.cli.usage", "specpool.distill.settings", "coordinator.prompts.templates"])
+def test_modules_read_before_torch_do_not_import_it(module: str) -> None:
+    program = f"import sys, {module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.slow
+def test_a_coordinator_without_torch_does_not_warn() -> None:
+    program = "import sys; sys.modules['torch'] = None; import coordinator.prompts.templates as t; t.import_library()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_the_package_is_typed() -> None:
+    assert (Path(entry.__file__).parent / "py.typed").is_file()
