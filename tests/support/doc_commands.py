@@ -17,7 +17,7 @@ from specpool.rpc.config.settings import Settings
 ROOT = Path(__file__).parents[2]
 PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "deploy/README.md")}
 PAGES |= {f"docs/{page.name}": page.read_text() for page in sorted(ROOT.glob("docs/*.md"))}
-NEEDS = {"cluster", "docker", "prometheus", "vllm"}
+NEEDS = {"cluster", "docker", "prometheus", "qwen3", "vllm"}
 """What a block may need."""
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 NEED = r"(?:<!-- needs: ([\w, ]+) -->\n\n?)?"

@@ -87,7 +87,13 @@ async def test_openai_client_gets_the_same_answers_through_the_gateway(client: A
 async def texts_over_http(openai: AsyncOpenAI, chat: Any, **options: Unpack[GenerateOptions]) -> list[str | None]:
     """The text of an answer through the gateway: unary, and streamed."""
     extra = {"repetition_penalty": options.pop("repetition_penalty")}
-    request: Any = {"model": "target", "messages": chat, "max_tokens": MAX_TOKENS, "extra_body": extra, **options}
+    request: Any = {
+        "model": "SmolLM2-135M-Instruct",
+        "messages": chat,
+        "max_tokens": MAX_TOKENS,
+        "extra_body": extra,
+        **options,
+    }
     request |= {"logprobs": True, "top_logprobs": options["logprobs"]}
     answer = await openai.chat.completions.create(**request)
     stream = await openai.chat.completions.create(stream=True, **request)
