@@ -77,6 +77,8 @@ def explain(settings: type[BaseModel], problem: ErrorDetails, file: str | None, 
     if problem["type"] == "missing":
         return f"{key.replace('_', '-')}: required: set it, for example with {ENV_PREFIX}{key.upper()}"
     reason = problem["msg"].removeprefix("Value error, ") + _shown(problem)
+    if problem["input"] == "" and problem["type"] == "string_too_short":
+        reason = "must not be empty"
     if key and _is_from(file_values, problem):
         return f"config: {file}: {key}: {reason}"
     return f"{key.replace('_', '-')}: {reason}" if key else reason

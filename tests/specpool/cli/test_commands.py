@@ -268,7 +268,7 @@ def test_a_diverged_stream_ends_with_one_line(
         ),
         (["generate", "--frob"], "", "--frob"),
         (["generate", "--prompts", "/nowhere"], "", "specpool generate: /nowhere: No such file or directory\n"),
-        (["generate", "--address", ""], "x", "address: String should have at least 1 character"),
+        (["generate", "--address", ""], "x", "address: must not be empty"),
         (["generate", "--max-tokens", "4294967296"], "x", "max-tokens: Input should be less than or equal to"),
         (["generate", "--num-speculative-tokens", str(2**40)], "x", "num-speculative-tokens: Input should be less"),
         (["generate", "--wait-seconds", "-1"], "x", "wait-seconds: Input should be greater than or equal to 0"),

@@ -203,7 +203,7 @@ NO_TORCH = {
         ("demo", ["--port", "{port}"], "port: cannot listen on 127.0.0.1:{port}: Address already in use"),
         ("up", ["--metrics-port", "{port}"], "metrics-port: cannot listen on 127.0.0.1:{port}: Address already in use"),
         ("up", ["--target-device", "cuda:9"], "target-device: cuda:9 cannot be used: torch 1 was built without"),
-        ("up", ["--target", ""], "target: String should have at least 1 character"),
+        ("up", ["--target", ""], "target: must not be empty"),
         ("up", ["--draft", "{folder}"], "draft: {folder} is not a model folder: it has no config.json"),
         ("up", ["--target", "no/model"], "target: no/model is neither a local file or folder nor cached, and 127.0."),
         ("up", ["--max-model-len", "9999"], "max-model-len: 9999 exceeds the 512 positions of "),

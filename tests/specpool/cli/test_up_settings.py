@@ -49,8 +49,8 @@ def test_both_flags_accept_a_single_device(device: str) -> None:
     ("arguments", "message"),
     [
         (["--target-devices", "cuda:0,cuda:1", "--target-device", "auto"], "give target_device or target_devices, not"),
-        (["--target-devices", ""], "target-devices.0: String should have at least 1 character"),
-        (["--target-devices", "cuda:0,,cuda:1"], "target-devices.1: String should have at least 1 character"),
+        (["--target-devices", ""], "target-devices.0: must not be empty"),
+        (["--target-devices", "cuda:0,,cuda:1"], "target-devices.1: must not be empty"),
         (["--target-devices", "cuda:0,cuda:1,cuda:0"], "target-devices: duplicate device cuda:0"),
         (["--target-devices", "cuda:0,cuda"], 'target-devices: "cuda" cannot be one of several devices: '),
         (["--target-devices", "cpu,cuda:1"], 'target-devices: "cpu" cannot be one of several devices: '),

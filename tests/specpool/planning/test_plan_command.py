@@ -160,7 +160,7 @@ ADDRESSES = ["--target-address", "127.0.0.1:1", "--draft-address", "127.0.0.1:1"
         ([*PAIR, "--max-model-len", "9999"], "max-model-len: 9999 exceeds the 512 positions of "),
         ([*PAIR, "--device", "tpu"], "device: tpu cannot be used: it must be"),
         ([*PAIR, "--draft-device", "tpu"], "draft-device: tpu cannot be used: it must be"),
-        (["--target", "", "--draft", "DRAFT"], "target: String should have at least 1 character"),
+        (["--target", "", "--draft", "DRAFT"], "target: must not be empty"),
         ([*PAIR[:2], "--draft", "OTHER"], "uses a different tokenizer than"),
         (ADDRESSES, "target-address: 127.0.0.1:1: UNAVAILABLE: "),
         (ADDRESSES[:4], "acceptance: must be given with target-address"),

@@ -25,7 +25,7 @@ importlib.import_module(MODULE).main()
             "kv-memory: 1.0KiB is too small for a sequence of 16",
         ),
         ("draft", ["--model", "{folder}/file.gguf"], "model: {folder}/file.gguf is not a GGUF file"),
-        ("draft", ["--model", ""], "model: String should have at least 1 character"),
+        ("draft", ["--model", ""], "model: must not be empty"),
         (
             "draft",
             [
