@@ -84,11 +84,9 @@ class WorkerInfo:
     @property
     def summary(self) -> str:
         """The model and its speed in one line."""
-        level = "bitwise" if self.bitwise else "numeric"
         parts = [
             f"{self.architecture} with {self.parameters / 1e6:,.0f}M parameters ({self.dtype}, {self.device})",
             f"{self.slots_total} sequences of up to {self.max_model_len} positions",
-            f"equivalence {level}",
         ]
         if 1 in self.step_seconds:
             parts.append(f"{1e3 * self.step_seconds[1]:.1f} ms for a token")

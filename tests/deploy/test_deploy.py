@@ -159,7 +159,7 @@ def test_healthcheck_reports_the_status_on_one_line(
         assert healthcheck.main([address]) == 0
         assert capsys.readouterr() == ("", "")
         assert healthcheck.main([address, "--service", "unknown"]) == 1
-        assert "NOT_FOUND" in capsys.readouterr().err
+        assert "no service 'unknown'" in capsys.readouterr().err
     with health_server(is_serving=False) as address:
         assert healthcheck.main([address]) == 1
         assert capsys.readouterr().err == f"{address}: NOT_SERVING\n"

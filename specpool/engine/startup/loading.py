@@ -64,7 +64,8 @@ def load_engine(
         waits = not isinstance(engine.forward_pass, NativeModel) and torch.get_num_threads() > 1
         engine.contention = ContentionMonitor(engine.step_seconds, ONE_THREAD if waits else FREE_CORES)
     info = engine.info()
-    log.info("ready: %s", info.summary)
+    level = f", equivalence {'bitwise' if info.bitwise else 'numeric'}" if exact else ""  # a draft's does not matter
+    log.info("ready: %s%s", info.summary, level)
     log.debug("ready: %s", info)
     return engine
 

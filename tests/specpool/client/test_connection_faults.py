@@ -204,7 +204,7 @@ async def test_commands_name_permanent_faults_in_one_line(
 
 async def test_grpc_logs_nothing_beside_the_error_of_a_command(ca: Authority) -> None:
     async with running() as address:
-        command = ["-m", "specpool.cli.main", "generate", "a", "--address", address, "--tls-ca", str(ca.path)]
+        command = ["-m", "specpool", "generate", "a", "--address", address, "--tls-ca", str(ca.path)]
         process = await asyncio.create_subprocess_exec(sys.executable, *command, stderr=asyncio.subprocess.PIPE)
         _, stderr = await process.communicate()
     reason = f"{address} does not use TLS: connect without tls_ca"
