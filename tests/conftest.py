@@ -16,6 +16,7 @@ os.environ["GOMP_SPINCOUNT"] = "0"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from certificates import Authority, Certificate
 from tiny_pair import make_tiny_pair
 
 
@@ -23,6 +24,24 @@ from tiny_pair import make_tiny_pair
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Folders of a tiny random target model and its draft."""
     return make_tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """The CA of `server`."""
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture(scope="module")
+def other_ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """A CA that others do not trust."""
+    return Authority(tmp_path_factory.mktemp("other"), "other")
+
+
+@pytest.fixture(scope="module")
+def server(ca: Authority) -> Certificate:
+    """A server's certificate from `ca`."""
+    return ca.issue("server")
 
 
 @pytest.fixture

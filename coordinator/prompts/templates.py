@@ -80,9 +80,8 @@ class ChatTemplate:
 
 def import_library() -> None:
     """Import transformers, which takes most of a second: the server should listen before."""
-    os.environ.setdefault(
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
-    )  # it warns if torch is missing, which is normal here
+    # It warns if torch is missing, which is normal here.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers.utils.chat_template_utils  # noqa: F401
 
 

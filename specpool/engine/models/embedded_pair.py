@@ -47,6 +47,10 @@ class Pair:
     target: Path
     draft: Path
 
+    def folder_of(self, model: str) -> str:
+        """The folder of EMBEDDED_TARGET or EMBEDDED_DRAFT."""
+        return str(self.target if model == EMBEDDED_TARGET else self.draft)
+
 
 def existing_pair(cache: Path | None = None) -> Pair | None:
     """Return the pair in the user's cache folder if it exists, without importing torch."""
@@ -58,8 +62,7 @@ def local_model(model: str, report: Callable[[str], None]) -> str:
     """Return the folder of a model of the embedded pair, and any other model as it is. Raises OSError."""
     if model not in (EMBEDDED_TARGET, EMBEDDED_DRAFT):
         return model
-    pair = embedded_pair(report=report)
-    return str(pair.target if model == EMBEDDED_TARGET else pair.draft)
+    return embedded_pair(report=report).folder_of(model)
 
 
 def existing_model(model: str) -> str | None:
@@ -67,7 +70,7 @@ def existing_model(model: str) -> str | None:
     if model not in (EMBEDDED_TARGET, EMBEDDED_DRAFT):
         return model
     pair = existing_pair()
-    return None if pair is None else str(pair.target if model == EMBEDDED_TARGET else pair.draft)
+    return None if pair is None else pair.folder_of(model)
 
 
 def _print(phase: str) -> None:

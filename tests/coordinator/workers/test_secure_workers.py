@@ -20,11 +20,6 @@ PROMPT = [1, 2, 3]
 
 
 @pytest.fixture(scope="module")
-def ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("ca"))
-
-
-@pytest.fixture(scope="module")
 def certificates(ca: Authority) -> dict[str, Certificate]:
     names = ("worker", "coordinator", "client")
     return {name: ca.issue(name, ["IP:127.0.0.1", f"DNS:{name}.specpool"]) for name in names}

@@ -26,16 +26,6 @@ PROMPT = [1, 2, 3]
 
 
 @pytest.fixture(scope="module")
-def ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("ca"))
-
-
-@pytest.fixture(scope="module")
-def server(ca: Authority) -> Certificate:
-    return ca.issue("server")
-
-
-@pytest.fixture(scope="module")
 def alice(ca: Authority) -> Certificate:
     return ca.issue("alice")
 

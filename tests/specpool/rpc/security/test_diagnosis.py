@@ -20,21 +20,6 @@ from specpool.rpc.security.diagnosis import diagnose
 from specpool.rpc.server.server import Server
 
 
-@pytest.fixture(scope="module")
-def ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("ca"))
-
-
-@pytest.fixture(scope="module")
-def other_ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("other"), "other")
-
-
-@pytest.fixture(scope="module")
-def server(ca: Authority) -> Certificate:
-    return ca.issue("server")
-
-
 @asynccontextmanager
 async def running(**security: Any) -> AsyncIterator[str]:
     """Run a gRPC server without services; yield its address."""

@@ -116,21 +116,6 @@ async def reflection(address: str, **security: Any) -> list[str] | grpc.StatusCo
 
 
 @pytest.fixture(scope="module")
-def ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("ca"))
-
-
-@pytest.fixture(scope="module")
-def other_ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("other"), "other")
-
-
-@pytest.fixture(scope="module")
-def server(ca: Authority) -> Certificate:
-    return ca.issue("server")
-
-
-@pytest.fixture(scope="module")
 def alice(ca: Authority) -> Certificate:
     return ca.issue("alice", ["DNS:alice.example", "URI:spiffe://cluster/alice"], "Alice")
 
