@@ -11,9 +11,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ByteSize, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ByteSize,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -86,6 +95,14 @@ class Settings(BaseSettings):
 
     config: Path | None = Field(None, description="TOML file with settings")
     log_level: LogLevel = Field("info", description="minimum level of logged messages")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_booleans(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse `port = true` in a file, which pydantic would take for 1."""
+        if isinstance(value, bool) and not _takes_booleans(cls.model_fields[str(info.field_name)].annotation):
+            raise ValueError("Input should not be a boolean")
+        return value
 
     @classmethod
     def settings_customise_sources(
@@ -166,10 +183,16 @@ class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
         None, ge=1, le=65535, description="Prometheus port: GET /metrics over HTTP without TLS; default: none"
     )
     max_connections: int = Field(
-        1024, ge=1, le=MAX_CONNECTIONS, description="maximum number of open connections; others are closed at once"
+        1024,
+        ge=1,
+        le=MAX_CONNECTIONS,
+        description="maximum number of clients' connections; beyond it, the client with the most loses idle ones first",
     )
     max_calls: int = Field(
-        4096, ge=1, le=MAX_CALLS, description="maximum number of calls in progress; others are refused"
+        4096,
+        ge=1,
+        le=MAX_CALLS,
+        description="maximum number of calls in progress; a client above its fair share is refused first",
     )
     max_calls_per_client: int | None = Field(
         None, ge=1, le=MAX_CALLS, description="maximum number of calls in progress of one client; default: max_calls"
@@ -177,7 +200,10 @@ class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
     request_memory: ByteSize = Field(
         ByteSize(128 * 2**20), ge=1, description="memory for the requests of all calls; further requests are refused"
     )
-    receive_seconds: Seconds = Field(10.0, gt=0, description="time for a request to arrive once the server reads it")
+    receive_seconds: Seconds = Field(10.0, gt=0, description="time for a request to arrive")
+    stream_stall_seconds: Seconds = Field(
+        60.0, gt=0, description="time without a read after which a stream or an answer fails"
+    )
 
     parent_pid: int | None = Field(None, ge=1, description="stop when this parent process exits; default: never")
 
@@ -208,6 +234,10 @@ def naming(program: str, setting: str, *errors: type[Exception]) -> Iterator[Non
             reason = f"{error.filename}: {error.strerror}"
         print(": ".join(filter(None, (program, setting, str(reason)))), file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _takes_booleans(annotation: Any) -> bool:
+    return annotation in (bool, Any) or any(map(_takes_booleans, get_args(annotation)))
 
 
 def _with_file(settings: type[S], program: str, path: str | None) -> type[S]:

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
@@ -14,6 +15,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Literal, TextIO
 
+from specpool.rpc.observability.line_limits import RecordLimit, without_message
 from specpool.rpc.observability.native_lines import follow_native_lines
 
 LogFormat = Literal["text", "json"]
@@ -78,28 +80,20 @@ def about(*request_ids: str) -> dict[str, Any]:
     return {"request_ids": request_ids}
 
 
-class WithheldError(Exception):
-    """Replaces an error whose message must not be logged. Its message is the type of that error."""
-
-
-def without_message(error: BaseException) -> Any:
-    """Return the argument `exc_info` for an error whose message may quote a client."""
-    return WithheldError, WithheldError(type(error).__qualname__), error.__traceback__
-
-
 def configure_logging(
     level: str, log_format: LogFormat = "text", program: str = "", follow_native: bool = True
 ) -> None:
     """Log to stderr, one event per line, including the loggers of libraries.
 
-    `program`: each line shows its name, without the prefix "specpool-". `follow_native`: with JSON, also log what
-    anything else writes to stderr.
+    `program`: each line shows its name, without the prefix "specpool-". `follow_native`: sum up what native code writes
+    to stderr; with JSON, also log what Python code writes there.
     """
     handler, process = StderrHandler(), program.removeprefix("specpool-")
     handler.setFormatter(TextFormatter(process))
+    if follow_native:
+        handler.setStream(follow_native_lines(log_python=log_format == "json"))
+        threading.excepthook = _log_uncaught_in_thread
     if log_format == "json":
-        if follow_native:
-            handler.setStream(follow_native_lines())
         handler.setFormatter(JsonFormatter(process))
         sys.excepthook = _log_uncaught
     logging.basicConfig(level=level.upper(), handlers=[handler])
@@ -111,7 +105,18 @@ def configure_logging(
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to stderr and drops lines that cannot be written. Reporting them on stderr would loop."""
+    """Writes to stderr, within the limits on lines that callers can cause.
+
+    Drops lines that cannot be written. Reporting them on stderr would loop.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._limit = RecordLimit()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (shown := self._limit.shown(record)) is not None:
+            super().emit(shown)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Report records that cannot be formatted."""
@@ -190,3 +195,9 @@ def _indented(trace: str) -> str:
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     logging.getLogger(__name__).critical("uncaught exception", exc_info=(kind, error, trace))
+
+
+def _log_uncaught_in_thread(ended: threading.ExceptHookArgs) -> None:
+    if ended.exc_value is not None and not isinstance(ended.exc_value, SystemExit):
+        thread = ended.thread.name if ended.thread is not None else "unknown"
+        logging.getLogger(__name__).error("thread %s failed", thread, exc_info=without_message(ended.exc_value))

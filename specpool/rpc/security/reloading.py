@@ -1,11 +1,15 @@
 """Contents of files that are reloaded when they change, such as certificates and tokens."""
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
 log = logging.getLogger(__name__)
+
+CHECK_SECONDS = 0.1
+"""Minimum time between two checks of the files."""
 
 T = TypeVar("T")
 
@@ -20,9 +24,13 @@ class Reloaded(Generic[T]):
         self._paths, self._load = paths, load
         self._seen = self._signature()
         self._loaded = load()
+        self._checked = time.monotonic()
 
     def current(self) -> T:
-        """Return the current contents. Never raises, and costs one `stat` per file unless files have changed."""
+        """Return the contents, at most `CHECK_SECONDS` old. Never raises."""
+        if time.monotonic() < self._checked + CHECK_SECONDS:
+            return self._loaded
+        self._checked = time.monotonic()
         while (signature := self._signature()) != self._seen:
             self._seen = signature
             try:

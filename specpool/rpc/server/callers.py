@@ -31,8 +31,16 @@ def client_of(context: Any) -> str:
     return f"{kind}:{address.rpartition(':')[0]}" if kind in ("ipv4", "ipv6") else peer
 
 
+def is_authenticated() -> bool:
+    """Return whether the caller has a valid credential, from within the task that serves its call."""
+    return _authenticated.get() is not None
+
+
 class Authenticator:
-    """Admits known callers only, before anything of their request is read. Health checks are open to everyone."""
+    """Admits known callers only, before anything of their request is read.
+
+    Health checks are open to everyone. A valid credential identifies their caller too.
+    """
 
     def __init__(
         self, tokens: Path | None = None, with_certificates: bool = False, allowed_names: Collection[str] = ()
@@ -47,23 +55,24 @@ class Authenticator:
 
     def check_token(self, details: grpc.HandlerCallDetails) -> None:
         """Identify the caller by its API token. Raises UnauthenticatedError."""
-        if self._tokens is None or _is_health(details):
+        if self._tokens is None:
             return
         name = self._tokens.caller(details.invocation_metadata)
-        if name is None:
+        if name is not None:
+            _authenticated.set(f"token:{name}")
+        elif not is_health(details):
             is_given = any(key == HEADER for key, _ in details.invocation_metadata or ())
             problem = 'must be "Bearer" and a known API token' if is_given else "missing; this server needs a token"
             raise UnauthenticatedError(f"{HEADER}: {problem}")
-        _authenticated.set(f"token:{name}")
 
     def check_certificate(self, details: grpc.HandlerCallDetails, context: Any) -> None:
         """Identify the caller by its certificate, unless its token has. Raises PermissionDeniedError."""
-        if not self._with_certificates or _is_health(details):
+        if not self._with_certificates:
             return
         properties = context.auth_context()
         names = [name.decode(errors="replace") for kind in _NAMES for name in properties.get(kind, ())]
         accepted = [name for name in names if name in self._allowed] if self._allowed else names
-        if self._allowed and not accepted:
+        if self._allowed and not accepted and not is_health(details):
             shown = ", ".join(map(repr, names)) or "no name"
             raise PermissionDeniedError(
                 f"allowed_names: the certificate has none of the allowed names (it has {shown})"
@@ -72,5 +81,6 @@ class Authenticator:
             _authenticated.set(f"cert:{accepted[0]}")
 
 
-def _is_health(details: grpc.HandlerCallDetails) -> bool:
+def is_health(details: grpc.HandlerCallDetails) -> bool:
+    """Return whether a call is a health check, which needs no credentials."""
     return bool(details.method.startswith(f"/{HEALTH_SERVICE}/"))

@@ -7,32 +7,46 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, nullcontext
+from functools import partial
+from itertools import product
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from specpool.protocol.errors import (
     InvalidArgumentError,
     PermissionDeniedError,
+    QueueFullError,
     ServiceError,
+    SlowRequestError,
+    TooManyCallsError,
     UnauthenticatedError,
-    UnavailableError,
+    UnimplementedError,
 )
 from specpool.rpc.config.settings import ServerSettings
-from specpool.rpc.observability.logs import without_message
+from specpool.rpc.observability.line_limits import without_message
 from specpool.rpc.observability.metrics import CallCounter
-from specpool.rpc.server.callers import Authenticator
-from specpool.rpc.server.limits import ENDING_SECONDS, Call, CallLimits, Calls
-from specpool.rpc.server.unread import status_sent
-from specpool.rpc.status import ANSWERED, status_of
+from specpool.rpc.server.callers import Authenticator, client_of, is_authenticated, is_health
+from specpool.rpc.server.calls import ENDING_SECONDS, Call, CallLimits
+from specpool.rpc.server.guard import ConnectionGuard
+from specpool.rpc.server.limits import Calls
+from specpool.rpc.server.newest_calls import NewestCalls
+from specpool.rpc.server.parsing import RequestParser
+from specpool.rpc.server.shares import Pace
+from specpool.rpc.server.unread import reset, status_sent
+from specpool.rpc.status import ANSWERED, TrailingMetadata, status_of
 
 log = logging.getLogger(__name__)
 
 LOG_SECONDS = 60.0
+REFUSALS_PER_SECOND = 500
+"""Calls of a client that are refused for lack of room or for a late request. More take time from other clients."""
+MAX_REFUSAL_SECONDS = 5.0
+"""A refusal that would wait for longer becomes a reset: every waiting call takes memory."""
 MAX_LOGGED_CHARACTERS = 1000
 
 Handler: TypeAlias = Any  # grpc.RpcMethodHandler, whose stubs do not cover asyncio
+_REFUSALS = UnauthenticatedError, PermissionDeniedError, UnimplementedError
 _NO_HANDLER: Handler = grpc.unary_unary_rpc_method_handler(lambda *_: None)
 
 
@@ -61,49 +75,84 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     other error. It therefore registers every method as one with a request stream.
     """
 
-    def __init__(self, settings: ServerSettings, authenticator: Authenticator, counter: CallCounter | None) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        authenticator: Authenticator,
+        counter: CallCounter | None,
+        guard: ConnectionGuard,
+    ) -> None:
         """`counter`: None if nobody reads the metrics."""
-        self.calls = Calls(CallLimits.of_services(settings))
-        """Calls in progress, except health and reflection, which a drain does not wait for."""
+        self._guard = guard
+        self.calls = Calls(CallLimits.of(settings))
+        """Calls in progress, except health checks, and reflection without a credential."""
         self.refusals = Refusals()
-        self._health_calls = Calls(CallLimits.of_health(settings))
+        self._health_calls = {kind: NewestCalls(settings) for kind in product((False, True), repeat=2)}
+        """By whether the client is authenticated, and whether the call is a `Check`, which ends by itself."""
         self._authenticator, self._counter = authenticator, counter
+        self._pace = Pace(REFUSALS_PER_SECOND, MAX_REFUSAL_SECONDS)
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]], details: grpc.HandlerCallDetails
     ) -> Handler:
         counted = self._counter.counted if self._counter is not None else lambda *_: nullcontext()
-        calls = self._health_calls if details.method.startswith("/grpc.") else self.calls
-        refused = None
+        refused: ServiceError | None = None
         try:
             self._authenticator.check_token(details)
             handler = await continuation(details)
+            if handler is None:  # gRPC would answer, but not count the call
+                handler, refused = _NO_HANDLER, UnimplementedError("Method not found!")
         except UnauthenticatedError as error:
             handler, refused = _NO_HANDLER, error
-        if handler is None:  # gRPC itself answers UNIMPLEMENTED
-            return None
 
         async def serve(messages: AsyncIterator[bytes], context: Any) -> Any:
             with counted(details.method, context):
+                call = None
                 try:
-                    if refused is not None:
-                        raise refused
-                    self._authenticator.check_certificate(details, context)
-                    return await _answer(handler, calls, messages, context)
+                    self._admit(refused, details, context)
+                    calls = self._calls_like(details)
+                    call = calls.begin(context, drains=not details.method.startswith("/grpc."))
+                    return await _answer(handler, calls, call, messages)
                 except BaseException as error:
                     await status_sent(context)  # an unread stream counts until its client is gone
-                    failure = _failure(error, calls)
-                return await self._abort(failure, context)
+                    failure = _failure(error, call)
+                is_paced = isinstance(failure, TooManyCallsError | QueueFullError | SlowRequestError)
+                if is_paced and not await self._pace.turn(client_of(context)):
+                    reset(context)
+                    raise asyncio.CancelledError
+                if isinstance(failure, InvalidArgumentError) and call is not None:
+                    await self.calls.delay_refusal(call)
+                return await self._abort(failure, context, has_begun=call is not None)
 
-        kind = "stream_stream" if handler.response_streaming else "stream_unary"
-        return getattr(grpc, f"{kind}_rpc_method_handler")(serve, response_serializer=handler.response_serializer)
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(serve, response_serializer=handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(serve)
 
-    async def _abort(self, error: Exception, context: Any) -> NoReturn:
+    def _admit(self, refused: ServiceError | None, details: grpc.HandlerCallDetails, context: Any) -> None:
+        """Raise `refused`, or PermissionDeniedError. Tell the guard now, before other calls of the connection begin."""
+        try:
+            if refused is not None:
+                raise refused
+            self._authenticator.check_certificate(details, context)
+        except _REFUSALS:
+            self._guard.refused(context.peer())
+            raise
+        is_stranger = is_health(details) and not is_authenticated()
+        self._guard.accepted(context.peer(), client_of(context), is_stranger)
+
+    def _calls_like(self, details: grpc.HandlerCallDetails) -> Calls:
+        """Return the calls that compete with a call of this method."""
+        method = details.method
+        if is_health(details) or (method.startswith("/grpc.") and not is_authenticated()):
+            return self._health_calls[is_authenticated(), method.endswith("/Check")]
+        return self.calls
+
+    async def _abort(self, error: Exception, context: Any, has_begun: bool) -> NoReturn:
         if isinstance(error, grpc.aio.AbortError):  # the handler has answered
             raise error
-        if isinstance(error, UnauthenticatedError | PermissionDeniedError):  # not an answer to the request: unmarked
+        if not has_begun and isinstance(error, _REFUSALS):  # not an answer to the request: unmarked
             log.debug("refused a call from %s: %s", context.peer(), error)
-            await context.abort(*status_of(error))
+            await _fail(context, *status_of(error))
         if isinstance(error, ServiceError):
             code, text, metadata = status_of(error)
             self.refusals.add(code.name, error.logged)
@@ -113,16 +162,19 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             code, metadata = grpc.StatusCode.INTERNAL, ()
             text = f"internal error {incident}; the server's log has the details"
             self.refusals.add(code.name, text)
-        # gRPC keeps the exception raised here until a garbage collection, and the frames of `error` hold the request.
+        # The frames of `error` hold the request.
         error.__traceback__ = error.__context__ = error.__cause__ = None
-        await context.abort(code, text, (*metadata, ANSWERED))
+        await _fail(context, code, text, (*metadata, ANSWERED))
         raise AssertionError("abort always raises")
 
 
-async def _answer(handler: Handler, calls: Calls, messages: AsyncIterator[bytes], context: Any) -> Any:
-    """Run a handler within the limits. Return the response, or None for a stream."""
-    call = calls.begin(context)
-    request = await _request(handler, calls, call, messages)
+async def _answer(handler: Handler, calls: Calls, call: Call, messages: AsyncIterator[bytes]) -> bytes | None:
+    """Run a handler within the limits. Return the serialized response, or None for a stream."""
+    context, parser = call.context, RequestParser[Any](handler.request_deserializer)
+    if handler.request_streaming:
+        request: Any = calls.read_all(call, messages, parser)
+    else:
+        request = await calls.read(call, messages, parser)
     if handler.response_streaming:
         answer = handler.stream_stream or handler.unary_stream
         async with aclosing(answer(request, context)) as responses:
@@ -130,22 +182,28 @@ async def _answer(handler: Handler, calls: Calls, messages: AsyncIterator[bytes]
                 await _write(context, response)
         return None
     response = await (handler.stream_unary or handler.unary_unary)(request, context)
-    calls.hold_response(call, response)
-    return response
+    payload: bytes = handler.response_serializer(response) if handler.response_serializer else response
+    calls.answered(call, len(payload))
+    return payload
 
 
-async def _request(handler: Handler, calls: Calls, call: Call, messages: AsyncIterator[bytes]) -> Any:
-    """Return the request of a call, or the stream of its requests."""
-    if handler.request_streaming:
-        return (_parse(handler, payload) async for payload in messages)
-    return await calls.read(call, messages, lambda payload: _parse(handler, payload))
-
-
-def _parse(handler: Handler, payload: bytes) -> Any:
+async def _fail(context: Any, code: grpc.StatusCode, text: str, metadata: TrailingMetadata) -> None:
+    """Send the status of a failed call."""
     try:
-        return handler.request_deserializer(payload)
-    except DecodeError as error:
-        raise InvalidArgumentError("request", f"not a message of the expected type ({error})") from None
+        await context.abort(code, text, metadata)
+    except grpc.aio.AbortError as aborted:
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(partial(_forget_frames, aborted))
+        raise
+    except Exception:  # the first message is unread, or the client has disconnected
+        reset(context)
+        raise asyncio.CancelledError from None
+
+
+def _forget_frames(error: Exception, _: Any) -> None:
+    """Break the reference cycle of an exception that gRPC keeps."""
+    error.__traceback__ = None
 
 
 async def _write(context: Any, response: Any) -> None:
@@ -156,10 +214,10 @@ async def _write(context: Any, response: Any) -> None:
         raise
 
 
-def _failure(error: BaseException, calls: Calls) -> Exception:
+def _failure(error: BaseException, call: Call | None) -> Exception:
     """Return the error to answer with. Raise errors that end the call without an answer, such as a cancellation."""
-    if isinstance(error, asyncio.CancelledError) and calls.cut_off:
-        return UnavailableError("the server is shutting down")
+    if isinstance(error, asyncio.CancelledError) and call is not None and call.error is not None:
+        return call.error
     if not isinstance(error, Exception):
         raise error
     return error

@@ -1,226 +1,240 @@
-"""Limits on the calls in progress and on the memory of their requests.
+"""Limits on the calls in progress, on their requests' memory and on unread answers, and the share of each client.
 
 A request is read when the limits allow it, not when it arrives. Until then gRPC holds one flow-control window of it.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, suppress
+from typing import Any, TypeVar
 
-from google.protobuf.message import Message
-
-from specpool.protocol.errors import InvalidArgumentError, SlowRequestError, TooManyCallsError
-from specpool.rpc.config.settings import ServerSettings
+from specpool.protocol.errors import InvalidArgumentError, SlowRequestError, UnavailableError
 from specpool.rpc.server.callers import client_of
+from specpool.rpc.server.calls import ENDING_SECONDS, Call, CallLimits, Client, too_many
+from specpool.rpc.server.message_memory import MAX_GROWTH, SCALAR_BYTES
+from specpool.rpc.server.parsing import RequestParser
+from specpool.rpc.server.shares import Pace, fair_share
 
 MAX_CONCURRENT_READS = 16
-MAX_CONCURRENT_READS_PER_CLIENT = 4
 # A request that is still arriving after this time gives up its read slot and counts as slow. Beyond the maximum number
-# of slow requests, the slowest fails. Idle senders therefore block nobody, and memory stays bounded.
+# of slow requests, the slowest one of the client with most of them fails. Idle senders therefore block nobody, and
+# memory stays bounded.
 READ_SLOT_SECONDS, MAX_SLOW_REQUESTS = 0.25, 64
-# Health and reflection have limits of their own, so that a flood of requests cannot delay a health check.
-HEALTH_CALLS_PER_CLIENT, HEALTH_RECEIVE_SECONDS = 256, 1.0
-# Factor on the shared limits for a client with no calls in progress, so that other clients cannot lock it out.
-NEW_CLIENT_FACTOR = 2
-# Retry delay for refused clients.
-RETRY_AFTER_SECONDS = 1.0
-# gRPC ends a cancelled call, or one whose request is too large, within this time.
-ENDING_SECONDS = 1.0
-# Upper bounds on protobuf's memory for a message and for an element of a repeated scalar field.
-MESSAGE_BYTES, SCALAR_BYTES = 128, 16
-# An empty message takes two bytes on the wire.
-MAX_GROWTH = MESSAGE_BYTES // 2
-# Maximum number of messages within a request that are looked at one by one.
-MAX_VISITED = 4096
+# Smallest share of `receive_seconds` that a request has while many of its client's requests are still to arrive.
+MIN_RECEIVE_SHARE = 0.5
+# Factor on the shared limits that keeps a share for other clients.
+OTHERS_FACTOR = 2
+# Time to take an answer, besides the stall time: a second for this many bytes.
+SLOWEST_READ_BYTES = 128 * 2**10
+# Bytes of invalid requests of a client that are refused in a second. More take time from other clients.
+INVALID_BYTES_PER_SECOND = 16 * 2**20
+# Smaller requests are cheap to refuse.
+LARGE_INVALID_BYTES = 64 * 2**10
+# The memory of smaller messages of a stream is not worth counting precisely.
+SMALL_MESSAGE_BYTES = 4 * 2**10
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class CallLimits:
-    """Limits on the calls in progress."""
-
-    calls: int
-    calls_per_client: int
-    memory: int
-    """Bytes of the requests and responses of all calls."""
-    receive_seconds: float
-    """Time for a request to arrive."""
-
-    @classmethod
-    def of_services(cls, settings: ServerSettings) -> Self:
-        """Limits of all services except health and reflection."""
-        per_client = settings.max_calls_per_client or settings.max_calls
-        return cls(settings.max_calls, per_client, settings.request_memory, settings.receive_seconds)
-
-    @classmethod
-    def of_health(cls, settings: ServerSettings) -> Self:
-        return cls(settings.max_calls, HEALTH_CALLS_PER_CLIENT, settings.request_memory, HEALTH_RECEIVE_SECONDS)
-
-
-@dataclass
-class _Client:
-    calls: int = 0
-    memory: int = 0
-    reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CONCURRENT_READS_PER_CLIENT))
-
-
-@dataclass(eq=False)
-class Call:
-    """A call in progress."""
-
-    client: _Client
-    task: asyncio.Task[Any]
-    memory: int = 0
 
 
 class Calls:
     """The calls in progress. A call ends when its client has received the whole response."""
 
+    max_slow = MAX_SLOW_REQUESTS
+
     def __init__(self, limits: CallLimits) -> None:
         self.idle = asyncio.Event()
-        """Set while no call is in progress."""
+        """Set while no call is in progress that a drain waits for."""
         self.idle.set()
-        self.cut_off = False
-        """Whether all calls have been cancelled."""
+        self._cut_off = False
         self._limits = limits
-        self._clients: dict[str, _Client] = {}
-        self._calls: set[Call] = set()
+        self._clients: dict[str, Client] = {}
+        self._calls: dict[Call, None] = {}
+        self._drained = 0
+        """Calls that a drain waits for."""
         self._memory = 0
         self._reading = asyncio.Semaphore(MAX_CONCURRENT_READS)
-        self._slow: dict[asyncio.Timeout, None] = {}
+        self._invalid = Pace(INVALID_BYTES_PER_SECOND)
+        self._slow: dict[Call, asyncio.Timeout] = {}
         """Timeouts of the slow requests, slowest first."""
 
     @property
     def count(self) -> int:
-        """Number of calls in progress."""
-        return len(self._calls)
+        """Number of calls in progress that a drain waits for."""
+        return self._drained
 
-    def begin(self, context: Any) -> Call:
-        """Count the call of the running task as in progress. Raises TooManyCallsError."""
+    def begin(self, context: Any, drains: bool = True) -> Call:
+        """Count the call of the running task as in progress. Raises TooManyCallsError, UnavailableError.
+
+        `drains`: whether a drain waits for it.
+        """
+        if self._cut_off:
+            raise UnavailableError("the server is shutting down")
         name = client_of(context)
-        is_new = name not in self._clients
-        if len(self._calls) >= self._limits.calls * (NEW_CLIENT_FACTOR if is_new else 1):
-            raise _too_many(f"the server has {len(self._calls)} calls in progress (max_calls)")
-        client = self._clients.setdefault(name, _Client())
-        if client.calls >= self._limits.calls_per_client:
-            raise _too_many(f"the client has {client.calls} calls in progress (max_calls_per_client)")
-        task = asyncio.current_task()
-        assert task is not None
-        call = Call(client, task)
-        client.calls += 1
-        self._calls.add(call)
-        self.idle.clear()
-        context.add_done_callback(lambda _: self._end(name, call))
+        client = self._clients.setdefault(name, Client(name))
+        try:
+            self._admit(client)
+            task = asyncio.current_task()
+            assert task is not None
+            call = Call(client, context, task, drains)
+            client.calls += 1
+        finally:
+            self._forget_if_idle(client)
+        self._calls[call] = client.replaceable[call] = None
+        self._drained += drains
+        if drains:
+            self.idle.clear()
+        task.add_done_callback(lambda _: self._end(call))  # the context's callbacks would leave a reference cycle
         return call
 
-    def _end(self, name: str, call: Call) -> None:
-        self._calls.discard(call)
-        self._hold(call, -call.memory)
-        call.client.calls -= 1
-        if not call.client.calls:
-            del self._clients[name]
-        if not self._calls:
+    def _admit(self, client: Client) -> None:
+        """Raise TooManyCallsError if a client may not begin another call, or make room for it."""
+        limit, total = self._limits.calls, len(self._calls)
+        if client.calls >= self._limits.calls_per_client:
+            raise too_many(f"the client has {client.calls} calls in progress (max_calls_per_client)")
+        if total < limit:
+            return
+        share = fair_share([each.calls + (each is client) for each in self._clients.values()], limit)
+        if client.calls >= min(share, OTHERS_FACTOR * limit - total):
+            raise too_many(f"the server has {total} calls in progress (max_calls), {client.calls} of this client")
+        largest = max(self._clients.values(), key=lambda each: len(each.replaceable))
+        if largest.calls > share and largest.replaceable:
+            next(iter(largest.replaceable)).end(too_many("other clients need the place of this call without a request"))
+
+    def _end(self, call: Call) -> None:
+        client = call.client
+        del self._calls[call]
+        self.hold(call, -call.memory)
+        call.closed()
+        client.calls -= 1
+        client.replaceable.pop(call, None)
+        self._forget_if_idle(client)
+        self._drained -= call.drains
+        if not self._drained:
             self.idle.set()
 
+    def _forget_if_idle(self, client: Client) -> None:
+        if not client.calls:
+            del self._clients[client.name]
+
     def cancel(self) -> None:
-        self.cut_off = True
+        """Cancel all calls, and refuse further ones."""
+        self._cut_off = True
         for call in self._calls:
+            call.error = UnavailableError("the server is shutting down")
             call.task.cancel()
 
-    async def read(self, call: Call, messages: AsyncIterator[bytes], parse: Callable[[bytes], T]) -> T:
+    # --- Requests
+
+    async def read(self, call: Call, messages: AsyncIterator[bytes], parser: RequestParser[T]) -> T:
         """Read the single request of a call.
 
-        Raises TooManyCallsError, SlowRequestError, InvalidArgumentError, and the errors of `parse`.
+        Raises TooManyCallsError, SlowRequestError, InvalidArgumentError, and the errors of the parser.
         """
-        payload = await self._payload(call.client, await self._read_slot(call.client), messages)
+        payload = await self._payload(call, messages)
+        self._arrived(call)
         if payload is None:
             await asyncio.sleep(ENDING_SECONDS)
             raise InvalidArgumentError("request", "the call has no request")
-        request = parse(payload)
-        needed = memory_of(request, len(payload))
-        self._check_memory(call.client, needed)
-        self._hold(call, needed)
-        return request
+        call.size = len(payload)
+        self.hold(call, await self._checked(call.client, call.size, parser.memory_of(payload)))
+        return parser.parse(payload)
 
-    def hold_response(self, call: Call, response: Any) -> None:
-        """Count the memory of a response until the client has read it."""
-        if isinstance(response, Message) and call in self._calls:
-            self._hold(call, response.ByteSize())
+    async def read_all(self, call: Call, messages: AsyncIterator[bytes], parser: RequestParser[T]) -> AsyncIterator[T]:
+        """Read a stream of requests. Each counts until the next one is read.
 
-    def _hold(self, call: Call, memory: int) -> None:
+        Raises TooManyCallsError, InvalidArgumentError, and the errors of the parser.
+        """
+        async for payload in messages:
+            self._arrived(call)
+            size = len(payload)
+            needed = parser.memory_of(payload) if size > SMALL_MESSAGE_BYTES else (1 + MAX_GROWTH) * size
+            self.hold(call, await self._checked(call.client, size, needed))
+            request = parser.parse(payload)
+            del payload
+            yield request
+            del request
+            self.hold(call, -call.memory)
+
+    def _arrived(self, call: Call) -> None:
+        """Note that the request of a call has arrived."""
+        call.client.replaceable.pop(call, None)
+
+    def hold(self, call: Call, memory: int) -> None:
+        """Count memory for a call."""
         call.memory += memory
         call.client.memory += memory
         self._memory += memory
 
-    async def _payload(self, client: _Client, slot: ExitStack, messages: AsyncIterator[bytes]) -> bytes | None:
-        """Return the next message, or None at the end of the stream. Raises SlowRequestError."""
-        seconds, slow_timer = self._limits.receive_seconds, None
+    def answered(self, call: Call, size: int) -> None:
+        """Count the memory of an answer, instead of the request's, until it is read. Reset the call if it is not."""
+        if call in self._calls:
+            self.hold(call, size - call.memory)
+            call.is_answered = True
+            call.reset_in(self._limits.stall_seconds + size / SLOWEST_READ_BYTES)
+
+    async def delay_refusal(self, call: Call) -> None:
+        """Wait before the refusal of an invalid request, the longer the more bytes of them the client has sent."""
+        if call.size >= LARGE_INVALID_BYTES:
+            await self._invalid.turn(call.client.name, call.size)
+
+    async def _checked(self, client: Client, size: int, needed: int) -> int:
+        """Return the memory that a message needs. Raises InvalidArgumentError, TooManyCallsError."""
+        limit = self._limits.memory
+        if needed > max(limit, (1 + SCALAR_BYTES) * size):
+            await self._invalid.turn(client.name, size)
+            reason = f"has so many small parts that it needs {needed} bytes, of {limit} (request_memory)"
+            raise InvalidArgumentError("request", reason)
+        self._check_memory(client, needed)
+        return needed
+
+    def _check_memory(self, client: Client, needed: int) -> None:
+        """Raise TooManyCallsError if a client may not hold more memory."""
+        limit, total = self._limits.memory, self._memory + needed
+        if not self._memory or total < limit:  # a single request is always served
+            return
+        if total < OTHERS_FACTOR * limit:
+            held = [each.memory + (needed if each is client else 0) for each in self._clients.values()]
+            if not client.memory or client.memory + needed < fair_share(held, limit):
+                return
+        used = f"{self._memory} of {limit} bytes"
+        raise too_many(f"the requests in progress take {used} (request_memory)")
+
+    async def _payload(self, call: Call, messages: AsyncIterator[bytes]) -> bytes | None:
+        """Return the next message, or None at the end of the stream. Raises TooManyCallsError, SlowRequestError."""
+        seconds, slot, slow_timer = self._limits.receive_seconds, ExitStack(), None
+        if len(call.client.replaceable) > self.max_slow:  # a crowd ends one by one, not at once
+            seconds *= random.uniform(MIN_RECEIVE_SHARE, 1)
+        loop = asyncio.get_running_loop()
         try:
-            self._check_memory(client, 0)
             async with asyncio.timeout(seconds) as timeout:
-                slow_timer = asyncio.get_running_loop().call_later(READ_SLOT_SECONDS, self._mark_slow, slot, timeout)
+                await self._take_slot(call.client, slot)
+                timeout.reschedule(loop.time() + seconds)  # the request may have arrived, but not been read
+                self._check_memory(call.client, 0)
+                slow_timer = loop.call_later(READ_SLOT_SECONDS, self._mark_slow, call, slot, timeout)
                 return await anext(messages, None)
         except TimeoutError:
+            if slow_timer is None:
+                raise too_many(f"no request slot became free within {seconds:g} s (receive_seconds)") from None
             raise SlowRequestError(f"the request did not arrive within {seconds:g} s (receive_seconds)") from None
         finally:
             slot.close()
             if slow_timer is not None:
                 slow_timer.cancel()
-                self._slow.pop(timeout, None)
+            self._slow.pop(call, None)
 
-    def _mark_slow(self, slot: ExitStack, timeout: asyncio.Timeout) -> None:
+    def _mark_slow(self, call: Call, slot: ExitStack, timeout: asyncio.Timeout) -> None:
         slot.close()
-        self._slow[timeout] = None
-        if len(self._slow) > MAX_SLOW_REQUESTS:
-            slowest = next(iter(self._slow))
-            del self._slow[slowest]
-            slowest.reschedule(asyncio.get_running_loop().time())
+        self._slow[call] = timeout
+        if len(self._slow) > self.max_slow:
+            [(client, _)] = Counter(each.client for each in self._slow).most_common(1)
+            slowest = next(each for each in self._slow if each.client is client)
+            with suppress(RuntimeError):  # it expires already
+                self._slow.pop(slowest).reschedule(asyncio.get_running_loop().time())
 
-    def _check_memory(self, client: _Client, needed: int) -> None:
-        limit = self._limits.memory * (1 if client.memory else NEW_CLIENT_FACTOR)
-        if self._memory and self._memory + needed >= limit:  # a single request is always served
-            used = f"{self._memory} of {self._limits.memory} bytes"
-            raise _too_many(f"the requests in progress take {used} (request_memory)")
-
-    async def _read_slot(self, client: _Client) -> ExitStack:
-        """Acquire a slot to read a request, until it is closed. Raises TooManyCallsError if none becomes free."""
-        seconds = self._limits.receive_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                with ExitStack() as slot:
-                    for semaphore in (client.reading, self._reading):
-                        await semaphore.acquire()
-                        slot.callback(semaphore.release)
-                    return slot.pop_all()
-        except TimeoutError:
-            raise _too_many(f"no request slot became free within {seconds:g} s (receive_seconds)") from None
-
-
-def memory_of(request: object, size: int) -> int:
-    """Return an upper bound on the memory of a request of `size` bytes. Small elements grow when they are parsed."""
-    total, messages = size, [request] if isinstance(request, Message) else []
-    for message in messages:  # `messages` grows
-        for descriptor, value in message.ListFields():
-            if descriptor.message_type:
-                elements = _elements(value)
-                total += MESSAGE_BYTES * len(elements)
-                if len(messages) + len(elements) > MAX_VISITED:
-                    return size + MAX_GROWTH * size
-                messages += [element for element in elements if isinstance(element, Message)]
-            elif descriptor.is_repeated:
-                total += SCALAR_BYTES * len(value)
-    return total
-
-
-def _elements(value: Any) -> Collection[Any]:
-    """Return the messages of a field that holds one, several or a map."""
-    if isinstance(value, Message):
-        return [value]
-    return value.values() if isinstance(value, Mapping) else value
-
-
-def _too_many(reason: str) -> TooManyCallsError:
-    return TooManyCallsError(reason, RETRY_AFTER_SECONDS)
+    async def _take_slot(self, client: Client, slot: ExitStack) -> None:
+        """Acquire a slot to read a request, until the stack is closed."""
+        for semaphore in (client.reading, self._reading):
+            await semaphore.acquire()
+            slot.callback(semaphore.release)

@@ -18,11 +18,15 @@ from specpool.rpc.observability.metrics_endpoint import MetricsEndpoint
 from specpool.rpc.ports import ListenError, check_port
 from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.tls import server_credentials
+from specpool.rpc.server.accepting import open_server
 from specpool.rpc.server.callers import Authenticator
-from specpool.rpc.server.connections import connection_options
+from specpool.rpc.server.connections import ConnectionLimits, connection_options
+from specpool.rpc.server.guard import ConnectionGuard
 from specpool.rpc.server.health import HealthServicer, process_name
 from specpool.rpc.server.interceptor import CallInterceptor
+from specpool.rpc.server.newest_calls import MAX_HEALTH_REQUEST_BYTES
 from specpool.rpc.server.signals import StopSignals
+from specpool.rpc.server.watch import ConnectionWatch
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +37,7 @@ PARENT_CHECK_SECONDS = 0.5
 # Time for health and reflection calls to end by themselves after the last call of a service.
 LAST_CALLS_SECONDS = 0.5
 
-# A health check request holds only the name of a service.
-HEALTH_MESSAGE = ("grpc.max_receive_message_length", 4096)
+HEALTH_MESSAGE = ("grpc.max_receive_message_length", MAX_HEALTH_REQUEST_BYTES)
 
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # fail if another server uses the port
@@ -68,15 +71,18 @@ class Server:
         """Collectors of metrics. Only read if the settings have a `metrics_port`."""
         self._metrics = MetricsEndpoint(self.registry)
         authenticator = Authenticator(settings.api_tokens, settings.tls_ca is not None, settings.allowed_names)
-        interceptor = CallInterceptor(settings, authenticator, self._counter)
+        limits = ConnectionLimits.of(settings)
+        self._guard, self._health_guard = ConnectionGuard(limits), ConnectionGuard(limits)
+        self._watch: ConnectionWatch | None = None
+        interceptor = CallInterceptor(settings, authenticator, self._counter, self._guard)
         self._calls, self.refusals = interceptor.calls, interceptor.refusals
-        options = [*SERVER_OPTIONS, *connection_options(settings)]
+        options = [*SERVER_OPTIONS, *connection_options(settings, limits)]
         message_limit = ("grpc.max_receive_message_length", max_message_bytes)
-        self._server = grpc.aio.server(interceptors=[interceptor], options=[*options, message_limit])
+        self._server = open_server([interceptor], [*options, message_limit], self._guard)
         self._health_server: grpc.aio.Server | None = None
         if settings.health_port is not None:  # probes get through without TLS and during connection floods
-            interceptor = CallInterceptor(settings, Authenticator(), self._counter)
-            self._health_server = grpc.aio.server(interceptors=[interceptor], options=[*options, HEALTH_MESSAGE])
+            interceptor = CallInterceptor(settings, Authenticator(), self._counter, self._health_guard)
+            self._health_server = open_server([interceptor], [*options, HEALTH_MESSAGE], self._health_guard)
 
     def add(self, name: str, register: Callable[[Any, grpc.aio.Server], None], servicer: Any) -> None:
         """Add a service. `register`: the `add_..._to_server` function of its stubs."""
@@ -94,13 +100,17 @@ class Server:
         self.set_serving(False)
         host, health_port = self._settings.host, self._settings.health_port
         port = _listen("port", host, self._settings.port, self._add_port)
+        guards = {port: self._guard}
         if self._health_server is not None and health_port is not None:
-            _listen("health_port", host, health_port, self._health_server.add_insecure_port)
+            guards[_listen("health_port", host, health_port, self._health_server.add_insecure_port)] = (
+                self._health_guard
+            )
         if self._counter is not None and self._settings.metrics_port is not None:
             self._counter.add_services(names)
             self._metrics.start(host, self._settings.metrics_port)
         for server in self._servers():
             await server.start()
+        self._watch = ConnectionWatch(guards)
         log.info("listening on %s%s", join_address(host, port), " with TLS" if self._credentials is not None else "")
         if self._settings.api_tokens is not None and self._credentials is None:
             log.warning("api_tokens is set without tls_cert: tokens travel in plain text")
@@ -168,9 +178,12 @@ class Server:
             task.cancel()
         self._calls.cancel()
         with contextlib.suppress(TimeoutError):  # clients that do not read get no status
-            await asyncio.wait_for(self._calls.idle.wait(), LAST_CALLS_SECONDS)
+            async with asyncio.timeout(LAST_CALLS_SECONDS):
+                await self._calls.idle.wait()
         for server in self._servers():
             await server.stop(None)
+        if self._watch is not None:
+            await self._watch.close()
         await self._metrics.close()
         if self._signals is not None:
             self._signals.server_stopped()

@@ -192,6 +192,7 @@ async def test_unknown_methods_do_not_create_labels(tmp_path: Path) -> None:
                     await channel.unary_unary(method)(b"\xff", metadata=[("authorization", f"Bearer {token}")])
         assert counts(await scrape(port)).keys() - {("ServerReflectionInfo", "InvalidArgument")} == {
             ("unknown", "Unauthenticated"),
+            ("unknown", "Unimplemented"),
             ("ServerReflectionInfo", "Unauthenticated"),
         }
 

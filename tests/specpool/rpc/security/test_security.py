@@ -30,18 +30,15 @@ TIMEOUT_SECONDS = 10
 METHODS = ("One", "Stream", "Each")
 
 
-class WhoAmI(grpc.GenericRpcHandler):
+class WhoAmI:
     """Methods of all kinds that return the client's name."""
 
-    def service(self, details: grpc.HandlerCallDetails) -> Any:
-        match details.method:
-            case "/who/One":
-                return grpc.unary_unary_rpc_method_handler(self.one, request_deserializer=bytes)
-            case "/who/Stream":
-                return grpc.unary_stream_rpc_method_handler(self.stream, request_deserializer=bytes)
-            case "/who/Each":
-                return grpc.stream_stream_rpc_method_handler(self.each, request_deserializer=bytes)
-        return None
+    def methods(self) -> dict[str, Any]:
+        return {
+            "One": grpc.unary_unary_rpc_method_handler(self.one, request_deserializer=bytes),
+            "Stream": grpc.unary_stream_rpc_method_handler(self.stream, request_deserializer=bytes),
+            "Each": grpc.stream_stream_rpc_method_handler(self.each, request_deserializer=bytes),
+        }
 
     async def one(self, request: bytes, context: Any) -> bytes:
         return client_of(context).encode()
@@ -59,7 +56,7 @@ class WhoAmI(grpc.GenericRpcHandler):
 async def running(**security: Any) -> AsyncIterator[str]:
     """Run a server with these settings; yield its address."""
     server, who = Server(ServerSettings(**security), MAX_MESSAGE_BYTES), WhoAmI()
-    server.add("who", lambda handler, added_to: added_to.add_generic_rpc_handlers((handler,)), who)
+    server.add("who", lambda each, to: to.add_registered_method_handlers("who", each.methods()), who)
     async with listening(server) as address:
         yield address
 

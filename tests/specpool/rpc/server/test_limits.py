@@ -3,7 +3,7 @@
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -13,10 +13,10 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from secure_service import until
-from serving import detail_of, free_address, make_request, serving
+from serving import detail_of, serving
 
 from specpool.rpc.server import connections, limits
-from specpool.rpc.server.limits import memory_of
+from specpool.rpc.server.calls import MAX_CONCURRENT_READS_PER_CLIENT
 from specpool.v1 import generation_pb2 as pb
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -99,18 +99,6 @@ async def test_calls_beyond_max_calls_per_client_fail() -> None:
         assert await call(channel, client="greedy") == b"a"
 
 
-@pytest.mark.usefixtures("clients_by_metadata")
-async def test_endless_health_watches_do_not_block_health_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HEALTH_CALLS_PER_CLIENT", 3)
-    async with running() as (_, address), open_channel(address) as channel:
-        request = health_pb2.HealthCheckRequest(service="live")
-        watches = [health_pb2_grpc.HealthStub(channel).Watch(request, metadata=(("client", "a"),)) for _ in range(4)]
-        ends = await asyncio.gather(*(watch.read() for watch in watches), return_exceptions=True)
-        (error,) = [end for end in ends if isinstance(end, grpc.aio.AioRpcError)]
-        assert error.code() is EXHAUSTED
-        assert await is_healthy(channel)
-
-
 # --- Requests
 
 
@@ -124,6 +112,22 @@ async def test_late_and_missing_requests_fail() -> None:
         error = await refusal(ended)
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert error.details() == "request: the call has no request"
+
+
+async def test_waiting_for_a_read_slot_takes_no_time_from_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy server fails no client whose request is in time."""
+    monkeypatch.setattr(limits, "MAX_CONCURRENT_READS", 1)
+    monkeypatch.setattr(limits, "READ_SLOT_SECONDS", 0.8)
+    async with running(receive_seconds=1) as (calls, address), open_channel(address) as channel:
+        calls.open.set()
+        idle = unsent(channel)
+        await asyncio.sleep(0.2)
+        late = unsent(channel)
+        await asyncio.sleep(1.2)
+        await late.write(b"a")
+        await late.done_writing()
+        assert await late == b"a"
+        assert await idle.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 @pytest.mark.usefixtures("clients_by_metadata")
@@ -175,21 +179,6 @@ async def test_request_memory_is_limited() -> None:
         assert await call(channel, payload=bytes(100)), "a single request may exceed the limit"
 
 
-def test_memory_of_small_elements_exceeds_their_wire_size() -> None:
-    chat = pb.ChatMessage(tool_calls=[pb.ToolCall()] * 1000)
-    options = {str(i): [None] * 10 for i in range(100)}
-    for request, minimum in (
-        (make_request(prompt=[7] * 1000), 16 * 1000),
-        (pb.GenerateRequest(chat=pb.ChatInput(messages=[pb.ChatMessage()] * 1000)), 128 * 1000),
-        (pb.GenerateRequest(chat=pb.ChatInput(messages=[chat])), 128 * 1000),
-        (pb.GenerateRequest(chat=pb.ChatInput(chat_template_kwargs=options)), 128 * 1200),
-        (pb.GenerateRequest(text="x" * 1000), 1000),
-    ):
-        assert minimum <= memory_of(request, request.ByteSize()) < minimum + 8000
-    many = pb.GenerateRequest(chat=pb.ChatInput(messages=[chat] * 100))  # too many to look at one by one
-    assert 128 * 100_000 <= memory_of(many, many.ByteSize()) < 130 * 101_000
-
-
 @pytest.mark.parametrize("method", ["Refuse", "Fail"])
 async def test_failed_calls_keep_no_reference_to_their_request(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Tracebacks would keep requests alive until a garbage collection."""
@@ -208,7 +197,7 @@ async def test_flow_control_window_bounds_unread_requests() -> None:
     """Clients send the rest of a request only once it is read."""
     async with running(receive_seconds=60) as (calls, address), open_channel(address) as channel:
         calls.open.set()
-        slow = [unsent(channel) for _ in range(limits.MAX_CONCURRENT_READS_PER_CLIENT)]
+        slow = [unsent(channel) for _ in range(MAX_CONCURRENT_READS_PER_CLIENT)]
         await asyncio.gather(*(each.wait_for_connection() for each in slow))
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -223,20 +212,6 @@ async def test_flow_control_window_bounds_unread_requests() -> None:
 
 
 # --- Connections
-
-
-async def test_connections_beyond_max_connections_are_closed() -> None:
-    async with running(max_connections=3) as (calls, address), AsyncExitStack() as stack:
-        calls.open.set()
-        channels = [await stack.enter_async_context(open_channel(address)) for _ in range(3)]
-        for channel in channels:
-            assert await call(channel) == b"a"
-        other = await stack.enter_async_context(open_channel(address))
-        assert (await refusal(call(other))).code() is grpc.StatusCode.UNAVAILABLE
-        for channel in channels:
-            assert await call(channel) == b"a"
-        await channels[0].close()
-        assert await other.unary_unary("/calls/One")(b"a", wait_for_ready=True) == b"a"
 
 
 @pytest.mark.parametrize(
@@ -255,28 +230,7 @@ async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch, cons
         writer.close()
 
 
-def test_file_descriptor_limit_bounds_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limits: list[tuple[int, int]] = []
-    monkeypatch.setattr(connections.resource, "setrlimit", lambda _, both: set_limits.append(both))
-    for soft, hard, usable in ((256, 4096, 1000), (256, 512, 384), (2000, 2000, 1000), (1, 1, 1), (-1, -1, 1000)):
-        monkeypatch.setattr(connections.resource, "getrlimit", lambda _, both=(soft, hard): both)
-        assert connections.usable_connections(1000) == usable
-    assert set_limits == [(1128, 4096), (512, 512), (1, 1)]
-
-
 # --- Health and failed calls
-
-
-async def test_health_port_works_during_connection_floods() -> None:
-    port = int(free_address().rpartition(":")[2])
-    async with running(health_port=port, max_connections=2) as (_, address), AsyncExitStack() as stack:
-        connected = [await stack.enter_async_context(open_channel(address)) for _ in range(2)]
-        assert [await is_healthy(channel) for channel in connected] == [True, True]
-        probe = await stack.enter_async_context(open_channel(address))
-        assert (await refusal(is_healthy(probe))).code() is grpc.StatusCode.UNAVAILABLE
-        own = await stack.enter_async_context(open_channel(f"127.0.0.1:{port}"))
-        assert await is_healthy(own)
-        assert (await refusal(call(own))).code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_failed_calls_are_counted_and_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,137 @@
+"""Limits on log lines that callers can cause: one per second and kind, without the callers' text."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from specpool.rpc.token_bucket import TokenBucket
+
+SECONDS = 1.0
+"""Minimum time between two lines of the same kind."""
+MAX_KINDS = 256
+OTHER = "other"
+# Loggers whose messages may quote a caller.
+LIBRARIES = ("grpc", "asyncio")
+# Lines that a place in our own code may log in a burst: at info level, and above.
+INFO_BURST, WARNING_BURST = 32, 8
+# Lines of stack traces, which other processes and libraries write to stderr.
+STDERR, STDERR_BURST = "stderr", 512
+
+
+def amount(lines: int, size: int) -> str:
+    return f"{lines} {'line' if lines == 1 else 'lines'}, {size} bytes"
+
+
+@dataclass
+class _Kind:
+    next_at: float
+    level: int = logging.NOTSET
+    lines: int = 0
+    size: int = 0
+
+
+class LineCounts:
+    """Counts lines by kind, and sums them up once a second."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._kinds: dict[str, _Kind] = {}
+        self._clock = clock
+
+    def add(self, kind: str, size: int, level: int) -> None:
+        if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
+            kind = OTHER
+        counted = self._kinds.setdefault(kind, _Kind(self._clock()))
+        counted.lines += 1
+        counted.size += size
+        counted.level = max(counted.level, level)
+
+    def due(self) -> Iterator[tuple[int, str]]:
+        """Yield the level and the text of each summary that may be logged now."""
+        now = self._clock()
+        for name, kind in self._kinds.items():
+            if kind.lines and now >= kind.next_at:
+                yield kind.level, f"{name}: {amount(kind.lines, kind.size)}"
+                kind.next_at, kind.lines, kind.size, kind.level = now + SECONDS, 0, 0, logging.NOTSET
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether lines wait for their summary."""
+        return any(kind.lines for kind in self._kinds.values())
+
+
+@dataclass
+class _Allowance:
+    lines: TokenBucket
+    dropped: int = 0
+    size: int = 0
+
+
+class RecordLimit:
+    """Limits the records of each place in the code, except at debug level."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._allowances: dict[tuple[object, ...], _Allowance] = {}
+        self._clock = clock
+
+    def shown(self, record: logging.LogRecord) -> logging.LogRecord | None:
+        """Return the record to log: the original, a shortened one, or None."""
+        if logging.root.isEnabledFor(logging.DEBUG):
+            return record
+        is_library = record.name.partition(".")[0] in LIBRARIES
+        allowance = self._allowance(record, 1 if is_library else _burst(record))
+        allowance.size += len(str(record.msg)) + sum(len(str(part)) for part in _arguments(record)) if is_library else 0
+        if not allowance.lines.take(self._clock()):
+            allowance.dropped += 1
+            return None
+        dropped, size, allowance.dropped, allowance.size = allowance.dropped, allowance.size, 0, 0
+        if is_library:
+            return _without_text(record, dropped + 1, size)
+        return _with_count(record, dropped) if dropped else record
+
+    def _allowance(self, record: logging.LogRecord, burst: int) -> _Allowance:
+        kind: tuple[object, ...] = (record.name, record.levelno, record.pathname, record.lineno, _error_type(record))
+        if kind not in self._allowances and len(self._allowances) >= MAX_KINDS:
+            kind = (OTHER, burst)
+        return self._allowances.setdefault(kind, _Allowance(TokenBucket(burst, 1 / SECONDS, self._clock())))
+
+
+class WithheldError(Exception):
+    """Stands in for an error whose message must not be logged. Its own message is that error's type."""
+
+
+def without_message(error: BaseException) -> Any:
+    """Return the argument `exc_info` for an error whose message may quote a client."""
+    return WithheldError, WithheldError(type(error).__qualname__), error.__traceback__
+
+
+def _burst(record: logging.LogRecord) -> int:
+    if record.name == STDERR:
+        return STDERR_BURST
+    return WARNING_BURST if record.levelno > logging.INFO else INFO_BURST
+
+
+def _without_text(record: logging.LogRecord, lines: int, size: int) -> logging.LogRecord:
+    """Return the record of a library with its place, its length, and the type and traceback of its error."""
+    shown = logging.makeLogRecord(record.__dict__)
+    error = record.exc_info[1] if record.exc_info else None
+    what = str(record.msg) if record.args else "message"  # without arguments, it may have been formatted already
+    shown.msg, shown.args = "%s (%s:%d): %s", (what, record.filename, record.lineno, amount(lines, size))
+    shown.exc_text = shown.stack_info = None
+    shown.exc_info = without_message(error) if error is not None else None
+    return shown
+
+
+def _with_count(record: logging.LogRecord, dropped: int) -> logging.LogRecord:
+    shown = logging.makeLogRecord(record.__dict__)
+    shown.msg, shown.args = f"{record.getMessage()} (and {dropped} lines like it)", ()
+    return shown
+
+
+def _arguments(record: logging.LogRecord) -> tuple[object, ...]:
+    return record.args if isinstance(record.args, tuple) else ()
+
+
+def _error_type(record: logging.LogRecord) -> object:
+    return record.exc_info[0] if record.exc_info else None
