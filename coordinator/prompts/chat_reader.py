@@ -111,7 +111,7 @@ def _json_object(field: str, text: str) -> dict[str, Any]:
     except UnicodeEncodeError:
         raise InvalidArgumentError(field, "has a lone surrogate") from None
     except ValueError as error:
-        raise InvalidArgumentError(field, f"is not JSON: {error}", may_quote=True) from None
+        raise InvalidArgumentError(field, f"is not JSON: {error}") from None
     except RecursionError:
         raise InvalidArgumentError(field, f"has more than {MAX_DEPTH} levels") from None
     if not isinstance(value, dict):

@@ -1,12 +1,10 @@
 """Incremental detokenization in constant time per token, even for invalid bytes."""
 
 import logging
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
-
-from coordinator.prompts.rust_panics import is_panic, panics_as_errors
+from coordinator.prompts.decoders import Decode
 
 log = logging.getLogger(__name__)
 
@@ -18,24 +16,32 @@ MAX_PENDING = 16
 KEPT_PENDING = 4
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens that have text, and their decoder."""
+
+    tokens: Mapping[int, str]
+    """Without special tokens."""
+    decode: Decode
+
+
 class Detokenizer:
     """Converts tokens to text as they arrive. Incomplete characters wait for the next token."""
 
-    def __init__(self, tokenizer: Tokenizer, silent: Set[int] = frozenset()) -> None:
-        """`silent`: tokens without text."""
-        self._tokenizer, self._silent = tokenizer, silent
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._context: list[int] = []
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._tokens, self._decode_tokens = vocabulary.tokens, vocabulary.decode
+        self._context: list[str] = []
         """Tokens of the last piece. Text, such as a space between words, can depend on the token before it."""
-        self._pending: list[int] = []
+        self._context_text = ""
+        self._pending: list[str] = []
         self._has_warned = False
 
     def feed(self, token_ids: Iterable[int]) -> str:
         """Return the text that these tokens complete. Undecodable tokens become replacement characters."""
         pieces = []
         for token_id in token_ids:
-            if token_id not in self._silent:
-                pieces.append(self._step(token_id))
+            if (token := self._tokens.get(token_id)) is not None:
+                pieces.append(self._step(token))
                 if len(self._pending) > MAX_PENDING:
                     pieces.append(self._flush_invalid())
         return "".join(pieces)
@@ -46,26 +52,25 @@ class Detokenizer:
         self._pending = []
         return text
 
-    def _step(self, token_id: int) -> str:
-        self._pending.append(token_id)
-        try:
-            piece: str | None = self._stream.step(self._tokenizer, token_id)
-        except BaseException as error:
-            if not (isinstance(error, Exception) or is_panic(error)):
-                raise
-            # With byte fallback, an invalid byte changes the decoding of earlier bytes, whose text is already out.
-            self._stream = DecodeStream(ids=self._pending, skip_special_tokens=True)
-            piece = self._decode(self._pending)
-        if piece is None:
+    def _step(self, token: str) -> str:
+        self._pending.append(token)
+        text = self._try_decode([*self._context, *self._pending])
+        if text is not None and (len(text) <= len(self._context_text) or text.endswith(REPLACEMENT)):
             return ""
-        self._context, self._pending = self._pending, []
+        if text is not None and text.startswith(self._context_text):
+            piece = text[len(self._context_text) :]
+        else:
+            # With byte fallback, an invalid byte changes the decoding of earlier bytes, whose text is already out.
+            piece = self._decode(self._pending)
+        self._context, self._context_text = self._pending, self._decode(self._pending)
+        self._pending = []
         return piece
 
     def _flush_invalid(self) -> str:
         """Return the text of all pending tokens but the last ones, since they complete no character."""
         count = self._num_settled()
         settled, rest = self._pending[:count], self._pending[count:]
-        self._stream, self._pending = DecodeStream(ids=self._context, skip_special_tokens=True), []
+        self._pending = []
         return "".join([self._decode(settled), *map(self._step, rest)])
 
     def _num_settled(self) -> int:
@@ -79,13 +84,18 @@ class Detokenizer:
                 return count
         return maximum
 
-    def _decode(self, token_ids: list[int]) -> str:
+    def _decode(self, tokens: list[str]) -> str:
+        text = self._try_decode(tokens)
+        return REPLACEMENT * len(tokens) if text is None else text
+
+    def _try_decode(self, tokens: list[str]) -> str | None:
+        """Return the text, or None if the library fails."""
         try:
-            with panics_as_errors():
-                text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        except Exception as error:  # the library has no narrower class
+            return self._decode_tokens(tokens)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library has no narrower class, and its panics are no exceptions
             if not self._has_warned:  # type only: the message may quote the tokens
                 log.warning("the tokenizer cannot decode some tokens: %s", type(error).__name__)
             self._has_warned = True
-            return REPLACEMENT * len(token_ids)
-        return text
+            return None

@@ -2,12 +2,11 @@
 
 import asyncio
 import json
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from coordinator.prompts.chat_reader import OPTIONS, check_chat, read_chat
-from coordinator.prompts.templates import ChatTemplateError
-from coordinator.prompts.tokenizer import EncodingError, TargetTokenizer, WorkLimits
-from coordinator.prompts.tokenizer_pool import Check, TokenizerPool
+from coordinator.prompts.description import TokenizerDescription
+from coordinator.prompts.tokenizer_pool import Check, Prompt, PromptError, TokenizerPool, TooLongError
 from specpool.protocol.errors import InvalidArgumentError
 from specpool.v1 import generation_pb2 as pb
 
@@ -17,6 +16,8 @@ MAX_LISTED = 32
 # Token ids that are checked before the event loop gets a turn.
 IDS_PER_TURN = 16_384
 
+NO_TEMPLATE = "the target model has no chat template; send text or tokenized input"
+
 FIELDS = {"text": "text", "tokenized": "tokenized.input_ids", "chat": "chat.messages"}
 
 
@@ -24,7 +25,7 @@ FIELDS = {"text": "text", "tokenized": "tokenized.input_ids", "chat": "chat.mess
 class PromptReader:
     """Reads prompts for one model."""
 
-    tokenizer: TargetTokenizer
+    tokenizer: TokenizerDescription
     max_model_len: int
     vocab_size: int
 
@@ -50,28 +51,32 @@ class PromptReader:
         else:
             self._check_chat(request.chat)
 
-    async def read(self, request: pb.GenerateRequest, pool: TokenizerPool, before: Check) -> tuple[int, ...]:
-        """Return the token ids of a checked prompt. `before` runs right before tokenization.
+    async def read(
+        self, request: pb.GenerateRequest, client: str, pool: TokenizerPool, before: Check
+    ) -> tuple[int, ...]:
+        """Return the token ids of a client's checked prompt. `before` runs right before tokenization.
 
-        Raises InvalidArgumentError, QueueFullError, and the errors of `before`.
+        Raises InvalidArgumentError, QueueFullError, UnavailableError, and the errors of `before`.
         """
         kind = request.WhichOneof("input")
         assert kind is not None
         if kind == "tokenized":
             return await self._token_ids(request.tokenized)
-        try:
-            return await pool.run(request.ByteSize(), lambda check: self._encode(request, FIELDS[kind], check), before)
-        except (ChatTemplateError, EncodingError) as error:
-            raise InvalidArgumentError(FIELDS[kind], str(error), may_quote=True) from None
+        is_chat = kind == "chat"
 
-    def _encode(self, request: pb.GenerateRequest, field: str, check: Check) -> tuple[int, ...]:
-        limits = WorkLimits(self.max_tokens, self.max_bytes, check)
-        if request.WhichOneof("input") == "text":
-            ids = self.tokenizer.encode_text(request.text, limits)
-        else:
-            ids = self.tokenizer.encode_chat(read_chat(request.chat), limits)
-        self._check_length(field, len(ids))
-        self._check_ids(field, ids)
+        def content() -> object:
+            return astuple(read_chat(request.chat)) if is_chat else request.text
+
+        prompt = Prompt(client, request.ByteSize(), content, is_chat, self.max_tokens, self.max_bytes)
+        try:
+            ids = await pool.encode(prompt, before)
+        except TooLongError as error:
+            self._check_length(FIELDS[kind], error.tokens)
+            raise InvalidArgumentError(FIELDS[kind], str(error)) from None
+        except PromptError as error:
+            raise InvalidArgumentError(FIELDS[kind], str(error)) from None
+        self._check_length(FIELDS[kind], len(ids))
+        self._check_ids(FIELDS[kind], ids)
         return tuple(ids)
 
     async def _token_ids(self, tokenized: pb.TokenizedInput) -> tuple[int, ...]:
@@ -86,16 +91,15 @@ class PromptReader:
 
     def _check_chat(self, chat: pb.ChatInput) -> None:
         self._check_bytes("chat.messages", check_chat(chat))
-        try:
-            template = self.tokenizer.chat_template(with_tools=bool(chat.tools))
-        except ChatTemplateError as error:
-            raise InvalidArgumentError("chat.messages", str(error)) from None
+        template = self.tokenizer.tool_template if chat.tools else self.tokenizer.template
+        if template is None:
+            raise InvalidArgumentError("chat.messages", NO_TEMPLATE)
         if chat.tools and not template.reads_tools:
             raise InvalidArgumentError("chat.tools", "the chat template does not support tools")
         if unknown := set(chat.chat_template_kwargs.fields) - template.options:
             known = ", ".join(sorted(template.options)[:MAX_LISTED]) or "none"
             reason = f"the chat template has no option {json.dumps(min(unknown))}; its options: {known}"
-            raise InvalidArgumentError(OPTIONS, reason, may_quote=True)
+            raise InvalidArgumentError(OPTIONS, reason)
 
     def _check_bytes(self, field: str, size: int) -> None:
         if size > self.max_bytes:

@@ -1,14 +1,16 @@
-"""The target's tokenizer, built from files that the target worker sends. Needs neither torch nor a model hub."""
+"""The target's tokenizer, built from files that the target worker sends. Needs neither torch nor a model hub.
 
+The files are untrusted: the coordinator uses this class in prompt processes only.
+"""
+
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from coordinator.prompts.detokenizer import Detokenizer
-from coordinator.prompts.rust_panics import panics_as_errors
 from coordinator.prompts.templates import Chat, ChatTemplate, ChatTemplateError
 from specpool.protocol.tokenizer import TokenizerFiles
 
@@ -18,6 +20,7 @@ BYTES_PER_TOKEN = 4
 PIECE_CHARACTERS = 16_384
 # Tokens that a cut between two pieces may add.
 TOKENS_PER_CUT = 64
+NO_TEMPLATE = "the target model has no chat template; send text or tokenized input"
 
 
 class TokenizerError(ValueError):
@@ -36,15 +39,13 @@ class WorkLimits:
     """Maximum tokens. Much longer prompts are rejected before all of their tokens are known."""
     characters: float = math.inf
     """Maximum output of the chat template."""
-    check: Callable[[], None] = lambda: None
-    """Runs periodically and may raise to end the work."""
 
 
 UNLIMITED = WorkLimits()
 
 
 class TargetTokenizer:
-    """Encodes prompts and decodes generated tokens."""
+    """Encodes prompts."""
 
     def __init__(self, files: TokenizerFiles, vocab_size: int | None = None) -> None:
         """Raise TokenizerError if the files are broken, or if the vocabulary exceeds the model's `vocab_size`.
@@ -53,76 +54,79 @@ class TargetTokenizer:
         """
         self.files = files
         self._tokenizer = _load(files.tokenizer_json)
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        without_added = self._tokenizer.get_vocab(with_added_tokens=False)
-        _check_ids(without_added or vocabulary, files.eos_token_ids, vocab_size)
-        self.longest_token_bytes = max(len(token.encode(errors="replace")) for token in vocabulary)
-        """Upper bound on the bytes of text of one token."""
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        _check_ids(vocabulary or self._tokenizer.get_vocab(), files.eos_token_ids, vocab_size)
         self._template = _template(files.chat_template, files)
         self._tool_template = _template(files.tool_chat_template, files) or self._template
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self.files.eos_token_ids
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
+    def describe(self) -> dict[str, Any]:
+        """Describe the tokenizer as `coordinator.prompts.description` reads it."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        ids = sorted({*self._tokenizer.get_vocab(with_added_tokens=False).values(), *added})
+        tokens = [self._tokenizer.id_to_token(token_id) for token_id in ids]
+        special = {token.content for token in added.values() if token.special}
+        decoder = self._tokenizer.decoder
+        return {
+            "ids": ids,
+            "tokens": tokens,
+            "special_ids": [token_id for token_id, token in zip(ids, tokens, strict=True) if token in special],
+            "decoder": None if decoder is None else json.loads(decoder.__getstate__()),
+            "templates": [
+                None if template is None else [template.reads_tools, sorted(template.options)]
+                for template in (self._template, self._tool_template)
+            ],
+        }
 
     def encode_text(self, text: str, limits: WorkLimits = UNLIMITED) -> list[int]:
         """Tokenize text, with the model's special tokens around it. Raises EncodingError."""
         return self._encode(text, limits, add_special_tokens=True)
 
-    def chat_template(self, with_tools: bool) -> ChatTemplate:
-        """The template of a chat with or without tools. Raises ChatTemplateError if there is none."""
-        template = self._tool_template if with_tools else self._template
+    def render(self, chat: Chat, limits: WorkLimits = UNLIMITED) -> str:
+        """Render a chat, up to the assistant's turn. Raises ChatTemplateError, MemoryError."""
+        template = self._tool_template if chat.tools else self._template
         if template is None:
-            raise ChatTemplateError("the target model has no chat template; send text or tokenized input")
-        return template
+            raise ChatTemplateError(NO_TEMPLATE)
+        return template.render(chat, limits.characters)
+
+    def encode_rendered(self, rendered: str, limits: WorkLimits = UNLIMITED) -> list[int]:
+        """Tokenize a rendered chat, which has its special tokens already. Raises EncodingError."""
+        return self._encode(rendered, limits, add_special_tokens=False)
 
     def encode_chat(self, chat: Chat, limits: WorkLimits = UNLIMITED) -> list[int]:
         """Tokenize a chat, up to the assistant's turn. Raises ChatTemplateError, EncodingError."""
-        rendered = self.chat_template(bool(chat.tools)).render(chat, limits.characters, limits.check)
-        # The template has written the special tokens itself.
-        return self._encode(rendered, limits, add_special_tokens=False)
-
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self._tokenizer, self._special_ids)
+        return self.encode_rendered(self.render(chat, limits), limits)
 
     def _encode(self, text: str, limits: WorkLimits, add_special_tokens: bool) -> list[int]:
         try:
             if len(text.encode()) > BYTES_PER_TOKEN * limits.tokens:
                 self._check_length(text, limits)
-            ids: list[int] = self._tokenize(text, add_special_tokens).ids
-        except EncodingError:
+            return self._tokenize(text, add_special_tokens)
+        except (EncodingError, MemoryError, KeyboardInterrupt):
             raise
-        except Exception as error:  # the library has no narrower class
+        except BaseException as error:  # the library has no narrower class, and its panics are no exceptions
             raise EncodingError(f"the tokenizer rejects this prompt: {error}") from None
-        return ids
 
     def _check_length(self, text: str, limits: WorkLimits) -> None:
         """Count tokens piece by piece. Raises EncodingError as soon as there are too many."""
         counted = TOKENS_PER_CUT
         for start in range(0, len(text), PIECE_CHARACTERS):
-            limits.check()
             piece = self._tokenize(text[start : start + PIECE_CHARACTERS], add_special_tokens=False)
             counted += len(piece) - TOKENS_PER_CUT
             if counted > limits.tokens:
                 raise EncodingError(f"the prompt has more than {limits.tokens:g} tokens")
 
-    def _tokenize(self, text: str, add_special_tokens: bool) -> Any:
-        # A batch of one: `encode` would hold the GIL.
-        with panics_as_errors():
-            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        # A batch of one: `encode` would also compute offsets.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
 
 
 def _load(tokenizer_json: bytes) -> Tokenizer:
     try:
-        with panics_as_errors():
-            tokenizer = Tokenizer.from_str(tokenizer_json.decode())
-    except Exception as error:  # the library has no narrower class
+        tokenizer = Tokenizer.from_str(tokenizer_json.decode())
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # the library has no narrower class, and its panics are no exceptions
         raise TokenizerError(f"tokenizer.json is broken: {error}") from None
     # Files may carry settings of a training run.
     tokenizer.no_truncation()

@@ -1,77 +1,212 @@
-"""The threads that tokenize prompts. Large prompts delay neither small ones nor the event loop."""
+"""The tokenizer pool: prompt processes that are replaced when they exit. Large prompts do not delay small ones."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, contextmanager
-from typing import TypeVar
+import errno
+import logging
+import marshal
+import os
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from typing import Any
 
-from specpool.protocol.errors import QueueFullError
+from coordinator.prompts.description import TokenizerDescription, TokenizerError, read_description
+from coordinator.prompts.frames import MAX_REASON_CHARACTERS, MIB, Allowance, Kind, unpack_ids
+from coordinator.prompts.process_link import ProcessDiedError, ProcessLink
+from coordinator.prompts.turns import Turn, Turns
+from specpool.protocol.errors import UnavailableError
+from specpool.protocol.tokenizer import TokenizerFiles
 
-THREADS = 2
-# Larger prompts use only one of the threads.
+PROCESSES = 2
+# Larger prompts use only one of the processes.
 LARGE_BYTES = 16_384
-# Maximum number of waiting large prompts. Each keeps its text in memory.
-MAX_LARGE_WAITING = 16
-# Retry delay for refused clients.
-RETRY_SECONDS = 0.5
+# Processor time to render a chat or to tokenize a short text.
+MAX_SECONDS = 3.0
+# Pause before another attempt to start a process.
+RESTART_SECONDS = 1.0
+MAX_DESCRIPTION_BYTES = 64 * MIB
+MAX_REASON_BYTES = 4 * MAX_REASON_CHARACTERS
 
-Result = TypeVar("Result")
+log = logging.getLogger(__name__)
+
 Check = Callable[[], None]
 
 
-class AbandonedError(Exception):
-    """The caller no longer waits for the result."""
+class PromptError(ValueError):
+    """The prompt cannot be rendered or tokenized."""
+
+
+class TooLongError(PromptError):
+    """The prompt has too many tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"the prompt has {tokens} tokens")
+        self.tokens = tokens
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Work for a prompt process."""
+
+    client: str
+    size: int
+    """Bytes of the prompt."""
+    content: Callable[[], Any]
+    """Returns a text, or the fields of a `coordinator.prompts.templates.Chat`. May raise."""
+    is_chat: bool
+    max_tokens: int
+    max_characters: int
+    """Maximum output of the chat template."""
+
+    def request(self, seconds: float) -> tuple[Kind, bytes]:
+        """Return the request to a process. Raises the errors of `content`."""
+        limits = (self.max_tokens, self.max_characters, seconds)
+        if self.is_chat:
+            return Kind.CHAT, marshal.dumps((self.content(), self.size, *limits))
+        return Kind.TEXT, marshal.dumps((self.content(), *limits))
 
 
 class TokenizerPool:
-    """Runs work on prompts in order of arrival. Large prompts have a queue of their own."""
+    """Tokenizes prompts in prompt processes."""
 
     def __init__(self, max_waiting: int) -> None:
-        """`max_waiting`: maximum number of waiting prompts; others are refused."""
-        self._max_waiting = max_waiting
-        self._waiting = self._large_waiting = 0
-        self._threads = ThreadPoolExecutor(THREADS, "tokenize")
-        self._free, self._free_for_large = asyncio.Semaphore(THREADS), asyncio.Semaphore(1)
+        """`max_waiting`: maximum number of waiting prompts of a client; others are refused."""
+        self._turns: Turns[ProcessLink] = Turns(max_waiting)
+        self._links = [ProcessLink() for _ in range(PROCESSES)]
+        self._load: bytes | None = None
+        """The request that loads the tokenizer."""
+        self._load_allowance = Allowance.load(0)
+        self._is_started = self._is_closed = False
+        self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def run(self, size: int, work: Callable[[Check], Result], before: Check = lambda: None) -> Result:
-        """Run `work` on a thread, for a prompt of `size` bytes. Raises QueueFullError.
+    @property
+    def pids(self) -> list[int]:
+        """Process ids."""
+        return [link.pid for link in self._links if link.pid is not None]
 
-        `before`: runs when a thread is free, and may raise. `work`: gets a function to call periodically, which raises
-        AbandonedError once the caller is cancelled.
+    def start(self) -> None:
+        """Start the processes in the background, unless they have been started."""
+        if not self._is_started:
+            self._is_started = True
+            for link in self._links:
+                self._in_background(self._revive(link))
+
+    async def load(self, files: TokenizerFiles, vocab_size: int) -> TokenizerDescription:
+        """Load a tokenizer into all processes. Raises TokenizerError if it cannot be used."""
+        self.start()
+        request = marshal.dumps((astuple(files), vocab_size))
+        allowance = Allowance.load(len(files.tokenizer_json))
+        turn, link = await self._turns.take("")
+        try:
+            if not link.is_usable:
+                await link.start()
+            kind, body = await link.ask(Kind.LOAD, request, allowance, MAX_DESCRIPTION_BYTES)
+            if kind is not Kind.DONE:
+                raise TokenizerError(_text(body))
+            description = await asyncio.to_thread(read_description, body, files)
+        except ProcessDiedError as error:
+            raise TokenizerError(f"loading it {error.reason}") from None
+        except OSError as error:
+            raise TokenizerError(f"cannot start a prompt process: {error.strerror}") from None
+        else:
+            link.loaded, self._load, self._load_allowance = request, request, allowance
+            for other in self._turns.take_free():
+                self._in_background(self._revive(other))
+        finally:
+            self._release(turn, link)
+        return description
+
+    async def encode(self, prompt: Prompt, before: Check = lambda: None) -> list[int]:
+        """Return the token ids of a prompt. `before` runs when a process is free, and may raise.
+
+        Raises PromptError, QueueFullError, UnavailableError, and the errors of the prompt and of `before`.
         """
-        is_large = size > LARGE_BYTES
-        async with AsyncExitStack() as slot:
-            with self._queued(is_large):
-                for semaphore in (self._free_for_large, self._free) if is_large else (self._free,):
-                    await slot.enter_async_context(semaphore)
+        turn, link = await self._turns.take(prompt.client, prompt.size > LARGE_BYTES)
+        # An abandoned prompt keeps its process busy, but only for a limited time.
+        return await asyncio.shield(self._in_background(self._encode(prompt, before, turn, link)))
+
+    async def close(self) -> None:
+        """End all processes."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(link.close() for link in self._links))
+
+    async def _encode(self, prompt: Prompt, before: Check, turn: Turn[ProcessLink], link: ProcessLink) -> list[int]:
+        try:
             before()
-            return await self._on_thread(work, slot.pop_all())
-
-    @contextmanager
-    def _queued(self, is_large: bool) -> Iterator[None]:
-        if self._waiting >= self._max_waiting or (is_large and self._large_waiting >= MAX_LARGE_WAITING):
-            raise QueueFullError(f"too many prompts are waiting to be tokenized ({self._waiting})", RETRY_SECONDS)
-        self._waiting += 1
-        self._large_waiting += is_large
-        try:
-            yield
+            if prompt.size > LARGE_BYTES:
+                kind, body = await asyncio.to_thread(prompt.request, MAX_SECONDS)
+            else:
+                kind, body = prompt.request(MAX_SECONDS)
+            return _token_ids(*await self._ask(turn, link, kind, body, prompt))
         finally:
-            self._waiting -= 1
-            self._large_waiting -= is_large
+            self._release(turn, link)
 
-    async def _on_thread(self, work: Callable[[Check], Result], slot: AsyncExitStack) -> Result:
-        is_abandoned = False
+    async def _ask(
+        self, turn: Turn[ProcessLink], link: ProcessLink, kind: Kind, body: bytes, prompt: Prompt
+    ) -> tuple[Kind, bytes]:
+        """Ask a process, and retry once if somebody else killed it. Raises PromptError, UnavailableError."""
+        stage, max_reply = Allowance.prompt(prompt.size, MAX_SECONDS), 4 * prompt.max_tokens + MAX_REASON_BYTES
+        for _ in range(2):
+            try:
+                await self._prepare(link)
+                return await link.ask(kind, body, stage, max_reply, MAX_SECONDS)
+            except OSError as error:
+                raise UnavailableError(f"cannot start a prompt process: {error.strerror}") from None
+            except ProcessDiedError as error:
+                if not error.is_killed:
+                    turn.is_slow = True
+                    worker = "the tokenizer" if error.is_rendered or not prompt.is_chat else "the model's chat template"
+                    raise PromptError(f"{worker} {error.reason}") from None
+                log.warning("a prompt process was killed; starting another one")
+        raise UnavailableError("the process that tokenizes this prompt was killed; try again")
 
-        def check() -> None:
-            if is_abandoned:
-                raise AbandonedError
+    async def _prepare(self, link: ProcessLink) -> None:
+        """Start a process if it is not running, and load the tokenizer. Raises OSError, ProcessDiedError."""
+        if not link.is_usable:
+            await link.start()
+        if link.loaded is not self._load:
+            assert self._load is not None
+            kind, _ = await link.ask(Kind.LOAD, self._load, self._load_allowance, MAX_DESCRIPTION_BYTES)
+            if kind is not Kind.DONE:  # it has loaded before
+                await link.close()
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+            link.loaded = self._load
 
-        async def finish() -> Result:
-            async with slot:  # abandoned work keeps its thread until its next check
-                return await asyncio.get_running_loop().run_in_executor(self._threads, work, check)
+    async def _revive(self, link: ProcessLink) -> None:
+        """Prepare a process, retrying until it succeeds, and offer it to the next prompts."""
+        while True:
+            try:
+                await self._prepare(link)
+                return self._turns.add(link)
+            except (OSError, ProcessDiedError) as error:
+                log.warning("cannot start a prompt process: %s", error)
+                await asyncio.sleep(RESTART_SECONDS)
 
-        try:
-            return await asyncio.shield(asyncio.create_task(finish()))
-        finally:
-            is_abandoned = True
+    def _release(self, turn: Turn[ProcessLink], link: ProcessLink) -> None:
+        """End a turn. A process that exited becomes free once it has been replaced."""
+        self._turns.end(turn)
+        if link.is_usable:
+            self._turns.add(link)
+        elif not self._is_closed:
+            self._in_background(self._revive(link))
+
+    def _in_background(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _token_ids(kind: Kind, body: bytes) -> list[int]:
+    """Read the untrusted reply to a prompt. Raises PromptError."""
+    if kind is Kind.TOKEN_IDS and len(body) % 4 == 0:
+        return unpack_ids(body)
+    if kind is Kind.TOO_LONG:
+        raise TooLongError(int.from_bytes(body[:8], "little"))
+    raise PromptError(_text(body))
+
+
+def _text(body: bytes) -> str:
+    return body.decode(errors="replace")[:MAX_REASON_CHARACTERS]

@@ -2,15 +2,14 @@
 
 import logging
 import random
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import BYTES, FALLBACK, REPLACEMENT, make_tokenizer, pieces_of
+from tiny_tokenizers import BYTES, FALLBACK, REPLACEMENT, detokenizer_of, pieces_of
 from tokenizers import Tokenizer
 
-from coordinator.prompts.detokenizer import MAX_PENDING, Detokenizer
+from coordinator.prompts.detokenizer import MAX_PENDING, Detokenizer, Vocabulary
 from specpool.testing import EOS_TOKEN_ID, VOCAB_SIZE
 
 # Ids of the bytes of "€", of bytes that continue a character, and of two letters.
@@ -77,20 +76,20 @@ def test_byte_fallback_keeps_spaces_around_invalid_bytes(ids: list[int], words: 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters=REPLACEMENT), min_size=1, max_size=20))
 def test_every_character_is_emitted_as_soon_as_it_is_complete(text: str) -> None:
-    detokenizer = Detokenizer(BYTES)
+    detokenizer = detokenizer_of(BYTES)
     for character in text:
         ids = BYTES.encode(character).ids
         assert [detokenizer.feed([token]) for token in ids] == [""] * (len(ids) - 1) + [character]
 
 
 def test_incomplete_characters_are_flushed_once() -> None:
-    detokenizer = Detokenizer(BYTES)
+    detokenizer = detokenizer_of(BYTES)
     assert detokenizer.feed(BYTES.encode("a€").ids[:-1]) == "a"
     assert [detokenizer.flush(), detokenizer.flush()] == [REPLACEMENT, ""]
 
 
 def test_endless_invalid_bytes_are_emitted_in_bounded_pieces() -> None:
-    detokenizer = Detokenizer(BYTES)
+    detokenizer = detokenizer_of(BYTES)
     pieces = [detokenizer.feed([INVALID]) for _ in range(1000)]
     assert len("".join(pieces)) >= 1000 - MAX_PENDING
     assert max(map(len, pieces)) <= MAX_PENDING
@@ -99,7 +98,7 @@ def test_endless_invalid_bytes_are_emitted_in_bounded_pieces() -> None:
 
 def test_special_tokens_have_no_text_and_no_cost() -> None:
     """A stream that kept them would decode all of them again for each of them."""
-    detokenizer = make_tokenizer().detokenizer()
+    detokenizer = detokenizer_of(BYTES)
     ids = [EURO[0], *[EOS_TOKEN_ID] * 1000, EURO[1], *[EOS_TOKEN_ID] * 1000, EURO[2]]
     assert [detokenizer.feed([token]) for token in ids] == [""] * (len(ids) - 1) + ["€"]
 
@@ -108,26 +107,24 @@ class PanicException(BaseException):
     """Like the library's, not an `Exception`."""
 
 
-class Broken:
-    """A tokenizer that fails on token 13 and supports no stream."""
+def broken(error: BaseException) -> Detokenizer:
+    """Return a detokenizer whose decoder fails on the character 13."""
 
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+    def decode(tokens: list[str]) -> str:
+        if chr(13) in tokens:
+            raise error
+        return "".join(tokens)
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        if 13 in token_ids:
-            raise self.error
-        return "".join(map(chr, token_ids))
+    return Detokenizer(Vocabulary({number: chr(number) for number in range(128)}, decode))
 
 
 def test_undecodable_tokens_do_not_fail_the_request(caplog: pytest.LogCaptureFixture) -> None:
-    broken: Any = Broken(PanicException("index out of bounds"))
     with caplog.at_level(logging.WARNING):
-        assert Detokenizer(broken).feed([65, 13, 66, 13]) == f"A{REPLACEMENT}B{REPLACEMENT}"
-    assert [record.getMessage() for record in caplog.records] == ["the tokenizer cannot decode some tokens: PanicError"]
+        assert broken(PanicException("out of bounds")).feed([65, 13, 66, 13]) == f"A{REPLACEMENT}B{REPLACEMENT}"
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["the tokenizer cannot decode some tokens: PanicException"]
 
 
 def test_signals_are_not_panics() -> None:
-    interrupted: Any = Broken(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        Detokenizer(interrupted).feed([13])
+        broken(KeyboardInterrupt()).feed([13])

@@ -12,8 +12,8 @@ from grpc import StatusCode
 from serving import PATIENCE_SECONDS, RecordingTarget, Serving, make_request, serving, violated_fields
 from template_target import TemplateTarget
 
-from coordinator.prompts import templates
-from coordinator.prompts.tokenizer import TargetTokenizer
+from coordinator.prompts import tokenizer_pool
+from coordinator.prompts.process_link import ProcessLink
 from specpool.testing import VOCAB_SIZE
 from specpool.v1 import generation_pb2 as pb
 
@@ -99,7 +99,7 @@ async def test_prompts_at_the_limits_are_served(served: Serving) -> None:
     ],
 )
 async def test_hostile_templates_fail_the_chat_while_others_are_served(template: str, reason: str) -> None:
-    with mock.patch.object(templates, "MAX_SECONDS", 0.2):
+    with mock.patch.object(tokenizer_pool, "MAX_SECONDS", 0.2):
         async with serving(TemplateTarget(template, max_model_len=LONG), with_draft=False) as served:
             calls = [asyncio.create_task(refused(served.stub.Generate(chat("hi")))) for _ in range(3)]
             await asyncio.gather(*(served.expect(make_request()) for _ in range(8)))
@@ -115,7 +115,7 @@ async def test_full_queue_refuses_before_tokenization() -> None:
         served.target.open.clear()
         calls = [served.stub.Generate(make_request(request_id=f"r{i}")) for i in range(2)]
         await served.until(lambda info: info.running == 1 and info.queued == 1)
-        with mock.patch.object(TargetTokenizer, "_encode", side_effect=AssertionError("tokenized")):
+        with mock.patch.object(ProcessLink, "ask", side_effect=AssertionError("tokenized")):
             for request in (chat("hi"), pb.GenerateRequest(text="hi"), make_request()):
                 error = await refused(served.stub.Generate(request))
                 assert error.code() is StatusCode.RESOURCE_EXHAUSTED
@@ -128,7 +128,7 @@ async def test_full_queue_refuses_before_tokenization() -> None:
 
 
 async def test_other_fields_are_checked_before_tokenization(served: Serving) -> None:
-    with mock.patch.object(TargetTokenizer, "_encode", side_effect=AssertionError("tokenized")):
+    with mock.patch.object(ProcessLink, "ask", side_effect=AssertionError("tokenized")):
         for params, field in (
             (pb.SamplingParams(max_tokens=LONG), "max_tokens"),
             (pb.SamplingParams(max_tokens=0), "max_tokens"),

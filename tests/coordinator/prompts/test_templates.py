@@ -1,22 +1,18 @@
-"""Chat templates are untrusted code: whatever they do, the chat is rejected quickly and with a reason."""
+"""Chat templates render as in transformers, and their errors reject the chat with a reason."""
 
 import math
-import sys
-import time
-from unittest import mock
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from coordinator.prompts import templates
 from coordinator.prompts.templates import Chat, ChatTemplate, ChatTemplateError
 
 CHAT = Chat([{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 < 2 & 'ü'"}])
-LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}WORK{% endfor %}{% endfor %}"
+LOOP = "{% for i in range(99999) %}xx{% endfor %}"
 
 
 def render(source: str, max_characters: float = math.inf, **special_tokens: str) -> str:
-    return ChatTemplate(source, special_tokens).render(CHAT, max_characters, lambda: None)
+    return ChatTemplate(source, special_tokens).render(CHAT, max_characters)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +23,12 @@ def render(source: str, max_characters: float = math.inf, **special_tokens: str)
         "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m | tojson(indent=2) }}{% endfor %}",
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 2 ** 3 * 4 %}{% endfor %}{{ ns.n }}",
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ '-' * 3 }}{% endfor %}",
+        "{{ strftime_now('%%') }}{{ dict(a=1).a }}{{ dict.fromkeys('ab') }}{{ range(3) | map('string') | join('-') }}",
+        "{{ 'ab' | center(9) | indent | replace('a', 'é') }}{{ 2 ** 70 }}{{ '%5s' % 'x' }}",
+        "{{ '{0.__class__}'.format(1) }}{{ dict.__class__ }}{{ [none, true, 1.5] | tojson }}",
+        "{{ messages[0] | tojson(sort_keys=True, separators=(',', ':')) }}{% set a | upper %}b{% endset %}{{ a }}",
+        "{{ '<b>' }}{{ missing }}{{ missing is defined }}{{ namespace(self=2).self }}{{ cycler('x', 'y').next() }}",
+        "  {% if true %}\n  kept\n  {% endif %}\n{# note #}\n{{ 'é' ~ 3 }}",
         "{% macro show(m) %}<{{ m.role }}>{% endmacro %}{{ show(messages[0]) }}{{ [1, 2] * 2 }}{{ 2 ** 0.5 }}",
     ],
 )
@@ -50,11 +52,11 @@ def test_templates_render_as_in_transformers(source: str) -> None:
         ("{{ ''.__class__.__mro__ }}", "SecurityError"),
         ("{{ messages.append(1) }}", "SecurityError"),
         ("{% include 'other' %}", "no loader"),
-        ("{{ 9 ** 1000000000 }}", "a power is too large"),
-        ("{{ 'a' * 10 ** 12 }}", "a product is too large"),
-        ("{{ [0] * 10 ** 12 }}", "a product is too large"),
-        ("{{ 10 ** 12 * ('a',) }}", "a product is too large"),
-        ("{% set ns = namespace(n=9) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}{% endfor %}", "too large"),
+        ("{{ dict.__class__.mro }}", "SecurityError"),
+        ("{{ dict.fromkeys.__globals__.x }}", "SecurityError"),
+        ("{% set ns = namespace(_x=1) %}", "SecurityError"),
+        ("{% set ns = namespace() %}{% set ns._x = 1 %}", "SecurityError"),
+        ("{{ cycler.__init__.__globals__.x }}", "SecurityError"),
     ],
 )
 def test_errors_of_a_template_reject_the_chat(source: str, reason: str) -> None:
@@ -64,36 +66,26 @@ def test_errors_of_a_template_reject_the_chat(source: str, reason: str) -> None:
     assert caught.value.__suppress_context__
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        LOOP.replace("WORK", ""),
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(100) }}",
-        "{% for i in range(99999) %}{% set x = range(99999) | map('string') | join %}{% endfor %}",
-        "{% set x %}" + LOOP.replace("WORK", "x" * 9) + "{% endset %}",
-    ],
-)
-def test_endless_templates_time_out(source: str) -> None:
-    with mock.patch.object(templates, "MAX_SECONDS", 0.05):
-        before, began = sys.gettrace(), time.thread_time()
-        with pytest.raises(ChatTemplateError, match=r"takes more than 0\.05 s"):
-            render(source)
-        assert time.thread_time() - began < 5
-        assert sys.gettrace() is before
-
-
 def test_output_is_limited() -> None:
     with pytest.raises(ChatTemplateError, match="more than 1000 characters"):
-        render(LOOP.replace("WORK", "xx"), max_characters=1000)
+        render(LOOP, max_characters=1000)
     assert render("x" * 1000, max_characters=1000) == "x" * 1000
 
 
-def test_rendering_stops_when_the_check_raises() -> None:
-    def leave() -> None:
-        raise RuntimeError("the client disconnected")
-
-    with pytest.raises(ChatTemplateError, match="disconnected"):
-        ChatTemplate(LOOP, {}).render(CHAT, math.inf, leave)
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ 9 ** (9 ** 9) % 7 }}",
+        "{{ f(9 ** (9 ** 9)) }}",
+        "{{ 9 ** (9 ** 9) | string }}",
+        "{{ 'x' * 10 ** 12 }}",
+        "{{ 'x' | center(10 ** 12) }}",
+        "{% set x = 9 ** (9 ** 9) %}",
+    ],
+)
+def test_nothing_is_evaluated_while_a_template_compiles(source: str) -> None:
+    assert ChatTemplate("{% if messages is none %}" + source + "{% endif %}", {}).render(CHAT, 9) == ""
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "{{ x | no_such_filter }}", "{{ " + "(" * 5000])

@@ -1,0 +1,124 @@
+"""The coordinator's link to one prompt process."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+
+from coordinator.prompts.frames import HEADER, MIB, Allowance, Kind, frame
+
+COMMAND = [sys.executable, "-P", "-m", "coordinator.prompts.process"]
+# Wall-clock seconds allowed per second of processor time. A process that hangs without using any is killed after that.
+PATIENCE = 10.0
+# Time for a process to end after it has closed its pipe.
+EXIT_SECONDS = 1.0
+# The process inherits no other variables, and so neither settings nor secrets.
+INHERITED = {"LD_LIBRARY_PATH", "PYTHONHOME", "TZ"}
+
+
+class ProcessDiedError(Exception):
+    """The process exited before it answered."""
+
+    def __init__(self, status: int | None, stage: Allowance, is_rendered: bool) -> None:
+        super().__init__(f"a prompt process ended with status {status}")
+        self.is_rendered = is_rendered
+        self.is_killed = status == -signal.SIGKILL
+        """Whether somebody else killed it. Otherwise the request ended it."""
+        is_slow = status == -signal.SIGPROF
+        self.reason = f"takes more than {stage.shown_seconds if is_slow else stage.shown_memory}" + (
+            "" if is_slow else ", or crashes"
+        )
+
+
+class ProcessLink:
+    """Starts a prompt process and sends it one request at a time."""
+
+    def __init__(self) -> None:
+        self._process: Process | None = None
+        self._is_usable = False
+        self.loaded: bytes | None = None
+        """The request that loaded its tokenizer."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the process can answer another request."""
+        return self._is_usable and self._process is not None and self._process.returncode is None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> None:
+        """Start the process, in place of an earlier one. Raises OSError."""
+        await self.close()
+        self.loaded = None
+        self._process = await asyncio.create_subprocess_exec(
+            *COMMAND, stdin=PIPE, stdout=PIPE, env=environment(), start_new_session=True, limit=MIB
+        )
+        self._is_usable = True
+
+    async def ask(
+        self, kind: Kind, body: bytes, stage: Allowance, max_reply: int, seconds: float = 0.0
+    ) -> tuple[Kind, bytes]:
+        """Send a request and return its reply. Raises ProcessDiedError.
+
+        `stage`: what the first stage may take. `seconds`: processor time of a prompt. `max_reply`: maximum bytes of a
+        reply. After an error, the process is not usable.
+        """
+        assert self._process is not None
+        is_usable, self._is_usable = self._is_usable, False
+        is_rendered = False
+        try:
+            self._write(frame(kind, body))
+            while True:
+                async with asyncio.timeout(PATIENCE * stage.seconds):
+                    reply, content = await self._read(max_reply)
+                if reply is Kind.BEGINS:
+                    stage = Allowance.prompt(int.from_bytes(content[:8], "little"), seconds)
+                    is_rendered = True
+                elif reply is Kind.ENDS:
+                    is_usable = False
+                else:
+                    self._is_usable = is_usable
+                    return reply, content
+        except (ValueError, TimeoutError):
+            pass
+        except (OSError, asyncio.IncompleteReadError):  # it ends, and its status says why
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_SECONDS):
+                    await self._process.wait()
+        await self.close()
+        raise ProcessDiedError(self._process.returncode, stage, is_rendered)
+
+    def _write(self, message: bytes) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(message)
+
+    async def _read(self, max_reply: int) -> tuple[Kind, bytes]:
+        """Read a reply. Raises IncompleteReadError at the end, ValueError for a malformed one."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        length, kind = HEADER.unpack(await self._process.stdout.readexactly(HEADER.size))
+        if length > max_reply:
+            raise ValueError(f"a reply of {length} bytes")
+        return Kind(kind), await self._process.stdout.readexactly(length)
+
+    async def close(self) -> None:
+        """End the process now."""
+        self._is_usable = False
+        if self._process is None or self._process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGKILL)  # asyncio's `kill` may lose the exit status of a dead process
+        await self._process.wait()
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a prompt process."""
+    inherited = {name: value for name, value in os.environ.items() if name in INHERITED}
+    path = os.pathsep.join(folder for folder in sys.path if folder)
+    # One arena and no threads: the limit on memory counts address space.
+    return {**inherited, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"}
