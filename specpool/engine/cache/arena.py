@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from specpool.engine.cache.memory import zeros
+from specpool.engine.cache.memory import return_pages, zeros
 
 
 class KVArena:
@@ -25,6 +25,10 @@ class KVArena:
         self.keys, self.values = list(self._storage[:, 0]), list(self._storage[:, 1])
         self.before_move: Callable[[int, int, int], None] = lambda source, destination, count: None
         """Called before every `move` with its arguments."""
+
+    def clear(self) -> None:
+        """Forget all columns. On a CPU, they take no memory until they are used again."""
+        return_pages(self._storage)
 
     def write(self, layer: int, columns: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store `key` and `value` [T, kv_heads, head_dim]; token t goes to column `columns[t]`."""

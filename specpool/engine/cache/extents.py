@@ -1,4 +1,4 @@
-"""Allocation of KV cache columns: each slot gets an extent for its sequence's maximum length.
+"""Allocation of KV cache columns: each slot gets an extent, which grows with its sequence.
 
 Pure bookkeeping, without torch.
 """
@@ -40,24 +40,28 @@ class Extents:
         assert columns <= self.free
         origin = self._gap(columns)
         if origin is None:
-            self._close_gaps()
+            self._make_room()
             origin = self._gap(columns)
             assert origin is not None
         self.origins[slot], self._lengths[slot] = origin, columns
         self.free -= columns
 
-    def resize(self, slot: int, columns: int) -> bool:
-        """Change the length of an extent without moving the others. Returns False if it cannot grow."""
-        before, length = self.origins[slot], self._lengths[slot]
-        if columns > length:
+    def resize(self, slot: int, columns: int) -> None:
+        """Change the length of an extent. The caller checks that enough columns are free.
+
+        It grows in place if it can, otherwise in a gap. Other extents move only if no gap is large enough.
+        """
+        length = self._lengths[slot]
+        assert columns - length <= self.free
+        if self._room(slot) < columns:
             origin = self._gap(columns, excluding=slot)
             if origin is None:
-                return False
-            self.move(before, origin, length)
-            self.origins[slot] = origin
+                self._make_room(slot, columns)
+            else:
+                self.move(self.origins[slot], origin, length)
+                self.origins[slot] = origin
         self._lengths[slot] = columns
         self.free -= columns - length
-        return True
 
     def release(self, slot: int) -> None:
         self.free += self._lengths.pop(slot)
@@ -75,13 +79,22 @@ class Extents:
             at = origin + length
         return at if self.columns - at >= columns else None
 
-    def _close_gaps(self) -> None:
-        at = 0
-        for slot in sorted(self._lengths, key=self.origins.__getitem__):
-            if self.origins[slot] != at:
-                self.move(self.origins[slot], at, self._lengths[slot])
-                self.origins[slot] = at
-            at += self._lengths[slot]
+    def _room(self, slot: int) -> int:
+        """Columns from the start of an extent to the next one."""
+        origin = self.origins[slot]
+        return min((other for other, _ in self._in_order() if other > origin), default=self.columns) - origin
+
+    def _make_room(self, slot: int | None = None, columns: int = 0) -> None:
+        """Close all gaps, and leave `columns` from the start of this slot's extent to the next one."""
+        at, targets = 0, {}
+        for other in sorted(self._lengths, key=self.origins.__getitem__):
+            targets[other] = at
+            at += columns if other == slot else self._lengths[other]
+        left = [other for other in targets if targets[other] < self.origins[other]]
+        right = [other for other in reversed(targets) if targets[other] > self.origins[other]]
+        for other in (*right, *left):  # no extent overwrites one that has yet to move
+            self.move(self.origins[other], targets[other], self._lengths[other])
+            self.origins[other] = targets[other]
 
     def _in_order(self, excluding: int | None = None) -> list[tuple[int, int]]:
         return sorted((self.origins[slot], length) for slot, length in self._lengths.items() if slot != excluding)

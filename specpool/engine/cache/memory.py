@@ -1,6 +1,9 @@
 """Memory needs of an engine, computed from the model before anything is allocated."""
 
+import ctypes
 import math
+import mmap
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,19 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+def return_pages(tensor: torch.Tensor) -> None:
+    """Return the memory of a contiguous CPU tensor to the system until it is used again. Its values become zeros.
+
+    Only whole pages are returned, and only on Linux; elsewhere the values stay.
+    """
+    if tensor.device.type != "cpu" or sys.platform != "linux":
+        return
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if begin < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 def release_files(model: nn.Module) -> None:

@@ -9,8 +9,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from specpool.engine.cache.extents import Extents
+from specpool.engine.cache.turns import Turns
+from specpool.engine.sampling.rules import SequenceRules
 from specpool.protocol.rounds import ItemStatus
-from specpool.protocol.sampling import SamplingParams
 
 SequenceKey = tuple[str, int]  # (coordinator id, sequence id)
 
@@ -25,7 +26,7 @@ class Slot:
     round_id: int = 0
     token_ids: list[int] = field(default_factory=list)
     """Tokens fed so far; only the first `num_cached_tokens` are valid."""
-    sampling: SamplingParams | None = None  # how tokens are chosen; None: greedily
+    sampling: SequenceRules | None = None  # how tokens are chosen; None: greedily
 
 
 class SlotTable:
@@ -40,15 +41,17 @@ class SlotTable:
         self._released: OrderedDict[SequenceKey, Slot] = OrderedDict()  # least recently used first
         self._last_seen: OrderedDict[str, float] = OrderedDict()  # least recently seen first
         self._orphaned: set[str] = set()
+        self._turns = Turns(slots)
 
     @property
     def in_use(self) -> int:
         return len(self._slots)
 
     def realign(self, key: SequenceKey, round_id: int, base_length: int, max_length: int | None = None) -> ItemStatus:
-        """Truncate the sequence's cache to `base_length` positions. On any status but OK, nothing has changed.
+        """Truncate the sequence's cache to `base_length` positions, with room for `max_length`.
 
-        A `base_length` of 0 starts the sequence anew, in a slot with room for `max_length` positions.
+        A `base_length` of 0 starts the sequence anew. On any status but OK, nothing has changed, except that a sequence
+        that was to start anew has lost its slot if it needs more room than there is.
         """
         slot = self._slots.get(key)
         if slot is not None and round_id < slot.round_id:
@@ -59,14 +62,41 @@ class SlotTable:
                 return ItemStatus.NO_SLOT
         if slot is None or slot.num_cached_tokens < base_length:
             return ItemStatus.CACHE_MISS
+        if max_length is not None and not self._grow(key, self.extents.capacity_for(max_length)):
+            if base_length == 0:
+                self._evict(key)
+            return ItemStatus.NO_SLOT
         slot.num_cached_tokens, slot.round_id = base_length, round_id
         return ItemStatus.OK
+
+    def _grow(self, key: SequenceKey, capacity: int) -> bool:
+        """Reserve this many positions for a sequence with a slot. Returns False if there is no room."""
+        slot = self._slots[key]
+        if capacity <= slot.capacity:
+            return True
+        if not self._make_room(capacity - slot.capacity, self._victims(key)):
+            return False
+        self.extents.resize(slot.index, capacity)
+        slot.capacity = capacity
+        return True
 
     def __getitem__(self, key: SequenceKey) -> Slot:
         return self._slots[key]
 
     def __contains__(self, key: SequenceKey) -> bool:
         return key in self._slots
+
+    def admits(self, coordinator_id: str) -> bool:
+        """Whether a coordinator may start a sequence, or has to wait for its turn."""
+        return self._turns.admits(coordinator_id, self._last_seen.get(coordinator_id, 0.0))
+
+    def answered(self, coordinator_id: str, status: ItemStatus) -> None:
+        """Record the answer to a coordinator that wanted to start a sequence."""
+        now = self._last_seen.get(coordinator_id, 0.0)
+        if status is ItemStatus.OK:
+            self._turns.started(coordinator_id, now)
+        elif status is ItemStatus.NO_SLOT:
+            self._turns.refused(coordinator_id, now)
 
     def take(self, key: SequenceKey, max_length: int | None = None, spared: SequenceKey | None = None) -> Slot | None:
         """Allocate an empty slot for a sequence that has none; None if the cache is full.
@@ -75,29 +105,45 @@ class SlotTable:
         recently seen coordinator comes first.
         """
         needed = self.extents.capacity_for(max_length)
-        victims = [released for released in self._released if released not in (key, spared)]
-        if key in self._released:
-            victims.insert(0, key)
-        orphans = [held for held in self._slots if held[0] in self._orphaned and held[0] != key[0]]
-        victims += sorted(orphans, key=lambda orphan: self._last_seen[orphan[0]])
-        held = sum(self.extents.length(self._slot(victim).index) for victim in victims)
-        if not (self._free or victims) or self.extents.free + held < needed:
+        victims = self._victims(key, spared)
+        if not (self._free or victims) or not self._has_room(needed, victims):
             return None
-        for victim in victims:
-            if victim != key and self._free and self.extents.free >= needed:
-                break
-            self._evict(victim)
+        if not self._free or key in self._released:
+            self._evict(victims.pop(0))
+        self._make_room(needed, victims)
         index = min(self._free)  # attention reads neighbouring slots without copying
         self.extents.reserve(index, needed)
         self._free.remove(index)
         slot = self._slots[key] = Slot(index, needed)
         return slot
 
+    def _victims(self, key: SequenceKey, spared: SequenceKey | None = None) -> list[SequenceKey]:
+        """Sequences to evict for this one, first to last."""
+        released = [released for released in self._released if released not in (key, spared)]
+        own = [key] if key in self._released else []
+        orphans = [held for held in self._slots if held[0] in self._orphaned and held[0] != key[0]]
+        return own + released + sorted(orphans, key=lambda orphan: self._last_seen[orphan[0]])
+
+    def _has_room(self, columns: int, victims: list[SequenceKey]) -> bool:
+        return self.extents.free + sum(self.extents.length(self._slot(key).index) for key in victims) >= columns
+
+    def _make_room(self, columns: int, victims: list[SequenceKey]) -> bool:
+        """Evict as many victims as needed to free this many columns. Returns False if all would not be enough."""
+        if not self._has_room(columns, victims):
+            return False
+        for victim in victims:
+            if self.extents.free >= columns:
+                break
+            self._evict(victim)
+        return True
+
     def inherit(self, key: SequenceKey, source: SequenceKey, max_length: int | None = None) -> Slot | None:
-        """Hand a released sequence's slot and cache to another sequence; None if it cannot grow as needed."""
+        """Hand a released sequence's slot and cache to another sequence; None if there is no room for `max_length`."""
         slot, needed = self._released[source], self.extents.capacity_for(max_length)
-        if not self.extents.resize(slot.index, needed):
+        victims = [victim for victim in self._victims(key) if victim != source]
+        if not self._make_room(needed - slot.capacity, victims):
             return None
+        self.extents.resize(slot.index, needed)
         del self._released[source]
         if key in self._released:
             self._evict(key)
@@ -125,10 +171,19 @@ class SlotTable:
         return self._slots.get(key)
 
     def release(self, keys: list[SequenceKey]) -> int:
-        """Release these sequences. Returns how many held a slot."""
+        """Release these sequences, which keep only their cached positions. Returns how many held a slot."""
         held = [key for key in dict.fromkeys(keys) if key in self._slots]
-        self._released.update((key, self._slots.pop(key)) for key in held)
+        for key in held:
+            slot = self._released[key] = self._slots.pop(key)
+            slot.capacity = min(slot.capacity, self.extents.capacity_for(slot.num_cached_tokens))
+            self.extents.resize(slot.index, slot.capacity)
+        for owner in {key[0] for key in held}:
+            self._turns.ended(owner, self._last_seen.get(owner, 0.0))
         return len(held)
+
+    def release_all(self, coordinator_id: str) -> int:
+        """Release all sequences of a coordinator. Returns how many held a slot."""
+        return self.release([key for key in self._slots if key[0] == coordinator_id])
 
     def renew_lease(self, coordinator_id: str, now: float) -> None:
         """Record that a coordinator is alive at `now`, in seconds on any monotonic clock."""

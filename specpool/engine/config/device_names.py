@@ -24,6 +24,11 @@ def check_device_name(name: str) -> None:
         raise UnsupportedModelError(f"{name} cannot be used: {reason}")
 
 
+def may_be_gpu(name: str) -> bool:
+    """Whether a valid name is that of a GPU. "auto" is, unless there is certainly none."""
+    return name not in (AUTO, CPU) or (name == AUTO and _why_no_gpu(0) is None)
+
+
 def is_device_name(name: str) -> bool:
     """Whether this is the name of a CPU or a GPU."""
     return re.fullmatch(r"cpu|cuda(:\d+)?", name) is not None

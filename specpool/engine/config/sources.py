@@ -5,6 +5,8 @@ from typing import Any
 
 CONFIG = "config.json"
 GGUF_MAGIC = b"GGUF"
+MAX_REASON = 300
+"""Maximum length of another library's reason in an error message."""
 
 
 class UnsupportedModelError(Exception):
@@ -52,4 +54,6 @@ def gguf_file_of(model: str) -> Path | None:
 
 def first_line(error: Exception) -> str:
     """Return the first line of another library's error, short enough for our own message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    line = f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+    return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}..."

@@ -3,53 +3,42 @@
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from specpool.engine.config.architectures import why_not_a_decoder
-from specpool.engine.config.hub import hub_config
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line, source_of
 from specpool.engine.models.checkpoint_quantization import why_unsupported_quantization
-from specpool.engine.models.gguf_reader import GgufError, GgufFile
+from specpool.engine.models.config_values import LIMITS, check_gguf_sizes, check_sizes, check_types
+from specpool.engine.models.gguf_header import GgufError
+from specpool.engine.models.gguf_reader import GgufFile
+from specpool.engine.models.model_files import read_config_file
 
 UNSTATED_MAX_MODEL_LEN = 4096
 """Maximum positions of a model that states none. No default is shorter, except the model's own limit."""
 ROTARY, WINDOW = "rotary embedding", "sliding window"
 
 
-class _ConfigTypes(BaseModel, from_attributes=True, strict=True):
-    """Types of the values that the engine reads, because transformers does not check them all."""
-
-    architectures: list[str] | None = None
-    layer_types: list[str] | None = None
-    max_position_embeddings: int | None = None
-    num_attention_heads: int | None = None
-    sliding_window: int | None = None
-    use_sliding_window: bool | None = None
-
-
 def load_config(options: EngineOptions) -> PreTrainedConfig:
     """Load a model's configuration. Raises UnsupportedModelError if the model cannot be served."""
     source = source_of(options.model, options.revision)
-    if not Path(options.model).exists():
-        hub_config(options.model, options.revision)  # for clearer errors than those of transformers
     try:
-        if "gguf_file" in source:
-            GgufFile(Path(options.model))  # likewise
+        _check_files(options, is_gguf="gguf_file" in source)
         config: PreTrainedConfig = AutoConfig.from_pretrained(**source)
+        check_types(config, options.model)
+        # With the defaults of its class, and under the same names for all architectures.
+        check_sizes({name: getattr(config, name, None) for name in LIMITS}, options.model)
+        refusal = (
+            _why_no_language_model(config)
+            or _why_not_full_attention(config, resolve_max_model_len(config, options))
+            or why_unsupported_quantization(config)
+        )
+    except UnsupportedModelError:
+        raise
     except GgufError as error:
         raise UnsupportedModelError(str(error)) from error
     except Exception as error:  # the files may contain anything
-        message = f"{options.model} is not a usable model: {explain(error)}"
-        raise UnsupportedModelError(message) from error
-    _check_types(config)
-    max_model_len = resolve_max_model_len(config, options)
-    refusal = (
-        _why_no_language_model(config)
-        or _why_not_full_attention(config, max_model_len)
-        or why_unsupported_quantization(config)
-    )
+        raise UnsupportedModelError(f"{options.model} is not a usable model: {explain(error)}") from error
     if refusal is not None:
         raise UnsupportedModelError(refusal)
     return config
@@ -93,16 +82,15 @@ def explain(error: Exception) -> str:
         return "it needs its own code, which is never run"
     if "no file named model.safetensors" in reason or "a file named model.safetensors" in reason:
         return "it has no model.safetensors; only safetensors and GGUF files are read, because others can run code"
-    return reason
+    return f"unknown or missing key {reason}" if isinstance(error, KeyError) else reason
 
 
-def _check_types(config: PreTrainedConfig) -> None:
-    try:
-        _ConfigTypes.model_validate(config)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(map(str, problem["loc"]))
-        raise UnsupportedModelError(f"the configuration has {key} {problem['input']!r}: {problem['msg']}") from None
+def _check_files(options: EngineOptions, is_gguf: bool) -> None:
+    """Refuse files that transformers would read for long, or with less clear errors."""
+    if is_gguf:
+        check_gguf_sizes(GgufFile(Path(options.model)).metadata, options.model)
+    else:
+        read_config_file(options.model, options.revision)
 
 
 def _why_no_language_model(config: PreTrainedConfig) -> str | None:

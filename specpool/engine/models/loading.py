@@ -68,19 +68,32 @@ def load_model(
     `share`: load only this rank's shard. `report`: called with each phase.
     """
     config, device = load_config(options), use_device(options.device)
-    dtype = _resolve_dtype(options, config, device)
-    shard = None if share is None else ShardConfig(config, share)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**source_of(options.model, options.revision))
-        download_weights(options, report)
-        report("loading weights")
-        stored = stored_weights(options, config)
-        model = _load_weights(options, config, stored, shard, device, dtype)
-        files = tokenizer_files(tokenizer, model)
+        return _load(options, config, device, share, report)
     except Exception as error:  # the files may contain anything
         fixed = isinstance(error, KeyError) and error.args == (PACKED_ATTENTION,)
         reason = f"{config.model_type} does not support custom attention" if fixed else explain(error)
         raise UnsupportedModelError(f"{options.model} cannot be loaded: {reason}") from error
+
+
+def _load(
+    options: EngineOptions,
+    config: PreTrainedConfig,
+    device: torch.device,
+    share: Share | None,
+    report: Callable[[str], None],
+) -> LoadedModel:
+    dtype = _resolve_dtype(options, config, device)
+    shard = None if share is None else ShardConfig(config, share)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**source_of(options.model, options.revision))
+    except Exception as error:  # its messages do not say which file
+        raise UnsupportedModelError(f"its tokenizer cannot be read: {explain(error)}") from error
+    download_weights(options, report)
+    report("loading weights")
+    stored = stored_weights(options, config)
+    model = _load_weights(options, config, stored, shard, device, dtype)
+    files = tokenizer_files(tokenizer, model)
     keeps_quantized = stored is not None and _can_stay_quantized(options, config, device, dtype)
     output_ids = replace_output_head(model, Path(options.model) / OUTPUT_HEAD)
     if stored is not None and not keeps_quantized:

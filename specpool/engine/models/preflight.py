@@ -10,9 +10,11 @@ from typing import Any
 
 from specpool.engine.config.architectures import why_not_a_decoder
 from specpool.engine.config.device_names import check_device_name
+from specpool.engine.config.master_secret import read_secret
 from specpool.engine.config.options import MIN_MODEL_LEN, EngineOptions
-from specpool.engine.config.sources import CONFIG, GGUF_MAGIC, UnsupportedModelError, source_of
+from specpool.engine.config.sources import GGUF_MAGIC, UnsupportedModelError, source_of
 from specpool.engine.models.embedded_pair import draft_weights, existing_model
+from specpool.engine.models.model_files import read_config_file
 
 TOKENIZER = "tokenizer.json"
 OPTION_NAMES: Mapping[str, str] = MappingProxyType({})
@@ -34,6 +36,8 @@ def check_options(options: EngineOptions, names: Mapping[str, str] = OPTION_NAME
     with _naming("device", names):
         for name in options.device.split(","):
             check_device_name(name.strip())
+    with _naming("master_secret_file", names):
+        read_secret(options.master_secret_file)
     with _naming("model", names):
         config = _read_config(options)
     if config is None:
@@ -52,7 +56,7 @@ def check_same_tokenizer(target: EngineOptions, draft: EngineOptions, draft_opti
         return
     try:
         vocabularies = [json.loads(content)["model"]["vocab"] for content in contents]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return  # loading says what is wrong with the file
     if vocabularies[0] != vocabularies[1]:
         raise InvalidOptionError(draft_option, f"{draft.model} uses a different tokenizer than {target.model}")
@@ -81,27 +85,12 @@ def _read_config(options: EngineOptions) -> dict[str, Any] | None:
             if gguf.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
                 raise UnsupportedModelError(f"{model} is not a GGUF file")
         return None
-    file = Path(model) / CONFIG
-    if not file.is_file():
-        from specpool.engine.config.hub import hub_config  # takes a while to import
-
-        file = hub_config(model, options.revision)
-    config = _read_json(file)
+    config = read_config_file(model, options.revision)
     refusal = why_not_a_decoder(
         config.get("model_type"), config.get("architectures"), config.get("is_encoder_decoder") is True
     )
     if refusal is not None:
         raise UnsupportedModelError(refusal)
-    return config
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise UnsupportedModelError(f"{file} is not a JSON file: {error}") from None
-    if not isinstance(config, dict):
-        raise UnsupportedModelError(f"{file} does not contain a JSON object")
     return config
 
 

@@ -15,6 +15,7 @@ from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of
 from specpool.engine.models.checkpoint_quantization import INT8_METHOD, method_of
 from specpool.engine.models.draft_weights import find_named
 from specpool.engine.models.gguf_reader import GgufFile
+from specpool.engine.models.weight_files import check_layers, stored_sizes
 from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
 
@@ -102,12 +103,19 @@ class DraftWeights(StoredWeights):
 
 
 def stored_weights(options: EngineOptions, config: PreTrainedConfig) -> StoredWeights | None:
-    """Open weights that can stay as stored; None if transformers must read them. Raises ValueError or OSError."""
+    """Open weights that can stay as stored; None if transformers must read them.
+
+    Raises UnsupportedModelError, ValueError or OSError.
+    """
     gguf = gguf_file_of(options.model)
     if gguf is not None:
         file = GgufFile(gguf)
+        check_layers(config, len(file.tensors))
         supported = file.architecture in GGUF_ARCHITECTURES and why_not_fusable(config) is None
         return GgufWeights(file, config) if supported else None
+    stored = stored_sizes(options)
+    if stored is not None:
+        check_layers(config, stored.tensors)
     return DraftWeights(Path(options.model) / "model.safetensors") if method_of(config) == INT8_METHOD else None
 
 

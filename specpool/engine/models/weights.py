@@ -12,6 +12,7 @@ from specpool.engine.models.checkpoint_quantization import HINT, dequantization_
 from specpool.engine.models.config import load_config
 from specpool.engine.models.stored_model import build_stored_model, dequantize_model
 from specpool.engine.models.stored_weights import EMBEDDING, stored_weights
+from specpool.engine.models.weight_files import check_weights
 from specpool.engine.weights.quantized import Weight
 
 # Keep transformers from asking the hub to convert a checkpoint and loading the proposed conversion.
@@ -56,6 +57,7 @@ def read_with_transformers(
     options: EngineOptions, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, **arguments: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Read a model onto a device with transformers, and its loading report."""
+    check_weights(options, config)
     source, gguf = source_of(options.model, options.revision), gguf_file_of(options.model)
     if gguf is not None and "gguf_file" not in source:  # in a folder with a configuration
         source = {**source, "gguf_file": gguf.name, "config": config}

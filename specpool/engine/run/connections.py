@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import NoReturn, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 from pydantic import BaseModel
 
@@ -20,6 +20,14 @@ STOPS = {signal.SIGINT, signal.SIGTERM}
 """Stop signals. A terminal signals all ranks, but only rank 0 reacts: it drains, then ends the others."""
 
 Message = TypeVar("Message", bound=BaseModel)
+
+
+class Link(NamedTuple):
+    """The two connections between rank 0 and another rank."""
+
+    commands: Connection
+    data: socket.socket
+    """Of CPU ranks, for passes. GPU ranks do not use it."""
 
 
 def send(connection: Connection, message: BaseModel) -> None:
@@ -39,7 +47,7 @@ def watch(connections: Mapping[str, Connection], on_hangup: Callable[[str], None
         poller = select.poll()
         names = {connection.fileno(): name for name, connection in connections.items()}
         for number in names:
-            poller.register(number, select.POLLRDHUP)
+            poller.register(number, getattr(select, "POLLRDHUP", 0))  # macOS reports POLLHUP only
         on_hangup(names[poller.poll()[0][0]])
 
     threading.Thread(target=wait, name="ranks", daemon=True).start()

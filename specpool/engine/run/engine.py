@@ -22,6 +22,7 @@ from specpool.engine.run.contention import ContentionMonitor
 from specpool.engine.run.leader import Leader
 from specpool.engine.run.reservation import ReservedCache, footprint_of, reserve_cache
 from specpool.engine.run.runner import PassRunner
+from specpool.engine.sampling.head import Head
 from specpool.protocol.worker_info import CacheLoad, RankMemory, WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ class Engine:
         if isinstance(forward_pass, LibraryModel):
             reason = why_not_fusable(loaded.config) or "the fused pass is switched off"
             self.notes.append(f"runs slowly on the modules of transformers, because {reason}")
-        self.vocab_size, self.tiles = facts.vocab_size, tiles
+        self.vocab_size, self.tiles, self.native = facts.vocab_size, tiles, options.native
+        self.head = Head(self.vocab_size, loaded.output_ids)
         max_tokens = options.resolve_max_num_batched_tokens(facts.device.type)
         self.max_num_batched_tokens = min(max_tokens, self.tiles.max_rows or max_tokens)
         footprint = footprint_of(loaded, facts, forward_pass, self.max_num_batched_tokens)
@@ -134,15 +136,11 @@ class Engine:
 
     def token_ids(self, rows: torch.Tensor) -> torch.Tensor:
         """Map rows of the head to token ids."""
-        return rows if self.loaded.output_ids is None else self.loaded.output_ids[rows]
+        return self.head.token_ids(rows)
 
     def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [n, vocab_size] from logits [n, rows of the head]. Tokens without a row get minus infinity."""
-        if self.loaded.output_ids is None:
-            return logits
-        expanded = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-        expanded[:, self.loaded.output_ids] = logits
-        return expanded
+        return self.head.over_vocabulary(logits)
 
     @property
     def load(self) -> CacheLoad:
@@ -169,6 +167,7 @@ class Engine:
             kv_bytes_total=per_token * self.layout.arena.columns,
             kv_positions_total=self.slots.extents.columns,
             kv_positions_multiple=self.slots.extents.multiple,
+            kv_reservations_grow=True,
             kv_layout=self.kv_layout,
             weight_bytes=sum(rank.weight_bytes for rank in self._ranks) or self.footprint.weights,
             activation_bytes=sum(rank.activation_bytes for rank in self._ranks) or self.footprint.activations,

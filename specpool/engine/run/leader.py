@@ -3,12 +3,12 @@
 import contextlib
 import logging
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 
 import torch
 
@@ -18,17 +18,18 @@ from specpool.engine.cache.spans import Location, Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.numerics.tiles import Tiles
-from specpool.engine.run.connections import end_process, hang_up, receive, send, signals_held, watch
+from specpool.engine.run.connections import Link, Message, end_process, hang_up, receive, send, signals_held, watch
 from specpool.engine.run.messages import Begin, Command, Loaded, Order, Probed, Report, encode, encode_run
 from specpool.engine.run.rendezvous import await_ranks
 from specpool.engine.run.runner import PassRunner
-from specpool.engine.sharding.group import Group, file_store, new_file, tcp_store
+from specpool.engine.sharding.group import Exchange, Group
+from specpool.engine.sharding.nccl import NcclExchange, file_store, new_file, tcp_store
 from specpool.engine.sharding.shares import Sharding
+from specpool.engine.sharding.sockets import SocketExchange
 from specpool.protocol.worker_info import RankMemory
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = "lo"
 END_SECONDS = 5.0
 """Time for a rank to exit after END."""
 
@@ -48,19 +49,16 @@ class Leader:
         self._group: Group | None = None
         self._file: int | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
-        others: list[Connection] = []
+        others: list[Link] = []
         if options.nnodes > 1:
             try:
                 others = await_ranks(options, sharding.ranks - len(devices))
             except OSError as error:
                 address = f"{options.master_addr}:{options.master_port}"
                 raise UnsupportedModelError(f"cannot listen for other nodes at {address}: {error}") from error
-        else:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-            self._file = new_file()
-        host, ranks = str(options.master_addr), sharding.ranks
-        self._store, store = tcp_store(host) if self._file is None else file_store(self._file, ranks)
-        self._connections = [*(self._start() for _ in devices[1:]), *others]
+        store = None if devices[0] == "cpu" else self._open_store(options)
+        links = [*(self._start() for _ in devices[1:]), *others]
+        self._connections, self._data = [link.commands for link in links], [link.data for link in links]
         watch({f"rank {rank}": link for rank, link in enumerate(self._connections, 1)}, self._on_hangup)
         for rank, link in enumerate(self._connections, 1):
             # Ranks of other nodes choose their own devices.
@@ -69,17 +67,20 @@ class Leader:
 
     def group(self, device: torch.device) -> Group:
         """Wait until all ranks have joined."""
-        self._group = Group(0, self.sharding, self._store, device)
+        exchange: Exchange = SocketExchange(0, self._data)
+        if device.type != "cpu":
+            exchange = NcclExchange(0, self.sharding.ranks, self._store, device)
+        self._group = Group(0, self.sharding, device, exchange)
         return self._group
 
     def receive_sums(self) -> dict[str, bytes]:
         """Wait until all other ranks have loaded their shards. Return their checksums of weights by name."""
-        loaded = [receive(link, Loaded) for link in self._connections]
+        loaded = self._receive(Loaded)
         return {name: bytes.fromhex(checksum) for report in loaded for name, checksum in report.sums.items()}
 
     def receive_reports(self) -> None:
         """Wait until all other ranks have built their passes."""
-        self.reports = [receive(link, Report) for link in self._connections]
+        self.reports = self._receive(Report)
 
     def begin(self, arena: KVArena, tiles: Tiles) -> None:
         """Let all other ranks serve, with as many cache columns as this one."""
@@ -101,6 +102,8 @@ class Leader:
         self._tell(encode_run(spans, locations))
         try:
             return runner.run(spans, locations)
+        except EOFError as error:
+            end_process(str(error))
         except Exception:
             log.exception("forward pass failed on rank 0")
             end_process("rank 0 has failed")
@@ -113,8 +116,8 @@ class Leader:
         self._tell(encode(Command.PROBE))
         yield unequal
         self._tell(encode(Command.END_PROBE))
-        for link in self._connections:
-            unequal.update(dict.fromkeys(receive(link, Probed).unequal))
+        for probed in self._receive(Probed):
+            unequal.update(dict.fromkeys(probed.unequal))
 
     def end(self) -> None:
         """Stop all other ranks, which must be idle. Do nothing the second time."""
@@ -137,6 +140,8 @@ class Leader:
             process.wait()
         if self._group is not None:
             self._group.leave()
+        for data in self._data:
+            data.close()
 
     def close(self) -> None:
         """Call `end`, then close the store's file."""
@@ -146,18 +151,48 @@ class Leader:
             self._file = None
 
     def _tell(self, message: bytes) -> None:
-        for link in self._connections:
-            link.send_bytes(message)
+        for rank, link in enumerate(self._connections, 1):
+            try:
+                link.send_bytes(message)
+            except OSError:
+                if self._closing:
+                    raise
+                end_process(f"rank {rank} has ended")
 
-    def _start(self) -> Connection:
-        """Start a rank of this node. It inherits its connection, so no port is opened."""
+    def _receive(self, kind: type[Message]) -> list[Message]:
+        """Wait for a message of every other rank. EOFError: a rank has ended."""
+        messages = []
+        for rank, link in enumerate(self._connections, 1):
+            try:
+                messages.append(receive(link, kind))
+            except (EOFError, OSError) as error:
+                raise EOFError(f"rank {rank} has ended") from error
+        return messages
+
+    def _open_store(self, options: EngineOptions) -> str:
+        """Open the store of GPU ranks, and return its address."""
+        if options.nnodes > 1:
+            try:
+                self._store, address = tcp_store(str(options.master_addr))
+            except OSError as error:
+                raise UnsupportedModelError(str(error)) from error
+        else:
+            self._file = new_file()
+            self._store, address = file_store(self._file, self.sharding.ranks)
+        return address
+
+    def _start(self) -> Link:
+        """Start a rank of this node. It inherits its connections, so no port is opened."""
         own, other = Pipe()
-        command = [sys.executable, "-P", "-m", "specpool.engine.startup.follower", str(other.fileno())]
-        inherited = [other.fileno(), *([self._file] if self._file is not None else [])]
+        data, others_data = socket.socketpair()
+        ends = [other.fileno(), others_data.fileno()]
+        command = [sys.executable, "-P", "-m", "specpool.engine.startup.follower", *map(str, ends)]
+        inherited = [*ends, *([self._file] if self._file is not None else [])]
         with signals_held():
             self._processes.append(subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL))
         other.close()
-        return own
+        others_data.close()
+        return Link(own, data)
 
     def _on_hangup(self, name: str) -> None:
         if not self._closing:

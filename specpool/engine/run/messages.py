@@ -21,8 +21,8 @@ class Order(BaseModel):
     options: EngineOptions
     """The options of the engine, with the device of this rank."""
     exact: bool
-    store: str
-    """A file, or host and port separated by a space."""
+    store: str | None
+    """Of GPU ranks: a file, or host and port separated by a space."""
 
 
 class Loaded(BaseModel):

@@ -1,18 +1,20 @@
 """Sequences of many coordinators in one engine: the base of drafting and verification."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, repeat
+from itertools import islice
 
 import torch
 
-from specpool.engine.cache.slots import SequenceKey, Slot
+from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import Engine
-from specpool.engine.sampling.sampler import choose_batch, choose_tokens, kernel_is_exact, largest
+from specpool.engine.sampling.batch import Sampler
+from specpool.engine.sampling.rows import SequenceRows
+from specpool.engine.sampling.rules import SequenceRules
+from specpool.engine.sampling.sampler import kernel_is_exact
 from specpool.protocol.rounds import MAX_DRAFT_TOKENS, ItemStatus, RoundLimits, SequenceItem
-from specpool.protocol.sampling import SamplingParams
+from specpool.protocol.sampling import NO_LOGPROBS, Logprobs, SamplingParams
 from specpool.protocol.worker_info import CacheLoad, WorkerInfo
 
 ITEMS_PER_SLOT = 4
@@ -23,16 +25,15 @@ LOGITS_PER_SLOT = 1 + 4 * MAX_DRAFT_TOKENS
 
 @dataclass(frozen=True)
 class Choices:
-    """The tokens chosen after the last tokens of a span.
+    """The tokens chosen after the last tokens of a span, up to the first that differs from the span's draft.
 
     `confidences`: the model's probability of each token, if requested and decoding is greedy.
     """
 
-    token_ids: Iterable[int]
+    token_ids: list[int]
     confidences: list[float] = field(default_factory=list)
-    pass_logits: torch.Tensor | None = None
-    """Logits of the whole pass [R, rows of the head]. This span's begin at row `first`. None if the device drafted."""
-    first: int = 0
+    logprobs: Logprobs = NO_LOGPROBS
+    """Log-probabilities of `token_ids`, if requested."""
     finite: bool = True
     """False if the largest logit of a row is not finite. Checked on CPUs only, where the check takes 10 us a pass.
     A GPU would have to launch more kernels."""
@@ -48,6 +49,7 @@ class SequenceEngine:
         kernels = kernel_is_exact(facts.device, engine.forward_pass.compute_dtype, engine.vocab_size)
         if facts.device.type == "cuda" and not kernels:
             engine.notes.append("samples slowly, row by row, because its sampling kernels cannot run here")
+        self._sampler = Sampler(engine.head, facts.device, engine.native)
 
     def info(self) -> WorkerInfo:
         """Description of the model and its load."""
@@ -57,6 +59,11 @@ class SequenceEngine:
     def load(self) -> CacheLoad:
         """How full the cache is."""
         return self.engine.load
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Maximum tokens of a forward pass."""
+        return self.engine.max_num_batched_tokens
 
     @property
     def passes(self) -> int:
@@ -73,8 +80,10 @@ class SequenceEngine:
         """Nanoseconds spent on realignment so far."""
         return self.engine.realign_ns
 
-    def release(self, coordinator_id: str, sequence_ids: list[int]) -> int:
-        """Free sequences; return how many held a slot."""
+    def release(self, coordinator_id: str, sequence_ids: list[int] | None) -> int:
+        """Free sequences, or all of a coordinator; return how many held a slot."""
+        if sequence_ids is None:
+            return self.engine.slots.release_all(coordinator_id)
         return self.engine.slots.release([(coordinator_id, sequence_id) for sequence_id in sequence_ids])
 
     def renew_lease(self, coordinator_id: str, now: float) -> None:
@@ -94,64 +103,74 @@ class SequenceEngine:
         with self.engine.realigning():
             return [self._realign(coordinator_id, round_id, item) for item in items]
 
-    def span(self, coordinator_id: str, sequence_id: int, token_ids: Sequence[int], num_logits: int) -> Span:
+    def has_room(self, coordinator_id: str, sequence_id: int) -> bool:
+        """Whether a sequence has a slot, or may get one without an eviction of other coordinators."""
+        slots = self.engine.slots
+        return (coordinator_id, sequence_id) in slots or slots.in_use < slots.total
+
+    def span(self, key: SequenceKey, token_ids: Sequence[int], num_logits: int) -> Span:
         """New tokens after the cached positions of a sequence."""
-        slot = self.engine.slots[coordinator_id, sequence_id]
+        slot = self.engine.slots[key]
         slot.token_ids[slot.num_cached_tokens :] = token_ids
+        if slot.sampling is not None:
+            slot.sampling.truncate(slot.num_cached_tokens)
         return Span(slot.index, slot.num_cached_tokens, token_ids, num_logits)
 
-    def choose(self, coordinator_id: str, spans: Mapping[int, Span], confidences: bool = False) -> dict[int, Choices]:
-        """Run the spans, by sequence id, in one forward pass, and choose the tokens after their last tokens."""
+    def choose(
+        self,
+        spans: Mapping[SequenceKey, Span],
+        confidences: bool = False,
+        num_logprobs: Mapping[SequenceKey, int | None] | None = None,
+    ) -> dict[SequenceKey, Choices]:
+        """Run the spans in one forward pass, and choose the tokens after their last tokens.
+
+        `num_logprobs`: number of top log-probabilities of sequences that need log-probabilities.
+        """
         logits = self.engine.forward(list(spans.values()))
-        counts = [span.num_logits for span in spans.values()]
+        wanted = num_logprobs or {}
+        slots = {key: self.engine.slots[key] for key in spans}
+        confidences = confidences and any(slot.sampling is None for slot in slots.values())
         probabilities = iter(_largest_probabilities(logits).tolist() if confidences else ())
-        slots = [self.engine.slots[coordinator_id, sequence_id] for sequence_id in spans]
+        rows = [
+            SequenceRows(slot.sampling, slot.token_ids, span.num_logits, wanted.get(key))
+            for (key, span), slot in zip(spans.items(), slots.values(), strict=True)
+        ]
         # On a GPU, the host waits here, or above if it needs probabilities.
-        token_ids, finite = self._token_ids(logits, slots, counts)
-        rows_finite = iter(finite)
-        choices, first = {}, 0
-        for sequence_id, slot, tokens, count in zip(spans, slots, token_ids, counts, strict=True):
-            span_probabilities = list(islice(probabilities, count))
-            is_finite = all(list(islice(rows_finite, count)))
-            choices[sequence_id] = Choices(
-                tokens, span_probabilities if slot.sampling is None else [], logits, first, is_finite
-            )
-            first += count
+        choices = {}
+        for key, each, chosen in zip(spans, rows, self._sampler(logits, rows), strict=True):
+            of_rows = list(islice(probabilities, each.count))
+            sure = of_rows[: len(chosen.token_ids)] if each.rules is None else []
+            choices[key] = Choices(chosen.token_ids, sure, chosen.logprobs, chosen.finite)
         return choices
 
-    def _token_ids(
-        self, logits: torch.Tensor, slots: Sequence[Slot], counts: Sequence[int]
-    ) -> tuple[list[Iterable[int]], Iterable[bool]]:
-        """`counts` choices for each sequence, from logits [n, rows of the head], and whether each row is finite."""
-        known = self.engine.over_vocabulary(logits) if any(slot.sampling is not None for slot in slots) else None
-        if known is not None and kernel_is_exact(known.device, known.dtype, known.shape[1]):
-            sequences = [(slot.sampling, slot.token_ids, count) for slot, count in zip(slots, counts, strict=True)]
-            return [*choose_batch(known, sequences)], repeat(True)
-        indexes = largest(logits)
-        finite = _are_finite(logits, indexes) if logits.device.type == "cpu" else repeat(True)
-        row_tokens = iter(self.engine.token_ids(indexes).tolist())
-        greedy: list[Iterable[int]] = [list(islice(row_tokens, count)) for count in counts]
-        if known is None:
-            return greedy, finite
-        sampled = [
-            tokens if slot.sampling is None else choose_tokens(rows, slot.sampling, slot.token_ids)
-            for tokens, slot, rows in zip(greedy, slots, known.split(counts), strict=True)
-        ]
-        return sampled, finite
-
-    def keep(self, coordinator_id: str, sequence_id: int, num_cached_tokens: int) -> None:
+    def keep(self, key: SequenceKey, num_cached_tokens: int) -> None:
         """Declare the first `num_cached_tokens` positions of the sequence valid."""
-        self.engine.slots[coordinator_id, sequence_id].num_cached_tokens = num_cached_tokens
+        self.engine.slots[key].num_cached_tokens = num_cached_tokens
 
     def _realign(self, coordinator_id: str, round_id: int, item: SequenceItem) -> ItemStatus:
         slots, key = self.engine.slots, (coordinator_id, item.sequence_id)
+        is_new = key not in slots
+        if is_new and not slots.admits(coordinator_id):
+            status = ItemStatus.NO_SLOT if self._is_first_contact(item) else ItemStatus.CACHE_MISS
+        else:
+            status = self._realign_admitted(key, round_id, item)
+        if is_new:
+            slots.answered(coordinator_id, status)
+        return status
+
+    @staticmethod
+    def _is_first_contact(item: SequenceItem) -> bool:
+        return item.base_length == 0 or item.prefix_sequence_id is not None
+
+    def _realign_admitted(self, key: SequenceKey, round_id: int, item: SequenceItem) -> ItemStatus:
+        slots = self.engine.slots
         if item.prefix_sequence_id is not None and key not in slots:
-            copied = self._copy(key, (coordinator_id, item.prefix_sequence_id), item)
+            copied = self._copy(key, (key[0], item.prefix_sequence_id), item)
             if copied is not ItemStatus.OK:
                 return copied
         state = slots.realign(key, round_id, item.base_length, item.max_length)
-        if state is ItemStatus.OK and (item.base_length == 0 or item.prefix_sequence_id is not None):
-            slots[key].sampling = self._sampling_of(item.sampling)
+        if state is ItemStatus.OK and self._is_first_contact(item):
+            slots[key].sampling = self._rules_of(item.sampling)
         return state
 
     def _copy(self, key: SequenceKey, source_key: SequenceKey, item: SequenceItem) -> ItemStatus:
@@ -166,7 +185,7 @@ class SequenceEngine:
             self.engine.layout.copy(source.index, slot.index, length)
         elif source_key in slots:
             return ItemStatus.NO_SLOT
-        else:  # no free extent except the released source
+        else:  # no room beside the released source
             slot = slots.inherit(key, source_key, item.max_length)
             if slot is None:
                 return ItemStatus.CACHE_MISS
@@ -190,23 +209,17 @@ class SequenceEngine:
             max_logits=LOGITS_PER_SLOT * max(LOGITS_PER_SLOT, slots),
         )
 
-    def _sampling_of(self, sampling: SamplingParams | None) -> SamplingParams | None:
+    def _rules_of(self, sampling: SamplingParams | None) -> SequenceRules | None:
         """Drop token ids outside the vocabulary, since a draft may have a smaller one. None: greedy."""
         if sampling is None or sampling.is_argmax:
             return None
         vocab = range(self.engine.vocab_size)
-        return replace(
+        known = replace(
             sampling,
             stop_token_ids=tuple(token for token in sampling.stop_token_ids if token in vocab),
             logit_bias=tuple((token, bias) for token, bias in sampling.logit_bias if token in vocab),
         )
-
-
-def _are_finite(logits: torch.Tensor, indexes: torch.Tensor) -> list[bool]:
-    """Whether the largest logit of each row, at `indexes`, is finite."""
-    # Indexing numpy rows takes half the time of a vectorized operation. Numpy has no bfloat16.
-    rows = logits.numpy() if logits.dtype == torch.float32 else logits
-    return [math.isfinite(row[index]) for row, index in zip(rows, indexes.tolist(), strict=True)]
+        return SequenceRules(known)
 
 
 def _largest_probabilities(logits: torch.Tensor) -> torch.Tensor:

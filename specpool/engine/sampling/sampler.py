@@ -1,6 +1,6 @@
-"""Sampling: penalties, temperature, truncation, and shared noise.
+"""Sampling with torch operations: penalties, temperature, truncation, and shared noise.
 
-A CPU samples one row at a time, a GPU a whole batch; equal logits give the same token on both. Penalties and limits
+Equal logits give the same token here, in compiled code (native/) and in the kernels of a GPU. Penalties and limits
 apply in vLLM's order, each as transformers defines it. Unlike there, ties with the last kept token are kept, too.
 """
 
@@ -9,14 +9,18 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specpool.engine.numerics.elementary import masses
 from specpool.engine.numerics.noise import argmax_with_noise
 from specpool.engine.sampling.kernel import has_kernels, sample_rows
-from specpool.protocol.sampling import SamplingParams, TokenLogprobs
+from specpool.engine.sampling.rows import SequenceRows
+from specpool.engine.sampling.rules import Changes, Ids, SequenceRules
+from specpool.protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -24,36 +28,27 @@ log = logging.getLogger(__name__)
 NUCLEUS_CANDIDATES = 256
 
 
-def choose_tokens(logits: torch.Tensor, params: SamplingParams, token_ids: Sequence[int]) -> Iterator[int]:
-    """Yield the choice after each of the last n tokens, given logits [n, vocab_size].
+def choose_tokens(logits: torch.Tensor, rows: SequenceRows) -> Iterator[int]:
+    """Yield the choice of each row of a sequence, given its logits [rows.count, vocab_size].
 
     Lazy, because the caller stops at the first rejected draft token.
     """
-    first = len(token_ids) - len(logits) + 1
-    for length, row in enumerate(logits, first):
-        yield choose_token(row, params, token_ids[:length])
+    assert rows.rules is not None
+    for row, length, changes in zip(logits, rows.lengths, rows.changes(), strict=True):
+        yield _choose(row, rows.rules.params, length, changes)
 
 
-def choose_batch(
-    logits: torch.Tensor, sequences: Sequence[tuple[SamplingParams | None, Sequence[int], int]]
-) -> list[list[int]]:
-    """Choose tokens for several sequences on a GPU, with one synchronization.
+def choose_batch(logits: torch.Tensor, sequences: Sequence[SequenceRows]) -> list[list[int]]:
+    """Choose the tokens of several sequences on a GPU, with one synchronization.
 
-    `logits` is [n, vocab_size]. A sequence is its parameters (None: greedy), its tokens, and its number of rows, which
-    follow its last tokens as in `choose_tokens`.
+    `logits` is [n, vocab_size], in the order of the sequences.
     """
-    rules = [
-        (params, token_ids, len(token_ids) - count + 1 + i)
-        for params, token_ids, count in sequences
-        for i in range(count)
-    ]
-    if any(params is not None and not params.leaves_logits for params, _, _ in rules):
+    changed = changed_rows(sequences)
+    if changed:
         logits = logits.to(torch.float32, copy=True)
-        for row, (params, token_ids, length) in zip(logits, rules, strict=True):
-            if params is not None and not params.leaves_logits:
-                row.copy_(adjust(row, params, token_ids[:length]))
-    chosen = iter(sample_rows(logits, [(params, length) for params, _, length in rules]))
-    return [list(islice(chosen, count)) for _, _, count in sequences]
+        change(logits, changed)
+    chosen = iter(sample_rows(logits, [(rows.params, length) for rows in sequences for length in rows.lengths]))
+    return [list(islice(chosen, rows.count)) for rows in sequences]
 
 
 @cache
@@ -87,33 +82,69 @@ def largest(logits: torch.Tensor) -> torch.Tensor:
 
 def choose_token(logits: torch.Tensor, params: SamplingParams, context: Sequence[int]) -> int:
     """Choose the token after `context` from logits [vocab_size]."""
-    logits = adjust(logits.float(), params, context)
-    if float32(params.temperature) == 0:
-        return int(logits.argmax())
-    values, token_ids = candidates(logits / params.temperature, params)
-    return argmax_with_noise(values, params.seed, len(context), token_ids.int())
+    (changes,) = SequenceRules(params).changes(context, 1)
+    return _choose(logits, params, len(context), changes)
 
 
 def adjust(logits: torch.Tensor, params: SamplingParams, context: Sequence[int]) -> torch.Tensor:
-    """Apply bias, minimum length and penalties; copies the logits if anything changes."""
-    if params.leaves_logits:
+    """Apply bias, minimum length and penalties to logits [vocab_size]; copies them if anything changes."""
+    (changes,) = SequenceRules(params).changes(context, 1)
+    return _changed(logits, params, changes)
+
+
+def _choose(logits: torch.Tensor, params: SamplingParams, length: int, changes: Changes | None) -> int:
+    logits = _changed(logits.float(), params, changes)
+    if float32(params.temperature) == 0:
+        return int(logits.argmax())
+    values, token_ids = candidates(logits / params.temperature, params)
+    return argmax_with_noise(values, params.seed, length, token_ids.int())
+
+
+def _changed(logits: torch.Tensor, params: SamplingParams, changes: Changes | None) -> torch.Tensor:
+    if changes is None:
         return logits
-    logits = logits.clone()
-    generated = context[params.prompt_length :]
+    rows = logits[None].clone()
+    change(rows, [(0, params, changes)])
+    return rows[0]
+
+
+ChangedRow = tuple[int, SamplingParams, Changes]
+"""The index of a row, its parameters, and the changes of its logits."""
+
+
+def changed_rows(sequences: Sequence[SequenceRows]) -> list[ChangedRow]:
+    """The rows whose logits change, given the sequences of a batch in order."""
+    rows = ((each.params, changes) for each in sequences for changes in each.changes())
+    return [
+        (index, params, changes)
+        for index, (params, changes) in enumerate(rows)
+        if params is not None and changes is not None
+    ]
+
+
+def change(logits: torch.Tensor, rows: Sequence[ChangedRow]) -> None:
+    """Apply bias, minimum length and penalties in place to float32 logits [n, vocab_size], all rows at once."""
     device = logits.device
-    if params.logit_bias:
-        ids, biases = zip(*params.logit_bias, strict=True)
-        logits[torch.tensor(ids, device=device)] += torch.tensor(biases, device=device)
-    if len(generated) < params.min_tokens and params.stop_token_ids:
-        logits[torch.tensor(params.stop_token_ids, device=device)] = -math.inf
-    if params.repetition_penalty != 1 and context:
-        seen = torch.tensor(context, device=device).unique()
-        values = logits[seen]
-        logits[seen] = torch.where(values < 0, values * params.repetition_penalty, values / params.repetition_penalty)
-    if generated and (params.frequency_penalty or params.presence_penalty):
-        ids, counts = torch.tensor(generated, device=device).unique(return_counts=True)
-        logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
-    return logits
+
+    def gathered(arrays: list[NDArray[Any]]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(arrays)).to(device)
+
+    def places(ids: list[Ids]) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths = [len(each) for each in ids]
+        return gathered([np.repeat([row for row, _, _ in rows], lengths)]), gathered(ids).long()
+
+    biased = places([changes.bias_ids for _, _, changes in rows])
+    logits[biased] += gathered([changes.biases for _, _, changes in rows])
+    logits[places([changes.masked_ids for _, _, changes in rows])] = -torch.inf
+    counted = places([changes.counted_ids for _, _, changes in rows])
+    counts, values = gathered([changes.counts for _, _, changes in rows]), logits[counted]
+    parameters = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for _, p, _ in rows]
+    lengths = [len(changes.counts) for _, _, changes in rows]
+    # Dividing by a tensor rounds correctly. On a GPU, torch multiplies by the reciprocal of a number.
+    repetition, frequency, presence = gathered([np.repeat(np.array(parameters, np.float32), lengths, axis=0)]).unbind(1)
+    penalized = torch.where(values < 0, values * repetition, values / repetition)
+    penalized = torch.where(counts > 0, penalized - (frequency * counts + presence), penalized)
+    logits[counted] = torch.where(counts >= 0, penalized, values)
 
 
 def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,11 +182,3 @@ def _nucleus(logits: torch.Tensor, best: float, top_p: float) -> float:
 def float32(x: float) -> float:
     """Round x to float32, as GPU kernels receive their parameters."""
     return float(np.float32(x))
-
-
-def token_logprobs(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
-    """Return the log probabilities of a token and of the `count` most probable ones, from logits [vocab_size]."""
-    logprobs = logits.float().log_softmax(0)
-    values, token_ids = logprobs.topk(min(count, len(logprobs)))
-    top = tuple(zip(token_ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprobs(float(logprobs[token_id]), top)

@@ -1,29 +1,29 @@
-"""The process group of a sharded model: how its ranks find each other and exchange results during a pass.
+"""The ranks of a sharded model: how they exchange results during a pass.
 
 Nothing uses all-reduce, whose order of addition depends on the size. Ranks gather results and add them in rank order.
 """
 
-import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
+from typing import Protocol
 
 import torch
-from torch import distributed
 from torch.nn.functional import embedding, pad
 
 from specpool.engine.sharding.shares import Dimension, Sharding
 
 Gemm = Callable[[torch.Tensor], torch.Tensor]
 Release = Callable[[], None]
-Store = Any  # torch does not export the types of its stores
-_stores: Any = distributed
 
-# Renamed in torch 2.13.
-_all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
-# Never time out: the connection to a rank reports when it ends.
-TIMEOUT = timedelta(days=365)
+
+class Exchange(Protocol):
+    """A rank's connection to the other ranks."""
+
+    def all_gather(self, x: torch.Tensor, stack: torch.Tensor) -> None:
+        """Fill `stack` [ranks, ...] with the contiguous tensors `x` [...] of all ranks, which are not empty."""
+
+    def close(self) -> None:
+        """Disconnect from the other ranks, which may have ended already."""
 
 
 class SingleRank:
@@ -67,27 +67,14 @@ class SingleRank:
 class Group(SingleRank):
     """One rank's view of all ranks. Every rank makes the same calls in the same order."""
 
-    def __init__(self, rank: int, sharding: Sharding, store: Store, device: torch.device) -> None:
-        """Join the group and wait for all ranks. `store`: the rendezvous. Raises OSError if ranks are unreachable."""
+    def __init__(self, rank: int, sharding: Sharding, device: torch.device, exchange: Exchange) -> None:
         self.rank, self.ranks, self.sharding = rank, sharding.ranks, sharding
         self.in_parts = sharding.sums == "parts"
         self.collectives = 0  # number of collectives; a captured graph counts once, when it is captured
         self.collective_ns = 0  # nanoseconds spent in collectives; on a GPU, only their launches
         self._borders = torch.tensor(sharding.shares["tokens"].firsts[1:], device=device)
-        self._on_gpu = device.type == "cuda"
+        self._exchange = exchange
         self._releases: list[Release] = []
-        try:
-            distributed.init_process_group(
-                "nccl" if self._on_gpu else "gloo",
-                store=store,
-                rank=rank,
-                world_size=self.ranks,
-                timeout=TIMEOUT,
-                # Connects eagerly, because graph capture forbids it.
-                device_id=device if self._on_gpu else None,
-            )
-        except RuntimeError as error:
-            raise OSError(f"ranks cannot reach each other: {str(error).splitlines()[0]}") from error
 
     def full_size(self, size: int, dimension: Dimension) -> int:
         return self.sharding.shares[dimension].total
@@ -141,10 +128,7 @@ class Group(SingleRank):
         """Leave the group; other ranks may have ended already."""
         for release in self._releases:
             release()  # NCCL waits for captured graphs
-        world = distributed.group.WORLD
-        if self._on_gpu and world is not None:
-            world.abort()  # a regular shutdown would wait for the other ranks
-        distributed.destroy_process_group()
+        self._exchange.close()
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Stack equally shaped tensors of all ranks: [ranks, ...]."""
@@ -152,37 +136,10 @@ class Group(SingleRank):
         stack = x.new_empty(self.ranks, *x.shape)
         if not x.numel():
             return stack
-        _all_gather(stack.view(-1), x.contiguous().view(-1))
+        self._exchange.all_gather(x.contiguous(), stack)
         self.collectives += 1
         self.collective_ns += time.perf_counter_ns() - began
         return stack
 
 
 SINGLE_RANK = SingleRank()
-
-
-def new_file() -> int:
-    """Create an in-memory file for the store of one node. Returns its descriptor, which the ranks inherit.
-
-    The file has no name, so no other process can open it, and it vanishes with the ranks.
-    """
-    return os.memfd_create("specpool-ranks")
-
-
-def file_store(descriptor: int, ranks: int) -> tuple[Store, str]:
-    """Open rank 0's store in such a file. Returns the store and its address for the other ranks."""
-    address = f"/proc/self/fd/{descriptor}"
-    return _stores.FileStore(address, ranks), address
-
-
-def tcp_store(host: str) -> tuple[Store, str]:
-    """Open rank 0's store on a free port of this host. Returns the store and its address for the other ranks."""
-    store = _stores.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    return store, f"{host} {store.port}"
-
-
-def open_store(address: str, ranks: int) -> Store:
-    if " " not in address:
-        return _stores.FileStore(address, ranks)
-    host, port = address.split()
-    return _stores.TCPStore(host, int(port), is_master=False)

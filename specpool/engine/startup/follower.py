@@ -7,6 +7,7 @@ the ranks of another node.
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,17 +21,29 @@ from specpool.engine.cache.arena import KVArena
 from specpool.engine.config.devices import pick_rank_devices
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.models.embedded_pair import local_model
 from specpool.engine.models.facts import ModelFacts
 from specpool.engine.probes.native_gemm import gemms_agree
 from specpool.engine.probes.operations import OperationProbe
-from specpool.engine.run.connections import STOPS, end_process, ignore_stops, receive, send, signals_held, watch
+from specpool.engine.run.connections import (
+    STOPS,
+    Link,
+    end_process,
+    ignore_stops,
+    receive,
+    send,
+    signals_held,
+    watch,
+)
 from specpool.engine.run.messages import Begin, Command, Loaded, Order, Probed, Report, decode, decode_run
 from specpool.engine.run.pass_selection import build_exact_pass
 from specpool.engine.run.rendezvous import join
 from specpool.engine.run.reservation import footprint_of, kv_limit
 from specpool.engine.run.runner import PassRunner
-from specpool.engine.sharding.group import Group, open_store
+from specpool.engine.sharding.group import Exchange, Group
+from specpool.engine.sharding.nccl import NcclExchange, open_store
 from specpool.engine.sharding.shares import Share
+from specpool.engine.sharding.sockets import SocketExchange
 from specpool.engine.startup.self_test import attention_suits, probing
 from specpool.engine.startup.sharded import load_sharding, load_share
 
@@ -45,6 +58,7 @@ def run_node(program: str, options: EngineOptions) -> NoReturn:
     for number in STOPS:
         signal.signal(number, lambda *_: sys.exit(0))
     try:
+        options = options.model_copy(update={"model": local_model(options.model, log.info)})
         devices = pick_rank_devices(options)
     except UnsupportedModelError as error:
         sys.exit(f"{program}: {error}")
@@ -62,27 +76,30 @@ def run_node(program: str, options: EngineOptions) -> NoReturn:
     sys.exit(max(rank.returncode for rank in ranks))
 
 
-def follow(connection: Connection, device: str | None = None) -> None:
-    """Serve rank 0 until it stops. `device`: of a rank on another node; None: rank 0 chooses it.
+def follow(link: Link, own: EngineOptions | None = None) -> None:
+    """Serve rank 0 until it stops. `own`: options of a rank on another node, in which nodes may differ.
 
     UnsupportedModelError: the shard cannot be loaded or run. EOFError: rank 0 has hung up.
     """
+    connection = link.commands
     order = receive(connection, Order)
-    watch({"rank 0": connection}, lambda name: _end(f"{name} has ended", device))
-    options = order.options if device is None else order.options.model_copy(update={"device": device})
+    watch({"rank 0": connection}, lambda name: _end(f"{name} has ended", own is not None))
+    options = order.options
+    if own is not None:
+        options = options.model_copy(update={"device": own.device, "threads": own.threads})
     with torch.inference_mode():
-        runner, facts = _build(connection, order, options)
+        runner, facts = _build(link, order, options)
         while _obey(connection, runner, facts):
             pass
 
 
-def _build(connection: Connection, order: Order, options: EngineOptions) -> tuple[PassRunner, ModelFacts]:
+def _build(link: Link, order: Order, options: EngineOptions) -> tuple[PassRunner, ModelFacts]:
     """Load this rank's shard and build its pass, in step with rank 0."""
-    share = Share(load_sharding(options, order.sums), order.rank)
+    connection, share = link.commands, Share(load_sharding(options, order.sums), order.rank)
     loaded, model_facts = load_share(options, share, order.exact)
     facts = model_facts.of_rank(share.sharding.kv_heads.sizes[share.rank])
     send(connection, Loaded(sums={name: checksum.hex() for name, checksum in loaded.checksums.items()}))
-    group = Group(order.rank, share.sharding, open_store(order.store, share.sharding.ranks), facts.device)
+    group = Group(order.rank, share.sharding, facts.device, _exchange(link, order, share.sharding.ranks, facts.device))
     forward_pass, tiles = build_exact_pass(loaded, facts, options, order.exact, group)
     footprint = footprint_of(loaded, facts, forward_pass, options.resolve_max_num_batched_tokens(facts.device.type))
     compiled = forward_pass.compiled_gemms
@@ -104,6 +121,14 @@ def _build(connection: Connection, order: Order, options: EngineOptions) -> tupl
         facts.layers, facts.kv_heads, begin.columns, facts.head_dim, forward_pass.compute_dtype, facts.device
     )
     return PassRunner(forward_pass, arena, begin.tiles, facts.query_groups), facts
+
+
+def _exchange(link: Link, order: Order, ranks: int, device: torch.device) -> Exchange:
+    if (order.store is None) != (device.type == "cpu"):
+        raise UnsupportedModelError("device: ranks must be all on GPUs or all on the CPU, on every node")
+    if order.store is None:
+        return SocketExchange(order.rank, [link.data])
+    return NcclExchange(order.rank, ranks, open_store(order.store, ranks), device)
 
 
 def _obey(connection: Connection, runner: PassRunner, facts: ModelFacts) -> bool:
@@ -130,15 +155,15 @@ def _obey(connection: Connection, runner: PassRunner, facts: ModelFacts) -> bool
     return True
 
 
-def _end(reason: str, device: str | None) -> NoReturn:
-    """End this process. Log the reason, except on the node of rank 0, which has logged it."""
-    if device is not None:
+def _end(reason: str, is_logged: bool) -> NoReturn:
+    """End this process. The node of rank 0 need not log the reason, because rank 0 has logged it."""
+    if is_logged:
         end_process(reason)
     os._exit(1)
 
 
 def main() -> None:
-    """Run a rank. Argument: the number of an inherited connection, or options as JSON with this rank's device."""
+    """Run a rank. Arguments: the numbers of two inherited connections, or options as JSON with this rank's device."""
     logging.basicConfig(
         level=logging.WARNING,
         format="%(asctime)s %(levelname)s rank %(name)s: %(message)s",
@@ -146,16 +171,19 @@ def main() -> None:
     )
     ignore_stops()
     if sys.argv[1].isdecimal():
-        connection, device = Connection(int(sys.argv[1])), None
+        commands, data = map(int, sys.argv[1:])
+        link, own = Link(Connection(commands), socket.socket(fileno=data)), None
     else:
-        watch({"its node": Connection(sys.stdin.fileno(), writable=False)}, lambda name: _end(f"{name} has ended", ""))
-        options = EngineOptions.model_validate_json(sys.argv[1])
-        connection, device = join(options), options.device
+        watch(
+            {"its node": Connection(sys.stdin.fileno(), writable=False)}, lambda name: _end(f"{name} has ended", True)
+        )
+        own = EngineOptions.model_validate_json(sys.argv[1])
+        link = join(own)
     try:
-        follow(connection, device)
+        follow(link, own)
         os._exit(0)
     except (EOFError, ConnectionError):
-        _end("rank 0 has refused this rank, or has ended", device)
+        _end("rank 0 has refused this rank, or has ended", own is not None)
     except (UnsupportedModelError, OSError) as error:
         log.error("a rank cannot run: %s", error)
     except Exception:

@@ -56,6 +56,7 @@ def load_engine(
         else:
             engine = start_engine(loaded, options, exact, report)
             _measure(engine, report)
+    engine.layout.arena.clear()  # the tests above have used much of it
     captured = engine.forward_pass
     if isinstance(captured, CapturedModel) and captured.capture is None:
         engine.notes.append("runs slowly: CUDA graph capture failed, so its kernels run eagerly")

@@ -21,6 +21,7 @@ from specpool.engine.models.weights_fingerprint import weights_fingerprint
 from specpool.engine.numerics.tiles import Tiles, common_tiles
 from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.passes.gpu.cublas import restrict_cublas
+from specpool.engine.run.connections import end_process
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.leader import Leader
 from specpool.engine.run.pass_selection import build_exact_pass
@@ -46,6 +47,8 @@ def start_sharded_engine(options: EngineOptions, exact: bool, report: Callable[[
     leader = Leader(options, sharding, devices, exact)
     try:
         engine = _start_rank_0(options, devices[0], exact, leader, report)
+    except EOFError as error:
+        end_process(str(error) or "a rank has ended")
     except BaseException:
         leader.abandon()  # before the other ranks end, which would hide the error
         raise

@@ -14,7 +14,7 @@ from specpool.engine.cache.arena import KVArena
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused import FusedModel
-from specpool.engine.passes.native.compiler import compile_decoder
+from specpool.engine.passes.native.decoder import compile_decoder
 from specpool.engine.passes.native.packed_weights import ModelPanels, PackedWeights, bytes_of, panels_of
 from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, KIND_NUMBERS, segments_of
 from specpool.engine.passes.native.structs import LINEARS, NORMS, Batch, Layer, Linear, Model

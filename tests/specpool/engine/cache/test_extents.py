@@ -54,6 +54,24 @@ class ExtentMachine(RuleBasedStateMachine):
         if key != spared:
             assert self.table.find(spared) is spared_slot
 
+    @rule(key=keys, length=lengths, fails=failures)
+    def grow(self, key: SequenceKey, length: int, fails: bool) -> None:
+        if key not in self.table:
+            return
+        slot, self.fails = self.table[key], fails
+        before, marks = slot.capacity, self.marks[key]
+        room = self.table.extents.free + sum(map(len, map(self.marks.get, self.table._released)))  # type: ignore[arg-type]
+        status = None
+        with suppress(MemoryError):
+            status = self.table.realign(key, 0, before, length)
+        if status is ItemStatus.OK and length > before:
+            self.fill(key, slot, length)
+            origin = self.table.extents.origins[slot.index]
+            self.columns[origin : origin + before] = self.marks[key][:before] = marks
+        elif status is ItemStatus.NO_SLOT:
+            assert length - before > room
+        assert slot.capacity == (max(before, length) if status is ItemStatus.OK else before)
+
     @rule(key=keys, source=keys, length=lengths, fails=failures)
     def inherit(self, key: SequenceKey, source: SequenceKey, length: int, fails: bool) -> None:
         released = self.table.find(source)
@@ -100,6 +118,22 @@ TestExtentMachine.settings = settings(max_examples=200, stateful_step_count=40, 
 @pytest.mark.parametrize(("length", "columns"), [(None, 64), (0, 16), (1, 16), (16, 16), (17, 32), (64, 64), (90, 64)])
 def test_capacity_is_rounded_up_and_limited(length: int | None, columns: int) -> None:
     assert Extents(2, max_length=64, multiple=16).capacity_for(length) == columns
+
+
+def test_an_extent_grows_in_place_if_it_can_and_moves_others_only_if_it_must() -> None:
+    extents, moved = Extents(4, max_length=16, columns=16), []
+    extents.move = lambda *move: moved.append(move)
+    for slot in range(3):
+        extents.reserve(slot, 4)
+    extents.resize(2, 8)
+    assert (extents.origins[2], moved) == (8, [])
+    extents.release(1)
+    extents.resize(0, 8)
+    assert (extents.origins[0], moved) == (0, [])
+    extents.resize(2, 4)
+    extents.resize(0, 12)
+    assert (extents.origins[0], extents.origins[2], moved) == (0, 12, [(8, 12, 4)])
+    extents.check_integrity()
 
 
 def test_gaps_are_closed_only_when_needed() -> None:

@@ -1,5 +1,6 @@
 """Tensors of GGUF files; damaged files are refused in one line that names file and tensor."""
 
+import math
 import shutil
 import struct
 from contextlib import suppress
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from tiny_models import refusal
 
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.models.gguf_reader import GgufError, GgufFile
+from specpool.engine.models.gguf_header import GgufError
+from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.loading import load_model
 from specpool.engine.models.weights_fingerprint import weights_fingerprint
 from specpool.engine.weights.quantized import Quantized
@@ -44,6 +46,10 @@ def padded(content: bytes, alignment: int = 32) -> bytes:
 
 def value(key: str, value_type: int, packed: bytes) -> bytes:
     return string(key) + struct.pack("<I", value_type) + packed
+
+
+def array(key: str, element: int, count: int, packed: bytes = b"") -> bytes:
+    return value(key, 9, struct.pack("<IQ", element, count) + packed)
 
 
 def read(folder: Path, content: bytes) -> GgufFile:
@@ -122,22 +128,53 @@ def test_changing_a_tensor_does_not_change_the_file(valid: Path) -> None:
         (header(tensor_info("up", (320, 2), GGML.Q6_K)), "rows of 320 weights, not whole Q6_K blocks of 256"),
         (padded(header(tensor_info("up", (4, 2), 0))) + bytes(31), "tensor up is truncated: 1 of 32 bytes are missing"),
         (padded(header(tensor_info("up", (2**40, 2**20), 0))), "truncated: 4,611,686,018,427,387,904 of 4,611,"),
-        (header(values=(value("key", 13, b""),)), "its metadata has a value of type 13"),
+        (header(values=(value("key", 13, b""),)), "its key has a value of type 13"),
         (header(tensor_info("up", (4,), 0))[:-1], "is not a complete GGUF file: it ends within"),
-        (header()[:4] + struct.pack("<IQQ", 3, 2**63, 2**63), "is not a complete GGUF file: it ends within"),
-        (header(struct.pack("<Q", 2**62) + b"name"), "is not a complete GGUF file: it ends within"),
-        (header(struct.pack("<Q", 1) + b"\xff"), " is damaged: its header has a string that is not UTF-8"),
+        (
+            header()[:4] + struct.pack("<IQQ", 3, 2**63, 0),
+            "has 9,223,372,036,854,775,808 tensors; the maximum is 65,536",
+        ),
+        (header()[:4] + struct.pack("<IQQ", 3, 0, 2**63), "has 9,223,372,036,854,775,808 key-value pairs; the maximum"),
+        (header()[:4] + struct.pack("<IQQ", 3, 9, 0) + bytes(99), "has 9 tensors, but only 99 bytes follow"),
+        (header()[:4] + struct.pack("<IQQ", 3, 0, 9) + bytes(99), "has 9 key-value pairs, but only 99 bytes follow"),
+        (header(struct.pack("<Q", 2**62) + bytes(99)), "is not a complete GGUF file: it ends within"),
+        (header(struct.pack("<Q", 1) + b"\xff" + bytes(99)), " is damaged: its header has a string that is not UTF-8"),
+        (header(values=(value("a", 0, b"1"), value("a", 0, b"2"))), "its metadata has a twice"),
+        (header(values=(value("a.scale", 6, struct.pack("<f", math.nan)),)), "its a.scale is nan"),
+        (header(values=(array("words", 8, 2**40),)), "array elements up to words; the maximum is 2,097,152"),
+        (
+            header(values=(array("one", 0, 2**20, bytes(2**20)), array("two", 0, 2**20 + 1))),
+            "elements up to two; the max",
+        ),
+        (
+            header(values=(array("a", 0, 65_537, bytes(65_537)),)),
+            "its arrays have 65,537 elements, too many for tensors of 0",
+        ),
+        (header(values=(array("words", 4, 30, bytes(119)),)), "has 30 elements in words, but only 119 bytes follow"),
+        (header(values=(array("words", 8, 30, bytes(239)),)), "has 30 elements in words, but only 239 bytes follow"),
+        (
+            header(values=(array("words", 8, 1, string("x" * 4097)),)),
+            "its words has a string of 4,097 bytes; the maximum",
+        ),
         (header(values=(value("general.alignment", 4, bytes(4)),)), "its general.alignment is 0"),
         (header(values=(value("general.alignment", 8, string("x")),)), "its general.alignment is 'x'"),
         (
             header(values=(value("general.alignment", 4, struct.pack("<I", 3)),)),
             "general.alignment is 3, not a power of two",
         ),
+        (
+            header(values=(value("general.alignment", 5, struct.pack("<i", -32)),)),
+            "general.alignment is -32, not a power of two",
+        ),
         (header(values=(value("general.alignment", 7, b"\1"),)), "its general.alignment is True, not a power of two"),
         (padded(header(tensor_info("up", (8,), 0), tensor_info("up", (4,), 0))) + bytes(32), "it has two tensors up"),
+        (
+            padded(header(tensor_info("up", (8, 2), 0, 32), tensor_info("down", (9,), 0))) + bytes(96),
+            "its tensors down and up overlap",
+        ),
         (header(tensor_info("up", (4, 0), 0)), "tensor up has a dimension of 0"),
         (header(tensor_info("up", (1,) * 5, 0)), "tensor up has 5 dimensions; the maximum is 4"),
-        (header(values=(value("deep", 9, 2000 * struct.pack("<IQ", 9, 1)),)), "nests arrays too deeply"),
+        (header(values=(value("deep", 9, 2000 * struct.pack("<IQ", 9, 1)),)), "its deep nests arrays more than 4 deep"),
         (
             header(values=(value("split.count", 2, struct.pack("<H", 3)),)),
             " is one of 3 parts of a model; join them with ",
@@ -146,6 +183,24 @@ def test_changing_a_tensor_does_not_change_the_file(valid: Path) -> None:
 )
 def test_damaged_files_are_refused(tmp_path: Path, content: bytes, reason: str) -> None:
     assert reason in reason_for_refusal(tmp_path, content)
+
+
+@pytest.mark.parametrize(
+    ("counts", "reason"),
+    [
+        ((2**23, 0), "its header has 8,388,608 tensors; the maximum is 65,536"),
+        ((0, 2**23), "its header has 8,388,608 key-value pairs; the maximum is 16,384"),
+        ((1, 0), "its header has more than 67,108,864 bytes"),
+    ],
+)
+def test_large_headers_are_refused(tmp_path: Path, counts: tuple[int, int], reason: str) -> None:
+    file = tmp_path / "model.gguf"
+    with file.open("wb") as sparse:
+        sparse.write(b"GGUF" + struct.pack("<IQQQ", 3, *counts, 2**27))
+        sparse.truncate(2**28)
+    with pytest.raises(GgufError) as caught:
+        GgufFile(file)
+    assert str(caught.value) == f"{file} is damaged: {reason}"
 
 
 @pytest.mark.parametrize(

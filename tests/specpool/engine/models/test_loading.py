@@ -137,10 +137,11 @@ def test_all_files_are_read_at_the_same_revision(tiny_pair: tuple[Path, Path], m
 
         monkeypatch.setattr(library_class, "from_pretrained", from_hub)
 
-    def record(model: str, revision: str, **_: object) -> None:
+    def record(model: str, revision: str, **_: object) -> Path:
         requests.append((model, revision))
+        return tiny_pair[0] / "config.json"
 
-    monkeypatch.setattr("specpool.engine.models.config.hub_config", record)
+    monkeypatch.setattr("specpool.engine.config.hub.hub_config", record)
     monkeypatch.setattr("specpool.engine.models.download.snapshot_download", record)
     load_model(EngineOptions(model="some/model", revision="0123abc"))
     assert requests == [("some/model", "0123abc")] * 5

@@ -47,7 +47,7 @@ def test_named_templates_are_sent(
     tokenizer = AutoTokenizer.from_pretrained(tiny_pair[0])
     tokenizer.chat_template = templates
     files = tokenizer_files(tokenizer, AutoModelForCausalLM.from_pretrained(tiny_pair[0]))
-    files = read_tokenizer(tokenizer_response(files))
+    files = read_tokenizer(tokenizer_response(files, ""))
     assert (files.chat_template, files.tool_chat_template) == sent
 
 

@@ -11,7 +11,7 @@ from tiny_pair import tiny_config
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
 from specpool.engine.models.output_head import OUTPUT_HEAD
-from specpool.protocol.rounds import ProposeItem, VerifyItem
+from specpool.protocol.rounds import ProposeItem, ProposeRound, VerifyItem, VerifyRound
 from specpool.protocol.sampling import SamplingParams
 from target_worker.verifier import Verifier
 
@@ -40,18 +40,19 @@ def test_workers_choose_only_tokens_of_a_partial_head(tmp_path: Path, temperatur
     save_output_head(folder, HEAD_TOKENS)
     sampling = SamplingParams(temperature=temperature, seed=5)
     draft, target = Proposer(load_engine(folder)), Verifier(load_engine(folder))
-    (proposal,) = draft.propose("c", 1, [ProposeItem(1, 0, prompt, sampling=sampling, num_draft_tokens=4)])
+    propose_item = ProposeItem(1, 0, prompt, sampling=sampling, num_draft_tokens=4)
+    (proposal,) = draft.propose([ProposeRound("c", 1, [propose_item])])[0]
     assert len(proposal.draft_token_ids) == 4
     assert set(proposal.draft_token_ids) <= set(HEAD_TOKENS)
-    (verdict,) = target.verify(
-        "c", 1, [VerifyItem(1, 0, prompt, sampling=sampling, draft_token_ids=proposal.draft_token_ids, logprobs=2)]
-    )
+    verify_item = VerifyItem(1, 0, prompt, sampling=sampling, draft_token_ids=proposal.draft_token_ids, logprobs=2)
+    (verdict,) = target.verify([VerifyRound("c", 1, [verify_item])])[0]
     assert verdict.token_ids[:-1] == proposal.draft_token_ids
     for token, logprobs in zip(verdict.token_ids, verdict.logprobs, strict=True):
         assert logprobs.logprob > -10
-        assert {token for token, _ in logprobs.top} <= set(HEAD_TOKENS)
-        assert temperature or logprobs.top[0] == (token, logprobs.logprob)
-    (nothing,) = draft.propose("c", 2, [ProposeItem(2, 0, prompt, sampling=sampling, num_draft_tokens=0)])
+        assert set(logprobs.top_token_ids) <= set(HEAD_TOKENS)
+        assert temperature or (logprobs.top_token_ids[0], logprobs.top_logprobs[0]) == (token, logprobs.logprob)
+    propose_item = ProposeItem(2, 0, prompt, sampling=sampling, num_draft_tokens=0)
+    (nothing,) = draft.propose([ProposeRound("c", 2, [propose_item])])[0]
     assert (nothing.draft_token_ids, nothing.num_cached_tokens) == ((), 30)
 
 

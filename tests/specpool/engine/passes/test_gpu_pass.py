@@ -17,7 +17,7 @@ from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.run import pass_selection as forward
 from specpool.engine.run.engine import Engine
-from specpool.protocol.rounds import Proposal, ProposeItem
+from specpool.protocol.rounds import Proposal, ProposeItem, ProposeRound
 
 pytest.importorskip("triton")
 
@@ -158,7 +158,7 @@ def propose(engine: Engine, lengths: tuple[int, ...], min_chance: float, rounds:
             )
             for i, length in enumerate(lengths)
         ]  # fmt: skip
-        proposals = proposer.propose("a", number + 1, items)
+        proposals = proposer.propose([ProposeRound("a", number + 1, items)])[0]
         collected += proposals
         for i, proposal in enumerate(proposals):
             accepted = proposal.draft_token_ids[: len(proposal.draft_token_ids) // 2]

@@ -21,8 +21,9 @@ from tiny_pair import tiny_config
 
 from specpool.engine.cache.spans import Span
 from specpool.engine.models.embedded_pair import embedded_pair
+from specpool.engine.native import compiler
 from specpool.engine.passes.fused import FusedModel
-from specpool.engine.passes.native import compiler, panels
+from specpool.engine.passes.native import decoder, panels
 from specpool.engine.passes.native.model import STAGES, NativeModel
 from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, Segment
 from specpool.engine.run.engine import Engine
@@ -89,13 +90,14 @@ def test_threads_that_lose_their_core_change_no_bit(
 ) -> None:
     tokens = random_tokens(120)
     expected = decode_alone(load_engine(tiny_pair[0]), tokens)
-    for name in (compiler.SOURCE.name, *compiler.HEADERS):
-        (tmp_path / name).write_text(compiler.SOURCE.with_name(name).read_text())
+    copies = tuple(tmp_path / source.name for source in decoder.SOURCES)
+    for source, copy in zip(decoder.SOURCES, copies, strict=True):
+        copy.write_text(source.read_text())
     place, delay = LATE[when]
-    source = (tmp_path / "pool.h").read_text()
-    assert source.count(place) == 1
-    (tmp_path / "pool.h").write_text(source.replace(place, delay + place))
-    monkeypatch.setattr(compiler, "SOURCE", tmp_path / compiler.SOURCE.name)
+    pool = (tmp_path / "pool.h").read_text()
+    assert pool.count(place) == 1
+    (tmp_path / "pool.h").write_text(pool.replace(place, delay + place))
+    monkeypatch.setattr(decoder, "SOURCES", copies)
     late = load_engine(tiny_pair[0])
     before = torch.get_num_threads()
     try:

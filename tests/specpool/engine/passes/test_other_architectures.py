@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specpool.engine.passes.native.compiler import FLAGS
+from specpool.engine.native.compiler import FLAGS, FOLDER
 
 VECTORS = Path(__file__).with_name("vectors.c")
 FOREIGN = ["aarch64-linux-gnu-gcc", "-static"]
@@ -19,8 +19,9 @@ def logits(compiler: list[str], emulator: list[str], folder: Path, macros: list[
     macros = [*macros, "-DKINDS(X)=" + " ".join(f"X({kind})" for kind in sorted(kinds))]
     program, flags = str(folder / "vectors"), [flag for flag in FLAGS if flag not in ("-fPIC", "-shared")]
     subprocess.run(
-        [*compiler, *flags, *macros, str(VECTORS), "-o", program, "-lm"], check=True, capture_output=True, timeout=120
-    )
+        [*compiler, *flags, f"-I{FOLDER}", *macros, str(VECTORS), "-o", program, "-lm"],
+        check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
     done = subprocess.run([*emulator, program], check=True, capture_output=True, text=True, timeout=300)
     different, *numbers = done.stdout.split()
     return int(different), [float(number) for number in numbers]

@@ -7,7 +7,7 @@ from ctypes import CDLL, byref, c_int64, c_void_p
 import pytest
 import torch
 
-from specpool.engine.passes.native.compiler import compile_decoder
+from specpool.engine.passes.native.decoder import compile_decoder
 from specpool.engine.passes.native.packed_weights import ALIGNMENT, PackedWeights
 from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, KIND_NUMBERS, PANEL, Segment, segments_of
 from specpool.engine.passes.native.structs import Batch, Linear, Model

@@ -21,6 +21,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from specpool.engine.sampling.rows import SequenceRows
+from specpool.engine.sampling.rules import SequenceRules
 from specpool.engine.sampling.sampler import adjust, candidates, choose_token, choose_tokens, largest
 from specpool.protocol.sampling import SamplingParams
 
@@ -186,6 +188,6 @@ def test_tokens_are_chosen_lazily_after_their_own_context() -> None:
     params = SamplingParams(temperature=1.0, repetition_penalty=1.5, seed=4, prompt_length=2)
     tokens = [7, 3, 9, 9, 1]
     expected = [choose_token(row, params, tokens[:end]) for row, end in zip(rows, (3, 4, 5), strict=True)]
-    assert list(choose_tokens(rows, params, tokens)) == expected
-    with mock.patch("specpool.engine.sampling.sampler.choose_token", side_effect=[5, AssertionError]):
-        assert next(choose_tokens(rows, params, tokens)) == 5
+    assert list(choose_tokens(rows, SequenceRows(SequenceRules(params), tokens, 3))) == expected
+    with mock.patch("specpool.engine.sampling.sampler._choose", side_effect=[5, AssertionError]):
+        assert next(choose_tokens(rows, SequenceRows(SequenceRules(params), tokens, 3))) == 5

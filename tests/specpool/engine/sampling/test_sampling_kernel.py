@@ -1,7 +1,7 @@
 """Sampling kernels choose the same tokens as the CPU sampler, in any batch. Runs in Triton's interpreter."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -18,8 +18,10 @@ from specpool.engine.numerics.noise import gumbel, noise_keys
 from specpool.engine.sampling import kernel as sampling_kernel
 from specpool.engine.sampling import sampler as sampling
 from specpool.engine.sampling.kernel import has_kernels, sample_rows
+from specpool.engine.sampling.rows import SequenceRows
+from specpool.engine.sampling.rules import SequenceRules
 from specpool.engine.sampling.sampler import choose_batch, choose_token, choose_tokens
-from specpool.protocol.rounds import VerifyItem
+from specpool.protocol.rounds import VerifyItem, VerifyRound
 from specpool.protocol.sampling import SamplingParams
 from target_worker.verifier import Verifier
 
@@ -119,6 +121,13 @@ def test_kernel_noise_matches_cpu_bit_for_bit(seed: int) -> None:
     assert torch.equal(noise, gumbel(seed, 12, torch.arange(size, dtype=torch.int32)))
 
 
+def rows_of(sequences: Sequence[tuple[SamplingParams | None, list[int], int]]) -> list[SequenceRows]:
+    return [
+        SequenceRows(None if params is None else SequenceRules(params), token_ids, count)
+        for params, token_ids, count in sequences
+    ]
+
+
 def test_a_batch_gets_the_choices_of_single_sequences() -> None:
     """Sequences with no, one and several rows, with and without penalties."""
     logits = torch.stack([make_logits(seed, 40) for seed in range(6)])
@@ -132,10 +141,10 @@ def test_a_batch_gets_the_choices_of_single_sequences() -> None:
         (SamplingParams(0.7, top_p=0.9, seed=6), [2, 4], 1),
     ]
     expected = []
-    for (params, token_ids, count), rows in zip(sequences, logits.split([s[2] for s in sequences]), strict=True):
-        expected.append(rows.argmax(-1).tolist() if params is None else list(choose_tokens(rows, params, token_ids)))
-        assert len(expected[-1]) == count
-    assert choose_batch(logits, sequences) == expected
+    for own, rows in zip(logits.split([s[2] for s in sequences]), rows_of(sequences), strict=True):
+        expected.append(own.argmax(-1).tolist() if rows.rules is None else list(choose_tokens(own, rows)))
+        assert len(expected[-1]) == rows.count
+    assert choose_batch(logits, rows_of(sequences)) == expected
     assert torch.equal(logits, before)
 
 
@@ -167,14 +176,15 @@ def test_a_worker_with_kernels_gives_the_same_verdicts(tmp_path: Path) -> None:
     rules = [None, SamplingParams(1.0, seed=3), SamplingParams(0.8, top_p=0.9, repetition_penalty=1.3, seed=4)]
     items = [VerifyItem(i, 0, prompt, sampling=rule, draft_token_ids=(5,) * i) for i, rule in enumerate(rules)]
     engine = load_engine(folder)
-    expected = Verifier(engine).verify("a", 1, items)
+    expected = Verifier(engine).verify([VerifyRound("a", 1, items)])
     with (
-        mock.patch("specpool.engine.run.sequences.kernel_is_exact", return_value=True),
-        mock.patch("specpool.engine.run.sequences.choose_batch", wraps=choose_batch) as together,
+        mock.patch("specpool.engine.sampling.batch.compiled_is_exact", return_value=False),
+        mock.patch("specpool.engine.sampling.batch.kernel_is_exact", return_value=True),
+        mock.patch("specpool.engine.sampling.batch.choose_batch", wraps=choose_batch) as together,
     ):
-        assert Verifier(engine).verify("b", 1, items) == expected
+        assert Verifier(engine).verify([VerifyRound("b", 1, items)]) == expected
     together.assert_called_once()
-    assert all(verdict.token_ids for verdict in expected)
+    assert all(verdict.token_ids for verdict in expected[0])
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")

@@ -13,7 +13,7 @@ from torch import distributed
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.loading import load_model
-from specpool.engine.sharding.group import Group
+from specpool.engine.sharding.nccl import NcclExchange
 from specpool.engine.sharding.shares import Share, shard
 
 
@@ -54,9 +54,8 @@ def test_misshapen_weights_are_refused(tmp_path: Path) -> None:
 
 def test_unreachable_ranks_are_reported() -> None:
     failure = RuntimeError("Unable to find address for: none0\nmore")
-    sharding = shard(small_config("llama"), 2, "whole")
     with (
         mock.patch.object(distributed, "init_process_group", side_effect=failure),  # a real failure would leave traces
         pytest.raises(OSError, match=r"ranks cannot reach each other: Unable to find address for: none0$"),
     ):
-        Group(0, sharding, None, torch.device("cpu"))
+        NcclExchange(0, 2, None, torch.device("cpu"))

@@ -12,7 +12,7 @@ from model_hub import model_hub
 from tiny_models import save_model, small_config
 
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.passes.native import library_cache
+from specpool.engine.native import library_cache
 from specpool.engine.startup import loading, proofs
 
 # Prints the phases of loading a hub model, which are those of its first and of its second start.

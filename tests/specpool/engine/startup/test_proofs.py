@@ -13,7 +13,7 @@ from tiny_models import random_tokens, save_model, small_config
 
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.passes.native import library_cache
+from specpool.engine.native import library_cache
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup import loading, proofs

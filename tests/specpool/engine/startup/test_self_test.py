@@ -20,7 +20,7 @@ from specpool.engine.passes.gpu import attention as gpu_attention
 from specpool.engine.passes.gpu import gemm as gpu_gemm
 from specpool.engine.passes.gpu.gemm import Gemm
 from specpool.engine.passes.gpu.model import GpuModel
-from specpool.engine.passes.native import compiler
+from specpool.engine.passes.native import decoder
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.probes import batch_invariance, kernels
 from specpool.engine.probes.kernels import choose_gemms
@@ -361,13 +361,13 @@ def test_the_self_test_probes_attention_kernels(tmp_path: Path, monkeypatch: pyt
 
 def change_source(changes: dict[str, str], patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Replace texts in the sources of the compiled pass. Exactly one file has each text."""
-    sources = {name: compiler.SOURCE.with_name(name).read_text() for name in (compiler.SOURCE.name, *compiler.HEADERS)}
+    sources = {source.name: source.read_text() for source in decoder.SOURCES}
     for before, after in changes.items():
         (name,) = (name for name, source in sources.items() if before in source)
         sources[name] = sources[name].replace(before, after)
     for name, source in sources.items():
         (folder / name).write_text(source)
-    patch.setattr(compiler, "SOURCE", folder / compiler.SOURCE.name)
+    patch.setattr(decoder, "SOURCES", tuple(folder / name for name in sources))
 
 
 TERM = "sums[r][p] += w * x[r * inputs + k];"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specpool.engine.passes.native.compiler import FLAGS
+from specpool.engine.native.compiler import FLAGS
 
 DRIVER = Path(__file__).with_name("pool.c")
 SANITIZED = ("-g", "-fsanitize=thread")

@@ -1,4 +1,4 @@
-"""Compiles the forward pass for this processor with the local C compiler, and caches the library for later starts."""
+"""Compiles C code for this processor with the local C compiler, and caches the libraries for later starts."""
 
 import ctypes
 import functools
@@ -9,11 +9,11 @@ import platform
 import shlex
 import shutil
 import subprocess
-from collections.abc import Collection
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specpool.engine.passes.native.library_cache import (
+from specpool.engine.native.library_cache import (
     candidate_folders,
     check_file,
     private_folder,
@@ -24,12 +24,13 @@ from specpool.engine.passes.native.library_cache import (
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("decoder.c")
-HEADERS = ("gemm.h", "panels.h", "pool.h", "rows.h", "vectors.h")
+FOLDER = Path(__file__).parent
+POOL, VECTORS = FOLDER / "pool.h", FOLDER / "vectors.h"
+"""Headers that several libraries share."""
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-pthread", "-fPIC", "-shared", "-Wno-psabi")
 NATIVE = {"x86_64": "-march=native"}
 """Flags that select this machine's processor; -mcpu=native on machines that are not listed."""
-LIBRARY = "decoder.so"
+LIBRARY = "library.so"
 HEADER_PATHS = ("CPATH", "C_INCLUDE_PATH")
 """Environment variables that add header folders."""
 COMPILE_SECONDS, QUERY_SECONDS = 60.0, 10.0
@@ -40,35 +41,35 @@ Command = tuple[str, ...]
 Sources = tuple[tuple[str, str], ...]
 
 
-def compile_decoder(head_dim: int, groups: int, kinds: Collection[str], measured: bool = False) -> ctypes.CDLL | None:
-    """Compile the library for this head size and `groups` query heads per KV head; None if this machine cannot.
+def compile_library(
+    purpose: str, sources: Sequence[Path], macros: Sequence[str] = (), flags: Sequence[str] = ()
+) -> ctypes.CDLL | None:
+    """Compile a library; None if this machine cannot.
 
-    `kinds`: of the weights, named as in panels.h. `measured`: measure the time of the stages. $DECODER_CFLAGS are
-    passed to the compiler last: `-march=x86-64-v3` compiles for another processor.
+    `purpose`: subject of its log lines. `sources`: the C file, then its headers. `macros`: flags that define constants.
+    $DECODER_CFLAGS follow them: `-march=x86-64-v3` compiles for another processor. `flags`: the last flags, which
+    nothing overrides.
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if platform.system() != "Linux":
-        log.info("the forward pass is compiled only on Linux; using torch operations")
+        log.info("%s is compiled only on Linux; using torch operations", purpose)
         return None
     if not compiler or shutil.which(compiler[0]) is None:
-        log.info("no C compiler found; the forward pass runs on torch operations")
+        log.info("no C compiler found; %s runs on torch operations", purpose)
         return None
     command = (
         *compiler,
         *FLAGS,
         NATIVE.get(platform.machine(), "-mcpu=native"),
-        f"-DHEAD_DIM={head_dim}",
-        f"-DGROUPS={groups}",
-        "-DKINDS(X)=" + " ".join(f"X({kind})" for kind in sorted(kinds)),
-        *(["-DMEASURED"] if measured else []),
+        *macros,
         *shlex.split(os.environ.get("DECODER_CFLAGS", "")),
+        *flags,
     )
-    sources = tuple((name, SOURCE.with_name(name).read_text()) for name in (SOURCE.name, *HEADERS))
-    return _compile(command, sources)
+    return _compile(purpose, command, tuple((source.name, source.read_text()) for source in sources))
 
 
 @functools.cache
-def _compile(command: Command, sources: Sources) -> ctypes.CDLL | None:
+def _compile(purpose: str, command: Command, sources: Sources) -> ctypes.CDLL | None:
     """Load the library from the cache, or compile and cache it. None if that fails in every candidate folder."""
     reasons = []
     entry = _cache_entry(command, sources)
@@ -86,7 +87,7 @@ def _compile(command: Command, sources: Sources) -> ctypes.CDLL | None:
         except subprocess.SubprocessError as error:  # it would fail in any folder
             reasons.append((getattr(error, "stderr", None) or str(error)).strip())
             break
-    log.warning("compiling the forward pass failed; it runs on torch operations: %s", "; ".join(reasons))
+    log.warning("compiling %s failed; it runs on torch operations: %s", purpose, "; ".join(reasons))
     return None
 
 
@@ -112,11 +113,11 @@ def _cache_entry(command: Command, sources: Sources) -> Path | None:
 
 def _build(command: Command, sources: Sources, folder: Path) -> Path:
     """Compile into a private folder, and rename the complete library. OSError, SubprocessError."""
-    file, partial = folder / SOURCE.name, folder / "decoder.part"
-    for name, text in sources:
-        (folder / name).write_text(text)
+    (name, _), partial = sources[0], folder / "library.part"
+    for header, text in sources:
+        (folder / header).write_text(text)
     subprocess.run(
-        [*command, str(file), "-o", str(partial), "-lm"],
+        [*command, str(folder / name), "-o", str(partial), "-lm"],
         check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS,
     )  # fmt: skip
     partial.chmod(0o700)  # regardless of the umask

@@ -1,12 +1,15 @@
 """Private folders for compiled code, and its cache: no other user can write or replace loaded code."""
 
+import fcntl
 import hashlib
 import logging
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -14,6 +17,8 @@ from platformdirs import user_cache_path
 log = logging.getLogger(__name__)
 
 DIGEST_BYTES = 32
+TEMPORARY, MAX_REMOVED = "specpool-compiled-", 64
+"""Prefix of private folders, and the maximum number of stale ones to remove at a time."""
 ANY_ACCESS_BY_OTHERS = 0o077
 WRITE_BY_OTHERS = 0o022
 ROOT = 0
@@ -31,15 +36,59 @@ def candidate_folders() -> list[Path]:
 
 @contextmanager
 def private_folder(parent: Path) -> Iterator[Path]:
-    """Create a folder that only this user can open, and remove it at the end.
+    """Create a folder that only this user can open, and remove it at the end, with those of killed processes.
 
     OSError: it cannot be created. NotPrivateError: another user could replace it.
     """
     parent.mkdir(mode=0o755, parents=True, exist_ok=True)  # the check below refuses parents that others can write
-    with tempfile.TemporaryDirectory(prefix="compiled-", dir=parent.resolve()) as name:
-        folder = Path(name)
+    parent = parent.resolve()
+    remove_stale_folders(parent)
+    folder, lock = _create_locked(parent)
+    try:
         _check_folder(folder)
         yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def remove_stale_folders(parent: Path) -> None:
+    """Remove the private folders of processes that were killed. Those in use are locked."""
+    for folder in islice(parent.glob(f"{TEMPORARY}*"), MAX_REMOVED):
+        with suppress(OSError):  # it is locked, belongs to another user, or is gone
+            _check(folder, folder.lstat(), stat.S_IFDIR, ANY_ACCESS_BY_OTHERS)
+            lock = _lock(folder)
+            try:
+                shutil.rmtree(folder)
+            finally:
+                os.close(lock)
+
+
+def _create_locked(parent: Path) -> tuple[Path, int | None]:
+    """Create a private folder and lock it. Without a lock if the file system has none: then none is removed either."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
+        try:
+            lock = _lock(folder)
+        except (FileNotFoundError, BlockingIOError):  # another process took the new folder for a stale one
+            continue
+        except OSError:
+            return folder, None
+        if folder.is_dir():
+            return folder, lock
+        os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    """Lock a folder until the returned descriptor is closed. BlockingIOError if another process has locked it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def write_private(code: bytes, file: Path) -> Path:
@@ -58,8 +107,8 @@ def write_cached(code: bytes, entry: Path, max_entries: int) -> None:
     """
     try:
         make_private(entry.parent)
-        with tempfile.TemporaryDirectory(dir=entry.parent) as folder:
-            partial = write_private(_digest(code) + code, Path(folder) / entry.name)
+        with private_folder(entry.parent) as folder:
+            partial = write_private(_digest(code) + code, folder / entry.name)
             with partial.open("rb") as opened:
                 os.fsync(opened)
             partial.rename(entry)

@@ -1,18 +1,20 @@
 """Compiled code is cached and loaded from private folders, where no other user can replace it."""
 
 import ctypes
+import errno
 import functools
 import os
 import stat
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specpool.engine.passes.native import compiler, library_cache
-from specpool.engine.passes.native.library_cache import NotPrivateError, check_file, private_folder
+from specpool.engine.native import compiler, library_cache
+from specpool.engine.native.library_cache import NotPrivateError, check_file, private_folder
 
 Events = list[tuple[str, Path]]
 
@@ -95,7 +97,7 @@ def refuse_to_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compile_in_new_process() -> ctypes.CDLL | None:
     compiler._compile.cache_clear()
-    return compiler.compile_decoder(16, 1, ("FLOAT32",))
+    return compiler.compile_library("the forward pass", [compiler.POOL])
 
 
 @pytest.mark.parametrize("umask", [0, 0o002])
@@ -200,7 +202,7 @@ def test_one_warning_is_logged_if_no_folder_allows_loading(
     for folder in folders:
         refuse_to_load(folder, monkeypatch)
     for _ in range(2):
-        assert compiler.compile_decoder(16, 1, ("FLOAT32",)) is None
+        assert compiler.compile_library("the forward pass", [compiler.POOL]) is None
     (record,) = caplog.records
     assert record.getMessage().count("failed to map segment") == 2
 
@@ -230,6 +232,86 @@ def test_code_that_does_not_compile_is_tried_once(
     assert len(events) == 1
     assert "compiling the forward pass failed" in caplog.text
     assert "no-such-flag" in caplog.text
+
+
+# --- Killed processes
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from specpool.engine.native.library_cache import private_folder
+with private_folder(Path(sys.argv[1])) as folder:
+    (folder / "library.part").write_text("")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Path:
+    (tmp_path / "parent").mkdir()
+    return tmp_path / "parent"
+
+
+def test_folders_of_killed_processes_are_removed_and_those_in_use_stay(parent: Path) -> None:
+    command, pipe = [sys.executable, "-c", KILLED, str(parent)], subprocess.PIPE
+    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
+    try:
+        killed, running = (Path(process.stdout.readline().strip()) for process in processes if process.stdout)
+        processes[0].kill()
+        processes[0].wait()
+        assert killed.is_dir()
+        others = [parent / "specpool-compiled-file", parent / "specpool-compiled-open", parent / "compiled-mine"]
+        others[0].touch()
+        for other in others[1:]:
+            other.mkdir()
+            other.chmod(0o755)  # another user's, or another program's
+        with private_folder(parent) as folder:
+            assert {*parent.iterdir()} == {folder, running, *others}
+        processes[1].communicate("")
+        assert {*parent.iterdir()} == {*others}
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_a_limited_number_of_stale_folders_is_removed_at_a_time(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library_cache, "MAX_REMOVED", 2)
+    for number in range(3):
+        (parent / f"specpool-compiled-{number}").mkdir(mode=0o700)
+    for rest in (1, 0):
+        with private_folder(parent) as folder:
+            assert len({*parent.iterdir()} - {folder}) == rest
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, BlockingIOError])
+def test_a_folder_that_another_process_removes_before_it_is_locked_is_replaced(
+    error: type[OSError], parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, taken = library_cache._lock, []
+
+    def take_first(folder: Path) -> int:
+        if not taken:
+            taken.append(folder)
+            folder.rmdir()
+            raise error
+        return lock(folder)
+
+    monkeypatch.setattr(library_cache, "_lock", take_first)
+    with private_folder(parent) as folder:
+        assert folder.is_dir()
+        assert [folder] != taken
+
+
+def test_a_file_system_without_locks_is_usable(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(library_cache.fcntl, "flock", refuse)
+    with private_folder(parent) as first, private_folder(parent) as second:
+        assert {*parent.iterdir()} == {first, second}
+    assert not [*parent.iterdir()]
 
 
 # --- Privacy

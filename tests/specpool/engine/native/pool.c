@@ -9,7 +9,7 @@ static int create(pthread_t *thread, void *(*run)(void *), void *argument) {
     return ++creations % 8 == 0 ? 1 : pthread_create(thread, 0, run, argument);
 }
 #define pthread_create(thread, attributes, run, argument) create(thread, run, argument)
-#include "../../../../specpool/engine/passes/native/pool.h"
+#include "../../../../specpool/engine/native/pool.h"
 #undef pthread_create
 
 #include <signal.h>

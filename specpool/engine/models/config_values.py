@@ -1,0 +1,115 @@
+"""Types and limits of the values in a model's configuration, checked before anything is built from them. No torch."""
+
+import reprlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from specpool.engine.config.sources import UnsupportedModelError
+
+MAX_LAYERS, MAX_HEADS, MAX_HIDDEN, MAX_ROWS, MAX_POSITIONS = 2**12, 2**16, 2**20, 2**24, 2**31
+LIMITS: Mapping[str, int] = MappingProxyType(
+    {
+        **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), MAX_LAYERS),
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "head_dim"), MAX_HEADS),
+        **dict.fromkeys(("hidden_size", "n_embd", "d_model"), MAX_HIDDEN),
+        **dict.fromkeys(("intermediate_size", "vocab_size"), MAX_ROWS),
+        **dict.fromkeys(("max_position_embeddings", "n_positions"), MAX_POSITIONS),
+    }
+)
+"""Maximum of each size in a configuration, by its names in different architectures."""
+GGUF_LIMITS: Mapping[str, int] = MappingProxyType(
+    {
+        "block_count": MAX_LAYERS,
+        "attention.head_count": MAX_HEADS,
+        "attention.head_count_kv": MAX_HEADS,
+        "attention.key_length": MAX_HEADS,
+        "attention.value_length": MAX_HEADS,
+        "rope.dimension_count": MAX_HEADS,
+        "embedding_length": MAX_HIDDEN,
+        "feed_forward_length": MAX_ROWS,
+        "vocab_size": MAX_ROWS,
+        "context_length": MAX_POSITIONS,
+    }
+)
+"""Maximum of each size in the metadata of a GGUF file, by its key without the architecture."""
+
+
+class _Rope(BaseModel, strict=True):
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    rope_theta: float | None = None
+    rope_type: str | None = None
+
+
+class _Types(BaseModel, from_attributes=True, strict=True):
+    """Types of the values that the engine reads, because transformers does not check them all."""
+
+    architectures: list[str] | None = None
+    is_encoder_decoder: bool | None = None
+    layer_types: list[str] | None = None
+    model_type: str | None = None
+    rope_parameters: _Rope | None = None
+    sliding_window: int | None = None
+    use_sliding_window: bool | None = None
+
+
+class _JsonTypes(_Types):
+    """Further types in config.json, which transformers converts."""
+
+    dtype: str | None = None
+    rope_scaling: _Rope | None = None
+    torch_dtype: str | None = None
+
+
+def check_types(config: object, where: str) -> None:
+    """Raise UnsupportedModelError for a value of the wrong type.
+
+    `config`: config.json as a dict, or a configuration of transformers. `where`: the beginning of the message.
+    """
+    try:
+        (_JsonTypes if isinstance(config, dict) else _Types).model_validate(config)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        raise UnsupportedModelError(f"{where}: {key} is {reprlib.repr(problem['input'])}: {problem['msg']}") from None
+
+
+def check_sizes(config: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedModelError for a size that is not a whole number within its limits. Unset sizes are allowed.
+
+    `where`: the beginning of the message, such as a file name.
+    """
+    for name, limit in LIMITS.items():
+        value = config.get(name)
+        # Some architectures have a list with one size per layer.
+        for size in value if isinstance(value, list) and name == "intermediate_size" else [value]:
+            if size is not None:
+                _check_size(name, size, limit, where)
+    for name, part in config.items():
+        if isinstance(part, Mapping) and name.endswith("_config"):
+            check_sizes(part, f"{where}: {name}")
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        raise UnsupportedModelError(
+            f"{where}: num_attention_heads is {heads}, not a multiple of num_key_value_heads {kv_heads}"
+        )
+
+
+def check_gguf_sizes(metadata: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedModelError for a size in a GGUF file that is not a whole number within its limits.
+
+    `metadata`: with None for arrays, which may hold one size per layer.
+    """
+    for key, value in metadata.items():
+        name = key.partition(".")[2]  # transformers accepts any architecture before the first dot
+        if name in GGUF_LIMITS and (value is not None or name == "block_count"):
+            _check_size(key, value, GGUF_LIMITS[name], where)
+
+
+def _check_size(name: str, size: object, limit: int, where: str) -> None:
+    if type(size) is not int or not 1 <= size <= limit:
+        shown = "an array" if size is None else reprlib.repr(size)
+        raise UnsupportedModelError(f"{where}: {name} is {shown}; it must be a whole number from 1 to {limit:,}")

@@ -1,0 +1,24 @@
+"""Compiles the forward pass."""
+
+from collections.abc import Collection
+from ctypes import CDLL
+from pathlib import Path
+
+from specpool.engine.native.compiler import POOL, VECTORS, compile_library
+
+FOLDER = Path(__file__).parent
+SOURCES = (*(FOLDER / name for name in ("decoder.c", "gemm.h", "panels.h", "rows.h")), POOL, VECTORS)
+
+
+def compile_decoder(head_dim: int, groups: int, kinds: Collection[str], measured: bool = False) -> CDLL | None:
+    """Compile the library for this head size and `groups` query heads per KV head; None if this machine cannot.
+
+    `kinds`: of the weights, named as in panels.h. `measured`: measure the time of the stages.
+    """
+    macros = (
+        f"-DHEAD_DIM={head_dim}",
+        f"-DGROUPS={groups}",
+        "-DKINDS(X)=" + " ".join(f"X({kind})" for kind in sorted(kinds)),
+        *(["-DMEASURED"] if measured else []),
+    )
+    return compile_library("the forward pass", SOURCES, macros)

@@ -1,0 +1,134 @@
+"""Samples the rows of a pass in compiled code, in GPU kernels, or with torch operations. All choose the same tokens."""
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate, islice, repeat
+
+import numpy as np
+import torch
+
+from specpool.engine.numerics.noise import gumbel
+from specpool.engine.sampling.compiled import NativeSampler, compile_sampler, noise
+from specpool.engine.sampling.head import Head
+from specpool.engine.sampling.logprobs import log_probabilities
+from specpool.engine.sampling.rows import Chosen, SequenceRows
+from specpool.engine.sampling.rules import SequenceRules
+from specpool.engine.sampling.sampler import choose_batch, choose_tokens, kernel_is_exact, largest
+from specpool.protocol.sampling import SamplingParams
+
+log = logging.getLogger(__name__)
+
+TRIAL_HEAD, TRIAL_ROWS, TRIAL_NOISE = Head(2000), 2, 2**14
+TRIAL_PARAMS = (
+    SamplingParams(0.9, seed=1),
+    SamplingParams(1.3, top_p=0.95, seed=2),
+    SamplingParams(0.7, top_k=50, top_p=0.9, min_p=0.01, seed=3),
+    SamplingParams(1.0, top_k=900, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias=((7, 2.5), (9, -3.0))),
+)
+
+
+class Sampler:
+    """Chooses tokens from the outputs of one model's head."""
+
+    def __init__(self, head: Head, device: torch.device, native: bool = True) -> None:
+        """`native`: compile code for a CPU."""
+        self._head = head
+        self._compiled: NativeSampler | None = None
+        if native and device.type == "cpu" and compiled_is_exact():
+            library = compile_sampler()
+            assert library is not None
+            self._compiled = NativeSampler(library, head)
+
+    def __call__(self, logits: torch.Tensor, sequences: Sequence[SequenceRows]) -> list[Chosen]:
+        """Choose the tokens of each sequence from logits [n, outputs], which are in the order of the sequences."""
+        if all(rows.rules is None and rows.num_logprobs is None for rows in sequences):
+            return _chosen(*self._greedy(logits, sequences), sequences)
+        compiled = self._compiled
+        if compiled is not None and all((rows.num_logprobs or 0) <= compiled.outputs for rows in sequences):
+            return compiled(logits, sequences)
+        known = self._head.over_vocabulary(logits)
+        chosen = _chosen(*self._with_torch(logits, known, sequences), sequences)
+        return _with_logprobs(known, sequences, chosen)
+
+    def _greedy(
+        self, logits: torch.Tensor, sequences: Sequence[SequenceRows]
+    ) -> tuple[list[Iterable[int]], Iterable[bool]]:
+        """The choices of each sequence, and whether the largest logit of each row is finite."""
+        indexes = largest(logits)
+        finite = _are_finite(logits, indexes) if logits.device.type == "cpu" else repeat(True)
+        row_tokens = iter(self._head.token_ids(indexes).tolist())
+        return [list(islice(row_tokens, rows.count)) for rows in sequences], finite
+
+    def _with_torch(
+        self, logits: torch.Tensor, known: torch.Tensor, sequences: Sequence[SequenceRows]
+    ) -> tuple[list[Iterable[int]], Iterable[bool]]:
+        """Like `_greedy`. `known`: logits [n, vocab_size]."""
+        if kernel_is_exact(known.device, known.dtype, known.shape[1]):
+            return [*choose_batch(known, sequences)], repeat(True)
+        greedy, finite = self._greedy(logits, sequences)
+        split = known.split([rows.count for rows in sequences])
+        chosen = [
+            tokens if rows.rules is None else choose_tokens(own, rows)
+            for tokens, own, rows in zip(greedy, split, sequences, strict=True)
+        ]
+        return chosen, finite
+
+
+@cache
+def compiled_is_exact() -> bool:
+    """Test that compiled code gives the noise, tokens and log-probabilities of torch operations."""
+    library = compile_sampler()
+    if library is None:
+        return False
+    rows, generator = TRIAL_ROWS * len(TRIAL_PARAMS), torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, TRIAL_HEAD.vocab_size, generator=generator) * 4
+
+    def sequences() -> list[SequenceRows]:
+        return [SequenceRows(SequenceRules(each), [7, 7], TRIAL_ROWS, num_logprobs=5) for each in TRIAL_PARAMS]
+
+    chosen = NativeSampler(library, TRIAL_HEAD)(logits, sequences())
+    expected = Sampler(TRIAL_HEAD, logits.device, native=False)(logits, sequences())
+    ids = torch.arange(TRIAL_NOISE, dtype=torch.int32)
+    same_noise = np.array_equal(noise(library, 1, 2, TRIAL_NOISE)[0], gumbel(1, 2, ids).numpy())
+    is_exact = chosen == expected and same_noise
+    if not is_exact:
+        log.warning("compiled sampling differs from torch operations; using torch operations")
+    return is_exact
+
+
+def _chosen(
+    choices: Iterable[Iterable[int]], finite: Iterable[bool], sequences: Sequence[SequenceRows]
+) -> list[Chosen]:
+    rows_finite = iter(finite)
+    return [
+        Chosen(rows.accepted(tokens), all([*islice(rows_finite, rows.count)]))
+        for rows, tokens in zip(sequences, choices, strict=True)
+    ]
+
+
+def _with_logprobs(known: torch.Tensor, sequences: Sequence[SequenceRows], chosen: list[Chosen]) -> list[Chosen]:
+    """Add log-probabilities where requested, from logits [n, vocab_size], in one batch for each number of them."""
+    firsts = accumulate((rows.count for rows in sequences), initial=0)
+    groups = defaultdict[int, list[tuple[int, int]]](list)  # index of a sequence, and of its first row
+    for index, (rows, first) in enumerate(zip(sequences, firsts, strict=False)):
+        if rows.num_logprobs is not None and chosen[index].token_ids:
+            groups[rows.num_logprobs].append((index, first))
+    for num_top, members in groups.items():
+        places = [first + i for index, first in members for i in range(len(chosen[index].token_ids))]
+        tokens = [token for index, _ in members for token in chosen[index].token_ids]
+        logprobs, at = log_probabilities(known[places], tokens, num_top), 0
+        for index, _ in members:
+            end = at + len(chosen[index].token_ids)
+            chosen[index], at = replace(chosen[index], logprobs=logprobs[at:end]), end
+    return chosen
+
+
+def _are_finite(logits: torch.Tensor, indexes: torch.Tensor) -> list[bool]:
+    """Whether the largest logit of each row, at `indexes`, is finite."""
+    # Indexing numpy rows takes half the time of a vectorized operation. Numpy has no bfloat16.
+    rows = logits.numpy() if logits.dtype == torch.float32 else logits
+    return [math.isfinite(row[index]) for row, index in zip(rows, indexes.tolist(), strict=True)]

@@ -1,0 +1,26 @@
+"""The tokens that a model's output head knows."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Head:
+    """The outputs of a model, one per token unless `output_ids` says otherwise."""
+
+    vocab_size: int
+    output_ids: torch.Tensor | None = None
+    """The token of each output. None: its index."""
+
+    def token_ids(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Map outputs to token ids."""
+        return outputs if self.output_ids is None else self.output_ids[outputs]
+
+    def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab_size] from logits [n, outputs]. Tokens without an output get minus infinity."""
+        if self.output_ids is None:
+            return logits
+        expanded = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        expanded[:, self.output_ids] = logits
+        return expanded
