@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.sequences import Choices, SequenceEngine
-from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
+from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, ProposeRound
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 class _Draft:
     """An unfinished draft of one sequence."""
 
+    key: SequenceKey
     item: ProposeItem
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
@@ -44,97 +46,111 @@ class _Draft:
         return (self.token_ids[-1],) if self.token_ids else self.item.token_ids
 
 
-Choose = Callable[[Mapping[int, Span]], Mapping[int, Choices]]
-"""Caches the new tokens of each span, by sequence id, and chooses the token after each span with logits."""
+Choose = Callable[[Mapping[SequenceKey, Span]], Mapping[SequenceKey, Choices]]
+"""Caches the new tokens of each span, and chooses the token after each span with logits."""
 
 
 class _DeviceDraft:
-    """Drafts all tokens of a round on the device at once, and hands them out one step at a time."""
+    """Drafts all tokens of a pass on the device at once, and hands them out one step at a time."""
 
-    def __init__(self, engine: Engine, lengths: Mapping[int, int]) -> None:
-        """`lengths`: number of draft tokens by sequence id."""
+    def __init__(self, engine: Engine, lengths: Mapping[SequenceKey, int]) -> None:
+        """`lengths`: number of draft tokens of each sequence."""
         self._engine, self._lengths = engine, lengths
-        self._drafts: dict[int, Iterator[tuple[int, float]]] = {}
+        self._drafts: dict[SequenceKey, Iterator[tuple[int, float]]] = {}
 
-    def __call__(self, spans: Mapping[int, Span]) -> dict[int, Choices]:
+    def __call__(self, spans: Mapping[SequenceKey, Span]) -> dict[SequenceKey, Choices]:
         """The next token of each sequence. The first call has the spans of all sequences."""
         if not self._drafts:
-            drafted = self._engine.draft(list(spans.values()), [self._lengths[i] for i in spans])
-            for sequence_id, tokens, probabilities in zip(spans, *drafted, strict=True):
-                self._drafts[sequence_id] = zip(tokens, probabilities, strict=True)
-        steps = {sequence_id: list(islice(self._drafts[sequence_id], 1)) for sequence_id in spans}
+            drafted = self._engine.draft(list(spans.values()), [self._lengths[key] for key in spans])
+            for key, tokens, probabilities in zip(spans, *drafted, strict=True):
+                self._drafts[key] = zip(tokens, probabilities, strict=True)
+        steps = {key: list(islice(self._drafts[key], 1)) for key in spans}
         return {
-            sequence_id: Choices([token for token, _ in step], [probability for _, probability in step])
-            for sequence_id, step in steps.items()
+            key: Choices([token for token, _ in step], [probability for _, probability in step])
+            for key, step in steps.items()
         }
 
 
 class Proposer(SequenceEngine):
     """The draft worker's backend."""
 
-    def propose(
-        self,
-        coordinator_id: str,
-        round_id: int,
-        items: Sequence[ProposeItem],
-        chances: Sequence[float] = (),
-        step_cost: float = 0.0,
-    ) -> list[Proposal]:
-        """One proposal for each item, in item order.
+    def propose(self, rounds: Sequence[ProposeRound]) -> list[list[Proposal]]:
+        """Draft for rounds of different coordinators in common forward passes.
 
-        `chances`: acceptance probabilities by the draft's own probability, in equal bins from 0 to 1. If empty, the
-        draft's own probability counts. `step_cost`: minimum expected gain of a draft step over all items.
+        One proposal for each item, in item order. An error in one round fails all.
         """
-        realigned = self.realign(coordinator_id, round_id, items)
-        states = {item.sequence_id: state for item, state in zip(items, realigned, strict=True)}
-        drafts = [_Draft(item) for item in items if states[item.sequence_id] is ItemStatus.OK]
-        drafting, choose = drafts, self._chooser(coordinator_id, drafts)
-        while drafting:
-            self._advance(coordinator_id, drafting, chances, choose)
-            drafting = [draft for draft in drafting if draft.wants_more]
-            if sum(draft.gain for draft in drafting) < step_cost:
-                break
-        proposals = {draft.item.sequence_id: self._proposal(coordinator_id, draft) for draft in drafts}
-        return [proposals.get(i, Proposal(i, state)) for i, state in states.items()]
+        states = [self.realign(round_.coordinator_id, round_.round_id, round_.items) for round_ in rounds]
+        drafts = [
+            [
+                _Draft((round_.coordinator_id, item.sequence_id), item)
+                for item, state in zip(round_.items, own, strict=True)
+                if state is ItemStatus.OK
+            ]
+            for round_, own in zip(rounds, states, strict=True)
+        ]
+        self._draft(rounds, drafts)
+        return [
+            self._proposals(round_, own, own_drafts)
+            for round_, own, own_drafts in zip(rounds, states, drafts, strict=True)
+        ]
 
-    def _chooser(self, coordinator_id: str, drafts: Sequence[_Draft]) -> Choose:
-        """Choose the tokens of a round: all at once if the device can, otherwise step by step."""
-        lengths = {draft.item.sequence_id: draft.item.num_draft_tokens for draft in drafts}
-        sampled = any(self.engine.slots[coordinator_id, sequence_id].sampling is not None for sequence_id in lengths)
+    def _draft(self, rounds: Sequence[ProposeRound], drafts: Sequence[list[_Draft]]) -> None:
+        """Extend the drafts of all rounds step by step until each round has enough."""
+        choose = self._chooser([draft for own in drafts for draft in own])
+        drafting = list(drafts)
+        while any(drafting):
+            chances = [round_.chances for round_, own in zip(rounds, drafting, strict=True) for _ in own]
+            self._advance([draft for own in drafting for draft in own], chances, choose)
+            drafting = [_unfinished(own, round_.step_cost) for round_, own in zip(rounds, drafting, strict=True)]
+
+    def _chooser(self, drafts: Sequence[_Draft]) -> Choose:
+        """Choose the draft tokens: all at once if the device can, otherwise step by step."""
+        lengths = {draft.key: draft.item.num_draft_tokens for draft in drafts}
+        sampled = any(self.engine.slots[key].sampling is not None for key in lengths)
         if self.engine.drafts_ahead and not sampled and max(lengths.values(), default=0) > 1:
             return _DeviceDraft(self.engine, lengths)
         confidences = any(draft.item.min_chance for draft in drafts)
-        return lambda spans: self.choose(coordinator_id, spans, confidences)
+        return lambda spans: self.choose(spans, confidences)
 
-    def _advance(self, coordinator_id: str, drafts: Sequence[_Draft], chances: Sequence[float], choose: Choose) -> None:
+    def _advance(self, drafts: Sequence[_Draft], chances: Sequence[Sequence[float]], choose: Choose) -> None:
         """Feed every draft its tokens, and append the model's choice to each unfinished draft."""
-        spans = {
-            draft.item.sequence_id: self.span(
-                coordinator_id, draft.item.sequence_id, draft.feed, min(1, draft.item.num_draft_tokens)
-            )
-            for draft in drafts
-        }
+        spans = {draft.key: self.span(draft.key, draft.feed, min(1, draft.item.num_draft_tokens)) for draft in drafts}
         choices = choose(spans)
-        for draft in drafts:
-            sequence_id, chosen = draft.item.sequence_id, choices[draft.item.sequence_id]
-            self.keep(coordinator_id, sequence_id, spans[sequence_id].end)
+        for draft, bins in zip(drafts, chances, strict=True):
+            chosen = choices[draft.key]
+            self.keep(draft.key, spans[draft.key].end)
             if not (chosen.finite and all(map(math.isfinite, chosen.confidences))):
-                log.warning("sequence %d: logits are not finite; shortening its draft", sequence_id)
+                log.warning("sequence %d: logits are not finite; shortening its draft", draft.item.sequence_id)
                 draft.broken = True
                 continue
             draft.token_ids.extend(chosen.token_ids)
             if draft.item.min_chance:
                 draft.confidences.extend(chosen.confidences)
-                draft.chance *= math.prod(_chance(confidence, chances) for confidence in chosen.confidences)
+                draft.chance *= math.prod(_chance(confidence, bins) for confidence in chosen.confidences)
 
-    def _proposal(self, coordinator_id: str, draft: _Draft) -> Proposal:
-        return Proposal(
-            sequence_id=draft.item.sequence_id,
-            status=ItemStatus.OK,
-            draft_token_ids=tuple(draft.token_ids),
-            num_cached_tokens=self.engine.slots[coordinator_id, draft.item.sequence_id].num_cached_tokens,
-            confidences=tuple(draft.confidences),
-        )
+    def _proposals(
+        self, round_: ProposeRound, states: Sequence[ItemStatus], drafts: Sequence[_Draft]
+    ) -> list[Proposal]:
+        proposals = {
+            draft.item.sequence_id: Proposal(
+                sequence_id=draft.item.sequence_id,
+                status=ItemStatus.OK,
+                draft_token_ids=tuple(draft.token_ids),
+                num_cached_tokens=self.engine.slots[draft.key].num_cached_tokens,
+                confidences=tuple(draft.confidences),
+            )
+            for draft in drafts
+        }
+        return [
+            proposals.get(item.sequence_id, Proposal(item.sequence_id, state))
+            for item, state in zip(round_.items, states, strict=True)
+        ]
+
+
+def _unfinished(drafts: Sequence[_Draft], step_cost: float) -> list[_Draft]:
+    """The drafts of a round that another step extends; none if it would gain less than `step_cost`."""
+    unfinished = [draft for draft in drafts if draft.wants_more]
+    return [] if sum(draft.gain for draft in unfinished) < step_cost else unfinished
 
 
 def _chance(confidence: float, chances: Sequence[float]) -> float:

@@ -49,7 +49,7 @@ def main() -> None:
     """Entry point of `specpool-draft-worker`."""
     settings = DraftWorkerSettings.load(PROGRAM)
     options = EngineOptions.of(settings)
-    configure_logging(settings.log_level, settings.log_format, PROGRAM)
+    configure_logging(settings.log_level, settings.log_format, settings.log_name or PROGRAM)
     with naming(PROGRAM, "", InvalidOptionError):
         check_options(options)
     if settings.node_rank > 0:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specpool.protocol.codec import propose_response, read_chances, read_propose_items, read_step_cost
-from specpool.protocol.rounds import Proposal
+from specpool.protocol.rounds import Proposal, ProposeRound
 from specpool.v1 import draft_worker_pb2 as pb
 from specpool.v1 import draft_worker_pb2_grpc
+from specpool.worker.round_merging import Work
 from specpool.worker.servicer import WorkerServicer
 
 if TYPE_CHECKING:
@@ -22,11 +23,22 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
     respond = staticmethod(propose_response)
 
     @staticmethod
-    def serve(request: pb.ProposeRequest, proposer: Proposer) -> list[Proposal]:
-        """Draft one round."""
-        items = read_propose_items(request, proposer.limits(request.coordinator_id))
-        hints = read_chances(request), read_step_cost(request)
-        return proposer.propose(request.coordinator_id, request.round_id, items, *hints)
+    def serve(requests: Sequence[pb.ProposeRequest], proposer: Proposer) -> list[list[Proposal]]:
+        """Draft for rounds of different coordinators."""
+        rounds = []
+        for request in requests:
+            items = read_propose_items(request, proposer.limits(request.coordinator_id))
+            hints = read_chances(request), read_step_cost(request)
+            rounds.append(ProposeRound(request.coordinator_id, request.round_id, items, *hints))
+        return proposer.propose(rounds)
+
+    @staticmethod
+    def work(request: pb.ProposeRequest, proposer: Proposer) -> Work:
+        """A draft takes one forward pass for each draft token."""
+        served = [item for item in request.items if proposer.has_room(request.coordinator_id, item.sequence_id)]
+        return Work(
+            sum(len(item.token_ids) for item in served), max((item.num_draft_tokens for item in served), default=1)
+        )
 
     async def Propose(self, request: pb.ProposeRequest, context: Any) -> pb.ProposeResponse:
         """Realign, extend and draft one round."""

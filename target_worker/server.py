@@ -48,7 +48,7 @@ def main() -> None:
     """Entry point of `specpool-target-worker`."""
     settings = TargetWorkerSettings.load(PROGRAM)
     options = EngineOptions.of(settings)
-    configure_logging(settings.log_level, settings.log_format, PROGRAM)
+    configure_logging(settings.log_level, settings.log_format, settings.log_name or PROGRAM)
     with naming(PROGRAM, "", InvalidOptionError):
         check_options(options)
     if settings.node_rank > 0:

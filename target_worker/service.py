@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specpool.protocol.codec import read_verify_items, tokenizer_response, verify_response
-from specpool.protocol.rounds import Verdict
+from specpool.protocol.rounds import Verdict, VerifyRound
 from specpool.v1 import target_worker_pb2 as pb
 from specpool.v1 import target_worker_pb2_grpc
+from specpool.worker.round_merging import Work
 from specpool.worker.servicer import WorkerServicer
 
 if TYPE_CHECKING:
@@ -22,10 +23,19 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
     respond = staticmethod(verify_response)
 
     @staticmethod
-    def serve(request: pb.VerifyRequest, verifier: Verifier) -> list[Verdict]:
-        """Verify one round."""
-        items = read_verify_items(request, verifier.limits(request.coordinator_id))
-        return verifier.verify(request.coordinator_id, request.round_id, items)
+    def serve(requests: Sequence[pb.VerifyRequest], verifier: Verifier) -> list[list[Verdict]]:
+        """Verify rounds of different coordinators in one forward pass."""
+        rounds = []
+        for request in requests:
+            items = read_verify_items(request, verifier.limits(request.coordinator_id))
+            rounds.append(VerifyRound(request.coordinator_id, request.round_id, items))
+        return verifier.verify(rounds)
+
+    @staticmethod
+    def work(request: pb.VerifyRequest, verifier: Verifier) -> Work:
+        """Verification takes one forward pass."""
+        served = (item for item in request.items if verifier.has_room(request.coordinator_id, item.sequence_id))
+        return Work(sum(len(item.token_ids) + len(item.draft_token_ids) for item in served))
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
         """Realign, extend and verify one round."""
@@ -41,4 +51,4 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Any) -> pb.GetTokenizerResponse:
         """Send the target's tokenizer."""
-        return tokenizer_response(self._host.backend.tokenizer())
+        return tokenizer_response(self._host.backend.tokenizer(), self._host.instance_id)

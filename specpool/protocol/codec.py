@@ -85,11 +85,11 @@ def read_chances(request: draft_worker_pb2.ProposeRequest) -> list[float]:
 
 
 def propose_response(
-    round_id: int, proposals: Iterable[Proposal], spent: Mapping[str, int]
+    round_id: int, proposals: Iterable[Proposal], spent: Mapping[str, int], instance_id: str
 ) -> draft_worker_pb2.ProposeResponse:
     """Build the response to a draft round. `spent`: nanoseconds by field name."""
     results = [draft_worker_pb2.ProposeResult(**_result_fields(proposal)) for proposal in proposals]
-    return draft_worker_pb2.ProposeResponse(round_id=round_id, results=results, **spent)
+    return draft_worker_pb2.ProposeResponse(round_id=round_id, results=results, instance_id=instance_id, **spent)
 
 
 # --- Rounds of the target worker
@@ -136,22 +136,22 @@ def read_verify_items(request: target_worker_pb2.VerifyRequest, limits: RoundLim
 
 
 def verify_response(
-    round_id: int, verdicts: Iterable[Verdict], spent: Mapping[str, int]
+    round_id: int, verdicts: Iterable[Verdict], spent: Mapping[str, int], instance_id: str
 ) -> target_worker_pb2.VerifyResponse:
     """Build the response to a target round. `spent`: nanoseconds by field name."""
     results = []
     for verdict in verdicts:
         logprobs = [logprobs_message(at_position) for at_position in verdict.logprobs]
         results.append(target_worker_pb2.VerifyResult(**_result_fields(verdict) | {"logprobs": logprobs}))
-    return target_worker_pb2.VerifyResponse(round_id=round_id, results=results, **spent)
+    return target_worker_pb2.VerifyResponse(round_id=round_id, results=results, instance_id=instance_id, **spent)
 
 
 def logprobs_message(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
     """Build the message of the log-probabilities at one position."""
     return common_pb2.TokenLogprobs(
         logprob=logprobs.logprob,
-        top_token_ids=[token for token, _ in logprobs.top],
-        top_logprobs=[logprob for _, logprob in logprobs.top],
+        top_token_ids=logprobs.top_token_ids,
+        top_logprobs=logprobs.top_logprobs,
     )
 
 
@@ -167,15 +167,17 @@ def require_coordinator(coordinator_id: str) -> None:
         raise InvalidArgumentError("coordinator_id", reason)
 
 
-def release_request(coordinator_id: str, sequence_ids: Iterable[int]) -> common_pb2.ReleaseRequest:
-    """Build the request that frees sequences."""
-    return common_pb2.ReleaseRequest(coordinator_id=coordinator_id, sequence_ids=sequence_ids)
+def release_request(coordinator_id: str, sequence_ids: Iterable[int] | None) -> common_pb2.ReleaseRequest:
+    """Build the request that frees sequences. None: all sequences of the coordinator."""
+    return common_pb2.ReleaseRequest(
+        coordinator_id=coordinator_id, sequence_ids=sequence_ids or (), all=sequence_ids is None
+    )
 
 
-def read_release(request: common_pb2.ReleaseRequest) -> list[int]:
-    """Read the sequences to free. Raises InvalidArgumentError."""
+def read_release(request: common_pb2.ReleaseRequest) -> list[int] | None:
+    """Read the sequences to free. None: all sequences of the coordinator. Raises InvalidArgumentError."""
     _check_maximum("sequence_ids", len(request.sequence_ids), MAX_RELEASED)
-    return list(request.sequence_ids)
+    return None if request.all else list(request.sequence_ids)
 
 
 def worker_info_response(info: WorkerInfo) -> common_pb2.GetWorkerInfoResponse:
@@ -196,7 +198,7 @@ def worker_info_response(info: WorkerInfo) -> common_pb2.GetWorkerInfoResponse:
     return common_pb2.GetWorkerInfoResponse(model=model, load=load, costs=costs, instance_id=info.instance_id)
 
 
-def tokenizer_response(files: TokenizerFiles) -> target_worker_pb2.GetTokenizerResponse:
+def tokenizer_response(files: TokenizerFiles, instance_id: str) -> target_worker_pb2.GetTokenizerResponse:
     """Build the message of a tokenizer."""
     return target_worker_pb2.GetTokenizerResponse(
         tokenizer_json=files.tokenizer_json,
@@ -204,6 +206,7 @@ def tokenizer_response(files: TokenizerFiles) -> target_worker_pb2.GetTokenizerR
         special_tokens=files.special_tokens,
         eos_token_ids=files.eos_token_ids,
         tool_chat_template=files.tool_chat_template,
+        instance_id=instance_id,
     )
 
 
@@ -284,7 +287,9 @@ def _check_item(field: str, item: Any, limits: RoundLimits, drafts: int, seen: s
     max_length = item.max_length if item.HasField("max_length") else limits.max_model_len
     _check_maximum(f"{field}.max_length", max_length, limits.max_model_len)
     reserved = limits.capacity(item.sequence_id)
-    maximum = min(limits.max_model_len, max_length if reserved is None else reserved)
+    if reserved is not None:
+        max_length = max(reserved, item.max_length)
+    maximum = min(limits.max_model_len, max_length)
     end = item.base_length + len(item.token_ids) + drafts
     if end > maximum:
         raise InvalidArgumentError(field, f"needs {end} positions, more than the maximum of {maximum}")

@@ -31,18 +31,17 @@ class ServiceError(Exception):
 class InvalidArgumentError(ServiceError):
     """A field breaks a rule.
 
-    `field`: path of the field, such as "sampling_params.max_tokens". `reason`: the rule. `may_quote`: whether the
-    reason may contain text from the client and must not be logged. `limit`: the number that the field breaks, if any.
+    `field`: path of the field, such as "sampling_params.max_tokens". `reason`: the rule, which may quote the client.
+    `limit`: the limit that the field exceeds, if any.
     """
 
-    def __init__(self, field: str, reason: str, may_quote: bool = False, limit: float | None = None) -> None:
+    def __init__(self, field: str, reason: str, limit: float | None = None) -> None:
         super().__init__(f"{field}: {reason}")
         self.field, self.reason, self.limit = field, reason, limit
-        self._may_quote = may_quote
 
     @property
     def logged(self) -> str:
-        return f"{self.field}: refused" if self._may_quote else str(self)
+        return self.field
 
 
 class UnauthenticatedError(ServiceError):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, SequenceItem, Verdict, VerifyItem
-from specpool.protocol.sampling import TokenLogprobs
+from specpool.protocol.sampling import NO_LOGPROBS, Logprobs
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import TENSOR_PARALLEL_SUMS, StepCosts
 from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
@@ -40,12 +40,14 @@ def _read_verdict(result: Any, status: ItemStatus, item: VerifyItem, vocab_size:
         return Verdict(item.sequence_id, status)
     tokens, drafts = tuple(result.token_ids), item.draft_token_ids
     accepted = max(0, len(tokens) - 1)
+    # Messages are built only on failure: this runs for every sequence of every round.
     if item.prefill_only:
         _require(not tokens, "a prompt chunk gained a token")
     else:
-        gain = f"{len(tokens)} tokens gained from {len(drafts)} draft tokens"
-        _require(0 < len(tokens) <= len(drafts) + 1, gain)
-        _require(max(tokens) < vocab_size, f"token id {max(tokens)} is outside the vocabulary")
+        if not 0 < len(tokens) <= len(drafts) + 1:
+            raise InvalidResponseError(f"{len(tokens)} tokens gained from {len(drafts)} draft tokens")
+        if (largest := max(tokens)) >= vocab_size:
+            raise InvalidResponseError(f"token id {largest} is outside the vocabulary")
         _require(tokens[:accepted] == drafts[:accepted], "the accepted tokens differ from the draft tokens")
         recovered, rejected = tokens[accepted:], drafts[accepted : accepted + 1]
         _require(recovered != rejected, "the recovered token equals the rejected draft token")
@@ -54,9 +56,9 @@ def _read_verdict(result: Any, status: ItemStatus, item: VerifyItem, vocab_size:
     return Verdict(item.sequence_id, status, tokens, expected, _read_logprobs(result, item, vocab_size))
 
 
-def _read_logprobs(result: Any, item: VerifyItem, vocab_size: int) -> tuple[TokenLogprobs, ...]:
+def _read_logprobs(result: Any, item: VerifyItem, vocab_size: int) -> Logprobs:
     if item.logprobs is None:
-        return ()
+        return NO_LOGPROBS
     _require(len(result.logprobs) == len(result.token_ids), "a token has no log-probability")
     expected = min(item.logprobs, vocab_size)
     for entry in result.logprobs:
@@ -65,10 +67,8 @@ def _read_logprobs(result: Any, item: VerifyItem, vocab_size: int) -> tuple[Toke
         # Comparisons with NaN are false.
         valid = all(value <= ROUNDING for value in (entry.logprob, *entry.top_logprobs))
         _require(valid, "a log-probability is positive or NaN")
-    return tuple(
-        TokenLogprobs(entry.logprob, tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)))
-        for entry in result.logprobs
-    )
+    positions = ((entry.logprob, entry.top_token_ids, entry.top_logprobs) for entry in result.logprobs)
+    return Logprobs.of(expected, positions)
 
 
 def read_proposals(
@@ -84,7 +84,8 @@ def _read_proposal(result: Any, status: ItemStatus, item: ProposeItem) -> Propos
     if status is not ItemStatus.OK:
         return Proposal(item.sequence_id, status)
     drafted, confidences = tuple(result.draft_token_ids), tuple(result.confidences)
-    _require(len(drafted) <= item.num_draft_tokens, f"{len(drafted)} draft tokens, {item.num_draft_tokens} requested")
+    if len(drafted) > item.num_draft_tokens:
+        raise InvalidResponseError(f"{len(drafted)} draft tokens, {item.num_draft_tokens} requested")
     _require(len(confidences) in (0, len(drafted)), "a draft token has no confidence")
     _require(all(0 <= confidence <= 1 + ROUNDING for confidence in confidences), "a confidence is not a probability")
     expected = item.base_length + len(item.token_ids) + max(0, len(drafted) - 1)
@@ -93,7 +94,8 @@ def _read_proposal(result: Any, status: ItemStatus, item: ProposeItem) -> Propos
 
 
 def _check_cached(result: Any, expected: int) -> None:
-    _require(result.cached_length == expected, f"{result.cached_length} positions cached instead of {expected}")
+    if result.cached_length != expected:
+        raise InvalidResponseError(f"{result.cached_length} positions cached instead of {expected}")
 
 
 def _read_statuses(response: Any, round_id: int, items: Iterable[SequenceItem]) -> list[ItemStatus]:
@@ -133,7 +135,7 @@ def check_worker_info(response: common_pb2.GetWorkerInfoResponse) -> None:
     _require(model.equivalence in common_pb2.Equivalence.values(), f"equivalence is {model.equivalence}")
     _require(0 < model.vocab_size <= MAX_VOCAB_SIZE, f"vocab_size is {model.vocab_size}")
     _require(0 < model.max_model_len <= MAX_POSITIONS, f"max_model_len is {model.max_model_len}")
-    _require(load.slots_total <= MAX_SLOTS, f"slots_total is {load.slots_total}")
+    _require(0 < load.slots_total <= MAX_SLOTS, f"slots_total is {load.slots_total}")
     ranks, described = max(1, model.tensor_parallel), len(load.ranks)
     _require(described == (ranks if ranks > 1 else 0), f"{ranks} ranks, but {described} described")
     sums = TENSOR_PARALLEL_SUMS if ranks > 1 else ("",)

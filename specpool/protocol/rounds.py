@@ -1,13 +1,16 @@
 """A round between the coordinator and a worker: the work for each sequence, and the worker's result.
 
 The command is the same in every state: keep exactly `base_length` cached positions, then append `token_ids`.
+
+Every sequence needs new items and results in every round. Their classes are not frozen: creating a frozen object takes
+almost three times as long.
 """
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 
-from specpool.protocol.sampling import SamplingParams, TokenLogprobs
+from specpool.protocol.sampling import NO_LOGPROBS, Logprobs, SamplingParams
 
 MAX_DRAFT_TOKENS = 16
 """Default maximum of draft tokens per sequence and round."""
@@ -22,7 +25,7 @@ class ItemStatus(enum.Enum):
     STALE_ROUND = "stale round"
 
 
-@dataclass(frozen=True)
+@dataclass
 class SequenceItem:
     """Work on one sequence for either worker: tokens that follow its first `base_length` cached positions.
 
@@ -38,10 +41,11 @@ class SequenceItem:
     prefix_sequence_id: int | None = None
     """Sequence to copy the cached prefix from."""
     max_length: int | None = None
-    """Maximum length with draft tokens, on first contact. None: max_model_len."""
+    """Positions to reserve, including draft tokens; never fewer than before. None: max_model_len on first contact, and
+    later no further positions."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProposeItem(SequenceItem):
     """Work on one sequence for the draft worker."""
 
@@ -54,6 +58,20 @@ class ProposeItem(SequenceItem):
 
 
 @dataclass(frozen=True)
+class ProposeRound:
+    """A coordinator's round for the draft worker."""
+
+    coordinator_id: str
+    round_id: int
+    items: Sequence[ProposeItem]
+    chances: Sequence[float] = ()
+    """Acceptance probabilities by the draft's own probability, in equal bins from 0 to 1. If empty, the draft's own
+    probability counts."""
+    step_cost: float = 0.0
+    """Minimum expected gain of a draft step over all items."""
+
+
+@dataclass
 class Proposal:
     """The draft worker's result for one sequence."""
 
@@ -65,7 +83,7 @@ class Proposal:
     """The draft model's probability of each draft token, if requested."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class VerifyItem(SequenceItem):
     """Work on one sequence for the target worker."""
 
@@ -77,6 +95,15 @@ class VerifyItem(SequenceItem):
 
 
 @dataclass(frozen=True)
+class VerifyRound:
+    """A coordinator's round for the target worker."""
+
+    coordinator_id: str
+    round_id: int
+    items: Sequence[VerifyItem]
+
+
+@dataclass
 class Verdict:
     """The target worker's result for one sequence."""
 
@@ -85,7 +112,7 @@ class Verdict:
     token_ids: tuple[int, ...] = ()
     """The accepted draft tokens and the recovered or bonus token. Empty for a prompt chunk."""
     num_cached_tokens: int = 0
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Logprobs = NO_LOGPROBS
     """Log-probabilities for each of `token_ids`, if requested."""
 
 

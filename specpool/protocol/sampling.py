@@ -1,7 +1,9 @@
 """Sampling parameters of a sequence and their valid ranges."""
 
 import math
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from specpool.protocol.errors import InvalidArgumentError
 
@@ -43,8 +45,12 @@ class SamplingParams:
     @property
     def leaves_logits(self) -> bool:
         """Whether the parameters never change a logit."""
-        penalties = self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty
-        return not (penalties or self.min_tokens or self.logit_bias)
+        return not (self.has_penalties or self.min_tokens or self.logit_bias)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's logit depends on how often it occurs."""
+        return bool(self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty)
 
     @property
     def is_argmax(self) -> bool:
@@ -58,8 +64,57 @@ class TokenLogprobs:
 
     logprob: float
     """Log-probability of the chosen token."""
-    top: tuple[tuple[int, float], ...]
-    """(token, log-probability) of the most probable tokens, as many as requested."""
+    top_token_ids: "array[int]"
+    """The most probable tokens, as many as requested."""
+    top_logprobs: "array[float]"
+    """Log-probabilities of `top_token_ids`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of consecutive tokens, in 4 bytes per token and 8 per alternative."""
+
+    num_top: int = 0
+    """Number of most probable tokens at each position."""
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    """Log-probability of each token."""
+    top_token_ids: "array[int]" = field(default_factory=lambda: array("I"))
+    """The most probable tokens of all positions, `num_top` for each."""
+    top_logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+
+    @classmethod
+    def of(cls, num_top: int, positions: Iterable[tuple[float, Iterable[int], Iterable[float]]]) -> "Logprobs":
+        """Pack the log-probability, top tokens and their log-probabilities of each position."""
+        packed = cls(num_top)
+        for logprob, top_token_ids, top_logprobs in positions:
+            packed.logprobs.append(logprob)
+            packed.top_token_ids.extend(top_token_ids)
+            packed.top_logprobs.extend(top_logprobs)
+        return packed
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        for position, logprob in enumerate(self.logprobs):
+            top = slice(position * self.num_top, (position + 1) * self.num_top)
+            yield TokenLogprobs(logprob, self.top_token_ids[top], self.top_logprobs[top])
+
+    def __getitem__(self, positions: slice) -> "Logprobs":
+        start, stop, _ = positions.indices(len(self))
+        if (start, stop) == (0, len(self)):
+            return self
+        top = slice(start * self.num_top, stop * self.num_top)
+        return Logprobs(self.num_top, self.logprobs[start:stop], self.top_token_ids[top], self.top_logprobs[top])
+
+    def extend(self, others: "Logprobs") -> None:
+        """Append log-probabilities with as many top tokens per position."""
+        self.logprobs.extend(others.logprobs)
+        self.top_token_ids.extend(others.top_token_ids)
+        self.top_logprobs.extend(others.top_logprobs)
+
+
+NO_LOGPROBS = Logprobs()
 
 
 def in_range(field: str, value: float, limits: tuple[float, float]) -> float:

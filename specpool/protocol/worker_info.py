@@ -80,6 +80,8 @@ class WorkerInfo:
     """Bytes of the weights by storage type."""
     ranks: tuple[RankMemory, ...] = ()
     """Memory of each rank if the model is sharded."""
+    kv_reservations_grow: bool = False
+    """Whether later items of a sequence may reserve more positions."""
 
     @property
     def summary(self) -> str:

@@ -11,6 +11,7 @@ import random
 import time
 import uuid
 import zlib
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from specpool.v1 import common_pb2, draft_worker_pb2, draft_worker_pb2_grpc, tar
 
 VOCAB_SIZE = 257
 EOS_TOKEN_ID = 256
+KV_MULTIPLE = 16
+"""Each sequence reserves a multiple of this many positions."""
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 CHAT_TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
@@ -55,11 +58,18 @@ class FakeWorker:
         pass_seconds: Callable[[int], float] | None = None,
         notes: Sequence[str] = (),
         rank_devices: Sequence[str] = (),
+        kv_positions: int = 0,
+        kv_reservations_grow: bool = True,
     ) -> None:
         """`pass_seconds`: duration of a pass with a number of new tokens; None: no delay.
 
         `notes`: notes about the model. `rank_devices`: devices of a sharded worker's ranks, two or more.
+        `kv_positions`: capacity of the cache; 0: only `slots` limits it. `kv_reservations_grow`: whether later items
+        may reserve more, which workers of earlier versions ignore.
         """
+        self.kv_positions, self.kv_reservations_grow = kv_positions, kv_reservations_grow
+        self.reserved: dict[tuple[str, int], int] = {}
+        """Positions reserved for each cached sequence."""
         self.notes, self.rank_devices = notes, rank_devices
         self.slots, self.max_model_len, self.fingerprint, self.device = slots, max_model_len, fingerprint, device
         self.pass_seconds = pass_seconds
@@ -76,7 +86,7 @@ class FakeWorker:
         self.loading = False
         """Whether health checks report NOT_SERVING from the next start on, until `loaded` is called."""
         self.instance_id = uuid.uuid4().hex
-        """Id of the process; new after each start."""
+        """Id of the process; new after each start. Part of every answer."""
         self._server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
 
@@ -102,6 +112,11 @@ class FakeWorker:
         if self._server is not None:
             await self._server.stop(None)
         self.forget()  # after the stop: a running round may still add to the caches
+
+    @property
+    def weights_fingerprint(self) -> str:
+        """Fingerprint of weights and logits; empty: unknown."""
+        return ""
 
     def _register(self, server: grpc.aio.Server) -> None:
         raise NotImplementedError
@@ -129,10 +144,16 @@ class FakeWorker:
                 notes=self.notes,
                 tensor_parallel=len(self.rank_devices) or 1,
                 tensor_parallel_sums="whole" if self.rank_devices else "",
+                weights_fingerprint=self.weights_fingerprint,
+                numerics_fingerprint=self.weights_fingerprint,
             ),
             load=common_pb2.WorkerLoad(
                 slots_total=self.slots,
                 slots_in_use=len(self.caches),
+                kv_positions_total=self.kv_positions,
+                kv_positions_free=max(0, self.kv_positions - self._reserved),
+                kv_positions_multiple=KV_MULTIPLE,
+                kv_reservations_grow=self.kv_reservations_grow,
                 ranks=[common_pb2.RankMemory(device=device) for device in self.rank_devices],
             ),
             costs=common_pb2.StepCosts(rows=MEASURED_ROWS, seconds=map(self.pass_seconds, MEASURED_ROWS))
@@ -143,14 +164,19 @@ class FakeWorker:
     async def Release(self, request: common_pb2.ReleaseRequest, context: Any) -> common_pb2.ReleaseResponse:
         """Free sequences."""
         keys = [(request.coordinator_id, sequence_id) for sequence_id in request.sequence_ids]
+        if request.all:
+            keys = [key for key in self.caches if key[0] == request.coordinator_id]
         held = [key for key in dict.fromkeys(keys) if key in self.caches]
-        self.released.update((key, self.caches.pop(key)) for key in held)
-        return common_pb2.ReleaseResponse(released=len(held))
+        for key in held:
+            self.released[key] = self.caches.pop(key)
+            self.reserved[key] = _rounded(len(self.released[key]))
+        return common_pb2.ReleaseResponse(released=len(held), instance_id=self.instance_id)
 
     def forget(self) -> None:
         """Loses all caches, like a restart."""
         self.caches.clear()
         self.released.clear()
+        self.reserved.clear()
 
     async def _begin_round(self, context: Any, passes: Iterable[int]) -> None:
         """Wait for the duration of the passes; fails on demand. `passes`: number of new tokens per pass."""
@@ -175,28 +201,67 @@ class FakeWorker:
             cache = self.released.get(source, self.caches.get(source))
         if item.base_length and (cache is None or len(cache) < item.base_length):
             return common_pb2.ITEM_STATUS_CACHE_MISS, []
-        if key not in self.caches and len(self.caches) >= self.slots:
+        if not self._reserve(key, item):
             return common_pb2.ITEM_STATUS_NO_SLOT, []
         tokens = [*(cache or [])[: item.base_length], *item.token_ids]
         self.caches[key] = tokens
-        while len(self.caches) + len(self.released) > self.slots:
-            del self.released[next(iter(self.released))]
         return common_pb2.ITEM_STATUS_OK, tokens
+
+    @property
+    def _reserved(self) -> int:
+        return sum(self.reserved.values())
+
+    def _reserve(self, key: tuple[str, int], item: Any) -> bool:
+        """Reserve a slot and positions for an item. Returns False if there are too few."""
+        is_new = key not in self.caches
+        before = 0 if is_new else self.reserved[key]
+        wanted = before
+        if is_new or (self.kv_reservations_grow and item.HasField("max_length")):
+            length = item.max_length if item.HasField("max_length") else self.max_model_len
+            wanted = max(before, _rounded(length))
+        others = sum(self.reserved[held] for held in self.caches) - before
+        if (is_new and len(self.caches) >= self.slots) or 0 < self.kv_positions < others + wanted:
+            return False
+        assert _length(item) <= wanted, "an item needs more positions than are reserved"
+        if is_new:
+            self.released.pop(key, None)
+        self.reserved[key] = wanted
+        while self.released and (len(self.reserved) > self.slots or 0 < self.kv_positions < self._reserved):
+            evicted = next(iter(self.released))
+            del self.released[evicted], self.reserved[evicted]
+        return True
+
+
+def _length(item: Any) -> int:
+    """Positions that an item needs."""
+    is_proposal = isinstance(item, draft_worker_pb2.ProposeItem)
+    drafts = max(0, item.num_draft_tokens - 1) if is_proposal else len(item.draft_token_ids)
+    return int(item.base_length + len(item.token_ids) + drafts)
+
+
+def _rounded(length: int) -> int:
+    return -(-length // KV_MULTIPLE) * KV_MULTIPLE
 
 
 class FakeTarget(FakeWorker):
-    """A target that chooses tokens by a hash. `eos_rate`: share of contexts that end the sequence."""
+    """A target that chooses tokens by a hash."""
 
-    def __init__(self, eos_rate: float = 0.0, **knobs: Any) -> None:
+    def __init__(self, eos_rate: float = 0.0, has_fingerprints: bool = True, **knobs: Any) -> None:
+        """`eos_rate`: share of contexts that end the sequence. `has_fingerprints`: whether to prove the weights."""
         super().__init__(**knobs)
-        self._eos_rate = eos_rate
+        self._eos_rate, self._has_fingerprints = eos_rate, has_fingerprints
+
+    @property
+    def weights_fingerprint(self) -> str:
+        """A digest of some choices, different for targets that choose differently."""
+        return ",".join(str(self.choose([token])) for token in range(8)) if self._has_fingerprints else ""
 
     def _register(self, server: grpc.aio.Server) -> None:
         target_worker_pb2_grpc.add_TargetWorkerServiceServicer_to_server(self, server)  # type: ignore[arg-type]
 
     def choose(self, context: Sequence[int]) -> int:
         """The next token after a context."""
-        digest = zlib.crc32(b"".join(token.to_bytes(4, "little") for token in context))
+        digest = zlib.crc32(array("I", context))
         return EOS_TOKEN_ID if digest % 10_000 < self._eos_rate * 10_000 else digest // 10_000 % EOS_TOKEN_ID
 
     def continuation(self, prompt: Sequence[int], count: int) -> list[int]:
@@ -212,6 +277,7 @@ class FakeTarget(FakeWorker):
             tokenizer_json=byte_tokenizer().to_str().encode(),
             chat_template=CHAT_TEMPLATE,
             eos_token_ids=[EOS_TOKEN_ID],
+            instance_id=self.instance_id,
         )
 
     async def Verify(self, request: target_worker_pb2.VerifyRequest, context: Any) -> target_worker_pb2.VerifyResponse:
@@ -220,7 +286,9 @@ class FakeTarget(FakeWorker):
         await self._begin_round(context, [sum(len(i.token_ids) + len(i.draft_token_ids) for i in request.items)])
         results = [self._verify((request.coordinator_id, item.sequence_id), item) for item in request.items]
         forward_ns = time.perf_counter_ns() - began
-        return target_worker_pb2.VerifyResponse(round_id=request.round_id, results=results, forward_ns=forward_ns)
+        return target_worker_pb2.VerifyResponse(
+            round_id=request.round_id, results=results, forward_ns=forward_ns, instance_id=self.instance_id
+        )
 
     async def VerifyStream(
         self, requests: AsyncIterator[target_worker_pb2.VerifyRequest], context: Any
@@ -276,7 +344,9 @@ class FakeDraft(FakeWorker):
             for item, length in zip(request.items, lengths, strict=True)
         ]
         forward_ns = time.perf_counter_ns() - began
-        return draft_worker_pb2.ProposeResponse(round_id=request.round_id, results=results, forward_ns=forward_ns)
+        return draft_worker_pb2.ProposeResponse(
+            round_id=request.round_id, results=results, forward_ns=forward_ns, instance_id=self.instance_id
+        )
 
     async def ProposeStream(
         self, requests: AsyncIterator[draft_worker_pb2.ProposeRequest], context: Any

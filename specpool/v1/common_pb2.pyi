@@ -128,7 +128,7 @@ class RankMemory(_message.Message):
     def __init__(self, device: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("slots_total", "slots_in_use", "kv_bytes_per_token", "kv_bytes_total", "kv_layout", "weight_bytes", "activation_bytes", "kv_positions_total", "kv_positions_free", "kv_positions_multiple", "ranks")
+    __slots__ = ("slots_total", "slots_in_use", "kv_bytes_per_token", "kv_bytes_total", "kv_layout", "weight_bytes", "activation_bytes", "kv_positions_total", "kv_positions_free", "kv_positions_multiple", "ranks", "kv_reservations_grow")
     SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     SLOTS_IN_USE_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +140,7 @@ class WorkerLoad(_message.Message):
     KV_POSITIONS_FREE_FIELD_NUMBER: _ClassVar[int]
     KV_POSITIONS_MULTIPLE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    KV_RESERVATIONS_GROW_FIELD_NUMBER: _ClassVar[int]
     slots_total: int
     slots_in_use: int
     kv_bytes_per_token: int
@@ -151,7 +152,8 @@ class WorkerLoad(_message.Message):
     kv_positions_free: int
     kv_positions_multiple: int
     ranks: _containers.RepeatedCompositeFieldContainer[RankMemory]
-    def __init__(self, slots_total: _Optional[int] = ..., slots_in_use: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_total: _Optional[int] = ..., kv_layout: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ..., kv_positions_total: _Optional[int] = ..., kv_positions_free: _Optional[int] = ..., kv_positions_multiple: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankMemory, _Mapping]]] = ...) -> None: ...
+    kv_reservations_grow: bool
+    def __init__(self, slots_total: _Optional[int] = ..., slots_in_use: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_total: _Optional[int] = ..., kv_layout: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ..., kv_positions_total: _Optional[int] = ..., kv_positions_free: _Optional[int] = ..., kv_positions_multiple: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankMemory, _Mapping]]] = ..., kv_reservations_grow: _Optional[bool] = ...) -> None: ...
 
 class StepCosts(_message.Message):
     __slots__ = ("rows", "seconds", "cached", "seconds_per_cached", "max_rows")
@@ -196,15 +198,19 @@ class WatchStartupResponse(_message.Message):
     def __init__(self, phase: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("coordinator_id", "sequence_ids")
+    __slots__ = ("coordinator_id", "sequence_ids", "all")
     COORDINATOR_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
     coordinator_id: str
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, coordinator_id: _Optional[str] = ..., sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    all: bool
+    def __init__(self, coordinator_id: _Optional[str] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., all: _Optional[bool] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
-    __slots__ = ("released",)
+    __slots__ = ("released", "instance_id")
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     released: int
-    def __init__(self, released: _Optional[int] = ...) -> None: ...
+    instance_id: str
+    def __init__(self, released: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...

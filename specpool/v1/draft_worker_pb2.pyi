@@ -46,16 +46,18 @@ class ProposeItem(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., prefix_sequence_id: _Optional[int] = ..., max_length: _Optional[int] = ..., min_chance: _Optional[float] = ..., next_chance: _Optional[float] = ...) -> None: ...
 
 class ProposeResponse(_message.Message):
-    __slots__ = ("round_id", "results", "forward_ns", "realign_ns")
+    __slots__ = ("round_id", "results", "forward_ns", "realign_ns", "instance_id")
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
     REALIGN_NS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     round_id: int
     results: _containers.RepeatedCompositeFieldContainer[ProposeResult]
     forward_ns: int
     realign_ns: int
-    def __init__(self, round_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[ProposeResult, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., realign_ns: _Optional[int] = ...) -> None: ...
+    instance_id: str
+    def __init__(self, round_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[ProposeResult, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., realign_ns: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
 class ProposeResult(_message.Message):
     __slots__ = ("sequence_id", "status", "draft_token_ids", "cached_length", "confidences")

@@ -42,16 +42,18 @@ class VerifyItem(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., prefill_only: _Optional[bool] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., logprobs: _Optional[int] = ..., prefix_sequence_id: _Optional[int] = ..., max_length: _Optional[int] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
-    __slots__ = ("round_id", "results", "forward_ns", "realign_ns")
+    __slots__ = ("round_id", "results", "forward_ns", "realign_ns", "instance_id")
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
     REALIGN_NS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     round_id: int
     results: _containers.RepeatedCompositeFieldContainer[VerifyResult]
     forward_ns: int
     realign_ns: int
-    def __init__(self, round_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[VerifyResult, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., realign_ns: _Optional[int] = ...) -> None: ...
+    instance_id: str
+    def __init__(self, round_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[VerifyResult, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., realign_ns: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
 class VerifyResult(_message.Message):
     __slots__ = ("sequence_id", "status", "token_ids", "cached_length", "logprobs")
@@ -72,7 +74,7 @@ class GetTokenizerRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTokenizerResponse(_message.Message):
-    __slots__ = ("tokenizer_json", "chat_template", "special_tokens", "eos_token_ids", "tool_chat_template")
+    __slots__ = ("tokenizer_json", "chat_template", "special_tokens", "eos_token_ids", "tool_chat_template", "instance_id")
     class SpecialTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -85,9 +87,11 @@ class GetTokenizerResponse(_message.Message):
     SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOOL_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     tokenizer_json: bytes
     chat_template: str
     special_tokens: _containers.ScalarMap[str, str]
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     tool_chat_template: str
-    def __init__(self, tokenizer_json: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tool_chat_template: _Optional[str] = ...) -> None: ...
+    instance_id: str
+    def __init__(self, tokenizer_json: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tool_chat_template: _Optional[str] = ..., instance_id: _Optional[str] = ...) -> None: ...

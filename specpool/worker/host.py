@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -13,6 +13,7 @@ from specpool.protocol.errors import UnavailableError
 from specpool.protocol.rounds import RoundLimits
 from specpool.protocol.worker_info import CacheLoad, WorkerInfo
 from specpool.worker.model_thread import ModelThread
+from specpool.worker.round_merging import Round, RoundMerging
 from specpool.worker.startup import Startup
 from specpool.worker.streams import RoundStreams
 from specpool.worker.watchdog import Watchdog
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 LEASE_CHECKS_PER_LEASE = 4
 
 T = TypeVar("T")
+ServeRounds = Callable[[Sequence[Any], Any], list[Any]]
+"""Maps the requests of different coordinators and the backend to the results of each. Raises for all of them."""
 
 
 class Backend(Protocol):
@@ -39,6 +42,10 @@ class Backend(Protocol):
     def tokens(self) -> int:
         """Tokens that these passes have run."""
 
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Maximum tokens of a forward pass."""
+
     def info(self) -> WorkerInfo:
         """Description of the model and its load. Called once, when the model is loaded."""
 
@@ -49,8 +56,8 @@ class Backend(Protocol):
     def limits(self, coordinator_id: str) -> RoundLimits:
         """Limits for the items of a coordinator's round."""
 
-    def release(self, coordinator_id: str, sequence_ids: list[int]) -> int:
-        """Free sequences; return how many held a slot."""
+    def release(self, coordinator_id: str, sequence_ids: list[int] | None) -> int:
+        """Free sequences, or all of a coordinator; return how many held a slot."""
 
     def renew_lease(self, coordinator_id: str, now: float) -> None:
         """Record that a coordinator is alive."""
@@ -76,6 +83,7 @@ class WorkerHost:
         """Nanoseconds that rounds have taken, without realignment."""
         self._load = load
         self._thread = ModelThread()
+        self._merging = RoundMerging()
         self._backend: Backend | None = None
         self._info: WorkerInfo | None = None
         self._cache_load: CacheLoad | None = None
@@ -131,9 +139,17 @@ class WorkerHost:
         """
         return await self._thread.run(name, partial(self._serve, self._ready_backend(), work, coordinator_id))
 
-    async def serve_round(self, coordinator_id: str, name: str, work: Callable[[Any], T]) -> tuple[T, dict[str, int]]:
-        """Run the work of a round like `run`. Return its result, and the response's timing fields in nanoseconds."""
-        return await self._thread.run(name, partial(self._serve_round, self._ready_backend(), work, coordinator_id))
+    async def serve_round(self, round_: Round, name: str, serve: ServeRounds) -> tuple[Any, dict[str, int]]:
+        """Serve a round, perhaps together with others. Raises like `run`.
+
+        Return its result, and the response's timing fields in nanoseconds.
+        """
+        work = partial(self._serve_round, self._ready_backend(), serve, round_)
+        self._merging.add(round_)
+        try:
+            return await self._thread.run(name, work)
+        finally:
+            self._merging.discard(round_)
 
     async def watch(self, seconds: float, on_change: Callable[[bool], None]) -> None:
         """Watch the model thread until cancelled.
@@ -177,29 +193,47 @@ class WorkerHost:
         self._orphans[coordinator_id] = None
 
     def _serve(self, backend: Backend, work: Callable[[Any], T], coordinator_id: str | None) -> T:
-        with self._leased(backend, coordinator_id):
+        with self._leased(backend, () if coordinator_id is None else (coordinator_id,)):
             return work(backend)
 
-    def _serve_round(self, backend: Backend, work: Callable[[Any], T], coordinator_id: str) -> tuple[T, dict[str, int]]:
-        with self._leased(backend, coordinator_id):
+    def _serve_round(self, backend: Backend, serve: ServeRounds, round_: Round) -> tuple[Any, dict[str, int]]:
+        """Serve a round and those merged with it, unless an earlier round has taken it along."""
+        if round_.response is None:
+            rounds = self._merging.take(round_, backend.max_num_batched_tokens)
+            try:
+                self._serve_together(backend, serve, rounds)
+            except Exception:
+                if len(rounds) == 1:
+                    raise
+                # Repeating a round is safe. The others are served alone when their turn comes.
+                self._serve_together(backend, serve, [round_])
+        assert round_.response is not None
+        return round_.response
+
+    def _serve_together(self, backend: Backend, serve: ServeRounds, rounds: list[Round]) -> None:
+        with (
+            self._leased(backend, [round_.coordinator_id for round_ in rounds]),
+            self._merging.serving(rounds),
+        ):
             began, realigned = time.perf_counter_ns(), backend.realign_ns
-            result = work(backend)
+            results = serve([round_.request for round_ in rounds], backend)
             realign_ns = backend.realign_ns - realigned
             forward_ns = time.perf_counter_ns() - began - realign_ns
-            self.rounds += 1
+            for round_, result in zip(rounds, results, strict=True):
+                round_.response = result, {"forward_ns": forward_ns, "realign_ns": realign_ns}
+            self.rounds += len(rounds)
             self.forward_ns += forward_ns
-            return result, {"forward_ns": forward_ns, "realign_ns": realign_ns}
 
     @contextmanager
-    def _leased(self, backend: Backend, coordinator_id: str | None) -> Iterator[None]:
-        """Renew the coordinator's lease before and after work, which may take longer than the lease."""
+    def _leased(self, backend: Backend, coordinator_ids: Sequence[str]) -> Iterator[None]:
+        """Renew the coordinators' leases before and after work, which may take longer than the lease."""
         while self._orphans:
             backend.orphan(self._orphans.popitem()[0])
-        if coordinator_id is not None:
+        for coordinator_id in coordinator_ids:
             backend.renew_lease(coordinator_id, time.monotonic())
         try:
             yield
         finally:
-            if coordinator_id is not None:
+            for coordinator_id in coordinator_ids:
                 backend.renew_lease(coordinator_id, time.monotonic())
             self._cache_load = backend.load

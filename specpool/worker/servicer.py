@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 from specpool.protocol.codec import read_release, require_coordinator, worker_info_response
@@ -12,6 +11,7 @@ from specpool.rpc.observability.tracing import Span, Tracer
 from specpool.rpc.server.callers import client_of
 from specpool.v1 import common_pb2 as pb
 from specpool.worker.host import WorkerHost
+from specpool.worker.round_merging import Round
 
 
 class WorkerServicer:
@@ -20,9 +20,12 @@ class WorkerServicer:
     method: ClassVar[str]
     """The RPC that serves one round."""
     serve: ClassVar[Any]
-    """Maps a request and the backend to results in item order. Runs on the model thread."""
+    """Maps requests of different coordinators and the backend to the results of each, in item order. Runs on the model
+    thread."""
+    work: ClassVar[Any]
+    """Maps a request and the backend to the `Work` that it takes. Runs on the model thread."""
     respond: ClassVar[Any]
-    """Maps a round id, results and timing fields to a response."""
+    """Maps a round id, results, timing fields and the instance id to a response."""
 
     def __init__(self, host: WorkerHost, tracer: Tracer | None = None) -> None:
         self._host, self._tracer = host, tracer
@@ -32,8 +35,9 @@ class WorkerServicer:
         with self._span(request) as span:
             require_coordinator(request.coordinator_id)
             name = f"{self.method} (round {request.round_id}, {len(request.items)} sequences)"
-            served = await self._host.serve_round(request.coordinator_id, name, partial(self.serve, request))
-            response = self.respond(request.round_id, *served)
+            waiting = Round(request.coordinator_id, request, lambda: self.work(request, self._host.backend))
+            served = await self._host.serve_round(waiting, name, self.serve)
+            response = self.respond(request.round_id, *served, self._host.instance_id)
             if span is not None:
                 span.note(
                     {"specpool.forward_s": response.forward_ns / 1e9, "specpool.realign_s": response.realign_ns / 1e9}
@@ -62,7 +66,7 @@ class WorkerServicer:
         released = await self._host.run(
             lambda backend: backend.release(request.coordinator_id, ids), request.coordinator_id, "Release"
         )
-        return pb.ReleaseResponse(released=released)
+        return pb.ReleaseResponse(released=released, instance_id=self._host.instance_id)
 
     async def WatchStartup(
         self, request: pb.WatchStartupRequest, context: Any

@@ -17,6 +17,9 @@ class WorkerSettings(ServerSettings):
         description="time without a finished forward pass after which a busy model counts as hung: health checks fail, "
         "liveness included, until a pass ends; after twice this time the process exits; loading is exempt; 0: never",
     )
+    log_name: str | None = Field(
+        None, min_length=1, max_length=64, description="name of this process in its log; default: its program's"
+    )
     startup_cache: bool = Field(
         True,
         description="on a CPU, store the self-test result and the step times in the user's cache folder, and reuse "

@@ -27,6 +27,13 @@ class FairRule:
     def next(self) -> Sequence:
         return min(self.waiting, key=self._rank)
 
+    def in_turn(self) -> list[Sequence]:
+        """`next`, then the first sample of each request, by client."""
+        firsts: dict[int, Sequence] = {}
+        for sequence in self.waiting:
+            firsts.setdefault(self._request_of[sequence.sequence_id], sequence)
+        return [self.next, *sorted((first for first in firsts.values() if first is not self.next), key=self._rank)]
+
     def enter(self, sequence: Sequence) -> None:
         self._now += 1
         self.waiting.remove(sequence)

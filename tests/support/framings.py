@@ -12,14 +12,36 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
 
+ANY_CALL = {
+    b":method": b"POST", b":scheme": b"http", b":path": b"/", b":authority": b"fuzz",
+    b"content-type": b"application/grpc", b"te": b"trailers",
+}  # fmt: skip
+
+
+def block(fields: dict[bytes, bytes], indexed: bool = False) -> bytes:
+    """Literal HPACK fields, uncompressed: those of any call, and `fields`. `indexed`: add them to the dynamic table."""
+    kind = b"\x40" if indexed else b"\0"
+    return b"".join(kind + _string(name) + _string(value) for name, value in (ANY_CALL | fields).items())
+
+
+def indexed(fields: dict[bytes, bytes]) -> bytes:
+    """The same fields from the dynamic table, which must have them and nothing else."""
+    return bytes(0x80 | (61 + place) for place in range(len(ANY_CALL | fields), 0, -1))
+
+
+def _string(text: bytes) -> bytes:
+    """An HPACK string literal."""
+    length, digits = len(text) - 127, b""
+    if length < 0:
+        return bytes([len(text)]) + text
+    while length >= 128:
+        length, digits = length // 128, digits + bytes([length % 128 + 128])
+    return b"\x7f" + digits + bytes([length]) + text
+
+
 def headers(path: str, **more: str) -> bytes:
     """A block of literal HPACK headers, uncompressed."""
-    fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "fuzz"}
-    fields |= {"content-type": "application/grpc", "te": "trailers", **more}
-    block = b""
-    for name, value in fields.items():
-        block += b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
-    return block
+    return block({b":path": path.encode()} | {name.encode(): value.encode() for name, value in more.items()})
 
 
 def framings(path: str) -> dict[str, bytes]:

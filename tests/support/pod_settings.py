@@ -12,7 +12,7 @@ from helm_chart import COMPONENT, Manifest, container_of, of_kind, pod_template
 
 SUBSTITUTED = re.compile(r"\$(?:\$|\((\w+)\))")
 """Kubernetes replaces $(NAME) by a variable and $$ by a dollar."""
-SECRET_PATH = re.compile(r"^/(tls|api-tokens|worker-token|token)/")
+SECRET_PATH = re.compile(r"^/(tls|api-tokens|worker-token|master-secret|token)/")
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
 
 
@@ -89,8 +89,9 @@ def certificates(secret: str) -> Path:
 
 @cache
 def tokens() -> Path:
-    """Return a folder with a bare token and a file of client names and tokens."""
+    """Return a folder with a bare token, a file of client names and tokens, and the secret of ranks."""
     folder = _folder()
+    (folder / "secret").write_text(TOKEN)
     (folder / "token").write_text(TOKEN)
     (folder / "tokens").write_text(f"somebody {TOKEN}\n")
     return folder

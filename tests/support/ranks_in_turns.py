@@ -46,12 +46,12 @@ class GroupInTurns(Group):
         self.exchanged: list[tuple[int, ...]] = []
         """Shapes of the tensors that this rank has sent."""
         self._borders = torch.tensor(sharding.shares["tokens"].firsts[1:])
-        self._exchange = exchange
+        self._memory = exchange
         self._releases: list[Release] = []
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         self.exchanged.append(tuple(x.shape))
-        return self._exchange.all_gather(self.rank, x)
+        return self._memory.all_gather(self.rank, x)
 
 
 def run_ranks(folder: Path, ranks: int, sums: Sums, run: Callable[[FusedModel, GroupInTurns], Result]) -> list[Result]:

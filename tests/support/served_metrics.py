@@ -2,12 +2,13 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from scraping import Scrape, free_port, scrape
-from serving import make_request, serving
+from serving import free_address, make_request, serving
 from tiny_models import described_as_sharded, forget_all, load_engine
 
 from specpool.worker.host import WorkerHost
@@ -18,7 +19,8 @@ from target_worker.verifier import Verifier
 async def scrape_coordinator_and_worker(model: Path) -> tuple[Scrape, Scrape]:
     """Return scrapes of a coordinator with vLLM's names and of a target worker with this model."""
     port = free_port()
-    settings = {"metrics_port": port, "metrics_compat": "vllm", "max_num_seqs": 1, "queue_size": 1}
+    settings: dict[str, Any] = {"metrics_port": port, "metrics_compat": "vllm", "max_num_seqs": 1, "queue_size": 1}
+    settings["target_standby_address"] = free_address()
     async with serving(with_target=False, **settings) as service:
         with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
             await service.stub.Generate(make_request())

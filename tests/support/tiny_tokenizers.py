@@ -1,10 +1,12 @@
 """Small tokenizers of the common kinds."""
 
+import json
 import string
 from itertools import islice, product
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from coordinator.prompts.description import TokenizerDescription, read_description
 from coordinator.prompts.detokenizer import Detokenizer
 from coordinator.prompts.tokenizer import TargetTokenizer
 from specpool.protocol.tokenizer import TokenizerFiles
@@ -50,6 +52,16 @@ def make_tokenizer(
     )
 
 
+def described(tokenizer: Tokenizer) -> TokenizerDescription:
+    """Return a tokenizer as the coordinator sees it."""
+    files = TokenizerFiles(tokenizer.to_str().encode(), "", {}, ())
+    return read_description(json.dumps(TargetTokenizer(files).describe()).encode(), files)
+
+
+def detokenizer_of(tokenizer: Tokenizer) -> Detokenizer:
+    return described(tokenizer).detokenizer()
+
+
 def pieces_of(tokenizer: Tokenizer, groups: list[list[int]]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = detokenizer_of(tokenizer)
     return [*(detokenizer.feed(group) for group in groups), detokenizer.flush()]

@@ -144,11 +144,11 @@ def verify(
 
 
 @asynccontextmanager
-async def serving(role: Role, engine: Engine) -> AsyncIterator[Worker]:
+async def serving(role: Role, engine: Engine, **settings: Any) -> AsyncIterator[Worker]:
     """A loaded worker with empty slots."""
     forget_all(engine, SLOTS)
     host = WorkerHost(lambda report: role.backend(engine))
-    server = Server(ServerSettings(drain_seconds=0), MAX_ROUND_BYTES)
+    server = Server(ServerSettings(**{"drain_seconds": 0, **settings}), MAX_ROUND_BYTES)
     server.add(f"specpool.v1.{role.name}", role.register, role.servicer(host))
     port = await server.start()
     await host.load()

@@ -1,7 +1,6 @@
 """Worker processes with a sharded model: worker info, and the exit of all ranks when one ends."""
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -9,6 +8,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import grpc
 import psutil
@@ -17,7 +17,9 @@ from scraping import free_port
 from tiny_models import save_model, small_config
 from worker_service import PATIENCE_SECONDS
 
+from specpool.engine.config.options import EngineOptions
 from specpool.engine.run.connections import hang_up, watch
+from specpool.engine.run.rendezvous import await_ranks
 from specpool.v1 import common_pb2, target_worker_pb2_grpc
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -80,6 +82,11 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for child in children if "specpool.engine.startup.follower" in child.cmdline()]
 
 
+def listeners(process: psutil.Process) -> list[Any]:
+    """The TCP sockets on which a process listens."""
+    return [each for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+
+
 def log_of(process: subprocess.Popen[str]) -> str:
     """The log of a process that ends."""
     return process.communicate(timeout=PATIENCE_SECONDS)[1]
@@ -103,6 +110,8 @@ def test_a_worker_reports_its_ranks_and_exits_if_one_dies(start: Start) -> None:
         rank.send_signal(number)
     info = info_of(port, worker)
     assert info.model.tensor_parallel == 2
+    assert [listener.laddr.port for listener in listeners(psutil.Process(worker.pid))] == [port]
+    assert not listeners(rank)
     assert [rank.device for rank in info.load.ranks] == ["cpu", "cpu"]
     assert info.load.weight_bytes == sum(rank.weight_bytes for rank in info.load.ranks)
     assert info.load.kv_bytes_total == sum(rank.kv_bytes for rank in info.load.ranks)
@@ -121,15 +130,23 @@ def test_ranks_end_with_their_worker(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_two_nodes_serve_one_model(start: Start) -> None:
+@pytest.mark.parametrize("has_secret", [False, True])
+def test_two_nodes_serve_one_model(has_secret: bool, start: Start, tmp_path: Path) -> None:
     port, nodes = free_port(), nodes_of(free_port())
+    if has_secret:
+        (tmp_path / "secret").write_text("0123456789abcdef\n")
+        nodes += ["--master-secret-file", str(tmp_path / "secret")]
     other = start(*nodes, "--node-rank", "1")
     leader = start(*nodes, "--port", str(port))
     info = info_of(port, leader)
     assert [rank.device for rank in info.load.ranks] == ["cpu", "cpu"]
     assert not ranks_of(leader)
+    assert [listener.laddr.port for listener in listeners(psutil.Process(leader.pid))] == [port]
+    assert not listeners(rank_of(other))
     other.send_signal(signal.SIGTERM)
-    assert "rank 1 has ended" in log_of(leader)
+    log = log_of(leader)
+    assert "rank 1 has ended" in log
+    assert ("set --master-secret-file on all nodes" in log) != has_secret
     assert leader.returncode == 1
 
 
@@ -147,20 +164,21 @@ def test_stopping_node_0_stops_all_nodes(start: Start) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_the_ranks_of_a_node_end_with_node_0_and_with_their_node(start: Start, is_killed: bool) -> None:
+def test_the_ranks_of_a_node_end_with_node_0_and_with_their_node(start: Start, folder: Path, is_killed: bool) -> None:
     port = free_port()
-    with socket.create_server(("127.0.0.1", port)) as node_0:
-        node = start(*nodes_of(port), "--node-rank", "1")
-        link, _ = node_0.accept()
-        rank = rank_of(node)
-        if is_killed:
-            node.send_signal(signal.SIGKILL)
-        else:
-            link.close()
-        log = log_of(node)
-        rank.wait(PATIENCE_SECONDS)
-        link.close()
+    node = start(*nodes_of(port), "--node-rank", "1")
+    options = {"tensor_parallel": 2, "max_sequences": 2, "nnodes": 2, "master_addr": "127.0.0.1", "master_port": port}
+    [link] = await_ranks(EngineOptions.model_validate({"model": str(folder), "device": "cpu", **options}), 1)
+    rank = rank_of(node)
+    if is_killed:
+        node.send_signal(signal.SIGKILL)
+    else:
+        link.commands.close()
+    log = log_of(node)
+    rank.wait(PATIENCE_SECONDS)
+    link.commands.close()
+    link.data.close()
     if not is_killed:
         assert node.returncode == 1
-        assert log.count("\n") == 1
+        assert log.count("\n") <= 2, "a warning while node 0 did not listen yet"
         assert "rank 0 has refused this rank, or has ended: the process ends" in log

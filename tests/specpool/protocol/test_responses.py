@@ -94,7 +94,9 @@ def test_prompt_chunks_gain_no_token() -> None:
 def test_impossible_logprobs_are_rejected(logprobs: list[dict[str, Any]]) -> None:
     item = VerifyItem(1, 10, (5,), logprobs=2)
     good = [common_pb2.TokenLogprobs(logprob=-1.0, top_token_ids=[1, 2], top_logprobs=[-1.0, -2.0])]
-    assert read(verdict(token_ids=[7], cached_length=11, logprobs=good), items=[item])[0].logprobs[0].logprob == -1.0
+    (checked,) = read(verdict(token_ids=[7], cached_length=11, logprobs=good), items=[item])
+    (found,) = checked.logprobs
+    assert (found.logprob, [*found.top_token_ids], [*found.top_logprobs]) == (-1.0, [1, 2], [-1.0, -2.0])
     bad = [common_pb2.TokenLogprobs(**one) for one in logprobs]
     with pytest.raises(InvalidResponseError):
         read(verdict(token_ids=[7], cached_length=11, logprobs=bad), items=[item])
@@ -149,6 +151,7 @@ def test_impossible_step_costs_are_dropped() -> None:
         ({"equivalence": 99}, {}),
         ({"notes": ["n" * 2**15] * 3}, {}),
         ({"max_model_len": 2**32 - 1}, {}),
+        ({}, {"slots_total": 0}),
         ({}, {"slots_total": 2**32 - 1}),
         ({}, {"ranks": TWO_RANKS}),
         ({"tensor_parallel": 0}, {"ranks": TWO_RANKS}),
@@ -162,10 +165,12 @@ def test_impossible_step_costs_are_dropped() -> None:
     ],
 )
 def test_impossible_descriptions_are_rejected(model: dict[str, Any], load: dict[str, Any]) -> None:
-    good: dict[str, Any] = {"vocab_size": 10, "max_model_len": 10}
-    check_worker_info(common_pb2.GetWorkerInfoResponse(model=common_pb2.ModelInfo(**good)))
+    good, slots = {"vocab_size": 10, "max_model_len": 10}, {"slots_total": 4}
+    check_worker_info(
+        common_pb2.GetWorkerInfoResponse(model=common_pb2.ModelInfo(**good), load=common_pb2.WorkerLoad(**slots))
+    )
     response = common_pb2.GetWorkerInfoResponse(
-        model=common_pb2.ModelInfo(**(good | model)), load=common_pb2.WorkerLoad(**load)
+        model=common_pb2.ModelInfo(**(good | model)), load=common_pb2.WorkerLoad(**(slots | load))
     )
     with pytest.raises(InvalidResponseError):
         check_worker_info(response)

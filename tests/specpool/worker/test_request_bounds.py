@@ -115,7 +115,7 @@ async def test_a_target_with_non_finite_logits_returns_no_token(
 ) -> None:
     item = sampled(target, temperature=temperature)
     item.draft_token_ids[:] = [6, 7]
-    with broken(target, value, row=1):
+    with broken(target, value, row=0):
         error = await failure(target.round(item))
     assert error.code() == grpc.StatusCode.INTERNAL
     assert error.details() == "sequence 1: the model's logits are not finite"

@@ -15,7 +15,8 @@ from coordinator.config.settings import CoordinatorSettings
 from draft_worker.server import DraftWorkerSettings
 from specpool.cli.generate import GenerateSettings
 from specpool.cli.main import COMMANDS, known_keys
-from specpool.cli.up import UpSettings, services_of
+from specpool.cli.services import services_of
+from specpool.cli.up_settings import UpSettings
 from specpool.planning.settings import PlanSettings
 from specpool.rpc.config.help import names_of, options_of
 from specpool.rpc.config.settings import Settings
@@ -216,6 +217,10 @@ def test_unknown_variables_are_refused_by_name(
         ("max-num-seqs = 3", "unknown setting max-num-seqs (did you mean max_num_seqs?)\n"),
         ("server.port = 3", "unknown setting server\n"),
         ("port = 70000", "port: Input should be less than or equal to 65535 (got 70000)\n"),
+        ("port = true", "port: Input should not be a boolean\n"),
+        ("drain_seconds = false", "drain_seconds: Input should not be a boolean\n"),
+        ("max_request_bytes = true", "max_request_bytes: Input should not be a boolean\n"),
+        ("host = true", "host: Input should not be a boolean\n"),
         ("allowed_names = ['a', '']", "allowed_names.1: must not be empty\n"),
         ("window_size = 3\nmax_num_seqs = 3", "window_size is a deprecated name of max_num_seqs; give only"),
         ("port: 7", "line 1"),

@@ -330,6 +330,19 @@ async def test_release_counts_freed_sequences(worker: Worker) -> None:
     assert result.status == CACHE_MISS
 
 
+async def test_all_sequences_of_a_coordinator_are_released(worker: Worker) -> None:
+    for sequence_id, coordinator_id in ((1, "one"), (2, "one"), (1, "two")):
+        await worker.round(worker.item(sequence_id, 0, [5]), coordinator_id=coordinator_id)
+    response = await worker.stub.Release(common_pb2.ReleaseRequest(coordinator_id="one", all=True))
+    assert (response.released, response.instance_id) == (2, worker.host.instance_id)
+    assert (await worker.info()).load.slots_in_use == 1
+
+
+async def test_responses_name_their_process(worker: Worker) -> None:
+    response = await worker.respond(worker.item(1, 0, [5]))
+    assert response.instance_id == worker.host.instance_id == (await worker.info()).instance_id
+
+
 async def test_only_a_silent_coordinator_loses_its_sequences(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(
@@ -391,6 +404,7 @@ async def test_a_worker_describes_itself(worker: Worker) -> None:
         kv_positions_total=info.kv_positions_total,
         kv_positions_free=info.kv_positions_total - MAX_MODEL_LEN,
         kv_positions_multiple=1,
+        kv_reservations_grow=True,
     )
 
 
@@ -491,6 +505,12 @@ async def test_a_sequence_gets_exactly_max_length_positions(worker: Worker) -> N
     await worker.round(worker.item(1, 5, [6]))
     error = await failure(worker.round(worker.item(1, 6, [7])))
     assert "needs 7 positions, more than the maximum of 6" in error.details()
+    (result,) = await worker.round(item(1, 6, [7], 9))
+    assert tokens_of(result) == worker.continuation([5, 5, 5, 5, 5, 6, 7], 1)
+    await worker.round(item(1, 7, [8], 8))
+    assert worker.engine.slots["c", 1].capacity == 9, "a reservation never shrinks"
+    error = await failure(worker.round(item(1, 8, [9], MAX_MODEL_LEN + 1)))
+    assert violated_fields(error) == ["items[0].max_length"]
 
 
 @pytest.mark.parametrize("k", [3, 2**32 - 1])

@@ -1,0 +1,112 @@
+"""Targets whose address leads to another process from one call to the next."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+from relay import forward
+from serving import RecordingTarget
+
+from specpool.testing import FakeTarget
+
+
+class OtherTarget(RecordingTarget):
+    """Chooses different tokens."""
+
+    def choose(self, context: Sequence[int]) -> int:
+        return (super().choose(context) + 1) % 250
+
+
+class ServiceTarget(RecordingTarget):
+    """A target whose address another worker can take over at once, like a service name."""
+
+    async def start(self, address: str = "127.0.0.1:0") -> str:
+        self._behind = await super().start()
+        self._replaced_by: FakeTarget | None = None
+        self._proxy = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        return f"127.0.0.1:{self._proxy.sockets[0].getsockname()[1]}"
+
+    async def replace(self, other: FakeTarget) -> None:
+        """Route new connections to `other` and stop this target."""
+        self._replaced_by, self._behind = other, await other.start()
+        await super().stop()
+
+    async def stop(self) -> None:
+        self._proxy.close()
+        await super().stop()
+        if self._replaced_by is not None:
+            await self._replaced_by.stop()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await forward(reader, writer, self._behind)
+
+
+class WithoutStreams(FakeTarget):
+    """Serves unary rounds only."""
+
+    async def VerifyStream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no streams")
+        yield
+
+
+class UnaryServiceTarget(WithoutStreams, ServiceTarget): ...
+
+
+class UnaryOtherTarget(WithoutStreams, OtherTarget): ...
+
+
+class Anonymous(RecordingTarget):
+    """A target of an earlier version, whose rounds do not name their process."""
+
+    async def Verify(self, request: Any, context: Any) -> Any:
+        response = await super().Verify(request, context)
+        response.ClearField("instance_id")
+        return response
+
+
+class Balanced(RecordingTarget):
+    """Several targets behind a load balancer that chooses one for each call."""
+
+    def __init__(self, members: Sequence[RecordingTarget], has_streams: bool, chosen: int | None = None) -> None:
+        """`chosen`: the member that all calls go to; None: a random one for each call."""
+        super().__init__()
+        self.members, self._has_streams, self._chosen = members, has_streams, chosen
+        self._random = random.Random(0)
+        self._streams: set[Any] = set()
+
+    def switch(self, chosen: int) -> None:
+        """Route new calls to another member, and end the streams to the last one."""
+        self._chosen = chosen
+        for reading in self._streams:
+            reading.cancel()
+
+    @property
+    def _member(self) -> RecordingTarget:
+        return self._random.choice(self.members) if self._chosen is None else self.members[self._chosen]
+
+    async def GetWorkerInfo(self, request: Any, context: Any) -> Any:
+        return await self._member.GetWorkerInfo(request, context)
+
+    async def GetTokenizer(self, request: Any, context: Any) -> Any:
+        return await self._member.GetTokenizer(request, context)
+
+    async def Release(self, request: Any, context: Any) -> Any:
+        return await self._member.Release(request, context)
+
+    async def Verify(self, request: Any, context: Any) -> Any:
+        return await self._member.Verify(request, context)
+
+    async def VerifyStream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        if not self._has_streams:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no streams")
+        member = self._member
+        while True:
+            reading = asyncio.ensure_future(anext(requests, None))
+            self._streams.add(reading)
+            await asyncio.wait([reading])
+            self._streams.discard(reading)
+            if reading.cancelled() or (request := reading.result()) is None:
+                return
+            yield await member.Verify(request, context)
