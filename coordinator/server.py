@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import sys
 
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.prompts import templates
 from coordinator.serving.coordinator import Coordinator
 from coordinator.serving.intake import Intake
 from coordinator.serving.service import GenerationServicer
@@ -25,6 +25,9 @@ RELEASE_SECONDS = 2.0
 # Time for a lost target worker to come back during a drain.
 TARGET_AWAY_SECONDS = 5.0
 AWAY_CHECK_SECONDS = 0.1
+
+# Calls leave no reference cycles, and a full garbage collection stops all of them for long when thousands are open.
+COLLECTIONS_PER_FULL_COLLECTION = 100
 
 log = logging.getLogger("coordinator.server")  # also if run as __main__
 
@@ -45,13 +48,13 @@ class CoordinatorServer:
             from coordinator.smg.service import add_engine_service  # needs the extra `smg`
 
             add_engine_service(self.coordinator, self.server, intake)
-        self.coordinator.target.on_change = self._target_changed
+        self.coordinator.targets.on_change = self._target_changed
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
         """Listen and connect to the workers. Return the port."""
         port = await self.server.start()
-        asyncio.get_running_loop().run_in_executor(None, templates.import_library)
+        self.coordinator.tokenizers.start()
         self._running = asyncio.create_task(self.coordinator.run())
         self._running.add_done_callback(lambda _: self.server.stop(drain=False))  # it can no longer serve calls
         return port
@@ -66,7 +69,8 @@ class CoordinatorServer:
         if not failed and self.coordinator.target.is_ready:
             # Cancelled requests hold slots that the next coordinator needs.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.coordinator.slots_released(), RELEASE_SECONDS)
+                async with asyncio.timeout(RELEASE_SECONDS):
+                    await self.coordinator.slots_released()
         self._running.cancel()
         try:
             await asyncio.gather(self._running, return_exceptions=not failed)
@@ -77,11 +81,12 @@ class CoordinatorServer:
 
     async def _end_drain_without_target(self) -> None:
         """Cut a drain short once the target worker has been away for some seconds."""
-        target = self.coordinator.target
+        target = self.coordinator.targets
         await self.server.wait_stopping()
         while True:
             try:
-                await asyncio.wait_for(target.wait_ready(), self._target_away_seconds)
+                async with asyncio.timeout(self._target_away_seconds):
+                    await target.wait_ready()
             except TimeoutError:
                 log.warning("target worker unreachable; failing requests in progress")
                 return self.server.stop(drain=False)
@@ -105,6 +110,8 @@ def main() -> None:
     settings = CoordinatorSettings.load(PROGRAM)
     configure_logging(settings.log_level, settings.log_format, PROGRAM)
     settings.log_resolved()
+    gc.freeze()
+    gc.set_threshold(*gc.get_threshold()[:2], COLLECTIONS_PER_FULL_COLLECTION)
     try:
         with naming(PROGRAM, "", ListenError):
             asyncio.run(serve(settings))

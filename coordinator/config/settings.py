@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, AliasChoices, ByteSize, Field, model_validator
 
 from coordinator.config.worker_security import WorkerSecurity
+from coordinator.prompts.template_file import check_template
 from coordinator.scheduling.sequence import DraftMethod
 from specpool.environment.extras import explain_missing
 from specpool.protocol.rounds import MAX_DRAFT_TOKENS
@@ -32,9 +33,7 @@ ServesSmg = Annotated[bool, AfterValidator(_check_stubs_installed)]
 
 def _check_template(path: Path | None) -> Path | None:
     if path is not None:
-        from coordinator.prompts.templates import read_template  # imports transformers
-
-        read_template(path)
+        check_template(path)
     return path
 
 
@@ -46,6 +45,11 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
 
     port: int = Field(50050, ge=0, le=65535, description="port to listen on; 0: any free port")
     target_address: TargetAddress = Field("127.0.0.1:50051", description="host:port of the target worker")
+    target_standby_address: TargetAddress | None = Field(
+        None,
+        description="host:port of a second target worker with the same model, which takes over if the first one is "
+        "lost; default: none",
+    )
     draft_address: DraftAddress | None = Field(
         None, description="host:port of the draft worker; default: prompt lookup only"
     )
@@ -98,7 +102,6 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         le=UINT32_MAX,
         description="maximum samples of one client, queued and running; default: unlimited",
     )
-    stream_stall_seconds: Seconds = Field(60.0, gt=0, description="time without a read after which a stream fails")
     num_speculative_tokens: int | None = Field(
         None,
         ge=0,
@@ -120,7 +123,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         128,
         ge=1,
         le=UINT32_MAX,
-        description="prompt tokens prefilled per round; fewer delay decoding sequences less",
+        description="maximum prompt tokens prefilled per round; fewer run while they would delay the tokens of others",
     )
     draft_timeout_seconds: Seconds = Field(5.0, gt=0, description="timeout of the draft worker")
     target_timeout_seconds: Seconds = Field(120.0, gt=0, description="timeout of the target worker")
@@ -148,6 +151,8 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
+        if self.target_standby_address == self.target_address:
+            raise ValueError("target_standby_address must not be target_address")
         if self.default_group_size > self.max_batch_size:
             raise ValueError("min_group_size must not exceed max_batch_size")
         if self.metrics_compat is not None and self.metrics_port is None:

@@ -26,6 +26,7 @@ OVERLAP_GAIN = 0.05
 MIN_FIXED_TOKENS = 4
 # Minimum probability that a round accepts all drafts. Below it, drafting ahead is wasted work.
 MIN_AHEAD_CHANCE = 0.1
+_NO_DRAFTS = DraftPlan()
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,15 @@ class Drafting:
         """
         self.costs.verify = verify_times or self.costs.verify
         self.costs.draft = (worker and worker.step_times) or self.costs.draft
-        options = {sequence.sequence_id: self._options(sequence, worker) for sequence in group}
+        drafting = [sequence for sequence in group if sequence.request.num_speculative_tokens]
+        options = {sequence.sequence_id: self._options(sequence, worker) for sequence in drafting}
         mean_length = sum(len(sequence.token_ids) for sequence in group) / len(group)
         self.costs.verify.cached = self.costs.draft.cached = mean_length
-        adaptive = {s.sequence_id: options[s.sequence_id] for s in group if s.request.adaptive}
-        plans = self.lengths.choose(adaptive) if adaptive else {}
+        adaptive = {s.sequence_id: options[s.sequence_id] for s in drafting if s.request.adaptive}
+        plans = dict.fromkeys((sequence.sequence_id for sequence in group), _NO_DRAFTS)
+        plans |= self.lengths.choose(adaptive) if adaptive else {}
         limit = max(MIN_FIXED_TOKENS, len(self.lengths.plan.steps)) if adaptive else None
-        for sequence in group:
+        for sequence in drafting:
             sequence_id = sequence.sequence_id
             if sequence.request.adaptive:
                 plans[sequence_id] = self._plan_adaptive(sequence, plans[sequence_id])

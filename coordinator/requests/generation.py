@@ -4,19 +4,23 @@ A streaming caller sets the pace. A sample with too many unread tokens pauses, a
 """
 
 import asyncio
+import io
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 
 from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.sequence import Sequence
 from specpool.protocol.errors import ServiceError, StalledStreamError
-from specpool.protocol.sampling import TokenLogprobs
+from specpool.protocol.sampling import Logprobs
 
 # A sample with more unread tokens pauses, until half of them are read.
 MAX_UNREAD = 256
-# Commits whose log-probabilities are handed out before other tasks get a turn.
-COMMITS_PER_TURN = 64
+# Tokens whose log-probabilities are handed out before other tasks get a turn.
+TOKENS_PER_TURN = 64
+# Commits after which a caller that does not stream reads them. Waking it up for each one would delay rounds.
+UNREAD_COMMITS = 64
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,13 @@ class Sample:
 
     def __init__(self, sequence: Sequence, index: int, arrived: float) -> None:
         self.sequence, self.index = sequence, index
-        self.commits: list[Commit] = []
         self.unread = 0
         """Committed tokens that the caller has not read."""
         self.paused = False
         self.gap: float | None = None
         """Seconds between the last two commits with tokens; None after the first."""
+        self._text = io.StringIO()
+        self._logprobs = Logprobs(sequence.request.logprobs or 0)
         self._arrived = arrived
         self._admitted: float | None = None
         self._first_token: float | None = None
@@ -64,13 +69,15 @@ class Sample:
             total_s=ended - self._arrived,
         )
 
-    async def logprobs(self) -> AsyncIterator[list[TokenLogprobs]]:
-        """Log-probabilities of all tokens, if requested. Yields in chunks, to keep the event loop responsive."""
-        if self.sequence.request.logprobs is None:
-            return
-        for start in range(0, len(self.commits), COMMITS_PER_TURN):
-            commits = self.commits[start : start + COMMITS_PER_TURN]
-            yield [logprobs for commit in commits for logprobs in commit.logprobs]
+    @property
+    def text(self) -> str:
+        """The text that the caller has read."""
+        return self._text.getvalue()
+
+    async def logprobs(self) -> AsyncIterator[Logprobs]:
+        """Log-probabilities of all tokens that were read. Yields in chunks, so that other tasks get a turn."""
+        for start in range(0, len(self._logprobs), TOKENS_PER_TURN):
+            yield self._logprobs[start : start + TOKENS_PER_TURN]
             await asyncio.sleep(0)
 
     def admit(self) -> None:
@@ -82,8 +89,13 @@ class Sample:
             now = time.monotonic()
             self.gap = now - self._last_token if self._last_token is not None else None
             self._first_token, self._last_token = self._first_token or now, now
-        self.commits.append(commit)
         self.unread += len(commit.token_ids)
+
+    def read(self, commit: Commit) -> None:
+        """Keep the text and the log-probabilities of the next commit, packed: an answer may have 100,000 tokens."""
+        self._text.write(commit.text)
+        if commit.logprobs:
+            self._logprobs.extend(commit.logprobs)
 
     def end(self) -> None:
         self._ended = time.monotonic()
@@ -103,7 +115,9 @@ class Generation:
     ) -> None:
         """`stall_seconds`: time without a read after which a stream fails."""
         self.samples = [Sample(sequence, index, arrived) for index, sequence in enumerate(sequences)]
-        self._events: asyncio.Queue[tuple[Sample, Commit | None] | ServiceError] = asyncio.Queue()
+        self._events: deque[tuple[Sample, Commit | None] | ServiceError] = deque()
+        self._readable = asyncio.Event()
+        """Set when the caller should read the events."""
         self._stall_seconds, self._pause, self._resume = stall_seconds, pause, resume
         self._fail: Callable[[ServiceError], None] | None = None
         """Fails the call. Set only while commits are streamed."""
@@ -143,32 +157,42 @@ class Generation:
 
     async def finished(self) -> list[Sample]:
         """Wait for the end, and return all samples. Raises the error of a failed request."""
-        async for _, commit in self._all_commits():
-            if commit is not None:
-                _ = commit.text  # detokenizing everything at the end would block the event loop
+        async for _ in self._all_commits():
+            pass
         return self.samples
 
     async def _all_commits(self) -> AsyncIterator[tuple[Sample, Commit | None]]:
-        for _ in self.samples:
-            while True:
-                event = await self._events.get()
+        unfinished = len(self.samples)
+        while unfinished:
+            while self._events:
+                event = self._events.popleft()
                 if isinstance(event, ServiceError):
                     raise event
+                sample, commit = event
+                if commit is not None:
+                    sample.read(commit)
+                else:
+                    unfinished -= 1
                 yield event
-                if event[1] is None:
-                    break
+            self._readable.clear()
+            if unfinished:
+                await self._readable.wait()
 
     def publish(self, sample: Sample, commit: Commit) -> None:
         sample.add(commit)
-        self._events.put_nowait((sample, commit))
-        if self._fail is not None and sample.unread > MAX_UNREAD and not sample.paused:
+        self._events.append((sample, commit))
+        is_streamed = self._fail is not None
+        if is_streamed or len(self._events) >= UNREAD_COMMITS:
+            self._readable.set()
+        if is_streamed and sample.unread > MAX_UNREAD and not sample.paused:
             sample.paused = True
             self._pause(sample.sequence)
             self._update_stall_timer()
 
     def end(self, sample: Sample, error: ServiceError | None = None) -> None:
         sample.end()
-        self._events.put_nowait(error or (sample, None))
+        self._events.append(error or (sample, None))
+        self._readable.set()
         self._update_stall_timer()
 
     def _note_read(self, sample: Sample, commit: Commit | None) -> None:

@@ -1,13 +1,15 @@
 """Requests in flight: routes events to generations, and counts finish reasons."""
 
+import asyncio
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 
 from coordinator.requests.generation import Generation, Sample
 from coordinator.requests.latencies import Latencies
 from coordinator.scheduling.commits import Commit
-from coordinator.scheduling.sequence import FinishReason, Sequence
-from specpool.protocol.errors import WorkerFailedError
+from coordinator.scheduling.sequence import Finish, FinishReason, Sequence
+from specpool.protocol.errors import ServiceError
 
 # Number of recent ends that the rate is estimated from.
 MAX_ENDS = 32
@@ -53,6 +55,8 @@ class RequestsInFlight:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self._samples: dict[int, tuple[Generation, Sample]] = {}
+        self._unpublished: deque[tuple[Commit, Finish | None]] = deque()
+        """Commits, and how they ended their sequences."""
         self._ends = EndRate()
 
     def seconds_until_free(self, places: int) -> float:
@@ -68,6 +72,7 @@ class RequestsInFlight:
 
     def discard(self, generation: Generation) -> None:
         """Drop a generation that is no longer read."""
+        self._publish_all()
         for sample in generation.samples:
             del self._samples[sample.sequence.sequence_id]
 
@@ -75,8 +80,17 @@ class RequestsInFlight:
         _, sample = self._samples[sequence.sequence_id]
         sample.admit()
 
-    def committed(self, commit: Commit) -> None:
-        """Publish committed tokens, and the end of the sequence if it has finished."""
+    def committed(self, commits: Iterable[Commit]) -> None:
+        """Publish the tokens of a round, and the ends of sequences, as soon as the next round has been sent."""
+        if not self._unpublished:
+            asyncio.get_running_loop().call_soon(self._publish_all)
+        self._unpublished.extend((commit, commit.sequence.finish) for commit in commits)
+
+    def _publish_all(self) -> None:
+        while self._unpublished:
+            self._publish(*self._unpublished.popleft())
+
+    def _publish(self, commit: Commit, finish: Finish | None) -> None:
         sequence = commit.sequence
         if sequence.sequence_id not in self._samples:
             return
@@ -84,20 +98,29 @@ class RequestsInFlight:
         generation.publish(sample, commit)
         if self.latencies is not None:
             self.latencies.committed(sample)
-        if sequence.finish is not None:
-            self._end(sequence, sequence.finish.reason)
+        if finish is not None:
+            self._end(sequence, finish.reason)
 
-    def failed(self, sequence: Sequence, reason: str) -> None:
-        self._end(sequence, "error", WorkerFailedError(reason))
+    def failed(self, sequence: Sequence, error: ServiceError) -> None:
+        self._publish_all()
+        self._end(sequence, "error", error)
+
+    def has_begun(self, sequence: Sequence) -> bool:
+        """Whether any sample of the sequence's request has tokens."""
+        if sequence.sequence_id not in self._samples:
+            return False
+        generation, _ = self._samples[sequence.sequence_id]
+        return any(sample.sequence.num_generated for sample in generation.samples)
 
     def aborted(self, sequence: Sequence) -> None:
         """Handle an abort by the caller. Publish the text held back."""
+        self._publish_all()
         if sequence.text is not None:
             generation, sample = self._samples[sequence.sequence_id]
             generation.publish(sample, Commit(sequence, (), sequence.text.flush))
         self._end(sequence, FinishReason.ABORT)
 
-    def _end(self, sequence: Sequence, reason: str, error: WorkerFailedError | None = None) -> None:
+    def _end(self, sequence: Sequence, reason: str, error: ServiceError | None = None) -> None:
         self.finished[reason] += 1
         self._ends.add(time.monotonic())
         self.prompt_tokens += sequence.prompt_length

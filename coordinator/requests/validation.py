@@ -21,6 +21,8 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 256
 MAX_LOGPROBS = 20
+MAX_ANSWER_LOGPROBS = 2**22
+"""Log-probabilities that the coordinator keeps for a request, of all its samples: up to 32 MiB."""
 MAX_SAMPLES = 64
 MIN_TEMPERATURE = 0.01
 
@@ -51,18 +53,19 @@ async def read_request(
 ) -> GenerationRequest:
     """Validate a client's request. `check_queue` runs before expensive work, and may raise.
 
-    Raises InvalidArgumentError, QueueFullError.
+    Raises InvalidArgumentError, QueueFullError, UnavailableError.
     """
     request = _parse(message, client, limits)
     logs.bind_request(request.request_id)
     limits.prompts.check(message)
     check_queue(request)
-    prompt_ids = await limits.prompts.read(message, pool, before=lambda: check_queue(request))
+    prompt_ids = await limits.prompts.read(message, client, pool, before=lambda: check_queue(request))
     params, remaining = message.sampling_params, limits.max_model_len - len(prompt_ids)
     if params.HasField("max_tokens"):
         _check_max_tokens(params.max_tokens, remaining, limits)
     max_tokens = min(request.max_tokens, remaining)
     _check_min_tokens(params, max_tokens)
+    _check_logprobs(request, max_tokens)
     return replace(request, prompt_ids=prompt_ids, max_tokens=max_tokens)
 
 
@@ -186,6 +189,15 @@ def _check_min_tokens(params: pb.SamplingParams, max_tokens: int) -> None:
     if params.min_tokens > max_tokens:
         refusal = f"{params.min_tokens} exceeds max_tokens, {max_tokens}"
         raise InvalidArgumentError("sampling_params.min_tokens", refusal, limit=max_tokens)
+
+
+def _check_logprobs(request: GenerationRequest, max_tokens: int) -> None:
+    if request.logprobs is None:
+        return
+    kept = request.n * max_tokens * (1 + request.logprobs)
+    if kept > MAX_ANSWER_LOGPROBS:
+        refusal = f"n * max_tokens * (logprobs + 1) is {kept}, more than {MAX_ANSWER_LOGPROBS}"
+        raise InvalidArgumentError("sampling_params.logprobs", refusal, limit=MAX_ANSWER_LOGPROBS)
 
 
 def _num_speculative_tokens(message: pb.GenerateRequest, limits: Limits) -> tuple[int, bool]:

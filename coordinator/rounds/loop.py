@@ -14,6 +14,7 @@ from coordinator.scheduling.grouping import Group, Policy
 from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.sequence import Sequence
 from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError
+from specpool.protocol.errors import ServiceError, UnavailableError, WorkerFailedError
 from specpool.rpc.observability import logs
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,21 @@ class RoundLoop:
         """Call after a change of the pool."""
         self._work.set()
         self._has_leaving.set()
+
+    def target_replaced(self, is_same_model: bool) -> None:
+        """Forget the caches of the previous target process.
+
+        Unless the new process certainly runs the same model, fail the requests that have tokens: two models must not
+        contribute to one response.
+        """
+        begun = [] if is_same_model else [*filter(self._in_flight.has_begun, self._pool.in_flight)]
+        if begun:
+            reason = "another target process took over without fingerprints that prove it runs the same model"
+            log.error("failing %d sequences: %s", len(begun), reason, extra=logs.about(*_request_ids(begun)))
+        for sequence in begun:
+            self._fail(sequence, UnavailableError(f"{reason}; send the request again"))
+        self._pool.forget_target_caches()
+        self.wake()
 
     async def run(self) -> None:
         """Run rounds, and release the slots of sequences that left. Never returns."""
@@ -65,6 +81,8 @@ class RoundLoop:
             if not self._fail_selection([*self._pool.members, *self._pool.entering]):
                 raise
             return Group([])
+        if self._pool.awaits_places:
+            return Group([])  # a release takes far less time than the round that it would wait behind
         try:
             return self._choose()
         except Exception:
@@ -84,9 +102,10 @@ class RoundLoop:
 
     def _choose(self) -> Group:
         pool = self._pool
-        if not pool.ready:
+        eligible = pool.eligible
+        if not eligible:
             return Group([])
-        group = self._policy.choose(pool.ready, pool.rounds)
+        group = self._policy.choose(eligible, pool.rounds)
         max_size = -(-pool.schedulable // self._runner.pipeline_depth)
         group = Group(_without_suspects(group.sequences[:max_size]), group.fallback)
         pool.begin_round(group.sequences)
@@ -100,7 +119,7 @@ class RoundLoop:
         log.exception("group selection failed; failing %d sequences", len(sequences), extra=extra)
         self._runner.counters.grouping_errors += 1
         for sequence in sequences:
-            self._fail(sequence, "internal error in group selection")
+            self._fail(sequence, WorkerFailedError("internal error in group selection"))
         self.wake()
         return True
 
@@ -131,7 +150,7 @@ class RoundLoop:
             log.exception("round failed")
             progressed = True
             for sequence in group.sequences:
-                self._fail(sequence, "internal error in a round")
+                self._fail(sequence, WorkerFailedError("internal error in a round"))
         finally:
             self._pool.end_round(group.sequences)
             self.wake()
@@ -154,7 +173,7 @@ class RoundLoop:
         if (why := sequence.blame.reason_to_fail) is not None:
             request_id = sequence.request.request_id
             log.error("failing request %r: %s %s", request_id, why, reason, extra=logs.about(request_id))
-            self._fail(sequence, f"{why}{reason and f': {reason}'}")
+            self._fail(sequence, WorkerFailedError(f"{why}{reason and f': {reason}'}"))
             self.wake()
 
     async def _run_or_split(self, group: Group) -> bool:
@@ -166,14 +185,14 @@ class RoundLoop:
                 try:
                     await self._runner.run(Group([sequence]))
                 except WorkerRefusedError as error:
-                    self._fail(sequence, f"the target worker refused the sequence twice: {error}")
+                    self._fail(sequence, WorkerFailedError(f"the target worker refused the sequence twice: {error}"))
             return True
 
-    def _fail(self, sequence: Sequence, reason: str) -> None:
+    def _fail(self, sequence: Sequence, error: ServiceError) -> None:
         """End a sequence with an error, unless it has finished."""
         if sequence.finish is None:
             self._pool.abort(sequence)
-            self._in_flight.failed(sequence, reason)
+            self._in_flight.failed(sequence, error)
 
 
 def _request_ids(sequences: list[Sequence]) -> list[str]:

@@ -4,6 +4,7 @@ If the draft worker fails, the round continues without its drafts.
 """
 
 import asyncio
+import copy
 import logging
 import time
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ from coordinator.scheduling.counters import Counters, Timed
 from coordinator.scheduling.grouping import Group
 from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.round import Round
+from coordinator.scheduling.worker_time import Part
 from coordinator.tracing.traces import RoundTrace, Traces
-from coordinator.workers.errors import WorkerRefusedError, WorkerUnreachableError
+from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.interface import Draft, Workers
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, VerifyItem
 
@@ -50,6 +52,11 @@ class RoundRunner:
         self._prefill_tokens, self._overlap = prefill_tokens, overlap
         self._target_free, self._draft_free = asyncio.Lock(), asyncio.Lock()
         self._round_ids = count(1)
+        self._measured_times = self.target.step_times
+        self._plain_times = copy.deepcopy(self._measured_times)
+        """Seconds of rounds without sampling, rules and log-probabilities by rows, learned from the target's times."""
+        self._ended = 0.0
+        """When the last round ended."""
 
     @property
     def pipeline_depth(self) -> int:
@@ -82,7 +89,7 @@ class RoundRunner:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _run(self, group: Group, trace: RoundTrace) -> bool:
-        began = time.perf_counter()
+        began, instance_id = time.perf_counter(), self.target.instance_id
         same_length = group.same_length
         round_ = self._begin(group)
         outcome = RoundOutcome([], Timed(), [])
@@ -90,28 +97,50 @@ class RoundRunner:
         outcome.verify_items = items = round_.verify_items()
         if not items:
             return False
-        progressed = await self._verify(round_, items, outcome, trace)
+        progressed = await self._verify(round_, items, outcome, trace, instance_id)
         self._drafting.observe_round(outcome)
         for commit in outcome.commits:
             self.counters.add_commit(commit)
-            self._in_flight.committed(commit)
+        self._in_flight.committed(outcome.commits)
         trace.committed(round_.round_id, outcome.commits, round_.cache_misses)
         self.counters.rounds += 1
         self.counters.cache_misses += round_.cache_misses
         self.counters.grouping.add(group, same_length)
         self.counters.add_times(proposed, outcome.verified, time.perf_counter() - began)
+        self._add_round_time(group, items, began)
         return progressed
+
+    def _add_round_time(self, group: Group, items: list[VerifyItem], began: float) -> None:
+        """Count the time of a round by client. Learn how long rounds without costly rows take."""
+        if self._measured_times is not self.target.step_times:  # a new worker
+            self._measured_times, self._plain_times = self.target.step_times, copy.deepcopy(self.target.step_times)
+        sequences = {sequence.sequence_id: sequence for sequence in group.sequences}
+        parts: dict[str, Part] = {}
+        for item in items:
+            request, rows = sequences[item.sequence_id].request, len(item.token_ids) + len(item.draft_token_ids)
+            part = parts.setdefault(request.client, Part())
+            part.rows += rows
+            part.costly_rows += rows * request.is_costly
+        # Groups may overlap. Each counts the time since the last one ended.
+        ended = time.perf_counter()
+        seconds, self._ended = ended - max(began, self._ended), ended
+        self._pool.add_round_time(parts, seconds, self._plain_times)
+        if not any(part.costly_rows for part in parts.values()):
+            self._plain_times.observe(sum(part.rows for part in parts.values()), seconds)
 
     def _begin(self, group: Group) -> Round:
         round_id, draft = next(self._round_ids), self._workers.ready_draft
         worker = DraftWorker(draft.max_model_len, round_id, draft.step_times) if draft is not None else None
         plans = self._drafting.plan_round(group.sequences, worker, self.target.step_times)
-        return Round(round_id, group.sequences, self._prefill_tokens, plans, self._drafting.chance)
+        chance, pass_seconds = self._drafting.chance, self.target.step_times
+        return Round(round_id, group.sequences, self._prefill_tokens, plans, chance, pass_seconds)
 
     async def _propose(self, round_: Round, outcome: RoundOutcome, trace: RoundTrace) -> Timed:
         draft = self._workers.ready_draft
-        items = round_.propose_items(draft.max_model_len, draft.vocab_size) if draft is not None else []
-        if draft is None or not items:
+        if draft is None:
+            return Timed()
+        items = round_.propose_items(draft.max_model_len, draft.vocab_size, draft.kv_reservations_grow)
+        if not items:
             return Timed()
         began = time.perf_counter()
         with _draft_failures_ignored("proposal failed; decoding plainly"):
@@ -121,13 +150,19 @@ class RoundRunner:
             return timed
         return Timed(elapsed=time.perf_counter() - began)
 
-    async def _verify(self, round_: Round, items: list[VerifyItem], outcome: RoundOutcome, trace: RoundTrace) -> bool:
-        """Verify and commit. Meanwhile an idle draft worker drafts ahead. Return whether any sequence had a slot."""
+    async def _verify(
+        self, round_: Round, items: list[VerifyItem], outcome: RoundOutcome, trace: RoundTrace, instance_id: str
+    ) -> bool:
+        """Verify and commit. Meanwhile an idle draft worker drafts ahead. Return whether any sequence had a slot.
+
+        `instance_id`: the target process whose caches the round assumes.
+        """
         drafting_ahead: asyncio.Task[None] | None = None
         if self._can_overlap and self.pipeline_depth == 1:
             drafting_ahead = asyncio.create_task(self._draft_ahead(round_, items, outcome, trace))
         try:
             async with self._target_free:
+                self._check_process(instance_id)
                 with trace.calling("verify", round_.round_id) as parent:
                     verdicts, outcome.verified = await self.target.verify(round_.round_id, items, parent)
         except BaseException:
@@ -136,8 +171,14 @@ class RoundRunner:
             raise
         if drafting_ahead is not None:
             await drafting_ahead
+            self._check_process(instance_id)
         outcome.commits = round_.commit(verdicts)
         return any(verdict.status is not ItemStatus.NO_SLOT for verdict in verdicts)
+
+    def _check_process(self, instance_id: str) -> None:
+        """Raise WorkerUnreachableError if another target process has taken over."""
+        if self.target.instance_id != instance_id:
+            raise WorkerUnreachableError("another target process took over", Cause.NOT_SENT)
 
     async def _draft_ahead(
         self, round_: Round, verify_items: list[VerifyItem], outcome: RoundOutcome, trace: RoundTrace

@@ -6,7 +6,7 @@ from functools import cached_property
 from coordinator.scheduling.sequence import DraftMethod, Sequence
 from coordinator.scheduling.text import ShownText
 from specpool.protocol.rounds import Proposal
-from specpool.protocol.sampling import TokenLogprobs
+from specpool.protocol.sampling import NO_LOGPROBS, Logprobs
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class DraftPlan:
     """Prompt-lookup tokens, verified if the draft worker proposes none."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Commit:
     """Tokens that a round committed for one sequence."""
 
     sequence: Sequence
     token_ids: tuple[int, ...]
     shown: ShownText
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Logprobs = NO_LOGPROBS
     drafted: int = 0
     accepted: int = 0
     method: DraftMethod | None = None

@@ -9,16 +9,21 @@ With `by_length`, this rule chooses only the client and the priority. Among thes
 the last sequence enters.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 
 from coordinator.scheduling.ranking import Rank, Ranking
 from coordinator.scheduling.sequence import Sequence
 
+MayEnter = Callable[[Sequence, list[Sequence]], bool]
+"""Whether a waiting sequence could enter once these victims have left."""
+
 # With `by_length`: how many sequences may overtake the one whose turn it is.
 MAX_OVERTAKES = 16
+# Requests of a client to examine for one that fits into the KV cache.
+MAX_EXAMINED = 16
 
 
 @dataclass
@@ -112,29 +117,89 @@ class FairQueue:
             request = min(candidates, key=lambda other: abs(other.first.prompt_length - self._last_length))
         return request.first
 
-    def find_victim(self, members: Iterable[Sequence]) -> Sequence | None:
-        """The member to preempt for the next sequence. None if that sequence must wait.
+    def in_turn(self) -> Iterator[Sequence]:
+        """Waiting sequences that may enter next: `next`, and a few early requests of each client in turn."""
+        first = self.next
+        yield first
+        for client in sorted((self._clients[name] for name in self._turns), key=lambda client: client.rank):
+            requests = sorted(islice(client.turns, MAX_EXAMINED), key=lambda i: client.requests[i].rank)
+            yield from (sample for i in requests if (sample := client.requests[i].first) is not first)
 
-        A client without a place takes one from the client with the most places, if it has several. Likewise a request
-        without a place takes one from another request of its client. The victim has the fewest cached tokens.
+    def slot_victims(self, members: Iterable[Sequence], places: int, may_enter: MayEnter) -> list[Sequence]:
+        """The members to preempt so that the waiting clients get their max-min fair shares of the window.
+
+        `places`: number of waiting sequences that can enter already. A client takes places from the client with the
+        most, while that one keeps at least as many. Victims are the least urgent sequences with the fewest cached
+        tokens.
+        """
+        by_client: dict[str, list[Sequence]] = {}
+        for member in members:
+            by_client.setdefault(member.request.client, []).append(member)
+        top = max((self._clients[name].running for name in by_client), default=0)
+        if not self._waiting or top < self._clients[self._turns.first].running + 2:
+            return []
+        running = {name: client.running for name, client in self._clients.items()}
+        waiting = {name: client.waiting for name, client in self._clients.items() if client.waiting}
+        for group in by_client.values():
+            group.sort(key=lambda member: (-member.request.priority, member.num_cached_tokens), reverse=True)
+        victims: list[Sequence] = []
+        while waiting:
+            name = min(waiting, key=lambda client: (running[client], self._clients[client].since))
+            if places > 0:
+                places -= 1
+            else:
+                most = max((client for client in by_client if by_client[client]), key=running.__getitem__, default=name)
+                if running[most] < running[name] + 2:
+                    break
+                if not may_enter(self._first_of(self._clients[name]), [*victims, by_client[most][-1]]):
+                    del waiting[name]
+                    continue
+                victims.append(by_client[most].pop())
+                running[most] -= 1
+            running[name] += 1
+            waiting[name] -= 1
+            if not waiting[name]:
+                del waiting[name]
+        return victims
+
+    def request_victim(self, members: Iterable[Sequence], may_enter: MayEnter) -> Sequence | None:
+        """The member to preempt for the next sequence, if its request has no place and another of its client several.
+
+        The victim has the fewest cached tokens.
         """
         next_client, next_request = self._places[self.next.sequence_id]
-        places = [(*self._places[member.sequence_id], member) for member in members]
-        if not next_client.running:
-            candidates = [(client.running, member) for client, _, member in places]
-        elif not next_request.running:
-            candidates = [(request.running, member) for client, request, member in places if client is next_client]
-        else:
+        if next_request.running:
             return None
+        places = [(*self._places[member.sequence_id], member) for member in members]
+        candidates = [(request.running, member) for client, request, member in places if client is next_client]
         max_running = max((running for running, _ in candidates), default=0)
+        if max_running < 2:
+            return None
         victims = [member for running, member in candidates if running == max_running]
-        return min(victims, key=lambda member: member.num_cached_tokens) if max_running > 1 else None
+        victim = min(victims, key=lambda member: member.num_cached_tokens)
+        return victim if may_enter(self.next, [victim]) else None
+
+    def _first_of(self, client: _Client) -> Sequence:
+        return client.requests[client.turns.first].first
+
+    def has_place(self, sequence: Sequence) -> bool:
+        """Whether another sample of the same request is in the window."""
+        return self._places[sequence.sequence_id][1].running > 0
 
     def waiting_of(self, client: str) -> int:
         return self._clients[client].waiting if client in self._clients else 0
 
     def running_of(self, client: str) -> int:
         return self._clients[client].running if client in self._clients else 0
+
+    @property
+    def waiting_clients(self) -> int:
+        """Number of clients with waiting sequences."""
+        return len(self._turns)
+
+    def clients_without_place(self) -> set[str]:
+        """Clients that wait, and have no sequence in the window."""
+        return {name for name in self._turns if not self._clients[name].running}
 
     def add(self, samples: Items[Sequence]) -> None:
         """Queue samples of one request, new or preempted."""
@@ -168,6 +233,9 @@ class FairQueue:
         self._settle(client, request)
 
     def leave(self, sequence_id: int) -> None:
+        """Remove a sequence from the window, unless it has left before."""
+        if sequence_id not in self._places:
+            return
         client, request = self._places.pop(sequence_id)
         client.running -= 1
         request.running -= 1

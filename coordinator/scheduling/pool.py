@@ -5,19 +5,28 @@ because the target worker still holds its slot.
 
 - Parked: waits for another sequence that is prefilling the same prefix.
 - Paused: waits for its reader to catch up.
-- Preempted: taken out of the window for a waiting sequence, and queued again. Paused sequences are preempted first,
-  then sequences of a client or request with several places while another has none.
+- Cramped: waits for positions in the target's KV cache to continue.
+- Preempted: taken out of the window for another sequence, and queued again. Paused sequences are preempted first, then
+  sequences of clients with more than their share of the places or positions.
 """
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain, islice
 
 from coordinator.scheduling.capacity import DuplicateRequestError, PoolFullError, QueueLimits, Reservations
 from coordinator.scheduling.fair_queue import FairQueue
+from coordinator.scheduling.preemption import longest_of_largest, own_victim, protect, victims_for
 from coordinator.scheduling.prefixes import PrefixIndex
 from coordinator.scheduling.ready import ReadySet
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
+from coordinator.scheduling.worker_time import Part, WorkerTime
+
+# Sequences that may enter before one that has too little room in the KV cache, because they need less.
+MAX_OVERTAKEN = 16
+# No more sequences enter at once when those that have entered have more tokens than this: other clients wait meanwhile.
+MAX_ADMITTED_TOKENS = 65_536
 
 
 class Pool:
@@ -39,11 +48,13 @@ class Pool:
         self.max_num_seqs, self.limits = max_num_seqs, queue
         self.slots = slots or max_num_seqs
         self.reservations = Reservations()
+        self._worker_time = WorkerTime()
         self.rounds = 0
         self._prefix_caching, self._preempts = prefix_caching, preempts
         self._queue = FairQueue(by_length)
         self._parked: dict[int, Sequence] = {}
         self._paused: dict[int, Sequence] = {}
+        self._cramped: dict[int, Sequence] = {}
         self._preempted: dict[int, Sequence] = {}
         self.ready = ReadySet()
         self._in_round: dict[int, Sequence] = {}
@@ -64,7 +75,7 @@ class Pool:
     def running(self) -> int:
         """Sequences being generated."""
         in_round = sum(sequence.finish is None for sequence in self._in_round.values())
-        return len(self.ready) + len(self._parked) + len(self._paused) + in_round
+        return len(self.ready) + len(self._parked) + len(self._paused) + len(self._cramped) + in_round
 
     @property
     def schedulable(self) -> int:
@@ -94,12 +105,38 @@ class Pool:
     @property
     def members(self) -> Iterable[Sequence]:
         """Sequences in the window that are in no round."""
-        return chain(self.ready, self._parked.values(), self._paused.values())
+        return chain(self.ready, self._parked.values(), self._paused.values(), self._cramped.values())
+
+    @property
+    def eligible(self) -> ReadySet:
+        """Ready sequences of the clients that may join the next round."""
+        if not self._preempts:
+            return self.ready
+        clients = {sequence.request.client for sequence in chain(self.ready, self._in_round.values())}
+        allowed = self._worker_time.may_run(clients)
+        if len(allowed) == len(clients):
+            return self.ready
+        return ReadySet(sequence for sequence in self.ready if sequence.request.client in allowed)
+
+    def add_round_time(self, parts: Mapping[str, Part], seconds: float, pass_seconds: Callable[[float], float]) -> None:
+        """Count the time of a round that ends, by client: see `WorkerTime.add_round`."""
+        active = {sequence.request.client for sequence in chain(self.ready, self._in_round.values())}
+        self._worker_time.add_round(parts, seconds, pass_seconds, active | self._queue.clients_without_place())
+
+    @property
+    def in_flight(self) -> list[Sequence]:
+        """All unfinished sequences, queued or in the window."""
+        return [sequence for samples in self._by_request.values() for sequence in samples.values()]
 
     @property
     def entering(self) -> list[Sequence]:
         """The next queued sequence, if it fits in the window."""
         return [self._queue.next] if self._queue and self._count_fitting([self._queue.next]) else []
+
+    @property
+    def awaits_places(self) -> bool:
+        """Whether sequences wait for the places of preempted ones that still hold slots."""
+        return bool(self._queue) and not self._leaving.isdisjoint(self._preempted)
 
     @property
     def leaving(self) -> set[int]:
@@ -111,11 +148,13 @@ class Pool:
         (key,) = {sample.request.key for sample in new}
         if key in self._by_request:
             raise DuplicateRequestError(key)
-        check = partial(self._check_limits, key[0], len(new), sum(sample.prompt_length for sample in new))
+        check, tokens = partial(self._check_limits, key[0], len(new)), sum(sample.prompt_length for sample in new)
         try:
-            check(entering=0)
+            check(tokens, entering=0)
         except PoolFullError:  # counting the sequences that enter takes longer, so do it only if needed
-            check(entering=self._count_fitting(chain(self._queue, new)))
+            entering = self._count_fitting(chain(self._queue, new))
+            entering_tokens = sum(sample.prompt_length for sample in islice(chain(self._queue, new), entering))
+            check(tokens - entering_tokens, entering=entering)
         self._queue.add(new)
         self._by_request[key] = {sample.sequence_id: sample for sample in new}
 
@@ -133,18 +172,44 @@ class Pool:
         )
 
     def admit(self, limit: int | None = None) -> list[Sequence]:
-        """Move at most `limit` queued sequences into the window while they fit, and return them."""
+        """Move at most `limit` queued sequences into the window while they fit, and return them.
+
+        Long prompts enter over several calls.
+        """
         self._unpark()
+        for cramped in list(self._cramped.values()):
+            if self.reservations.grow(cramped):
+                self.ready.add(self._cramped.pop(cramped.sequence_id))
         if self._preempts:
+            self._make_places()
             self._make_room()
-        admitted = []
+        admitted, tokens = list[Sequence](), 0
         for _ in range(min(self.queued, self.capacity if limit is None else min(limit, self.capacity))):
-            sequence = self._queue.next
-            if not self._count_fitting([sequence]):
-                break  # otherwise shorter sequences could starve it
+            sequence = self._next_fitting()
+            if sequence is None:
+                break
             self._enter(sequence)
             admitted.append(sequence)
+            tokens += len(sequence.token_ids)
+            if tokens > MAX_ADMITTED_TOKENS:
+                break
         return admitted
+
+    def _next_fitting(self) -> Sequence | None:
+        """The waiting sequence that enters next. Shorter ones may overtake, but only so often."""
+        if self._cramped:
+            return None
+        first = self._queue.next
+        for sequence in self._candidates():
+            if self._count_fitting([sequence]):
+                first.overtaken += sequence is not first
+                return sequence
+        return None
+
+    def _candidates(self) -> Iterable[Sequence]:
+        """Waiting sequences that may enter next if they fit, first to last."""
+        first = self._queue.next
+        return self._queue.in_turn() if first.overtaken < MAX_OVERTAKEN else [first]
 
     def _count_fitting(self, waiting: Iterable[Sequence]) -> int:
         return self.reservations.count_fitting(waiting, self.capacity)
@@ -154,7 +219,9 @@ class Pool:
         if self._prefix_caching:
             self._prefixes.add(sequence)
         self._queue.enter(sequence)  # last, so that an error above leaves the sequence queued
-        sequence.is_preempted = False
+        if sequence.is_preempted:
+            protect(sequence)
+        sequence.is_preempted, sequence.overtaken = False, 0
         self.reservations.add(sequence)
         self._park_or_make_ready(sequence)
         self._prefixes.trim(self.slots - self.max_num_seqs + self.capacity)
@@ -183,27 +250,85 @@ class Pool:
             self._paused[sequence.sequence_id] = sequence
             return
         sequence.ready_since = self.rounds
-        self.ready.add(sequence)
+        if self.reservations.grow(sequence):
+            self.ready.add(sequence)
+        else:
+            self._cramped[sequence.sequence_id] = sequence
 
-    def _make_room(self) -> None:
-        """Preempt paused sequences, longest paused first. Without any, let the queue choose a victim."""
-        needed = len(self._queue) - self.capacity - len(self._leaving)
-        for sequence in list(islice(self._paused.values(), max(0, needed))):
+    def _make_places(self) -> None:
+        """Preempt paused sequences, longest paused first, and sequences of clients above their share of places."""
+        coming = self.capacity + len(self._leaving)
+        for sequence in list(islice(self._paused.values(), max(0, len(self._queue) - coming))):
             self._preempt(sequence)
-        if self._queue and not self.capacity and not self._leaving:
-            victim = self._queue.find_victim(chain(self._parked.values(), self.ready))
+            coming += 1
+        members = partial(chain, self._parked.values(), self.ready)
+        for sequence in self._queue.slot_victims(members(), coming, self._would_fit):
+            self._preempt(sequence)
+            coming += 1
+        if self._queue and not coming:
+            victim = self._queue.request_victim(members(), self._would_fit)
             if victim is not None:
                 self._preempt(victim)
+
+    def _would_fit(self, sequence: Sequence, victims: Iterable[Sequence]) -> bool:
+        """Whether a waiting sequence could enter once these victims have left, if it gets a place."""
+        held, first = self.reservations, self._queue.next
+        if sequence is not first and first.overtaken >= MAX_OVERTAKEN:
+            return False
+        coming = sum(held[sequence_id] for sequence_id in self._leaving)
+        coming += sum(held[victim.sequence_id] for victim in victims)
+        return not held.is_limited or held.capacity.needed_by(sequence) <= held.free + coming
+
+    def _make_room(self) -> None:
+        """Preempt sequences whose KV positions others need more."""
+        if not self.reservations.is_limited:
+            return
+        for sequence in self._cramped.values():
+            if self._claim(sequence, self.reservations.missing(sequence), is_inside=True):
+                return
+        is_stuck = self._cramped and not (self.ready or self._in_round or self._leaving)
+        if is_stuck and self.occupied > 1:
+            self._preempt(longest_of_largest(self.members, self.reservations))
+        elif self._queue and self.capacity + len(self._leaving) and not (self._cramped and self._leaving):
+            for sequence in islice(self._candidates(), MAX_OVERTAKEN):
+                if self._claim(sequence, self.reservations.capacity.needed_by(sequence), is_inside=False):
+                    return
+
+    def _claim(self, claimant: Sequence, wanted: int, is_inside: bool) -> bool:
+        """Preempt sequences until a sequence gets `wanted` more positions. Return whether it will."""
+        held = self.reservations
+        missing = wanted
+        if is_inside or not self._cramped:  # otherwise cramped sequences get what is free
+            missing -= held.free + sum(held[sequence_id] for sequence_id in self._leaving)
+        for sequence in list(self._paused.values()):
+            if missing > 0:
+                missing -= held[sequence.sequence_id]
+                self._preempt(sequence)
+        if missing <= 0:
+            return True
+        members = list(self.members)
+        victims = victims_for(claimant, wanted, missing, members, self._in_round.values(), held)
+        if not victims and not is_inside and not self._queue.has_place(claimant):
+            own = own_victim(claimant, wanted, missing, members, held)
+            victims = [own] if own is not None else []
+        for victim in victims:
+            self._preempt(victim)
+        return bool(victims)
 
     def _preempt(self, sequence: Sequence) -> None:
         sequence_id = sequence.sequence_id
         if sequence_id in self.ready:
             self.ready.pop(sequence_id)
-        elif self._parked.pop(sequence_id, None) is None:
-            del self._paused[sequence_id]
+        else:
+            for waiting in (self._parked, self._paused, self._cramped):
+                waiting.pop(sequence_id, None)
         self._preempted[sequence_id] = sequence
         self._leaving.add(sequence_id)
-        self._prefixes.discard(sequence)
+        self._queue.leave(sequence_id)
+        if self._prefix_caching:
+            cached = copy.copy(sequence)
+            cached.finish, cached.target_prefix, cached.draft_prefix = Finish(FinishReason.ABORT), None, None
+            self._prefixes.finish(cached)  # the workers keep it until they need the room
         sequence.preempt()
 
     def _requeue(self, sequence_id: int) -> None:
@@ -218,6 +343,8 @@ class Pool:
         sequence.paused = True
         if sequence.sequence_id in self.ready:
             self._paused[sequence.sequence_id] = self.ready.pop(sequence.sequence_id)
+        elif sequence.sequence_id in self._cramped:
+            self._paused[sequence.sequence_id] = self._cramped.pop(sequence.sequence_id)
 
     def resume(self, sequence: Sequence) -> None:
         """Make a paused sequence ready again, behind all others. Queue it if it was preempted."""
@@ -240,11 +367,27 @@ class Pool:
         for sequence in group:
             if self._in_round.pop(sequence.sequence_id, None) is None:
                 continue
-            if sequence.finish is None:
-                self._make_ready(sequence)
-            else:
+            if sequence.finish is not None:
                 self._leave(sequence)
                 self._forget(sequence)
+                continue
+            self._make_ready(sequence)
+            if sequence.lacks_room:  # another coordinator may need what it holds
+                sequence.lacks_room = False
+                self._preempt(sequence)
+
+    def forget_target_caches(self) -> None:
+        """Forget what the target worker has cached, after another process has replaced it."""
+        for sequence in self.in_flight:
+            is_ready = sequence.sequence_id in self.ready
+            if is_ready:
+                self.ready.pop(sequence.sequence_id)
+            sequence.num_cached_tokens = 0
+            if sequence.target_prefix is not None:
+                sequence.target_prefix.source.num_cached_tokens = 0
+            if is_ready:
+                self.ready.add(sequence)
+        self._prefixes.trim(0)
 
     def _leave(self, sequence: Sequence) -> None:
         self._leaving.add(sequence.sequence_id)
@@ -278,8 +421,10 @@ class Pool:
         elif sequence_id in self.ready:
             self.ready.pop(sequence_id)
             self._leave(sequence)
-        elif (self._parked.pop(sequence_id, None) or self._paused.pop(sequence_id, None)) is not None:
-            self._leave(sequence)
+        else:
+            for waiting in (self._parked, self._paused, self._cramped):
+                if waiting.pop(sequence_id, None) is not None:
+                    self._leave(sequence)
 
     def released(self, sequence_ids: Iterable[int]) -> None:
         """Free the places of sequences whose slots the workers have released."""
@@ -293,7 +438,8 @@ class Pool:
         """Raise AssertionError if a sequence is in two states or a limit is exceeded."""
         self._queue.check_integrity()
         queued, ready = ({sequence.sequence_id for sequence in group} for group in (self._queue, self.ready))
-        states = [queued, set(self._parked), set(self._paused), ready, set(self._in_round), self._leaving]
+        waiting = [set(self._parked), set(self._paused), set(self._cramped)]
+        states = [queued, *waiting, ready, set(self._in_round), self._leaving]
         assert len(set().union(*states)) == sum(map(len, states)), "a sequence is in two states"
         assert sum(map(len, states[1:])) <= self.max_num_seqs, "the window is exceeded"
         self.reservations.check_integrity(set().union(*states[1:]))

@@ -7,25 +7,15 @@ Sharing is observable, in `usage.cached_tokens` and in response times. Sequences
 namespace, and only whole blocks. Otherwise a prompt could be guessed token by token.
 """
 
-from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import count, islice
 
+from coordinator.scheduling.digests import BLOCK_TOKENS, Digest
 from coordinator.scheduling.sequence import Prefix, Sequence
 
-# Prompts that share fewer tokens are prefilled in parallel, which is faster than waiting for the prefix.
-BLOCK_TOKENS = 16
 # Candidates to examine per digest: this many of the earliest, and as many of the latest.
 MAX_CANDIDATES = 8
-# Digested lengths grow by 1/32, in whole blocks, so that long prompts have few digests.
-STRIDE = 32
-
-Digest = bytes
-"""Digest of all tokens up to some length; collision-resistant."""
 
 
 @dataclass
@@ -51,13 +41,15 @@ class PrefixIndex:
 
     def add(self, sequence: Sequence) -> None:
         """Add a source for sequences that enter later."""
-        self._index(sequence, sequence.token_ids)
+        self.discard(sequence)
+        self._finished.pop(sequence.sequence_id, None)
+        self._index(sequence, len(sequence.token_ids))
 
     def finish(self, sequence: Sequence) -> None:
-        """Limit a finished sequence to its cached tokens."""
+        """Limit a finished or preempted sequence to its cached tokens."""
         self.discard(sequence)
         if sequence.num_cached_tokens >= BLOCK_TOKENS:
-            self._index(sequence, sequence.token_ids[: sequence.num_cached_tokens])
+            self._index(sequence, sequence.num_cached_tokens)
             self._finished[sequence.sequence_id] = sequence
 
     def trim(self, limit: int) -> None:
@@ -78,8 +70,8 @@ class PrefixIndex:
         if not sequences:
             self._by_digest.pop(namespace, None)
 
-    def _index(self, sequence: Sequence, token_ids: Items[int]) -> None:
-        digests = [digest for _, digest in _digests(token_ids)]
+    def _index(self, sequence: Sequence, length: int) -> None:
+        digests = [digest for _, digest in sequence.digests.up_to(sequence.token_ids, length)]
         self._entries[sequence.sequence_id] = _Entry(sequence, next(self._count), digests)
         sequences = self._by_digest.setdefault(sequence.request.namespace, {})
         for digest in digests:
@@ -94,7 +86,8 @@ class PrefixIndex:
         by_digest = self._by_digest.get(sequence.request.namespace, {})
         sources: list[Sequence] = []
         matched = 0
-        for length, digest in _digests(sequence.token_ids[:-1]) if by_digest else ():
+        digests = sequence.digests.up_to(sequence.token_ids, len(sequence.token_ids) - 1) if by_digest else ()
+        for length, digest in digests:
             same = by_digest.get(digest, {})
             candidates = (*islice(same.values(), MAX_CANDIDATES), *islice(reversed(same.values()), MAX_CANDIDATES))
             earlier = [other for other in candidates if self._is_earlier(other, sequence)]
@@ -115,20 +108,12 @@ class PrefixIndex:
         return source.finish is not None or entry is None or self._entries[source.sequence_id].entered < entry.entered
 
 
-def _digests(token_ids: Items[int]) -> Iterator[tuple[int, Digest]]:
-    """Lengths in whole blocks, each with the digest of the tokens before it."""
-    state, begin = sha256(), 0
-    while (end := begin + max(1, begin // STRIDE // BLOCK_TOKENS) * BLOCK_TOKENS) <= len(token_ids):
-        state.update(array("I", token_ids[begin:end]))
-        yield end, state.digest()
-        begin = end
-
-
 def _shared_length(source: Sequence, sequence: Sequence, matched: int) -> int:
     """Length of the shared prefix, whose first `matched` tokens are known to be equal."""
     one, other = source.token_ids, sequence.token_ids
     end = min(len(one) if source.finish is None else source.num_cached_tokens, len(other) - 1)
-    if source.first_sample_id == sequence.first_sample_id:  # beyond the prompt, samples differ
+    if source.first_sample_id == sequence.first_sample_id and source.sequence_id != sequence.sequence_id:
+        # Beyond the prompt, samples differ.
         return min(end, sequence.prompt_length)
     length = matched
     while (after := length + BLOCK_TOKENS) <= end and one[length:after] == other[length:after]:

@@ -1,5 +1,6 @@
 """Priority queue with changing ranks. Pure."""
 
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
@@ -20,6 +21,10 @@ class Ranking(Generic[Item]):
 
     def __len__(self) -> int:
         return len(self._ranks)
+
+    def __iter__(self) -> Iterator[Item]:
+        """All items, in the order in which they were added."""
+        return iter(self._ranks)
 
     @property
     def first(self) -> Item:

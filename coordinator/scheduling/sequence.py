@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from coordinator.scheduling.blame import Blame, Progress
+from coordinator.scheduling.digests import PrefixDigests
 from coordinator.scheduling.speculation import SpeculationStats
 from coordinator.scheduling.text import ShownText, TextStream
 from specpool.protocol.sampling import SamplingParams
@@ -79,6 +80,11 @@ class GenerationRequest:
         return self.client, self.cache_salt
 
     @property
+    def is_costly(self) -> bool:
+        """Whether choosing and reporting its tokens takes the target worker longer than greedy decoding."""
+        return not self.sampling.is_argmax or self.logprobs is not None
+
+    @property
     def worker_sampling(self) -> SamplingParams:
         """Sampling parameters to send on first contact with a worker."""
         stops, prompt_length = tuple(sorted(self.stop_token_ids)), len(self.prompt_ids)
@@ -132,6 +138,7 @@ class Sequence:
         """The first sequence of the same request."""
         self.request = request
         self.token_ids = list(request.prompt_ids)
+        self.digests = PrefixDigests()
         self.num_cached_tokens = 0
         self.num_draft_cached_tokens = 0
         self.target_prefix: Prefix | None = None
@@ -143,8 +150,20 @@ class Sequence:
         self.drafted_ahead: DraftedAhead | None = None
         self.draft_backoff_until = 0
         """First round that may use the draft worker again after it had no free slot."""
+        self.prefill_waits = 0
+        """Rounds in a row that had no share of the target worker's prefill budget left for the sequence."""
+        self.had_no_slot = False
+        """Whether the target worker had no free slot in the last round."""
         self.ready_since = 0
         """The pool's round count when the sequence became ready."""
+        self.reserved: int | None = None
+        """Positions reserved in the workers. None: all that it can need."""
+        self.lacks_room = False
+        """The target worker could not enlarge its reservation."""
+        self.overtaken = 0
+        """Sequences that entered the window before it because they are shorter."""
+        self.protected_until = 0
+        """Number of tokens before which it is not preempted again for lack of positions."""
         self.is_preempted = False
         self.paused = False
         """Kept out of rounds because its reader lags behind."""
@@ -194,6 +213,16 @@ class Sequence:
     def max_length(self) -> int:
         """Maximum number of positions, including draft tokens."""
         return len(self.request.prompt_ids) + self.request.max_tokens
+
+    @property
+    def reserved_length(self) -> int:
+        """Positions that the workers must reserve."""
+        return self.max_length if self.reserved is None else min(self.reserved, self.max_length)
+
+    @property
+    def next_length(self) -> int:
+        """Maximum number of positions after the next round."""
+        return len(self.token_ids) + max(0, self.max_num_draft_tokens)
 
     @property
     def max_num_draft_tokens(self) -> int:

@@ -1,7 +1,6 @@
 """A turn: one sequence's part in a round. Builds the items for the workers, and applies their answers. Pure."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
@@ -10,26 +9,8 @@ from coordinator.scheduling.sequence import DraftedAhead, DraftMethod, Prefix, S
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
 
-# Catch-ups of up to this many tokens are never chunked. A draft worker regularly lacks two tokens.
-MAX_UNCHUNKED_TOKENS = 8
 # Rounds of backoff after the draft worker had no free slot.
 DRAFT_BACKOFF_ROUNDS = 16
-
-
-@dataclass
-class PrefillBudget:
-    """Tokens of long catch-ups left for one worker in this round."""
-
-    tokens: int
-
-    def take(self, token_ids: list[int], num_cached_tokens: int) -> tuple[int, ...]:
-        """The next committed tokens that the worker lacks, within the budget."""
-        missing = len(token_ids) - num_cached_tokens
-        if missing <= MAX_UNCHUNKED_TOKENS:
-            return tuple(token_ids[num_cached_tokens:])
-        count = min(missing, self.tokens)
-        self.tokens -= count
-        return tuple(token_ids[num_cached_tokens : num_cached_tokens + count])
 
 
 class Turn:
@@ -46,27 +27,50 @@ class Turn:
         """Proposed tokens to verify."""
         self._verified_base = 0
         """Cached positions that the target worker was told to keep."""
+        self._draft_reservation: int | None = None
+        """Positions for a draft worker to reserve if its reservations grow."""
 
     # --- Draft worker
 
-    def propose_item(self, budget: PrefillBudget, draft_max_len: int, draft_vocab_size: int) -> ProposeItem | None:
-        """The item for the draft worker; None to leave it out."""
+    def draft_catchup(self, draft_max_len: int) -> int:
+        """Number of committed tokens to send to the draft worker; 0 to leave the sequence out."""
         sequence, length = self.sequence, len(self.sequence.token_ids)
-        limit = min(self._plan.num_draft_tokens, sequence.max_num_draft_tokens)
-        if limit <= 0 or length >= draft_max_len or self._round_id < sequence.draft_backoff_until:
-            return None
-        num_draft_tokens = min(limit, draft_max_len - length) if sequence.is_decoding else 0
-        if num_draft_tokens <= 0 and sequence.draft_base_length == length:
-            return None
+        if self._draft_limit <= 0 or length >= draft_max_len or self._round_id < sequence.draft_backoff_until:
+            return 0
+        if sequence.had_no_slot:  # leave the draft worker's slots to sequences that the target worker serves
+            return 0
+        if not sequence.is_decoding and sequence.draft_base_length == length:
+            return 0
+        return length - self._draft_base
+
+    @property
+    def _draft_limit(self) -> int:
+        return min(self._plan.num_draft_tokens, self.sequence.max_num_draft_tokens)
+
+    @property
+    def _draft_base(self) -> int:
+        """Positions for the draft worker to keep."""
         # After drafting ahead, all tokens may be cached. The last one must run again for its logits.
-        base = min(sequence.draft_base_length, length - 1)
-        tokens = budget.take(sequence.token_ids, base)
+        return min(self.sequence.draft_base_length, len(self.sequence.token_ids) - 1)
+
+    def propose_item(
+        self, count: int, draft_max_len: int, draft_vocab_size: int, draft_grows: bool = False
+    ) -> ProposeItem | None:
+        """The item that sends `count` tokens to the draft worker; None to leave the sequence out.
+
+        `draft_grows`: whether the draft worker's reservations grow.
+        """
+        sequence, base, length = self.sequence, self._draft_base, len(self.sequence.token_ids)
+        tokens = tuple(sequence.token_ids[base : base + count])
         # The target's output head can be larger than the draft's, and yield tokens outside the draft's vocabulary.
         if not tokens or max(tokens) >= draft_vocab_size:
             return None
-        if base + len(tokens) < length:
-            num_draft_tokens = 0
+        is_caught_up = sequence.is_decoding and base + count == length
+        num_draft_tokens = min(self._draft_limit, draft_max_len - length) if is_caught_up else 0
         source, sampling = _first_contact(sequence, sequence.num_draft_cached_tokens, base, sequence.draft_prefix)
+        if draft_grows and sequence.reserved is not None:
+            self._draft_reservation = min(sequence.reserved_length, draft_max_len)
+        full = min(sequence.max_length, draft_max_len) if sampling else None
         return ProposeItem(
             sequence_id=sequence.sequence_id,
             base_length=base,
@@ -74,7 +78,7 @@ class Turn:
             num_draft_tokens=num_draft_tokens,
             prefix_sequence_id=source,
             sampling=sampling,
-            max_length=min(sequence.max_length, draft_max_len) if sampling else None,
+            max_length=self._draft_reservation or full,
             min_chance=self._plan.min_chance if num_draft_tokens else 0.0,
             next_chance=self._plan.next_chance,
         )
@@ -115,7 +119,8 @@ class Turn:
         if proposal is None or not drafts or len(drafts) < len(proposal.draft_token_ids):
             return None
         end = len(self.sequence.token_ids) + len(drafts)
-        max_length = min(self.sequence.max_length - 1, draft_max_len)  # the target always adds one token
+        # The target always adds one token.
+        max_length = min(self.sequence.max_length - 1, self.sequence.reserved_length, draft_max_len)
         num_draft_tokens = min(1 + plan.num_draft_tokens, max_length - end, limit)
         if num_draft_tokens <= 1:
             return None
@@ -124,30 +129,43 @@ class Turn:
             base_length=proposal.num_cached_tokens,
             token_ids=drafts[-1:],
             num_draft_tokens=num_draft_tokens,
+            max_length=self._draft_reservation,
             min_chance=plan.min_chance,
             next_chance=plan.next_chance,
         )
 
     # --- Target worker
 
-    def verify_item(self, budget: PrefillBudget) -> VerifyItem | None:
-        """The item for the target worker; None if the budget is used up."""
+    @property
+    def catchup(self) -> int:
+        """Number of committed tokens that the target worker lacks."""
+        return len(self.sequence.token_ids) - self.sequence.target_base_length
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Number of draft tokens to verify."""
+        return len(self._verified_drafts)
+
+    @property
+    def _verified_drafts(self) -> tuple[int, ...]:
+        return (self._draft_ids or self._plan.lookup_ids) if self.sequence.is_decoding else ()
+
+    def verify_item(self, count: int) -> VerifyItem:
+        """The item that sends `count` committed tokens to the target worker, followed by draft tokens if decoding."""
         sequence, base = self.sequence, self.sequence.target_base_length
-        tokens = (sequence.token_ids[-1],) if sequence.is_decoding else budget.take(sequence.token_ids, base)
-        if not tokens:
-            return None
+        tokens = tuple(sequence.token_ids[base : base + count])
         source, sampling = _first_contact(sequence, sequence.num_cached_tokens, base, sequence.target_prefix)
         self._verified_base = base
         return VerifyItem(
             sequence_id=sequence.sequence_id,
             base_length=base,
             token_ids=tokens,
-            draft_token_ids=(self._draft_ids or self._plan.lookup_ids) if sequence.is_decoding else (),
+            draft_token_ids=self._verified_drafts,
             prefill_only=base + len(tokens) < len(sequence.token_ids),
             logprobs=sequence.request.logprobs,
             prefix_sequence_id=source,
             sampling=sampling,
-            max_length=sequence.max_length if sampling else None,
+            max_length=sequence.reserved_length if sampling or sequence.reserved is not None else None,
         )
 
     def take_verdict(self, verdict: Verdict) -> Commit | None:
@@ -155,6 +173,7 @@ class Turn:
         sequence = self.sequence
         if sequence.finish is not None:
             return None
+        sequence.had_no_slot = verdict.status is ItemStatus.NO_SLOT
         if verdict.status is not ItemStatus.OK:
             self._reset_target_cache(verdict.status)
             return None
@@ -169,6 +188,9 @@ class Turn:
 
     def _reset_target_cache(self, status: ItemStatus) -> None:
         sequence = self.sequence
+        if status is ItemStatus.NO_SLOT and sequence.num_cached_tokens:
+            sequence.lacks_room = True  # another coordinator holds the room; the cache is intact
+            return
         if status is not ItemStatus.NO_SLOT:
             sequence.blame.record_cache_miss(sequence.progress)
         if status is ItemStatus.CACHE_MISS:

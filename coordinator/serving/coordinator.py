@@ -10,8 +10,9 @@ from itertools import count
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.drafting.drafting import Drafting
-from coordinator.prompts.templates import read_template
-from coordinator.prompts.tokenizer import TargetTokenizer
+from coordinator.prompts.description import TokenizerDescription
+from coordinator.prompts.template_file import read_template
+from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.requests.generation import Generation
 from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.requests.latencies import Latencies
@@ -26,7 +27,9 @@ from coordinator.tracing.traces import Traces
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.errors import MismatchError
 from coordinator.workers.interface import Workers
+from coordinator.workers.standby import TargetPair
 from coordinator.workers.target_link import TargetLink
+from coordinator.workers.target_model import TargetModel
 from specpool.protocol.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -52,14 +55,13 @@ class Coordinator:
         self.traces = Traces(tracer, lambda: self.served_model_name, settings.trace_prompts)
         # Unique to this process, so that no worker confuses its sequences with those of an earlier one.
         coordinator_id = uuid.uuid4().hex
-        target = Connector(settings.target_address, **settings.worker_security)
-        self.target = TargetLink(target, coordinator_id, settings.target_timeout_seconds)
-        if settings.chat_template is not None:
-            self.target.chat_template = read_template(settings.chat_template)
+        self.tokenizers = TokenizerPool(max_waiting=settings.usable_window + settings.queue_size)
+        addresses, model = [settings.target_address, settings.target_standby_address], TargetModel()
+        self.targets = TargetPair(*(self._target_link(each, coordinator_id, model) for each in addresses if each))
         self.draft: DraftLink | None = None
         if settings.draft_address is not None:
             draft = Connector(settings.draft_address, **settings.worker_security)
-            self.draft = DraftLink(draft, coordinator_id, settings.draft_timeout_seconds, self.target)
+            self.draft = DraftLink(draft, coordinator_id, settings.draft_timeout_seconds, self.targets)
         is_eqspec = settings.policy == "eqspec"  # a fixed batch neither preempts nor overlaps
         self.pool = Pool(
             settings.usable_window,
@@ -72,7 +74,7 @@ class Coordinator:
         self.drafting = Drafting(settings.max_num_speculative_tokens)
         runner = RoundRunner(
             self.pool,
-            Workers(self.target, self.draft),
+            Workers(self.targets, self.draft),
             self.drafting,
             self.in_flight,
             self.traces,
@@ -84,10 +86,17 @@ class Coordinator:
             settings.max_batch_size, settings.default_group_size, settings.max_wait_rounds, settings.prefer_group
         )
         self._loop = RoundLoop(self.pool, POLICIES[settings.policy](limits), runner, self.in_flight)
+        for link in self.targets.links:
+            link.on_replaced = self._loop.target_replaced
         self._sequence_ids = count(1)
 
     @property
-    def tokenizer(self) -> TargetTokenizer:
+    def target(self) -> TargetLink:
+        """The link to the target worker that serves rounds."""
+        return self.targets.active
+
+    @property
+    def tokenizer(self) -> TokenizerDescription:
         """The target's tokenizer. Raises UnavailableError until the target worker was ready."""
         if self.target.tokenizer is None:
             raise UnavailableError(f"the target worker at {self.target.address} is not ready: {self.target.reason}")
@@ -97,7 +106,7 @@ class Coordinator:
     def max_model_len(self) -> int:
         """Maximum positions of a request. Raises UnavailableError until the target worker was ready."""
         _ = self.tokenizer
-        return self.target.max_model_len
+        return self.targets.max_model_len
 
     @property
     def served_model_name(self) -> str:
@@ -110,8 +119,9 @@ class Coordinator:
         """Run rounds. Raises MismatchError if the target worker restarts with another model; never returns."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                for link in self._links():
-                    tasks.create_task(link.keep_connected())
+                drafts = [] if self.draft is None else [self.draft.keep_connected()]
+                for probing in (*self.targets.probes(), *drafts):
+                    tasks.create_task(probing)
                 await self._loop.run()
         except* MismatchError as group:
             raise group.exceptions[0] from None
@@ -121,7 +131,8 @@ class Coordinator:
         load = self.target.load_at_start
         self.pool.slots = load.slots_total
         self.pool.max_num_seqs = min(self.settings.usable_window, self.pool.slots)
-        self.pool.reservations.capacity = KVCapacity(load.kv_positions_total, load.kv_positions_multiple)
+        grows = load.kv_reservations_grow and self.settings.policy != "eqspec"  # a fixed batch does not preempt
+        self.pool.reservations.capacity = KVCapacity(load.kv_positions_total, load.kv_positions_multiple, grows)
 
     async def slots_released(self) -> None:
         """Wait until all sequences have ended and released their slots."""
@@ -175,11 +186,17 @@ class Coordinator:
             self._abort(sequence)
 
     async def close(self) -> None:
-        for link in self._links():
+        await self.tokenizers.close()
+        for link in (*self.targets.links, *([self.draft] if self.draft is not None else [])):
             await link.close()
 
-    def _links(self) -> list[TargetLink | DraftLink]:
-        return [self.target, *([self.draft] if self.draft is not None else [])]
+    def _target_link(self, address: str, coordinator_id: str, model: TargetModel) -> TargetLink:
+        settings = self.settings
+        connector = Connector(address, **settings.worker_security)
+        link = TargetLink(connector, coordinator_id, settings.target_timeout_seconds, self.tokenizers, model)
+        if settings.chat_template is not None:
+            link.chat_template = read_template(settings.chat_template)
+        return link
 
     @contextmanager
     def _refusals(self, request: GenerationRequest) -> Iterator[None]:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from coordinator.prompts.prompt_reader import PromptReader
-from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.requests.generation import Generation
 from coordinator.requests.validation import Limits, check_request_id, read_request
 from coordinator.serving.coordinator import Coordinator
@@ -28,8 +27,6 @@ class Intake:
 
     def __init__(self, coordinator: Coordinator, server: Server) -> None:
         self._coordinator, self._server = coordinator, server
-        settings = coordinator.settings
-        self._tokenizers = TokenizerPool(max_waiting=settings.usable_window + settings.queue_size)
 
     @asynccontextmanager
     async def generation(
@@ -46,7 +43,9 @@ class Intake:
             arrived = time.monotonic()
             prompts = PromptReader(coordinator.tokenizer, coordinator.max_model_len, coordinator.target.vocab_size)
             limits = Limits(coordinator.settings, prompts, coordinator.pool.max_num_seqs)
-            request = await read_request(message, client_of(context), limits, self._tokenizers, coordinator.check_queue)
+            request = await read_request(
+                message, client_of(context), limits, coordinator.tokenizers, coordinator.check_queue
+            )
             async with coordinator.generate(request, arrived) as generation:
                 coordinator.traces.follow(trace, generation)
                 yield generation, partial(_fail, trace, UnreadStream(context))

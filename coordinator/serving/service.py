@@ -10,6 +10,7 @@ from coordinator.scheduling.commits import Commit
 from coordinator.serving.coordinator import Coordinator
 from coordinator.serving.intake import Intake
 from coordinator.workers.link import WorkerLink
+from coordinator.workers.recent import Recent
 from specpool.protocol.codec import logprobs_message
 from specpool.rpc.server.callers import client_of
 from specpool.rpc.server.server import Server
@@ -23,6 +24,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def __init__(self, coordinator: Coordinator, server: Server, intake: Intake) -> None:
         self._coordinator, self._server, self._intake = coordinator, server, intake
+        self._info = Recent(self._server_info)
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         async with self._intake.generation(request, context) as (generation, _):
@@ -63,8 +65,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
+        """Return a state of at most `RECENT_SECONDS` ago, so that frequent polls cost little."""
+        return await self._info.get()
+
+    async def _server_info(self) -> pb.GetServerInfoResponse:
         coordinator, counters = self._coordinator, self._coordinator.counters
-        target, draft = await asyncio.gather(_worker_state(coordinator.target), _worker_state(coordinator.draft))
+        links = (coordinator.target, coordinator.draft, coordinator.targets.standby)
+        target, draft, standby = await asyncio.gather(*map(_worker_state, links))
         return pb.GetServerInfoResponse(
             version=package_version(),
             uptime_s=time.monotonic() - coordinator.started,
@@ -76,6 +83,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             queued=coordinator.pool.queued,
             target=target,
             draft=draft,
+            standby=standby,
             counters=pb.ServerCounters(
                 requests=coordinator.in_flight.requests,
                 finished=coordinator.in_flight.finished,
@@ -119,7 +127,7 @@ def _without_logprobs(sample: Sample) -> pb.GenerateResponse:
     return pb.GenerateResponse(
         request_id=sequence.request.request_id,
         index=sample.index,
-        text="".join(commit.text for commit in sample.commits),
+        text=sample.text,
         token_ids=sequence.generated_ids,
         finish_reason=finish.reason,
         matched_token_id=finish.matched_token_id,

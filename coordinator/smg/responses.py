@@ -64,7 +64,7 @@ def _add_logprobs(message: smg.OutputLogProbs, token_ids: Sequence[int], logprob
     for token_id, entry in zip(token_ids, logprobs, strict=True):
         message.token_ids.append(token_id)
         message.token_logprobs.append(entry.logprob)
-        message.top_logprobs.add(token_ids=[token for token, _ in entry.top], values=[value for _, value in entry.top])
+        message.top_logprobs.add(token_ids=entry.top_token_ids, values=entry.top_logprobs)
 
 
 def model_info(coordinator: Coordinator) -> smg.GetModelInfoResponse:

@@ -14,6 +14,7 @@ from coordinator.serving.intake import Intake
 from coordinator.smg.requests import generate_request
 from coordinator.smg.responses import chunk, complete, end, loads, model_info
 from coordinator.smg.tokenizer import TokenizerArchive
+from coordinator.workers.recent import Recent
 from specpool.protocol.errors import InvalidArgumentError, NotFoundError, UnimplementedError
 from specpool.rpc.server.callers import client_of
 from specpool.rpc.server.server import Server
@@ -36,6 +37,7 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
     def __init__(self, coordinator: Coordinator, server: Server, intake: Intake) -> None:
         self._coordinator, self._server, self._intake = coordinator, server, intake
         self._archive: TokenizerArchive | None = None
+        self._recent_loads = Recent(self._loads)
 
     async def Generate(self, request: smg.GenerateRequest, context: Any) -> AsyncIterator[smg.GenerateResponse]:
         """Send each sample as one message, or with `stream` as its pieces and its end."""
@@ -91,7 +93,10 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         )
 
     async def GetLoads(self, request: smg.GetLoadsRequest, context: Any) -> smg.GetLoadsResponse:
-        """Return the load, which the gateway uses to balance servers."""
+        """Return a recent load, which the gateway uses to balance servers."""
+        return await self._recent_loads.get()
+
+    async def _loads(self) -> smg.GetLoadsResponse:
         target = self._coordinator.target
         return loads(self._coordinator, await target.load() if target.is_ready else None, package_version())
 

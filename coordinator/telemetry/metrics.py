@@ -41,7 +41,7 @@ class CoordinatorMetrics:
 
     def _links(self) -> Metric:
         coordinator = self._coordinator
-        links = {"target": coordinator.target, "draft": coordinator.draft}
+        links = {"target": coordinator.target, "draft": coordinator.draft, "standby": coordinator.targets.standby}
         states = {
             (worker, state.value): float(link.state is state)
             for worker, link in links.items()
@@ -88,6 +88,8 @@ class CoordinatorMetrics:
     def _specific(self, families: Families) -> Iterator[Metric]:
         counters, counter = self._coordinator.counters, families.counter
         yield counter("requests", "Requests that entered the queue.", self._coordinator.in_flight.requests)
+        text = "Times that the standby took over from the target worker."
+        yield counter("target_takeovers", text, self._coordinator.targets.takeovers)
         yield from self._limits(families)
         yield from self._rounds(families)
         drafts = {method: counters.drafts.get(method, DraftCounters()) for method in map(str, DRAFT_METHODS)}

@@ -221,8 +221,7 @@ def _finish_reason(sample: Sample, error: BaseException | None) -> str:
 
 
 def _output_messages(samples: list[Sample], reasons: list[str]) -> str:
-    texts = ("".join(commit.text for commit in sample.commits) for sample in samples)
-    answers = zip(texts, reasons, strict=True)
+    answers = zip((sample.text for sample in samples), reasons, strict=True)
     return json.dumps(
         [{"role": "assistant", "parts": [text_part(text)], "finish_reason": reason} for text, reason in answers]
     )

@@ -45,7 +45,7 @@ class DraftLink(WorkerLink):
         return draft_worker_pb2_grpc.DraftWorkerServiceStub(channel)
 
     def _make_rounds(self) -> RoundCalls:
-        return RoundCalls(self._stub.ProposeStream, self._stub.Propose, self._timeout)
+        return RoundCalls(self._stub.ProposeStream, self._stub.Propose, self._timeout, self._check_round)
 
     def _make_backoff(self) -> Backoff:
         return Backoff(link.PROBE_SECONDS, 2 * link.PROBE_SECONDS, MAX_BACKOFF_SECONDS, RESET_AFTER)
@@ -56,8 +56,8 @@ class DraftLink(WorkerLink):
             await self._target.wait_ready()  # then read a fresh description
         await super()._read_description()
 
-    async def _check(self, info: common_pb2.ModelInfo) -> None:
-        target = self._target.info
+    async def _check(self, description: common_pb2.GetWorkerInfoResponse) -> None:
+        info, target = description.model, self._target.info
         assert target is not None
         if info.tokenizer_fingerprint != target.tokenizer_fingerprint:
             raise MismatchError(f"the draft {info.model} uses a different tokenizer than the target {target.model}")

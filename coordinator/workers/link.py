@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ from coordinator.drafting.costs import StepTimes
 from coordinator.scheduling.counters import Timed
 from coordinator.workers.backoff import Backoff
 from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError, WorkerUnreachableError
+from coordinator.workers.recent import Recent
 from coordinator.workers.releases import Releases
 from coordinator.workers.states import LinkState, StateLog
 from coordinator.workers.streams import RoundCalls, is_cancelled
@@ -31,6 +33,10 @@ PROBE_TIMEOUT_SECONDS = 5.0
 LAST_CALLS_SECONDS = 60.0
 # Maximum length of a worker's own text in logs and errors.
 MAX_TEXT_CHARACTERS = 500
+
+RENEWED = "certificates have changed"
+"""Reason while a link reconnects to a worker that is still there."""
+_REPLACED = "the connection was replaced"
 
 # The worker or the connection is gone. The same call may succeed later.
 _LOST = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
@@ -68,7 +74,7 @@ class WorkerLink:
         self._backoff_seconds = 0.0
         self._releases = Releases(self._send_release)
         self._closing: set[asyncio.Task[None]] = set()
-        self._load_query: asyncio.Task[common_pb2.WorkerLoad | None] | None = None
+        self._load = Recent(self._query_load, is_reused=False)
         self._connect()
 
     def _connect(self) -> None:
@@ -94,9 +100,15 @@ class WorkerLink:
     def _make_backoff(self) -> Backoff:
         raise NotImplementedError
 
-    async def _check(self, info: common_pb2.ModelInfo) -> None:
+    async def _check(self, description: common_pb2.GetWorkerInfoResponse) -> None:
         """Raise MismatchError if the worker must not be used."""
         raise NotImplementedError
+
+    def _replaced(self, description: common_pb2.GetWorkerInfoResponse) -> None:
+        """Handle a new process, whose description has been checked."""
+
+    def _check_anonymous(self, is_bound: bool) -> None:
+        """Raise an error unless the response of a worker that sends no instance id may be used."""
 
     @property
     def vocab_size(self) -> int:
@@ -109,6 +121,11 @@ class WorkerLink:
         """Maximum positions of a sequence. Known once the worker was ready."""
         assert self.info is not None
         return self.info.max_model_len
+
+    @property
+    def kv_reservations_grow(self) -> bool:
+        """Whether later items may reserve more positions. Known once the worker was ready."""
+        return self.load_at_start.kv_reservations_grow
 
     @property
     def is_ready(self) -> bool:
@@ -124,16 +141,13 @@ class WorkerLink:
                 await asyncio.sleep(self._backoff_seconds)
             self._probe_now.clear()
             await self._probe()
-            try:
-                await asyncio.wait_for(self._probe_now.wait(), PROBE_SECONDS)
-            except TimeoutError:
-                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PROBE_SECONDS):
+                    await self._probe_now.wait()
 
     async def load(self) -> common_pb2.WorkerLoad | None:
         """Query the worker's load. None if it does not respond. Concurrent callers share one query."""
-        if self._load_query is None or self._load_query.done():
-            self._load_query = asyncio.create_task(self._query_load())
-        return await asyncio.shield(self._load_query)
+        return await self._load.get()
 
     async def _query_load(self) -> common_pb2.WorkerLoad | None:
         try:
@@ -147,12 +161,12 @@ class WorkerLink:
 
         The link retries failed releases when the worker is ready again.
         """
-        self._add_releases(sequence_ids)
+        self._releases.add(sequence_ids)
         return await self._releases.send()
 
     def release_soon(self, sequence_ids: Iterable[int]) -> None:
         """Free sequences in the background, as soon as the worker is ready."""
-        self._add_releases(sequence_ids)
+        self._releases.add(sequence_ids)
         self._releases.send_soon()
 
     @property
@@ -160,16 +174,13 @@ class WorkerLink:
         """Whether a background release is being sent."""
         return self._releases.are_being_sent
 
-    def _add_releases(self, sequence_ids: Iterable[int]) -> None:
-        if self.info is not None and self.state is not LinkState.REFUSED:  # otherwise the worker never saw them
-            self._releases.add(sequence_ids)
-
-    async def _send_release(self, sequence_ids: list[int]) -> bool:
+    async def _send_release(self, sequence_ids: list[int] | None) -> bool:
         if not self.is_ready:  # otherwise a hanging worker would block every caller
             return False
         request = release_request(self._coordinator_id, sequence_ids)
         try:
-            await self._response(self._stub.Release(request, timeout=self._timeout))
+            response, _ = await self._response(self._stub.Release(request, timeout=self._timeout))
+            self._check_instance(response)
         except (WorkerUnreachableError, WorkerRefusedError):
             return False
         return True
@@ -183,19 +194,37 @@ class WorkerLink:
         """Return the response and the elapsed seconds. Raises WorkerUnreachableError, WorkerRefusedError."""
         if not self.is_ready:  # the worker now at this address has not been checked
             raise WorkerUnreachableError(self.reason, Cause.NOT_SENT)
+        self._releases.see(item.sequence_id for item in request.items)
         return await self._response(self._rounds(request, timeout_seconds))
+
+    def _check_round(self, response: Any, is_bound: bool) -> None:
+        """Discard the response to a round if another process may have sent it."""
+        if response is not None:  # otherwise it is undecodable
+            self._check_instance(response)
+            if not response.instance_id:
+                self._check_anonymous(is_bound)
+
+    def _check_instance(self, response: Any) -> None:
+        """Raise WorkerUnreachableError unless the process whose description was checked sent the response."""
+        if response.instance_id not in (self.instance_id, ""):
+            reason = f"instance {shortened(response.instance_id)} responded instead of {self.instance_id or 'none'}"
+            raise self._lost(reason, Cause.NOT_SENT)
 
     async def _response(self, call: Awaitable[Any]) -> tuple[Any, float]:
         """Return the response and the elapsed seconds. Raises WorkerUnreachableError, WorkerRefusedError."""
-        began = time.perf_counter()
+        began, channel = time.perf_counter(), self._channel
         try:
             response = await call
         except grpc.aio.AioRpcError as error:
+            if channel is not self._channel:
+                raise WorkerUnreachableError(_REPLACED, Cause.LOST) from None
             raise self._error(error) from None
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
-            raise self._lost("the connection was replaced", Cause.LOST) from None
+            if channel is not self._channel:
+                raise WorkerUnreachableError(_REPLACED, Cause.LOST) from None
+            raise self._lost(_REPLACED, Cause.LOST) from None
         if response is None:
             raise self._lost("the response is not a message of the expected type", Cause.FAILED)
         self._backoff.succeeded()
@@ -231,7 +260,7 @@ class WorkerLink:
             if self._connector.is_outdated:
                 self._rounds.close()
                 self._reconnect(LAST_CALLS_SECONDS)
-                self._set_state(LinkState.CONNECTING, "certificates have changed")
+                self._set_state(LinkState.CONNECTING, RENEWED)
             await self._check_health()
         except MismatchError as error:
             self._refuse(error)
@@ -278,11 +307,23 @@ class WorkerLink:
         request = common_pb2.GetWorkerInfoRequest()
         response = await self._stub.GetWorkerInfo(request, timeout=PROBE_TIMEOUT_SECONDS)
         check_worker_info(decoded(response, "description"))
-        await self._check(response.model)
+        await self._check(response)
+        is_new = response.instance_id != self.instance_id or not response.instance_id
+        if self.instance_id and response.instance_id and is_new:
+            await self._release_all(response.instance_id)
         self.step_times = self._step_times(read_step_costs(response))
         self.info, self.load_at_start, self.instance_id = response.model, response.load, response.instance_id
         self.hosts_and_devices = self._hosts_and_devices(response)
+        if is_new:
+            self._replaced(response)
         self._set_state(LinkState.READY, "")
+
+    async def _release_all(self, instance_id: str) -> None:
+        """Free the sequences that a process has kept from an earlier connection. A new process has none."""
+        response = await self._stub.Release(release_request(self._coordinator_id, None), timeout=self._timeout)
+        # Another process may have answered. The described one then still needs the releases.
+        if decoded(response, "release").instance_id in (instance_id, ""):
+            self._releases.forget()
 
     def _hosts_and_devices(self, response: common_pb2.GetWorkerInfoResponse) -> frozenset[tuple[str, str]]:
         """Return hosts and devices, without the GPU name in "cuda:0 (NVIDIA H200)"."""
@@ -301,7 +342,7 @@ class WorkerLink:
     def _set_state(self, state: LinkState, reason: str, level: int | None = None) -> None:
         """Enter a state. `level`: level of its line in the log, instead of the usual one."""
         self._states.show(state, reason, level)
-        changed = state is not self.state
+        changed = (state, reason) != (self.state, self.reason)
         self.state, self.reason = state, reason
         if state is LinkState.READY:
             self._ready.set()

@@ -1,37 +1,64 @@
-"""Pending releases: sequences that a worker has yet to free."""
+"""The sequences that a worker has seen, and the releases that it has not confirmed."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+
+# More pending releases become one release of all sequences. The worker then rebuilds the caches of running sequences.
+MAX_PENDING = 2**16
 
 
 class Releases:
     """Keeps sequence ids until the worker confirms their release."""
 
-    def __init__(self, send: Callable[[list[int]], Awaitable[bool]]) -> None:
-        """`send`: sends a release, and returns whether the worker confirmed it."""
+    def __init__(self, send: Callable[[list[int] | None], Awaitable[bool]]) -> None:
+        """`send`: sends a release (None: of all sequences), and returns whether the worker confirmed it."""
         self._send = send
+        self._seen: set[int] = set()
         self._pending: set[int] = set()
+        self._frees_all = False
         self._sending: asyncio.Task[None] | None = None
 
     @property
     def are_due(self) -> bool:
         """Whether releases are pending and not being sent."""
-        return bool(self._pending) and not self.are_being_sent
+        return self._are_pending and not self.are_being_sent
 
     @property
     def are_being_sent(self) -> bool:
         """Whether `send_soon` is still running."""
         return self._sending is not None and not self._sending.done()
 
+    @property
+    def _are_pending(self) -> bool:
+        return bool(self._pending) or self._frees_all
+
+    def see(self, sequence_ids: Iterable[int]) -> None:
+        """Record sequences that are sent to the worker. Others need no release."""
+        self._seen.update(sequence_ids)
+
     def add(self, sequence_ids: Iterable[int]) -> None:
-        self._pending.update(sequence_ids)
+        released = self._seen.intersection(sequence_ids)
+        self._seen -= released
+        self._pending |= released
+        if len(self._pending) > MAX_PENDING:
+            self._pending.clear()
+            self._frees_all = True
+
+    def forget(self) -> None:
+        """Forget all sequences. The worker at this link need not free them."""
+        self._seen.clear()
+        self._pending.clear()
+        self._frees_all = False
 
     async def send(self) -> bool:
         """Send all pending releases. Return False if the worker cannot serve them now."""
-        released = sorted(self._pending)
-        if not await self._send(released):
+        released, frees_all = sorted(self._pending), self._frees_all
+        if not (released or frees_all):
+            return True
+        if not await self._send(None if frees_all else released):
             return False
         self._pending.difference_update(released)
+        self._frees_all &= not frees_all
         return True
 
     def send_soon(self) -> None:
@@ -40,7 +67,7 @@ class Releases:
             self._sending = asyncio.create_task(self._send_all())
 
     async def _send_all(self) -> None:
-        while self._pending and await self.send():
+        while self._are_pending and await self.send():
             pass
 
     def cancel(self) -> None:

@@ -1,6 +1,7 @@
 """Rounds over long-lived streams. A new call per round would cost more than its messages."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -13,43 +14,65 @@ class RoundCalls:
     A failed round is never retried on another stream, which may lead to another worker at the same address.
     """
 
-    def __init__(self, stream: Any, unary: Any, timeout_seconds: float) -> None:
-        """`stream`, `unary`: stub methods for the same messages. `timeout_seconds`: default timeout of a round."""
-        self._open_stream, self._unary, self._timeout = stream, unary, timeout_seconds
+    def __init__(
+        self,
+        stream: Any,
+        unary: Any,
+        timeout_seconds: float,
+        check: Callable[[Any, bool], None] = lambda response, is_bound: None,
+    ) -> None:
+        """`stream`, `unary`: stub methods for the same messages. `timeout_seconds`: default timeout of a round.
+
+        `check`: called with each response, and whether it certainly came from the described worker. Raises to discard
+        the response.
+        """
+        self._open_stream, self._unary, self._timeout, self._check = stream, unary, timeout_seconds, check
         self._idle: list[Any] = []
+        self._bound: Any = None
+        """The stream that was opened before the worker's description was read."""
         self._in_use: set[Any] = set()
         self._generation = 0
         """Incremented by `close`. Streams of an earlier generation serve no further round."""
-        self._has_streams = True
+        self.has_streams = True
+        """Whether the worker may support streams."""
 
     async def __call__(self, request: Any, timeout_seconds: float | None = None) -> Any:
         """Return the response. Raises AioRpcError like a unary call."""
         seconds = self._timeout if timeout_seconds is None else timeout_seconds
-        if self._has_streams:
+        if self.has_streams:
             try:
                 return await self._by_stream(request, seconds)
             except AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                     raise
-                self._has_streams = False
-        return await self._unary(request, timeout=seconds)
+                self.has_streams = False
+        call = self._unary(request, timeout=seconds)
+        self._in_use.add(call)
+        try:
+            response = await call
+        finally:
+            self._in_use.discard(call)
+        self._check(response, False)
+        return response
 
     def open(self) -> None:
         """Open a stream for the next round, before the worker's description is read.
 
         The stream ends with its worker. The round therefore cannot reach a worker other than the described one.
         """
-        self._idle.append(self._open_stream())
+        self._bound = self._open_stream()
+        self._idle.append(self._bound)
 
     def close(self) -> None:
         """Close idle streams now and busy streams after their round. The next round opens a new stream."""
         self._generation += 1
-        self._has_streams = True  # the next worker may support streams
+        self._bound = None
+        self.has_streams = True  # the next worker may support streams
         while self._idle:
             self._idle.pop().cancel()
 
     def abort(self) -> None:
-        """Close all streams now. Rounds in progress fail as UNAVAILABLE."""
+        """Close all streams now. Rounds in progress end with an error."""
         self.close()
         for stream in self._in_use:
             stream.cancel()
@@ -62,6 +85,8 @@ class RoundCalls:
             async with asyncio.timeout(seconds):
                 await _write(stream, request)
                 response = await stream.read()
+            if response is not grpc.aio.EOF:
+                self._check(response, stream is self._bound)
         except BaseException as error:
             stream.cancel()
             if isinstance(error, TimeoutError):

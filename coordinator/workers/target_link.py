@@ -1,29 +1,30 @@
 """The link to the target worker."""
 
-import asyncio
 import logging
-import re
+import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import grpc
 
 from coordinator.drafting.costs import UNKNOWN_VERIFY
-from coordinator.prompts.tokenizer import TargetTokenizer
+from coordinator.prompts.description import TokenizerDescription, TokenizerError
+from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.scheduling.counters import Timed
 from coordinator.workers.backoff import Backoff
-from coordinator.workers.errors import Cause, MismatchError
+from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError
 from coordinator.workers.link import PROBE_TIMEOUT_SECONDS, WorkerLink, timed
+from coordinator.workers.states import LinkState
 from coordinator.workers.streams import RoundCalls
+from coordinator.workers.target_model import TargetModel
 from specpool.protocol.codec import verify_request
 from specpool.protocol.responses import InvalidResponseError, decoded, read_tokenizer, read_verdicts
 from specpool.protocol.rounds import Verdict, VerifyItem
+from specpool.rpc.security.channel import Connector
 from specpool.v1 import common_pb2, target_worker_pb2, target_worker_pb2_grpc
 
 log = logging.getLogger(__name__)
-
-# Compared only if both workers report them.
-FINGERPRINTS = ("weights_fingerprint", "numerics_fingerprint")
 
 
 class TargetLink(WorkerLink):
@@ -31,49 +32,106 @@ class TargetLink(WorkerLink):
 
     role = "target"
     _unknown_times = UNKNOWN_VERIFY
-    tokenizer: TargetTokenizer | None = None
+    tokenizer: TokenizerDescription | None = None
     chat_template: str | None = None
     """Replaces the model's chat templates."""
+    on_replaced: Callable[[bool], None] | None = None
+    """Called before the link uses another process, with whether fingerprints prove that it runs the same model."""
+    peer: "TargetLink | None" = None
+    """The other link of a pair, whose worker must run the same model."""
+    _is_active = True
+
+    def __init__(
+        self,
+        connector: Connector,
+        coordinator_id: str,
+        timeout_seconds: float,
+        tokenizers: TokenizerPool,
+        model: TargetModel | None = None,
+    ) -> None:
+        """`model`: shared by the links of a pair."""
+        super().__init__(connector, coordinator_id, timeout_seconds)
+        self._model, self._tokenizers = model or TargetModel(), tokenizers
 
     def _make_stub(self, channel: grpc.aio.Channel) -> Any:
         return target_worker_pb2_grpc.TargetWorkerServiceStub(channel)
 
     def _make_rounds(self) -> RoundCalls:
-        return RoundCalls(self._stub.VerifyStream, self._stub.Verify, self._timeout)
+        return RoundCalls(self._stub.VerifyStream, self._stub.Verify, self._timeout, self._check_round)
 
     def _make_backoff(self) -> Backoff:
         return Backoff(first=0.0, second=0.05, maximum=2.0, reset_after=0)  # every request waits for the target
 
-    async def _check(self, info: common_pb2.ModelInfo) -> None:
+    async def _check(self, description: common_pb2.GetWorkerInfoResponse) -> None:
+        self._model.check(description.model)
+        # Otherwise the peer's process may have moved to this address.
+        other = self.peer if self.peer is not None and self.peer.is_ready else None
+        if other is not None and description.instance_id == other.instance_id != "":
+            raise MismatchError(f"the worker is the target worker itself, known as {other.address}")
         if self.info is not None:
-            self._check_same_model(self.info, info)
             return
+        async with self._model.reading_tokenizer:  # the peer may be described meanwhile
+            self._model.check(description.model)
+            if self.peer is not None and self.peer.info is not None:
+                self.tokenizer = self.peer.tokenizer
+            else:
+                await self._read_tokenizer(description)
+
+    async def _read_tokenizer(self, description: common_pb2.GetWorkerInfoResponse) -> None:
         response = await self._stub.GetTokenizer(target_worker_pb2.GetTokenizerRequest(), timeout=PROBE_TIMEOUT_SECONDS)
         files = read_tokenizer(decoded(response, "tokenizer"))
+        if response.instance_id not in (description.instance_id, ""):
+            raise InvalidResponseError("the tokenizer comes from another process than the description")
         if self.chat_template is not None:
             files = replace(files, chat_template=self.chat_template, tool_chat_template="")
-        try:  # in a thread: large vocabularies take a while
-            self.tokenizer = await asyncio.to_thread(TargetTokenizer, files, info.vocab_size)
-        except ValueError as error:
+        try:
+            self.tokenizer = await self._tokenizers.load(files, description.model.vocab_size)
+        except TokenizerError as error:
             raise InvalidResponseError(f"unusable tokenizer: {error}") from None
 
-    @staticmethod
-    def _check_same_model(known: common_pb2.ModelInfo, info: common_pb2.ModelInfo) -> None:
-        """Check a restarted worker. Keep known fingerprints that the worker does not report. Raises MismatchError."""
-        before, now = _identity(known), _identity(info)
-        # A larger max_model_len is fine: sequences in flight have reserved fewer positions.
-        now["max_model_len"] = min(info.max_model_len, known.max_model_len)
-        for field in FINGERPRINTS:
-            setattr(info, field, getattr(info, field) or getattr(known, field))
-        for field in before:
-            if before[field] != now[field] and ((before[field] and now[field]) or field not in FINGERPRINTS):
-                reason = f"{field} was {before[field]}, is {now[field]}"
-                raise MismatchError(f"the target worker would finish sequences in flight differently: {reason}")
+    def activate(self) -> None:
+        """Serve rounds from now on. The link is ready."""
+        assert self.info is not None
+        self._is_active = True
+        self._use(self.info)
+
+    def stand_by(self) -> None:
+        """Serve no rounds, and abort those in progress. The coordinator never uses the worker's sequences again.
+
+        They may be out of date once the link serves rounds again, so it uses another coordinator id then. The worker
+        lets the old sequences yield, and frees them when their lease ends.
+        """
+        self._is_active = False
+        self._rounds.abort()
+        self._releases.forget()
+        self._coordinator_id = uuid.uuid4().hex
+
+    def _replaced(self, description: common_pb2.GetWorkerInfoResponse) -> None:
+        if self._is_active or not self._model.is_known:
+            self._use(description.model)
+
+    def _use(self, model: common_pb2.ModelInfo) -> None:
+        """Continue all sequences on this link's process."""
+        if self.peer is not None and self.peer.info is not None:  # every sequence fits in both workers
+            length = min(model.max_model_len, self.peer.info.max_model_len)
+            model = common_pb2.ModelInfo.FromString(model.SerializeToString())
+            model.max_model_len = length
+        is_same_model = self._model.replace(model)
+        if self.on_replaced is not None:
+            self.on_replaced(is_same_model)
+
+    def _check_anonymous(self, is_bound: bool) -> None:
+        if is_bound:
+            return
+        if self._rounds.has_streams:
+            raise self._lost("the response has no instance id", Cause.FAILED)
+        raise WorkerRefusedError("the worker sends no instance id and has no streams; update it")
 
     def _refuse(self, error: MismatchError) -> None:
-        """Stop the coordinator. It must be restarted for another model."""
+        """Raise the error, which stops the coordinator, unless the peer can serve the known model."""
         super()._refuse(error)
-        raise error
+        if self._is_active and (self.peer is None or self.peer.state is not LinkState.LOADING):
+            raise error
 
     async def verify(
         self, round_id: int, items: list[VerifyItem], traceparent: str = ""
@@ -98,16 +156,3 @@ class TargetLink(WorkerLink):
     ) -> tuple[list[Verdict], Timed]:
         response, elapsed = await self._round(request)
         return read_verdicts(response, request.round_id, items, self.vocab_size), timed(elapsed, response)
-
-
-def _identity(info: common_pb2.ModelInfo) -> dict[str, object]:
-    """Return the properties that decide the tokens of a sequence and whether it fits.
-
-    Logits are bit-identical on devices of the same kind only. The device index does not matter.
-    """
-    fields = ("model", "tokenizer_fingerprint", "vocab_size", "parameters", "dtype", "max_model_len", *FINGERPRINTS)
-    return {
-        **{field: getattr(info, field) for field in fields},
-        "device": re.sub(r":\d+", "", info.device, count=1),
-        "equivalence": common_pb2.Equivalence.Name(info.equivalence),
-    }

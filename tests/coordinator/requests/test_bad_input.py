@@ -11,6 +11,7 @@ from grpc import StatusCode
 from serving import RecordingTarget, Serving, make_request, serving, stream, violated_fields
 from template_target import TemplateTarget
 
+from coordinator.requests import validation
 from specpool.protocol.sampling import RANGES
 from specpool.testing import VOCAB_SIZE
 from specpool.v1 import generation_pb2 as pb
@@ -240,3 +241,15 @@ async def test_chats_without_a_usable_template_are_rejected(template: str, reaso
         assert reason in error.details()
         assert (await served.stub.GetModelInfo(pb.GetModelInfoRequest())).has_chat_template is bool(template)
         await served.expect(make_request())
+
+
+async def test_an_answer_has_a_maximum_of_log_probabilities(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "MAX_ANSWER_LOGPROBS", 2 * 8 * 21)
+    largest = {"temperature": 1.0, "logprobs": 20, "max_tokens": 8, "n": 2}
+    response = await served.stub.Generate(sampling(**largest))
+    assert [len(each.logprobs) for each in (response, *response.other_samples)] == [8, 8]
+    for more in ({"n": 3}, {"max_tokens": 9}):
+        error = await refusal(served, sampling(**{**largest, **more}))
+        assert error.code() is StatusCode.INVALID_ARGUMENT
+        assert violated_fields(error) == ["sampling_params.logprobs"]
+        assert "more than 336" in str(error.details())

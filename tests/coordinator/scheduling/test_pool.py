@@ -1,5 +1,6 @@
 """The pool matches a simple model, with arrivals, rounds, finishes and aborts in any order."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from coordinator.scheduling.capacity import DuplicateRequestError, KVCapacity, PoolFullError, QueueLimits
 from coordinator.scheduling.grouping import GroupingLimits, Ragged
-from coordinator.scheduling.pool import Pool
+from coordinator.scheduling.pool import MAX_OVERTAKEN, Pool
 from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Prefix, Sequence
 
 # Few ids, so that they are reused, even while an aborted request with the same id is in a round.
@@ -47,6 +48,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = Pool(max_num_seqs, QueueLimits(queue_size), preempts=False)
         self.pool.reservations.capacity = KVCapacity(positions, multiple)
         self.reserved: dict[int, int] = {}
+        self.overtaken: Counter[Sequence] = Counter()
         self.ids = count(1)
         self.rule = FairRule()
         self.inside: list[Sequence] = []
@@ -75,10 +77,22 @@ class PoolMachine(RuleBasedStateMachine):
             entering.append(sequence)
         return entering
 
+    def next_that_fits(self) -> Sequence | None:
+        """The next sequence, or one that needs less of the cache and has not overtaken the next one too often."""
+        if not self.waiting or not self.room():
+            return None
+        first = self.rule.next
+        for sequence in self.rule.in_turn():
+            if self.next_to_enter([sequence]):
+                self.overtaken[first] += sequence is not first
+                return None if self.overtaken[first] > MAX_OVERTAKEN else sequence
+        return None
+
     def max_waiting(self, client: str, n: int, entering: int) -> int:
-        size, window = self.pool.limits.samples, self.pool.max_num_seqs
-        has_others = any(sequence.request.client == client for sequence in self.waiting)
-        return size if has_others or n - entering > size else size + min(size, window)
+        size, clients = self.pool.limits.samples, [sequence.request.client for sequence in self.waiting]
+        reserve, own = min(size, self.pool.max_num_seqs), clients.count(client)
+        fair = reserve // len(set(clients)) if own else size
+        return size + reserve if own + n - entering <= fair else size
 
     @rule(
         request_id=REQUEST_IDS,
@@ -106,8 +120,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def admit(self) -> None:
         expected: list[Sequence] = []
-        while self.waiting and self.next_to_enter([self.rule.next]):
-            sequence = self.rule.next
+        while (sequence := self.next_that_fits()) is not None:
             self.reserved[sequence.sequence_id] = self.pool.reservations.capacity.needed_by(sequence)
             self.inside.append(sequence)
             self.rule.enter(sequence)
@@ -313,6 +326,17 @@ def test_no_client_locks_others_out_of_the_queue() -> None:
     submit(pool, make_sequence(10, client="third"))
     with pytest.raises(PoolFullError):
         pool.submit([make_sequence(11, client="fourth")])  # the reserve is limited too
+    pool.check_integrity()
+
+
+def test_a_client_may_have_several_samples_in_a_queue_that_another_fills() -> None:
+    pool = Pool(8, QueueLimits(20))
+    submit(pool, *(make_sequence(i, client="greedy") for i in range(28)))
+    pool.admit()
+    submit(pool, *(make_sequence(i, client="modest") for i in range(30, 34)))
+    with pytest.raises(PoolFullError):
+        pool.submit([make_sequence(34, client="modest")])
+    submit(pool, make_sequence(35, client="third"))
     pool.check_integrity()
 
 
@@ -552,3 +576,11 @@ def test_all_sequences_finish_despite_preemption(data: st.DataObject) -> None:
         pool.check_integrity()
         unfinished = [sequence for sequence in unfinished if sequence.finish is None]
     assert (pool.is_empty, pool.queued, pool.running) == (True, 0, 0)
+
+
+def test_prompts_that_enter_at_once_do_not_count_as_waiting() -> None:
+    pool = Pool(1, QueueLimits(9, tokens=50))
+    for number in range(3):  # the first one enters with the next round
+        request = GenerationRequest(f"r{number}", (1,) * 20, 4, frozenset(), num_speculative_tokens=0)
+        pool.submit([Sequence(number, request)])
+    assert pool.queued == 3

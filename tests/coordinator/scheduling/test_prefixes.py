@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling.prefixes import BLOCK_TOKENS, MAX_CANDIDATES, PrefixIndex, _digests
+from coordinator.scheduling.digests import BLOCK_TOKENS, PrefixDigests
+from coordinator.scheduling.prefixes import MAX_CANDIDATES, PrefixIndex
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
 
 SHARED = (5,) * (3 * BLOCK_TOKENS)
@@ -146,7 +147,7 @@ def test_samples_share_their_whole_prompt_and_nothing_beyond(preempted: bool) ->
 
 def test_long_prompts_have_few_digests_and_share_nearly_all() -> None:
     prompt = tuple(range(131_072))
-    assert len(list(_digests(prompt))) < 300
+    assert len(list(PrefixDigests().up_to(prompt, len(prompt)))) < 300
     index = PrefixIndex()
     running(index, 1, (*prompt[:100_000], *(0,) * 31_072))
     found = index.find(make(9, prompt))
@@ -178,3 +179,11 @@ def test_memory_is_bounded_by_the_number_of_sequences() -> None:
         index.trim(8)
     assert len(index) == 8
     assert sum(map(len, index._by_digest.values())) <= 8 * 60
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=3000), st.lists(st.integers(0, 3000), max_size=4))
+def test_digests_do_not_depend_on_earlier_calls(token_ids: list[int], lengths: list[int]) -> None:
+    digests = PrefixDigests()
+    for length in sorted(min(length, len(token_ids)) for length in lengths):
+        next(digests.up_to(token_ids[:length], length), None)
+        assert [*digests.up_to(token_ids, length)] == [*PrefixDigests().up_to(token_ids, length)]

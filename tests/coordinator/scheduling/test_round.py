@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.scheduling.commits import DraftPlan
+from coordinator.scheduling.prefill import MAX_UNCHUNKED_TOKENS
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
-from coordinator.scheduling.turn import DRAFT_BACKOFF_ROUNDS, MAX_UNCHUNKED_TOKENS
+from coordinator.scheduling.turn import DRAFT_BACKOFF_ROUNDS
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 
 VOCAB_SIZE = 11
@@ -408,6 +409,17 @@ def test_a_draft_without_a_free_slot_backs_off() -> None:
     rounds = range(1, DRAFT_BACKOFF_ROUNDS + 3)
     uses_draft = [bool(run_once([sequence], target, draft, [], round_id=i)[0]) for i in rounds]
     assert uses_draft == [True] + [False] * (DRAFT_BACKOFF_ROUNDS - 1) + [True, False]
+
+
+def test_nothing_is_drafted_while_the_target_has_no_slot() -> None:
+    """The draft worker's slots are for sequences that make progress."""
+    sequence = Sequence(0, GenerationRequest("0", (1, 2), 10, frozenset(), 4))
+    for status, num_items in ((ItemStatus.NO_SLOT, 0), (ItemStatus.OK, 1)):
+        round_ = Round(1, [sequence], prefill_tokens=100)
+        (item,) = round_.verify_items()
+        token_ids = (5,) if status is ItemStatus.OK else ()
+        round_.commit([Verdict(0, status, token_ids, len(item.token_ids))])
+        assert len(Round(2, [sequence], prefill_tokens=100).propose_items(100, 300)) == num_items
 
 
 def test_stale_responses_change_no_tokens() -> None:

@@ -5,8 +5,8 @@ from itertools import islice
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_tokenizers import detokenizer_of
 
-from coordinator.prompts.detokenizer import Detokenizer
 from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Sequence
 from coordinator.scheduling.text import TextStream
 from specpool.protocol.sampling import SamplingParams
@@ -81,7 +81,7 @@ def found_in(text: str, stop: tuple[str, ...]) -> list[int]:
 def test_streamed_text_is_the_decoded_text_before_the_stop(text: str, stop: tuple[str, ...]) -> None:
     """With one token per byte, so that characters of several bytes must be held back."""
     tokenizer = byte_tokenizer()
-    stream = TextStream(Detokenizer(tokenizer), stop)
+    stream = TextStream(detokenizer_of(tokenizer), stop)
     shown = []
     for token in tokenizer.encode(text, add_special_tokens=False).ids:
         shown.append(stream.feed(token))

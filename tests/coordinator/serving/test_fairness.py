@@ -64,6 +64,30 @@ async def test_many_waiting_requests_delay_another_client_by_one_turn() -> None:
     assert order.index("bob") <= 4
 
 
+class SlowlyReleasing(RecordingTarget):
+    """Target that takes some time to release sequences."""
+
+    async def Release(self, request: Any, context: Any) -> Any:
+        await asyncio.sleep(0.05)
+        return await super().Release(request, context)
+
+
+async def test_the_next_round_waits_for_the_slot_of_a_preempted_sequence() -> None:
+    target = SlowlyReleasing(slots=4)
+    async with serving(target, with_draft=False, max_num_seqs=4) as served:
+        (many,) = await submit(served, [make_request([1], 40, temperature=1.0, n=4, ignore_eos=True)], ANNE, [])
+        await served.until(lambda info: info.counters.completion_tokens > 8)
+        target.open.clear()
+        seen = len(target.requests)
+        while len(target.requests) == seen:  # noqa: ASYNC110 - the next round arrives over a connection
+            await asyncio.sleep(0.01)
+        (one,) = await submit(served, [make_request([7, 8], 1)], BOB, [])
+        rounds = len(target.requests)
+        target.open.set()
+        await asyncio.gather(one, many)
+    assert [7, 8] in [item.token_ids for item in target.requests[rounds].items]
+
+
 async def test_refusals_by_client_and_token_limits_have_a_retry_delay() -> None:
     async with held(max_num_seqs=1, max_requests_per_client=3, queue_tokens=50) as served:
         calls = await submit(served, [make_request([i] * 20, request_id=f"{i}") for i in range(3)], ANNE, [])

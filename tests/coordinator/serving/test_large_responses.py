@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from coordinator.requests.generation import COMMITS_PER_TURN, Sample
+from coordinator.requests.generation import TOKENS_PER_TURN, Sample
 from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
 from coordinator.serving.service import _response
 from coordinator.smg.responses import complete
-from specpool.protocol.sampling import TokenLogprobs
+from specpool.protocol.sampling import Logprobs
 
-COMMITS = 20 * COMMITS_PER_TURN
+COMMITS = 20 * TOKENS_PER_TURN
 R = TypeVar("R")
 
 
@@ -21,7 +21,9 @@ def make_sample() -> Sample:
     sequence.finish = Finish(FinishReason.LENGTH)
     sample = Sample(sequence, 0, 0.0)
     for token in range(COMMITS):
-        sample.add(Commit(sequence, (token,), lambda: "x", (TokenLogprobs(-1.0, ((token, -1.0),)),)))
+        commit = Commit(sequence, (token,), lambda: "x", Logprobs.of(1, [(-1.0, [token], [-1.0])]))
+        sample.add(commit)
+        sample.read(commit)
     sample.end()
     return sample
 
@@ -44,14 +46,14 @@ async def turns_during(work: Awaitable[R]) -> tuple[int, R]:
 
 async def test_large_responses_leave_turns_to_other_tasks() -> None:
     turns, response = await turns_during(_response(make_sample()))
-    assert turns >= COMMITS / COMMITS_PER_TURN
+    assert turns >= COMMITS / TOKENS_PER_TURN
     assert [each.top_token_ids[0] for each in response.logprobs] == list(response.token_ids) == list(range(COMMITS))
     assert response.text == "x" * COMMITS
 
 
 async def test_large_gateway_responses_leave_turns_to_other_tasks() -> None:
     turns, response = await turns_during(complete(make_sample()))
-    assert turns >= COMMITS / COMMITS_PER_TURN
+    assert turns >= COMMITS / TOKENS_PER_TURN
     logprobs = response.complete.output_logprobs
     assert list(logprobs.token_ids) == list(response.complete.output_ids) == list(range(COMMITS))
     assert [each.token_ids[0] for each in logprobs.top_logprobs] == list(range(COMMITS))

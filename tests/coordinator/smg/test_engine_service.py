@@ -18,7 +18,7 @@ from smg_grpc_proto.generated import common_pb2
 from tokenizers import Tokenizer
 
 from coordinator.config.settings import CoordinatorSettings
-from specpool.cli.up import UpSettings
+from specpool.cli.up_settings import UpSettings
 from specpool.environment.extras import install_command
 from specpool.rpc.config.settings import Settings
 from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, FakeTarget

@@ -103,7 +103,9 @@ async def test_gauges_show_waiting_and_running_samples() -> None:
     target = RecordingTarget()
     async with serving(target, max_num_seqs=2, queue_size=5, metrics_port=free_port()) as served:
         target.open.clear()
-        calls = [served.stub.Generate(make_request([1, seed], 14)) for seed in range(3)]
+        calls = [served.stub.Generate(make_request([1, 0], 14))]
+        await served.until(lambda info: info.running == 1)
+        calls += [served.stub.Generate(make_request([1, seed], 14)) for seed in (1, 2)]
         await served.until(lambda info: (info.running, info.queued) == (1, 2))
         port = served.process.coordinator.settings.metrics_port
         assert port is not None

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from coordinator.prompts.tokenizer_pool import TokenizerPool
+from coordinator.workers.errors import Cause
 from coordinator.workers.target_link import TargetLink
 from specpool.rpc.security.channel import Connector
 from specpool.testing import FakeTarget
@@ -33,9 +35,11 @@ class CuttingTarget(FakeTarget):
         (common_pb2.StepCosts(rows=[0, 16], seconds=[0.02, 0.035], max_rows=1), 40 * 0.02),  # impossible
     ],
 )
-async def test_step_times_follow_the_reported_costs(costs: common_pb2.StepCosts, seconds: float) -> None:
+async def test_step_times_follow_the_reported_costs(
+    costs: common_pb2.StepCosts, seconds: float, tokenizers: TokenizerPool
+) -> None:
     target = CuttingTarget(costs)
-    link = TargetLink(Connector(await target.start()), "coordinator", timeout_seconds=60)
+    link = TargetLink(Connector(await target.start()), "coordinator", 60, tokenizers)
     try:
         await link._probe()
         assert link.is_ready
@@ -45,7 +49,7 @@ async def test_step_times_follow_the_reported_costs(costs: common_pb2.StepCosts,
         await target.stop()
 
 
-async def test_concurrent_load_queries_share_one_call() -> None:
+async def test_concurrent_load_queries_share_one_call(tokenizers: TokenizerPool) -> None:
     class Counting(FakeTarget):
         queries = 0
 
@@ -55,7 +59,7 @@ async def test_concurrent_load_queries_share_one_call() -> None:
             return await super().GetWorkerInfo(request, context)
 
     target = Counting()
-    link = TargetLink(Connector(await target.start()), "coordinator", timeout_seconds=60)
+    link = TargetLink(Connector(await target.start()), "coordinator", 60, tokenizers)
     try:
         loads = await asyncio.gather(*(link.load() for _ in range(100)))
         assert {load.slots_total for load in loads if load is not None} == {16}
@@ -66,3 +70,21 @@ async def test_concurrent_load_queries_share_one_call() -> None:
     finally:
         await link.close()
         await target.stop()
+
+
+async def test_a_link_that_loses_its_worker_can_still_be_cancelled(tokenizers: TokenizerPool) -> None:
+    """`asyncio.wait_for` of Python 3.11 swallows a cancellation at the moment that it returns."""
+    target = FakeTarget()
+    link = TargetLink(Connector(await target.start()), "coordinator", 60, tokenizers)
+    connected = asyncio.create_task(link.keep_connected())
+    try:
+        await link.wait_ready()
+        await asyncio.sleep(0.05)
+        await target.stop()
+        link._lost("the connection broke", Cause.LOST)
+        connected.cancel()
+        done, _ = await asyncio.wait([connected], timeout=5)
+        assert done
+    finally:
+        connected.cancel()
+        await link.close()

@@ -7,9 +7,10 @@ from typing import Any
 
 import grpc
 import pytest
-from relay import forward
+from replaced_targets import OtherTarget, ServiceTarget
 from serving import PATIENCE_SECONDS, RecordingDraft, RecordingTarget, Serving, expected_tokens, make_request, serving
 
+from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.errors import MismatchError
 from coordinator.workers.states import LinkState
@@ -21,37 +22,6 @@ from specpool.v1 import common_pb2
 NO_PROBE_SECONDS = 3600.0
 BITS_OF_ONE = {"weights_fingerprint": "weights", "numerics_fingerprint": "one"}
 BITS_OF_TWO = {"weights_fingerprint": "weights", "numerics_fingerprint": "two"}
-
-
-class OtherTarget(RecordingTarget):
-    """Chooses different tokens."""
-
-    def choose(self, context: Any) -> int:
-        return (super().choose(context) + 1) % 250
-
-
-class ServiceTarget(RecordingTarget):
-    """A target whose address another worker can take over at once, like a service name."""
-
-    async def start(self, address: str = "127.0.0.1:0") -> str:
-        self._behind = await super().start()
-        self._replaced_by: FakeTarget | None = None
-        self._proxy = await asyncio.start_server(self._connect, "127.0.0.1", 0)
-        return f"127.0.0.1:{self._proxy.sockets[0].getsockname()[1]}"
-
-    async def replace(self, other: FakeTarget) -> None:
-        """Route new connections to `other` and stop this target."""
-        self._replaced_by, self._behind = other, await other.start()
-        await super().stop()
-
-    async def stop(self) -> None:
-        self._proxy.close()
-        await super().stop()
-        if self._replaced_by is not None:
-            await self._replaced_by.stop()
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await forward(reader, writer, self._behind)
 
 
 async def tokens_until_the_end(served: Serving, request: Any, act_after: int, act: Any) -> list[int]:
@@ -147,10 +117,10 @@ class DescribedTarget(FakeTarget):
     ],
 )
 async def test_restarted_target_must_run_the_same_model(
-    before: dict[str, Any], now: dict[str, Any], reason: str | None
+    before: dict[str, Any], now: dict[str, Any], reason: str | None, tokenizers: TokenizerPool
 ) -> None:
     target = DescribedTarget(**before)
-    link = TargetLink(Connector(await target.start()), "c", PATIENCE_SECONDS)
+    link = TargetLink(Connector(await target.start()), "c", PATIENCE_SECONDS, tokenizers)
     try:
         await link._probe()
         target.change(**now)
@@ -167,11 +137,11 @@ async def test_restarted_target_must_run_the_same_model(
         await target.stop()
 
 
-async def test_draft_is_described_after_the_target() -> None:
+async def test_draft_is_described_after_the_target(tokenizers: TokenizerPool) -> None:
     """An earlier description could be of a draft worker that was since replaced."""
     target = FakeTarget()
     draft = FakeDraft(target, fingerprint="fake")
-    target_link = TargetLink(Connector(await target.start()), "c", PATIENCE_SECONDS)
+    target_link = TargetLink(Connector(await target.start()), "c", PATIENCE_SECONDS, tokenizers)
     draft_link = DraftLink(Connector(await draft.start()), "c", PATIENCE_SECONDS, target_link)
     try:
         probing = asyncio.create_task(draft_link._probe())

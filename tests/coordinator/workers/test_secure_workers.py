@@ -1,5 +1,6 @@
 """Connections from a coordinator to its workers: mutual TLS and tokens."""
 
+import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from certificates import OTHER_TOKEN, TOKEN, Authority, Certificate, replace
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import ValidationError
 from secure_service import SecureService, coordinator, secure_service, until, worker
 
@@ -142,3 +144,20 @@ def test_worker_tls_defaults_to_the_servers_files(ca: Authority, certificates: d
     presented = {"worker_tls_cert": other.cert, "worker_tls_key": other.key}
     configured = CoordinatorSettings(**own.options, tls_ca=ca.path, **presented).worker_security
     assert configured == by_default | {"tls_cert": other.cert, "tls_key": other.key}
+
+
+async def test_watches_without_a_token_do_not_disturb_a_link(tmp_path: Path) -> None:
+    known, sent = tmp_path / "known", tmp_path / "sent"
+    known.write_text(f"coordinator {TOKEN}")
+    sent.write_text(TOKEN)
+    async with secure_service({"api_tokens": known}, worker_token=sent) as service, AsyncExitStack() as stack:
+        await service.until_ready()
+        for link in service.links:
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(link.address))
+            stub = health_pb2_grpc.HealthStub(channel)
+            watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(300)]
+            await asyncio.gather(*(watch.read() for watch in watches), return_exceptions=True)
+        for link in service.links:
+            await link._probe()
+            assert link.is_ready, link.reason
+        assert await generated(service)

@@ -1,0 +1,73 @@
+"""The target's model, over all processes that serve it.
+
+A sequence may only continue on another process if that process chooses the same tokens.
+"""
+
+import asyncio
+import re
+
+from coordinator.workers.errors import MismatchError
+from specpool.v1 import common_pb2
+
+# Compared only if both processes report them.
+FINGERPRINTS = ("weights_fingerprint", "numerics_fingerprint")
+
+Fingerprints = dict[str, str]
+
+
+class TargetModel:
+    """The model that began the coordinator's sequences."""
+
+    def __init__(self) -> None:
+        self._info: common_pb2.ModelInfo | None = None
+        """The model of the current process."""
+        self._known: Fingerprints = {}
+        """Fingerprints of all processes so far."""
+        self.reading_tokenizer = asyncio.Lock()
+        """Held while a process's tokenizer is loaded: only that of the model in use may stay loaded."""
+
+    @property
+    def is_known(self) -> bool:
+        return self._info is not None
+
+    def check(self, info: common_pb2.ModelInfo) -> None:
+        """Raise MismatchError if a process runs a model that differs from the one in use."""
+        if self._info is None:
+            return
+        before, now = _properties(self._info) | self._known, _properties(info) | _fingerprints(info)
+        # A larger max_model_len is fine: sequences in flight have reserved fewer positions.
+        now["max_model_len"] = min(info.max_model_len, self._info.max_model_len)
+        for field in before:
+            if field in now and before[field] != now[field]:
+                reason = f"{field} was {before[field]}, is {now[field]}"
+                raise MismatchError(f"the target worker would finish sequences in flight differently: {reason}")
+
+    def replace(self, info: common_pb2.ModelInfo) -> bool:
+        """Record the model of a new process. Return whether its fingerprints prove that it is the same."""
+        is_same = self._info is not None and _proves(info) and _fingerprints(self._info) == _fingerprints(info)
+        self._info = info
+        self._known |= _fingerprints(info)
+        return is_same
+
+
+def _proves(info: common_pb2.ModelInfo) -> bool:
+    """Whether the fingerprints determine the tokens. Only batch-invariant logits have a fingerprint."""
+    is_bitwise = info.equivalence == common_pb2.EQUIVALENCE_BITWISE
+    return bool(info.weights_fingerprint and (info.numerics_fingerprint or not is_bitwise))
+
+
+def _fingerprints(info: common_pb2.ModelInfo) -> Fingerprints:
+    return {field: getattr(info, field) for field in FINGERPRINTS if getattr(info, field)}
+
+
+def _properties(info: common_pb2.ModelInfo) -> dict[str, object]:
+    """Return the properties that decide the tokens of a sequence and whether it fits.
+
+    Logits are bit-identical on devices of the same kind only. The device index does not matter.
+    """
+    fields = ("model", "tokenizer_fingerprint", "vocab_size", "parameters", "dtype", "max_model_len")
+    return {
+        **{field: getattr(info, field) for field in fields},
+        "device": re.sub(r":\d+", "", info.device, count=1),
+        "equivalence": common_pb2.Equivalence.Name(info.equivalence),
+    }

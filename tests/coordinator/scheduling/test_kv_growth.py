@@ -1,0 +1,253 @@
+"""Sequences share the KV cache by clients: reservations grow, and nobody starves."""
+
+import random
+from collections import Counter
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.scheduling.capacity import KVCapacity, QueueLimits
+from coordinator.scheduling.pool import MAX_OVERTAKEN, Pool
+from coordinator.scheduling.preemption import is_protected, protected_tokens
+from coordinator.scheduling.sequence import GenerationRequest, Sequence
+
+POSITIONS, MULTIPLE = 2048, 64
+
+
+class Simulation:
+    """A pool with a perfect worker, in which every round gives each ready sequence one token."""
+
+    def __init__(self, positions: int = POSITIONS, max_num_seqs: int = 16, **settings: Any) -> None:
+        self.pool = Pool(max_num_seqs, QueueLimits(10_000), **settings)
+        self.pool.reservations.capacity = KVCapacity(positions, MULTIPLE, grows=True)
+        self.ids = count()
+        self.preemptions: Counter[str] = Counter()
+        self.rounds = 0
+
+    def submit(self, client: str, prompt: int, max_tokens: int, n: int = 1) -> list[Sequence]:
+        first = next(self.ids)
+        request = GenerationRequest(str(first), (1,) * prompt, max_tokens, frozenset(), 4, client=client)
+        samples = [Sequence(first + i, request) for i in range(n)]
+        for sample in samples:
+            sample.first_sample_id = first
+        for _ in samples[1:]:
+            next(self.ids)
+        self.pool.submit(samples)
+        return samples
+
+    def round(self, group_size: int = 16, gained: int = 1) -> None:
+        pool = self.pool
+        self.rounds += 1
+        pool.admit()
+        self.preemptions.update(sequence.request.client for sequence in pool._preempted.values())
+        group = list(pool.ready)[:group_size]
+        pool.begin_round(group)
+        for sequence in group:
+            reserved = pool.reservations[sequence.sequence_id]
+            assert sequence.next_length <= min(reserved, sequence.reserved_length), "a draft may not fit"
+            sequence.target_prefix = sequence.draft_prefix = None
+            sequence.commit([7] * min(gained, 1 + max(0, sequence.max_num_draft_tokens)))
+            sequence.num_cached_tokens = len(sequence.token_ids) - 1
+        pool.end_round(group)
+        assert not any(map(is_protected, pool._cramped.values())), "it holds positions, which nobody can use"
+        pool.check_integrity()
+        pool.released(pool.leaving)
+
+    def run_until_done(self, *sequences: Sequence, rounds: int) -> int:
+        before = self.rounds
+        while any(sequence.finish is None for sequence in sequences):
+            assert self.rounds - before < rounds, "it starves"
+            self.round()
+        return self.rounds - before
+
+
+def test_a_long_answer_reserves_what_it_uses() -> None:
+    simulation = Simulation()
+    (hog,) = simulation.submit("hog", 20, 2000)
+    simulation.round()
+    assert simulation.pool.reservations[hog.sequence_id] <= 20 + 256 + MULTIPLE
+    (short,) = simulation.submit("short", 20, 1)
+    simulation.run_until_done(short, rounds=1)
+    reserved = []
+    while hog.finish is None:
+        reserved.append(simulation.pool.reservations[hog.sequence_id])
+        simulation.round()
+    assert simulation.rounds <= 2001, "it never waits"
+    assert len(set(reserved)) <= 12, "each growth may move the sequence"
+
+
+@pytest.mark.parametrize("client", ["short", "hog"])
+def test_a_short_request_enters_a_full_cache_at_once(client: str) -> None:
+    simulation = Simulation()
+    (hog,) = simulation.submit("hog", 20, 2020)
+    while len(hog.token_ids) < 2030:
+        simulation.round()
+    (short,) = simulation.submit(client, 20, 1)
+    simulation.run_until_done(short, rounds=3)
+    assert simulation.preemptions
+    simulation.run_until_done(hog, rounds=30)
+
+
+def test_a_short_request_does_not_wait_for_the_growth_of_longer_ones() -> None:
+    """One long answer waits for the other. The short request takes the positions of the one that waits."""
+    simulation = Simulation(positions=32 * POSITIONS)
+    other, large = [*simulation.submit("b", 16_000, 4_000), *simulation.submit("a", 42_000, 16_000)]
+    while large.sequence_id not in simulation.pool._cramped:
+        simulation.round()
+        assert large.finish is None
+    (short,) = simulation.submit("c", 1000, 1)
+    simulation.run_until_done(short, rounds=3)
+    assert set(simulation.preemptions) == {"a"}
+    simulation.run_until_done(large, other, rounds=20_000)
+
+
+@pytest.mark.parametrize("client", ["a", "b"])
+def test_no_place_is_taken_for_a_sequence_that_would_not_fit(client: str) -> None:
+    """Otherwise the place would go back to a sample of the same request, which loses it again at once."""
+    simulation = Simulation(max_num_seqs=2)
+    samples = simulation.submit("a", 300, 300, n=4)
+    simulation.round()
+    (long,) = simulation.submit(client, 1800, 100)
+    simulation.run_until_done(*samples[:2], rounds=301)
+    assert not simulation.preemptions
+    simulation.run_until_done(long, *samples, rounds=1000)
+
+
+def test_a_place_is_taken_for_a_sequence_that_fits_behind_one_that_does_not() -> None:
+    simulation = Simulation(max_num_seqs=2)
+    simulation.submit("a", 300, 300, n=4)
+    simulation.round()
+    simulation.submit("b", 1800, 100)
+    (short,) = simulation.submit("c", 20, 1)
+    simulation.run_until_done(short, rounds=2)
+
+
+def test_neither_a_repeating_hog_nor_endless_short_requests_starve() -> None:
+    simulation = Simulation()
+    hogs, waits, finished_hogs = simulation.submit("hog", 20, 2000), [], 0
+    shorts: dict[Sequence, int] = {}
+    while simulation.rounds < 12_000:
+        while len(shorts) < 4:
+            (short,) = simulation.submit("short", 40, 60)
+            shorts[short] = simulation.rounds
+        if hogs[0].finish is not None:
+            hogs, finished_hogs = simulation.submit("hog", 20, 2000), finished_hogs + 1
+        simulation.round()
+        for short in [short for short in shorts if short.finish is not None]:
+            waits.append(simulation.rounds - shorts.pop(short) - 60)
+    waits.sort()
+    assert finished_hogs >= 3
+    assert waits[len(waits) // 2] <= 4
+    assert waits[-1] <= protected_tokens(2020) + 64 + 60, "a returning hog is protected for so many rounds"
+    assert simulation.preemptions["short"] == 0
+
+
+def test_two_long_answers_do_not_take_turns() -> None:
+    """One waits for the other instead: prefilling both again and again would cost more."""
+    simulation = Simulation()
+    hogs = [*simulation.submit("a", 20, 1500), *simulation.submit("b", 20, 1500)]
+    while any(hog.finish is None for hog in hogs):
+        simulation.round()
+        assert simulation.rounds < 4000
+    assert simulation.preemptions.total() == 1
+
+
+def test_a_long_request_is_overtaken_only_so_often() -> None:
+    simulation = Simulation(max_num_seqs=4)
+    for i in range(3):
+        simulation.submit(f"other {i}", 500, 100)
+    simulation.round()
+    (long,) = simulation.submit("long", 1500, 10)
+    for i in range(60):
+        simulation.submit(f"short {i}", 20, 10)
+    while long.num_generated == 0:
+        simulation.round()
+        assert long.overtaken <= MAX_OVERTAKEN
+        assert simulation.rounds < 400
+    assert simulation.pool.queued > 0
+
+
+def test_paused_sequences_give_up_their_positions_first() -> None:
+    simulation = Simulation(positions=1024)
+    (idle,) = simulation.submit("a", 400, 100)
+    simulation.round()
+    simulation.pool.pause(idle)
+    (busy,) = simulation.submit("b", 400, 600)
+    simulation.run_until_done(busy, rounds=620)
+    assert idle.is_preempted
+    simulation.pool.resume(idle)
+    simulation.run_until_done(idle, rounds=110)
+
+
+def test_a_preempted_sequence_continues_from_its_own_cache_if_the_worker_still_has_it() -> None:
+    simulation = Simulation(positions=1024)
+    one, other = [*simulation.submit("a", 20, 700), *simulation.submit("b", 21, 700)]
+    while not (one.is_preempted or other.is_preempted):
+        simulation.round()
+    preempted = one if one.is_preempted else other
+    while preempted.is_preempted:
+        simulation.pool.admit()
+        if not preempted.is_preempted:
+            assert preempted.target_base_length >= len(preempted.token_ids) - 17
+            return
+        simulation.round()
+
+
+def test_without_growth_sequences_reserve_everything() -> None:
+    simulation = Simulation()
+    simulation.pool.reservations.capacity = KVCapacity(POSITIONS, MULTIPLE, grows=False)
+    (hog,) = simulation.submit("hog", 20, 1000)
+    simulation.round()
+    assert (simulation.pool.reservations[hog.sequence_id], hog.reserved, hog.reserved_length) == (1024, None, 1020)
+
+
+def test_a_sequence_without_room_in_the_worker_gives_up_its_place() -> None:
+    """Another coordinator uses the same worker."""
+    simulation = Simulation()
+    (sequence,) = simulation.submit("a", 20, 500)
+    simulation.round()
+    group = list(simulation.pool.ready)
+    simulation.pool.begin_round(group)
+    sequence.lacks_room = True
+    simulation.pool.end_round(group)
+    assert simulation.pool.leaving == {sequence.sequence_id}
+    simulation.pool.released(simulation.pool.leaving)
+    simulation.run_until_done(sequence, rounds=510)
+
+
+REQUESTS = st.tuples(st.sampled_from("abc"), st.integers(1, 300), st.integers(1, 200), st.sampled_from([1, 1, 1, 3]))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    requests=st.lists(REQUESTS, min_size=1, max_size=8),
+    positions=st.sampled_from([512, 576, 768, 1024]),
+    max_num_seqs=st.integers(1, 6),
+    chance=st.randoms(use_true_random=False),
+)
+def test_every_sequence_finishes(
+    requests: list[tuple[str, int, int, int]], positions: int, max_num_seqs: int, chance: random.Random
+) -> None:
+    """Whatever arrives, pauses and is aborted, nothing is lost and no reservation is exceeded."""
+    simulation = Simulation(positions, max_num_seqs)
+    unfinished: list[Sequence] = []
+    while requests or unfinished:
+        if requests and chance.random() < 0.5:
+            unfinished += simulation.submit(*requests.pop())
+        gained = chance.randint(1, 5)
+        for _ in range(chance.randint(1, 30)):
+            simulation.round(gained=gained)
+        acts = [simulation.pool.pause, simulation.pool.resume, simulation.pool.resume, simulation.pool.abort]
+        for sequence in unfinished:
+            if not requests:
+                simulation.pool.resume(sequence)
+            elif chance.random() < 0.1:
+                chance.choice(acts)(sequence)
+        unfinished = [sequence for sequence in unfinished if sequence.finish is None]
+        assert simulation.rounds < 10_000, "a sequence starves"
+    simulation.round()
+    assert simulation.pool.is_empty
+    assert simulation.pool.kv_usage == 0

@@ -1,0 +1,79 @@
+"""Reservations in the KV cache grow and are preempted, over real sockets. The tokens stay the same."""
+
+import asyncio
+import random
+
+import grpc
+import pytest
+from serving import DEFAULTS, RecordingDraft, RecordingTarget, check_tokens, make_request, serving
+
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.server import CoordinatorServer
+from specpool.v1 import generation_pb2 as pb
+from specpool.v1.generation_pb2_grpc import GenerationServiceStub
+
+ANNE, BOB = (("client", "anne"),), (("client", "bob"),)
+
+
+@pytest.fixture(autouse=True)
+def clients_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metadata names the client."""
+    name = "coordinator.serving.intake.client_of"
+    monkeypatch.setattr(name, lambda context: str(dict(context.invocation_metadata()).get("client", "")))
+
+
+@pytest.mark.parametrize("target_grows", [True, False])
+@pytest.mark.parametrize("draft_grows", [True, False])
+@pytest.mark.parametrize("overlap", ["on", "off"])
+async def test_tokens_are_equal_while_reservations_grow_and_are_preempted(
+    target_grows: bool, draft_grows: bool, overlap: str
+) -> None:
+    chance = random.Random(1)
+    target = RecordingTarget(kv_positions=768, kv_reservations_grow=target_grows, max_model_len=512)
+    draft = RecordingDraft(target, kv_positions=512, kv_reservations_grow=draft_grows, max_model_len=512)
+    requests = [make_request([i, 2, 3] * chance.randint(1, 40), chance.choice([4, 40, 380])) for i in range(12)]
+    async with serving(target, draft, overlap=overlap) as served:
+        calls = [served.stub.Generate(r, metadata=(ANNE, BOB)[i % 2]) for i, r in enumerate(requests)]
+        answers = await asyncio.gather(*calls)
+        for request, answer in zip(requests, answers, strict=True):
+            check_tokens(target, request, answer)
+        await served.until_idle()
+    lengths: dict[int, set[int]] = {}
+    for item in (item for request in target.requests for item in request.items if item.HasField("max_length")):
+        lengths.setdefault(item.sequence_id, set()).add(item.max_length)
+    assert (max(map(len, lengths.values())) > 1) == target_grows
+    assert max(target.held) >= 2
+
+
+async def test_a_short_request_does_not_wait_for_a_long_answer_that_fills_the_cache() -> None:
+    target = RecordingTarget(kv_positions=512, max_model_len=512)
+    order: list[str] = []
+
+    async def run(name: str, request: pb.GenerateRequest, client: object) -> None:
+        check_tokens(target, request, await served.stub.Generate(request, metadata=client))
+        order.append(name)
+
+    async with serving(target, with_draft=False) as served:
+        long = asyncio.create_task(run("long", make_request([1] * 10, 500, ignore_eos=True), ANNE))
+        await served.until(lambda info: info.counters.completion_tokens > 440)
+        await run("short", make_request([2] * 10, 1, ignore_eos=True), BOB)
+        await long
+        await served.until_idle()
+        assert served.process.coordinator.pool.kv_usage == 0
+    assert order == ["short", "long"]
+
+
+async def test_two_coordinators_share_a_worker_that_holds_one_long_answer() -> None:
+    target = RecordingTarget(kv_positions=512, max_model_len=512)
+    requests = [make_request([i] * 10, 400, ignore_eos=True) for i in range(2)]
+    async with serving(target, with_draft=False) as one:
+        settings = CoordinatorSettings(**DEFAULTS, target_address=one.target_address)
+        other = CoordinatorServer(settings)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{await other.start()}") as channel:
+            await other.coordinator.target.wait_ready()
+            stubs = one.stub, GenerationServiceStub(channel)
+            calls = [stub.Generate(request) for stub, request in zip(stubs, requests, strict=True)]
+            for request, answer in zip(requests, await asyncio.gather(*calls), strict=True):
+                check_tokens(target, request, answer)
+        other.server.stop()
+        await other.wait_stopped()
