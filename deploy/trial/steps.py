@@ -111,7 +111,8 @@ class Steps:
         status = await service.end()
         await service.start()
         try:
-            await asyncio.wait_for(service.wait_serving(), START_SECONDS)
+            async with asyncio.timeout(START_SECONDS):
+                await service.wait_serving()
         except TimeoutError:
             return [f"the new {name} does not serve"]
         except ProcessFailedError as error:

@@ -17,7 +17,8 @@ from rich.table import Table
 from specpool.cli.generate import sure_answers
 from specpool.cli.processes import ProcessFailedError, require_torch
 from specpool.cli.top_view import equivalence_name
-from specpool.cli.up import UpSettings, running
+from specpool.cli.up import running
+from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
 from specpool.client.prompts import PromptLine, own_prompts, read_prompt_file, reason_of
 from specpool.errors import SpecpoolError

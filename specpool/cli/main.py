@@ -10,7 +10,8 @@ from specpool.cli.demo import DemoSettings, demo
 from specpool.cli.generate import GenerateSettings, generate
 from specpool.cli.processes import SPIN_COUNT, ProcessFailedError, require_torch, run_module
 from specpool.cli.top import TopSettings, top
-from specpool.cli.up import SecureUpSettings, up
+from specpool.cli.up import up
+from specpool.cli.up_settings import SecureUpSettings
 from specpool.cli.usage import answer
 from specpool.engine.config.options import EngineOptions
 from specpool.rpc.config.settings import Settings, names_of_settings

@@ -1,12 +1,14 @@
 """Checks of `specpool up` and `specpool demo` before any process starts, and before torch is imported."""
 
 from specpool.cli.processes import WRONG_SETTINGS, ProcessFailedError, Service
+from specpool.engine.config.device_names import may_be_gpu
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.preflight import InvalidOptionError, check_options, check_same_tokenizer
 from specpool.rpc.config.settings import ListeningSettings
 from specpool.rpc.ports import ListenError, check_port
 
 WORKER = " worker"
+STANDBY = "standby worker"
 DEFAULT_HOST = ListeningSettings.model_fields["host"].default
 
 
@@ -21,6 +23,8 @@ def check_services(services: list[Service]) -> None:
         options = {role: _check_options(role, worker) for role, worker in workers.items()}
         if "draft" in options:
             check_same_tokenizer(options["target"], options["draft"])
+        if "standby" in options:
+            _check_shared_gpu(options["target"], options["standby"])
     except (ListenError, InvalidOptionError) as error:
         raise ProcessFailedError(str(error), WRONG_SETTINGS) from None
 
@@ -28,6 +32,14 @@ def check_services(services: list[Service]) -> None:
 def _check_options(role: str, worker: Service) -> EngineOptions:
     given = {name: value for name, value in worker.settings.items() if name in EngineOptions.model_fields}
     options = EngineOptions(**{name: value for name, value in given.items() if value is not None})
-    devices = "target_devices" if options.tensor_parallel > 1 else f"{role}_device"
+    devices = f"{role}_devices" if options.tensor_parallel > 1 or role == "standby" else f"{role}_device"
     check_options(options, {"model": role, "device": devices})
     return options
+
+
+def _check_shared_gpu(target: EngineOptions, standby: EngineOptions) -> None:
+    """Refuse a shared GPU without a cache size: the first worker to start would leave too little for the other."""
+    shared = set(target.device.split(",")) & set(standby.device.split(","))
+    if target.kv_memory is None and any(map(may_be_gpu, shared)):
+        reason = f"must be given, since target and standby share {', '.join(sorted(shared))} and each needs a KV cache"
+        raise InvalidOptionError("target_kv_memory", f"{reason}; or give standby_devices")

@@ -151,7 +151,8 @@ async def end(process: asyncio.subprocess.Process, timeout_seconds: float) -> No
     process.terminate()
     try:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), timeout_seconds)
+            async with asyncio.timeout(timeout_seconds):
+                await process.wait()
     finally:
         # A worker that is stopped while it loads cannot stop a download.
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -126,7 +126,8 @@ def view_of(
     """The view of a server. `models`: None before the target is connected."""
     plan = info.speculation
     fixed = models is not None and models.HasField("num_speculative_tokens")
-    workers = [("target", info.target), *([("draft", info.draft)] if info.HasField("draft") else [])]
+    optional = [("draft", info.draft), ("standby", info.standby)]
+    workers = [("target", info.target), *((role, state) for role, state in optional if info.HasField(role))]
     return View(
         address=address,
         version=info.version,

@@ -51,7 +51,7 @@ class EvaluateSettings(Settings):
 def main() -> None:
     """Entry point."""
     settings = EvaluateSettings.load(PROGRAM)
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, follow_native=False)
     with naming(PROGRAM, "prompts", OSError, ValueError):
         chats = read_chats(settings.prompts)
     with naming(PROGRAM, "target", OSError):

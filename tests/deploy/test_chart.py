@@ -235,7 +235,8 @@ def test_only_coordinators_reach_the_workers(name: str) -> None:
         return
     policy = of_kind(render(name), "NetworkPolicy")["specpool-workers"]["spec"]
     [guarded] = policy["podSelector"]["matchExpressions"]
-    assert (guarded["key"], guarded["operator"], sorted(guarded["values"])) == (COMPONENT, "In", sorted(WORKERS))
+    workers = sorted([*WORKERS, *(["standby"] if name == "standby" else [])])
+    assert (guarded["key"], guarded["operator"], sorted(guarded["values"])) == (COMPONENT, "In", workers)
     calls, *metrics = policy["ingress"]
     assert [source["podSelector"]["matchLabels"][COMPONENT] for source in calls["from"]] == ["coordinator"]
     assert calls["ports"] == [{"port": "grpc"}]

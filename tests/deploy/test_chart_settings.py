@@ -40,7 +40,7 @@ def processes(manifests: list[Manifest]) -> list[tuple[str, Manifest, Manifest, 
 @EVERY_CASE
 def test_processes_accept_their_settings_and_serve_the_declared_ports(name: str) -> None:
     for component, _, server, settings in processes(render(name)):
-        assert server["command"] == [f"specpool-{component}"]
+        assert server["command"] == [f"specpool-{TARGET if component == 'standby' else component}"]
         assert settings.host == "0.0.0.0"
         ports = {port["name"]: port["containerPort"] for port in server["ports"]}
         assert (ports["grpc"], ports["health"]) == (settings.port, settings.health_port)
@@ -217,3 +217,34 @@ def test_gateway_accepts_its_arguments(metrics: bool) -> None:
     assert router.tenant_api_keys
     assert spec["terminationGracePeriodSeconds"] > pre_stop_seconds(gateway) + router.shutdown_grace_period_secs
     assert router.shutdown_grace_period_secs == 100
+
+
+def test_a_standby_is_a_second_target_of_each_cell() -> None:
+    manifests = render("standby")
+    settings = {component: each for component, *_, each in processes(manifests)}
+    mounted_files = {"tls_cert", "tls_key", "tls_ca", "api_tokens"}
+    target, standby = (settings[each].model_dump(exclude=mounted_files) for each in (TARGET, "standby"))
+    assert target == standby
+    coordinator = pod_environment(manifests, "coordinator")
+    host = "specpool-standby-0.specpool-standby.default.svc"
+    assert coordinator["SPECPOOL_TARGET_STANDBY_ADDRESS"] == f"{host}:{settings['standby'].port}"
+    pods = [pod_template(manifests, component)["spec"] for component in (TARGET, "standby")]
+    assert "affinity" not in pods[0]
+    [rule] = pods[1]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert rule["podAffinityTerm"]["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == TARGET
+    for pod in pods:
+        del pod["containers"][0]["env"]
+        pod.pop("affinity", None)
+    secrets = [next(each for each in pod["volumes"] if each["name"] == "tls") for pod in pods]
+    assert [secret["secret"]["secretName"] for secret in secrets] == [
+        "specpool-target-worker-tls",
+        "specpool-standby-tls",
+    ]
+    assert pods[0]["containers"] == pods[1]["containers"]
+
+
+def test_a_drain_never_ends_a_target_and_its_standby() -> None:
+    budgets = [each for each in render("standby") if each["kind"] == "PodDisruptionBudget"]
+    [shared] = [each["spec"] for each in budgets if "matchExpressions" in each["spec"]["selector"]]
+    assert shared["maxUnavailable"] == 1
+    assert sorted(shared["selector"]["matchExpressions"][0]["values"]) == ["standby", TARGET]

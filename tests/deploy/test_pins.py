@@ -53,8 +53,8 @@ def test_constraints_include_hashes_of_torch_cpu_wheels() -> None:
 
 @pytest.mark.parametrize("genuine", [True, False])
 def test_pip_installs_only_files_with_the_pinned_hash(tmp_path: Path, genuine: bool) -> None:
-    content = make_wheel(tmp_path, "probe", "1.0").read_bytes() if genuine else b"another file"
-    make_wheel(tmp_path, "probe", "1.0")
+    wheel = make_wheel(tmp_path, "probe", "1.0").read_bytes()
+    content = wheel if genuine else b"another file"
     constraints = tmp_path / "constraints.txt"
     constraints.write_text(f"probe==1.0 \\\n    --hash=sha256:{hashlib.sha256(content).hexdigest()}\n")
     pip = [sys.executable, "-m", "pip", "--isolated", "install", "--no-index", "--find-links", tmp_path]

@@ -23,7 +23,8 @@ from scraping import free_port
 from test_monitoring import ALERTS, PANELS, PROMETHEUS, RULES, LabeledQuery
 
 from specpool.cli.processes import end
-from specpool.cli.up import UpSettings, services_of
+from specpool.cli.services import services_of
+from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
 
 pytestmark = pytest.mark.prometheus

@@ -58,18 +58,11 @@ def test_interrupted_commands_end_without_a_stack_trace() -> None:
     assert end.value.code == 130
 
 
-@pytest.mark.parametrize("module", ["specpool.cli.usage", "specpool.distill.settings", "coordinator.prompts.templates"])
+@pytest.mark.parametrize("module", ["specpool.cli.usage", "specpool.distill.settings"])
 def test_modules_read_before_torch_do_not_import_it(module: str) -> None:
     program = f"import sys, {module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
-
-
-@pytest.mark.slow
-def test_a_coordinator_without_torch_does_not_warn() -> None:
-    program = "import sys; sys.modules['torch'] = None; import coordinator.prompts.templates as t; t.import_library()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_the_package_is_typed() -> None:

@@ -19,7 +19,9 @@ from collector import Collector, collecting
 from scraping import scrape
 from serving import PATIENCE_SECONDS, free_address, info_with_loads
 
-from specpool.cli.up import UpSettings, running
+from coordinator.workers.recent import RECENT_SECONDS
+from specpool.cli.up import running
+from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
 from specpool.v1 import generation_pb2 as pb
 
@@ -131,6 +133,7 @@ async def test_flags_reach_all_processes(tiny_pair: Pair, tmp_path: Path) -> Non
         async with AsyncClient(address, **security, **ca.issue("alice").options) as client:
             await info_with_loads(client.server_info)  # the draft worker is connected
             await asyncio.gather(*(client.generate("abc" * i, max_tokens=20, ignore_eos=True) for i in range(1, 6)))
+            await asyncio.sleep(2 * RECENT_SECONDS)  # until the answer from before is no longer reused
             info = await info_with_loads(client.server_info)
             assert (info.policy, info.max_num_seqs, info.draft.state) == ("exspec", 5, "ready")
             assert info.target.load.kv_layout == info.draft.load.kv_layout == "padded"

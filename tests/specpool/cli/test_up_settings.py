@@ -1,5 +1,6 @@
 """Settings of `specpool up`, and the process flags derived from them."""
 
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,10 @@ from unittest import mock
 import pytest
 from pydantic import ValidationError
 
-from specpool.cli.up import UpSettings, services_of
+from specpool.cli.preflight import check_services
+from specpool.cli.processes import ProcessFailedError
+from specpool.cli.services import services_of
+from specpool.cli.up_settings import UpSettings
 
 
 def worker_flags(**settings: Any) -> list[dict[str, str]]:
@@ -58,6 +62,8 @@ def test_both_flags_accept_a_single_device(device: str) -> None:
         (["--window-size", "4097"], "max-num-seqs: Input should be less than or equal to 4096"),
         (["--threads", "1025"], "threads: Input should be less than or equal to 1024"),
         (["--drain-seconds", "86401"], "drain-seconds: Input should be less than or equal to 86400"),
+        (["--standby-devices", "cuda:1"], "standby_devices needs standby"),
+        (["--standby", "--standby-devices", "cpu,cpu"], "standby_devices must be as many as the target's devices"),
         (["--max-model-len", "15"], "max-model-len: Input should be greater than or equal to 16"),
     ],
 )
@@ -93,3 +99,43 @@ def test_the_coordinator_gets_a_readable_model_name(settings: dict[str, Any], na
 def test_workers_choose_the_longest_sequence_themselves_by_default() -> None:
     assert "--max-model-len" not in services_of(UpSettings(), "a", "b")[0].arguments
     assert "--max-model-len" in services_of(UpSettings(max_model_len=100), "a", "b")[0].arguments
+
+
+def test_a_standby_has_the_flags_of_the_target_except_its_own_ports() -> None:
+    settings = UpSettings(standby=True, target_device="cpu", target_kv_memory=2**30, metrics_port=9100)
+    target, draft, standby, coordinator = services_of(settings, "a", "b")
+    flags = [dict(zip(each.arguments[::2], each.arguments[1::2], strict=True)) for each in (target, standby)]
+    own = {"--port": mock.ANY, "--metrics-port": "9103", "--log-name": "standby-worker"}
+    assert flags[1] == {**flags[0], **own}
+    assert flags[0]["--kv-memory"] == str(2**30)
+    assert "--kv-memory" not in draft.arguments
+    addresses = dict(zip(coordinator.arguments, coordinator.arguments[1:], strict=False))
+    assert addresses["--target-address"] == target.address
+    assert addresses["--target-standby-address"] == standby.address != target.address
+    assert "--target-standby-address" not in services_of(UpSettings(), "a", "b")[-1].arguments
+
+
+@pytest.mark.parametrize(
+    ("target", "standby", "kv_memory", "refused"),
+    [
+        ("cuda:0", (), None, True),
+        ("cuda:0", ("cuda:0",), None, True),
+        ("cuda:0", (), 2**30, False),
+        ("cuda:0", ("cuda:1",), None, False),
+        ("auto", (), None, True),
+        ("cpu", (), None, False),
+    ],
+)
+def test_target_and_standby_on_one_gpu_need_the_size_of_their_caches(
+    target: str, standby: tuple[str, ...], kv_memory: int | None, refused: bool, tiny_pair: tuple[Path, Path]
+) -> None:
+    model = str(tiny_pair[0])
+    settings = UpSettings(
+        target=model, draft="none", target_device=target, standby=True, standby_devices=standby,
+        target_kv_memory=kv_memory,
+    )  # fmt: skip
+    with (
+        mock.patch("specpool.engine.config.device_names._why_no_gpu", return_value=None),
+        pytest.raises(ProcessFailedError, match=r"^target-kv-memory: must be given") if refused else nullcontext(),
+    ):
+        check_services(services_of(settings, model, None))

@@ -1,4 +1,4 @@
-{{/* Names, labels and addresses. A role is a key of the values: coordinator, draft or target. */}}
+{{/* Names, labels and addresses. A role is a key of the values: coordinator, draft or target, or standby. */}}
 
 {{/* Pods of a LeaderWorkerSet have longer names, with a group and a node number. */}}
 {{- define "specpool.fullname" -}}
@@ -12,7 +12,7 @@
 {{- end }}
 
 {{- define "specpool.component" -}}
-{{- get (dict "coordinator" "coordinator" "draft" "draft-worker" "target" "target-worker") . -}}
+{{- get (dict "coordinator" "coordinator" "draft" "draft-worker" "target" "target-worker" "standby" "standby") . -}}
 {{- end }}
 
 {{/* Name of a role's objects: StatefulSet, headless Service and so on. Takes root and role. */}}
@@ -20,9 +20,30 @@
 {{- printf "%s-%s" (include "specpool.fullname" .root) (include "specpool.component" .role) -}}
 {{- end }}
 
-{{/* Enabled roles, separated by spaces. */}}
+{{/*
+Enabled roles, separated by spaces. A standby has the target's values, and prefers another node. Call this before other
+templates use the role.
+*/}}
 {{- define "specpool.roles" -}}
-coordinator {{ if .Values.draft.enabled }}draft {{ end }}target
+{{- if .Values.target.standby.enabled -}}
+{{- $standby := deepCopy .Values.target -}}
+{{- if not $standby.affinity -}}
+{{- $_ := set $standby "affinity" (include "specpool.besideTarget" . | fromYaml) -}}
+{{- end -}}
+{{- $_ := set .Values "standby" $standby -}}
+{{- end -}}
+coordinator {{ if .Values.draft.enabled }}draft {{ end }}target{{ if .Values.target.standby.enabled }} standby{{ end }}
+{{- end }}
+
+{{- define "specpool.besideTarget" -}}
+podAntiAffinity:
+  preferredDuringSchedulingIgnoredDuringExecution:
+    - weight: 100
+      podAffinityTerm:
+        topologyKey: kubernetes.io/hostname
+        labelSelector:
+          matchLabels:
+            {{- include "specpool.selector" (dict "root" . "component" "target-worker") | nindent 12 }}
 {{- end }}
 
 {{- define "specpool.serviceAccount" -}}
@@ -53,7 +74,7 @@ app.kubernetes.io/component: {{ . }}
 {{- end }}
 
 {{- define "specpool.port" -}}
-{{- get (dict "coordinator" 50050 "draft" 50052 "target" 50051) . -}}
+{{- get (dict "coordinator" 50050 "draft" 50052 "target" 50051 "standby" 50051) . -}}
 {{- end }}
 
 {{/*
@@ -104,6 +125,11 @@ the names and addresses of a StatefulSet's pods. Takes root and role.
 */}}
 {{- define "specpool.grouped" -}}
 {{- if and (eq .role "target") (gt (int .root.Values.target.nodes) 1) -}}true{{- end -}}
+{{- end }}
+
+{{/* Secret that the ranks of a group share; empty for other pods. Takes root and role. */}}
+{{- define "specpool.masterSecret" -}}
+{{- if include "specpool.grouped" . }}{{ .root.Values.auth.masterSecret.existingSecret }}{{ end -}}
 {{- end }}
 
 {{/* Labels of the serving pods. Takes root and role. */}}

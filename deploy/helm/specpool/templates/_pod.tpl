@@ -1,5 +1,5 @@
 {{/*
-Pods of the three roles. Every template takes root, role and follower. A follower is a pod of a group that is not its leader:
+Pods of the roles. Every template takes root, role and follower. A follower is a pod of a group that is not its leader:
 it runs the same command but serves nothing.
 */}}
 
@@ -155,6 +155,10 @@ livenessProbe:
 {{- end }}
 - name: SPECPOOL_TARGET_ADDRESS
   value: {{ include "specpool.workerAddress" (dict "root" .root "role" "target") }}
+{{- if .root.Values.target.standby.enabled }}
+- name: SPECPOOL_TARGET_STANDBY_ADDRESS
+  value: {{ include "specpool.workerAddress" (dict "root" .root "role" "standby") }}
+{{- end }}
 {{- if .root.Values.draft.enabled }}
 - name: SPECPOOL_DRAFT_ADDRESS
   value: {{ include "specpool.workerAddress" (dict "root" .root "role" "draft") }}
@@ -206,7 +210,7 @@ spec:
     - name: server
       image: {{ include "specpool.image" (dict "root" $root "image" $role.image) }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
-      command: [specpool-{{ $component }}]
+      command: [specpool-{{ ternary "target-worker" $component (eq .role "standby") }}]
       {{- with include "specpool.args" . | trim }}
       args:
         {{- . | nindent 8 }}

@@ -21,6 +21,11 @@
 {{- if not .follower }}
 {{- include "specpool.secretMounts" . }}
 {{- end }}
+{{- if include "specpool.masterSecret" . }}
+- name: master-secret
+  mountPath: /master-secret
+  readOnly: true
+{{- end }}
 {{- with $role.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -59,6 +64,15 @@
 {{- end }}
 {{- if not .follower }}
 {{- include "specpool.secretVolumes" . }}
+{{- end }}
+{{- with include "specpool.masterSecret" . }}
+- name: master-secret
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+    items:
+      - key: secret
+        path: secret
 {{- end }}
 {{- with (get .root.Values .role).extraVolumes }}
 {{ toYaml . }}

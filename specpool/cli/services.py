@@ -1,0 +1,82 @@
+"""The processes that `specpool up` runs, with their flags."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specpool.cli.preflight import STANDBY
+from specpool.cli.processes import Service, arguments_of, free_port
+from specpool.cli.tls_check import health_check_security
+from specpool.cli.up_settings import COORDINATOR, CPU, ENGINE, METRICS_PORTS, UpSettings
+from specpool.engine.models.embedded_pair import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specpool.engine.models.embedded_pair import NAME as EMBEDDED_NAME
+from specpool.rpc.config.settings import ListeningSettings
+from specpool.rpc.observability.trace_settings import TraceSettings
+from specpool.rpc.security.channel import join_address
+from specpool.rpc.security.settings import ServerSecurity
+
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+PER_PROCESS = {"config", "host", "port", "metrics_port"}
+"""Settings with a separate value for each process."""
+
+
+def models_of(settings: UpSettings) -> tuple[str, str | None]:
+    """Return target and draft. The workers create the embedded pair on first use."""
+    draft = None if settings.draft == "none" else settings.draft
+    if settings.target is not None:
+        return settings.target, draft
+    return EMBEDDED_TARGET, EMBEDDED_DRAFT if settings.draft is None else draft
+
+
+def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Service]:
+    """Return the processes for these models, in starting order."""
+    models = {"target": target, "draft": draft, "standby": target if settings.standby else None}
+    workers = {role: _worker(role, model, settings) for role, model in models.items() if model is not None}
+    addresses = {"target_standby" if role == "standby" else role: worker.address for role, worker in workers.items()}
+    port = settings.port or free_port()
+    flags = _common(settings, COORDINATOR) | {
+        "host": settings.host,
+        "port": port,
+        "max_batch_size": settings.max_batch_size or settings.max_num_seqs,
+        "metrics_port": settings.metrics_port,
+        "worker_tls": False,
+        "served_model_name": settings.served_model_name or (EMBEDDED_NAME if settings.target is None else None),
+        **{f"{role}_address": address for role, address in addresses.items()},
+    }
+    security = settings if isinstance(settings, ServerSecurity) else ServerSecurity()
+    address = join_address(LOOPBACK.get(settings.host, settings.host), port)
+    connection = health_check_security(security)
+    coordinator = Service("coordinator", "coordinator.server", arguments_of(flags), address, connection, flags)
+    return [*workers.values(), coordinator]
+
+
+def _worker(role: str, model: str, settings: UpSettings) -> Service:
+    port, like = free_port(), "target" if role == "standby" else role  # a standby has the target's settings
+    own = {name: getattr(settings, f"{like}_{name}", None) for name in ("revision", "weights", "device", "kv_memory")}
+    server = {**ListeningSettings.model_fields, **TraceSettings.model_fields}
+    flags = _common(settings, ENGINE | server) | own
+    flags |= {"model": model, "port": port, "max_sequences": settings.max_num_seqs}
+    flags["startup_cache"] = None if settings.startup_cache else False
+    if settings.metrics_port is not None:
+        flags["metrics_port"] = settings.metrics_port + METRICS_PORTS[role]
+    if like == "target":
+        flags |= _devices(settings, (settings.standby_devices if role == "standby" else ()) or settings.target_devices)
+    if role == "standby":
+        flags["log_name"] = STANDBY.replace(" ", "-")
+    address = f"127.0.0.1:{port}"
+    return Service(f"{role} worker", f"{like}_worker.server", arguments_of(flags), address, settings=flags)
+
+
+def _devices(settings: UpSettings, devices: tuple[str, ...]) -> dict[str, Any]:
+    """Return the flags of a target on these devices. None are needed for the device of `target_device`."""
+    flags: dict[str, Any] = {"device": ",".join(devices)} if devices else {}
+    if len(devices) > 1:
+        flags["tensor_parallel"] = len(devices)
+    if CPU in devices:  # ranks divide the cores
+        flags["threads"] = max(1, settings.threads // len(devices))
+    return flags
+
+
+def _common(settings: UpSettings, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that share a name with these fields."""
+    names = type(settings).model_fields.keys() & fields.keys() - PER_PROCESS
+    return {name: getattr(settings, name) for name in sorted(names)}

@@ -1,0 +1,119 @@
+"""Settings of `specpool up`."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ByteSize, Field, field_validator, model_validator
+
+from coordinator.config.settings import MAX_SPECULATIVE_TOKENS, CoordinatorSettings, PolicyName
+from coordinator.scheduling.sequence import DraftMethod
+from specpool.engine.config.options import EngineOptions
+from specpool.environment.cpus import usable_cpus
+from specpool.rpc.config.settings import ListeningSettings
+from specpool.rpc.observability.trace_settings import TraceSettings
+from specpool.rpc.security.settings import Names, ServerSecurity
+from specpool.worker.settings import WorkerSettings
+
+METRICS_PORTS = {"target": 1, "draft": 2, "standby": 3}
+"""Metrics port of each worker, counted from the coordinator's."""
+CPU = "cpu"
+
+# Reuse the field definitions of the processes.
+ENGINE: dict[str, Any] = EngineOptions.model_fields
+COORDINATOR: dict[str, Any] = CoordinatorSettings.model_fields
+WORKER: dict[str, Any] = WorkerSettings.model_fields
+
+
+class UpSettings(ListeningSettings):
+    """Serve a pair on this machine: coordinator, draft worker and target worker. Default: the embedded pair."""
+
+    port: int = COORDINATOR["port"]
+    target: str | None = Field(
+        None, min_length=1, description="target: hub id, folder or GGUF file; default: the embedded pair's"
+    )
+    draft: str | None = Field(
+        None,
+        min_length=1,
+        description='draft: hub id, folder or GGUF file; "none": prompt lookup only; default: the embedded pair\'s '
+        "if the target is",
+    )
+    target_revision: str | None = ENGINE["revision"]
+    draft_revision: str | None = ENGINE["revision"]
+    target_device: str = ENGINE["device"]
+    target_devices: Names = Field(
+        (), description="shard the target over these devices, such as cuda:0,cuda:1; instead of target_device"
+    )
+    target_weights: Literal["auto", "float32"] = ENGINE["weights"]
+    target_kv_memory: ByteSize | None = Field(
+        None, description="KV cache size of the target per rank; required if target and standby share a GPU"
+    )
+    standby: bool = Field(
+        False,
+        description="also run a standby: a second target worker, which takes over at once if the first one is lost. "
+        "On a CPU, it takes the memory of the target's weights, and none for a cache before it serves",
+    )
+    standby_devices: Names = Field(
+        (), description="devices of the standby, as many as the target has; default: the target's"
+    )
+    draft_device: str = Field("auto", description="device of the draft; with two GPUs: cuda:1")
+    threads: int = Field(
+        default_factory=usable_cpus,
+        ge=1,
+        le=1024,
+        description="CPU threads of each worker, shared by the ranks of a CPU target; default: all available",
+    )
+    served_model_name: str | None = COORDINATOR["served_model_name"]
+    max_num_seqs: int = COORDINATOR["max_num_seqs"]
+    max_batch_size: Annotated[int | None, COORDINATOR["max_batch_size"]] = Field(
+        None, description="sequences in one round; default: all"
+    )
+    policy: PolicyName = COORDINATOR["policy"]
+    prefix_caching: bool = COORDINATOR["prefix_caching"]
+    kv_layout: Literal["slots", "padded"] = ENGINE["kv_layout"]
+    max_model_len: int | None = ENGINE["max_model_len"]
+    num_speculative_tokens: Annotated[int | None, Field(le=MAX_SPECULATIVE_TOKENS)] = COORDINATOR[
+        "num_speculative_tokens"
+    ]
+    metrics_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535 - len(METRICS_PORTS),
+        description="Prometheus port of the coordinator; the next ones are the target's, the draft worker's and the "
+        "standby's; default: none",
+    )
+    startup_cache: bool = WORKER["startup_cache"]
+    draft_method: DraftMethod = COORDINATOR["draft_method"]
+    smg: bool = COORDINATOR["smg"]
+    chat_template: Path | None = COORDINATOR["chat_template"]
+
+    @field_validator("target_devices", "standby_devices")
+    @classmethod
+    def _check_devices(cls, devices: tuple[str, ...]) -> tuple[str, ...]:
+        if len(devices) > 1 and set(devices) != {CPU}:
+            for device in devices:
+                if re.fullmatch(r"cuda:(0|[1-9]\d*)", device) is None:
+                    raise ValueError(f'"{device}" cannot be one of several devices: use "cuda:N" for all, or "cpu"')
+                if devices.count(device) > 1:
+                    raise ValueError(f"duplicate device {device}")
+        return devices
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if self.target_devices and "target_device" in self.model_fields_set:
+            raise ValueError("give target_device or target_devices, not both")
+        others = len(METRICS_PORTS) if self.standby else len(METRICS_PORTS) - 1
+        if self.metrics_port is not None and 0 <= self.port - self.metrics_port <= others:
+            raise ValueError(f"port must not be metrics_port or one of the {others} after it")
+        if self.standby_devices and not self.standby:
+            raise ValueError("standby_devices needs standby")
+        if self.standby_devices and len(self.standby_devices) != max(1, len(self.target_devices)):
+            raise ValueError("standby_devices must be as many as the target's devices")
+        for role, model in (("target", self.target), ("draft", self.draft)):
+            if getattr(self, f"{role}_revision") is not None and model in (None, "none"):
+                raise ValueError(f"{role}_revision needs a {role} from the hub")
+        return self
+
+
+class SecureUpSettings(UpSettings, ServerSecurity, TraceSettings):
+    __doc__ = UpSettings.__doc__
