@@ -50,7 +50,7 @@ soak: .venv/ready
 	PYTHONPATH=.:tests/system $(BIN)/python -m lab.soak $(SOAK)
 
 attacks: .venv/ready
-	PYTHONPATH=.:tests/system $(BIN)/python -m lab.attacks $(ATTACKS)
+	PYTHONPATH=.:tests/system:tests/support $(BIN)/python -m attacks $(ATTACKS)
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from coordinator.config.settings import CoordinatorSettings
 from draft_worker.server import DraftWorkerSettings
 from specpool.cli.main import COMMANDS
-from specpool.cli.up import UpSettings
+from specpool.cli.up_settings import UpSettings
 from specpool.distill.settings import DistillSettings
 from specpool.engine.config.options import EngineOptions
 from specpool.planning.settings import PlanSettings

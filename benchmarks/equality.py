@@ -18,7 +18,8 @@ from benchmarks.peers import Peers
 from benchmarks.prompts import add_prompts, load_prompts
 from benchmarks.report import finish, parser_of, progress, show, whole
 from specpool.cli.generate import sure_answers
-from specpool.cli.up import UpSettings, running
+from specpool.cli.up import running
+from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
 from specpool.client.prompts import PromptLine
 from specpool.engine.config.devices import use_device

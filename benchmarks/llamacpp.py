@@ -34,7 +34,8 @@ import grpc
 from benchmarks.prompts import add_prompts, load_prompts, number_of_prompts, token_ids
 from benchmarks.report import console, finish, output_folder, parser_of, progress, show, whole, wholes
 from specpool.cli.processes import ProcessFailedError, end
-from specpool.cli.up import UpSettings, running
+from specpool.cli.up import running
+from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
 from specpool.client.requests import GenerateOptions
 from specpool.engine.models.embedded_pair import Pair, embedded_pair

@@ -194,3 +194,19 @@ def gpu_figure(results: Mapping[str, Mapping[str, Any]]) -> Figure:
         if lines:
             axes.legend(fontsize="x-small")
     return figure
+
+
+def devices_figure(rows: list[dict[str, Any]]) -> Figure:
+    """Shares of the bounds and of the target's time, by the number of sequences."""
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes, counts = figure.subplots(), [row["sequences"] for row in rows]
+    for measure, style in (("of_bound", "o-"), ("busy", "o--")):
+        for kind in ("plain", "default"):
+            axes.plot(
+                counts, [row[f"{kind}_{measure}"] for row in rows], style, label=f"{kind}, {measure}".replace("_", " ")
+            )
+    axes.set(xscale="log", xlabel="requests at a time", ylabel="share", ylim=(0, 1))
+    axes.set_xticks(counts, labels=map(str, counts))
+    axes.minorticks_off()
+    axes.legend(fontsize="small")
+    return figure

@@ -36,8 +36,10 @@ from benchmarks.report import (
     whole,
     wholes,
 )
+from benchmarks.server_info import current_info
 from specpool.cli.processes import ProcessFailedError
-from specpool.cli.up import UpSettings, running
+from specpool.cli.up import running
+from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
 from specpool.client.prompts import PromptLine
 from specpool.client.requests import GenerateOptions
@@ -187,12 +189,12 @@ async def run(client: AsyncClient, load: Load, kind: str, max_tokens: int, truth
         async with free:
             return await streamed(client, line, {"max_tokens": max_tokens, **KINDS[kind]})
 
-    before, began = await client.server_info(), time.perf_counter()
+    before, began = await current_info(client), time.perf_counter()
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(line)) for line in load.lines]
         await tasks[(len(tasks) - 1) // 2]
         middle = await client.server_info()  # while the most requests are in flight
-    seconds, after = time.perf_counter() - began, await client.server_info()
+    seconds, after = time.perf_counter() - began, await current_info(client)
     answers = [task.result() for task in tasks]
     spent = {
         f"{stage}_busy": (after.counters.stage_seconds[stage] - before.counters.stage_seconds[stage]) / seconds

@@ -20,6 +20,13 @@ from certificates import Authority, Certificate
 from tiny_pair import make_tiny_pair
 
 
+@pytest.fixture(autouse=True)
+def _always_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every call see the current state, certificates and tokens."""
+    monkeypatch.setattr("coordinator.workers.recent.RECENT_SECONDS", 0.0)
+    monkeypatch.setattr("specpool.rpc.security.reloading.CHECK_SECONDS", 0.0)
+
+
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Folders of a tiny random target model and its draft."""

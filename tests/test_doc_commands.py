@@ -104,8 +104,8 @@ def check_make(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {word for word in command.words[1:] if "=" not in word} <= targets
     monkeypatch.syspath_prepend(ROOT / "tests/system")
     for name, options in (word.split("=", 1) for word in command.words if "=" in word):
-        if (ROOT / f"tests/system/lab/{name.lower()}.py").exists():  # SOAK and ATTACKS
-            parse_only(f"lab.{name.lower()}", shlex.split(options), monkeypatch)
+        if (module := {"SOAK": "lab.soak", "ATTACKS": "attacks"}.get(name)) is not None:
+            parse_only(module, shlex.split(options), monkeypatch)
 
 
 def check_pip(command: Command, _: pytest.MonkeyPatch) -> None:

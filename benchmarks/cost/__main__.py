@@ -5,6 +5,7 @@
 coordinator: rounds of the coordinator with instant fake workers, and the choice of a group
 metrics:     observations, scrapes, and rounds with and without metrics
 tracing:     CPU time of the coordinator with and without traces
+sampling:    choosing the tokens of a pass, with and without compiled code
 overlap:     overlapping groups against alternating workers, with fakes at the speed of two GPUs
 round:       time of a real pair in models, wire and scheduling, and idle time
 start:       time from `specpool up` to the first answer, and memory of each process
@@ -17,7 +18,7 @@ from importlib import import_module
 
 from benchmarks.report import parser_of
 
-PARTS = ("coordinator", "metrics", "tracing", "overlap", "round", "start", "threads")
+PARTS = ("coordinator", "metrics", "tracing", "sampling", "overlap", "round", "start", "threads")
 
 
 def main(arguments: list[str] | None = None) -> None:

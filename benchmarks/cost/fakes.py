@@ -1,6 +1,8 @@
 """A coordinator with fake workers, each a process of its own on loopback sockets.
 
-python -m benchmarks.cost.fakes [--max-model-len N] [--pass-ms MS]      serves both fakes and prints their addresses
+python -m benchmarks.cost.fakes [--max-model-len N] [--pass-ms MS] [--row-ms MS]
+
+serves both fakes and prints their addresses.
 """
 
 import argparse
@@ -12,11 +14,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import grpc
 
 from benchmarks.report import parser_of, whole
+from benchmarks.server_info import current_info
 from specpool.client import AsyncClient
 from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import generation_pb2 as pb
@@ -35,10 +38,10 @@ def load_options(part: str, description: str | None, tokens: int, arguments: Seq
     return parser.parse_args(arguments)
 
 
-def start_process(stack: ExitStack, *arguments: str) -> subprocess.Popen[str]:
-    """A Python process that ends with the stack."""
+def start_process(stack: ExitStack, *arguments: str, stderr: IO[str] | None = None) -> subprocess.Popen[str]:
+    """A Python process that ends with the stack. `stderr`: file for its log."""
     command = [sys.executable, *arguments]
-    process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True))
     stack.callback(process.kill)
     return process
 
@@ -79,7 +82,7 @@ async def wait_ready(client: AsyncClient, draft: bool = True) -> None:
 
 async def run_once(client: AsyncClient, options: argparse.Namespace) -> dict[str, float]:
     """Generate all answers at once. Return the number of rounds, and their milliseconds of wire and scheduling."""
-    before = (await client.server_info()).counters
+    before = (await current_info(client)).counters
     requests = [
         pb.GenerateRequest(
             text=f"prompt {i}",
@@ -89,7 +92,7 @@ async def run_once(client: AsyncClient, options: argparse.Namespace) -> dict[str
         for i in range(options.sequences)
     ]
     await asyncio.gather(*(client.stub.Generate(request) for request in requests))
-    after = (await client.server_info()).counters
+    after = (await current_info(client)).counters
     rounds = after.rounds - before.rounds
     own = {
         f"{stage}_ms": 1000 * (after.stage_seconds[stage] - before.stage_seconds[stage]) / rounds
@@ -105,7 +108,7 @@ def cpu_seconds(pid: int) -> float:
 
 async def serve(options: argparse.Namespace) -> None:
     """Serve both fakes until killed, and print their addresses."""
-    pass_seconds = (lambda rows: options.pass_ms / 1000) if options.pass_ms else None
+    pass_seconds = (lambda rows: (options.pass_ms + options.row_ms * rows) / 1000) if options.pass_ms else None
     target = FakeTarget(slots=SLOTS, max_model_len=options.max_model_len, pass_seconds=pass_seconds)
     draft = FakeDraft(target, slots=SLOTS)
     print(json.dumps([await target.start(), await draft.start()]), flush=True)
@@ -116,4 +119,5 @@ if __name__ == "__main__":
     _parser = parser_of(__doc__)
     _parser.add_argument("--max-model-len", type=int, default=4096)
     _parser.add_argument("--pass-ms", type=float, default=0.0)
+    _parser.add_argument("--row-ms", type=float, default=0.0, help="added to --pass-ms for each row")
     asyncio.run(serve(_parser.parse_args()))

@@ -12,8 +12,10 @@ from typing import Any
 
 from benchmarks.prompts import add_prompts, load_prompts, number_of_prompts
 from benchmarks.report import finish, median, output_folder, parser_of, progress, show, whole
+from benchmarks.server_info import current_info
 from specpool.cli.generate import sure_answers
-from specpool.cli.up import UpSettings, running
+from specpool.cli.up import running
+from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
 from specpool.client.prompts import PromptLine
 
@@ -59,10 +61,10 @@ async def run(
     client: AsyncClient, lines: list[PromptLine], concurrency: int, k: int, max_tokens: int
 ) -> dict[str, float]:
     """Run all prompts once: speed, milliseconds of a round, and shares of the time."""
-    before, began, tokens = (await client.server_info()).counters, time.perf_counter(), 0
+    before, began, tokens = (await current_info(client)).counters, time.perf_counter(), 0
     async for response in sure_answers(client, lines, concurrency, max_tokens=max_tokens, num_speculative_tokens=k):
         tokens += len(response.token_ids)
-    seconds, after = time.perf_counter() - began, (await client.server_info()).counters
+    seconds, after = time.perf_counter() - began, (await current_info(client)).counters
     spent = {
         name: sum(after.stage_seconds[stage] - before.stage_seconds[stage] for stage in stages)
         for name, stages in STAGES.items()

@@ -63,4 +63,15 @@ def _spread(row: Row) -> str:
     return f"{row['ratio']:.2f} ({row['ratio_min']:.2f}-{row['ratio_max']:.2f})"
 
 
-RECORDS = {"throughput": throughput, "realign": realign, "vllm": vllm}
+def attacks(results: Results) -> str:
+    """What each attack costs a well-behaved client: times in ms, as multiples of those in a quiet minute."""
+    columns = ("median", "p95", "new_median", "new_p95")
+    body = [
+        (row["attack"], *(f"{row[f'{name}_ms']:.0f} ({row[f'{name}_ratio']:.2f}x)" for name in columns))
+        for row in results["attacks"]["rows"]
+        if row["attack"] != "none"
+    ]
+    return table(("attack", "median ms", "95%", "new connection: median ms", "95%"), *body)
+
+
+RECORDS = {"attacks": attacks, "throughput": throughput, "realign": realign, "vllm": vllm}

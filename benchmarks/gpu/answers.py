@@ -18,7 +18,8 @@ from benchmarks.peers import Peers
 from benchmarks.report import seconds_of
 from benchmarks.shapes import SHAPES
 from benchmarks.throughput import PLAIN, Load, run, summary
-from specpool.cli.up import UpSettings, running
+from specpool.cli.up import running
+from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
 from specpool.client.prompts import own_prompts
 from specpool.engine.config.devices import pick_device

@@ -14,6 +14,7 @@ LOAD = ["--sequences", "2", "--tokens", "6", "--repeats", "1"]
     ("part", "flags", "measures"),
     [
         ("overlap", ["--tokens", "6"], ["rows"]),
+        ("sampling", ["--rows", "2", "--vocab-size", "8000", "--repeats", "1"], ["costs", "compiled"]),
         pytest.param("coordinator", LOAD, ["round_ms", "choose_group_of_10000_ms"], marks=pytest.mark.slow),
         pytest.param("metrics", LOAD, ["observe_a_commit_us", "scrape_cpu_ms"], marks=pytest.mark.slow),
         pytest.param("tracing", LOAD, ["off_ms", "on_ms"], marks=pytest.mark.slow),

@@ -33,6 +33,8 @@ WRONG = {
         (f"--output={FILE}", "--output"), ("--output=/tmp --acceptance=1.1", "--acceptance: 1.1 is not from 0 to 1"),
         ("--output=/tmp --device=foo", "--device"), ("--output=/tmp --seed=" + "9" * 30, "--seed"),
     ],
+    "split_devices": [(flag, f"argument {flag.split('=')[0]}: ")
+                      for flag in ("--sequences=0", "--tokens=0", "--repeats=0", f"--output={FILE}")],
     "tensor_parallel_estimate": [
         (flag, f"argument {flag.split('=')[0]}: ")
         for flag in ("--devices=3", "--rows=0", "--memory-tb-s=0", "--link-fraction=nan")

@@ -271,14 +271,13 @@ async def test_target_returning_with_fewer_slots_serves_all() -> None:
         await running
 
 
-@pytest.mark.parametrize("slots", [0, 1, 2])
+@pytest.mark.parametrize("slots", [1, 2])
 async def test_draft_with_few_slots_drafts_for_few_sequences(slots: int) -> None:
     target = RecordingTarget()
     draft = RecordingDraft(target, slots=slots)
     async with serving(target, draft, max_num_seqs=6) as served:
         responses = await expect_all(served, some_requests(12))
-        drafted = sum(response.speculative_decoding.num_draft_tokens for response in responses)
-        assert (drafted > 0) is (slots > 0)
+        assert sum(response.speculative_decoding.num_draft_tokens for response in responses) > 0
         await served.until_idle()
 
 

@@ -11,7 +11,8 @@ from gateway import gateway
 from openai import AsyncOpenAI
 
 from specpool.cli.generate import answers
-from specpool.cli.up import UpSettings, running
+from specpool.cli.up import running
+from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient, GenerateOptions
 from specpool.client.prompts import own_prompts
 from specpool.v1 import common_pb2

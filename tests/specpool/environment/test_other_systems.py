@@ -12,10 +12,10 @@ import pytest
 from specpool.client import AsyncClient
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
-from specpool.engine.passes.native.compiler import compile_decoder
+from specpool.engine.passes.native.decoder import compile_decoder
 from specpool.engine.startup.sharded import start_sharded_engine
 from specpool.environment.cpus import usable_cpus
-from specpool.rpc.server.connections import OTHER_DESCRIPTORS, usable_connections
+from specpool.rpc.server.connections import OTHER_DESCRIPTORS, usable_descriptors
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_SECONDS = 180
@@ -50,7 +50,7 @@ def test_limits_that_cannot_be_raised_are_kept(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "setrlimit", refuse)
-    assert usable_connections(1024) == 256 - OTHER_DESCRIPTORS
+    assert usable_descriptors(1024) == 256 - OTHER_DESCRIPTORS
 
 
 def test_nothing_is_compiled_on_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:

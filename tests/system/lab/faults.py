@@ -168,6 +168,8 @@ ROUNDS: dict[str, Fault] = {
     "cached_length_too_long": with_field("cached_length", lambda length: length + 1),
     "cached_length_too_short": with_field("cached_length", lambda length: max(0, length - 1)),
     "cached_length_huge": with_field("cached_length", lambda _: 2**31),
+    "other_instance": lambda answer: setattr(answer.response, "instance_id", "another process"),
+    "no_instance": lambda answer: answer.response.ClearField("instance_id"),
     "huge_times": huge_times,
     "empty_response": returns(b""),
     "undecodable": returns(NOT_A_MESSAGE),

@@ -1,0 +1,42 @@
+"""`make attacks` runs, and its well-behaved client gets its answers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_attacks(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("", "tests/system", "tests/support")),
+    }
+    command = [sys.executable, "-m", "attacks", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_every_attack_has_a_name() -> None:
+    listed = run_attacks("--list")
+    assert listed.returncode == 0, listed.stderr
+    assert "2,000 calls at once" in listed.stdout.splitlines()
+
+
+def test_an_unknown_attack_is_refused() -> None:
+    refused = run_attacks("--only", "rain")
+    assert refused.returncode == 2
+    assert "argument --only: invalid choice: 'rain'" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_well_behaved_client_gets_its_answers_under_an_attack() -> None:
+    done = run_attacks("--seconds", "1", "--only", "64 samples")
+    assert done.returncode == 0, done.stderr
+    quiet, attacked = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert (quiet["attack"], attacked["attack"]) == ("none", "64 samples")
+    assert attacked["requests"] > 0
+    assert attacked["wrong"] == attacked["failed"] == 0

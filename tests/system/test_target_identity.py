@@ -1,0 +1,221 @@
+"""A target that another process replaces between two rounds: no response mixes tokens of two models."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from replaced_targets import (
+    Anonymous,
+    Balanced,
+    OtherTarget,
+    ServiceTarget,
+    UnaryOtherTarget,
+    UnaryServiceTarget,
+    WithoutStreams,
+)
+from secure_service import until
+from serving import RecordingDraft, RecordingTarget, Serving, expected_tokens, make_request, serving
+
+from coordinator.rounds.runner import RoundRunner
+from coordinator.workers.errors import MismatchError
+from specpool.testing import FakeDraft, FakeTarget
+from specpool.v1 import generation_pb2 as pb
+
+NO_PROBE_SECONDS = 3600.0
+NUM_REQUESTS = 36
+KINDS = pytest.mark.parametrize(
+    ("before", "after"),
+    [(ServiceTarget, OtherTarget), (UnaryServiceTarget, UnaryOtherTarget)],
+    ids=["streams", "unary"],
+)
+
+
+def slow(rows: int) -> float:
+    return 0.002
+
+
+def mixed_requests(count: int = NUM_REQUESTS, **params: Any) -> list[pb.GenerateRequest]:
+    """Requests of different lengths."""
+    return [make_request([i, 2], 10 + 10 * (i % 8), ignore_eos=True, **params) for i in range(count)]
+
+
+async def answers(served: Serving, requests: list[pb.GenerateRequest], seconds: float | None = None) -> list[Any]:
+    """Responses and errors."""
+    calls = [served.stub.Generate(request, timeout=seconds) for request in requests]
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+def check_unmixed(requests: list[pb.GenerateRequest], ended: list[Any], *targets: FakeTarget) -> list[FakeTarget]:
+    """Assert that each response is that of one target, and each error temporary. Return these targets."""
+    sources = []
+    for request, end in zip(requests, ended, strict=True):
+        if isinstance(end, pb.GenerateResponse):
+            sources += [target for target in targets if list(end.token_ids) == expected_tokens(target, request)][:1]
+            assert sources
+        else:
+            assert end.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED), end
+    assert len(sources) == sum(isinstance(end, pb.GenerateResponse) for end in ended), "a response mixes two models"
+    return sources
+
+
+@KINDS
+async def test_target_with_other_fingerprints_stops_the_coordinator(
+    before: type[ServiceTarget], after: type[OtherTarget]
+) -> None:
+    target, other = before(pass_seconds=slow), after(pass_seconds=slow)
+    with pytest.raises(MismatchError, match="fingerprint"):  # noqa: PT012 - raised when the service ends
+        async with serving(target, probe_seconds=NO_PROBE_SECONDS) as served:
+            stopped = asyncio.create_task(served.process.wait_stopped())
+            requests = mixed_requests()
+            running = asyncio.create_task(answers(served, requests))
+            await served.until(lambda info: info.counters.completion_tokens > 200)
+            await target.replace(other)
+            assert len(check_unmixed(requests, await running, target)) < NUM_REQUESTS
+            await stopped
+
+
+@KINDS
+async def test_target_without_fingerprints_finishes_no_sequence_of_another(
+    before: type[ServiceTarget], after: type[OtherTarget]
+) -> None:
+    target = before(pass_seconds=slow, has_fingerprints=False)
+    other = after(pass_seconds=slow, has_fingerprints=False)
+    async with serving(target, probe_seconds=NO_PROBE_SECONDS, max_num_seqs=8) as served:
+        requests = mixed_requests()
+        running = asyncio.create_task(answers(served, requests))
+        await served.until(lambda info: info.counters.completion_tokens > 200)
+        await target.replace(other)
+        ended = await running
+        assert {*check_unmixed(requests, ended, target, other)} == {target, other}
+        reasons = {end.details() for end in ended if isinstance(end, grpc.aio.AioRpcError)}
+        assert len(reasons) == 1
+        assert "without fingerprints" in reasons.pop()
+        later = mixed_requests(4)
+        assert check_unmixed(later, await answers(served, later), other) == [other] * 4
+        await served.until(lambda info: info.running == info.queued == len(other.caches) == 0)
+
+
+@KINDS
+async def test_target_with_the_same_fingerprints_loses_nothing(
+    before: type[ServiceTarget], after: type[OtherTarget]
+) -> None:
+    target = before(pass_seconds=slow)
+    same = (WithoutStreams if after is UnaryOtherTarget else FakeTarget)(pass_seconds=slow)
+    async with serving(target, probe_seconds=NO_PROBE_SECONDS) as served:
+        requests = mixed_requests()
+        running = asyncio.create_task(answers(served, requests))
+        await served.until(lambda info: info.counters.completion_tokens > 200)
+        await target.replace(same)
+        assert check_unmixed(requests, await running, target) == [target] * NUM_REQUESTS
+        assert same.calls > 10
+        assert (await served.info()).counters.cache_misses == 0
+
+
+class OneSampleTarget(ServiceTarget):
+    """Serves only the first sequence that it sees."""
+
+    async def Verify(self, request: Any, context: Any) -> Any:
+        if request.items[0].sequence_id != self.requests[0].items[0].sequence_id if self.requests else False:
+            await asyncio.Event().wait()
+        return await super().Verify(request, context)
+
+
+async def test_samples_of_a_response_come_from_one_model() -> None:
+    """The first sample has ended on the first target. The second one has not begun."""
+    target, other = (kind(has_fingerprints=False) for kind in (OneSampleTarget, OtherTarget))
+    async with serving(target, with_draft=False, probe_seconds=NO_PROBE_SECONDS, max_num_seqs=1) as served:
+        call = served.stub.Generate(make_request(max_tokens=20, ignore_eos=True, temperature=1.0, n=2))
+        await served.until(lambda info: info.counters.completion_tokens == 20)
+        await target.replace(other)
+        with pytest.raises(grpc.aio.AioRpcError, match="without fingerprints"):
+            await call
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_streams", [True, False])
+@pytest.mark.parametrize("same", [True, False])
+async def test_two_targets_behind_one_address(has_streams: bool, same: bool) -> None:
+    """A load balancer chooses a process for each call."""
+    kinds = (RecordingTarget, RecordingTarget if same else OtherTarget)
+    members = [kind(has_fingerprints=same) for kind in kinds]
+    target = Balanced(members, has_streams)
+    async with serving(target, with_draft=False) as served:
+        requests = mixed_requests(8)
+        sources = check_unmixed(requests, await answers(served, requests, None if same else 3.0), *members)
+        assert len(sources) == 8 or not same
+        assert all(member.calls for member in members)
+
+
+async def test_caches_of_an_earlier_process_are_not_used_again() -> None:
+    """The address leads to another process and back."""
+    target = Balanced([RecordingTarget(pass_seconds=slow), RecordingTarget(pass_seconds=slow)], True, chosen=0)
+    async with serving(target, with_draft=False, max_num_seqs=2) as served:
+        requests = mixed_requests(8)
+        running = asyncio.create_task(answers(served, requests))
+        for tokens, chosen in ((100, 1), (200, 0)):
+            await served.until(lambda info, tokens=tokens: info.counters.completion_tokens > tokens)
+            target.switch(chosen)
+        assert len(check_unmixed(requests, await running, target)) == 8
+        first, second = target.members
+        assert sum(not item.base_length for request in first.requests for item in request.items) > 8 - 2
+        await served.until(lambda info: info.running == len(first.caches) == 0)
+        assert second.caches, "the second process is out of reach"
+        target.switch(1)
+        await served.expect(make_request())
+        await served.until(lambda info: info.running == len(second.caches) == 0)
+
+
+@pytest.mark.parametrize("has_streams", [True, False])
+async def test_target_of_an_earlier_version_needs_streams(has_streams: bool) -> None:
+    target = Balanced([Anonymous()], has_streams)
+    async with serving(target, with_draft=False) as served:
+        if has_streams:
+            await asyncio.gather(*(served.expect(request) for request in mixed_requests(4)))
+            return
+        with pytest.raises(grpc.aio.AioRpcError, match="no instance id") as failed:
+            await served.stub.Generate(make_request())
+        assert failed.value.code() is grpc.StatusCode.INTERNAL
+
+
+@pytest.mark.parametrize("wrong", ["", "another process"])
+async def test_draft_answers_of_another_process_are_not_used(wrong: str) -> None:
+    class Restarted(RecordingDraft):
+        async def Propose(self, request: Any, context: Any) -> Any:
+            response = await super().Propose(request, context)
+            response.instance_id = wrong
+            return response
+
+    target = RecordingTarget()
+    draft: FakeDraft = Restarted(target)
+    async with serving(target, draft) as served:
+        response = await served.expect(make_request())
+        assert bool(response.speculative_decoding.num_draft_tokens) == (not wrong)
+        info = await served.info()
+        assert (info.draft.state == "ready") == (not wrong)
+        assert not wrong or "another process responded" in info.draft.reason
+
+
+async def test_a_round_of_a_replaced_target_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has verified the end of the prompt, and another process takes over before the round has ended."""
+    target, other = ServiceTarget(has_fingerprints=False), OtherTarget(has_fingerprints=False)
+    draft = RecordingDraft(target, device="other")
+    async with serving(target, draft) as served:
+        await served.expect(make_request())
+        link, request = served.process.coordinator.target, make_request([3], 20, ignore_eos=True)
+        replaced = asyncio.Event()
+
+        async def outlast_the_target(*_: Any) -> None:
+            if not replaced.is_set():
+                replaced.set()
+                await asyncio.sleep(0.05)  # until the target has answered
+                instance_id = link.instance_id
+                await target.replace(other)
+                link._back_off("a probe failed")
+                await until(lambda: link.instance_id != instance_id)
+
+        monkeypatch.setattr(RoundRunner, "_draft_ahead", outlast_the_target)
+        monkeypatch.setattr(RoundRunner, "_can_overlap", True)
+        response = await served.stub.Generate(request)
+        assert replaced.is_set()
+        assert list(response.token_ids) == expected_tokens(other, request)
