@@ -11,6 +11,7 @@ from specpool.v1 import target_worker_pb2 as pb
 from specpool.v1 import target_worker_pb2_grpc
 from specpool.worker.round_merging import Work
 from specpool.worker.servicer import WorkerServicer
+from specpool.worker.streams import MAX_ROUNDS_AHEAD
 
 if TYPE_CHECKING:
     from target_worker.verifier import Verifier
@@ -20,6 +21,7 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
     """Servicer of `specpool.v1.TargetWorkerService`."""
 
     method = "Verify"
+    max_rounds_ahead = MAX_ROUNDS_AHEAD
     respond = staticmethod(verify_response)
 
     @staticmethod

@@ -6,7 +6,7 @@ from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.sequences import Choices, SequenceEngine
 from specpool.protocol.errors import WorkerFailedError
-from specpool.protocol.rounds import ItemStatus, Verdict, VerifyItem, VerifyRound
+from specpool.protocol.rounds import Continuation, ItemStatus, Verdict, VerifyItem, VerifyRound
 from specpool.protocol.tokenizer import TokenizerFiles
 from target_worker.acceptance import accept
 
@@ -42,6 +42,9 @@ class Verifier(SequenceEngine):
         ]
 
     def _span(self, key: SequenceKey, item: VerifyItem) -> Span:
+        if item.after_round_id is not None:
+            continuation = Continuation(item.base_length, item.token_ids[0])
+            self.engine.slots[key].continued = item.after_round_id, continuation
         num_logits = 0 if item.prefill_only else len(item.draft_token_ids) + 1
         return self.span(key, item.token_ids + item.draft_token_ids, num_logits)
 
@@ -51,5 +54,5 @@ class Verifier(SequenceEngine):
         gained = [] if item.prefill_only else accept(item.draft_token_ids, choices.token_ids)
         # Rejected positions stay in the slot until overwritten. `num_cached_tokens` marks the valid ones.
         num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(gained) - 1)
-        self.keep(key, num_cached_tokens)
+        self.keep(key, num_cached_tokens, gained[-1] if gained else None)
         return Verdict(item.sequence_id, ItemStatus.OK, tuple(gained), num_cached_tokens, choices.logprobs)

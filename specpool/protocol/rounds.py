@@ -9,6 +9,7 @@ almost three times as long.
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
 
 from specpool.protocol.sampling import NO_LOGPROBS, Logprobs, SamplingParams
 
@@ -23,6 +24,15 @@ class ItemStatus(enum.Enum):
     CACHE_MISS = "cache miss"
     NO_SLOT = "no slot"
     STALE_ROUND = "stale round"
+
+
+class Continuation(NamedTuple):
+    """Where a sequence continues after its last round."""
+
+    base_length: int
+    """Cached positions that the round kept."""
+    token_id: int
+    """The last token that it yielded."""
 
 
 @dataclass
@@ -92,6 +102,9 @@ class VerifyItem(SequenceItem):
     prefill_only: bool = False
     logprobs: int | None = None
     """Number of top log-probabilities per position, besides the chosen token's. None: no log-probabilities."""
+    after_round_id: int | None = None
+    """The sequence's previous round, whose result determines `base_length` and `token_ids`. They are empty until the
+    result is known, and if the round yielded no token."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +137,8 @@ class RoundLimits:
     max_model_len: int
     capacity: Callable[[int], int | None]
     """Returns the positions reserved for a sequence id, or None if it has no slot."""
+    continuation: Callable[[int, int, int], Continuation | None] = lambda sequence_id, round_id, after_round_id: None
+    """Returns where a sequence continues in a round after an earlier one, or None if it cannot."""
     max_items: int = 2**16
     """Maximum number of items in a round."""
     max_logits: int = 2**16

@@ -82,6 +82,8 @@ class WorkerInfo:
     """Memory of each rank if the model is sharded."""
     kv_reservations_grow: bool = False
     """Whether later items of a sequence may reserve more positions."""
+    max_rounds_ahead: int = 0
+    """Rounds that a coordinator may send before the response to an earlier one."""
 
     @property
     def summary(self) -> str:

@@ -82,8 +82,9 @@ class TargetWorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def VerifyStream(self, request_iterator, context):
-        """`Verify` for a stream of rounds, served one by one in order. Cheaper than a call per round. An error ends the
-        stream; earlier responses stay valid.
+        """`Verify` for a stream of rounds, served one by one in order. Cheaper than a call per round. The next round may be
+        sent before the response to the last one, so that the worker never waits. An error ends the stream; earlier
+        responses stay valid.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME

@@ -40,8 +40,9 @@ class TargetWorkerServiceStub:
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     VerifyStream: _grpc.StreamStreamMultiCallable[_target_worker_pb2.VerifyRequest, _target_worker_pb2.VerifyResponse]
-    """`Verify` for a stream of rounds, served one by one in order. Cheaper than a call per round. An error ends the
-    stream; earlier responses stay valid.
+    """`Verify` for a stream of rounds, served one by one in order. Cheaper than a call per round. The next round may be
+    sent before the response to the last one, so that the worker never waits. An error ends the stream; earlier
+    responses stay valid.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
@@ -72,8 +73,9 @@ class TargetWorkerServiceAsyncStub(TargetWorkerServiceStub):
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     VerifyStream: _aio.StreamStreamMultiCallable[_target_worker_pb2.VerifyRequest, _target_worker_pb2.VerifyResponse]  # type: ignore[assignment]
-    """`Verify` for a stream of rounds, served one by one in order. Cheaper than a call per round. An error ends the
-    stream; earlier responses stay valid.
+    """`Verify` for a stream of rounds, served one by one in order. Cheaper than a call per round. The next round may be
+    sent before the response to the last one, so that the worker never waits. An error ends the stream; earlier
+    responses stay valid.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
@@ -113,8 +115,9 @@ class TargetWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_target_worker_pb2.VerifyRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_target_worker_pb2.VerifyResponse], _abc.AsyncIterator[_target_worker_pb2.VerifyResponse]]:
-        """`Verify` for a stream of rounds, served one by one in order. Cheaper than a call per round. An error ends the
-        stream; earlier responses stay valid.
+        """`Verify` for a stream of rounds, served one by one in order. Cheaper than a call per round. The next round may be
+        sent before the response to the last one, so that the worker never waits. An error ends the stream; earlier
+        responses stay valid.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME

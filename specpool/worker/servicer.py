@@ -27,6 +27,9 @@ class WorkerServicer:
     respond: ClassVar[Any]
     """Maps a round id, results, timing fields and the instance id to a response."""
 
+    max_rounds_ahead: ClassVar[int] = 0
+    """Rounds that a coordinator may send before the response to an earlier one."""
+
     def __init__(self, host: WorkerHost, tracer: Tracer | None = None) -> None:
         self._host, self._tracer = host, tracer
 
@@ -77,4 +80,7 @@ class WorkerServicer:
 
     async def GetWorkerInfo(self, request: pb.GetWorkerInfoRequest, context: Any) -> pb.GetWorkerInfoResponse:
         """Describe the worker. Answers at once, even while a long pass runs."""
-        return worker_info_response(replace(self._host.info, instance_id=self._host.instance_id))
+        info = replace(
+            self._host.info, instance_id=self._host.instance_id, max_rounds_ahead=self.max_rounds_ahead
+        )
+        return worker_info_response(info)

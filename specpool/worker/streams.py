@@ -1,9 +1,10 @@
 """Streams of rounds: their number, their owners, and how they end."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from specpool.protocol.codec import require_coordinator
@@ -12,6 +13,8 @@ from specpool.protocol.errors import InvalidArgumentError, QueueFullError
 MAX_STREAMS = 64
 """Maximum open streams of all coordinators together. A coordinator opens one for each group in flight."""
 MAX_STREAMS_PER_CLIENT = 16
+MAX_ROUNDS_AHEAD = 2
+"""Rounds of a stream that may wait for the model behind the one that runs."""
 RETRY_SECONDS = 1.0
 ORPHANED_SECONDS = 2.0
 """Time after which a coordinator without streams counts as gone. Reconnecting takes less."""
@@ -37,24 +40,29 @@ class RoundStreams:
     async def each(
         self, requests: AsyncIterator[Any], answer: Callable[[Any], Awaitable[Any]], client: str = ""
     ) -> AsyncIterator[Any]:
-        """Answer a stream of rounds until the caller ends it, or until a drain ends it between two rounds.
+        """Answer a stream of rounds until the caller ends it, or until a drain ends it after the rounds read so far.
 
-        Reads the next request once a round is answered, so HTTP/2 flow control holds back faster callers.
-        QueueFullError, InvalidArgumentError.
+        Reads at most `MAX_ROUNDS_AHEAD` requests beyond the round that runs, so HTTP/2 flow control holds back faster
+        callers. QueueFullError, InvalidArgumentError.
         """
         if self._draining or self._refusal(client):
             await _touch(requests)
         with self._counted(client):
-            if (request := await self._next(requests)) is None:
+            reading = self._read(requests)
+            await asyncio.wait([reading])
+            if (request := _read_or_none(reading)) is None:
                 return
             owner = request.coordinator_id
             require_coordinator(owner)
+
+            async def answer_own(request: Any) -> Any:
+                if request.coordinator_id != owner:
+                    raise InvalidArgumentError("coordinator_id", "must be the same in all requests of a stream")
+                return await answer(request)
+
             with self._owned_by(owner):
-                while request is not None:
-                    if request.coordinator_id != owner:
-                        raise InvalidArgumentError("coordinator_id", "must be the same in all requests of a stream")
-                    yield await answer(request)
-                    request = await self._next(requests)
+                async for response in self._answers(request, requests, answer_own):
+                    yield response
 
     def drain(self) -> None:
         """End all streams, each after its current round."""
@@ -62,18 +70,38 @@ class RoundStreams:
         for reading in self._reading:
             reading.cancel()
 
-    async def _next(self, requests: AsyncIterator[Any]) -> Any:
-        """The next request; None at the end of the stream or during a drain."""
-        if self._draining:
-            return None
-        reading = asyncio.ensure_future(anext(requests, None))
-        self._reading.add(reading)
+    async def _answers(
+        self, first: Any, requests: AsyncIterator[Any], answer: Callable[[Any], Awaitable[Any]]
+    ) -> AsyncIterator[Any]:
+        """Answer the requests in order. The model gets each one before the previous one is answered."""
+        answering = deque([asyncio.ensure_future(answer(first))])
+        reading: asyncio.Future[Any] | None = None
+        has_more = True
         try:
-            await asyncio.wait([reading])
+            while answering or has_more:
+                if reading is None and has_more and len(answering) <= MAX_ROUNDS_AHEAD:
+                    reading = self._read(requests)
+                waiting = [future for future in (*islice(answering, 1), reading) if future is not None]
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if reading is not None and reading.done():
+                    request, reading = _read_or_none(reading), None
+                    has_more = request is not None
+                    if has_more:
+                        answering.append(asyncio.ensure_future(answer(request)))
+                if answering and answering[0].done():
+                    yield answering.popleft().result()
         finally:
-            self._reading.discard(reading)
+            for future in (*answering, *([reading] if reading is not None else [])):
+                future.cancel()
+
+    def _read(self, requests: AsyncIterator[Any]) -> asyncio.Future[Any]:
+        """Start to read the next request. A drain cancels the future."""
+        reading = asyncio.ensure_future(anext(requests, None))
+        if self._draining:
             reading.cancel()
-        return None if reading.cancelled() else reading.result()
+        self._reading.add(reading)
+        reading.add_done_callback(self._reading.discard)
+        return reading
 
     @contextmanager
     def _counted(self, client: str) -> Iterator[None]:
@@ -109,6 +137,11 @@ class RoundStreams:
     def _orphan(self, coordinator_id: str) -> None:
         if coordinator_id not in self._owned:
             self._on_orphaned(coordinator_id)
+
+
+def _read_or_none(reading: asyncio.Future[Any]) -> Any:
+    """The request that was read; None at the end of the stream or during a drain."""
+    return None if reading.cancelled() else reading.result()
 
 
 async def _touch(requests: AsyncIterator[Any]) -> None:

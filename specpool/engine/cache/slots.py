@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from specpool.engine.cache.extents import Extents
 from specpool.engine.cache.turns import Turns
 from specpool.engine.sampling.rules import SequenceRules
-from specpool.protocol.rounds import ItemStatus
+from specpool.protocol.rounds import Continuation, ItemStatus
 
 SequenceKey = tuple[str, int]  # (coordinator id, sequence id)
 
@@ -27,6 +27,10 @@ class Slot:
     token_ids: list[int] = field(default_factory=list)
     """Tokens fed so far; only the first `num_cached_tokens` are valid."""
     sampling: SequenceRules | None = None  # how tokens are chosen; None: greedily
+    next_token: int | None = None
+    """The last token that the last round yielded, which is not cached yet."""
+    continued: tuple[int, Continuation] | None = None
+    """How the last round began, if it continued an earlier one: the id of that round, and where."""
 
 
 class SlotTable:
@@ -53,9 +57,9 @@ class SlotTable:
         A `base_length` of 0 starts the sequence anew. On any status but OK, nothing has changed, except that a sequence
         that was to start anew has lost its slot if it needs more room than there is.
         """
-        slot = self._slots.get(key)
-        if slot is not None and round_id < slot.round_id:
+        if self.is_stale(key, round_id):
             return ItemStatus.STALE_ROUND
+        slot = self._slots.get(key)
         if slot is None and base_length == 0:
             slot = self.take(key, max_length)
             if slot is None:
@@ -67,7 +71,23 @@ class SlotTable:
                 self._evict(key)
             return ItemStatus.NO_SLOT
         slot.num_cached_tokens, slot.round_id = base_length, round_id
+        slot.next_token = slot.continued = None
         return ItemStatus.OK
+
+    def is_stale(self, key: SequenceKey, round_id: int) -> bool:
+        """Whether a later round of the sequence has begun."""
+        return key in self._slots and round_id < self._slots[key].round_id
+
+    def continuation(self, key: SequenceKey, round_id: int, after_round_id: int) -> Continuation | None:
+        """Where a sequence continues after a round, its last one; None if it cannot. A repeated round gets the same."""
+        slot = self._slots.get(key)
+        if slot is None:
+            return None
+        if slot.round_id == round_id and slot.continued is not None and slot.continued[0] == after_round_id:
+            return slot.continued[1]
+        if slot.round_id != after_round_id or slot.next_token is None:
+            return None
+        return Continuation(slot.num_cached_tokens, slot.next_token)
 
     def _grow(self, key: SequenceKey, capacity: int) -> bool:
         """Reserve this many positions for a sequence with a slot. Returns False if there is no room."""

@@ -143,12 +143,18 @@ class SequenceEngine:
             choices[key] = Choices(chosen.token_ids, sure, chosen.logprobs, chosen.finite)
         return choices
 
-    def keep(self, key: SequenceKey, num_cached_tokens: int) -> None:
-        """Declare the first `num_cached_tokens` positions of the sequence valid."""
-        self.engine.slots[key].num_cached_tokens = num_cached_tokens
+    def keep(self, key: SequenceKey, num_cached_tokens: int, next_token: int | None = None) -> None:
+        """Declare the first `num_cached_tokens` positions of the sequence valid.
+
+        `next_token`: the token after them, with which the next round may continue.
+        """
+        slot = self.engine.slots[key]
+        slot.num_cached_tokens, slot.next_token = num_cached_tokens, next_token
 
     def _realign(self, coordinator_id: str, round_id: int, item: SequenceItem) -> ItemStatus:
         slots, key = self.engine.slots, (coordinator_id, item.sequence_id)
+        if not item.token_ids:  # it was to continue after a round that is not its last one
+            return ItemStatus.STALE_ROUND if slots.is_stale(key, round_id) else ItemStatus.CACHE_MISS
         is_new = key not in slots
         if is_new and not slots.admits(coordinator_id):
             status = ItemStatus.NO_SLOT if self._is_first_contact(item) else ItemStatus.CACHE_MISS
@@ -204,6 +210,7 @@ class SequenceEngine:
             self.engine.vocab_size,
             self.engine.max_model_len,
             capacity,
+            lambda sequence_id, *rounds: self.engine.slots.continuation((coordinator_id, sequence_id), *rounds),
             max_items=ITEMS_PER_SLOT * slots,
             # A single sequence may have a draft of maximum length.
             max_logits=LOGITS_PER_SLOT * max(LOGITS_PER_SLOT, slots),

@@ -1,6 +1,7 @@
 """A call in progress, its client, and the limits on calls."""
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -63,6 +64,8 @@ class Call:
     memory: int = 0
     size: int = 0
     """Bytes of its single request."""
+    unanswered: deque[int] = field(default_factory=deque)
+    """Memory of each request of a stream without a response."""
     error: ServiceError | None = None
     """Why the server cancelled its task."""
     is_answered: bool = False

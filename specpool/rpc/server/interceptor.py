@@ -180,6 +180,7 @@ async def _answer(handler: Handler, calls: Calls, call: Call, messages: AsyncIte
         async with aclosing(answer(request, context)) as responses:
             async for response in responses:
                 await _write(context, response)
+                calls.answered_next(call)
         return None
     response = await (handler.stream_unary or handler.unary_unary)(request, context)
     payload: bytes = handler.response_serializer(response) if handler.response_serializer else response

@@ -142,7 +142,7 @@ class Calls:
         return parser.parse(payload)
 
     async def read_all(self, call: Call, messages: AsyncIterator[bytes], parser: RequestParser[T]) -> AsyncIterator[T]:
-        """Read a stream of requests. Each counts until the next one is read.
+        """Read a stream of requests. Each counts until its response is written: a stream has one for every request.
 
         Raises TooManyCallsError, InvalidArgumentError, and the errors of the parser.
         """
@@ -150,12 +150,18 @@ class Calls:
             self._arrived(call)
             size = len(payload)
             needed = parser.memory_of(payload) if size > SMALL_MESSAGE_BYTES else (1 + MAX_GROWTH) * size
-            self.hold(call, await self._checked(call.client, size, needed))
+            held = await self._checked(call.client, size, needed)
+            self.hold(call, held)
+            call.unanswered.append(held)
             request = parser.parse(payload)
             del payload
             yield request
             del request
-            self.hold(call, -call.memory)
+
+    def answered_next(self, call: Call) -> None:
+        """Stop counting the earliest unanswered request of a stream, whose response has been written."""
+        if call.unanswered:
+            self.hold(call, -call.unanswered.popleft())
 
     def _arrived(self, call: Call) -> None:
         """Note that the request of a call has arrived."""

@@ -48,6 +48,7 @@ from specpool.engine.startup import loading as startup
 from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
 from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
 from specpool.worker.host import WorkerHost
+from specpool.worker.streams import MAX_ROUNDS_AHEAD
 from target_worker.verifier import Verifier
 
 # --- Rounds
@@ -405,6 +406,7 @@ async def test_a_worker_describes_itself(worker: Worker) -> None:
         kv_positions_free=info.kv_positions_total - MAX_MODEL_LEN,
         kv_positions_multiple=1,
         kv_reservations_grow=True,
+        max_rounds_ahead=MAX_ROUNDS_AHEAD if worker.role is TARGET else 0,
     )
 
 
