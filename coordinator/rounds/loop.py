@@ -9,7 +9,7 @@ import logging
 from functools import partial
 
 from coordinator.requests.in_flight import RequestsInFlight
-from coordinator.rounds.runner import MAX_PIPELINE_DEPTH, RETRY_SECONDS, RoundRunner
+from coordinator.rounds.runner import MAX_ROUNDS, RETRY_SECONDS, RoundRunner
 from coordinator.scheduling.grouping import Group, Policy
 from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.sequence import Sequence
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class RoundLoop:
-    """Keeps as many groups in flight as the runner allows."""
+    """Keeps as many rounds in flight as the runner allows."""
 
     def __init__(self, pool: Pool, policy: Policy, runner: RoundRunner, in_flight: RequestsInFlight) -> None:
         self._pool, self._policy, self._runner, self._in_flight = pool, policy, runner, in_flight
@@ -55,7 +55,7 @@ class RoundLoop:
         """Run rounds, and release the slots of sequences that left. Never returns."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._release_slots())
-            for position in range(MAX_PIPELINE_DEPTH):
+            for position in range(MAX_ROUNDS):
                 tasks.create_task(self._run_rounds(position))
 
     async def _run_rounds(self, position: int) -> None:
@@ -63,7 +63,7 @@ class RoundLoop:
             await self._target.wait_ready()
             self._blame_for_restart()
             self._work.clear()
-            group = self._next_group() if position < self._runner.pipeline_depth else Group([])
+            group = self._next_group() if position < self._runner.max_rounds else Group([])
             if group.sequences:
                 with logs.BoundRequests(partial(_request_ids, group.sequences)):
                     await self._run_round(group)
@@ -106,7 +106,7 @@ class RoundLoop:
         if not eligible:
             return Group([])
         group = self._policy.choose(eligible, pool.rounds)
-        max_size = -(-pool.schedulable // self._runner.pipeline_depth)
+        max_size = -(-pool.schedulable // self._runner.num_groups)
         group = Group(_without_suspects(group.sequences[:max_size]), group.fallback)
         pool.begin_round(group.sequences)
         return group
@@ -153,6 +153,7 @@ class RoundLoop:
                 self._fail(sequence, WorkerFailedError("internal error in a round"))
         finally:
             self._pool.end_round(group.sequences)
+            self._runner.round_ended()
             self.wake()
         if not progressed:
             await asyncio.sleep(RETRY_SECONDS)
@@ -179,11 +180,11 @@ class RoundLoop:
     async def _run_or_split(self, group: Group) -> bool:
         """Run a round. If the target refuses it, run each sequence alone and fail the ones refused again."""
         try:
-            return await self._runner.run(group)
+            return await self._runner.run(group, self._work.set)
         except WorkerRefusedError:
-            for sequence in group.sequences:
+            for sequence in self._pool.hold(group.sequences):
                 try:
-                    await self._runner.run(Group([sequence]))
+                    await self._runner.run(Group([sequence]), self._work.set)
                 except WorkerRefusedError as error:
                     self._fail(sequence, WorkerFailedError(f"the target worker refused the sequence twice: {error}"))
             return True

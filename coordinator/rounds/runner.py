@@ -7,7 +7,7 @@ import asyncio
 import copy
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 
@@ -26,13 +26,13 @@ from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, VerifyIt
 
 log = logging.getLogger(__name__)
 
-# One group drafts while another is verified.
-MAX_PIPELINE_DEPTH = 2
+# Rounds in flight: one group drafts while another is verified, or the next round waits at the target worker.
+MAX_ROUNDS = 2
 RETRY_SECONDS = 0.05
 
 
 class RoundRunner:
-    """Runs rounds. Overlaps two groups if that is faster: one drafts while the other is verified."""
+    """Runs rounds, two at a time if possible: of two groups that alternate, or of one group that runs ahead."""
 
     def __init__(
         self,
@@ -44,13 +44,20 @@ class RoundRunner:
         *,
         prefill_tokens: int,
         overlap: Overlap,
+        runs_ahead: bool = True,
     ) -> None:
-        """`prefill_tokens`: budget of a round for prompt tokens, for each worker."""
+        """`prefill_tokens`: budget of a round for prompt tokens, for each worker.
+
+        `runs_ahead`: whether to send the next round before the response to the last one, if the target worker can.
+        """
         self.counters = Counters()
         self.target, self._workers = workers.target, workers
         self._pool, self._drafting, self._in_flight, self._traces = pool, drafting, in_flight, traces
-        self._prefill_tokens, self._overlap = prefill_tokens, overlap
-        self._target_free, self._draft_free = asyncio.Lock(), asyncio.Lock()
+        self._prefill_tokens, self._overlap, self._may_run_ahead = prefill_tokens, overlap, runs_ahead
+        self._last_sent = asyncio.Event()
+        """Set once the last round sent to the target worker has committed or failed."""
+        self._last_sent.set()
+        self._round_ended = asyncio.Event()
         self._round_ids = count(1)
         self._measured_times = self.target.step_times
         self._plain_times = copy.deepcopy(self._measured_times)
@@ -59,10 +66,18 @@ class RoundRunner:
         """When the last round ended."""
 
     @property
-    def pipeline_depth(self) -> int:
-        """Maximum number of groups in flight."""
-        pays = self._can_overlap and self._drafting.overlap_pays(self._pool.schedulable)
-        return MAX_PIPELINE_DEPTH if pays else 1
+    def num_groups(self) -> int:
+        """Number of groups that alternate."""
+        return 1 + (self._can_overlap and self._drafting.overlap_pays(self._pool.schedulable))
+
+    @property
+    def max_rounds(self) -> int:
+        """Maximum number of rounds in flight."""
+        return MAX_ROUNDS if self.num_groups > 1 or self._runs_ahead else 1
+
+    @property
+    def _runs_ahead(self) -> bool:
+        return self._may_run_ahead and self.target.max_rounds_ahead > 0
 
     @property
     def _can_overlap(self) -> bool:
@@ -72,13 +87,18 @@ class RoundRunner:
             return False
         return self._overlap == "on" or draft.hosts_and_devices.isdisjoint(self.target.hosts_and_devices)
 
-    async def run(self, group: Group) -> bool:
-        """Run one round. Return False if no sequence made progress.
+    async def run(self, group: Group, sent: Callable[[], None]) -> bool:
+        """Run one round. Return False if no sequence made progress. `sent`: called when the next round may be chosen.
 
         Raises WorkerUnreachableError or WorkerRefusedError of the target worker. Nothing is then committed.
         """
         with self._traces.round(group) as trace:
-            return await self._run(group, trace)
+            return await self._run(group, trace, sent)
+
+    def round_ended(self) -> None:
+        """Call after the end of a round."""
+        self._round_ended.set()
+        self._round_ended = asyncio.Event()
 
     async def release(self, sequence_ids: set[int]) -> None:
         """Free the slots of sequences that have left. Return once the target worker has confirmed."""
@@ -88,15 +108,20 @@ class RoundRunner:
         while not await self.target.release(sequence_ids):  # noqa: ASYNC110 - polls a remote worker
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _run(self, group: Group, trace: RoundTrace) -> bool:
-        began, instance_id = time.perf_counter(), self.target.instance_id
+    async def _run(self, group: Group, trace: RoundTrace, sent: Callable[[], None]) -> bool:
         same_length = group.same_length
         round_ = self._begin(group)
+        while round_.wants_drafts and self._pool.has_other_rounds(group.sequences):
+            await self._round_ended.wait()  # drafts continue the tokens that those commit
+        began, instance_id = time.perf_counter(), self.target.instance_id
         outcome = RoundOutcome([], Timed(), [])
         proposed = await self._propose(round_, outcome, trace)
         outcome.verify_items = items = round_.verify_items()
         if not items:
             return False
+        if self._runs_ahead and self.num_groups == 1:
+            self._pool.round_sent(group.sequences)
+            sent()
         progressed = await self._verify(round_, items, outcome, trace, instance_id)
         self._drafting.observe_round(outcome)
         for commit in outcome.commits:
@@ -106,11 +131,18 @@ class RoundRunner:
         self.counters.rounds += 1
         self.counters.cache_misses += round_.cache_misses
         self.counters.grouping.add(group, same_length)
-        self.counters.add_times(proposed, outcome.verified, time.perf_counter() - began)
-        self._add_round_time(group, items, began)
+        seconds = self._seconds_of_round(began)
+        self.counters.add_times(proposed, outcome.verified, seconds)
+        self._add_round_time(group, items, seconds)
         return progressed
 
-    def _add_round_time(self, group: Group, items: list[VerifyItem], began: float) -> None:
+    def _seconds_of_round(self, began: float) -> float:
+        """The seconds of a round that ends now. Rounds may overlap: each counts the time since the last one ended."""
+        ended = time.perf_counter()
+        seconds, self._ended = ended - max(began, self._ended), ended
+        return seconds
+
+    def _add_round_time(self, group: Group, items: list[VerifyItem], seconds: float) -> None:
         """Count the time of a round by client. Learn how long rounds without costly rows take."""
         if self._measured_times is not self.target.step_times:  # a new worker
             self._measured_times, self._plain_times = self.target.step_times, copy.deepcopy(self.target.step_times)
@@ -121,9 +153,6 @@ class RoundRunner:
             part = parts.setdefault(request.client, Part())
             part.rows += rows
             part.costly_rows += rows * request.is_costly
-        # Groups may overlap. Each counts the time since the last one ended.
-        ended = time.perf_counter()
-        seconds, self._ended = ended - max(began, self._ended), ended
         self._pool.add_round_time(parts, seconds, self._plain_times)
         if not any(part.costly_rows for part in parts.values()):
             self._plain_times.observe(sum(part.rows for part in parts.values()), seconds)
@@ -158,21 +187,30 @@ class RoundRunner:
         `instance_id`: the target process whose caches the round assumes.
         """
         drafting_ahead: asyncio.Task[None] | None = None
-        if self._can_overlap and self.pipeline_depth == 1:
+        if self._can_overlap and self.num_groups == 1 and round_.wants_drafts:
             drafting_ahead = asyncio.create_task(self._draft_ahead(round_, items, outcome, trace))
+        previous, committed = self._last_sent, asyncio.Event()
+        self._last_sent = committed
+
+        async def complete() -> None:
+            await previous.wait()
+            round_.complete_items()
+
         try:
-            async with self._target_free:
-                self._check_process(instance_id)
-                with trace.calling("verify", round_.round_id) as parent:
-                    verdicts, outcome.verified = await self.target.verify(round_.round_id, items, parent)
+            self._check_process(instance_id)
+            with trace.calling("verify", round_.round_id) as parent:
+                verdicts, outcome.verified = await self.target.verify(round_.round_id, items, parent, complete)
+            if drafting_ahead is not None:
+                await drafting_ahead
+            self._check_process(instance_id)
+            outcome.commits = round_.commit(verdicts)
         except BaseException:
+            round_.discard()
             if drafting_ahead is not None:
                 drafting_ahead.cancel()
             raise
-        if drafting_ahead is not None:
-            await drafting_ahead
-            self._check_process(instance_id)
-        outcome.commits = round_.commit(verdicts)
+        finally:
+            committed.set()
         return any(verdict.status is not ItemStatus.NO_SLOT for verdict in verdicts)
 
     def _check_process(self, instance_id: str) -> None:
@@ -198,9 +236,8 @@ class RoundRunner:
     async def _call_draft(
         self, draft: Draft, round_id: int, items: list[ProposeItem], trace: RoundTrace
     ) -> tuple[list[Proposal], Timed]:
-        async with self._draft_free:
-            with trace.calling("propose", round_id) as parent:
-                return await draft.propose(round_id, items, *self._drafting.hints, parent)
+        with trace.calling("propose", round_id) as parent:
+            return await draft.propose(round_id, items, *self._drafting.hints, parent)
 
 
 @contextmanager

@@ -88,7 +88,7 @@ class Counters:
         self.stage_seconds["verify"] += verified.forward
         self.stage_seconds["realign"] += proposed.realign + verified.realign
         self.stage_seconds["wire"] += proposed.wire + verified.wire
-        self.stage_seconds["schedule"] += elapsed - proposed.elapsed - verified.elapsed
+        self.stage_seconds["schedule"] += max(0.0, elapsed - proposed.elapsed - verified.elapsed)
 
 
 def _increment(counts: list[int], index: int) -> None:

@@ -44,6 +44,9 @@ class GroupingLimits:
 class Policy(Protocol):
     """A batching policy."""
 
+    runs_ahead: bool
+    """Whether a group may begin its next round before its lengths are known."""
+
     def __init__(self, limits: GroupingLimits) -> None: ...
 
     def admissible(self, members: Iterable[Sequence], leaving: int, capacity: int) -> int:
@@ -55,6 +58,8 @@ class Policy(Protocol):
 
 class Ragged:
     """Batches the sequences that have waited longest. Lengths may differ, because workers write in place."""
+
+    runs_ahead = True
 
     def __init__(self, limits: GroupingLimits) -> None:
         self._limits = limits
@@ -69,6 +74,8 @@ class Ragged:
 class Eqspec(Ragged):
     """Static batching: a batch stays fixed from admission until all of its sequences have finished."""
 
+    runs_ahead = False
+
     def admissible(self, members: Iterable[Sequence], leaving: int, capacity: int) -> int:
         """A batch admits sequences until its first token; the next batch begins once all have left."""
         batch = list(members)
@@ -82,6 +89,8 @@ class Exspec(Ragged):
 
     No sequence starves: mixed groups contain the oldest sequence, and a sequence that has waited too long goes first.
     """
+
+    runs_ahead = False
 
     def choose(self, ready: ReadySet, rounds: int) -> Group:
         """An equal-length group if one is large enough, otherwise a mixed one."""

@@ -1,7 +1,8 @@
 """The pool: a sliding window of sequences being generated, and the queue behind it. Pure and synchronous.
 
-A sequence is queued -> ready <-> in a round -> leaving -> gone. A leaving sequence still counts against the window,
-because the target worker still holds its slot.
+A sequence is queued -> ready <-> in a round -> leaving -> gone. It can be ready again while its round runs, if the next
+one can begin before the result is known. A leaving sequence still counts against the window, because the target worker
+still holds its slot.
 
 - Parked: waits for another sequence that is prefilling the same prefix.
 - Paused: waits for its reader to catch up.
@@ -58,6 +59,9 @@ class Pool:
         self._preempted: dict[int, Sequence] = {}
         self.ready = ReadySet()
         self._in_round: dict[int, Sequence] = {}
+        """Sequences in a round that cannot join another one yet."""
+        self._open_rounds: dict[int, int] = {}
+        """Rounds of each sequence that have begun and not ended."""
         self._leaving: set[int] = set()
         self._prefixes = PrefixIndex()
         self._by_request: dict[tuple[str, str], dict[int, Sequence]] = {}
@@ -140,7 +144,12 @@ class Pool:
 
     @property
     def leaving(self) -> set[int]:
-        return set(self._leaving)
+        """Leaving sequences whose rounds have ended, so that their slots can be released."""
+        return self._leaving - self._open_rounds.keys()
+
+    def has_other_rounds(self, group: Iterable[Sequence]) -> bool:
+        """Whether a sequence of a group that is in a round is in another one, too."""
+        return any(self._open_rounds[sequence.sequence_id] > 1 for sequence in group)
 
     def submit(self, samples: Iterable[Sequence]) -> None:
         """Queue the samples of a request, all or none. Raises PoolFullError, DuplicateRequestError."""
@@ -286,7 +295,7 @@ class Pool:
         for sequence in self._cramped.values():
             if self._claim(sequence, self.reservations.missing(sequence), is_inside=True):
                 return
-        is_stuck = self._cramped and not (self.ready or self._in_round or self._leaving)
+        is_stuck = self._cramped and not (self.ready or self._open_rounds or self._leaving)
         if is_stuck and self.occupied > 1:
             self._preempt(longest_of_largest(self.members, self.reservations))
         elif self._queue and self.capacity + len(self._leaving) and not (self._cramped and self._leaving):
@@ -317,11 +326,7 @@ class Pool:
 
     def _preempt(self, sequence: Sequence) -> None:
         sequence_id = sequence.sequence_id
-        if sequence_id in self.ready:
-            self.ready.pop(sequence_id)
-        else:
-            for waiting in (self._parked, self._paused, self._cramped):
-                waiting.pop(sequence_id, None)
+        self._take_out(sequence_id)
         self._preempted[sequence_id] = sequence
         self._leaving.add(sequence_id)
         self._queue.leave(sequence_id)
@@ -354,27 +359,58 @@ class Pool:
             self._make_ready(sequence)
 
     def begin_round(self, group: Iterable[Sequence]) -> None:
-        """Take the group out of the ready set until `end_round`. Raises ValueError if any sequence is not ready."""
+        """Take the group out of the ready set. Raises ValueError if any sequence is not ready."""
         group = list(group)
         if len({sequence.sequence_id for sequence in group if sequence.sequence_id in self.ready}) < len(group):
             raise ValueError("a group has a sequence that is not ready, or one twice")
         self.rounds += 1
         for sequence in group:
-            self._in_round[sequence.sequence_id] = self.ready.pop(sequence.sequence_id)
+            sequence_id = sequence.sequence_id
+            self._in_round[sequence_id] = self.ready.pop(sequence_id)
+            self._open_rounds[sequence_id] = self._open_rounds.get(sequence_id, 0) + 1
+
+    def round_sent(self, group: Iterable[Sequence]) -> None:
+        """Make the sequences of the group ready that can continue before the round is answered."""
+        for sequence in group:
+            if sequence.sequence_id in self._in_round and sequence.can_continue:
+                del self._in_round[sequence.sequence_id]
+                self._make_ready(sequence)
+
+    def hold(self, group: Iterable[Sequence]) -> list[Sequence]:
+        """Take the ready sequences of a failed round into it again. Return the unfinished ones, to run once more."""
+        for sequence in group:
+            if sequence.sequence_id in self.ready:
+                self._in_round[sequence.sequence_id] = self.ready.pop(sequence.sequence_id)
+        return [sequence for sequence in group if sequence.sequence_id in self._in_round and sequence.finish is None]
 
     def end_round(self, group: Iterable[Sequence]) -> None:
-        """Make the unfinished sequences of the group ready again, behind all others."""
+        """Make the unfinished sequences of the group ready, behind all others, unless a later round decides."""
         for sequence in group:
-            if self._in_round.pop(sequence.sequence_id, None) is None:
-                continue
+            sequence_id = sequence.sequence_id
+            open_rounds = self._open_rounds.pop(sequence_id) - 1
+            if open_rounds:
+                self._open_rounds[sequence_id] = open_rounds
             if sequence.finish is not None:
-                self._leave(sequence)
-                self._forget(sequence)
+                if self._take_out(sequence_id):
+                    self._leave(sequence)
+                    self._forget(sequence)
                 continue
+            all_sent = open_rounds == len(sequence.pending)
+            if sequence_id not in self._in_round or not all_sent or not sequence.can_continue:
+                continue
+            del self._in_round[sequence_id]
             self._make_ready(sequence)
             if sequence.lacks_room:  # another coordinator may need what it holds
                 sequence.lacks_room = False
                 self._preempt(sequence)
+
+    def _take_out(self, sequence_id: int) -> bool:
+        """Take a sequence out of the window. Return whether it was there."""
+        if sequence_id in self.ready:
+            self.ready.pop(sequence_id)
+            return True
+        waiting = (self._in_round, self._parked, self._paused, self._cramped)
+        return any(states.pop(sequence_id, None) is not None for states in waiting)
 
     def forget_target_caches(self) -> None:
         """Forget what the target worker has cached, after another process has replaced it."""
@@ -383,6 +419,7 @@ class Pool:
             if is_ready:
                 self.ready.pop(sequence.sequence_id)
             sequence.num_cached_tokens = 0
+            sequence.pending.clear()
             if sequence.target_prefix is not None:
                 sequence.target_prefix.source.num_cached_tokens = 0
             if is_ready:
@@ -418,13 +455,8 @@ class Pool:
             pass  # it holds no slot, or is already leaving
         elif sequence_id in self._queue:
             self._queue.discard(sequence)
-        elif sequence_id in self.ready:
-            self.ready.pop(sequence_id)
+        elif sequence_id not in self._in_round and self._take_out(sequence_id):
             self._leave(sequence)
-        else:
-            for waiting in (self._parked, self._paused, self._cramped):
-                if waiting.pop(sequence_id, None) is not None:
-                    self._leave(sequence)
 
     def released(self, sequence_ids: Iterable[int]) -> None:
         """Free the places of sequences whose slots the workers have released."""
@@ -443,6 +475,8 @@ class Pool:
         assert len(set().union(*states)) == sum(map(len, states)), "a sequence is in two states"
         assert sum(map(len, states[1:])) <= self.max_num_seqs, "the window is exceeded"
         self.reservations.check_integrity(set().union(*states[1:]))
+        assert self._open_rounds.keys() <= set().union(*states[1:]), "a sequence outside the window is in a round"
+        assert self._in_round.keys() <= self._open_rounds.keys(), "a sequence is in no round"
         assert all(sequence.paused for sequence in self._paused.values()), (
             "a sequence is parked as paused, but not paused"
         )

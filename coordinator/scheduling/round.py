@@ -48,6 +48,11 @@ class Round:
     def cache_misses(self) -> int:
         return sum(turn.cache_misses for turn in self._turns.values())
 
+    @property
+    def wants_drafts(self) -> bool:
+        """Whether the draft worker is to draft for a sequence, or to follow its prompt."""
+        return any(turn.wants_drafts for turn in self._turns.values())
+
     def propose_items(self, draft_max_len: int, draft_vocab_size: int, draft_grows: bool = False) -> list[ProposeItem]:
         """Items for a draft worker with `draft_max_len` positions per sequence, whose reservations may grow.
 
@@ -94,6 +99,16 @@ class Round:
         for turn in turns:
             turn.sequence.prefill_waits = 0 if shares[turn.sequence.sequence_id] else turn.sequence.prefill_waits + 1
         return [turn.verify_item(count) for turn in turns if (count := shares[turn.sequence.sequence_id])]
+
+    def complete_items(self) -> None:
+        """Fill in where sequences continued, once their earlier rounds have committed."""
+        for turn in self._turns.values():
+            turn.complete_item()
+
+    def discard(self) -> None:
+        """Drop the round, and those that continue its sequences, after a failure."""
+        for turn in self._turns.values():
+            turn.discard()
 
     def commit(self, verdicts: Items[Verdict]) -> list[Commit]:
         """Apply the verdicts. Return a commit for each sequence that gained tokens."""

@@ -120,6 +120,21 @@ class Prefix:
         return min(self.length, self.source.num_draft_cached_tokens)
 
 
+@dataclass(frozen=True, eq=False)
+class PendingRound:
+    """A round of a sequence that the target worker has not answered."""
+
+    round_id: int
+    num_cached_tokens: int | None
+    """Positions cached after a prompt chunk. None: the round yields tokens, so its result decides."""
+    num_draft_tokens: int
+
+    @property
+    def max_gain(self) -> int:
+        """Maximum number of tokens that it yields."""
+        return self.num_draft_tokens + 1 if self.num_cached_tokens is None else 0
+
+
 @dataclass(frozen=True)
 class DraftedAhead:
     """Draft tokens for the next round, proposed during the last verification."""
@@ -147,6 +162,9 @@ class Sequence:
         """Prefix for the draft worker to copy. None once copied or lost."""
         self.cached_tokens = 0
         """Prompt tokens that the target worker copied instead of prefilling."""
+        self.pending: list[PendingRound] = []
+        """Rounds sent to the target worker, at most one ahead of the one that runs. Discarding them here drops their
+        results."""
         self.drafted_ahead: DraftedAhead | None = None
         self.draft_backoff_until = 0
         """First round that may use the draft worker again after it had no free slot."""
@@ -189,13 +207,32 @@ class Sequence:
         return len(self.token_ids), self.num_cached_tokens
 
     @property
+    def continues(self) -> bool:
+        """Whether the result of a pending round decides where the next one begins."""
+        return bool(self.pending) and self.pending[-1].num_cached_tokens is None
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether another round can begin now, although one may be pending."""
+        if not self.pending:
+            return True
+        gain = sum(min(1, pending.max_gain) for pending in self.pending)
+        is_last = self.num_generated + gain >= self.request.max_tokens
+        return len(self.pending) == 1 and not is_last and not self.blame.is_suspect and self.finish is None
+
+    @property
     def is_decoding(self) -> bool:
         """Whether the target lacks only the last token, so that the next pass yields a new one."""
-        return self.num_cached_tokens == len(self.token_ids) - 1
+        if self.continues:
+            return True
+        cached = self.pending[-1].num_cached_tokens if self.pending else self.num_cached_tokens
+        return cached == len(self.token_ids) - 1
 
     @property
     def target_base_length(self) -> int:
-        """Positions for the target worker to keep, initially from the prefix."""
+        """Positions for the target worker to keep, initially from the prefix. Unknown if it `continues`."""
+        if self.pending and self.pending[-1].num_cached_tokens is not None:
+            return self.pending[-1].num_cached_tokens
         return self.num_cached_tokens or (self.target_prefix.in_target if self.target_prefix else 0)
 
     @property
@@ -222,17 +259,23 @@ class Sequence:
     @property
     def next_length(self) -> int:
         """Maximum number of positions after the next round."""
-        return len(self.token_ids) + max(0, self.max_num_draft_tokens)
+        return len(self.token_ids) + self.max_pending_gain + max(0, self.max_num_draft_tokens)
+
+    @property
+    def max_pending_gain(self) -> int:
+        """Maximum number of tokens that pending rounds yield."""
+        return sum(pending.max_gain for pending in self.pending)
 
     @property
     def max_num_draft_tokens(self) -> int:
         """Maximum useful draft tokens. Every round gains one token more than it accepts."""
-        remaining = self.request.max_tokens - self.num_generated
+        remaining = self.request.max_tokens - self.num_generated - self.max_pending_gain
         return min(self.request.num_speculative_tokens, remaining - 1)
 
     def preempt(self) -> None:
         """Take the sequence out of the window. The workers drop its cache."""
         self.is_preempted = True
+        self.pending.clear()
         self.num_cached_tokens = self.num_draft_cached_tokens = 0
         self.target_prefix = self.draft_prefix = self.drafted_ahead = None
 

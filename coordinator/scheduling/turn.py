@@ -5,7 +5,7 @@ from itertools import accumulate
 from operator import mul
 
 from coordinator.scheduling.commits import Commit, DraftPlan
-from coordinator.scheduling.sequence import DraftedAhead, DraftMethod, Prefix, Sequence
+from coordinator.scheduling.sequence import DraftedAhead, DraftMethod, PendingRound, Prefix, Sequence
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
 
@@ -19,18 +19,26 @@ class Turn:
     def __init__(self, sequence: Sequence, plan: DraftPlan, round_id: int, chance: Callable[[float], float]) -> None:
         self.sequence = sequence
         self.cache_misses = 0
+        self._planned_length = len(sequence.token_ids)
         self.ahead: Proposal | None = None
         """Tokens drafted ahead, which continue the proposal."""
         self._plan, self._round_id, self._chance = plan, round_id, chance
         self._proposal: Proposal | None = None
         self._draft_ids: tuple[int, ...] = ()
         """Proposed tokens to verify."""
-        self._verified_base = 0
-        """Cached positions that the target worker was told to keep."""
+        self._item: VerifyItem | None = None
+        """The item for the target worker."""
+        self._pending: PendingRound | None = None
+        """The sequence's round at the target worker."""
         self._draft_reservation: int | None = None
         """Positions for a draft worker to reserve if its reservations grow."""
 
     # --- Draft worker
+
+    @property
+    def wants_drafts(self) -> bool:
+        """Whether the draft worker is to draft for the sequence, or to follow its prompt."""
+        return self._plan.num_draft_tokens > 0
 
     def draft_catchup(self, draft_max_len: int) -> int:
         """Number of committed tokens to send to the draft worker; 0 to leave the sequence out."""
@@ -138,8 +146,8 @@ class Turn:
 
     @property
     def catchup(self) -> int:
-        """Number of committed tokens that the target worker lacks."""
-        return len(self.sequence.token_ids) - self.sequence.target_base_length
+        """Number of tokens that the target worker lacks, apart from draft tokens."""
+        return 1 if self.sequence.continues else len(self.sequence.token_ids) - self.sequence.target_base_length
 
     @property
     def num_draft_tokens(self) -> int:
@@ -148,39 +156,81 @@ class Turn:
 
     @property
     def _verified_drafts(self) -> tuple[int, ...]:
-        return (self._draft_ids or self._plan.lookup_ids) if self.sequence.is_decoding else ()
+        return (self._draft_ids or self._lookup_ids) if self.sequence.is_decoding else ()
+
+    @property
+    def _lookup_ids(self) -> tuple[int, ...]:
+        """The rest of the prompt lookup, which began when the round was planned."""
+        sequence, looked_up = self.sequence, self._plan.lookup_ids
+        gained = tuple(sequence.token_ids[self._planned_length :])
+        if not looked_up or gained != looked_up[: len(gained)] or sequence.max_pending_gain > 1:
+            return ()
+        rest = looked_up[len(gained) + sequence.max_pending_gain :]
+        return rest[: max(0, sequence.max_num_draft_tokens)]
 
     def verify_item(self, count: int) -> VerifyItem:
-        """The item that sends `count` committed tokens to the target worker, followed by draft tokens if decoding."""
-        sequence, base = self.sequence, self.sequence.target_base_length
-        tokens = tuple(sequence.token_ids[base : base + count])
-        source, sampling = _first_contact(sequence, sequence.num_cached_tokens, base, sequence.target_prefix)
-        self._verified_base = base
-        return VerifyItem(
+        """The item that sends `count` committed tokens to the target worker, followed by draft tokens if decoding.
+
+        If the sequence continues, `complete_item` fills in the tokens later.
+        """
+        sequence, drafts = self.sequence, self._verified_drafts
+        after = sequence.pending[-1].round_id if sequence.continues else None
+        base = 0 if after is not None else sequence.target_base_length
+        tokens = tuple(sequence.token_ids[base : base + count]) if after is None else ()
+        source = sampling = None
+        if after is None:
+            is_known = sequence.num_cached_tokens or len(sequence.pending)
+            source, sampling = _first_contact(sequence, is_known, base, sequence.target_prefix)
+        prefill_only = after is None and base + len(tokens) < len(sequence.token_ids)
+        self._item = VerifyItem(
             sequence_id=sequence.sequence_id,
             base_length=base,
             token_ids=tokens,
-            draft_token_ids=self._verified_drafts,
-            prefill_only=base + len(tokens) < len(sequence.token_ids),
+            draft_token_ids=drafts,
+            prefill_only=prefill_only,
             logprobs=sequence.request.logprobs,
             prefix_sequence_id=source,
             sampling=sampling,
             max_length=sequence.reserved_length if sampling or sequence.reserved is not None else None,
+            after_round_id=after,
         )
+        num_cached_tokens = base + len(tokens) if prefill_only else None
+        self._pending = PendingRound(self._round_id, num_cached_tokens, len(drafts))
+        sequence.pending.append(self._pending)
+        return self._item
+
+    @property
+    def _is_valid(self) -> bool:
+        """Whether the round begins where the sequence is. Otherwise its result is dropped."""
+        return self.sequence.pending[:1] == [self._pending]
+
+    def complete_item(self) -> None:
+        """Fill in where a sequence continued, once its earlier rounds have committed."""
+        item, sequence = self._item, self.sequence
+        if item is not None and item.after_round_id is not None and self._is_valid:
+            item.base_length, item.token_ids = sequence.num_cached_tokens, (sequence.token_ids[-1],)
+
+    def discard(self) -> None:
+        """Drop the round and those that continue it, without a result."""
+        if self._pending in self.sequence.pending:
+            self.sequence.pending.clear()
 
     def take_verdict(self, verdict: Verdict) -> Commit | None:
         """The commit; None if the sequence only prefilled, has ended, or was not served."""
         sequence = self.sequence
-        if sequence.finish is not None:
+        if sequence.finish is not None or not self._is_valid:
             return None
+        sequence.pending.pop(0)
         sequence.had_no_slot = verdict.status is ItemStatus.NO_SLOT
         if verdict.status is not ItemStatus.OK:
+            sequence.pending.clear()
             self._reset_target_cache(verdict.status)
             return None
         if sequence.target_prefix is not None:
             sequence.target_prefix = None
             if not sequence.num_generated:  # a preempted sequence copies more than its prompt
-                sequence.cached_tokens = self._verified_base
+                assert self._item is not None
+                sequence.cached_tokens = self._item.base_length
         if verdict.token_ids:
             return self._commit(verdict)
         sequence.num_cached_tokens = verdict.num_cached_tokens
@@ -202,8 +252,9 @@ class Turn:
     def _commit(self, verdict: Verdict) -> Commit:
         sequence = self.sequence
         sequence.drafted_ahead = None  # outdated by this commit
-        method = DraftMethod.MODEL if self._draft_ids else DraftMethod.NGRAM if self._plan.lookup_ids else None
-        drafted = len(self._draft_ids or self._plan.lookup_ids)
+        assert self._item is not None
+        drafted = len(self._item.draft_token_ids)
+        method = None if not drafted else DraftMethod.MODEL if self._draft_ids else DraftMethod.NGRAM
         if self._proposal is not None:
             self._truncate_draft_cache(self._proposal, verdict.token_ids)
         sequence.num_cached_tokens = verdict.num_cached_tokens

@@ -80,6 +80,7 @@ class Coordinator:
             self.traces,
             prefill_tokens=settings.prefill_tokens,
             overlap="off" if is_eqspec else settings.overlap,
+            runs_ahead=POLICIES[settings.policy].runs_ahead,
         )
         self.counters = runner.counters
         limits = GroupingLimits(

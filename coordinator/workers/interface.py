@@ -1,6 +1,6 @@
 """The workers as the rest of the coordinator sees them; the links implement these protocols."""
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,6 +8,10 @@ from coordinator.drafting.costs import StepTimes
 from coordinator.scheduling.counters import Timed
 from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.v1 import common_pb2
+
+
+Complete = Callable[[], Awaitable[None]]
+"""Completes the items of a round that was sent ahead, once the earlier rounds have committed."""
 
 
 class Worker(Protocol):
@@ -30,7 +34,11 @@ class Target(Worker, Protocol):
     def instance_id(self) -> str: ...
     async def wait_ready(self) -> None: ...
     async def release(self, sequence_ids: Iterable[int]) -> bool: ...
-    async def verify(self, round_id: int, items: list[VerifyItem], traceparent: str) -> tuple[list[Verdict], Timed]: ...
+    @property
+    def max_rounds_ahead(self) -> int: ...
+    async def verify(
+        self, round_id: int, items: list[VerifyItem], traceparent: str, complete: Complete
+    ) -> tuple[list[Verdict], Timed]: ...
 
 
 class Draft(Worker, Protocol):

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -26,6 +26,7 @@ from specpool.rpc.status import ANSWERED
 from specpool.v1 import common_pb2
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PROBE_SECONDS = 1.0
 PROBE_TIMEOUT_SECONDS = 5.0
@@ -128,6 +129,11 @@ class WorkerLink:
         return self.load_at_start.kv_reservations_grow
 
     @property
+    def max_rounds_ahead(self) -> int:
+        """Rounds that may be sent before the response to an earlier one. Known once the worker was ready."""
+        return self.load_at_start.max_rounds_ahead if self._rounds.has_streams else 0
+
+    @property
     def is_ready(self) -> bool:
         return self.state is LinkState.READY
 
@@ -179,8 +185,8 @@ class WorkerLink:
             return False
         request = release_request(self._coordinator_id, sequence_ids)
         try:
-            response, _ = await self._response(self._stub.Release(request, timeout=self._timeout))
-            self._check_instance(response)
+            response = await self._returned(self._stub.Release(request, timeout=self._timeout))
+            self._check_instance(self._decoded(response))
         except (WorkerUnreachableError, WorkerRefusedError):
             return False
         return True
@@ -191,11 +197,15 @@ class WorkerLink:
         await asyncio.gather(self._channel.close(None), *self._closing)
 
     async def _round(self, request: Any, timeout_seconds: float | None = None) -> tuple[Any, float]:
-        """Return the response and the elapsed seconds. Raises WorkerUnreachableError, WorkerRefusedError."""
+        """Return the response, and the seconds that `RoundCalls` counts.
+
+        Raises WorkerUnreachableError, WorkerRefusedError.
+        """
         if not self.is_ready:  # the worker now at this address has not been checked
             raise WorkerUnreachableError(self.reason, Cause.NOT_SENT)
         self._releases.see(item.sequence_id for item in request.items)
-        return await self._response(self._rounds(request, timeout_seconds))
+        response, seconds = await self._returned(self._rounds(request, timeout_seconds))
+        return self._decoded(response), seconds
 
     def _check_round(self, response: Any, is_bound: bool) -> None:
         """Discard the response to a round if another process may have sent it."""
@@ -210,11 +220,11 @@ class WorkerLink:
             reason = f"instance {shortened(response.instance_id)} responded instead of {self.instance_id or 'none'}"
             raise self._lost(reason, Cause.NOT_SENT)
 
-    async def _response(self, call: Awaitable[Any]) -> tuple[Any, float]:
-        """Return the response and the elapsed seconds. Raises WorkerUnreachableError, WorkerRefusedError."""
-        began, channel = time.perf_counter(), self._channel
+    async def _returned(self, call: Awaitable[T]) -> T:
+        """Return what the call returns. Raises WorkerUnreachableError, WorkerRefusedError."""
+        channel = self._channel
         try:
-            response = await call
+            return await call
         except grpc.aio.AioRpcError as error:
             if channel is not self._channel:
                 raise WorkerUnreachableError(_REPLACED, Cause.LOST) from None
@@ -225,10 +235,13 @@ class WorkerLink:
             if channel is not self._channel:
                 raise WorkerUnreachableError(_REPLACED, Cause.LOST) from None
             raise self._lost(_REPLACED, Cause.LOST) from None
+
+    def _decoded(self, response: Any) -> Any:
+        """Return the response of a successful call. Raises WorkerUnreachableError."""
         if response is None:
             raise self._lost("the response is not a message of the expected type", Cause.FAILED)
         self._backoff.succeeded()
-        return response, time.perf_counter() - began
+        return response
 
     def _error(self, error: grpc.aio.AioRpcError) -> Exception:
         """Classify a status. Only statuses set by the worker's handlers say anything about the request."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from coordinator.drafting.costs import StepTimes
 from coordinator.scheduling.counters import Timed
+from coordinator.workers.interface import Complete
 from coordinator.workers.link import RENEWED
 from coordinator.workers.states import LISTEN_SECONDS, LinkState
 from coordinator.workers.target_link import TargetLink
@@ -72,10 +73,14 @@ class TargetPair:
     async def release(self, sequence_ids: Iterable[int]) -> bool:
         return await self.active.release(sequence_ids)
 
+    @property
+    def max_rounds_ahead(self) -> int:
+        return self.active.max_rounds_ahead
+
     async def verify(
-        self, round_id: int, items: list[VerifyItem], traceparent: str = ""
+        self, round_id: int, items: list[VerifyItem], traceparent: str, complete: Complete
     ) -> tuple[list[Verdict], Timed]:
-        return await self.active.verify(round_id, items, traceparent)
+        return await self.active.verify(round_id, items, traceparent, complete)
 
     def probes(self) -> list[Coroutine[Any, Any, None]]:
         """Coroutines that probe the workers forever.

@@ -1,17 +1,21 @@
-"""Rounds over long-lived streams. A new call per round would cost more than its messages."""
+"""Rounds over a long-lived stream. A new call per round would cost more than its messages."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 from grpc.aio import AioRpcError, Metadata
 
+from coordinator.workers.errors import Cause, WorkerUnreachableError
+
 
 class RoundCalls:
-    """Keeps one stream per concurrent round. Falls back to unary calls if the worker has no streams.
+    """Sends rounds over one stream, without waiting for earlier responses. Falls back to unary calls without streams.
 
-    A failed round is never retried on another stream, which may lead to another worker at the same address.
+    A failed round ends the stream and all rounds on it. It is never retried on another stream, which may lead to
+    another worker at the same address.
     """
 
     def __init__(
@@ -27,17 +31,21 @@ class RoundCalls:
         the response.
         """
         self._open_stream, self._unary, self._timeout, self._check = stream, unary, timeout_seconds, check
-        self._idle: list[Any] = []
-        self._bound: Any = None
+        self._current: _Stream | None = None
+        """The stream for the next round."""
+        self._bound: _Stream | None = None
         """The stream that was opened before the worker's description was read."""
         self._in_use: set[Any] = set()
-        self._generation = 0
-        """Incremented by `close`. Streams of an earlier generation serve no further round."""
+        """Streams and unary calls with rounds in progress."""
         self.has_streams = True
         """Whether the worker may support streams."""
 
-    async def __call__(self, request: Any, timeout_seconds: float | None = None) -> Any:
-        """Return the response. Raises AioRpcError like a unary call."""
+    async def __call__(self, request: Any, timeout_seconds: float | None = None) -> tuple[Any, float]:
+        """Return the response, and the seconds since the request, or since the previous response if that came later.
+
+        `timeout_seconds`: limits the same time. Raises AioRpcError like a unary call, and WorkerUnreachableError if an
+        earlier round on the stream has failed.
+        """
         seconds = self._timeout if timeout_seconds is None else timeout_seconds
         if self.has_streams:
             try:
@@ -46,63 +54,123 @@ class RoundCalls:
                 if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                     raise
                 self.has_streams = False
-        call = self._unary(request, timeout=seconds)
+        began, call = time.perf_counter(), self._unary(request, timeout=seconds)
         self._in_use.add(call)
         try:
             response = await call
         finally:
             self._in_use.discard(call)
         self._check(response, False)
-        return response
+        return response, time.perf_counter() - began
 
     def open(self) -> None:
-        """Open a stream for the next round, before the worker's description is read.
+        """Open a stream for the next rounds, before the worker's description is read.
 
-        The stream ends with its worker. The round therefore cannot reach a worker other than the described one.
+        The stream ends with its worker. The rounds therefore cannot reach a worker other than the described one.
         """
-        self._bound = self._open_stream()
-        self._idle.append(self._bound)
+        self.close()
+        self._bound = self._current = _Stream(self._open_stream())
 
     def close(self) -> None:
-        """Close idle streams now and busy streams after their round. The next round opens a new stream."""
-        self._generation += 1
-        self._bound = None
+        """Close the stream after the rounds in progress. The next round opens a new one."""
+        stream, self._current, self._bound = self._current, None, None
         self.has_streams = True  # the next worker may support streams
-        while self._idle:
-            self._idle.pop().cancel()
+        if stream is not None:
+            stream.close()
+
+    def discard(self) -> None:
+        """Close the stream now. Its rounds fail as if they had not been sent."""
+        if self._current is not None:
+            self._current.discard()
+        self.close()
 
     def abort(self) -> None:
         """Close all streams now. Rounds in progress end with an error."""
         self.close()
-        for stream in self._in_use:
-            stream.cancel()
+        for call in self._in_use:
+            call.cancel()
 
-    async def _by_stream(self, request: Any, seconds: float) -> Any:
-        stream = self._idle.pop() if self._idle else self._open_stream()
+    async def _by_stream(self, request: Any, seconds: float) -> tuple[Any, float]:
+        if self._current is None:
+            self._current = _Stream(self._open_stream())
+        stream, is_bound = self._current, self._current is self._bound
         self._in_use.add(stream)
-        generation = self._generation
         try:
-            async with asyncio.timeout(seconds):
-                await _write(stream, request)
-                response = await stream.read()
-            if response is not grpc.aio.EOF:
-                self._check(response, stream is self._bound)
+            return await stream.round(request, seconds, lambda response: self._check(response, is_bound))
+        finally:
+            if not stream.rounds:
+                self._in_use.discard(stream)
+            if stream.is_broken and self._current is stream:
+                self._current = None
+
+
+class _Stream:
+    """A stream of rounds, whose responses come in the order of the requests."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self.rounds = 0
+        """Rounds in progress."""
+        self.is_broken = False
+        self._is_closing = self._is_discarded = False
+        self._writing, self._reading = asyncio.Lock(), asyncio.Lock()  # they wake up in order
+        self._answered = 0.0
+        """When the last response came."""
+
+    async def round(self, request: Any, seconds: float, check: Callable[[Any], None]) -> tuple[Any, float]:
+        self.rounds += 1
+        try:
+            began = time.perf_counter()
+            async with self._writing, self._timeout(seconds):
+                await _write(self.call, request)
+            async with self._reading, self._timeout(seconds):
+                response = await self.call.read()
+            if response is grpc.aio.EOF:
+                raise _error(grpc.StatusCode.UNAVAILABLE, "the worker ended the stream")
+            began, self._answered = max(began, self._answered), time.perf_counter()
+            check(response)
         except BaseException as error:
-            stream.cancel()
+            self.cancel()
+            if self._is_discarded and not is_cancelled():
+                raise _not_served() from None
             if isinstance(error, TimeoutError):
                 raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, f"no response within {seconds:g} s") from None
             if isinstance(error, asyncio.CancelledError) and not is_cancelled():
                 raise _error(grpc.StatusCode.UNAVAILABLE, "the stream was aborted") from None
             raise
         finally:
-            self._in_use.discard(stream)
-        if response is grpc.aio.EOF:
-            raise _error(grpc.StatusCode.UNAVAILABLE, "the worker ended the stream")
-        if generation == self._generation and response is not None:
-            self._idle.append(stream)
-        else:
-            stream.cancel()
-        return response
+            self.rounds -= 1
+            if self._is_closing and not self.rounds:
+                self.cancel()
+        if response is None:  # undecodable
+            self.cancel()
+        return response, self._answered - began
+
+    def close(self) -> None:
+        """End the stream after the rounds in progress."""
+        self._is_closing = True
+        if not self.rounds:
+            self.cancel()
+
+    def discard(self) -> None:
+        """End the stream. Its rounds fail as if they had not been sent."""
+        self._is_discarded = True
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End the stream and its rounds."""
+        self.is_broken = True
+        self.call.cancel()
+
+    def _timeout(self, seconds: float) -> asyncio.Timeout:
+        """A timeout that starts when it is this round's turn, unless an earlier round has failed."""
+        if self.is_broken:
+            raise _not_served()
+        return asyncio.timeout(seconds)
+
+
+def _not_served() -> WorkerUnreachableError:
+    return WorkerUnreachableError("an earlier round of the stream failed", Cause.NOT_SENT)
 
 
 def is_cancelled() -> bool:

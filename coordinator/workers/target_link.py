@@ -14,6 +14,7 @@ from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.scheduling.counters import Timed
 from coordinator.workers.backoff import Backoff
 from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError
+from coordinator.workers.interface import Complete
 from coordinator.workers.link import PROBE_TIMEOUT_SECONDS, WorkerLink, timed
 from coordinator.workers.states import LinkState
 from coordinator.workers.streams import RoundCalls
@@ -25,6 +26,10 @@ from specpool.rpc.security.channel import Connector
 from specpool.v1 import common_pb2, target_worker_pb2, target_worker_pb2_grpc
 
 log = logging.getLogger(__name__)
+
+
+async def _complete() -> None:
+    """The items are complete."""
 
 
 class TargetLink(WorkerLink):
@@ -134,25 +139,27 @@ class TargetLink(WorkerLink):
             raise error
 
     async def verify(
-        self, round_id: int, items: list[VerifyItem], traceparent: str = ""
+        self, round_id: int, items: list[VerifyItem], traceparent: str = "", complete: Complete = _complete
     ) -> tuple[list[Verdict], Timed]:
         """Run a target round. Raises WorkerUnreachableError, WorkerRefusedError.
 
         An invalid response is retried once, since a repeated round gets the same answer. `traceparent`: parent span.
+        `complete`: awaited before the response is read, which needs complete items.
         """
         request = verify_request(self._coordinator_id, round_id, items, traceparent)
         try:
-            return await self._verify(request, items)
+            return await self._verify(request, items, complete)
         except InvalidResponseError as error:
             log.error("invalid response of the worker at %s: %s", self.address, error)
-            self._rounds.close()  # a desynchronized stream does not recover
+            self._rounds.discard()  # a desynchronized stream does not recover
         try:
-            return await self._verify(request, items)
+            return await self._verify(request, items, complete)
         except InvalidResponseError as error:
             raise self._lost(f"invalid response, twice: {error}", Cause.FAILED) from None
 
     async def _verify(
-        self, request: target_worker_pb2.VerifyRequest, items: list[VerifyItem]
+        self, request: target_worker_pb2.VerifyRequest, items: list[VerifyItem], complete: Complete
     ) -> tuple[list[Verdict], Timed]:
         response, elapsed = await self._round(request)
+        await complete()
         return read_verdicts(response, request.round_id, items, self.vocab_size), timed(elapsed, response)

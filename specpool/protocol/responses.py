@@ -36,7 +36,7 @@ def read_verdicts(
 
 
 def _read_verdict(result: Any, status: ItemStatus, item: VerifyItem, vocab_size: int) -> Verdict:
-    if status is not ItemStatus.OK:
+    if status is not ItemStatus.OK or not item.token_ids:  # nobody waits for a sequence that did not continue
         return Verdict(item.sequence_id, status)
     tokens, drafts = tuple(result.token_ids), item.draft_token_ids
     accepted = max(0, len(tokens) - 1)

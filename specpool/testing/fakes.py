@@ -60,13 +60,16 @@ class FakeWorker:
         rank_devices: Sequence[str] = (),
         kv_positions: int = 0,
         kv_reservations_grow: bool = True,
+        max_rounds_ahead: int = 2,
     ) -> None:
         """`pass_seconds`: duration of a pass with a number of new tokens; None: no delay.
 
         `notes`: notes about the model. `rank_devices`: devices of a sharded worker's ranks, two or more.
         `kv_positions`: capacity of the cache; 0: only `slots` limits it. `kv_reservations_grow`: whether later items
-        may reserve more, which workers of earlier versions ignore.
+        may reserve more, which workers of earlier versions ignore. `max_rounds_ahead`: see `WorkerLoad`; draft workers
+        ignore it.
         """
+        self.max_rounds_ahead = max_rounds_ahead
         self.kv_positions, self.kv_reservations_grow = kv_positions, kv_reservations_grow
         self.reserved: dict[tuple[str, int], int] = {}
         """Positions reserved for each cached sequence."""
@@ -76,6 +79,8 @@ class FakeWorker:
         self.busy = False
         """Whether a round is running."""
         self.caches: dict[tuple[str, int], list[int]] = {}
+        self.yielded: dict[tuple[str, int], tuple[int, int]] = {}
+        """Last round of each sequence that yielded tokens, and its last token."""
         self.released: dict[tuple[str, int], list[int]] = {}
         """Caches of released sequences, which later sequences can copy until the slots are needed."""
         self.calls = 0
@@ -154,6 +159,7 @@ class FakeWorker:
                 kv_positions_free=max(0, self.kv_positions - self._reserved),
                 kv_positions_multiple=KV_MULTIPLE,
                 kv_reservations_grow=self.kv_reservations_grow,
+                max_rounds_ahead=self.max_rounds_ahead if isinstance(self, FakeTarget) else 0,
                 ranks=[common_pb2.RankMemory(device=device) for device in self.rank_devices],
             ),
             costs=common_pb2.StepCosts(rows=MEASURED_ROWS, seconds=map(self.pass_seconds, MEASURED_ROWS))
@@ -177,6 +183,7 @@ class FakeWorker:
         self.caches.clear()
         self.released.clear()
         self.reserved.clear()
+        self.yielded.clear()
 
     async def _begin_round(self, context: Any, passes: Iterable[int]) -> None:
         """Wait for the duration of the passes; fails on demand. `passes`: number of new tokens per pass."""
@@ -192,6 +199,18 @@ class FakeWorker:
 
     def _realign(self, key: tuple[str, int], item: Any) -> tuple[common_pb2.ItemStatus, list[int]]:
         """Return the status of an item, and the cached tokens including the new ones."""
+        if isinstance(item, target_worker_pb2.VerifyItem) and item.HasField("after_round_id"):
+            assert not item.token_ids, "tokens of a sequence that continues"
+            after, token = self.yielded.get(key, (None, 0))
+            if after != item.after_round_id or key not in self.caches:
+                return common_pb2.ITEM_STATUS_CACHE_MISS, []
+            item = target_worker_pb2.VerifyItem(
+                sequence_id=item.sequence_id,
+                base_length=len(self.caches[key]),
+                token_ids=[token],
+                draft_token_ids=item.draft_token_ids,
+                max_length=item.max_length if item.HasField("max_length") else None,
+            )
         assert item.token_ids, "an item without tokens"
         is_first = item.base_length == 0 or item.HasField("prefix_sequence_id")
         assert is_first == item.HasField("sampling"), "sampling parameters belong to first contact"
@@ -284,7 +303,9 @@ class FakeTarget(FakeWorker):
         """Verify every item."""
         began = time.perf_counter_ns()
         await self._begin_round(context, [sum(len(i.token_ids) + len(i.draft_token_ids) for i in request.items)])
-        results = [self._verify((request.coordinator_id, item.sequence_id), item) for item in request.items]
+        results = [
+            self._verify((request.coordinator_id, item.sequence_id), item, request.round_id) for item in request.items
+        ]
         forward_ns = time.perf_counter_ns() - began
         return target_worker_pb2.VerifyResponse(
             round_id=request.round_id, results=results, forward_ns=forward_ns, instance_id=self.instance_id
@@ -297,8 +318,11 @@ class FakeTarget(FakeWorker):
         async for request in requests:
             yield await self.Verify(request, context)
 
-    def _verify(self, key: tuple[str, int], item: target_worker_pb2.VerifyItem) -> target_worker_pb2.VerifyResult:
+    def _verify(
+        self, key: tuple[str, int], item: target_worker_pb2.VerifyItem, round_id: int
+    ) -> target_worker_pb2.VerifyResult:
         status, tokens = self._realign(key, item)
+        self.yielded.pop(key, None)
         if status != common_pb2.ITEM_STATUS_OK:
             return target_worker_pb2.VerifyResult(sequence_id=item.sequence_id, status=status)
         gained: list[int] = []
@@ -309,6 +333,7 @@ class FakeTarget(FakeWorker):
                 tokens.append(draft)
                 gained.append(draft)
             gained.append(self.choose(tokens))
+            self.yielded[key] = round_id, gained[-1]
         return target_worker_pb2.VerifyResult(
             sequence_id=item.sequence_id,
             status=status,

@@ -44,6 +44,8 @@ class Worker:
     slots: int = NO_LIMIT
     caches: dict[int, list[int]] = field(default_factory=dict)
     released: dict[int, list[int]] = field(default_factory=dict)
+    last: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Last round of each sequence that yielded a token, and that token."""
 
     def realign(self, item: ProposeItem | VerifyItem) -> ItemStatus:
         cached, source = self.caches.get(item.sequence_id), item.prefix_sequence_id
@@ -64,7 +66,14 @@ class Worker:
         self.caches.clear()
         self.released.clear()
 
-    def verify(self, item: VerifyItem) -> Verdict:
+    def verify(self, item: VerifyItem, round_id: int = 0) -> Verdict:
+        if item.after_round_id is not None:
+            assert (item.base_length, item.token_ids, item.sampling) == (0, (), None)
+            after, token = self.last.get(item.sequence_id, (None, 0))
+            if after != item.after_round_id or item.sequence_id not in self.caches:
+                return Verdict(item.sequence_id, ItemStatus.CACHE_MISS, (), 0)
+            item = replace(item, base_length=len(self.caches[item.sequence_id]), token_ids=(token,))
+        self.last.pop(item.sequence_id, None)
         status = self.realign(item)
         if status is not ItemStatus.OK:
             return Verdict(item.sequence_id, status, (), 0)
@@ -76,6 +85,7 @@ class Worker:
             gained.append(draft)
         if not item.prefill_only:
             gained.append(choose(tokens))
+            self.last[item.sequence_id] = round_id, gained[-1]
         return Verdict(item.sequence_id, status, tuple(gained), len(tokens))
 
     def propose(self, item: ProposeItem, is_right: list[bool]) -> Proposal:
@@ -117,23 +127,40 @@ def check_propose_items(group: list[Sequence], items: list[ProposeItem], budget:
     assert long <= budget
 
 
-def check_verify_items(group: list[Sequence], items: list[VerifyItem], budget: int) -> None:
+def send(round_: Round, group: list[Sequence], budget: int) -> list[VerifyItem]:
+    """The items of a round, checked."""
     by_id = {sequence.sequence_id: sequence for sequence in group if sequence.finish is None}
+    before = {
+        number: (sequence.target_base_length, sequence.pending.copy(), sequence.is_decoding, sequence.max_pending_gain)
+        for number, sequence in by_id.items()
+    }
+    items = round_.verify_items()
     long = 0
     for item in items:
         sequence = by_id.pop(item.sequence_id)
+        base_length, pending, is_decoding, pending_gain = before[item.sequence_id]
         end = item.base_length + len(item.token_ids)
+        assert len(pending) <= 1, "two rounds are pending"
+        assert len(item.draft_token_ids) <= max(
+            0, sequence.request.max_tokens - sequence.num_generated - pending_gain - 1
+        )
+        assert all(token < VOCAB_SIZE for token in item.token_ids + item.draft_token_ids)
+        assert sequence.pending[-1].max_gain == (0 if item.prefill_only else len(item.draft_token_ids) + 1)
+        if pending_gain:
+            assert item.after_round_id == pending[-1].round_id
+            assert (item.base_length, item.token_ids, item.prefill_only) == (0, (), False)
+            continue
+        assert item.after_round_id is None
         assert item.token_ids
-        assert item.base_length == sequence.target_base_length
-        check_first_contact(item, sequence, sequence.num_cached_tokens, sequence.target_prefix)
+        assert item.base_length == base_length
+        check_first_contact(item, sequence, sequence.num_cached_tokens or len(pending), sequence.target_prefix)
         assert list(item.token_ids) == sequence.token_ids[item.base_length : end]
         assert item.prefill_only == (end < len(sequence.token_ids))
-        assert all(token < VOCAB_SIZE for token in item.token_ids + item.draft_token_ids)
-        assert len(item.draft_token_ids) <= max(0, sequence.request.max_tokens - sequence.num_generated - 1)
         assert not item.draft_token_ids or len(item.token_ids) == 1
         long += len(item.token_ids) if len(sequence.token_ids) - item.base_length > MAX_UNCHUNKED_TOKENS else 0
     assert long <= budget
-    assert not any(sequence.is_decoding for sequence in by_id.values()), "a decoding sequence was left out"
+    assert not any(before[number][2] for number in by_id), "a decoding sequence was left out"
+    return items
 
 
 @dataclass
@@ -147,6 +174,8 @@ class Simulation:
     acceptance: float = 0.7
     failure_rate: float = 0.0
     cancel: float = 0.0
+    ahead: float = 0.0
+    """Share of rounds with another round ahead."""
     target: Worker = field(default_factory=Worker)
     draft: Worker = field(default_factory=Worker)
     rounds: int = 0
@@ -171,13 +200,33 @@ class Simulation:
         self.lose_caches()
         round_ = Round(self.rounds, group, self.budget, self.plans(group))
         self.propose(round_, group)
-        self.verify(round_, group)
-        for sequence in group:
+        verdicts = self.verify(round_, group)
+        continuing = [sequence for sequence in unfinished if sequence.finish is None and sequence.can_continue]
+        if continuing and self.rng.random() < self.ahead:
+            self.lose_caches()
+            self.run_ahead(round_, group, verdicts, continuing)
+        else:
+            self.commit(round_, group, verdicts)
+        for sequence in self.sequences:
+            assert not sequence.pending or sequence.finish
             if sequence.finish is not None:
                 self.target.release(sequence.sequence_id)
                 self.draft.release(sequence.sequence_id)
-            else:
+            elif sequence in group:
                 self.check_caches(sequence)
+
+    def run_ahead(
+        self, first: Round, group: list[Sequence], verdicts: list[Verdict], continuing: list[Sequence]
+    ) -> None:
+        """Send the next round before the response to the last one. Both share no other sequences."""
+        others = self.rng.sample(continuing, self.rng.randint(1, len(continuing)))
+        self.rounds += 1
+        plans = {number: replace(plan, num_draft_tokens=0) for number, plan in self.plans(others).items()}
+        second = Round(self.rounds, others, self.budget, plans)
+        later = self.verify(second, others)
+        self.commit(first, group, verdicts)
+        second.complete_items()
+        self.commit(second, others, later)
 
     def plans(self, group: list[Sequence]) -> dict[int, DraftPlan]:
         """Random plans for most sequences: by the model, by prompt lookup, both or neither."""
@@ -240,27 +289,33 @@ class Simulation:
         if not self.fails():
             round_.take_ahead([self.spoiled_proposal(proposal) for proposal in proposals], VOCAB_SIZE)
 
-    def verify(self, round_: Round, group: list[Sequence]) -> None:
+    def verify(self, round_: Round, group: list[Sequence]) -> list[Verdict]:
         if self.rng.random() < self.cancel:
             self.cancel_one(group)
-        items = round_.verify_items()
-        check_verify_items(group, items, self.budget)
-        verdicts = [self.target.verify(item) for item in items]
+        items = send(round_, group, self.budget)
+        return [self.target.verify(item, round_.round_id) for item in items]
+
+    def commit(self, round_: Round, group: list[Sequence], verdicts: list[Verdict]) -> None:
         if self.rng.random() < 0.5:
             self.draft_ahead(round_)
         if self.fails():  # the response is lost
+            round_.discard()
             return
         if self.rng.random() < self.cancel:
             self.cancel_one(group)
-        decoding = {sequence.sequence_id for sequence in group if sequence.is_decoding}
         before = {sequence.sequence_id: sequence.token_ids.copy() for sequence in group}
+        decoding = {
+            sequence.sequence_id
+            for sequence in group
+            if sequence.finish is None and sequence.pending and sequence.pending[0].round_id == round_.round_id
+            if sequence.pending[0].max_gain
+        }
         commits = round_.commit(verdicts)
         gained = {commit.sequence.sequence_id: list(commit.token_ids) for commit in commits}
         for sequence in group:
             assert sequence.token_ids == before[sequence.sequence_id] + gained.get(sequence.sequence_id, [])
         answered = {verdict.sequence_id for verdict in verdicts if verdict.status is ItemStatus.OK}
-        finished = {sequence.sequence_id for sequence in group if sequence.finish is not None}
-        assert decoding & answered <= set(gained) | finished
+        assert decoding & answered <= set(gained)
         self.drafted += sum(commit.drafted for commit in commits)
         self.accepted += sum(commit.accepted for commit in commits)
 
@@ -303,6 +358,7 @@ REQUESTS = st.builds(
     acceptance=st.sampled_from([0.0, 0.6, 0.9, 1.0]),
     failure_rate=st.sampled_from([0.0, 0.02, 0.2]),
     cancel=st.sampled_from([0.0, 0.02]),
+    ahead=st.sampled_from([0.0, 0.5, 1.0]),
     draft_slots=st.sampled_from([0, 1, 3, NO_LIMIT]),
     target_slots=st.sampled_from([1, 2, NO_LIMIT]),
     shared=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=20),
@@ -315,6 +371,7 @@ def test_rounds_give_the_tokens_of_plain_decoding(
     acceptance: float,
     failure_rate: float,
     cancel: float,
+    ahead: float,
     draft_slots: int,
     target_slots: int,
     shared: list[int],
@@ -328,6 +385,7 @@ def test_rounds_give_the_tokens_of_plain_decoding(
         acceptance,
         failure_rate,
         cancel,
+        ahead,
         Worker(target_slots),
         Worker(draft_slots),
     )

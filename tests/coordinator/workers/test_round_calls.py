@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2
 from secure_service import until
 from serving import PATIENCE_SECONDS, RecordingTarget, make_request, serving
 
+from coordinator.workers.errors import Cause, WorkerUnreachableError
 from coordinator.workers.streams import RoundCalls
 from specpool.rpc.security.channel import open_channel
 
@@ -71,15 +72,28 @@ async def test_consecutive_rounds_share_a_stream(open_first: bool) -> None:
         if open_first:
             calls.open()
             await until(lambda: echo.streams == 1)
-        assert [await calls(request) for request in (b"a", b"b", b"c")] == [b"a!", b"b!", b"c!"]
+        assert [(await calls(request))[0] for request in (b"a", b"b", b"c")] == [b"a!", b"b!", b"c!"]
         assert (echo.streams, echo.singles) == (1, 0)
 
 
-async def test_concurrent_rounds_have_a_stream_each() -> None:
+async def test_concurrent_rounds_share_the_stream_in_order() -> None:
     async with echoing() as (echo, calls):
         for _ in range(3):
-            assert await asyncio.gather(calls(b"a"), calls(b"b")) == [b"a!", b"b!"]
-        assert echo.streams == 2
+            (slow, seconds), (fast, own_seconds) = await asyncio.gather(calls(b"slow"), calls(b"b"))
+            assert (slow, fast) == (b"slow!", b"b!")
+            assert own_seconds < seconds, "the time after the slow round"
+        assert echo.streams == 1
+
+
+@pytest.mark.parametrize("command", [b"fail", b"end", b"hang"])
+async def test_a_failed_round_ends_later_rounds_without_blaming_them(command: bytes) -> None:
+    async with echoing(timeout_seconds=0.5) as (echo, calls):
+        first, second = await asyncio.gather(calls(command), calls(b"b"), return_exceptions=True)
+        assert isinstance(first, grpc.aio.AioRpcError)
+        assert isinstance(second, WorkerUnreachableError)
+        assert second.cause is Cause.NOT_SENT
+        assert (await calls(b"c"))[0] == b"c!"
+        assert (echo.streams, echo.singles) == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +110,7 @@ async def test_failed_rounds_close_their_stream(command: bytes, code: StatusCode
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await calls(command)
         assert failed.value.code() is code
-        assert await calls(b"b") == b"b!"
+        assert (await calls(b"b"))[0] == b"b!"
         await until(lambda: echo.ended == echo.streams - 1)  # including the hanging one
         assert (echo.streams, echo.singles) == (2, 0)
 
@@ -106,12 +120,12 @@ async def test_idle_stream_that_ended_is_unavailable(command: bytes) -> None:
     """Its status is not an answer to the round. Another worker may be at the address now."""
     async with echoing() as (echo, calls):
         await calls(command)
-        await until(calls._idle[0].done)
+        await until(calls._current.call.done)
         with pytest.raises(grpc.aio.AioRpcError, match="had ended") as failed:
             await calls(b"a")
         assert failed.value.code() is StatusCode.UNAVAILABLE
         assert (echo.streams, echo.singles) == (1, 0)
-        assert await calls(b"a") == b"a!"
+        assert (await calls(b"a"))[0] == b"a!"
 
 
 @pytest.mark.parametrize("open_first", [False, True])
@@ -143,8 +157,8 @@ async def test_workers_without_streams_get_unary_calls(open_first: bool) -> None
     async with echoing(has_streams=False) as (echo, calls):
         if open_first:
             calls.open()
-            await until(calls._idle[0].done)
-        assert [await calls(request) for request in (b"a", b"b")] == [b"a!", b"b!"]
+            await until(calls._current.call.done)
+        assert [(await calls(request))[0] for request in (b"a", b"b")] == [b"a!", b"b!"]
         assert (echo.streams, echo.singles) == (0, 2)
 
 
@@ -156,7 +170,7 @@ async def test_cancelled_round_ends_its_stream() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         await until(lambda: echo.ended == 1)
-        assert await calls(b"a") == b"a!"
+        assert (await calls(b"a"))[0] == b"a!"
 
 
 async def test_close_ends_idle_streams_now_and_busy_ones_after_their_round() -> None:
@@ -167,16 +181,16 @@ async def test_close_ends_idle_streams_now_and_busy_ones_after_their_round() -> 
         task = asyncio.create_task(calls(b"slow"))
         await until(lambda: echo.streams == 2)
         calls.close()
-        assert await task == b"slow!"
+        assert (await task)[0] == b"slow!"
         await until(lambda: echo.ended == 2)
-        assert not calls._idle
+        assert calls._current is None
 
 
 async def test_draining_worker_does_not_wait_for_idle_streams() -> None:
     target = RecordingTarget()
     async with serving(target) as served:
         await served.expect(make_request([1, 2, 3], 5))
-        assert served.process.coordinator.target._rounds._idle
+        assert served.process.coordinator.target._rounds._current is not None
         await target._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await served.until(lambda info: info.target.state != "ready")
-        assert not served.process.coordinator.target._rounds._idle
+        assert served.process.coordinator.target._rounds._current is None
