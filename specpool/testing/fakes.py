@@ -199,18 +199,6 @@ class FakeWorker:
 
     def _realign(self, key: tuple[str, int], item: Any) -> tuple[common_pb2.ItemStatus, list[int]]:
         """Return the status of an item, and the cached tokens including the new ones."""
-        if isinstance(item, target_worker_pb2.VerifyItem) and item.HasField("after_round_id"):
-            assert not item.token_ids, "tokens of a sequence that continues"
-            after, token = self.yielded.get(key, (None, 0))
-            if after != item.after_round_id or key not in self.caches:
-                return common_pb2.ITEM_STATUS_CACHE_MISS, []
-            item = target_worker_pb2.VerifyItem(
-                sequence_id=item.sequence_id,
-                base_length=len(self.caches[key]),
-                token_ids=[token],
-                draft_token_ids=item.draft_token_ids,
-                max_length=item.max_length if item.HasField("max_length") else None,
-            )
         assert item.token_ids, "an item without tokens"
         is_first = item.base_length == 0 or item.HasField("prefix_sequence_id")
         assert is_first == item.HasField("sampling"), "sampling parameters belong to first contact"
@@ -321,6 +309,15 @@ class FakeTarget(FakeWorker):
     def _verify(
         self, key: tuple[str, int], item: target_worker_pb2.VerifyItem, round_id: int
     ) -> target_worker_pb2.VerifyResult:
+        if item.HasField("after_round_id"):
+            assert not (item.base_length or item.token_ids), "the worker knows where the sequence continues"
+            if not self._continues(key, item):
+                return target_worker_pb2.VerifyResult(
+                    sequence_id=item.sequence_id, status=common_pb2.ITEM_STATUS_CACHE_MISS
+                )
+            continued = target_worker_pb2.VerifyItem(base_length=len(self.caches[key]), token_ids=[self.yielded[key][1]])
+            continued.MergeFrom(item)
+            item = continued
         status, tokens = self._realign(key, item)
         self.yielded.pop(key, None)
         if status != common_pb2.ITEM_STATUS_OK:
@@ -341,6 +338,17 @@ class FakeTarget(FakeWorker):
             cached_length=len(tokens),
             logprobs=[_logprobs(item.logprobs)] * len(gained) if item.HasField("logprobs") else [],
         )
+
+
+    def _continues(self, key: tuple[str, int], item: target_worker_pb2.VerifyItem) -> bool:
+        """Whether the item continues the sequence's last round."""
+        return key in self.caches and key in self.yielded and self.yielded[key][0] == item.after_round_id
+
+    def tokens_of(self, request: target_worker_pb2.VerifyRequest, item: target_worker_pb2.VerifyItem) -> list[int]:
+        """The tokens that an item runs, including the one with which its sequence continues."""
+        key = request.coordinator_id, item.sequence_id
+        own = [self.yielded[key][1]] if item.HasField("after_round_id") and self._continues(key, item) else []
+        return [*own, *item.token_ids, *item.draft_token_ids]
 
 
 def _logprobs(count: int) -> common_pb2.TokenLogprobs:

@@ -33,8 +33,7 @@ class Mortal(RecordingTarget):
         await self.start(self.address)
 
     async def Verify(self, request: Any, context: Any) -> Any:
-        tokens = [[*item.token_ids, *item.draft_token_ids] for item in request.items]
-        if any(token in self.deadly for ids in tokens for token in ids):
+        if any(token in self.deadly for item in request.items for token in self.tokens_of(request, item)):
             self.deaths += 1
             self._restarts.append(asyncio.create_task(self._restart()))
             await asyncio.sleep(3600)

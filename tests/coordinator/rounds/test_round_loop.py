@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
-from serving import make_request, serving
+from serving import RecordingTarget, make_request, serving
 
 from coordinator.scheduling.grouping import Group, Ragged
 from coordinator.scheduling.prefixes import PrefixIndex
@@ -58,7 +58,7 @@ async def test_errors_in_group_selection_fail_their_requests_and_not_the_service
 
 async def test_errors_in_admission_fail_running_sequences_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would have been in that round. Requests that stay in the queue are unaffected."""
-    async with serving(max_num_seqs=2) as served:
+    async with serving(RecordingTarget(max_rounds_ahead=0), max_num_seqs=2) as served:
         served.target.open.clear()
         running = [asyncio.ensure_future(served.expect(make_request([i], 100))) for i in (1,)]
         await served.until(lambda info: info.running == 1)
