@@ -3,15 +3,15 @@
     python -m benchmarks.split_devices
     python -m benchmarks.split_devices --sequences 1,8 --tokens 300 --repeats 5 --output benchmarks/results
 
-Fake workers wait instead of computing, so they take no cores. The flags give the milliseconds of a pass for the first
-row and for each further row. Every answer must equal plain decoding.
+The workers' devices are emulated: a pass waits instead of computing, so it takes no core. The flags give the milliseconds
+of a pass for the first row and for each further row. Every answer must equal plain decoding.
 
 plain, default  tokens/s
 of_bound        share of the tokens/s of a target that never waits. Plain: between plain passes. Default: with the best
                 draft length, if drafts took no time
 round_ms        mean time from one round to the next
 busy            share of the time that the target spends in passes
-cpu_ms          processor time of a round: coordinator, target, draft
+cpu_ms          processor time of a round: coordinator, target, draft. A worker's includes its choice of tokens
 """
 
 import argparse
@@ -19,26 +19,24 @@ import asyncio
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.cost.fakes import cpu_seconds, start_coordinator, start_process, wait_ready
-from benchmarks.cost.overlap import pass_seconds
+from benchmarks.emulated_worker import SLOTS, pass_seconds
 from benchmarks.report import devices_figure, finish, output_folder, parser_of, progress, show, whole, wholes
 from benchmarks.server_info import current_info
 from specpool.cli.processes import free_port
 from specpool.client import AsyncClient
-from specpool.testing import FakeDraft, FakeTarget
-from specpool.testing.fakes import FakeWorker
+from specpool.testing import FakeTarget
 
-SLOTS, PROMPT_LENGTH, WARM_UP_TOKENS, MAX_DRAFT_TOKENS = 128, 16, 60, 16
+PROMPT_LENGTH, WARM_UP_TOKENS, MAX_DRAFT_TOKENS = 16, 60, 16
 KINDS = {"plain": 0, "default": None}
 """Draft tokens by kind; None: the coordinator decides."""
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark, or serve a fake worker for it."""
+    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--sequences", type=wholes(1, SLOTS), default=[1, 8, 16, 32, 64], help="requests at a time")
     parser.add_argument("--tokens", type=whole(1, 4000), default=300, help="tokens of each answer")
@@ -47,11 +45,7 @@ def main() -> None:
     parser.add_argument("--draft-ms", type=float, nargs=2, default=(0.8, 0.01), metavar=("FIRST", "MORE"))
     parser.add_argument("--acceptance", type=float, default=0.75)
     parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
-    parser.add_argument("--serve", choices=("target", "draft"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        asyncio.run(serve(options))
-        return
     work = [(count, repeat) for count in options.sequences for repeat in range(options.repeats)]
     runs: dict[int, list[dict[str, float]]] = {}
     for count, _ in progress(work, "services"):
@@ -68,20 +62,17 @@ def main() -> None:
 
 def measure(count: int, options: argparse.Namespace) -> dict[str, float]:
     """The figures of a service with this many requests in flight."""
-    timing = ["--verify-ms", *map(str, options.verify_ms), "--draft-ms", *map(str, options.draft_ms)]
-    fakes = [*timing, "--acceptance", str(options.acceptance)]
     with ExitStack() as stack:
-        workers = [
-            start_process(stack, "-m", "benchmarks.split_devices", "--serve", kind, *fakes)
-            for kind in ("target", "draft")
-        ]
-        addresses = [worker.stdout.readline().strip() for worker in workers if worker.stdout is not None]
+        addresses, pids = [], {}
+        for kind, times in (("target", options.verify_ms), ("draft", options.draft_ms)):
+            port = free_port()
+            acceptance = ["--acceptance", str(options.acceptance)] if kind == "draft" else []
+            flags = [kind, "--port", str(port), "--pass-ms", *map(str, times), *acceptance, "--log-level", "error"]
+            pids[kind] = start_process(stack, "-m", "benchmarks.emulated_worker", *flags).pid
+            addresses.append(f"127.0.0.1:{port}")
         port, size = free_port(), str(count)
-        flags = ("--max-num-seqs", size, "--max-batch-size", size)
-        coordinator = start_coordinator(stack, port, *addresses, *flags)
-        pids = dict(
-            zip(("coordinator", "target", "draft"), (each.pid for each in (coordinator, *workers)), strict=True)
-        )
+        limits = ("--max-num-seqs", size, "--max-batch-size", size)
+        pids["coordinator"] = start_coordinator(stack, port, *addresses, *limits).pid
         return asyncio.run(_measure(f"127.0.0.1:{port}", pids, count, options))
 
 
@@ -128,43 +119,6 @@ def row(count: int, runs: list[dict[str, float]]) -> dict[str, Any]:
     """Medians of the runs."""
     medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     return {"sequences": count, **{name: round(value, 2) for name, value in medians.items()}}
-
-
-class OnTheClock(FakeWorker):
-    """Rounds take exactly the time of their passes, however long the fake takes to make up an answer."""
-
-    _ends = 0.0
-
-    async def _begin_round(self, context: Any, passes: Iterable[int]) -> None:
-        assert self.pass_seconds is not None
-        self._ends = time.perf_counter() + sum(map(self.pass_seconds, passes))
-
-    async def _on_time(self, answering: Awaitable[Any]) -> Any:
-        began, response = time.perf_counter_ns(), await answering
-        # A thread wakes up on time. The event loop rounds pauses up to milliseconds.
-        await asyncio.to_thread(lambda: time.sleep(max(0.0, self._ends - time.perf_counter())))
-        response.forward_ns = time.perf_counter_ns() - began
-        return response
-
-
-class Target(OnTheClock, FakeTarget):
-    async def Verify(self, request: Any, context: Any) -> Any:
-        return await self._on_time(super().Verify(request, context))
-
-
-class Draft(OnTheClock, FakeDraft):
-    async def Propose(self, request: Any, context: Any) -> Any:
-        return await self._on_time(super().Propose(request, context))
-
-
-async def serve(options: argparse.Namespace) -> None:
-    """Serve a fake worker until killed, and print its address."""
-    target = Target(slots=SLOTS, pass_seconds=pass_seconds(*options.verify_ms), device="cuda:0")
-    draft = Draft(
-        target, options.acceptance, slots=SLOTS, pass_seconds=pass_seconds(*options.draft_ms), device="cuda:1"
-    )
-    print(await (target if options.serve == "target" else draft).start(), flush=True)
-    await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,143 @@
+"""A worker whose device waits instead of computing. Server, model thread, rounds and cache are those of real workers.
+
+    python -m benchmarks.emulated_worker target --port 50051 --pass-ms 6 0.03
+    python -m benchmarks.emulated_worker draft --port 50052 --pass-ms 0.8 0.01 --acceptance 0.75
+
+The target chooses tokens like `specpool.testing.FakeTarget`. Options of the kind of worker may follow, such as
+`--log-level info`.
+"""
+
+import argparse
+import random
+import sys
+import time
+import zlib
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.report import parser_of
+from draft_worker.proposer import Proposer
+from draft_worker.service import DraftWorkerServicer
+from specpool.engine.cache.extents import Extents
+from specpool.engine.cache.slots import SequenceKey, SlotTable
+from specpool.engine.cache.spans import Span
+from specpool.engine.run.sequences import Choices, SequenceEngine
+from specpool.protocol.sampling import NO_LOGPROBS
+from specpool.protocol.tokenizer import TokenizerFiles
+from specpool.protocol.worker_info import CacheLoad, WorkerInfo
+from specpool.testing.fakes import CHAT_TEMPLATE, EOS_TOKEN_ID, MEASURED_ROWS, VOCAB_SIZE, byte_tokenizer
+from specpool.v1 import draft_worker_pb2_grpc, target_worker_pb2_grpc
+from specpool.worker.process import run_worker
+from specpool.worker.settings import WorkerSettings
+from target_worker.service import TargetWorkerServicer
+from target_worker.verifier import Verifier
+
+SLOTS, MAX_MODEL_LEN, MAX_ROWS = 128, 4096, 8192
+
+
+def pass_seconds(first: float, more: float) -> Callable[[int], float]:
+    """Seconds of a pass by its rows, from milliseconds of the first row and of each further row."""
+    return lambda rows: (first + more * (rows - 1)) / 1000
+
+
+class EmulatedDevice(SequenceEngine):
+    """The cache of a model, whose passes only take time."""
+
+    def __init__(self, seconds: Callable[[int], float], acceptance: float, device: str) -> None:
+        """`seconds`: of a pass by rows. `acceptance`: probability that a token is the target's."""
+        self._seconds, self._acceptance, self._device = seconds, acceptance, device
+        self._rng = random.Random(0)
+        files = byte_tokenizer().to_str().encode()
+        self._tokenizer = TokenizerFiles(files, CHAT_TEMPLATE, {}, (EOS_TOKEN_ID,))
+        self.engine: Any = SimpleNamespace(
+            slots=SlotTable(SLOTS, Extents(SLOTS, MAX_MODEL_LEN)), vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=MAX_ROWS, passes=0, tokens=0, realign_ns=0, realigning=nullcontext,
+            drafts_ahead=False, loaded=SimpleNamespace(tokenizer=self._tokenizer),
+        )  # fmt: skip
+
+    @property
+    def load(self) -> CacheLoad:
+        slots = self.engine.slots
+        return CacheLoad(slots.in_use, slots.extents.free)
+
+    def info(self) -> WorkerInfo:
+        return WorkerInfo(
+            model="emulated", architecture="none", dtype="float32", device=self._device, vocab_size=VOCAB_SIZE,
+            max_model_len=MAX_MODEL_LEN, tokenizer_fingerprint="emulated", bitwise=True, parameters=1,
+            embedding_parameters=0, slots_total=SLOTS, kv_bytes_per_token=1, kv_bytes_total=SLOTS * MAX_MODEL_LEN,
+            kv_positions_total=SLOTS * MAX_MODEL_LEN, kv_positions_multiple=1, kv_layout="slots", weight_bytes=1,
+            activation_bytes=1, step_seconds={rows: self._seconds(rows) for rows in MEASURED_ROWS}, step_cached=0,
+            seconds_per_cached=0.0, max_rows=MAX_ROWS, weights_fingerprint="emulated",
+            numerics_fingerprint="emulated", kv_reservations_grow=True, **self.load._asdict(),
+        )  # fmt: skip
+
+    def choose(
+        self,
+        spans: Mapping[SequenceKey, Span],
+        confidences: bool = False,
+        num_logprobs: Mapping[SequenceKey, int | None] | None = None,
+    ) -> dict[SequenceKey, Choices]:
+        rows = sum(len(span.token_ids) for span in spans.values())
+        ends = time.perf_counter() + self._seconds(rows)
+        choices = {
+            key: self._choices(self.engine.slots[key].token_ids, span, confidences) for key, span in spans.items()
+        }
+        self.engine.passes += 1
+        self.engine.tokens += rows
+        time.sleep(max(0.0, ends - time.perf_counter()))
+        return choices
+
+    def _choices(self, token_ids: Sequence[int], span: Span, confidences: bool) -> Choices:
+        """The tokens after the last tokens of a span, up to the first that differs from its draft."""
+        start = len(token_ids) - span.num_logits + 1
+        digest, chosen = zlib.crc32(array("I", token_ids[:start])), list[int]()
+        for draft in (*token_ids[start:], -1) if span.num_logits else ():
+            chosen.append(digest // 10_000 % EOS_TOKEN_ID)
+            if self._rng.random() >= self._acceptance:
+                chosen[-1] = (chosen[-1] + 1) % EOS_TOKEN_ID
+            if chosen[-1] != draft:
+                break
+            digest = zlib.crc32(array("I", [draft]), digest)
+        return Choices(chosen, [self._acceptance] * len(chosen) if confidences else [], NO_LOGPROBS)
+
+
+class EmulatedTarget(EmulatedDevice, Verifier):
+    """The target worker's backend."""
+
+
+class EmulatedDraft(EmulatedDevice, Proposer):
+    """The draft worker's backend."""
+
+
+def main() -> None:
+    """Serve until SIGTERM."""
+    parser = parser_of(__doc__)
+    parser.add_argument("worker", choices=("target", "draft"))
+    parser.add_argument("--port", required=True)
+    parser.add_argument("--pass-ms", type=float, nargs=2, required=True, metavar=("FIRST", "MORE"))
+    parser.add_argument("--acceptance", type=float, default=1.0)
+    options, rest = parser.parse_known_args()
+    sys.argv[1:] = ["--port", options.port, *rest]
+    is_target, program = options.worker == "target", f"emulated-{options.worker}"
+    backend = EmulatedTarget if is_target else EmulatedDraft
+    register: Callable[[Any, Any], None] = (
+        target_worker_pb2_grpc.add_TargetWorkerServiceServicer_to_server
+        if is_target
+        else draft_worker_pb2_grpc.add_DraftWorkerServiceServicer_to_server
+    )
+    run_worker(
+        program,
+        WorkerSettings.load(program),
+        lambda report: backend(pass_seconds(*options.pass_ms), options.acceptance, f"cuda:{int(not is_target)}"),
+        f"specpool.v1.{options.worker.title()}WorkerService",
+        register,
+        TargetWorkerServicer if is_target else DraftWorkerServicer,
+        (),
+    )
+
+
+if __name__ == "__main__":
+    main()
