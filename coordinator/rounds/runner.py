@@ -7,7 +7,7 @@ import asyncio
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 
@@ -119,22 +119,32 @@ class RoundRunner:
         outcome.verify_items = items = round_.verify_items()
         if not items:
             return False
-        if self._runs_ahead and self.num_groups == 1:
+        # The next drafts need the result, and newcomers may join until then.
+        if self._runs_ahead and self.num_groups == 1 and not round_.wants_drafts:
             self._pool.round_sent(group.sequences)
             sent()
         progressed = await self._verify(round_, items, outcome, trace, instance_id)
-        self._drafting.observe_round(outcome)
-        for commit in outcome.commits:
-            self.counters.add_commit(commit)
-        self._in_flight.committed(outcome.commits)
-        trace.committed(round_.round_id, outcome.commits, round_.cache_misses)
-        self.counters.rounds += 1
-        self.counters.cache_misses += round_.cache_misses
-        self.counters.grouping.add(group, same_length)
         seconds = self._seconds_of_round(began)
         self.counters.add_times(proposed, outcome.verified, seconds)
-        self._add_round_time(group, items, seconds)
+        trace.committed(round_.round_id, outcome.commits, round_.cache_misses)
+        # The next round is sent first.
+        asyncio.get_running_loop().call_soon(self._observe, group, same_length, round_, outcome, seconds)
         return progressed
+
+    def _observe(
+        self, group: Group, same_length: bool, round_: Round, outcome: RoundOutcome, seconds: float
+    ) -> None:
+        """Count and learn from a round, then publish its tokens."""
+        try:
+            self._drafting.observe_round(outcome)
+            for commit in outcome.commits:
+                self.counters.add_commit(commit)
+            self.counters.rounds += 1
+            self.counters.cache_misses += round_.cache_misses
+            self.counters.grouping.add(group, same_length)
+            self._add_round_time(group, outcome.verify_items, seconds)
+        finally:
+            self._in_flight.committed(outcome.commits)
 
     def _seconds_of_round(self, began: float) -> float:
         """The seconds of a round that ends now. Rounds may overlap: each counts the time since the last one ended."""
@@ -142,7 +152,7 @@ class RoundRunner:
         seconds, self._ended = ended - max(began, self._ended), ended
         return seconds
 
-    def _add_round_time(self, group: Group, items: list[VerifyItem], seconds: float) -> None:
+    def _add_round_time(self, group: Group, items: Iterable[VerifyItem], seconds: float) -> None:
         """Count the time of a round by client. Learn how long rounds without costly rows take."""
         if self._measured_times is not self.target.step_times:  # a new worker
             self._measured_times, self._plain_times = self.target.step_times, copy.deepcopy(self.target.step_times)

@@ -21,6 +21,8 @@ from specpool.worker.servicer import WorkerServicer
 from specpool.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
+SWITCH_SECONDS = 0.0002
+"""Longest time that the model thread waits for Python code of the event loop. The default, 5 ms, is a whole pass."""
 CLOSE_SECONDS = 5.0
 """Time for a running pass to finish after the drain."""
 
@@ -39,6 +41,7 @@ def run_worker(
     An error of a type in `refusals` means that the settings are wrong: the process ends with one line and status 2.
     """
     settings.log_resolved()
+    sys.setswitchinterval(SWITCH_SECONDS)
     host = WorkerHost(load)
 
     def add_service(server: Server) -> None:
