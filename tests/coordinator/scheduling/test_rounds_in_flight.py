@@ -1,0 +1,153 @@
+"""The pool with two rounds in flight: of different groups, or the second one continuing sequences of the first."""
+
+from itertools import count
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from coordinator.scheduling.capacity import KVCapacity, QueueLimits
+from coordinator.scheduling.pool import Pool
+from coordinator.scheduling.sequence import GenerationRequest, PendingRound, Sequence
+
+MAX_ROUNDS = 2
+
+
+class Flight:
+    """A round of a group."""
+
+    def __init__(self, number: int, group: list[Sequence]) -> None:
+        self.number, self.group = number, group
+        self.pending: dict[Sequence, PendingRound] = {}
+        self.is_sent = False
+
+
+class RoundsInFlight(RuleBasedStateMachine):
+    """Plays the round loop and the workers against a pool."""
+
+    @initialize(max_num_seqs=st.integers(1, 4), positions=st.sampled_from([0, 30, 90]), preempts=st.booleans())
+    def start(self, max_num_seqs: int, positions: int, preempts: bool) -> None:
+        self.pool = Pool(max_num_seqs, QueueLimits(50), preempts=preempts)
+        self.pool.reservations.capacity = KVCapacity(positions, 1, grows=True)
+        self.ids, self.rounds = count(1), count(1)
+        self.flights: list[Flight] = []
+        self.alive: list[Sequence] = []
+        self.held: set[int] = set()
+        """Sequences that the target worker has seen and not released."""
+
+    def teardown(self) -> None:
+        """Everything ends, and nothing stays behind."""
+        if not hasattr(self, "pool"):
+            return
+        for sequence in self.alive:
+            if sequence.paused:
+                self.pool.resume(sequence)
+        for _ in range(2000):
+            if self.pool.is_empty and not self.flights:
+                break
+            while self.flights:
+                if not self.flights[0].is_sent:
+                    self.send()
+                self.end(1)
+            self.release()
+            self.admit()
+            if len(self.pool.ready):
+                self.begin(4)
+        assert self.pool.is_empty, "sequences never end"
+        assert not self.held, "a slot is never released"
+
+    @rule(prompt_length=st.integers(1, 20), max_tokens=st.integers(1, 6), client=st.sampled_from("xy"))
+    def submit(self, prompt_length: int, max_tokens: int, client: str) -> None:
+        sequence_id = next(self.ids)
+        request = GenerationRequest(str(sequence_id), (1,) * prompt_length, max_tokens, frozenset(), 0, client=client)
+        self.alive.append(Sequence(sequence_id, request))
+        self.pool.submit([self.alive[-1]])
+
+    @rule()
+    def admit(self) -> None:
+        self.pool.admit()
+
+    @precondition(lambda self: len(self.flights) < MAX_ROUNDS and len(self.pool.ready))
+    @rule(size=st.integers(1, 4))
+    def begin(self, size: int) -> None:
+        group = list(self.pool.ready)[:size]
+        assert all(sequence.can_continue for sequence in group)
+        self.pool.begin_round(group)
+        self.flights.append(Flight(next(self.rounds), group))
+
+    @precondition(lambda self: any(not flight.is_sent for flight in self.flights))
+    @rule()
+    def send(self) -> None:
+        flight = next(flight for flight in self.flights if not flight.is_sent)
+        flight.is_sent = True
+        for sequence in flight.group:
+            if sequence.finish is None:
+                flight.pending[sequence] = PendingRound(flight.number, None, 0)
+                sequence.pending.append(flight.pending[sequence])
+                self.held.add(sequence.sequence_id)
+        self.pool.round_sent(flight.group)
+
+    @precondition(lambda self: self.flights and self.flights[0].is_sent)
+    @rule(token=st.integers(0, 3))
+    def end(self, token: int) -> None:
+        """The oldest round is answered. Token 0: the worker has lost the caches."""
+        flight = self.flights.pop(0)
+        for sequence, pending in flight.pending.items():
+            if sequence.finish is not None or sequence.pending[:1] != [pending]:
+                continue
+            sequence.pending.pop(0)
+            if token:
+                sequence.num_cached_tokens = len(sequence.token_ids)
+                sequence.commit([token])
+            else:
+                sequence.pending.clear()
+                sequence.num_cached_tokens = 0
+        self.pool.end_round(flight.group)
+
+    @precondition(lambda self: self.flights and self.flights[0].is_sent)
+    @rule()
+    def fail(self) -> None:
+        """The oldest round fails. Its sequences stay in it until it ends."""
+        flight = self.flights.pop(0)
+        for sequence, pending in flight.pending.items():
+            if pending in sequence.pending:
+                sequence.pending.clear()
+        held = self.pool.hold(flight.group)
+        assert not {sequence.sequence_id for sequence in held} & {s.sequence_id for s in self.pool.ready}
+        self.pool.end_round(flight.group)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.pool.abort(data.draw(st.sampled_from(self.alive)))
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def pause_or_resume(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.alive))
+        if sequence.finish is None:
+            (self.pool.resume if sequence.paused else self.pool.pause)(sequence)
+
+    @rule()
+    def release(self) -> None:
+        leaving = self.pool.leaving
+        in_flight = {sequence.sequence_id for flight in self.flights for sequence in flight.group}
+        assert not leaving & in_flight, "a slot is released during a round of its sequence"
+        self.held -= leaving
+        self.pool.released(leaving)
+
+    @invariant()
+    def is_consistent(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check_integrity()
+        in_flight = [sequence for flight in self.flights for sequence in flight.group]
+        for sequence in in_flight:
+            assert in_flight.count(sequence) <= MAX_ROUNDS
+            assert len(sequence.pending) <= in_flight.count(sequence)
+        unsent = {s.sequence_id for flight in self.flights if not flight.is_sent for s in flight.group}
+        assert not unsent & {sequence.sequence_id for sequence in self.pool.ready}, "an unsent round is overtaken"
+
+
+RoundsInFlight.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestRoundsInFlight = RoundsInFlight.TestCase
