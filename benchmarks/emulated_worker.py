@@ -7,7 +7,6 @@ The target chooses tokens like `specpool.testing.FakeTarget`. Options of the kin
 `--log-level info`.
 """
 
-import argparse
 import random
 import sys
 import time

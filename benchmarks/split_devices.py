@@ -3,8 +3,8 @@
     python -m benchmarks.split_devices
     python -m benchmarks.split_devices --sequences 1,8 --tokens 300 --repeats 5 --output benchmarks/results
 
-The workers' devices are emulated: a pass waits instead of computing, so it takes no core. The flags give the milliseconds
-of a pass for the first row and for each further row. Every answer must equal plain decoding.
+The workers' devices are emulated: a pass waits instead of computing, so it takes no core. The flags give the
+milliseconds of a pass for the first row and for each further row. Every answer must equal plain decoding.
 
 plain, default  tokens/s
 of_bound        share of the tokens/s of a target that never waits. Plain: between plain passes. Default: with the best

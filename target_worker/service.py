@@ -39,6 +39,10 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
         served = (item for item in request.items if verifier.has_room(request.coordinator_id, item.sequence_id))
         return Work(sum(len(item.token_ids) + len(item.draft_token_ids) for item in served))
 
+    @staticmethod
+    def may_join(request: pb.VerifyRequest) -> bool:
+        return request.may_join
+
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
         """Realign, extend and verify one round."""
         response: pb.VerifyResponse = await self.round(request)

@@ -9,9 +9,10 @@ import logging
 from functools import partial
 
 from coordinator.requests.in_flight import RequestsInFlight
-from coordinator.rounds.runner import MAX_ROUNDS, RETRY_SECONDS, RoundRunner
+from coordinator.rounds.runner import MAX_ROUNDS_WITH_NEWCOMERS, RETRY_SECONDS, RoundRunner
 from coordinator.scheduling.grouping import Group, Policy
 from coordinator.scheduling.pool import Pool
+from coordinator.scheduling.ready import ReadySet
 from coordinator.scheduling.sequence import Sequence
 from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError
 from specpool.protocol.errors import ServiceError, UnavailableError, WorkerFailedError
@@ -28,6 +29,8 @@ class RoundLoop:
         self._target = runner.target
         self._work = asyncio.Event()
         self._has_leaving = asyncio.Event()
+        self._num_running = 0
+        """Rounds in flight."""
         self._lost_rounds: list[tuple[str, Group, str]] = []
         """Rounds during which the target worker was lost: (instance id, group, reason)."""
 
@@ -55,23 +58,26 @@ class RoundLoop:
         """Run rounds, and release the slots of sequences that left. Never returns."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._release_slots())
-            for position in range(MAX_ROUNDS):
-                tasks.create_task(self._run_rounds(position))
+            for _ in range(MAX_ROUNDS_WITH_NEWCOMERS):
+                tasks.create_task(self._run_rounds())
 
-    async def _run_rounds(self, position: int) -> None:
+    async def _run_rounds(self) -> None:
         while True:
             await self._target.wait_ready()
             self._blame_for_restart()
             self._work.clear()
-            group = self._next_group() if position < self._runner.max_rounds else Group([])
+            runs_next = self._num_running < self._runner.max_rounds
+            is_joining = not runs_next and self._num_running == self._runner.max_rounds and self._runner.takes_newcomers
+            group = self._next_group(is_joining) if runs_next or is_joining else Group([])
             if group.sequences:
+                self._num_running += 1
                 with logs.BoundRequests(partial(_request_ids, group.sequences)):
-                    await self._run_round(group)
+                    await self._run_round(group, is_joining)
             else:
                 await self._work.wait()
 
-    def _next_group(self) -> Group:
-        """Admit sequences and begin the round of the next group.
+    def _next_group(self, only_newcomers: bool) -> Group:
+        """Admit sequences and begin the round of the next group. `only_newcomers`: of sequences that are in no round.
 
         An error fails the sequences that the round would have contained. It propagates only if there are none.
         """
@@ -84,7 +90,7 @@ class RoundLoop:
         if self._pool.awaits_places:
             return Group([])  # a release takes far less time than the round that it would wait behind
         try:
-            return self._choose()
+            return self._choose(self._pool.newcomers if only_newcomers else self._pool.eligible)
         except Exception:
             if not self._fail_selection(list(self._pool.ready)):
                 raise
@@ -100,11 +106,10 @@ class RoundLoop:
         if pool.leaving:  # includes preempted sequences
             self._has_leaving.set()
 
-    def _choose(self) -> Group:
-        pool = self._pool
-        eligible = pool.eligible
+    def _choose(self, eligible: ReadySet) -> Group:
         if not eligible:
             return Group([])
+        pool = self._pool
         group = self._policy.choose(eligible, pool.rounds)
         max_size = -(-pool.schedulable // self._runner.num_groups)
         group = Group(_without_suspects(group.sequences[:max_size]), group.fallback)
@@ -132,11 +137,11 @@ class RoundLoop:
                 self._pool.released(leaving)
                 self._work.set()
 
-    async def _run_round(self, group: Group) -> None:
+    async def _run_round(self, group: Group, may_join: bool) -> None:
         """Run the round of a group and handle every error."""
         instance_id = self._target.instance_id
         try:
-            progressed = await self._run_or_split(group)
+            progressed = await self._run_or_split(group, may_join)
             for sequence in group.sequences:
                 sequence.blame.clear(sequence.progress)
                 self._fail_if_poisonous(sequence)
@@ -153,6 +158,7 @@ class RoundLoop:
                 self._fail(sequence, WorkerFailedError("internal error in a round"))
         finally:
             self._pool.end_round(group.sequences)
+            self._num_running -= 1
             self._runner.round_ended()
             self.wake()
         if not progressed:
@@ -177,10 +183,10 @@ class RoundLoop:
             self._fail(sequence, WorkerFailedError(f"{why}{reason and f': {reason}'}"))
             self.wake()
 
-    async def _run_or_split(self, group: Group) -> bool:
+    async def _run_or_split(self, group: Group, may_join: bool) -> bool:
         """Run a round. If the target refuses it, run each sequence alone and fail the ones refused again."""
         try:
-            return await self._runner.run(group, self._work.set)
+            return await self._runner.run(group, self._work.set, may_join)
         except WorkerRefusedError:
             for sequence in self._pool.hold(group.sequences):
                 try:

@@ -26,8 +26,9 @@ from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, VerifyIt
 
 log = logging.getLogger(__name__)
 
-# Rounds in flight: one group drafts while another is verified, or the next round waits at the target worker.
-MAX_ROUNDS = 2
+# Rounds in flight: one group drafts while another is verified, or the next round waits at the target worker. A round of
+# newcomers may join the one that waits.
+MAX_ROUNDS, MAX_ROUNDS_WITH_NEWCOMERS = 2, 3
 RETRY_SECONDS = 0.05
 
 
@@ -58,6 +59,8 @@ class RoundRunner:
         """Set once the last round sent to the target worker has committed or failed."""
         self._last_sent.set()
         self._round_ended = asyncio.Event()
+        self._drafting_rounds = 0
+        """Rounds in flight that want drafts."""
         self._round_ids = count(1)
         self._measured_times = self.target.step_times
         self._plain_times = copy.deepcopy(self._measured_times)
@@ -72,8 +75,18 @@ class RoundRunner:
 
     @property
     def max_rounds(self) -> int:
-        """Maximum number of rounds in flight."""
-        return MAX_ROUNDS if self.num_groups > 1 or self._runs_ahead else 1
+        """Maximum number of rounds in flight.
+
+        A group runs ahead while it does not draft. Otherwise, newcomers would form a second group for good.
+        """
+        if self.num_groups > 1:
+            return MAX_ROUNDS
+        return MAX_ROUNDS if self._runs_ahead and not self._drafting_rounds else 1
+
+    @property
+    def takes_newcomers(self) -> bool:
+        """Whether a round of newcomers may join the one that waits at the target worker."""
+        return self.max_rounds > 1 and self.num_groups == 1 and self.target.max_rounds_ahead >= MAX_ROUNDS
 
     @property
     def _runs_ahead(self) -> bool:
@@ -87,13 +100,19 @@ class RoundRunner:
             return False
         return self._overlap == "on" or draft.hosts_and_devices.isdisjoint(self.target.hosts_and_devices)
 
-    async def run(self, group: Group, sent: Callable[[], None]) -> bool:
-        """Run one round. Return False if no sequence made progress. `sent`: called when the next round may be chosen.
+    async def run(self, group: Group, sent: Callable[[], None], may_join: bool = False) -> bool:
+        """Run one round. Return False if no sequence made progress.
 
+        `sent`: called when the next round may be chosen. `may_join`: whether it may share a pass with the last round.
         Raises WorkerUnreachableError or WorkerRefusedError of the target worker. Nothing is then committed.
         """
-        with self._traces.round(group) as trace:
-            return await self._run(group, trace, sent)
+        same_length, round_ = group.same_length, self._begin(group)
+        self._drafting_rounds += round_.wants_drafts
+        try:
+            with self._traces.round(group) as trace:
+                return await self._run(group, round_, same_length, trace, sent, may_join)
+        finally:
+            self._drafting_rounds -= round_.wants_drafts
 
     def round_ended(self) -> None:
         """Call after the end of a round."""
@@ -108,9 +127,15 @@ class RoundRunner:
         while not await self.target.release(sequence_ids):  # noqa: ASYNC110 - polls a remote worker
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _run(self, group: Group, trace: RoundTrace, sent: Callable[[], None]) -> bool:
-        same_length = group.same_length
-        round_ = self._begin(group)
+    async def _run(
+        self,
+        group: Group,
+        round_: Round,
+        same_length: bool,
+        trace: RoundTrace,
+        sent: Callable[[], None],
+        may_join: bool,
+    ) -> bool:
         while round_.wants_drafts and self._pool.has_other_rounds(group.sequences):
             await self._round_ended.wait()  # drafts continue the tokens that those commit
         began, instance_id = time.perf_counter(), self.target.instance_id
@@ -123,7 +148,7 @@ class RoundRunner:
         if self._runs_ahead and self.num_groups == 1 and not round_.wants_drafts:
             self._pool.round_sent(group.sequences)
             sent()
-        progressed = await self._verify(round_, items, outcome, trace, instance_id)
+        progressed = await self._verify(round_, items, outcome, trace, instance_id, may_join)
         seconds = self._seconds_of_round(began)
         self.counters.add_times(proposed, outcome.verified, seconds)
         trace.committed(round_.round_id, outcome.commits, round_.cache_misses)
@@ -131,9 +156,7 @@ class RoundRunner:
         asyncio.get_running_loop().call_soon(self._observe, group, same_length, round_, outcome, seconds)
         return progressed
 
-    def _observe(
-        self, group: Group, same_length: bool, round_: Round, outcome: RoundOutcome, seconds: float
-    ) -> None:
+    def _observe(self, group: Group, same_length: bool, round_: Round, outcome: RoundOutcome, seconds: float) -> None:
         """Count and learn from a round, then publish its tokens."""
         try:
             self._drafting.observe_round(outcome)
@@ -190,7 +213,13 @@ class RoundRunner:
         return Timed(elapsed=time.perf_counter() - began)
 
     async def _verify(
-        self, round_: Round, items: list[VerifyItem], outcome: RoundOutcome, trace: RoundTrace, instance_id: str
+        self,
+        round_: Round,
+        items: list[VerifyItem],
+        outcome: RoundOutcome,
+        trace: RoundTrace,
+        instance_id: str,
+        may_join: bool,
     ) -> bool:
         """Verify and commit. Meanwhile an idle draft worker drafts ahead. Return whether any sequence had a slot.
 
@@ -209,7 +238,8 @@ class RoundRunner:
         try:
             self._check_process(instance_id)
             with trace.calling("verify", round_.round_id) as parent:
-                verdicts, outcome.verified = await self.target.verify(round_.round_id, items, parent, complete)
+                verified = self.target.verify(round_.round_id, items, parent, complete, may_join)
+                verdicts, outcome.verified = await verified
             if drafting_ahead is not None:
                 await drafting_ahead
             self._check_process(instance_id)

@@ -122,6 +122,11 @@ class Pool:
             return self.ready
         return ReadySet(sequence for sequence in self.ready if sequence.request.client in allowed)
 
+    @property
+    def newcomers(self) -> ReadySet:
+        """Eligible sequences that are in no round."""
+        return ReadySet(sequence for sequence in self.eligible if sequence.sequence_id not in self._open_rounds)
+
     def add_round_time(self, parts: Mapping[str, Part], seconds: float, pass_seconds: Callable[[float], float]) -> None:
         """Count the time of a round that ends, by client: see `WorkerTime.add_round`."""
         active = {sequence.request.client for sequence in chain(self.ready, self._in_round.values())}

@@ -9,7 +9,6 @@ from coordinator.scheduling.counters import Timed
 from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.v1 import common_pb2
 
-
 Complete = Callable[[], Awaitable[None]]
 """Completes the items of a round that was sent ahead, once the earlier rounds have committed."""
 
@@ -37,7 +36,7 @@ class Target(Worker, Protocol):
     @property
     def max_rounds_ahead(self) -> int: ...
     async def verify(
-        self, round_id: int, items: list[VerifyItem], traceparent: str, complete: Complete
+        self, round_id: int, items: list[VerifyItem], traceparent: str, complete: Complete, may_join: bool
     ) -> tuple[list[Verdict], Timed]: ...
 
 

@@ -78,9 +78,9 @@ class TargetPair:
         return self.active.max_rounds_ahead
 
     async def verify(
-        self, round_id: int, items: list[VerifyItem], traceparent: str, complete: Complete
+        self, round_id: int, items: list[VerifyItem], traceparent: str, complete: Complete, may_join: bool
     ) -> tuple[list[Verdict], Timed]:
-        return await self.active.verify(round_id, items, traceparent, complete)
+        return await self.active.verify(round_id, items, traceparent, complete, may_join)
 
     def probes(self) -> list[Coroutine[Any, Any, None]]:
         """Coroutines that probe the workers forever.

@@ -139,14 +139,19 @@ class TargetLink(WorkerLink):
             raise error
 
     async def verify(
-        self, round_id: int, items: list[VerifyItem], traceparent: str = "", complete: Complete = _complete
+        self,
+        round_id: int,
+        items: list[VerifyItem],
+        traceparent: str = "",
+        complete: Complete = _complete,
+        may_join: bool = False,
     ) -> tuple[list[Verdict], Timed]:
         """Run a target round. Raises WorkerUnreachableError, WorkerRefusedError.
 
         An invalid response is retried once, since a repeated round gets the same answer. `traceparent`: parent span.
-        `complete`: awaited before the response is read, which needs complete items.
+        `complete`: awaited before the response is read, which needs complete items. `may_join`: see `VerifyRequest`.
         """
-        request = verify_request(self._coordinator_id, round_id, items, traceparent)
+        request = verify_request(self._coordinator_id, round_id, items, traceparent, may_join)
         try:
             return await self._verify(request, items, complete)
         except InvalidResponseError as error:

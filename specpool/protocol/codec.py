@@ -97,13 +97,14 @@ def propose_response(
 
 
 def verify_request(
-    coordinator_id: str, round_id: int, items: Iterable[VerifyItem], traceparent: str = ""
+    coordinator_id: str, round_id: int, items: Iterable[VerifyItem], traceparent: str = "", may_join: bool = False
 ) -> target_worker_pb2.VerifyRequest:
     """Build the request of a target round."""
     return target_worker_pb2.VerifyRequest(
         coordinator_id=coordinator_id,
         round_id=round_id,
         traceparent=traceparent,
+        may_join=may_join,
         items=[target_worker_pb2.VerifyItem(**_item_fields(item)) for item in items],
     )
 
@@ -263,7 +264,8 @@ def _continued_fields(
     if given:
         raise InvalidArgumentError(f"{field}.{given[0]}", "must be unset with after_round_id")
     if item.after_round_id >= round_id:
-        raise InvalidArgumentError(f"{field}.after_round_id", f"{item.after_round_id} must be below {round_id}, the round")
+        reason = f"{item.after_round_id} must be below {round_id}, the round"
+        raise InvalidArgumentError(f"{field}.after_round_id", reason)
     continuation = limits.continuation(item.sequence_id, round_id, item.after_round_id)
     return {
         "sequence_id": item.sequence_id,

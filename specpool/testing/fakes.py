@@ -310,12 +310,12 @@ class FakeTarget(FakeWorker):
         self, key: tuple[str, int], item: target_worker_pb2.VerifyItem, round_id: int
     ) -> target_worker_pb2.VerifyResult:
         if item.HasField("after_round_id"):
-            assert not (item.base_length or item.token_ids), "the worker knows where the sequence continues"
+            assert not item.token_ids, "the worker knows where the sequence continues"
             if not self._continues(key, item):
-                return target_worker_pb2.VerifyResult(
-                    sequence_id=item.sequence_id, status=common_pb2.ITEM_STATUS_CACHE_MISS
-                )
-            continued = target_worker_pb2.VerifyItem(base_length=len(self.caches[key]), token_ids=[self.yielded[key][1]])
+                status = common_pb2.ITEM_STATUS_CACHE_MISS
+                return target_worker_pb2.VerifyResult(sequence_id=item.sequence_id, status=status)
+            base_length, token_ids = len(self.caches[key]), [self.yielded[key][1]]
+            continued = target_worker_pb2.VerifyItem(base_length=base_length, token_ids=token_ids)
             continued.MergeFrom(item)
             item = continued
         status, tokens = self._realign(key, item)
@@ -338,7 +338,6 @@ class FakeTarget(FakeWorker):
             cached_length=len(tokens),
             logprobs=[_logprobs(item.logprobs)] * len(gained) if item.HasField("logprobs") else [],
         )
-
 
     def _continues(self, key: tuple[str, int], item: target_worker_pb2.VerifyItem) -> bool:
         """Whether the item continues the sequence's last round."""

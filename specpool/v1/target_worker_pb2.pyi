@@ -8,16 +8,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class VerifyRequest(_message.Message):
-    __slots__ = ("coordinator_id", "round_id", "items", "traceparent")
+    __slots__ = ("coordinator_id", "round_id", "items", "traceparent", "may_join")
     COORDINATOR_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    MAY_JOIN_FIELD_NUMBER: _ClassVar[int]
     coordinator_id: str
     round_id: int
     items: _containers.RepeatedCompositeFieldContainer[VerifyItem]
     traceparent: str
-    def __init__(self, coordinator_id: _Optional[str] = ..., round_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    may_join: bool
+    def __init__(self, coordinator_id: _Optional[str] = ..., round_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ..., traceparent: _Optional[str] = ..., may_join: _Optional[bool] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
     __slots__ = ("sequence_id", "base_length", "token_ids", "draft_token_ids", "prefill_only", "sampling", "logprobs", "prefix_sequence_id", "max_length", "after_round_id")

@@ -1,8 +1,9 @@
-"""Merging of rounds: which rounds of different coordinators share a forward pass.
+"""Merging of rounds: which rounds share a forward pass.
 
 Two half-full passes take almost as long as two full ones. So a round takes along the rounds of other coordinators that
-wait when its turn comes. Coordinators whose rounds were answered together send the next ones almost together: the
-first of them waits shortly for the others. A single coordinator never waits.
+wait when its turn comes, and those of its own coordinator that may join, with sequences that have just arrived.
+Coordinators whose rounds were answered together send the next ones almost together: the first of them waits shortly for
+the others. A single coordinator never waits.
 """
 
 import threading
@@ -39,6 +40,8 @@ class Round:
     request: Any
     work: Callable[[], Work]
     """Measures the round, on the model thread."""
+    may_join: bool = False
+    """Whether it may share a pass with an earlier round of its coordinator."""
     response: tuple[Any, dict[str, int]] | None = None
     """The result and the timing fields of the response, once served."""
 
@@ -115,20 +118,29 @@ class RoundMerging:
         return max(waits, default=0.0)
 
     def _fitting(self, first: Round, max_tokens: int) -> list[Round]:
-        """The first round, and one of each other coordinator while all fit in one pass. None delays the first much."""
-        others = [round_ for round_ in self._waiting if round_.coordinator_id != first.coordinator_id]
-        if not others:
+        """The first round, one of each other coordinator, and those that may join, while all fit in one pass.
+
+        None delays the first much.
+        """
+        own_id = first.coordinator_id
+        others = [round_ for round_ in self._waiting if round_.coordinator_id != own_id or round_.may_join]
+        if not others or others == [first]:
             return [first]
         own = first.work()
-        taken, coordinators, num_tokens = [first], {first.coordinator_id}, own.num_tokens
+        taken, num_tokens = {own_id: [first]}, own.num_tokens
         for round_ in others:
-            work = round_.work()
+            work, together = round_.work(), taken.setdefault(round_.coordinator_id, [])
             is_long = work.num_tokens > max(SHORT_TOKENS, own.num_tokens)
             is_deep = work.steps > MAX_STEPS_RATIO * own.steps
             is_too_much = num_tokens + work.num_tokens > max_tokens
-            if round_.coordinator_id in coordinators or is_long or is_deep or is_too_much:
+            if (together and not _may_share(round_, together)) or is_long or is_deep or is_too_much:
                 continue
-            taken.append(round_)
-            coordinators.add(round_.coordinator_id)
+            together.append(round_)
             num_tokens += work.num_tokens
-        return taken
+        return [round_ for together in taken.values() for round_ in together]
+
+
+def _may_share(round_: Round, others: list[Round]) -> bool:
+    """Whether a round may share a pass with other rounds of its coordinator."""
+    taken = {item.sequence_id for other in others for item in other.request.items}
+    return round_.may_join and taken.isdisjoint(item.sequence_id for item in round_.request.items)

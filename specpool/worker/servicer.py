@@ -33,12 +33,19 @@ class WorkerServicer:
     def __init__(self, host: WorkerHost, tracer: Tracer | None = None) -> None:
         self._host, self._tracer = host, tracer
 
+    @staticmethod
+    def may_join(request: Any) -> bool:
+        """Whether a round may share a forward pass with an earlier one of its coordinator."""
+        return False
+
     async def round(self, request: Any) -> Any:
         """Serve one round, in a trace span if the coordinator traces it."""
         with self._span(request) as span:
             require_coordinator(request.coordinator_id)
             name = f"{self.method} (round {request.round_id}, {len(request.items)} sequences)"
-            waiting = Round(request.coordinator_id, request, lambda: self.work(request, self._host.backend))
+            waiting = Round(
+                request.coordinator_id, request, lambda: self.work(request, self._host.backend), self.may_join(request)
+            )
             served = await self._host.serve_round(waiting, name, self.serve)
             response = self.respond(request.round_id, *served, self._host.instance_id)
             if span is not None:
@@ -80,7 +87,5 @@ class WorkerServicer:
 
     async def GetWorkerInfo(self, request: pb.GetWorkerInfoRequest, context: Any) -> pb.GetWorkerInfoResponse:
         """Describe the worker. Answers at once, even while a long pass runs."""
-        info = replace(
-            self._host.info, instance_id=self._host.instance_id, max_rounds_ahead=self.max_rounds_ahead
-        )
+        info = replace(self._host.info, instance_id=self._host.instance_id, max_rounds_ahead=self.max_rounds_ahead)
         return worker_info_response(info)

@@ -138,7 +138,7 @@ def send(round_: Round, group: list[Sequence], budget: int) -> list[VerifyItem]:
     long = 0
     for item in items:
         sequence = by_id.pop(item.sequence_id)
-        base_length, pending, is_decoding, pending_gain = before[item.sequence_id]
+        base_length, pending, _, pending_gain = before[item.sequence_id]
         end = item.base_length + len(item.token_ids)
         assert len(pending) <= 1, "two rounds are pending"
         assert len(item.draft_token_ids) <= max(

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import error_details_pb2
-from serving import RecordingTarget, Serving, detail_of, make_request, serving
+from serving import RecordingTarget, Serving, check_tokens, detail_of, make_request, serving
 
 from specpool.v1 import generation_pb2 as pb
 
@@ -87,6 +87,20 @@ async def test_the_next_round_waits_for_the_slot_of_a_preempted_sequence() -> No
         await asyncio.gather(one, many)
     waiting, following = target.requests[rounds : rounds + 2]  # one round has been sent ahead
     assert [7, 8] in [item.token_ids for item in (*waiting.items, *following.items)]
+
+
+async def test_preempted_sequences_with_rounds_in_flight_keep_their_tokens() -> None:
+    target = RecordingTarget(slots=4)
+    async with serving(target, with_draft=False, max_num_seqs=4) as served:
+
+        async def expect(request: pb.GenerateRequest, client: Any) -> None:
+            check_tokens(target, request, await served.stub.Generate(request, metadata=client))
+
+        many = [asyncio.ensure_future(expect(make_request([i, 6], 120, k=0), ANNE)) for i in range(6)]
+        await served.until(lambda info: info.running == 4)
+        await asyncio.gather(*(expect(make_request([i, 5], 20, k=0), BOB) for i in range(4)))
+        await asyncio.gather(*many)
+        await served.until_idle()
 
 
 async def test_refusals_by_client_and_token_limits_have_a_retry_delay() -> None:

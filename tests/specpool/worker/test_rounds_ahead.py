@@ -6,14 +6,16 @@ from typing import Any
 
 import grpc
 import pytest
-from worker_service import CACHE_MISS, OK, STALE_ROUND, Worker, verify
+from worker_service import CACHE_MISS, OK, PATIENCE_SECONDS, STALE_ROUND, Worker, held, verify
 
 from specpool.v1 import target_worker_pb2 as pb
 
 PROMPT = [5, 6, 7, 8]
 
 
-def after(round_id: int, draft_token_ids: list[int] | None = None, sequence_id: int = 1, **fields: Any) -> pb.VerifyItem:
+def after(
+    round_id: int, draft_token_ids: list[int] | None = None, sequence_id: int = 1, **fields: Any
+) -> pb.VerifyItem:
     """Continue after the sequence's result in this round."""
     return pb.VerifyItem(
         sequence_id=sequence_id, after_round_id=round_id, draft_token_ids=draft_token_ids or [], **fields
@@ -110,8 +112,8 @@ async def test_a_round_after_a_failed_one_is_not_served(target: Worker) -> None:
     stream = target.open_stream()
     await stream.write(target.request(verify(1, len(PROMPT), [999]), round_id=2))
     await stream.write(target.request(after(1), round_id=3))
-    with pytest.raises(grpc.aio.AioRpcError, match="token id 999"):
-        while True:
+    for _ in range(2):
+        with pytest.raises(grpc.aio.AioRpcError, match="token id 999"):
             await stream.read()
     (result,) = await target.round(verify(1, len(PROMPT), truth[:1]), round_id=4)
     assert list(result.token_ids) == truth[1:]
@@ -144,3 +146,39 @@ async def test_the_next_round_waits_at_the_worker(target: Worker, monkeypatch: p
     assert waiting[0] == 1
     stream.cancel()
     await asyncio.sleep(0)
+
+
+async def test_a_round_that_may_join_shares_the_pass_of_the_waiting_one(target: Worker) -> None:
+    truth = target.continuation([2, 9], 1)
+    await target.round(verify(1, 0, PROMPT), round_id=1)
+    stream = target.open_stream()
+    with held(target) as hold:
+        passes = target.engine.passes
+        await stream.write(target.request(after(1), round_id=2))
+        assert await asyncio.to_thread(hold.began.wait, PATIENCE_SECONDS)
+        await stream.write(target.request(after(2), round_id=3))
+        newcomer = target.request(verify(2, 0, [2, 9]), round_id=4)
+        newcomer.may_join = True
+        await stream.write(newcomer)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while target.host.waiting < 2:  # noqa: ASYNC110 - the requests arrive over a connection
+                await asyncio.sleep(0.01)
+        hold.open.set()
+        responses = [await stream.read() for _ in range(3)]
+        assert target.engine.passes - passes == 2, "rounds 3 and 4 share a pass"
+    assert [response.round_id for response in responses] == [2, 3, 4]
+    assert {result.status for response in responses for result in response.results} == {OK}
+    assert list(responses[2].results[0].token_ids) == truth
+
+
+async def test_rounds_of_one_sequence_never_share_a_pass(target: Worker) -> None:
+    """Even if the coordinator says that they may."""
+    truth = target.continuation(PROMPT, 3)
+    await target.round(verify(1, 0, PROMPT), round_id=1)
+    stream = target.open_stream()
+    for round_id in (2, 3):
+        request = target.request(after(round_id - 1), round_id=round_id)
+        request.may_join = True
+        await stream.write(request)
+    gained = [token for _ in range(2) for token in (await stream.read()).results[0].token_ids]
+    assert gained == truth[1:]

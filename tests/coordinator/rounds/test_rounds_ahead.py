@@ -1,0 +1,162 @@
+"""Rounds sent before the last one is answered: the tokens of plain decoding, whatever happens to either round."""
+
+import asyncio
+import random
+from typing import Any
+
+import grpc
+import pytest
+from serving import RecordingTarget, make_request, serving
+
+from specpool.v1 import target_worker_pb2
+
+
+def continuing(target: RecordingTarget) -> list[target_worker_pb2.VerifyItem]:
+    """Items that were sent before the result that they continue."""
+    return [item for request in target.requests for item in request.items if item.HasField("after_round_id")]
+
+
+async def test_plain_rounds_are_sent_ahead() -> None:
+    target = RecordingTarget()
+    async with serving(target, with_draft=False) as served:
+        await asyncio.gather(*(served.expect(make_request([i, 1], 50, k=0)) for i in range(4)))
+        info = await served.until_idle()
+    assert len(continuing(target)) > 100
+    assert info.counters.completion_tokens == 200
+    assert info.counters.cache_misses == 0
+
+
+async def test_a_sequence_that_reaches_its_limit_costs_no_extra_row() -> None:
+    target = RecordingTarget()
+    async with serving(target, with_draft=False) as served:
+        await served.expect(make_request([5, 1], 30, k=0))
+    assert sum(len(request.items) for request in target.requests) == 30
+
+
+async def test_a_stopped_sequence_drops_its_round_ahead() -> None:
+    target = RecordingTarget(eos_rate=0.05)
+    async with serving(target, with_draft=False) as served:
+        requests = [make_request([i, 2], 200, k=0) for i in range(12)]
+        responses = await asyncio.gather(*(served.expect(request) for request in requests))
+        await served.until_idle()
+    assert {response.finish_reason for response in responses} == {"stop"}
+
+
+async def test_prompt_chunks_are_sent_ahead() -> None:
+    target = RecordingTarget()
+    async with serving(target, with_draft=False, prefill_tokens=16) as served:
+        await served.expect(make_request([7] * 100, 5, k=0))
+    chunks = [item for request in target.requests for item in request.items if item.prefill_only]
+    assert [item.base_length for item in chunks] == [16 * i for i in range(len(chunks))]
+    assert sum(item.HasField("sampling") for item in chunks) == 1, "only the first contact has parameters"
+
+
+@pytest.mark.parametrize("policy", ["eqspec", "exspec"])
+async def test_groups_of_equal_length_wait_for_results(policy: str) -> None:
+    target = RecordingTarget()
+    async with serving(target, with_draft=False, policy=policy) as served:
+        await asyncio.gather(*(served.expect(make_request([i, 1], 20, k=0)) for i in range(3)))
+    assert not continuing(target)
+
+
+async def test_a_worker_of_an_earlier_version_gets_one_round_at_a_time() -> None:
+    target = RecordingTarget(max_rounds_ahead=0)
+    async with serving(target, with_draft=False) as served:
+        await asyncio.gather(*(served.expect(make_request([i, 1], 20, k=0)) for i in range(3)))
+        info = await served.info()
+    assert not continuing(target)
+    assert info.target.load.max_rounds_ahead == 0
+
+
+async def test_drafting_waits_for_the_result() -> None:
+    """A draft continues the tokens of the last round. Requests without drafts continue ahead of it."""
+    target = RecordingTarget()
+    async with serving(target) as served:
+        await asyncio.gather(*(served.expect(make_request([i, 1], 40, k=i % 2 * 3)) for i in range(4)))
+        info = await served.until_idle()
+    assert info.counters.draft_tokens > 0
+    assert info.counters.cache_misses == 0
+
+
+class Unreliable(RecordingTarget):
+    """Loses caches, answers garbage or fails, some rounds each."""
+
+    def __init__(self, rate: float, faults: tuple[str, ...]) -> None:
+        super().__init__()
+        self._rate, self._faults, self._random = rate, faults, random.Random(1)
+
+    async def Verify(self, request: Any, context: Any) -> Any:
+        fault = self._random.choice(self._faults) if self._random.random() < self._rate else ""
+        if fault == "forget":
+            self.forget()
+        if fault == "forget one" and self.caches:
+            self.caches.pop(self._random.choice(list(self.caches)))
+        if fault == "refuse":
+            self.fail_next.append(grpc.StatusCode.INVALID_ARGUMENT)
+        if fault == "unavailable":
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "told to fail")
+        response = await super().Verify(request, context)
+        if fault == "wrong round":
+            response.round_id += 1
+        if fault == "wrong length" and response.results:
+            response.results[0].cached_length += 1
+        if fault == "stale":
+            for result in response.results:
+                result.Clear()
+            for result, item in zip(response.results, request.items, strict=True):
+                result.sequence_id, result.status = item.sequence_id, 4
+        return response
+
+
+@pytest.mark.parametrize(
+    "fault", ["forget", "forget one", "refuse", "unavailable", "wrong round", "wrong length", "stale"]
+)
+async def test_faults_cost_no_token(fault: str) -> None:
+    target = Unreliable(0.08, (fault,))
+    async with serving(target, with_draft=False) as served:
+        prompts = [[i, 3, 4] for i in range(6)]
+        await asyncio.gather(*(served.expect(make_request(prompt, 40, k=0)) for prompt in prompts))
+        await served.until_idle()
+
+
+async def test_cancelled_requests_leave_nothing_behind() -> None:
+    """Their round ahead may still be on its way to the worker when the slot is released."""
+    target = RecordingTarget()
+    async with serving(target, with_draft=False, max_num_seqs=4) as served:
+        stays = [asyncio.ensure_future(served.expect(make_request([i, 9], 150, k=0))) for i in range(2)]
+        for i in range(20):
+            call = served.stub.GenerateStream(make_request([i, 8], 150, k=0))
+            await call.read()
+            call.cancel()
+        await asyncio.gather(*stays)
+        info = await served.until_idle()
+    assert info.counters.cache_misses == 0
+
+
+async def test_newcomers_do_not_wait_for_a_result() -> None:
+    """Their first round may join the one that waits at the worker. Then they run with the others."""
+    target = RecordingTarget(pass_seconds=lambda rows: 0.005)
+    async with serving(target, with_draft=False) as served:
+        stays = [asyncio.ensure_future(served.expect(make_request([i, 9], 120, k=0))) for i in range(2)]
+        await served.until(lambda info: info.counters.rounds > 5)
+        newcomers = [[i, 8] for i in range(4)]
+        for prompt in newcomers:
+            await served.expect(make_request(prompt, 3, k=0))
+        await asyncio.gather(*stays)
+        info = await served.until_idle()
+    joining = [request for request in target.requests if request.may_join]
+    assert joining, "no newcomer came while two rounds were in flight"
+    assert all(item.HasField("sampling") for request in joining for item in request.items)
+    assert info.counters.cache_misses == 0
+    assert max(len(request.items) for request in target.requests) == 3, "newcomers never ran with the others"
+
+
+async def test_newcomers_join_a_group_that_drafts() -> None:
+    """A group of their own would double the passes."""
+    target = RecordingTarget(pass_seconds=lambda rows: 0.005)
+    async with serving(target, overlap="off") as served:
+        stays = [asyncio.ensure_future(served.expect(make_request([i, 9], 100, k=3))) for i in range(2)]
+        await served.until(lambda info: info.counters.rounds > 5)
+        await asyncio.gather(*(served.expect(make_request([i, 8], 60, k=3)) for i in range(2)))
+        await asyncio.gather(*stays)
+    assert sum(len(request.items) == 4 for request in target.requests) > 10
