@@ -52,6 +52,8 @@ class RoundRunner:
         `runs_ahead`: whether to send the next round before the response to the last one, if the target worker can.
         """
         self.counters = Counters()
+        self.num_groups = 1
+        """Number of groups that alternate, updated with every round."""
         self.target, self._workers = workers.target, workers
         self._pool, self._drafting, self._in_flight, self._traces = pool, drafting, in_flight, traces
         self._prefill_tokens, self._overlap, self._may_run_ahead = prefill_tokens, overlap, runs_ahead
@@ -67,11 +69,6 @@ class RoundRunner:
         """Seconds of rounds without sampling, rules and log-probabilities by rows, learned from the target's times."""
         self._ended = 0.0
         """When the last round ended."""
-
-    @property
-    def num_groups(self) -> int:
-        """Number of groups that alternate."""
-        return 1 + (self._can_overlap and self._drafting.overlap_pays(self._pool.schedulable))
 
     @property
     def max_rounds(self) -> int:
@@ -195,6 +192,7 @@ class RoundRunner:
         worker = DraftWorker(draft.max_model_len, round_id, draft.step_times) if draft is not None else None
         plans = self._drafting.plan_round(group.sequences, worker, self.target.step_times)
         chance, pass_seconds = self._drafting.chance, self.target.step_times
+        self.num_groups = 1 + (self._can_overlap and self._drafting.overlap_pays(self._pool.schedulable))
         return Round(round_id, group.sequences, self._prefill_tokens, plans, chance, pass_seconds)
 
     async def _propose(self, round_: Round, outcome: RoundOutcome, trace: RoundTrace) -> Timed:
