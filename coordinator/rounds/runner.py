@@ -1,4 +1,4 @@
-"""Runs one round with the workers: the draft worker proposes, the target worker verifies.
+"""Runs rounds with the workers: the draft worker proposes, the target worker verifies.
 
 If the draft worker fails, the round continues without its drafts.
 """
@@ -7,8 +7,9 @@ import asyncio
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import count
 
 from coordinator.config.settings import Overlap
@@ -22,7 +23,7 @@ from coordinator.scheduling.worker_time import Part
 from coordinator.tracing.traces import RoundTrace, Traces
 from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.interface import Draft, Workers
-from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, VerifyItem
+from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,25 @@ log = logging.getLogger(__name__)
 # newcomers may join the one that waits.
 MAX_ROUNDS, MAX_ROUNDS_WITH_NEWCOMERS = 2, 3
 RETRY_SECONDS = 0.05
+
+
+@dataclass
+class Flight:
+    """A round in flight."""
+
+    group: Group
+    round: Round
+    may_join: bool
+    same_length: bool
+    """Whether the sequences had equal lengths when the group was chosen."""
+    trace: RoundTrace = field(default_factory=RoundTrace)
+    instance_id: str = ""
+    """The target process whose caches the round assumes."""
+    began: float = 0.0
+    proposed: Timed = field(default_factory=Timed)
+    outcome: RoundOutcome = field(default_factory=lambda: RoundOutcome([], Timed(), []))
+    committed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the round has committed or failed."""
 
 
 class RoundRunner:
@@ -57,9 +77,9 @@ class RoundRunner:
         self.target, self._workers = workers.target, workers
         self._pool, self._drafting, self._in_flight, self._traces = pool, drafting, in_flight, traces
         self._prefill_tokens, self._overlap, self._may_run_ahead = prefill_tokens, overlap, runs_ahead
-        self._last_sent = asyncio.Event()
-        """Set once the last round sent to the target worker has committed or failed."""
-        self._last_sent.set()
+        self._last_committed = asyncio.Event()
+        """`Flight.committed` of the last round sent to the target worker."""
+        self._last_committed.set()
         self._round_ended = asyncio.Event()
         self._drafting_rounds = 0
         """Rounds in flight that want drafts."""
@@ -103,13 +123,14 @@ class RoundRunner:
         `sent`: called when the next round may be chosen. `may_join`: whether it may share a pass with the last round.
         Raises WorkerUnreachableError or WorkerRefusedError of the target worker. Nothing is then committed.
         """
-        same_length, round_ = group.same_length, self._begin(group)
-        self._drafting_rounds += round_.wants_drafts
+        flight = Flight(group, self._plan(group), may_join, group.same_length)
+        wants_drafts = flight.round.wants_drafts
+        self._drafting_rounds += wants_drafts
         try:
-            with self._traces.round(group) as trace:
-                return await self._run(group, round_, same_length, trace, sent, may_join)
+            with self._traces.round(group) as flight.trace:
+                return await self._run(flight, sent)
         finally:
-            self._drafting_rounds -= round_.wants_drafts
+            self._drafting_rounds -= wants_drafts
 
     def round_ended(self) -> None:
         """Call after the end of a round."""
@@ -124,70 +145,7 @@ class RoundRunner:
         while not await self.target.release(sequence_ids):  # noqa: ASYNC110 - polls a remote worker
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _run(
-        self,
-        group: Group,
-        round_: Round,
-        same_length: bool,
-        trace: RoundTrace,
-        sent: Callable[[], None],
-        may_join: bool,
-    ) -> bool:
-        while round_.wants_drafts and self._pool.has_other_rounds(group.sequences):
-            await self._round_ended.wait()  # drafts continue the tokens that those commit
-        began, instance_id = time.perf_counter(), self.target.instance_id
-        outcome = RoundOutcome([], Timed(), [])
-        proposed = await self._propose(round_, outcome, trace)
-        outcome.verify_items = items = round_.verify_items()
-        if not items:
-            return False
-        # The next drafts need the result, and newcomers may join until then.
-        if self._runs_ahead and self.num_groups == 1 and not round_.wants_drafts:
-            self._pool.round_sent(group.sequences)
-            sent()
-        progressed = await self._verify(round_, items, outcome, trace, instance_id, may_join)
-        seconds = self._seconds_of_round(began)
-        self.counters.add_times(proposed, outcome.verified, seconds)
-        trace.committed(round_.round_id, outcome.commits, round_.cache_misses)
-        # The next round is sent first.
-        asyncio.get_running_loop().call_soon(self._observe, group, same_length, round_, outcome, seconds)
-        return progressed
-
-    def _observe(self, group: Group, same_length: bool, round_: Round, outcome: RoundOutcome, seconds: float) -> None:
-        """Count and learn from a round, then publish its tokens."""
-        try:
-            self._drafting.observe_round(outcome)
-            for commit in outcome.commits:
-                self.counters.add_commit(commit)
-            self.counters.rounds += 1
-            self.counters.cache_misses += round_.cache_misses
-            self.counters.grouping.add(group, same_length)
-            self._add_round_time(group, outcome.verify_items, seconds)
-        finally:
-            self._in_flight.committed(outcome.commits)
-
-    def _seconds_of_round(self, began: float) -> float:
-        """The seconds of a round that ends now. Rounds may overlap: each counts the time since the last one ended."""
-        ended = time.perf_counter()
-        seconds, self._ended = ended - max(began, self._ended), ended
-        return seconds
-
-    def _add_round_time(self, group: Group, items: Iterable[VerifyItem], seconds: float) -> None:
-        """Count the time of a round by client. Learn how long rounds without costly rows take."""
-        if self._measured_times is not self.target.step_times:  # a new worker
-            self._measured_times, self._plain_times = self.target.step_times, copy.deepcopy(self.target.step_times)
-        sequences = {sequence.sequence_id: sequence for sequence in group.sequences}
-        parts: dict[str, Part] = {}
-        for item in items:
-            request, rows = sequences[item.sequence_id].request, len(item.token_ids) + len(item.draft_token_ids)
-            part = parts.setdefault(request.client, Part())
-            part.rows += rows
-            part.costly_rows += rows * request.is_costly
-        self._pool.add_round_time(parts, seconds, self._plain_times)
-        if not any(part.costly_rows for part in parts.values()):
-            self._plain_times.observe(sum(part.rows for part in parts.values()), seconds)
-
-    def _begin(self, group: Group) -> Round:
+    def _plan(self, group: Group) -> Round:
         round_id, draft = next(self._round_ids), self._workers.ready_draft
         worker = DraftWorker(draft.max_model_len, round_id, draft.step_times) if draft is not None else None
         plans = self._drafting.plan_round(group.sequences, worker, self.target.step_times)
@@ -195,78 +153,93 @@ class RoundRunner:
         self.num_groups = 1 + (self._can_overlap and self._drafting.overlap_pays(self._pool.schedulable))
         return Round(round_id, group.sequences, self._prefill_tokens, plans, chance, pass_seconds)
 
-    async def _propose(self, round_: Round, outcome: RoundOutcome, trace: RoundTrace) -> Timed:
-        draft = self._workers.ready_draft
-        if draft is None:
-            return Timed()
+    async def _run(self, flight: Flight, sent: Callable[[], None]) -> bool:
+        round_, sequences = flight.round, flight.group.sequences
+        while round_.wants_drafts and self._pool.has_other_rounds(sequences):
+            await self._round_ended.wait()  # drafts continue the tokens that those commit
+        flight.began, flight.instance_id = time.perf_counter(), self.target.instance_id
+        await self._propose(flight)
+        flight.outcome.verify_items = round_.verify_items()
+        if not flight.outcome.verify_items:
+            return False
+        # The next drafts need the result, and newcomers may join until then.
+        if self._runs_ahead and self.num_groups == 1 and not round_.wants_drafts:
+            self._pool.round_sent(sequences)
+            sent()
+        progressed = await self._verify(flight)
+        seconds = self._seconds_of_round(flight.began)
+        self.counters.add_times(flight.proposed, flight.outcome.verified, seconds)
+        flight.trace.committed(round_.round_id, flight.outcome.commits, round_.cache_misses)
+        # The next round is sent first.
+        asyncio.get_running_loop().call_soon(self._observe, flight, seconds)
+        return progressed
+
+    async def _propose(self, flight: Flight) -> None:
+        draft, round_ = self._workers.ready_draft, flight.round
+        if draft is None or not round_.wants_drafts:
+            return
         items = round_.propose_items(draft.max_model_len, draft.vocab_size, draft.kv_reservations_grow)
         if not items:
-            return Timed()
+            return
         began = time.perf_counter()
         with _draft_failures_ignored("proposal failed; decoding plainly"):
-            proposals, timed = await self._call_draft(draft, round_.round_id, items, trace)
+            proposals, timed = await self._call_draft(draft, round_.round_id, items, flight.trace)
             round_.take_proposals(proposals, self.target.vocab_size)
-            outcome.proposals.append((items, proposals, timed))
-            return timed
-        return Timed(elapsed=time.perf_counter() - began)
+            flight.outcome.proposals.append((items, proposals, timed))
+            flight.proposed = timed
+            return
+        flight.proposed = Timed(elapsed=time.perf_counter() - began)
 
-    async def _verify(
-        self,
-        round_: Round,
-        items: list[VerifyItem],
-        outcome: RoundOutcome,
-        trace: RoundTrace,
-        instance_id: str,
-        may_join: bool,
-    ) -> bool:
-        """Verify and commit. Meanwhile an idle draft worker drafts ahead. Return whether any sequence had a slot.
-
-        `instance_id`: the target process whose caches the round assumes.
-        """
+    async def _verify(self, flight: Flight) -> bool:
+        """Verify and commit. Meanwhile an idle draft worker drafts ahead. Return whether any sequence had a slot."""
         drafting_ahead: asyncio.Task[None] | None = None
-        if self._can_overlap and self.num_groups == 1 and round_.wants_drafts:
-            drafting_ahead = asyncio.create_task(self._draft_ahead(round_, items, outcome, trace))
-        previous, committed = self._last_sent, asyncio.Event()
-        self._last_sent = committed
+        if self._can_overlap and self.num_groups == 1 and flight.round.wants_drafts:
+            drafting_ahead = asyncio.create_task(self._draft_ahead(flight))
+        try:
+            verdicts = await self._call_target(flight)
+            if drafting_ahead is not None:
+                await drafting_ahead
+            self._check_process(flight.instance_id)
+            flight.outcome.commits = flight.round.commit(verdicts)
+        except BaseException:
+            flight.round.discard()
+            if drafting_ahead is not None:
+                drafting_ahead.cancel()
+            raise
+        finally:
+            flight.committed.set()
+        return any(verdict.status is not ItemStatus.NO_SLOT for verdict in verdicts)
+
+    async def _call_target(self, flight: Flight) -> list[Verdict]:
+        """Send the round, and wait until it and the rounds sent before it are answered."""
+        round_, outcome = flight.round, flight.outcome
+        previous, self._last_committed = self._last_committed, flight.committed
 
         async def complete() -> None:
             await previous.wait()
             round_.complete_items()
 
-        try:
-            self._check_process(instance_id)
-            with trace.calling("verify", round_.round_id) as parent:
-                verified = self.target.verify(round_.round_id, items, parent, complete, may_join)
-                verdicts, outcome.verified = await verified
-            if drafting_ahead is not None:
-                await drafting_ahead
-            self._check_process(instance_id)
-            outcome.commits = round_.commit(verdicts)
-        except BaseException:
-            round_.discard()
-            if drafting_ahead is not None:
-                drafting_ahead.cancel()
-            raise
-        finally:
-            committed.set()
-        return any(verdict.status is not ItemStatus.NO_SLOT for verdict in verdicts)
+        self._check_process(flight.instance_id)
+        with flight.trace.calling("verify", round_.round_id) as parent:
+            verdicts, outcome.verified = await self.target.verify(
+                round_.round_id, list(outcome.verify_items), parent, complete, flight.may_join
+            )
+        return verdicts
 
     def _check_process(self, instance_id: str) -> None:
         """Raise WorkerUnreachableError if another target process has taken over."""
         if self.target.instance_id != instance_id:
             raise WorkerUnreachableError("another target process took over", Cause.NOT_SENT)
 
-    async def _draft_ahead(
-        self, round_: Round, verify_items: list[VerifyItem], outcome: RoundOutcome, trace: RoundTrace
-    ) -> None:
+    async def _draft_ahead(self, flight: Flight) -> None:
         """Draft tokens that follow the proposals, assuming that the target accepts all of them."""
-        draft = self._workers.draft
+        draft, round_, outcome = self._workers.draft, flight.round, flight.outcome
         assert draft is not None
-        items = round_.ahead_items(self._drafting.num_ahead_steps(verify_items), draft.max_model_len)
+        items = round_.ahead_items(self._drafting.num_ahead_steps(outcome.verify_items), draft.max_model_len)
         if not items:
             return
         with _draft_failures_ignored("discarding draft-ahead tokens"):
-            proposals, timed = await self._call_draft(draft, next(self._round_ids), items, trace)
+            proposals, timed = await self._call_draft(draft, next(self._round_ids), items, flight.trace)
             round_.take_ahead(proposals, self.target.vocab_size)
             outcome.proposals.append((items, proposals, timed))
             self.counters.stage_seconds["draft"] += timed.forward
@@ -276,6 +249,41 @@ class RoundRunner:
     ) -> tuple[list[Proposal], Timed]:
         with trace.calling("propose", round_id) as parent:
             return await draft.propose(round_id, items, *self._drafting.hints, parent)
+
+    def _seconds_of_round(self, began: float) -> float:
+        """The seconds of a round that ends now. Rounds may overlap: each counts the time since the last one ended."""
+        ended = time.perf_counter()
+        seconds, self._ended = ended - max(began, self._ended), ended
+        return seconds
+
+    def _observe(self, flight: Flight, seconds: float) -> None:
+        """Count and learn from a round, then publish its tokens."""
+        commits = flight.outcome.commits
+        try:
+            self._drafting.observe_round(flight.outcome)
+            for commit in commits:
+                self.counters.add_commit(commit)
+            self.counters.rounds += 1
+            self.counters.cache_misses += flight.round.cache_misses
+            self.counters.grouping.add(flight.group, flight.same_length)
+            self._add_round_time(flight, seconds)
+        finally:
+            self._in_flight.committed(commits)
+
+    def _add_round_time(self, flight: Flight, seconds: float) -> None:
+        """Count the time of a round by client. Learn how long rounds without costly rows take."""
+        if self._measured_times is not self.target.step_times:  # a new worker
+            self._measured_times, self._plain_times = self.target.step_times, copy.deepcopy(self.target.step_times)
+        sequences = {sequence.sequence_id: sequence for sequence in flight.group.sequences}
+        parts: dict[str, Part] = {}
+        for item in flight.outcome.verify_items:
+            request, rows = sequences[item.sequence_id].request, len(item.token_ids) + len(item.draft_token_ids)
+            part = parts.setdefault(request.client, Part())
+            part.rows += rows
+            part.costly_rows += rows * request.is_costly
+        self._pool.add_round_time(parts, seconds, self._plain_times)
+        if not any(part.costly_rows for part in parts.values()):
+            self._plain_times.observe(sum(part.rows for part in parts.values()), seconds)
 
 
 @contextmanager
