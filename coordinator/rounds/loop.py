@@ -77,7 +77,7 @@ class RoundLoop:
                 await self._work.wait()
 
     def _next_group(self, only_newcomers: bool) -> Group:
-        """Admit sequences and begin the round of the next group. `only_newcomers`: of sequences that are in no round.
+        """Admit sequences and begin the round of the next group. `only_newcomers`: of new sequences.
 
         An error fails the sequences that the round would have contained. It propagates only if there are none.
         """

@@ -124,8 +124,9 @@ class Pool:
 
     @property
     def newcomers(self) -> ReadySet:
-        """Eligible sequences that are in no round."""
-        return ReadySet(sequence for sequence in self.eligible if sequence.sequence_id not in self._open_rounds)
+        """Eligible sequences that the target worker has not seen."""
+        in_round = self._open_rounds
+        return ReadySet(s for s in self.eligible if not s.num_cached_tokens and s.sequence_id not in in_round)
 
     def add_round_time(self, parts: Mapping[str, Part], seconds: float, pass_seconds: Callable[[float], float]) -> None:
         """Count the time of a round that ends, by client: see `WorkerTime.add_round`."""

@@ -151,6 +151,19 @@ async def test_newcomers_do_not_wait_for_a_result() -> None:
     assert max(len(request.items) for request in target.requests) == 3, "newcomers never ran with the others"
 
 
+async def test_sequences_that_arrive_apart_share_their_rounds() -> None:
+    """Groups that took turns would need a pass each."""
+    target = RecordingTarget(pass_seconds=lambda rows: 0.003)
+    async with serving(target, with_draft=False) as served:
+        running = []
+        for i in range(8):
+            running.append(asyncio.ensure_future(served.expect(make_request([i, 7], 80 - 4 * i, k=0))))
+            await served.until(lambda info, started=i: info.running > started)
+        await asyncio.gather(*running)
+    sizes = [len(request.items) for request in target.requests]
+    assert sizes.count(8) > 20, sizes
+
+
 async def test_newcomers_join_a_group_that_drafts() -> None:
     """A group of their own would double the passes."""
     target = RecordingTarget(pass_seconds=lambda rows: 0.005)

@@ -27,7 +27,7 @@ class RoundsInFlight(RuleBasedStateMachine):
 
     @initialize(max_num_seqs=st.integers(1, 4), positions=st.sampled_from([0, 30, 90]), preempts=st.booleans())
     def start(self, max_num_seqs: int, positions: int, preempts: bool) -> None:
-        self.pool = Pool(max_num_seqs, QueueLimits(50), preempts=preempts)
+        self.pool = Pool(max_num_seqs, QueueLimits(1000), preempts=preempts)
         self.pool.reservations.capacity = KVCapacity(positions, 1, grows=True)
         self.ids, self.rounds = count(1), count(1)
         self.flights: list[Flight] = []
