@@ -68,11 +68,16 @@ class SpeculationState:
 class Drafting:
     """Plans how rounds draft, and learns from them."""
 
-    def __init__(self, max_num_draft_tokens: int, costs: RoundCosts | None = None) -> None:
-        """`max_num_draft_tokens`: for sequences with adaptive draft lengths."""
+    def __init__(
+        self, max_num_draft_tokens: int, costs: RoundCosts | None = None, lookup_store_tokens: int = 0
+    ) -> None:
+        """`max_num_draft_tokens`: for sequences with adaptive draft lengths.
+
+        `lookup_store_tokens`: maximum tokens of finished answers that prompt lookup keeps; 0: none.
+        """
         costs = costs or RoundCosts(StepTimes(UNKNOWN_DRAFT), StepTimes(UNKNOWN_VERIFY), FIRST_EXCHANGE)
         self.lengths = DraftLengths(costs, max_num_draft_tokens)
-        self.lookup = PromptLookup()
+        self.lookup = PromptLookup(lookup_store_tokens)
         self.calibration = Calibration()
         self._draft_steps = 0
         """Draft steps of the last round."""
@@ -105,6 +110,7 @@ class Drafting:
         self.costs.verify = verify_times or self.costs.verify
         self.costs.draft = (worker and worker.step_times) or self.costs.draft
         drafting = [sequence for sequence in group if sequence.request.num_speculative_tokens]
+        self.lookup.index_answers()
         lookups = {s.sequence_id: self.lookup.look_up(s, self._max_num_draft_tokens(s)) for s in drafting}
         options = {s.sequence_id: self._options(s, worker, lookups[s.sequence_id]) for s in drafting}
         mean_length = sum(len(sequence.token_ids) for sequence in group) / len(group)
@@ -136,6 +142,7 @@ class Drafting:
         """Learn from the draft tokens of one sequence."""
         sequence_id, proposal = commit.sequence.sequence_id, commit.proposal
         self.lookup.observe(commit.sequence, commit.lookup)
+        self.lookup.store_answer(commit.sequence)
         if proposal is None or not proposal.draft_token_ids:
             return
         drafted, accepted = (commit.drafted, commit.accepted) if commit.method is DraftMethod.MODEL else (0, 0)

@@ -1,17 +1,23 @@
 """Prompt lookup for all sequences, and its acceptance rates. Pure."""
 
 from collections.abc import Iterable
+from functools import partial
 
-from coordinator.drafting import ngrams
+from coordinator.drafting import answers, ngrams
 from coordinator.drafting.acceptance import AcceptanceRates
+from coordinator.drafting.answers import AnswerStore
+from coordinator.drafting.draft_lengths import expected_tokens
 from coordinator.drafting.ngrams import NgramIndex
 from coordinator.scheduling.commits import Lookup, LookupSource
-from coordinator.scheduling.sequence import DraftMethod, Sequence
+from coordinator.scheduling.sequence import DraftMethod, FinishReason, GenerationRequest, Sequence
 from coordinator.scheduling.turn import agreement_length
 
 # Initial acceptance rates by length of the repeated run.
 FIRST_RATES = {1: 0.15, 2: 0.3, 3: 0.45, 4: 0.6}
-RUNS = {LookupSource.SEQUENCE: range(ngrams.MIN_RUN, ngrams.MAX_RUN + 1)}
+RUNS = {
+    LookupSource.SEQUENCE: range(ngrams.MIN_RUN, ngrams.MAX_RUN + 1),
+    LookupSource.ANSWERS: range(answers.MIN_RUN, answers.MAX_RUN + 1),
+}
 # Minimum run of requests with a fixed draft length. They draft whether it pays or not, and a single token rarely does.
 MIN_FIXED_RUN = 2
 
@@ -19,14 +25,16 @@ MIN_FIXED_RUN = 2
 class PromptLookup:
     """Looks up draft tokens, and learns their acceptance rate by source and by length of the repeated run."""
 
-    def __init__(self) -> None:
+    def __init__(self, store_tokens: int = 0) -> None:
+        """`store_tokens`: maximum tokens of finished answers to keep; 0: keep none."""
         self.acceptance = {
             source: {run: AcceptanceRates(FIRST_RATES[run]) for run in runs} for source, runs in RUNS.items()
         }
+        self._answers = AnswerStore(store_tokens) if store_tokens else None
         self._indexes: dict[int, NgramIndex] = {}
 
     def look_up(self, sequence: Sequence, limit: int) -> Lookup:
-        """At most `limit` draft tokens; none if the request excludes prompt lookup."""
+        """At most `limit` draft tokens from the more promising source; none if the request excludes prompt lookup."""
         request = sequence.request
         if request.method is DraftMethod.MODEL or sequence.max_num_draft_tokens <= 0:
             return Lookup()
@@ -35,9 +43,13 @@ class PromptLookup:
             index.extend(sequence.token_ids)
             return Lookup()
         length = len(sequence.token_ids)
-        lookup = Lookup(*index.propose(sequence.token_ids, limit), LookupSource.SEQUENCE, length)
+        lookups = [Lookup(*index.propose(sequence.token_ids, limit), LookupSource.SEQUENCE, length)]
+        if self._answers is not None and _shares_answers(request):
+            proposal = self._answers.propose(request.namespace, sequence.token_ids, limit)
+            lookups.append(Lookup(*proposal, LookupSource.ANSWERS, length))
         min_run = ngrams.MIN_RUN if request.adaptive else MIN_FIXED_RUN
-        return lookup if lookup.run >= min_run else Lookup()
+        lookups = [lookup for lookup in lookups if lookup.run >= min_run]
+        return max(lookups, key=partial(self._expected_tokens, sequence.sequence_id), default=Lookup())
 
     def rate(self, sequence_id: int, lookup: Lookup) -> float:
         """Expected acceptance rate of a lookup; 0 if it found nothing."""
@@ -50,9 +62,32 @@ class PromptLookup:
             accepted = agreement_length(lookup.token_ids, gained)
             self.acceptance[lookup.source][lookup.run].add(sequence.sequence_id, len(gained), accepted)
 
+    def store_answer(self, sequence: Sequence) -> None:
+        """Keep the answer of a sequence that has finished, if its request allows it.
+
+        The last tokens of the prompt belong to it, so that the first tokens of the same answer can be drafted.
+        """
+        is_finished = sequence.finish is not None and sequence.finish.reason is not FinishReason.ABORT
+        if self._answers is not None and is_finished and _shares_answers(sequence.request):
+            start = max(0, sequence.prompt_length - answers.MAX_RUN)
+            self._answers.add(sequence.request.namespace, sequence.token_ids[start:])
+
+    def index_answers(self) -> None:
+        """Index some tokens of stored answers. Call it once per round."""
+        if self._answers is not None:
+            self._answers.index_some()
+
     def forget(self, sequence_ids: Iterable[int]) -> None:
         rates = [rates for by_run in self.acceptance.values() for rates in by_run.values()]
         for sequence_id in sequence_ids:
             self._indexes.pop(sequence_id, None)
             for acceptance in rates:
                 acceptance.forget(sequence_id)
+
+    def _expected_tokens(self, sequence_id: int, lookup: Lookup) -> float:
+        return expected_tokens(self.rate(sequence_id, lookup), len(lookup.token_ids))
+
+
+def _shares_answers(request: GenerationRequest) -> bool:
+    """Whether a request drafts from earlier answers. Repeats are faster, which others with the same salt can notice."""
+    return request.cache_salt != ""

@@ -11,9 +11,10 @@ from specpool.protocol.sampling import NO_LOGPROBS, Logprobs
 
 
 class LookupSource(enum.StrEnum):
-    """What prompt lookup searches: the sequence's own tokens."""
+    """What prompt lookup searches: the sequence's own tokens, or earlier answers of its namespace."""
 
     SEQUENCE = "sequence"
+    ANSWERS = "answers"
 
 
 @dataclass(frozen=True)
