@@ -14,6 +14,8 @@ from specpool.rpc.config.settings import UINT32_MAX, DraftAddress, Seconds, Serv
 
 MAX_NUM_SEQS = 4096
 """Limit of the flags: no worker has more slots."""
+MAX_LOOKUP_STORE_TOKENS = 2**24
+"""Takes 1 GiB."""
 MAX_SPECULATIVE_TOKENS = MAX_DRAFT_TOKENS
 """Default of `max_num_speculative_tokens`."""
 
@@ -110,6 +112,13 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     draft_method: DraftMethod = Field(
         DraftMethod.BEST,
         description="default draft method: model (the draft worker), ngram (prompt lookup), or best of both per round",
+    )
+    lookup_store_tokens: int = Field(
+        0,
+        ge=0,
+        le=MAX_LOOKUP_STORE_TOKENS,
+        description="maximum tokens of finished answers to keep for prompt lookup by later requests with the same "
+        "client and nonempty cache_salt; 0: keep none",
     )
     overlap: Overlap = Field(
         "auto",

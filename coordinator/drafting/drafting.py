@@ -9,7 +9,7 @@ from coordinator.drafting.acceptance import Calibration
 from coordinator.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes
 from coordinator.drafting.draft_lengths import DraftLengths, DraftOptions, expected_tokens
 from coordinator.drafting.lookup import PromptLookup
-from coordinator.scheduling.commits import Commit, DraftPlan
+from coordinator.scheduling.commits import Commit, DraftPlan, Lookup, LookupSource
 from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.sequence import MAX_DRAFT_LAG, DraftMethod, Sequence
 from specpool.protocol.rounds import Proposal, ProposeItem, VerifyItem
@@ -68,11 +68,16 @@ class SpeculationState:
 class Drafting:
     """Plans how rounds draft, and learns from them."""
 
-    def __init__(self, max_num_draft_tokens: int, costs: RoundCosts | None = None) -> None:
-        """`max_num_draft_tokens`: for sequences with adaptive draft lengths."""
+    def __init__(
+        self, max_num_draft_tokens: int, costs: RoundCosts | None = None, lookup_store_tokens: int = 0
+    ) -> None:
+        """`max_num_draft_tokens`: for sequences with adaptive draft lengths.
+
+        `lookup_store_tokens`: maximum tokens of finished answers that prompt lookup keeps; 0: none.
+        """
         costs = costs or RoundCosts(StepTimes(UNKNOWN_DRAFT), StepTimes(UNKNOWN_VERIFY), FIRST_EXCHANGE)
         self.lengths = DraftLengths(costs, max_num_draft_tokens)
-        self.lookup = PromptLookup()
+        self.lookup = PromptLookup(lookup_store_tokens)
         self.calibration = Calibration()
         self._draft_steps = 0
         """Draft steps of the last round."""
@@ -105,7 +110,9 @@ class Drafting:
         self.costs.verify = verify_times or self.costs.verify
         self.costs.draft = (worker and worker.step_times) or self.costs.draft
         drafting = [sequence for sequence in group if sequence.request.num_speculative_tokens]
-        options = {sequence.sequence_id: self._options(sequence, worker) for sequence in drafting}
+        self.lookup.index_answers()
+        lookups = {s.sequence_id: self.lookup.look_up(s, self._max_num_draft_tokens(s)) for s in drafting}
+        options = {s.sequence_id: self._options(s, worker, lookups[s.sequence_id]) for s in drafting}
         mean_length = sum(len(sequence.token_ids) for sequence in group) / len(group)
         self.costs.verify.cached = self.costs.draft.cached = mean_length
         adaptive = {s.sequence_id: options[s.sequence_id] for s in drafting if s.request.adaptive}
@@ -120,7 +127,7 @@ class Drafting:
                 plans[sequence_id] = self._plan_fixed(sequence, options[sequence_id], limit)
         if not any(plan.num_draft_tokens for plan in plans.values()):
             self._draft_steps = 0
-        return plans
+        return {i: replace(plan, lookup=lookups[i]) if i in lookups else plan for i, plan in plans.items()}
 
     def observe_round(self, outcome: RoundOutcome) -> None:
         for proposals in outcome.proposals:
@@ -134,7 +141,8 @@ class Drafting:
     def observe(self, commit: Commit) -> None:
         """Learn from the draft tokens of one sequence."""
         sequence_id, proposal = commit.sequence.sequence_id, commit.proposal
-        self.lookup.observe(sequence_id, commit.token_ids)
+        self.lookup.observe(commit.sequence, commit.lookup)
+        self.lookup.store_answer(commit.sequence)
         if proposal is None or not proposal.draft_token_ids:
             return
         drafted, accepted = (commit.drafted, commit.accepted) if commit.method is DraftMethod.MODEL else (0, 0)
@@ -178,12 +186,13 @@ class Drafting:
 
     def state(self) -> SpeculationState:
         costs, plan, sequences = self.costs, self.lengths.plan, max(1, self.lengths.plan.sequences)
+        own_lookups = self.lookup.acceptance[LookupSource.SEQUENCE]
         return SpeculationState(
             draft_steps=len(plan.steps),
             expected_tokens_per_s=plan.speed,
             plain_tokens_per_s=sequences / costs.seconds(sequences, []),
             model_acceptance_rate=self.lengths.acceptance.overall_rate,
-            ngram_acceptance_rates={run: acceptance.overall_rate for run, acceptance in self.lookup.acceptance.items()},
+            ngram_acceptance_rates={run: acceptance.overall_rate for run, acceptance in own_lookups.items()},
             draft_step_s=costs.draft(1),
             verify_s=costs.verify(1),
             verify_row_s=costs.verify(sequences + 1) - costs.verify(sequences),
@@ -196,15 +205,14 @@ class Drafting:
         for sequence_id in sequence_ids:
             self.lengths.acceptance.forget(sequence_id)
 
-    def _options(self, sequence: Sequence, worker: DraftWorker | None) -> DraftOptions:
-        num_draft_tokens = self._max_num_draft_tokens(sequence)
+    def _options(self, sequence: Sequence, worker: DraftWorker | None, lookup: Lookup) -> DraftOptions:
         return DraftOptions(
-            max_num_draft_tokens=num_draft_tokens,
+            max_num_draft_tokens=self._max_num_draft_tokens(sequence),
             has_model=_can_draft(sequence, worker),
             draft_lag=max(0, len(sequence.token_ids) - sequence.draft_base_length - MAX_DRAFT_LAG),
             catch_up_rounds=max(1, min(MAX_CATCH_UP_ROUNDS, sequence.max_num_draft_tokens)),
-            lookup_ids=self.lookup.look_up(sequence, num_draft_tokens).token_ids,
-            lookup_rate=self.lookup.rate(sequence),
+            lookup_ids=lookup.token_ids,
+            lookup_rate=self.lookup.rate(sequence.sequence_id, lookup),
         )
 
     def _max_num_draft_tokens(self, sequence: Sequence) -> int:

@@ -1,65 +1,93 @@
 """Prompt lookup for all sequences, and its acceptance rates. Pure."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import partial
 
+from coordinator.drafting import answers, ngrams
 from coordinator.drafting.acceptance import AcceptanceRates
-from coordinator.drafting.ngrams import MAX_RUN, MIN_RUN, NgramIndex
-from coordinator.scheduling.sequence import DraftMethod, Sequence
+from coordinator.drafting.answers import AnswerStore
+from coordinator.drafting.draft_lengths import expected_tokens
+from coordinator.drafting.ngrams import NgramIndex
+from coordinator.scheduling.commits import Lookup, LookupSource
+from coordinator.scheduling.sequence import DraftMethod, FinishReason, GenerationRequest, Sequence
 from coordinator.scheduling.turn import agreement_length
 
-# Initial acceptance rates for the shortest and the longest run.
-FIRST_RATES = (0.3, 0.6)
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """Tokens that followed an earlier occurrence of a sequence's last tokens."""
-
-    token_ids: tuple[int, ...] = ()
-    run: int = 0
-    """Length of the repeated run; 0 without one."""
+# Initial acceptance rates by length of the repeated run.
+FIRST_RATES = {1: 0.15, 2: 0.3, 3: 0.45, 4: 0.6}
+RUNS = {
+    LookupSource.SEQUENCE: range(ngrams.MIN_RUN, ngrams.MAX_RUN + 1),
+    LookupSource.ANSWERS: range(answers.MIN_RUN, answers.MAX_RUN + 1),
+}
+# Minimum run of requests with a fixed draft length. They draft whether it pays or not, and a single token rarely does.
+MIN_FIXED_RUN = 2
 
 
 class PromptLookup:
-    """Looks up draft tokens, and learns their acceptance rate by the length of the repeated run."""
+    """Looks up draft tokens, and learns their acceptance rate by source and by length of the repeated run."""
 
-    def __init__(self) -> None:
-        first, last = FIRST_RATES
+    def __init__(self, store_tokens: int = 0) -> None:
+        """`store_tokens`: maximum tokens of finished answers to keep; 0: keep none."""
         self.acceptance = {
-            run: AcceptanceRates(first + (last - first) * (run - MIN_RUN) / (MAX_RUN - MIN_RUN))
-            for run in range(MIN_RUN, MAX_RUN + 1)
+            source: {run: AcceptanceRates(FIRST_RATES[run]) for run in runs} for source, runs in RUNS.items()
         }
+        self._answers = AnswerStore(store_tokens) if store_tokens else None
         self._indexes: dict[int, NgramIndex] = {}
-        self._lookups: dict[int, Lookup] = {}
 
     def look_up(self, sequence: Sequence, limit: int) -> Lookup:
-        """At most `limit` draft tokens for the next round; none if the request excludes prompt lookup."""
-        lookup = Lookup()
-        if sequence.request.method is not DraftMethod.MODEL and sequence.max_num_draft_tokens > 0:
-            index = self._indexes.setdefault(sequence.sequence_id, NgramIndex())
-            if sequence.is_decoding:
-                lookup = Lookup(*index.propose(sequence.token_ids, limit))
-            else:  # index long prompts while they are prefilled
-                index.extend(sequence.token_ids)
-        self._lookups[sequence.sequence_id] = lookup
-        return lookup
+        """At most `limit` draft tokens from the more promising source; none if the request excludes prompt lookup."""
+        request = sequence.request
+        if request.method is DraftMethod.MODEL or sequence.max_num_draft_tokens <= 0:
+            return Lookup()
+        index = self._indexes.setdefault(sequence.sequence_id, NgramIndex())
+        if not sequence.is_decoding:  # index long prompts while they are prefilled
+            index.extend(sequence.token_ids)
+            return Lookup()
+        length = len(sequence.token_ids)
+        lookups = [Lookup(*index.propose(sequence.token_ids, limit), LookupSource.SEQUENCE, length)]
+        if self._answers is not None and _shares_answers(request):
+            proposal = self._answers.propose(request.namespace, sequence.token_ids, limit)
+            lookups.append(Lookup(*proposal, LookupSource.ANSWERS, length))
+        min_run = ngrams.MIN_RUN if request.adaptive else MIN_FIXED_RUN
+        lookups = [lookup for lookup in lookups if lookup.run >= min_run]
+        return max(lookups, key=partial(self._expected_tokens, sequence.sequence_id), default=Lookup())
 
-    def rate(self, sequence: Sequence) -> float:
-        """Expected acceptance rate of the last lookup; 0 if it found nothing."""
-        lookup = self._lookups[sequence.sequence_id]
-        return self.acceptance[lookup.run].rate(sequence.sequence_id) if lookup.token_ids else 0.0
+    def rate(self, sequence_id: int, lookup: Lookup) -> float:
+        """Expected acceptance rate of a lookup; 0 if it found nothing."""
+        return self.acceptance[lookup.source][lookup.run].rate(sequence_id) if lookup.run else 0.0
 
-    def observe(self, sequence_id: int, gained: tuple[int, ...]) -> None:
-        """Learn from the tokens that a sequence gained, whether the lookup was verified or not."""
-        lookup = self._lookups.get(sequence_id, Lookup())
-        if lookup.token_ids:
-            tried = min(len(lookup.token_ids), len(gained))
-            self.acceptance[lookup.run].add(sequence_id, tried, agreement_length(lookup.token_ids, gained))
+    def observe(self, sequence: Sequence, lookup: Lookup) -> None:
+        """Learn from the tokens that a sequence gained since the lookup, whether it was verified or not."""
+        if lookup.run:
+            gained = tuple(sequence.token_ids[lookup.start : lookup.start + len(lookup.token_ids)])
+            accepted = agreement_length(lookup.token_ids, gained)
+            self.acceptance[lookup.source][lookup.run].add(sequence.sequence_id, len(gained), accepted)
+
+    def store_answer(self, sequence: Sequence) -> None:
+        """Keep the answer of a sequence that has finished, if its request allows it.
+
+        The last tokens of the prompt belong to it, so that the first tokens of the same answer can be drafted.
+        """
+        is_finished = sequence.finish is not None and sequence.finish.reason is not FinishReason.ABORT
+        if self._answers is not None and is_finished and _shares_answers(sequence.request):
+            start = max(0, sequence.prompt_length - answers.MAX_RUN)
+            self._answers.add(sequence.request.namespace, sequence.token_ids[start:])
+
+    def index_answers(self) -> None:
+        """Index some tokens of stored answers. Call it once per round."""
+        if self._answers is not None:
+            self._answers.index_some()
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
+        rates = [rates for by_run in self.acceptance.values() for rates in by_run.values()]
         for sequence_id in sequence_ids:
             self._indexes.pop(sequence_id, None)
-            self._lookups.pop(sequence_id, None)
-            for acceptance in self.acceptance.values():
+            for acceptance in rates:
                 acceptance.forget(sequence_id)
+
+    def _expected_tokens(self, sequence_id: int, lookup: Lookup) -> float:
+        return expected_tokens(self.rate(sequence_id, lookup), len(lookup.token_ids))
+
+
+def _shares_answers(request: GenerationRequest) -> bool:
+    """Whether a request drafts from earlier answers. Repeats are faster, which others with the same salt can notice."""
+    return request.cache_salt != ""

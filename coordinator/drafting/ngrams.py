@@ -4,27 +4,30 @@ from array import array
 from collections.abc import Sequence
 
 # Lengths of repeated runs; the longest wins.
-MAX_RUN, MIN_RUN = 4, 2
+MAX_RUN, MIN_RUN = 4, 1
 # Tokens to index per call. A long prompt must not stall a round.
 TOKENS_PER_CALL = 512
 # Search window in tokens: at least this many, at most twice as many. It bounds the memory.
 MEMORY_TOKENS = 16_384
 # Occurrences of the last pair to examine for a longer run, latest first.
 MAX_OCCURRENCES = 64
+# Stands before the first token.
+NO_TOKEN = -1
 
 
 class NgramIndex:
     """Index of one sequence, extended as it grows.
 
-    It stores pairs of tokens. Each occurrence links to the previous one, and longer runs are found along these links.
+    It stores single tokens and pairs. Each pair links to its previous occurrence, and longer runs are found along these
+    links.
     """
 
     def __init__(self) -> None:
-        self._last: dict[tuple[int, int], int] = {}
-        """By pair: the position after its last occurrence."""
-        self._old: dict[tuple[int, int], int] = {}
-        """The same for older pairs, which are dropped after another `MEMORY_TOKENS` tokens."""
-        self._previous = array("I", (0, 0))
+        self._last: dict[int | tuple[int, int], int] = {}
+        """By token or pair: the position after its last occurrence."""
+        self._old: dict[int | tuple[int, int], int] = {}
+        """The same for older ones, which are dropped after another `MEMORY_TOKENS` tokens."""
+        self._previous = array("I", (0,))
         """At each position: the position after the previous occurrence of the pair before it; 0 without one."""
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -34,9 +37,10 @@ class NgramIndex:
         """
         start = len(self._previous)
         for end in range(start, min(len(token_ids), start + TOKENS_PER_CALL)):
-            pair = token_ids[end - 2], token_ids[end - 1]
+            token = token_ids[end - 1]
+            pair = token_ids[end - 2] if end > 1 else NO_TOKEN, token
             self._previous.append(self._occurrence(pair))
-            self._last[pair] = end
+            self._last[pair] = self._last[token] = end
             if end % MEMORY_TOKENS == 0:
                 self._last, self._old = {}, self._last
 
@@ -54,10 +58,11 @@ class NgramIndex:
 
     def _longest_run(self, token_ids: Sequence[int]) -> tuple[int, int]:
         """Position after the occurrence of the longest run, and the length of the run; zeros without one."""
-        if len(token_ids) < MIN_RUN:
-            return 0, 0
         best_at, best_length = 0, 0
-        at = self._occurrence((token_ids[-2], token_ids[-1]))
+        at = self._occurrence((token_ids[-2], token_ids[-1])) if len(token_ids) > 1 else 0
+        if not at:
+            at = self._occurrence(token_ids[-1]) if token_ids else 0
+            return at, min(at, MIN_RUN)
         for _ in range(MAX_OCCURRENCES):
             if not at or best_length == MAX_RUN:
                 break
@@ -67,13 +72,13 @@ class NgramIndex:
             at = self._previous[at]
         return best_at, best_length
 
-    def _occurrence(self, pair: tuple[int, int]) -> int:
-        return self._last.get(pair) or self._old.get(pair, 0)
+    def _occurrence(self, run: int | tuple[int, int]) -> int:
+        return self._last.get(run) or self._old.get(run, 0)
 
 
 def _run_length(token_ids: Sequence[int], at: int) -> int:
-    """Number of tokens before `at` that equal the last tokens, up to `MAX_RUN`. The first `MIN_RUN` do."""
-    length = MIN_RUN
+    """Number of tokens before `at` that equal the last tokens, up to `MAX_RUN`. The last pair does."""
+    length = 2
     while length < min(MAX_RUN, at) and token_ids[at - 1 - length] == token_ids[-1 - length]:
         length += 1
     return length

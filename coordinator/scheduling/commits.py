@@ -1,5 +1,6 @@
 """A sequence's part in a round: the draft plan at its start, and the commit at its end. Pure."""
 
+import enum
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -7,6 +8,25 @@ from coordinator.scheduling.sequence import DraftMethod, Sequence
 from coordinator.scheduling.text import ShownText
 from specpool.protocol.rounds import Proposal
 from specpool.protocol.sampling import NO_LOGPROBS, Logprobs
+
+
+class LookupSource(enum.StrEnum):
+    """What prompt lookup searches: the sequence's own tokens, or earlier answers of its namespace."""
+
+    SEQUENCE = "sequence"
+    ANSWERS = "answers"
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Tokens that followed an earlier occurrence of a sequence's last tokens."""
+
+    token_ids: tuple[int, ...] = ()
+    run: int = 0
+    """Length of the repeated run; 0 without one."""
+    source: LookupSource = LookupSource.SEQUENCE
+    start: int = 0
+    """Number of tokens of the sequence when it was looked up. Rounds in flight may add some before the commit."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +41,8 @@ class DraftPlan:
     """Acceptance probability of a token not drafted yet, given that all before it are accepted."""
     lookup_ids: tuple[int, ...] = ()
     """Prompt-lookup tokens, verified if the draft worker proposes none."""
+    lookup: Lookup = Lookup()
+    """What prompt lookup found. Its acceptance counts whether the tokens are verified or not."""
 
 
 @dataclass
@@ -37,6 +59,8 @@ class Commit:
     """Draft method used; None if nothing was drafted."""
     proposal: Proposal | None = None
     """The draft worker's answer, possibly only partly verified."""
+    lookup: Lookup = Lookup()
+    """The lookup of the draft plan."""
 
     @cached_property
     def text(self) -> str:

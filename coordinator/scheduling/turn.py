@@ -261,9 +261,8 @@ class Turn:
         kept, shown = sequence.commit(verdict.token_ids)
         accepted = min(len(verdict.token_ids) - 1, len(kept))  # tokens after a stop do not count
         sequence.speculation.add(drafted, accepted)
-        return Commit(
-            sequence, tuple(kept), shown, verdict.logprobs[: len(kept)], drafted, accepted, method, self._proposal
-        )
+        logprobs, lookup = verdict.logprobs[: len(kept)], self._plan.lookup
+        return Commit(sequence, tuple(kept), shown, logprobs, drafted, accepted, method, self._proposal, lookup)
 
     def _truncate_draft_cache(self, proposal: Proposal, gained: tuple[int, ...]) -> None:
         """Keep the draft worker's cache as far as its tokens agree with the target's."""

@@ -71,7 +71,7 @@ class Coordinator:
             preempts=not is_eqspec,
         )
         self.in_flight = RequestsInFlight(Latencies() if settings.metrics_port is not None else None)
-        self.drafting = Drafting(settings.max_num_speculative_tokens)
+        self.drafting = Drafting(settings.max_num_speculative_tokens, lookup_store_tokens=settings.lookup_store_tokens)
         runner = RoundRunner(
             self.pool,
             Workers(self.targets, self.draft),

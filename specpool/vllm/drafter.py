@@ -133,10 +133,12 @@ class Drafter:
         is_probe = mode is Mode.PROBE and all(sequence.is_decoding for sequence in group)  # other steps are not timed
         if mode is not Mode.PLAIN and not is_probe:
             return self.drafting.plan_round(group, worker)
-        for sequence in group:  # keep measuring the acceptance of prompt lookup
-            self.drafting.lookup.look_up(sequence, sequence.max_num_draft_tokens)
         return {
-            s.sequence_id: DraftPlan(lookup_ids=tuple(s.token_ids[-1:]) if is_probe and s.max_num_draft_tokens else ())
+            s.sequence_id: DraftPlan(
+                lookup_ids=tuple(s.token_ids[-1:]) if is_probe and s.max_num_draft_tokens else (),
+                # Keep measuring the acceptance of prompt lookup.
+                lookup=self.drafting.lookup.look_up(s, s.max_num_draft_tokens),
+            )
             for s in group
         }
 

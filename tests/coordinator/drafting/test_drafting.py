@@ -1,5 +1,7 @@
 """Draft plans: adaptive and fixed, by the model and by prompt lookup, and learning from rounds."""
 
+import copy
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from coordinator.drafting.costs import StepTimes
 from coordinator.drafting.draft_lengths import PLAIN_EVERY, PLAN_ROUNDS
 from coordinator.drafting.drafting import Drafting, DraftWorker, RoundOutcome
 from coordinator.drafting.trials import FREE_TRIALS
-from coordinator.scheduling.commits import Commit, DraftPlan
+from coordinator.scheduling.commits import Commit, DraftPlan, Lookup, LookupSource
 from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import DraftMethod, GenerationRequest, Sequence
@@ -18,6 +20,7 @@ from specpool.protocol.sampling import SamplingParams
 
 WORKER = DraftWorker(max_model_len=1000, round_id=1)
 LOOP = (5, 6, 7, 8) * 4
+NO_LOOKUP = Lookup()
 
 
 def make_sequence(prompt: tuple[int, ...] = (1, 2, 3), number: int = 1, k: int = 8, **fields: object) -> Sequence:
@@ -44,9 +47,14 @@ def plan_of(drafting: Drafting, sequence: Sequence, worker: DraftWorker | None =
     return drafting.plan_round([sequence], worker)[sequence.sequence_id]
 
 
-def commit_of(sequence: Sequence, gained: tuple[int, ...], proposal: Proposal | None = None) -> Commit:
+def commit_of(
+    sequence: Sequence, gained: tuple[int, ...], proposal: Proposal | None = None, lookup: Lookup = NO_LOOKUP
+) -> Commit:
+    """The commit of a round that adds these tokens. The given sequence does not change."""
+    sequence = copy.copy(sequence)
+    sequence.token_ids = [*sequence.token_ids, *gained]
     drafted = len(proposal.draft_token_ids) if proposal else 0
-    return Commit(sequence, gained, str, (), drafted, len(gained) - 1, DraftMethod.MODEL, proposal)
+    return Commit(sequence, gained, str, (), drafted, len(gained) - 1, DraftMethod.MODEL, proposal, lookup)
 
 
 def proposal_of(sequence: Sequence, tokens: tuple[int, ...], confidences: tuple[float, ...] = ()) -> Proposal:
@@ -78,18 +86,20 @@ def test_prompt_lookup_is_preferred_after_correct_lookups() -> None:
     drafting, sequence = make_drafting(rate=0.5), make_sequence(LOOP)
     for _ in range(50):
         plan = plan_of(drafting, sequence)
-        drafting.observe(commit_of(sequence, (5, 6, 7, 8, 5)))
+        drafting.observe(commit_of(sequence, (5, 6, 7, 8, 5), lookup=plan.lookup))
     assert plan.num_draft_tokens == 0
     assert len(plan.lookup_ids) == 8
 
 
 def test_prompt_lookup_learns_from_tokens_that_were_not_verified() -> None:
     drafting, sequence = make_drafting(), make_sequence(LOOP)
-    before = drafting.lookup.acceptance[4].overall_rate
+    acceptance = drafting.lookup.acceptance[LookupSource.SEQUENCE][4]
+    before = acceptance.overall_rate
     for _ in range(20):
-        drafting.plan_round([sequence], WORKER)
-        drafting.observe(commit_of(sequence, (9,)))
-    assert drafting.lookup.acceptance[4].overall_rate < before / 2
+        plan = plan_of(drafting, sequence)
+        drafting.observe(commit_of(sequence, (9,), lookup=plan.lookup))
+    assert len(plan.lookup_ids) < 8
+    assert acceptance.overall_rate < before / 2
 
 
 @pytest.mark.parametrize("method", [DraftMethod.MODEL, DraftMethod.NGRAM])
@@ -168,15 +178,23 @@ def test_only_likely_tokens_are_verified() -> None:
 
 def test_prompt_lookup_replaces_a_failed_draft() -> None:
     sequence = make_sequence()
-    round_ = Round(1, [sequence], 128, {1: DraftPlan(8, lookup_ids=(5, 6))})
+    lookup = Lookup((5, 6, 7), 2)
+    round_ = Round(1, [sequence], 128, {1: DraftPlan(8, lookup_ids=(5, 6), lookup=lookup)})
     assert round_.propose_items(1000, 1000)
     (item,) = round_.verify_items()
     assert item.draft_token_ids == (5, 6)
     (commit,) = round_.commit([Verdict(1, ItemStatus.OK, (5, 7), 4)])
     assert (commit.drafted, commit.accepted, commit.method) == (2, 1, DraftMethod.NGRAM)
+    assert commit.lookup == lookup
 
 
 # --- Learning
+
+
+def sequences_with_rates(drafting: Drafting) -> set[int]:
+    """Sequences with an acceptance rate of their own for prompt lookup."""
+    by_source = drafting.lookup.acceptance.values()
+    return {sequence_id for by_run in by_source for rates in by_run.values() for sequence_id in rates._sequences}
 
 
 def test_first_unverified_token_counts_with_its_probability() -> None:
@@ -209,12 +227,13 @@ def test_prefill_does_not_change_cost_estimates() -> None:
 
 def test_finished_sequences_are_forgotten() -> None:
     drafting, sequence = make_drafting(), make_sequence(LOOP)
-    drafting.plan_round([sequence], WORKER)
-    drafting.observe(commit_of(sequence, (5, 6), proposal_of(sequence, (5,))))
+    plan = plan_of(drafting, sequence)
+    drafting.observe(commit_of(sequence, (5, 6), proposal_of(sequence, (5,)), plan.lookup))
+    assert sequences_with_rates(drafting) == {sequence.sequence_id}
     drafting.forget([sequence.sequence_id])
     assert not drafting.lookup._indexes
     assert not drafting.lengths.acceptance._sequences
-    assert not any(acceptance._sequences for acceptance in drafting.lookup.acceptance.values())
+    assert not sequences_with_rates(drafting)
 
 
 def test_calibration_corrects_an_overconfident_draft() -> None:

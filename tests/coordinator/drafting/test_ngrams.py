@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from coordinator.drafting.lookup import PromptLookup
 from coordinator.drafting.ngrams import MAX_RUN, MEMORY_TOKENS, MIN_RUN, TOKENS_PER_CALL, NgramIndex
+from coordinator.scheduling.commits import Lookup
 from coordinator.scheduling.sequence import DraftMethod, GenerationRequest, Sequence
 
 
@@ -43,8 +44,8 @@ class Counted(list[int]):
 
 
 def distinct(count: int) -> list[int]:
-    """A prompt in which no pair of tokens repeats."""
-    return [i // 2 if i % 2 else i + count for i in range(count)]
+    """A prompt without repeated tokens, all of them above 99."""
+    return [100 + (i // 2 if i % 2 else i + count) for i in range(count)]
 
 
 def test_long_prompts_are_indexed_over_many_calls() -> None:
@@ -64,10 +65,10 @@ def test_long_prompts_are_indexed_while_they_are_prefilled() -> None:
     sequence = Sequence(0, GenerationRequest("r", prompt, 99, frozenset(), 4, method=DraftMethod.NGRAM))
     lookup = PromptLookup()
     for _ in range(4):
-        assert lookup.look_up(sequence, 2).token_ids == ()
+        assert lookup.look_up(sequence, 2) == Lookup()
         sequence.num_cached_tokens += TOKENS_PER_CALL
     sequence.num_cached_tokens = len(prompt) - 1
-    assert lookup.look_up(sequence, 2).token_ids == (4, 5)
+    assert lookup.look_up(sequence, 2) == Lookup((4, 5), 3, start=len(prompt))
 
 
 def test_old_runs_are_dropped_to_bound_the_memory() -> None:
@@ -78,7 +79,7 @@ def test_old_runs_are_dropped_to_bound_the_memory() -> None:
         index.extend(ids)
     assert index.propose([*ids, *recent], 1)[1] == 4
     assert index.propose([*ids, *recent, *old], 1) == ((), 0)
-    assert len(index._last) + len(index._old) <= 2 * MEMORY_TOKENS
+    assert len(index._last) + len(index._old) <= 4 * MEMORY_TOKENS, "a token and a pair at each position"
 
 
 def test_frequent_pairs_have_bounded_cost() -> None:

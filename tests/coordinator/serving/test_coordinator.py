@@ -242,7 +242,7 @@ async def test_server_info_explains_adaptive_lengths() -> None:
         )
         assert 0 < state.model_acceptance_rate < 1
         assert min(state.plain_tokens_per_s, state.draft_step_s, state.verify_s, state.exchange_s) > 0
-        assert set(state.ngram_acceptance_rates) == {2, 3, 4}
+        assert set(state.ngram_acceptance_rates) == {1, 2, 3, 4}
 
 
 class LoopingTarget(RecordingTarget):

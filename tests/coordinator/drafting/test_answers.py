@@ -1,0 +1,208 @@
+"""The store of finished answers against a naive search: bounds, isolation and evictions."""
+
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.config.settings import MAX_LOOKUP_STORE_TOKENS
+from coordinator.drafting.answers import (
+    MAX_RUN,
+    MAX_SHARE,
+    MIN_ANSWER_TOKENS,
+    MIN_RUN,
+    POSITION_BITS,
+    TOKENS_PER_CALL,
+    AnswerStore,
+)
+
+ALICE, BOB, CAROL = ("alice", "s"), ("bob", "s"), ("alice", "t")
+
+lengths = st.integers(0, 3 * MIN_ANSWER_TOKENS)
+answers = lengths.flatmap(lambda length: st.lists(st.integers(0, 3), min_size=length, max_size=length))
+additions = st.lists(st.tuples(st.sampled_from([ALICE, BOB, CAROL]), answers), max_size=12)
+
+
+def answer(number: int, length: int = MIN_ANSWER_TOKENS) -> list[int]:
+    """An answer whose tokens appear in no other."""
+    return [1000 * number + i for i in range(length)]
+
+
+def index_all(store: AnswerStore) -> None:
+    while store._unindexed:
+        store.index_some()
+
+
+def filled(*added: tuple[tuple[str, str], list[int]], max_tokens: int = 10_000) -> AnswerStore:
+    """A store with these answers, indexed, whose hash table has no collisions."""
+    store = AnswerStore(max_tokens)
+    store._num_buckets, store._table = 2**60, defaultdict(int)  # type: ignore[assignment]
+    for namespace, token_ids in added:
+        store.add(namespace, token_ids)
+        index_all(store)
+    return store
+
+
+def has(store: AnswerStore, namespace: tuple[str, str], number: int) -> bool:
+    """Whether the store proposes the end of `answer(number)`, without counting as a use of the namespace."""
+    order = list(store._shelves)
+    proposed = store.propose(namespace, answer(number)[:4], 3)
+    for name in order:
+        store._shelves.move_to_end(name)
+    assert proposed in [((), 0), (tuple(answer(number)[4:7]), 4)]
+    return proposed[1] > 0
+
+
+def reference(texts: list[list[int]], last_ids: list[int], k: int) -> tuple[tuple[int, ...], int]:
+    """What follows the last occurrence of the longest run. Later texts win."""
+    for length in range(min(MAX_RUN, len(last_ids)), MIN_RUN - 1, -1):
+        for text in reversed(texts):
+            for end in range(len(text) - 1, length - 1, -1):
+                if text[end - length : end] == last_ids[-length:]:
+                    return tuple(text[end : end + k]), length
+    return (), 0
+
+
+@given(added=additions, last_ids=st.lists(st.integers(0, 3), max_size=6), k=st.integers(1, 9))
+def test_the_proposal_follows_the_last_occurrence_of_the_longest_run(
+    added: list[tuple[tuple[str, str], list[int]]], last_ids: list[int], k: int
+) -> None:
+    store = filled(*added)
+    for namespace in (ALICE, BOB, CAROL):
+        own = [text for name, text in added if name == namespace and len(text) >= MIN_ANSWER_TOKENS]
+        assert store.propose(namespace, last_ids, k) == reference(own, last_ids, k)
+
+
+@given(
+    added=additions,
+    max_tokens=st.integers(1, 120),
+    num_buckets=st.integers(1, 120),
+    chunks=st.lists(st.booleans(), min_size=12, max_size=12),
+    last_ids=st.lists(st.integers(0, 3), min_size=2, max_size=6),
+)
+def test_the_store_is_bounded_and_proposes_only_text_of_the_namespace(
+    added: list[tuple[tuple[str, str], list[int]]],
+    max_tokens: int,
+    num_buckets: int,
+    chunks: list[bool],
+    last_ids: list[int],
+) -> None:
+    """With a small hash table full of collisions, and answers that are evicted before and after they are indexed."""
+    store = AnswerStore(max_tokens)
+    store._num_buckets = min(num_buckets, store._num_buckets)
+    table_bytes = len(store._table) * store._table.itemsize
+    known: dict[tuple[str, str], list[list[int]]] = defaultdict(list)
+    for (namespace, token_ids), is_indexed in zip(added, chunks, strict=False):
+        known[namespace].append(token_ids)
+        store.add(namespace, token_ids)
+        if is_indexed:
+            store.index_some()
+        check_bounds(store, table_bytes)
+        for name in (ALICE, BOB, CAROL):
+            proposal, run = store.propose(name, last_ids, 3)
+            assert bool(proposal) == (run >= MIN_RUN) == (run > 0)
+            wanted = [*last_ids[len(last_ids) - run :], *proposal]
+            assert not run or any(contains(text, wanted) for text in known[name])
+
+
+def check_bounds(store: AnswerStore, table_bytes: int) -> None:
+    held = Counter[int]()
+    for held_answer in store._answers.values():
+        held[id(held_answer.shelf)] += len(held_answer.token_ids)
+    assert sum(held.values()) == store.num_tokens <= store.max_tokens
+    assert all(tokens <= store.max_tokens * MAX_SHARE for tokens in held.values())
+    assert {id(shelf): shelf.num_tokens for shelf in store._shelves.values()} == held, "no empty namespace is kept"
+    assert store._unindexed.keys() <= store._answers.keys()
+    assert len(store._table) * store._table.itemsize == table_bytes
+
+
+def contains(text: list[int], part: list[int]) -> bool:
+    return any(text[i : i + len(part)] == part for i in range(len(text)))
+
+
+def test_long_answers_are_indexed_over_many_calls() -> None:
+    class Writes(defaultdict[int, int]):
+        count = 0
+
+        def __setitem__(self, key: int, value: int) -> None:
+            self.count += 1
+            super().__setitem__(key, value)
+
+    store, text = filled(max_tokens=100_000), answer(1, 5 * TOKENS_PER_CALL)
+    store._table = writes = Writes(int)  # type: ignore[assignment]
+    store.add(ALICE, text)
+    assert writes.count == 0
+    for call in range(1, 6):
+        before = writes.count
+        store.index_some()
+        assert writes.count - before <= TOKENS_PER_CALL * (MAX_RUN - MIN_RUN + 1)
+        found = [end for end in range(4, len(text)) if store.propose(ALICE, text[:end], 1) == ((text[end],), 4)]
+        assert len(found) == pytest.approx(min(len(text), call * TOKENS_PER_CALL), abs=8)
+        assert found == [*range(4, 4 + len(found))]
+
+
+def test_the_least_recently_used_namespace_loses_its_oldest_answers() -> None:
+    size = MIN_ANSWER_TOKENS
+    store = filled((ALICE, answer(1)), (ALICE, answer(2)), (BOB, answer(3)), (BOB, answer(4)), max_tokens=4 * size)
+    store.propose(ALICE, [1, 2], 1)  # a use
+    store.add(CAROL, answer(5))
+    assert [has(store, ALICE, 1), has(store, ALICE, 2), has(store, BOB, 3), has(store, BOB, 4)] == [1, 1, 0, 1]
+    store.add(CAROL, answer(6))
+    assert [has(store, ALICE, 1), has(store, ALICE, 2), has(store, BOB, 4)] == [1, 1, 0]
+
+
+def test_one_namespace_cannot_displace_all_others() -> None:
+    store = filled((BOB, answer(0)), max_tokens=10 * MIN_ANSWER_TOKENS)
+    for number in range(1, 40):
+        store.add(ALICE, answer(number))
+    index_all(store)
+    assert has(store, BOB, 0)
+    assert [number for number in range(40) if has(store, ALICE, number)] == [35, 36, 37, 38, 39]
+
+
+def test_a_repeated_answer_is_kept_once_and_becomes_the_newest() -> None:
+    size = MIN_ANSWER_TOKENS
+    store = filled((ALICE, answer(1)), (ALICE, answer(2)), (ALICE, answer(1)), max_tokens=4 * size)
+    assert store.num_tokens == 2 * size
+    store.add(ALICE, answer(3))
+    index_all(store)
+    assert [has(store, ALICE, number) for number in (1, 2, 3)] == [True, False, True]
+
+
+@pytest.mark.parametrize("length", [0, 1, MIN_ANSWER_TOKENS - 1])
+def test_short_answers_are_not_kept(length: int) -> None:
+    store = filled((ALICE, answer(1, length)))
+    assert store.num_tokens == 0
+    assert not store._shelves
+
+
+def test_an_answer_longer_than_a_namespace_may_hold_is_cut() -> None:
+    store = filled((ALICE, answer(1, 100)), max_tokens=60)
+    assert store.num_tokens == 30
+    assert store.propose(ALICE, answer(1)[:4], 99) == (tuple(answer(1, 30)[4:]), 4)
+
+
+def test_other_namespaces_find_nothing() -> None:
+    store = filled((ALICE, answer(1)))
+    assert has(store, ALICE, 1)
+    for other in (BOB, CAROL, ("", ""), ("alice", ""), ("", "s")):
+        assert store.propose(other, answer(1)[:4], 3) == ((), 0)
+        assert not has(filled((ALICE, answer(1)), (other, answer(2))), other, 1)
+
+
+def test_a_collision_does_not_reveal_an_answer_of_another_namespace() -> None:
+    store = filled()
+    store._num_buckets = 1
+    store.add(ALICE, answer(1))
+    index_all(store)
+    last_ids = answer(1)[-5:-1]
+    assert store.propose(ALICE, last_ids, 3) == ((answer(1)[-1],), 4)
+    store.add(BOB, [*answer(2), *last_ids, 7])
+    index_all(store)
+    assert store.propose(ALICE, last_ids, 3) == ((), 0)
+    assert store.propose(BOB, last_ids, 3) == ((7,), 4)
+
+
+def test_positions_in_the_longest_answer_fit_into_a_bucket() -> None:
+    assert MAX_LOOKUP_STORE_TOKENS * MAX_SHARE < 2**POSITION_BITS

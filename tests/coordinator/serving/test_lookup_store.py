@@ -1,0 +1,99 @@
+"""Finished answers speed up repeated requests of the same client and cache_salt, and never change tokens."""
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from serving import RecordingTarget, Serving, check_tokens, make_request, serving
+
+from coordinator.config.settings import CoordinatorSettings
+from specpool.v1 import generation_pb2 as pb
+
+MAX_TOKENS = 60
+ANNE, BOB = (("client", "anne"),), (("client", "bob"),)
+
+
+@pytest.fixture(autouse=True)
+def clients_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All connections of a test come from one host, so metadata names the client."""
+
+    def named(context: Any) -> str:
+        return str(dict(context.invocation_metadata()).get("client", ""))
+
+    for module in ("coordinator.serving.intake", "coordinator.serving.service"):
+        monkeypatch.setattr(f"{module}.client_of", named)
+
+
+def salted(salt: str, number: int = 1, **fields: Any) -> pb.GenerateRequest:
+    """A request whose answer repeats no run of tokens by itself."""
+    request = make_request([number, 2, 3], MAX_TOKENS, method=pb.DRAFT_METHOD_NGRAM, ignore_eos=True, **fields)
+    request.cache_salt = salt
+    return request
+
+
+async def rounds_of(served: Serving, request: pb.GenerateRequest, client: Any = ANNE) -> int:
+    """Rounds that the answer took. Its tokens equal plain decoding."""
+    before = len(served.target.requests)  # type: ignore[attr-defined]
+    response = await served.stub.Generate(request, metadata=client)
+    check_tokens(served.target, request, response)
+    return len(served.target.requests) - before  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("k", [4, None], ids=["fixed", "adaptive"])
+async def test_a_repeated_request_takes_fewer_rounds(k: int | None) -> None:
+    async with serving(with_draft=False, num_speculative_tokens=k, lookup_store_tokens=1000) as served:
+        first = await rounds_of(served, salted("s"))
+        assert first > 0.8 * MAX_TOKENS
+        for _ in range(5):  # adaptive lengths learn that the answers repeat
+            last = await rounds_of(served, salted("s"))
+        assert last < first / 2
+
+
+@pytest.mark.parametrize(
+    ("store_tokens", "salt", "again", "client"),
+    [(1000, "s", "t", ANNE), (1000, "s", "s", BOB), (1000, "s", "", ANNE), (1000, "", "", ANNE), (0, "s", "s", ANNE)],
+    ids=["another salt", "another client", "then no salt", "no salt", "no store"],
+)
+async def test_other_repeated_requests_take_all_rounds(store_tokens: int, salt: str, again: str, client: Any) -> None:
+    settings = {"lookup_store_tokens": store_tokens, "prefix_caching": False}
+    async with serving(with_draft=False, **settings) as served:
+        for request, caller in ((salted(salt), ANNE), (salted(again), client)):
+            assert await rounds_of(served, request, caller) > 0.8 * MAX_TOKENS
+
+
+async def test_aborted_answers_are_not_kept() -> None:
+    target = RecordingTarget(pass_seconds=lambda rows: 0.01)
+    async with serving(target, with_draft=False, lookup_store_tokens=1000) as served:
+        call = served.stub.Generate(salted("s", request_id="aborted"), metadata=ANNE)
+        await served.until(lambda info: info.counters.completion_tokens > MAX_TOKENS // 2)
+        await served.stub.Abort(pb.AbortRequest(request_id="aborted"), metadata=ANNE)
+        assert (await call).finish_reason == "abort"
+        assert await rounds_of(served, salted("s")) > 0.8 * MAX_TOKENS
+
+
+async def test_a_small_store_under_load_changes_no_token() -> None:
+    """Many repeats and namespaces at a time, in a store that evicts answers all the time."""
+    rng = random.Random(1)
+    async with serving(with_draft=False, lookup_store_tokens=300, num_speculative_tokens=None) as served:
+
+        async def one(request: pb.GenerateRequest, client: Any) -> None:
+            check_tokens(served.target, request, await served.stub.Generate(request, metadata=client))
+
+        cases = [
+            (salted(rng.choice("abc"), rng.randrange(4), k=rng.choice([None, 0, 3])), rng.choice([ANNE, BOB]))
+            for _ in range(60)
+        ]
+        for start in range(0, len(cases), 12):
+            await asyncio.gather(*(one(*case) for case in cases[start : start + 12]))
+
+
+@pytest.mark.parametrize("value", [-1, 2**24 + 1, "many", 1.5])
+def test_wrong_sizes_are_refused(value: Any) -> None:
+    with pytest.raises(ValidationError, match="lookup_store_tokens"):
+        CoordinatorSettings(lookup_store_tokens=value)
+
+
+def test_the_store_is_off_by_default() -> None:
+    assert CoordinatorSettings().lookup_store_tokens == 0
