@@ -36,6 +36,7 @@ STRATEGIES = {
     "in turn": Strategy(),
     "chain": Strategy("chain"),
     "chain, rest again": Strategy("chain", "rest"),
+    "chain, rest plain": Strategy("chain", "none"),
     "two groups": Strategy(groups=2),
     "outcomes, again": Strategy("outcomes", "rest"),
     "outcomes, short": Strategy("outcomes", "short"),

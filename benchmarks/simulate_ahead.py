@@ -12,6 +12,7 @@ in turn           draft, then verify
 chain             During a verification, the draft continues one outcome: all its guesses are right. If that is the
                   outcome of every sequence, verify at once. Otherwise draft again for all.
 chain, rest again The same, but only the other sequences draft again.
+chain, rest plain The same, but the next round verifies them without drafts, so that no sequence waits.
 two groups        One half of the sequences drafts while the other half is verified.
 outcomes, again   During a verification, the draft continues the most probable outcomes of each sequence, as further
                   rows of the same steps. Other outcomes draft again, while all sequences wait.
