@@ -74,7 +74,7 @@ def main() -> None:
     cells = [(count, wire_ms) for wire_ms in options.wire_ms for count in options.sequences]
     rows = [row for cell in progress(cells, "cells") for row in rows_of(*cell, options)]
     for measure in ("of_bound", "of_in_turn", "of_plain"):
-        show(measure.replace("_", " "), table_of(rows, measure))
+        show(f"{measure}, by ms of an exchange and sequences".replace("_", " "), table_of(rows, measure))
     finish("simulate_ahead", {**vars(options), "output": None, "rows": rows}, options.output, figure_of(rows))
 
 
@@ -82,8 +82,8 @@ def table_of(rows: list[dict[str, Any]], measure: str) -> list[dict[str, Any]]:
     """A row for each cell, with a column for each strategy."""
     cells: dict[tuple[float, int], dict[str, Any]] = {}
     for row in rows:
-        cell = cells.setdefault((row["wire_ms"], row["sequences"]), {n: row[n] for n in ("wire_ms", "sequences")})
-        cell[row["strategy"]] = row[measure]
+        cell = cells.setdefault((row["wire_ms"], row["sequences"]), {"ms": row["wire_ms"], "n": row["sequences"]})
+        cell[row["strategy"]] = f"{row[measure]:.2f}"
     return list(cells.values())
 
 
