@@ -96,8 +96,9 @@ def figure_of(rows: list[dict[str, Any]]) -> Figure:
             selected = [row for row in rows if (row["wire_ms"], row["strategy"]) == (wire_ms, name)]
             counts = [row["sequences"] for row in selected]
             axes.plot(counts, [row["of_bound"] for row in selected], "o-", label=name)
-        axes.set(title=f"{wire_ms:g} ms an exchange", xscale="log", xlabel="sequences", ylim=(0, 1))
+        axes.set(title=f"{wire_ms:g} ms an exchange", xscale="log", xlabel="sequences", ylabel="share of the bound")
         axes.set_xticks(counts, labels=map(str, counts))
+        axes.set_ylim(0, 1)
         axes.minorticks_off()
     axes.legend(fontsize="x-small")
     return figure
