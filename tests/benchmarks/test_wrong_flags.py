@@ -33,6 +33,11 @@ WRONG = {
         (f"--output={FILE}", "--output"), ("--output=/tmp --acceptance=1.1", "--acceptance: 1.1 is not from 0 to 1"),
         ("--output=/tmp --device=foo", "--device"), ("--output=/tmp --seed=" + "9" * 30, "--seed"),
     ],
+    "simulate_ahead": [("--acceptance=1.1", "--acceptance: 1.1 is not from 0 to 1"), *(
+        (flag, f"{flag.split('=')[0].split()[0]}: ")
+        for flag in ("--sequences=0", "--second-guess=nan", "--wire-ms=-1", "--draft-ms inf 0", "--draft-ms 0 1",
+                     "--max-branches=0", f"--output={FILE}")
+    )],
     "split_devices": [(flag, f"argument {flag.split('=')[0]}: ")
                       for flag in ("--sequences=0", "--tokens=0", "--repeats=0", f"--output={FILE}")],
     "tensor_parallel_estimate": [
