@@ -456,6 +456,7 @@ class Pool:
         if sequence_id not in in_flight or sequence.finish is not None:
             return
         sequence.finish = Finish(FinishReason.ABORT)
+        sequence.pending.clear()
         self._forget(sequence)
         if self._preempted.pop(sequence_id, None) is not None:
             pass  # it holds no slot, or is already leaving

@@ -259,6 +259,8 @@ class Turn:
             self._truncate_draft_cache(self._proposal, verdict.token_ids)
         sequence.num_cached_tokens = verdict.num_cached_tokens
         kept, shown = sequence.commit(verdict.token_ids)
+        if sequence.finish is not None:
+            sequence.pending.clear()
         accepted = min(len(verdict.token_ids) - 1, len(kept))  # tokens after a stop do not count
         sequence.speculation.add(drafted, accepted)
         logprobs, lookup = verdict.logprobs[: len(kept)], self._plan.lookup

@@ -208,7 +208,7 @@ class Simulation:
         else:
             self.commit(round_, group, verdicts)
         for sequence in self.sequences:
-            assert not sequence.pending or sequence.finish
+            assert not sequence.pending
             if sequence.finish is not None:
                 self.target.release(sequence.sequence_id)
                 self.draft.release(sequence.sequence_id)
@@ -321,7 +321,9 @@ class Simulation:
 
     def cancel_one(self, group: list[Sequence]) -> None:
         sequence = self.rng.choice(group)
-        sequence.finish = sequence.finish or Finish(FinishReason.ABORT)
+        if sequence.finish is None:  # as `Pool.abort` does
+            sequence.finish = Finish(FinishReason.ABORT)
+            sequence.pending.clear()
 
     def run_to_the_end(self) -> None:
         while any(sequence.finish is None for sequence in self.sequences):
