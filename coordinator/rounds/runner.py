@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from itertools import count
 
 from coordinator.config.settings import Overlap
-from coordinator.drafting.drafting import Drafting, DraftWorker, RoundOutcome
+from coordinator.drafting.drafting import Drafting, DraftWorker
+from coordinator.drafting.outcome import RoundOutcome
 from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.scheduling.counters import Counters, Timed
 from coordinator.scheduling.grouping import Group
@@ -70,7 +71,17 @@ class RoundRunner:
         draft = self._workers.ready_draft
         if draft is None or self._overlap == "off":
             return False
-        return self._overlap == "on" or draft.hosts_and_devices.isdisjoint(self.target.hosts_and_devices)
+        return self._overlap == "on" or not self._shares_devices
+
+    @property
+    def _shares_devices(self) -> bool:
+        draft = self._workers.ready_draft
+        return draft is not None and not draft.hosts_and_devices.isdisjoint(self.target.hosts_and_devices)
+
+    @property
+    def _batch(self) -> int | None:
+        """Sequences of both groups if two overlap."""
+        return self._pool.schedulable if self.pipeline_depth > 1 else None
 
     async def run(self, group: Group) -> bool:
         """Run one round. Return False if no sequence made progress.
@@ -92,7 +103,7 @@ class RoundRunner:
         began, instance_id = time.perf_counter(), self.target.instance_id
         same_length = group.same_length
         round_ = self._begin(group)
-        outcome = RoundOutcome([], Timed(), [])
+        outcome = RoundOutcome([], Timed(), [], is_quiet=self.pipeline_depth == 1 or not self._shares_devices)
         proposed = await self._propose(round_, outcome, trace)
         outcome.verify_items = items = round_.verify_items()
         if not items:
@@ -107,11 +118,12 @@ class RoundRunner:
         self.counters.cache_misses += round_.cache_misses
         self.counters.grouping.add(group, same_length)
         self.counters.add_times(proposed, outcome.verified, time.perf_counter() - began)
-        self._add_round_time(group, items, began)
+        seconds = self._add_round_time(group, items, began)
+        self._drafting.observe_seconds(outcome, seconds, self._batch)
         return progressed
 
-    def _add_round_time(self, group: Group, items: list[VerifyItem], began: float) -> None:
-        """Count the time of a round by client. Learn how long rounds without costly rows take."""
+    def _add_round_time(self, group: Group, items: list[VerifyItem], began: float) -> float:
+        """Count the time of a round by client and return it. Learn how long rounds without costly rows take."""
         if self._measured_times is not self.target.step_times:  # a new worker
             self._measured_times, self._plain_times = self.target.step_times, copy.deepcopy(self.target.step_times)
         sequences = {sequence.sequence_id: sequence for sequence in group.sequences}
@@ -127,11 +139,12 @@ class RoundRunner:
         self._pool.add_round_time(parts, seconds, self._plain_times)
         if not any(part.costly_rows for part in parts.values()):
             self._plain_times.observe(sum(part.rows for part in parts.values()), seconds)
+        return seconds
 
     def _begin(self, group: Group) -> Round:
         round_id, draft = next(self._round_ids), self._workers.ready_draft
         worker = DraftWorker(draft.max_model_len, round_id, draft.step_times) if draft is not None else None
-        plans = self._drafting.plan_round(group.sequences, worker, self.target.step_times)
+        plans = self._drafting.plan_round(group.sequences, worker, self.target.step_times, self._batch)
         chance, pass_seconds = self._drafting.chance, self.target.step_times
         return Round(round_id, group.sequences, self._prefill_tokens, plans, chance, pass_seconds)
 
@@ -142,7 +155,7 @@ class RoundRunner:
         items = round_.propose_items(draft.max_model_len, draft.vocab_size, draft.kv_reservations_grow)
         if not items:
             return Timed()
-        began = time.perf_counter()
+        began, outcome.called_draft = time.perf_counter(), True
         with _draft_failures_ignored("proposal failed; decoding plainly"):
             proposals, timed = await self._call_draft(draft, round_.round_id, items, trace)
             round_.take_proposals(proposals, self.target.vocab_size)
@@ -189,6 +202,7 @@ class RoundRunner:
         items = round_.ahead_items(self._drafting.num_ahead_steps(verify_items), draft.max_model_len)
         if not items:
             return
+        outcome.called_draft, outcome.is_quiet = True, outcome.is_quiet and not self._shares_devices
         with _draft_failures_ignored("discarding draft-ahead tokens"):
             proposals, timed = await self._call_draft(draft, next(self._round_ids), items, trace)
             round_.take_ahead(proposals, self.target.vocab_size)
