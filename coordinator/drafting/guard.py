@@ -17,9 +17,9 @@ from coordinator.scheduling.sequence import DraftMethod
 # Share of the time that drafting may lose in the long run. Halved after each failed retry, `MAX_FAILURES` times.
 LOSS_SHARE, MAX_FAILURES = 0.01, 3
 # Balance in plain rounds: of the first account of a method, after a pause, and maximum.
-FIRST_BALANCE, RETRY_BALANCE, MAX_BALANCE = 2.0, 2.0, 12.0
+FIRST_BALANCE, RETRY_BALANCE, MAX_BALANCE = 1.5, 2.0, 12.0
 # Share of the balance that a new account takes over from the one used before, and its minimum balance.
-INHERITED_SHARE, MIN_INHERITED = 0.25, 1.0
+INHERITED_SHARE, MIN_INHERITED = 0.25, 0.5
 # Minimum balance, and maximum loss of one round: one stalled round must not cause a long pause.
 MIN_BALANCE, MAX_LOSS = -4.0, 4.0
 # Below this balance, one of so many rounds is plain: an error of the yardstick may be to blame.
