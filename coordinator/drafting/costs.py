@@ -159,6 +159,10 @@ class RoundCosts:
     """A verification, by rows: one per sequence, and one per draft token."""
     exchange: float
     """Seconds of a round trip to a worker, without the pass."""
+    plain_exchange: float | None = None
+    """Seconds between the passes of two plain rounds, which may overlap with messages. None: the same as `exchange`."""
+    scheduling: float = 0.0
+    """Seconds of the coordinator in a round with drafts."""
 
     def seconds(self, sequences: int, drafting: list[int], num_lookup_tokens: int = 0) -> float:
         """Seconds of a round of `sequences` sequences, of which `drafting[j]` take part in draft step j.
@@ -166,5 +170,13 @@ class RoundCosts:
         `num_lookup_tokens`: draft tokens of prompt lookup, which take no draft step.
         """
         drafted = sum(self.draft(count) for count in drafting if count)
-        exchanges = 2 if any(drafting) else 1
-        return drafted + self.verify(sequences + sum(drafting) + num_lookup_tokens) + exchanges * self.exchange
+        waiting = self._waiting(any(drafting), num_lookup_tokens > 0)
+        return drafted + self.verify(sequences + sum(drafting) + num_lookup_tokens) + waiting
+
+    def _waiting(self, is_drafted: bool, has_lookup_tokens: bool) -> float:
+        """Seconds of a round in which no model runs."""
+        if is_drafted:
+            return 2 * self.exchange + self.scheduling
+        if has_lookup_tokens or self.plain_exchange is None:
+            return self.exchange + self.scheduling
+        return self.plain_exchange

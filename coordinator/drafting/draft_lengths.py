@@ -2,19 +2,22 @@
 
 The expected gain of a draft token is the probability that it and all draft tokens before it are accepted. It costs a
 row of the verification. A token of the draft model also costs a share of a draft step. If no draft token pays off,
-nothing is drafted.
+nothing is drafted. The guard pauses methods that lose time in spite of their plan.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, repeat
 from operator import mul
 
 from coordinator.drafting.acceptance import AcceptanceRates
 from coordinator.drafting.costs import RoundCosts
+from coordinator.drafting.guard import Guard
 from coordinator.drafting.trials import FREE_TRIALS, Trials
 from coordinator.scheduling.commits import DraftPlan
+from coordinator.scheduling.sequence import DraftMethod
 
 # Number of bins of acceptance rates. Planning counts sequences per bin instead of examining each one.
 RATE_BINS = 32
@@ -22,9 +25,11 @@ RATE_BINS = 32
 # cent, and plain decoding loses nothing.
 HYSTERESIS, MIN_DRAFTING_GAIN = 0.02, 0.04
 # Maximum rounds between plans, and the relative change of the batch size that forces a new plan.
-PLAN_ROUNDS, PLAN_BATCH_CHANGE = 8, 0.25
+PLAN_ROUNDS, PLAN_BATCH_CHANGE = 8, 0.1
 # Draft lag in tokens whose cost is negligible.
 SMALL_LAG = 8
+# Trials of the model before the first plan that relies on it.
+NEW_TRIALS = 2
 # While the model drafts, one of this many rounds decodes plainly, to measure the time of plain decoding.
 PLAIN_EVERY = 128
 
@@ -80,26 +85,74 @@ class DraftLengths:
     """Prompt-lookup tokens of the last round, by sequence id."""
     _model_trials: Trials = field(default_factory=Trials)
     _lookup_trials: Trials = field(default_factory=Trials)
-    _since_plain: int = PLAIN_EVERY - FREE_TRIALS
+    _trial: Trials | None = None
+    """The trials that the last round belongs to."""
+    _allowed_last: tuple[bool, ...] = ()
+    """Whether the model, prompt lookup, and trials only were allowed in the last round."""
+    _since_plain: float = math.inf
+    """Rounds since the last plain one."""
 
     def __post_init__(self) -> None:
         self.acceptance = AcceptanceRates(self.first_rate)
+        self.guard = Guard(self.costs)
 
-    def choose(self, options: Mapping[int, DraftOptions]) -> dict[int, DraftPlan]:
+    def choose(self, options: Mapping[int, DraftOptions], batch: int | None = None) -> dict[int, DraftPlan]:
+        """Choose the draft plan of each sequence. `batch`: sequences of the round if others take part."""
+        batch = batch or len(options)
         self._age += 1
+        self._trial = None
+        options = self._allowed(options, batch)
         changed = abs(len(options) - self.plan.sequences) > PLAN_BATCH_CHANGE * self.plan.sequences
         if changed or self._age >= PLAN_ROUNDS:
             self.plan, self._age = self._best_plan(options), 0
         plans = {i: self._plan_sequence(i, option) for i, option in options.items()}
         self._num_lookup_tokens = {i: len(plan.lookup_ids) for i, plan in plans.items() if not plan.num_draft_tokens}
         self._since_plain += 1
-        if not self.plan.steps:
-            self._run_trials(plans, options)
-        elif self._since_plain >= PLAIN_EVERY:
+        if self._is_plain_due(batch):
             plans = dict.fromkeys(options, DraftPlan())
+        elif not self.plan.steps:
+            self._run_trials(plans, options)
         if not any(plan.num_draft_tokens or plan.lookup_ids for plan in plans.values()):
             self._since_plain = 0
         return plans
+
+    def observe(self, sequences: int, tokens: int, seconds: float, method: DraftMethod | None) -> None:
+        """Learn from the time of the last round; see `Guard.observe`."""
+        gain = self.guard.observe(sequences, tokens, seconds, method)
+        if method is None:
+            return
+        if self._trial is not None:
+            self._trial.settle(-gain)
+        if self._trial is None or self._trial.made <= FREE_TRIALS:  # later trials have their own budget
+            self.guard.charge(sequences, tokens, seconds, method)
+
+    def _allowed(self, options: Mapping[int, DraftOptions], batch: int) -> Mapping[int, DraftOptions]:
+        """Options without the methods that the guard has paused. A pause that begins or ends forces a new plan."""
+        may_use_model, may_look_up = (
+            self.guard.may_draft(batch, method) for method in (DraftMethod.MODEL, DraftMethod.NGRAM)
+        )
+        if (allowed := (may_use_model, may_look_up, self._is_new)) != self._allowed_last:
+            self._allowed_last, self._age = allowed, PLAN_ROUNDS
+        if may_use_model and may_look_up:
+            return options
+        return {
+            i: replace(
+                option,
+                has_model=option.has_model and may_use_model,
+                lookup_ids=option.lookup_ids if may_look_up else (),
+            )
+            for i, option in options.items()
+        }
+
+    def _is_plain_due(self, sequences: int) -> bool:
+        """Whether to measure a plain round now. The first one is always plain."""
+        max_rounds = PLAIN_EVERY if self.plan.steps else math.inf
+        return self._since_plain >= max_rounds or self.guard.needs_plain_round(sequences)
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether costs are only believed, so that the model may draft in trials only."""
+        return self.guard.is_active and self._model_trials.made < NEW_TRIALS
 
     def _plan_sequence(self, sequence_id: int, options: DraftOptions) -> DraftPlan:
         """Choose the draft model or prompt lookup, whichever gains more."""
@@ -133,6 +186,8 @@ class DraftLengths:
         drafting = [i for i, option in options.items() if option.can_use_model and not lookups[i]]
         counts = Counter(_bin(self.acceptance.rate(i)) for i in drafting)
         batch = _Batch(self.costs, len(options), counts, sum(lookups.values()), lookup_gain)
+        if self._is_new:
+            return batch.plan(0)
         num_steps = min(len(self.plan.steps), self.max_num_draft_tokens)
         best = batch.plan(num_steps)
         for direction in (-1, 1):  # the speed has one peak for each number of passes
@@ -166,10 +221,12 @@ class DraftLengths:
             seconds += self._catch_up_seconds(min_lag * len(tried))
             gained = sum(map(self.acceptance.rate, tried)) * plain / len(options)
             if self._model_trials.may_try(plain, seconds, gained):
+                self._trial = self._model_trials
                 plans.update(dict.fromkeys(tried, DraftPlan(num_draft_tokens=1)))
         elif rates := {i: option.lookup_rate for i, option in idle.items() if option.lookup_ids}:
             seconds = self.costs.seconds(len(options), [], len(rates)) - plain
             if self._lookup_trials.may_try(plain, seconds, sum(rates.values()) * plain / len(options)):
+                self._trial = self._lookup_trials
                 plans.update({i: DraftPlan(lookup_ids=options[i].lookup_ids[:1]) for i in rates})
 
 

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from coordinator.drafting.acceptance import Calibration
 from coordinator.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes
 from coordinator.drafting.draft_lengths import DraftLengths, DraftOptions, expected_tokens
 from coordinator.drafting.lookup import PromptLookup
+from coordinator.drafting.outcome import RoundOutcome
 from coordinator.scheduling.commits import Commit, DraftPlan, Lookup, LookupSource
 from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.sequence import MAX_DRAFT_LAG, DraftMethod, Sequence
@@ -20,6 +21,8 @@ MAX_CATCH_UP_ROUNDS = 32
 MIN_CHANCE = 0.02
 # Seconds of a round trip to a worker: the initial estimate, and the weight of each observation.
 FIRST_EXCHANGE, EXCHANGE_WEIGHT = 0.0015, 0.05
+# Maximum factor between an observed waiting time and its estimate: one stalled round changes little.
+MAX_RISE = 4.0
 # Minimum relative gain of two alternating groups over one group.
 OVERLAP_GAIN = 0.05
 # Draft tokens that a request with a fixed length always gets, even beside adaptive requests.
@@ -37,17 +40,6 @@ class DraftWorker:
     round_id: int
     step_times: StepTimes | None = None
     """Measured by the worker at each start. None: keep the learned times."""
-
-
-@dataclass
-class RoundOutcome:
-    """Results and durations of a round."""
-
-    verify_items: Items[VerifyItem]
-    verified: Timed
-    commits: Items[Commit]
-    proposals: list[tuple[Items[ProposeItem], Items[Proposal], Timed]] = field(default_factory=list)
-    """Calls to the draft worker: items, proposals and durations."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +90,15 @@ class Drafting:
         return self.calibration.chances, self.lengths.plan.speed * self.costs.draft(1)
 
     def plan_round(
-        self, group: Items[Sequence], worker: DraftWorker | None, verify_times: StepTimes | None = None
+        self,
+        group: Items[Sequence],
+        worker: DraftWorker | None,
+        verify_times: StepTimes | None = None,
+        batch: int | None = None,
     ) -> dict[int, DraftPlan]:
         """The draft plan of each sequence id. Without a draft worker only prompt lookup drafts.
 
-        `verify_times`: like `DraftWorker.step_times`, of the target worker.
+        `verify_times`: like `DraftWorker.step_times`, of the target worker. `batch`: see `observe_seconds`.
 
         Beside adaptive requests, a fixed number of draft tokens is limited to the draft steps of the plan, or to
         `MIN_FIXED_TOKENS` if that is more. Otherwise adaptive requests would wait for unprofitable steps.
@@ -117,7 +113,7 @@ class Drafting:
         self.costs.verify.cached = self.costs.draft.cached = mean_length
         adaptive = {s.sequence_id: options[s.sequence_id] for s in drafting if s.request.adaptive}
         plans = dict.fromkeys((sequence.sequence_id for sequence in group), _NO_DRAFTS)
-        plans |= self.lengths.choose(adaptive) if adaptive else {}
+        plans |= self.lengths.choose(adaptive, batch or len(group)) if adaptive else {}
         limit = max(MIN_FIXED_TOKENS, len(self.lengths.plan.steps)) if adaptive else None
         for sequence in drafting:
             sequence_id = sequence.sequence_id
@@ -130,13 +126,30 @@ class Drafting:
         return {i: replace(plan, lookup=lookups[i]) if i in lookups else plan for i, plan in plans.items()}
 
     def observe_round(self, outcome: RoundOutcome) -> None:
-        for proposals in outcome.proposals:
-            self.observe_proposals(*proposals)
+        for items, proposals, timed in outcome.proposals:
+            if outcome.is_quiet:
+                self.observe_proposals(items, proposals, timed)
+            else:
+                self._draft_steps = max((len(proposal.draft_token_ids) for proposal in proposals), default=0)
         self._observe_exchange(outcome.verified)
-        if all(len(item.token_ids) == 1 for item in outcome.verify_items):
+        if outcome.is_quiet and outcome.all_decode:
             self.costs.verify.observe(_rows(outcome.verify_items), outcome.verified.forward)
         for commit in outcome.commits:
             self.observe(commit)
+
+    def observe_seconds(self, outcome: RoundOutcome, seconds: float, batch: int | None = None) -> None:
+        """Learn from the wall time of a round, since the end of the previous one.
+
+        `batch`: sequences of both groups if two overlap. A plain round would have all of them.
+        """
+        self.lengths.guard.is_active = True
+        overlaps = batch is not None and batch > len(outcome.verify_items)
+        if not outcome.is_comparable or (overlaps and outcome.method is None):
+            return
+        sequences = batch if batch is not None and overlaps else len(outcome.verify_items)
+        self.lengths.observe(sequences, outcome.num_tokens, seconds, outcome.method)
+        if not overlaps:
+            self._observe_waiting(outcome, seconds)
 
     def observe(self, commit: Commit) -> None:
         """Learn from the draft tokens of one sequence."""
@@ -164,6 +177,19 @@ class Drafting:
 
     def _observe_exchange(self, timed: Timed) -> None:
         self.costs.exchange += EXCHANGE_WEIGHT * (timed.wire - self.costs.exchange)
+
+    def _observe_waiting(self, outcome: RoundOutcome, seconds: float) -> None:
+        """Learn how long the target waits between plain rounds, and how long the coordinator takes for other rounds."""
+        costs = self.costs
+        if outcome.method is None:
+            before = costs.exchange if costs.plain_exchange is None else costs.plain_exchange
+            waited = seconds - outcome.verified.forward - outcome.verified.realign
+            waited = min(max(0.0, waited), MAX_RISE * max(before, costs.exchange))
+            costs.plain_exchange = before + EXCHANGE_WEIGHT * (waited - before)
+        else:
+            scheduling = seconds - sum(timed.elapsed for timed in outcome.calls)
+            scheduling = min(max(0.0, scheduling), MAX_RISE * costs.exchange)
+            costs.scheduling += EXCHANGE_WEIGHT * (scheduling - costs.scheduling)
 
     def overlap_pays(self, sequences: int) -> bool:
         """Whether two alternating halves beat a single group: one drafts while the other is verified."""

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 # Maximum share of all time spent on trials, and the minimum share of a trial's time that counts as its cost.
 TIME_SHARE, MIN_LOSS = 0.01, 0.1
-# Initial trials without a time budget, since the costs are not known yet.
-FREE_TRIALS = 4
+# Initial trials without a time budget, since the costs are not known yet, and their maximum loss in plain rounds.
+FREE_TRIALS, FREE_LOSS = 4, 0.75
 
 
 @dataclass
@@ -14,7 +14,9 @@ class Trials:
 
     made: int = 0
     saved: float = 0.0
-    """Seconds that the next trial may cost."""
+    """Seconds that the next trial may cost. Negative after a trial that cost more than expected."""
+    _spent: float = 0.0
+    """Savings that the last trial has used up."""
 
     def may_try(self, plain: float, seconds: float, gained: float) -> bool:
         """Whether to run a trial in this round, which would take `plain` seconds without it.
@@ -22,7 +24,12 @@ class Trials:
         `seconds`: extra time of the trial. `gained`: time that plain decoding would need for the expected tokens.
         """
         self.saved += TIME_SHARE * plain
-        if self.made >= FREE_TRIALS and self.saved < max(seconds - gained, MIN_LOSS * seconds):
+        is_free = self.made < FREE_TRIALS and self.saved > -FREE_LOSS * plain
+        if not is_free and self.saved < max(seconds - gained, MIN_LOSS * seconds):
             return False
-        self.made, self.saved = self.made + 1, 0.0
+        self.made, self.saved, self._spent = self.made + 1, min(0.0, self.saved), max(0.0, self.saved)
         return True
+
+    def settle(self, lost: float) -> None:
+        """Charge the measured loss of the last trial, in seconds, beyond its savings."""
+        self.saved -= max(0.0, lost - self._spent)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from coordinator.config.settings import Overlap
-from coordinator.drafting.drafting import Drafting, DraftWorker, RoundOutcome
+from coordinator.drafting.drafting import Drafting, DraftWorker
+from coordinator.drafting.outcome import RoundOutcome
 from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.scheduling.counters import Counters, Timed
 from coordinator.scheduling.grouping import Group
@@ -115,7 +116,17 @@ class RoundRunner:
         draft = self._workers.ready_draft
         if draft is None or self._overlap == "off":
             return False
-        return self._overlap == "on" or draft.hosts_and_devices.isdisjoint(self.target.hosts_and_devices)
+        return self._overlap == "on" or not self._shares_devices
+
+    @property
+    def _shares_devices(self) -> bool:
+        draft = self._workers.ready_draft
+        return draft is not None and not draft.hosts_and_devices.isdisjoint(self.target.hosts_and_devices)
+
+    @property
+    def _batch(self) -> int | None:
+        """Sequences of both groups if two overlap."""
+        return self._pool.schedulable if self.num_groups > 1 else None
 
     async def run(self, group: Group, sent: Callable[[], None], may_join: bool = False) -> bool:
         """Run one round. Return False if no sequence made progress.
@@ -148,7 +159,7 @@ class RoundRunner:
     def _plan(self, group: Group) -> Round:
         round_id, draft = next(self._round_ids), self._workers.ready_draft
         worker = DraftWorker(draft.max_model_len, round_id, draft.step_times) if draft is not None else None
-        plans = self._drafting.plan_round(group.sequences, worker, self.target.step_times)
+        plans = self._drafting.plan_round(group.sequences, worker, self.target.step_times, self._batch)
         chance, pass_seconds = self._drafting.chance, self.target.step_times
         self.num_groups = 1 + (self._can_overlap and self._drafting.overlap_pays(self._pool.schedulable))
         return Round(round_id, group.sequences, self._prefill_tokens, plans, chance, pass_seconds)
@@ -158,6 +169,7 @@ class RoundRunner:
         while round_.wants_drafts and self._pool.has_other_rounds(sequences):
             await self._round_ended.wait()  # drafts continue the tokens that those commit
         flight.began, flight.instance_id = time.perf_counter(), self.target.instance_id
+        flight.outcome.is_quiet = self.num_groups == 1 or not self._shares_devices
         await self._propose(flight)
         flight.outcome.verify_items = round_.verify_items()
         if not flight.outcome.verify_items:
@@ -181,7 +193,7 @@ class RoundRunner:
         items = round_.propose_items(draft.max_model_len, draft.vocab_size, draft.kv_reservations_grow)
         if not items:
             return
-        began = time.perf_counter()
+        began, flight.outcome.called_draft = time.perf_counter(), True
         with _draft_failures_ignored("proposal failed; decoding plainly"):
             proposals, timed = await self._call_draft(draft, round_.round_id, items, flight.trace)
             round_.take_proposals(proposals, self.target.vocab_size)
@@ -238,6 +250,7 @@ class RoundRunner:
         items = round_.ahead_items(self._drafting.num_ahead_steps(outcome.verify_items), draft.max_model_len)
         if not items:
             return
+        outcome.called_draft, outcome.is_quiet = True, outcome.is_quiet and not self._shares_devices
         with _draft_failures_ignored("discarding draft-ahead tokens"):
             proposals, timed = await self._call_draft(draft, next(self._round_ids), items, flight.trace)
             round_.take_ahead(proposals, self.target.vocab_size)
@@ -267,6 +280,7 @@ class RoundRunner:
             self.counters.cache_misses += flight.round.cache_misses
             self.counters.grouping.add(flight.group, flight.same_length)
             self._add_round_time(flight, seconds)
+            self._drafting.observe_seconds(flight.outcome, seconds, self._batch)
         finally:
             self._in_flight.committed(commits)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.drafting.costs import MAX_GROWTH, MIN_SECONDS, StepTimes
+from coordinator.drafting.costs import MAX_GROWTH, MIN_SECONDS, RoundCosts, StepTimes
 
 MEASURED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FIRST, MORE = 0.02, 0.0006
@@ -158,3 +158,16 @@ def test_one_stalled_round_changes_little() -> None:
         times.observe(40, worker.seconds(40))
     times.observe(40, 100 * worker.seconds(40))
     assert times(40) < 2 * worker.seconds(40)
+
+
+def test_plain_rounds_have_their_own_waiting_time() -> None:
+    """Seconds between plain passes, which may overlap with messages. By default, one exchange."""
+    costs = RoundCosts(StepTimes({1: 0.003, 8: 0.003}), StepTimes({1: 0.02, 8: 0.02}), exchange=0.002)
+    assert costs.seconds(1, []) == pytest.approx(0.022)
+    costs.plain_exchange = 0.0005
+    assert costs.seconds(1, []) == pytest.approx(0.0205)
+    assert costs.seconds(1, [1]) == pytest.approx(0.003 + 0.02 + 2 * 0.002), "only plain rounds are pipelined"
+    assert costs.seconds(1, [], num_lookup_tokens=3) == pytest.approx(0.022)
+    costs.scheduling = 0.001
+    assert costs.seconds(1, []) == pytest.approx(0.0205)
+    assert costs.seconds(1, [1]) == pytest.approx(0.028)

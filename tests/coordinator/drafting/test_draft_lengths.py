@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.simulate import COSTS, row
+from benchmarks.simulate.cells import row
+from benchmarks.simulate.machine import COSTS
 from coordinator.drafting.costs import RoundCosts, StepTimes
 from coordinator.drafting.draft_lengths import PLAN_ROUNDS, DraftLengths, DraftOptions
 from coordinator.drafting.trials import FREE_TRIALS
+from coordinator.scheduling.sequence import DraftMethod
 
 
 def line(first: float, more: float) -> StepTimes:
@@ -128,7 +130,8 @@ def test_draft_methods_have_separate_trials() -> None:
 
 def test_a_trial_catches_up_only_one_sequence_with_a_large_lag() -> None:
     lengths = DraftLengths(costs(draft=1.0), max_num_draft_tokens=8)
-    plans = lengths.choose({i: DraftOptions(8, draft_lag=100) for i in range(8)})
+    for _ in range(2):  # the first round is plain
+        plans = lengths.choose({i: DraftOptions(8, draft_lag=100) for i in range(8)})
     assert sum(plan.num_draft_tokens for plan in plans.values()) == 1
 
 
@@ -143,6 +146,7 @@ def test_prompt_lookup_stops_where_its_rows_begin_another_tile() -> None:
         }
         return sum(len(plan.lookup_ids) for plan in lengths.choose(options).values())
 
+    assert num_lookup_tokens(12) == 0, "the first round is plain"
     assert sum(num_lookup_tokens(12) for _ in range(100)) == 4 * 100
     assert sum(num_lookup_tokens(8) for _ in range(100)) < 4 * 10, "only trials are left"
 
@@ -198,3 +202,71 @@ def test_adaptive_lengths_reach_97_percent_of_the_best_fixed_length(
     result = row(name, batch, rate, kind, answers=10)
     assert result["of_best"] >= 0.97, result
     assert result["of_plain"] >= 0.97, result
+
+
+@pytest.mark.parametrize(("before", "after", "replans"), [(16, 13, True), (2, 1, True), (4, 3, True), (64, 63, False)])
+def test_plans_follow_at_once_when_sequences_thin_out(before: int, after: int, replans: bool) -> None:
+    lengths = trained(0.9)
+    for _ in range(2 * PLAN_ROUNDS):
+        num_draft_tokens(lengths, dict.fromkeys(range(before), 8))
+        if lengths.plan.sequences == before and lengths._age == 0:
+            break
+    num_draft_tokens(lengths, dict.fromkeys(range(after), 8))
+    assert (lengths.plan.sequences == after) is replans
+
+
+# --- The guard
+
+
+def report(lengths: DraftLengths, sequences: int, drafted: int, seconds: float) -> None:
+    """Report a round without accepted tokens."""
+    lengths.observe(sequences, sequences, seconds, DraftMethod.MODEL if drafted else None)
+
+
+def test_a_model_that_loses_time_in_spite_of_its_plan_pauses() -> None:
+    """Rounds that draft take 100 ms instead of the planned 40: nothing in the costs shows it."""
+    lengths, counts = trained(0.9), []
+    for _ in range(600):
+        chosen = num_draft_tokens(lengths, {0: 8})
+        counts.append(chosen[0])
+        lengths.observe(1, 1 + chosen[0] // 2, 0.1 if chosen[0] else 0.021, DraftMethod.MODEL if chosen[0] else None)
+    assert counts[0] > 1
+    assert sum(count > 0 for count in counts[1:]) < 15
+
+
+def test_prompt_lookup_goes_on_while_the_model_pauses() -> None:
+    lengths = DraftLengths(costs(), max_num_draft_tokens=8)
+    for number in range(60):
+        lengths.guard.observe(1, 1, 0.02, None)
+        if number % 20 == 0:
+            lengths.guard.charge(1, 1, 0.2, DraftMethod.MODEL)
+    plan = lengths.choose({0: DraftOptions(8)})
+    for _ in range(PLAN_ROUNDS):
+        plan = lengths.choose({0: DraftOptions(8, lookup_ids=(1,) * 8, lookup_rate=0.95)})
+    assert len(plan[0].lookup_ids) > 3
+    assert plan[0].num_draft_tokens == 0
+
+
+def test_trials_that_cost_more_than_believed_become_rarer() -> None:
+    def trials(seconds: float) -> int:
+        lengths, count = trained(0.02), 0
+        for _ in range(3000):
+            drafted = num_draft_tokens(lengths, {0: 8})[0]
+            lengths.acceptance.add(0, drafted, 0)
+            report(lengths, 1, drafted, seconds if drafted else 0.021)
+            count += drafted
+        return count
+
+    assert trials(0.026) > 10
+    assert trials(0.26) < trials(0.026) / 3
+
+
+def test_a_new_model_begins_with_trials() -> None:
+    """Rounds are plain until their time is known, and believed costs alone allow one token per sequence."""
+    lengths, counts = DraftLengths(costs(), max_num_draft_tokens=8), []
+    for _ in range(8):
+        counts.append(num_draft_tokens(lengths, {0: 8})[0])
+        lengths.acceptance.add(0, counts[-1], counts[-1])
+        lengths.observe(1, 1 + counts[-1], 0.021 + 0.005 * counts[-1], DraftMethod.MODEL if counts[-1] else None)
+    assert counts[:5] == [0, 0, 0, 1, 1]
+    assert min(counts[5:]) > 1

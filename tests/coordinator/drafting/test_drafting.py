@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from coordinator.drafting.acceptance import Calibration
 from coordinator.drafting.costs import StepTimes
 from coordinator.drafting.draft_lengths import PLAIN_EVERY, PLAN_ROUNDS
-from coordinator.drafting.drafting import Drafting, DraftWorker, RoundOutcome
+from coordinator.drafting.drafting import Drafting, DraftWorker
+from coordinator.drafting.outcome import RoundOutcome
 from coordinator.drafting.trials import FREE_TRIALS
 from coordinator.scheduling.commits import Commit, DraftPlan, Lookup, LookupSource
 from coordinator.scheduling.counters import Timed
@@ -223,6 +224,76 @@ def test_prefill_does_not_change_cost_estimates() -> None:
     proposals = [ProposeItem(1, 0, tuple(range(99)))], [proposal_of(sequence, ())], Timed(9.0, 9.0)
     drafting.observe_round(RoundOutcome(items, Timed(9.0, 9.0), [], [proposals]))
     assert (drafting.costs.verify.points, drafting.costs.draft.points) == before
+
+
+def observed(
+    drafting: Drafting, *, drafted: bool, seconds: float, is_quiet: bool = True, adaptive: bool = True
+) -> None:
+    """A round of one sequence: 5 ms per call in messages, 20 ms of verification, and 10 ms of drafting."""
+    sequence = make_sequence(adaptive=adaptive)
+    tokens = (4,) if drafted else ()
+    outcome = RoundOutcome([VerifyItem(1, 2, (3,), draft_token_ids=tokens)], Timed(0.025, 0.02), [])
+    outcome.commits = [Commit(sequence, (9,), str)]
+    outcome.is_quiet = is_quiet
+    if drafted:
+        proposal = proposal_of(sequence, tokens)
+        outcome.commits = [commit_of(sequence, (9,), proposal)]
+        outcome.called_draft = True
+        outcome.proposals = [([ProposeItem(1, 2, (3,), num_draft_tokens=1)], [proposal], Timed(0.015, 0.01))]
+    drafting.observe_round(outcome)
+    drafting.observe_seconds(outcome, seconds)
+
+
+def test_plain_rounds_teach_how_long_the_target_waits_between_them() -> None:
+    drafting = Drafting(max_num_draft_tokens=8)
+    for _ in range(200):
+        observed(drafting, drafted=False, seconds=0.0203)
+        observed(drafting, drafted=True, seconds=0.043)
+    assert drafting.costs.exchange == pytest.approx(0.005, rel=0.1)
+    assert drafting.costs.plain_exchange == pytest.approx(0.0003, rel=0.1), "the next round was sent before"
+    assert drafting.costs.scheduling == pytest.approx(0.003, rel=0.1)
+    assert drafting.costs.seconds(1, []) == pytest.approx(0.0203, rel=0.05)
+    assert drafting.costs.seconds(1, [1]) == pytest.approx(0.043, rel=0.05)
+
+
+def test_a_stalled_plain_round_changes_waiting_times_little() -> None:
+    drafting = Drafting(max_num_draft_tokens=8)
+    for _ in range(100):
+        observed(drafting, drafted=False, seconds=0.022)
+    observed(drafting, drafted=False, seconds=60)
+    assert drafting.costs.plain_exchange == pytest.approx(0.002, rel=0.6)
+
+
+def test_pass_times_of_workers_that_disturb_each_other_are_not_learned() -> None:
+    drafting = Drafting(max_num_draft_tokens=8)
+    before = dict(drafting.costs.verify.points), dict(drafting.costs.draft.points)
+    observed(drafting, drafted=True, seconds=0.04, is_quiet=False)
+    assert (drafting.costs.verify.points, drafting.costs.draft.points) == before
+    observed(drafting, drafted=True, seconds=0.04)
+    assert drafting.costs.verify.points != before[0]
+    assert drafting.costs.draft.points != before[1]
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_drafting_pauses_while_adaptive_rounds_lose_time(adaptive: bool) -> None:
+    """Only draft lengths that the coordinator chose itself count."""
+    drafting = make_drafting(rate=0.9)
+    for _ in range(5):
+        observed(drafting, drafted=False, seconds=0.025)
+    for _ in range(5):
+        observed(drafting, drafted=True, seconds=0.2, adaptive=adaptive)
+    assert (plan_of(drafting, make_sequence()).num_draft_tokens == 0) is adaptive
+    fixed = make_sequence(adaptive=False, k=3, method=DraftMethod.MODEL)
+    assert plan_of(drafting, fixed).num_draft_tokens == 3, "requests with a fixed length draft on"
+
+
+def test_a_plain_round_beside_a_draft_worker_that_does_not_answer_is_no_plain_round() -> None:
+    drafting = make_drafting(rate=0.9)
+    outcome = RoundOutcome([VerifyItem(1, 2, (3,))], Timed(0.025, 0.02), [Commit(make_sequence(), (9,), str)])
+    outcome.called_draft = True
+    for _ in range(5):
+        drafting.observe_seconds(outcome, 5.0)
+    assert drafting.lengths.guard.plain.seconds(1) is None
 
 
 def test_finished_sequences_are_forgotten() -> None:

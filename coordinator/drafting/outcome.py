@@ -1,0 +1,52 @@
+"""Outcome of a round, from which draft planning learns. Pure."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from coordinator.scheduling.commits import Commit
+from coordinator.scheduling.counters import Timed
+from coordinator.scheduling.sequence import DraftMethod
+from specpool.protocol.rounds import Proposal, ProposeItem, VerifyItem
+
+
+@dataclass
+class RoundOutcome:
+    """Results and durations of a round."""
+
+    verify_items: Items[VerifyItem]
+    verified: Timed
+    commits: Items[Commit]
+    proposals: list[tuple[Items[ProposeItem], Items[Proposal], Timed]] = field(default_factory=list)
+    """Calls to the draft worker: items, proposals and durations."""
+    called_draft: bool = False
+    """Whether the draft worker was called, even if it did not answer."""
+    is_quiet: bool = True
+    """Whether each worker had its devices to itself, so that pass times are those of one worker alone."""
+
+    @property
+    def all_decode(self) -> bool:
+        """Whether no sequence prefills."""
+        return all(len(item.token_ids) == 1 for item in self.verify_items)
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether adaptive draft lengths alone decide how much faster the round is than a plain one."""
+        fixed = any(commit.drafted and not commit.sequence.request.adaptive for commit in self.commits)
+        return bool(self.commits) and self.all_decode and not fixed
+
+    @property
+    def method(self) -> DraftMethod | None:
+        """The most expensive draft method used; None for a plain round."""
+        if self.called_draft or any(commit.method is DraftMethod.MODEL for commit in self.commits):
+            return DraftMethod.MODEL
+        return DraftMethod.NGRAM if any(item.draft_token_ids for item in self.verify_items) else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens gained by all sequences."""
+        return sum(len(commit.token_ids) for commit in self.commits)
+
+    @property
+    def calls(self) -> list[Timed]:
+        """Durations of the calls to both workers."""
+        return [self.verified, *(timed for _, _, timed in self.proposals)]
