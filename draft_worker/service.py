@@ -23,19 +23,20 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
     respond = staticmethod(propose_response)
 
     @staticmethod
-    def serve(requests: Sequence[pb.ProposeRequest], proposer: Proposer) -> list[list[Proposal]]:
+    def read(request: pb.ProposeRequest, proposer: Proposer) -> ProposeRound:
+        items = read_propose_items(request, proposer.limits)
+        hints = read_chances(request), read_step_cost(request)
+        return ProposeRound(request.coordinator_id, request.round_id, items, *hints)
+
+    @staticmethod
+    def serve(rounds: Sequence[ProposeRound], proposer: Proposer) -> list[list[Proposal]]:
         """Draft for rounds of different coordinators."""
-        rounds = []
-        for request in requests:
-            items = read_propose_items(request, proposer.limits(request.coordinator_id))
-            hints = read_chances(request), read_step_cost(request)
-            rounds.append(ProposeRound(request.coordinator_id, request.round_id, items, *hints))
         return proposer.propose(rounds)
 
     @staticmethod
-    def work(request: pb.ProposeRequest, proposer: Proposer) -> Work:
+    def work(round_: ProposeRound, proposer: Proposer) -> Work:
         """A draft takes one forward pass for each draft token."""
-        served = [item for item in request.items if proposer.has_room(request.coordinator_id, item.sequence_id)]
+        served = [item for item in round_.items if proposer.has_room(round_.coordinator_id, item.sequence_id)]
         return Work(
             sum(len(item.token_ids) for item in served), max((item.num_draft_tokens for item in served), default=1)
         )

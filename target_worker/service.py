@@ -25,23 +25,20 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
     respond = staticmethod(verify_response)
 
     @staticmethod
-    def serve(requests: Sequence[pb.VerifyRequest], verifier: Verifier) -> list[list[Verdict]]:
-        """Verify rounds of different coordinators in one forward pass."""
-        rounds = []
-        for request in requests:
-            items = read_verify_items(request, verifier.limits(request.coordinator_id))
-            rounds.append(VerifyRound(request.coordinator_id, request.round_id, items))
+    def read(request: pb.VerifyRequest, verifier: Verifier) -> VerifyRound:
+        items = read_verify_items(request, verifier.limits)
+        return VerifyRound(request.coordinator_id, request.round_id, items, request.may_join)
+
+    @staticmethod
+    def serve(rounds: Sequence[VerifyRound], verifier: Verifier) -> list[list[Verdict]]:
+        """Verify rounds in one forward pass."""
         return verifier.verify(rounds)
 
     @staticmethod
-    def work(request: pb.VerifyRequest, verifier: Verifier) -> Work:
+    def work(round_: VerifyRound, verifier: Verifier) -> Work:
         """Verification takes one forward pass."""
-        served = (item for item in request.items if verifier.has_room(request.coordinator_id, item.sequence_id))
-        return Work(sum(len(item.token_ids) + len(item.draft_token_ids) for item in served))
-
-    @staticmethod
-    def may_join(request: pb.VerifyRequest) -> bool:
-        return request.may_join
+        served = (item for item in round_.items if verifier.has_room(round_.coordinator_id, item.sequence_id))
+        return Work(sum(max(1, len(item.token_ids)) + len(item.draft_token_ids) for item in served))
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
         """Realign, extend and verify one round."""

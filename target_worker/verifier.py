@@ -23,6 +23,8 @@ class Verifier(SequenceEngine):
 
         One verdict for each item, in item order. WorkerFailedError: the logits of a sequence are not finite.
         """
+        for round_ in rounds:
+            self._continue(round_)
         realigned = [self.realign(round_.coordinator_id, round_.round_id, round_.items) for round_ in rounds]
         ready = {
             (round_.coordinator_id, item.sequence_id): item
@@ -40,6 +42,14 @@ class Verifier(SequenceEngine):
             ]
             for round_, states in zip(rounds, realigned, strict=True)
         ]
+
+    def _continue(self, round_: VerifyRound) -> None:
+        """Fill in where sequences continue; no tokens if they cannot."""
+        for item in round_.items:
+            if item.after_round_id is not None:
+                key = round_.coordinator_id, item.sequence_id
+                found = self.engine.slots.continuation(key, round_.round_id, item.after_round_id)
+                item.base_length, item.token_ids = (found.base_length, (found.token_id,)) if found else (0, ())
 
     def _span(self, key: SequenceKey, item: VerifyItem) -> Span:
         if item.after_round_id is not None:

@@ -60,7 +60,7 @@ def read_propose_items(request: draft_worker_pb2.ProposeRequest, limits: RoundLi
     for index, item in enumerate(request.items):
         field = f"items[{index}]"
         fields = _common_fields(field, item)
-        _check_item(field, item, fields, limits, max(0, item.num_draft_tokens - 1), seen)
+        _check_item(field, item, limits, seen)
         _check_maximum(f"{field}.num_draft_tokens", item.num_draft_tokens, MAX_ITEM_DRAFT_TOKENS)
         next_chance = item.next_chance if item.HasField("next_chance") else 1.0
         items.append(
@@ -121,8 +121,8 @@ def read_verify_items(request: target_worker_pb2.VerifyRequest, limits: RoundLim
     for index, item in enumerate(request.items):
         field, drafts = f"items[{index}]", tuple(item.draft_token_ids)
         continues = item.HasField("after_round_id")
-        fields = _continued_fields(field, item, request.round_id, limits) if continues else _common_fields(field, item)
-        _check_item(field, item, fields, limits, len(drafts), seen)
+        fields = _continued_fields(field, item, request.round_id) if continues else _common_fields(field, item)
+        _check_item(field, item, limits, seen)
         _check_maximum(f"{field}.draft_token_ids", len(drafts), MAX_ITEM_DRAFT_TOKENS)
         _check_maximum(f"{field}.logprobs", item.logprobs, MAX_ITEM_LOGPROBS)
         if drafts and item.prefill_only:
@@ -255,10 +255,8 @@ def _common_fields(field: str, item: Any) -> dict[str, Any]:
     }
 
 
-def _continued_fields(
-    field: str, item: target_worker_pb2.VerifyItem, round_id: int, limits: RoundLimits
-) -> dict[str, Any]:
-    """Return the arguments of `SequenceItem` for a sequence that continues; without tokens if it cannot."""
+def _continued_fields(field: str, item: target_worker_pb2.VerifyItem, round_id: int) -> dict[str, Any]:
+    """Return the arguments of `SequenceItem` for a sequence that continues. Raises InvalidArgumentError."""
     given = [name for name in ("base_length", "token_ids", "prefill_only") if getattr(item, name)]
     given += [name for name in ("sampling", "prefix_sequence_id") if item.HasField(name)]
     if given:
@@ -266,11 +264,10 @@ def _continued_fields(
     if item.after_round_id >= round_id:
         reason = f"{item.after_round_id} must be below {round_id}, the round"
         raise InvalidArgumentError(f"{field}.after_round_id", reason)
-    continuation = limits.continuation(item.sequence_id, round_id, item.after_round_id)
     return {
         "sequence_id": item.sequence_id,
-        "base_length": continuation.base_length if continuation is not None else 0,
-        "token_ids": (continuation.token_id,) if continuation is not None else (),
+        "base_length": 0,
+        "token_ids": (),
         "max_length": _optional(item, "max_length"),
         "after_round_id": item.after_round_id,
     }
@@ -298,28 +295,14 @@ def _read_sampling(field: str, sampling: common_pb2.Sampling) -> SamplingParams:
 # --- Checks, which raise InvalidArgumentError
 
 
-def _check_item(
-    field: str, item: Any, fields: Mapping[str, Any], limits: RoundLimits, drafts: int, seen: set[int]
-) -> None:
-    """Check the common fields of an item.
-
-    `fields`: the arguments of `SequenceItem`. `drafts`: positions that the item needs besides its tokens. `seen`:
-    sequence ids of the round so far; the item's id is added.
-    """
+def _check_item(field: str, item: Any, limits: RoundLimits, seen: set[int]) -> None:
+    """Check the common fields of an item. `seen`: sequence ids of the round so far; the item's id is added."""
     if item.sequence_id in seen:
         raise InvalidArgumentError(f"{field}.sequence_id", f"{item.sequence_id} occurs twice in the round")
     seen.add(item.sequence_id)
     if item.HasField("prefix_sequence_id") and not item.base_length:
         raise InvalidArgumentError(f"{field}.base_length", "must be positive with prefix_sequence_id")
-    max_length = item.max_length if item.HasField("max_length") else limits.max_model_len
-    _check_maximum(f"{field}.max_length", max_length, limits.max_model_len)
-    reserved = limits.capacity(item.sequence_id)
-    if reserved is not None:
-        max_length = max(reserved, item.max_length)
-    maximum = min(limits.max_model_len, max_length)
-    end = fields["base_length"] + len(fields["token_ids"]) + drafts
-    if end > maximum:
-        raise InvalidArgumentError(field, f"needs {end} positions, more than the maximum of {maximum}")
+    _check_maximum(f"{field}.max_length", item.max_length, limits.max_model_len)
     _check_token_ids(f"{field}.token_ids", item.token_ids, limits)
 
 

@@ -7,7 +7,7 @@ almost three times as long.
 """
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
@@ -54,6 +54,11 @@ class SequenceItem:
     """Positions to reserve, including draft tokens; never fewer than before. None: max_model_len on first contact, and
     later no further positions."""
 
+    @property
+    def end(self) -> int:
+        """Positions that the item needs."""
+        raise NotImplementedError
+
 
 @dataclass
 class ProposeItem(SequenceItem):
@@ -65,6 +70,11 @@ class ProposeItem(SequenceItem):
     """Minimum acceptance probability of a draft token. Drafting stops before a token below it. 0: no minimum."""
     next_chance: float = 1.0
     """Estimated acceptance probability of the next token, given that all earlier draft tokens are accepted."""
+
+    @property
+    def end(self) -> int:
+        """Positions that the item needs. The last draft token is not cached."""
+        return self.base_length + len(self.token_ids) + max(0, self.num_draft_tokens - 1)
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,11 @@ class VerifyItem(SequenceItem):
     """The sequence's previous round, whose result determines `base_length` and `token_ids`. They are empty until the
     result is known, and if the round yielded no token."""
 
+    @property
+    def end(self) -> int:
+        """Positions that the item needs."""
+        return self.base_length + len(self.token_ids) + len(self.draft_token_ids)
+
 
 @dataclass(frozen=True)
 class VerifyRound:
@@ -114,6 +129,8 @@ class VerifyRound:
     coordinator_id: str
     round_id: int
     items: Sequence[VerifyItem]
+    may_join: bool = False
+    """Whether it may share a forward pass with an earlier round of its coordinator."""
 
 
 @dataclass
@@ -135,10 +152,6 @@ class RoundLimits:
 
     vocab_size: int
     max_model_len: int
-    capacity: Callable[[int], int | None]
-    """Returns the positions reserved for a sequence id, or None if it has no slot."""
-    continuation: Callable[[int, int, int], Continuation | None] = lambda sequence_id, round_id, after_round_id: None
-    """Returns where a sequence continues in a round after an earlier one, or None if it cannot."""
     max_items: int = 2**16
     """Maximum number of items in a round."""
     max_logits: int = 2**16

@@ -53,8 +53,9 @@ class Backend(Protocol):
     def load(self) -> CacheLoad:
         """How full the cache is. Read after each work item, so it takes microseconds."""
 
-    def limits(self, coordinator_id: str) -> RoundLimits:
-        """Limits for the items of a coordinator's round."""
+    @property
+    def limits(self) -> RoundLimits:
+        """Limits for the items of a round. Any thread may read them."""
 
     def release(self, coordinator_id: str, sequence_ids: list[int] | None) -> int:
         """Free sequences, or all of a coordinator; return how many held a slot."""

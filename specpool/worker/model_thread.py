@@ -11,6 +11,7 @@ from contextlib import suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from specpool.protocol.errors import UnavailableError
@@ -35,28 +36,37 @@ class WorkItem:
     began: float = 0.0
     """Start in seconds of `time.monotonic`."""
 
+    outcome: Any = None
+    error: BaseException | None = None
+
     def run(self) -> None:
-        """Call the function, and hand its result or error to the event loop."""
-        outcome, error = None, None
+        """Call the function, and keep its result or error."""
         try:
-            outcome = self.context.run(self.function)
+            self.outcome = self.context.run(self.function)
         except BaseException as raised:
             # A future takes no StopIteration.
-            error = RuntimeError(repr(raised)) if isinstance(raised, StopIteration) else raised
-        with suppress(RuntimeError):  # the loop has ended
-            self.loop.call_soon_threadsafe(self._finish, outcome, error)
+            self.error = RuntimeError(repr(raised)) if isinstance(raised, StopIteration) else raised
 
-    def _finish(self, outcome: Any, error: BaseException | None) -> None:
+    def deliver(self) -> None:
+        """Hand the result or error to the event loop."""
+        with suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(self._finish)
+
+    def _finish(self) -> None:
         if self.result.done():  # cancelled
             return
-        if error is None:
-            self.result.set_result(outcome)
+        if self.error is None:
+            self.result.set_result(self.outcome)
         else:
-            self.result.set_exception(error)
+            self.result.set_exception(self.error)
 
 
 class ModelThread:
-    """A thread that runs functions one after the other, in call order."""
+    """A thread that runs functions one after the other, in call order.
+
+    If another function waits, a second thread delivers the result. Waking the event loop gives up the interpreter lock,
+    and the next function would wait until the loop has answered.
+    """
 
     def __init__(self) -> None:
         self.running: WorkItem | None = None
@@ -66,6 +76,8 @@ class ModelThread:
         self._closed = False
         # A daemon, so a function that never ends does not keep the process alive.
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
+        self._finished: SimpleQueue[WorkItem | None] = SimpleQueue()
+        self._delivery = threading.Thread(target=self._deliver, name="results", daemon=True)
 
     @property
     def waiting(self) -> int:
@@ -79,6 +91,7 @@ class ModelThread:
         """
         if self._thread.ident is None:
             self._thread.start()
+            self._delivery.start()
         loop = asyncio.get_running_loop()
         item = WorkItem(name, function, loop, loop.create_future())
         with self._changed:
@@ -113,6 +126,7 @@ class ModelThread:
     def _work(self) -> None:
         while self._run_next():
             pass
+        self._finished.put(None)
 
     def _run_next(self) -> bool:
         """Run one function; False once closed. A separate call, so no local keeps the work item alive."""
@@ -125,4 +139,13 @@ class ModelThread:
             self.running = item
         item.run()
         self.running = None
+        if self._waiting:
+            self._finished.put(item)
+        else:
+            item.deliver()
         return True
+
+    def _deliver(self) -> None:
+        while (item := self._finished.get()) is not None:
+            item.deliver()
+            del item

@@ -40,10 +40,13 @@ class Round:
     request: Any
     work: Callable[[], Work]
     """Measures the round, on the model thread."""
-    may_join: bool = False
-    """Whether it may share a pass with an earlier round of its coordinator."""
     response: tuple[Any, dict[str, int]] | None = None
     """The result and the timing fields of the response, once served."""
+
+    @property
+    def may_join(self) -> bool:
+        """Whether it may share a pass with an earlier round of its coordinator."""
+        return getattr(self.request, "may_join", False)
 
 
 class RoundMerging:

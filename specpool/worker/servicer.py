@@ -19,11 +19,13 @@ class WorkerServicer:
 
     method: ClassVar[str]
     """The RPC that serves one round."""
+    read: ClassVar[Any]
+    """Maps a request and the backend to a round, while the model may run. Reads only constants of the backend. Raises
+    InvalidArgumentError."""
     serve: ClassVar[Any]
-    """Maps requests of different coordinators and the backend to the results of each, in item order. Runs on the model
-    thread."""
+    """Maps rounds and the backend to the results of each, in item order. Runs on the model thread."""
     work: ClassVar[Any]
-    """Maps a request and the backend to the `Work` that it takes. Runs on the model thread."""
+    """Maps a round and the backend to the `Work` that it takes. Runs on the model thread."""
     respond: ClassVar[Any]
     """Maps a round id, results, timing fields and the instance id to a response."""
 
@@ -33,19 +35,14 @@ class WorkerServicer:
     def __init__(self, host: WorkerHost, tracer: Tracer | None = None) -> None:
         self._host, self._tracer = host, tracer
 
-    @staticmethod
-    def may_join(request: Any) -> bool:
-        """Whether a round may share a forward pass with an earlier one of its coordinator."""
-        return False
-
     async def round(self, request: Any) -> Any:
         """Serve one round, in a trace span if the coordinator traces it."""
         with self._span(request) as span:
             require_coordinator(request.coordinator_id)
             name = f"{self.method} (round {request.round_id}, {len(request.items)} sequences)"
-            waiting = Round(
-                request.coordinator_id, request, lambda: self.work(request, self._host.backend), self.may_join(request)
-            )
+            backend = self._host.backend
+            round_ = self.read(request, backend)
+            waiting = Round(request.coordinator_id, round_, lambda: self.work(round_, backend))
             served = await self._host.serve_round(waiting, name, self.serve)
             response = self.respond(request.round_id, *served, self._host.instance_id)
             if span is not None:

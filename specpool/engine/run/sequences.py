@@ -13,6 +13,7 @@ from specpool.engine.sampling.batch import Sampler
 from specpool.engine.sampling.rows import SequenceRows
 from specpool.engine.sampling.rules import SequenceRules
 from specpool.engine.sampling.sampler import kernel_is_exact
+from specpool.protocol.errors import InvalidArgumentError
 from specpool.protocol.rounds import MAX_DRAFT_TOKENS, ItemStatus, RoundLimits, SequenceItem
 from specpool.protocol.sampling import NO_LOGPROBS, Logprobs, SamplingParams
 from specpool.protocol.worker_info import CacheLoad, WorkerInfo
@@ -99,7 +100,12 @@ class SequenceEngine:
         return self.engine.slots.expire(now, lease_seconds)
 
     def realign(self, coordinator_id: str, round_id: int, items: Sequence[SequenceItem]) -> list[ItemStatus]:
-        """Bring every sequence's cache to its base length where possible. Return the status of each."""
+        """Bring every sequence's cache to its base length where possible. Return the status of each.
+
+        InvalidArgumentError: an item needs more positions than its sequence may have. Nothing has changed then.
+        """
+        for index, item in enumerate(items):
+            self._check_room(coordinator_id, index, item)
         with self.engine.realigning():
             return [self._realign(coordinator_id, round_id, item) for item in items]
 
@@ -151,6 +157,15 @@ class SequenceEngine:
         slot = self.engine.slots[key]
         slot.num_cached_tokens, slot.next_token = num_cached_tokens, next_token
 
+    def _check_room(self, coordinator_id: str, index: int, item: SequenceItem) -> None:
+        slots, key, limit = self.engine.slots, (coordinator_id, item.sequence_id), self.engine.max_model_len
+        length = limit if item.max_length is None else item.max_length
+        if key in slots:
+            length = max(slots[key].capacity, item.max_length or 0)
+        if item.end > (maximum := min(limit, length)):
+            reason = f"needs {item.end} positions, more than the maximum of {maximum}"
+            raise InvalidArgumentError(f"items[{index}]", reason)
+
     def _realign(self, coordinator_id: str, round_id: int, item: SequenceItem) -> ItemStatus:
         slots, key = self.engine.slots, (coordinator_id, item.sequence_id)
         if not item.token_ids:  # it was to continue after a round that is not its last one
@@ -198,19 +213,13 @@ class SequenceEngine:
         slot.num_cached_tokens, slot.token_ids = length, source.token_ids[:length]
         return ItemStatus.OK
 
-    def limits(self, coordinator_id: str) -> RoundLimits:
-        """Limits for the items of a coordinator's round."""
-
-        def capacity(sequence_id: int) -> int | None:
-            key = (coordinator_id, sequence_id)
-            return self.engine.slots[key].capacity if key in self.engine.slots else None
-
+    @property
+    def limits(self) -> RoundLimits:
+        """Limits for the items of a round. Any thread may read them."""
         slots = self.engine.slots.total
         return RoundLimits(
             self.engine.vocab_size,
             self.engine.max_model_len,
-            capacity,
-            lambda sequence_id, *rounds: self.engine.slots.continuation((coordinator_id, sequence_id), *rounds),
             max_items=ITEMS_PER_SLOT * slots,
             # A single sequence may have a draft of maximum length.
             max_logits=LOGITS_PER_SLOT * max(LOGITS_PER_SLOT, slots),
