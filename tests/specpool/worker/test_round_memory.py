@@ -30,6 +30,13 @@ def large(worker: Worker, tokens: int) -> Any:
     return worker.request(verify(1, 0, [2**32 - 1] * tokens))
 
 
+def padded(worker: Worker, count: int) -> Any:
+    """A valid round of this many bytes."""
+    request = worker.request(verify(1, 0, [5]))
+    request.traceparent = "x" * count
+    return request
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_many_empty_items_are_refused_before_they_are_parsed(worker: Worker, streamed: bool) -> None:
@@ -61,7 +68,7 @@ async def test_rounds_of_all_streams_share_the_memory(engines: dict[str, Engine]
             assert await asyncio.to_thread(hold.began.wait, PATIENCE_SECONDS)
             waiting = [worker.open_stream() for _ in range(4)]
             for stream in waiting:
-                await stream.write(large(worker, 200_000))
+                await stream.write(padded(worker, 6 * MIB))
             reads = [asyncio.ensure_future(stream.read()) for stream in waiting]
             done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
             for read in done:
@@ -71,8 +78,7 @@ async def test_rounds_of_all_streams_share_the_memory(engines: dict[str, Engine]
             hold.open.set()
             assert (await first.read()).results[0].status == OK
         await asyncio.wait(reads)
-        codes = [await stream.code() for stream in waiting]
-        assert codes.count(grpc.StatusCode.INVALID_ARGUMENT) >= 2, "these were read: their tokens are out of range"
+        assert any(read.exception() is None for read in reads)
         (result,) = await worker.round(verify(2, 0, [5]))
         assert result.status == OK, "all memory is free again"
 
@@ -85,4 +91,4 @@ async def test_a_round_of_maximum_size_is_served_alone(engines: dict[str, Engine
         await stream.write(request)
         error = await failure(stream.read())
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "positions" in str(error.details())
+        assert "items[0].token_ids" in str(error.details())

@@ -108,11 +108,12 @@ def test_a_coordinator_that_does_not_come_is_awaited_once(merging: RoundMerging,
 
 
 async def merged(target: Worker, *calls: Any) -> list[Any]:
-    """Call while the model thread is busy, so that all rounds wait at the same time."""
+    """Call while the model thread is busy, so that all valid rounds wait at the same time."""
     release = threading.Event()
     holding = asyncio.create_task(target.host.run(lambda backend: release.wait()))
     tasks = [asyncio.ensure_future(call) for call in calls]
-    while target.host._thread.running is None or target.host.waiting < len(calls):  # noqa: ASYNC110 - other thread
+    thread = target.host._thread
+    while thread.running is None or target.host.waiting + sum(task.done() for task in tasks) < len(calls):
         await asyncio.sleep(0.001)
     release.set()
     await holding

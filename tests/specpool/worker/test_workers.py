@@ -515,12 +515,14 @@ async def test_a_sequence_gets_exactly_max_length_positions(worker: Worker) -> N
     assert violated_fields(error) == ["items[0].max_length"]
 
 
-@pytest.mark.parametrize("k", [3, 2**32 - 1])
-async def test_a_draft_beyond_the_last_position_is_refused(draft: Worker, k: int) -> None:
+@pytest.mark.parametrize(
+    ("k", "field", "limit"), [(3, "items[0]", MAX_MODEL_LEN), (2**32 - 1, "items[0].num_draft_tokens", 1024)]
+)
+async def test_a_draft_beyond_the_last_position_is_refused(draft: Worker, k: int, field: str, limit: int) -> None:
     error = await failure(draft.round(propose(1, 0, [5] * (MAX_MODEL_LEN - 1), k)))
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert violated_fields(error) == ["items[0]"]
-    assert str(MAX_MODEL_LEN) in error.details()
+    assert violated_fields(error) == [field]
+    assert str(limit) in error.details()
 
 
 @pytest.mark.parametrize(
