@@ -54,7 +54,7 @@ class EmulatedDevice(SequenceEngine):
         self.engine: Any = SimpleNamespace(
             slots=SlotTable(SLOTS, Extents(SLOTS, MAX_MODEL_LEN)), vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN,
             max_num_batched_tokens=MAX_ROWS, passes=0, tokens=0, realign_ns=0, realigning=nullcontext,
-            drafts_ahead=False, loaded=SimpleNamespace(tokenizer=self._tokenizer),
+            drafts_ahead=False, supports_branches=False, loaded=SimpleNamespace(tokenizer=self._tokenizer),
         )  # fmt: skip
 
     @property

@@ -91,9 +91,10 @@ class Kernels:
             positions = torch.tensor([each for tile in tiles for each in tile], device=self._device)
             sizes = torch.tensor([len(tile) for tile in tiles], device=self._device)
             begins, probed = sizes.cumsum(0) - sizes, int((positions == position).nonzero()[-1])
+            no_branch = torch.zeros_like(positions)
             attended = attend_extents(
-                query[positions], keys, values, begins, sizes, positions, positions + ORIGIN, self._dim**-0.5,
-                num_splits(int(positions.max()) + 1),
+                query[positions], keys, values, begins, sizes, positions, positions + ORIGIN, no_branch, no_branch,
+                self._dim**-0.5, num_splits(int(positions.max()) + 1),
             )  # fmt: skip
             return attended[probed]
 

@@ -104,13 +104,15 @@ def rotate_and_cache(
 
 def attend_extents(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile_begins: torch.Tensor, tile_sizes: torch.Tensor,
-    positions: torch.Tensor, columns: torch.Tensor, scaling: float, splits: int,
+    positions: torch.Tensor, columns: torch.Tensor, prefix_lengths: torch.Tensor, offsets: torch.Tensor,
+    scaling: float, splits: int,
 ) -> torch.Tensor:  # fmt: skip
     groups = query.shape[1] // len(keys)
     for begin, size in zip(tile_begins.tolist(), tile_sizes.tolist(), strict=True):
         for row in range(begin, begin + size):
-            extent = slice(int(columns[row] - positions[row]), int(columns[row]) + 1)
-            k, v = (cache[:, extent].repeat_interleave(groups, 0) for cache in (keys, values))
+            seen = torch.arange(int(positions[row]) + 1)
+            seen += columns[row] - positions[row] - torch.where(seen < prefix_lengths[row], offsets[row], 0)
+            k, v = (cache[:, seen].repeat_interleave(groups, 0) for cache in (keys, values))
             query[row] = scaled_dot_product_attention(query[row, :, None], k, v, scale=scaling)[:, 0]
     return query
 

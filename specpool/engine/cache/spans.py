@@ -6,12 +6,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """New tokens of one sequence, at the positions from `start` on."""
+    """New tokens of one sequence, at the positions from `start` on.
+
+    The span of a branch continues the first `prefix_length` positions of the sequence, in columns that the sequence
+    does not use. It starts at position `prefix_length` or later.
+    """
 
     slot: int
     start: int
     token_ids: Sequence[int]
     num_logits: int  # number of trailing tokens that need logits
+    prefix_length: int = 0
+    offset: int = 0
+    """Columns by which the positions from `prefix_length` on lie further right; 0: not a branch."""
 
     @property
     def end(self) -> int:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.memory import weights_of
+from specpool.engine.cache.spans import Span
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.weights.quantized import Weight
 
@@ -41,12 +42,12 @@ class DraftLoop(Protocol):
         """The most probable tokens after logits [n, rows of the head], and their probabilities: [2, n], as float64."""
 
     def __call__(
-        self, chosen: torch.Tensor, positions: list[int], columns: list[int], remaining: list[int], max_length: int
+        self, chosen: torch.Tensor, spans: Sequence[Span], columns: list[int], remaining: list[int]
     ) -> torch.Tensor:
-        """Continue from the choices [2, n] of n sequences. Return all choices, [1 + steps, 2, n].
+        """Continue from the choices [2, n] after n spans. Return all choices, [1 + steps, 2, n].
 
-        `positions`, `columns`: of the chosen tokens. `remaining`: further tokens of each sequence; after that, the
-        loop caches nothing for the sequence. `max_length`: positions of the longest sequence at the end.
+        `columns`: of the chosen tokens. `remaining`: further tokens of each span; after that, the loop caches nothing
+        for it.
         """
 
 
@@ -92,6 +93,11 @@ class ForwardPass(nn.Module, ABC):
         `token_ids`: maps rows of the head to tokens.
         """
         return None
+
+    @property
+    def supports_branches(self) -> bool:
+        """Whether spans may be branches of their sequences. Attention plans have no branches."""
+        return not self.plans_attention
 
     @property
     def weight_kinds(self) -> Mapping[str, int]:

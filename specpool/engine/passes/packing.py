@@ -11,8 +11,9 @@ from specpool.engine.cache.spans import Location, Span
 from specpool.engine.passes.attention_plan import AttentionPlan
 
 # Order of the arrays in `PackedBatch.numbers`: one number per row, then one per tile of attention.
-INPUT_IDS, POSITIONS, COLUMNS = range(3)
+INPUT_IDS, POSITIONS, COLUMNS, PREFIX_LENGTHS, OFFSETS = range(5)
 TILE_BEGINS, TILE_SIZES = range(2)
+NUMBERS_PER_ROW = OFFSETS + 1
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,24 @@ class PackedBatch:
         return self._of_rows(COLUMNS)
 
     @property
+    def prefix_lengths(self) -> torch.Tensor:
+        """Positions before each row's branch, [rows]."""
+        return self._of_rows(PREFIX_LENGTHS)
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """Columns by which later positions lie further right, [rows]; 0: the row is not part of a branch."""
+        return self._of_rows(OFFSETS)
+
+    @property
     def tile_begins(self) -> torch.Tensor:
         """First row of each tile of attention, [tiles]."""
-        return self.numbers[3 * self.rows :][: self.tiles]
+        return self.numbers[NUMBERS_PER_ROW * self.rows :][: self.tiles]
 
     @property
     def tile_sizes(self) -> torch.Tensor:
-        """Rows of each tile, all of one sequence, [tiles]; 0: no rows."""
-        return self.numbers[3 * self.rows + self.tiles :][: self.tiles]
+        """Rows of each tile, all of one span, [tiles]; 0: no rows."""
+        return self.numbers[NUMBERS_PER_ROW * self.rows + self.tiles :][: self.tiles]
 
     @property
     def logit_rows(self) -> torch.Tensor:
@@ -61,14 +72,14 @@ class PackedBatch:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Memory addresses of input ids, positions, columns and logit rows, for compiled code."""
+        """Memory addresses of the numbers of rows in order, then of logit rows, for compiled code."""
         first, size = self.numbers.data_ptr(), self.numbers.element_size()
-        starts = (INPUT_IDS * self.rows, POSITIONS * self.rows, COLUMNS * self.rows, self._first_logit_row)
+        starts = (*range(0, NUMBERS_PER_ROW * self.rows, self.rows), self._first_logit_row)
         return tuple(first + size * start for start in starts)
 
     @property
     def _first_logit_row(self) -> int:
-        return 3 * self.rows + 2 * self.tiles
+        return NUMBERS_PER_ROW * self.rows + 2 * self.tiles
 
     def _of_rows(self, number: int) -> torch.Tensor:
         return self.numbers[number * self.rows : (number + 1) * self.rows]
@@ -91,6 +102,8 @@ def pack(
     input_ids: list[int] = []
     positions: list[int] = []
     columns: list[int] = []
+    prefix_lengths: list[int] = []
+    offsets: list[int] = []
     begins: list[int] = []
     sizes: list[int] = []
     logit_rows: list[int] = []
@@ -99,21 +112,23 @@ def pack(
         first, count = len(input_ids), len(span.token_ids)
         input_ids += span.token_ids
         positions += range(span.start, span.end)
-        columns += range(location.first + span.start, location.first + span.end)
+        column = location.first + span.offset
+        columns += range(column + span.start, column + span.end)
+        prefix_lengths += [span.prefix_length] * count
+        offsets += [span.offset] * count
         begins += range(first, first + count, rows_per_tile)
         sizes += [rows_per_tile] * (count // rows_per_tile) + [count % rows_per_tile] * (count % rows_per_tile > 0)
         logit_rows += range(first + count - span.num_logits, first + count)
     tokens, num_logits = len(input_ids), len(logit_rows)
     rows, tiles = padded(tokens), padded(len(begins))
-    for numbers, padding in ((input_ids, 0), (positions, 0), (columns, -1)):
+    for numbers, padding in ((input_ids, 0), (positions, 0), (columns, -1), (prefix_lengths, 0), (offsets, 0)):
         numbers.extend([numbers[0] if repeats else padding] * (rows - tokens))
     for numbers in (begins, sizes):
         numbers.extend([0] * (tiles - len(numbers)))
     if logit_rows:
         logit_rows += logit_rows[:1] * (padded(num_logits) - num_logits)
-    packed = torch.frombuffer(
-        array("q", input_ids + positions + columns + begins + sizes + logit_rows), dtype=torch.int64
-    )
+    of_rows = input_ids + positions + columns + prefix_lengths + offsets
+    packed = torch.frombuffer(array("q", of_rows + begins + sizes + logit_rows), dtype=torch.int64)
     if arena.device.type == "cuda":
         packed = packed.pin_memory()
     return PackedBatch(

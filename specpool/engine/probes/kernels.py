@@ -167,7 +167,11 @@ def attention_agrees(cache: torch.Tensor, query_groups: int, max_length: int) ->
         query[probed] = row
         tiled = [torch.tensor(numbers, device=cache.device) for numbers in (begins, sizes, row_positions)]
         tile_begins, tile_sizes, columns = tiled
-        return attend_extents(query, keys, values, tile_begins, tile_sizes, columns, columns, dim**-0.5, splits)[probed]
+        no_branch = torch.zeros_like(columns)
+        attended = attend_extents(
+            query, keys, values, tile_begins, tile_sizes, columns, columns, no_branch, no_branch, dim**-0.5, splits
+        )
+        return attended[probed]
 
     def agrees(row: torch.Tensor, position: int) -> bool:
         alone = range(position, position + 1)

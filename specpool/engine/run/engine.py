@@ -107,6 +107,11 @@ class Engine:
         return torch.cat(logits) if logits else torch.empty(0, self.facts.outputs, device=self.facts.device)
 
     @property
+    def supports_branches(self) -> bool:
+        """Whether spans may be branches of their sequences."""
+        return self.forward_pass.supports_branches and not self.layout.spare_columns  # sequences stay in place
+
+    @property
     def drafts_ahead(self) -> bool:
         """Whether the device can draft all tokens of a round at once, by `draft`."""
         return self._draft_loop is not None
@@ -122,10 +127,9 @@ class Engine:
         drafted = [(span, length) for span, length in zip(spans, lengths, strict=True) if length]
         drafts = self._draft_loop(
             self._draft_loop.first(self.forward(spans)),
-            positions=[span.end for span, _ in drafted],
-            columns=[self.layout.origin(span.slot) + span.end for span, _ in drafted],
+            [span for span, _ in drafted],
+            columns=[self.layout.origin(span.slot) + span.end + span.offset for span, _ in drafted],
             remaining=[length - 1 for _, length in drafted],
-            max_length=max(span.end + length - 1 for span, length in drafted),
         )
         self.tokens += sum(length - 1 for _, length in drafted)
         tokens, probabilities = map(iter, drafts.permute(1, 2, 0).tolist())  # [sequences][steps]
@@ -205,6 +209,7 @@ class Engine:
 
     def _pass(self, spans: Sequence[Span]) -> torch.Tensor:
         """Logits of spans that fit in one forward pass."""
+        assert self.supports_branches or not any(span.offset for span in spans), "this engine has no branches"
         with self.realigning():
             starts = self.layout.align(spans)
         locations = [Location(self.layout.origin(span.slot), start) for span, start in zip(spans, starts, strict=True)]
@@ -248,7 +253,7 @@ def _chunks(spans: Sequence[Span], limit: int) -> list[list[Span]]:
                 room = limit
             take = min(room, len(tokens))
             piece_logits = max(0, logits - (len(tokens) - take))
-            chunks[-1].append(Span(span.slot, start, tokens[:take], piece_logits))
+            chunks[-1].append(Span(span.slot, start, tokens[:take], piece_logits, span.prefix_length, span.offset))
             logits -= piece_logits
             start, tokens, room = start + take, tokens[take:], room - take
     return chunks

@@ -91,11 +91,14 @@ def decode(message: bytes) -> tuple[Command, list[int]]:
 
 
 def encode_run(spans: Sequence[Span], locations: Sequence[Location]) -> bytes:
-    """The command to run a pass: number of spans, six integers per span, then all tokens."""
+    """The command to run a pass: number of spans, eight integers per span, then all tokens."""
     headers = (
-        (span.slot, span.start, len(span.token_ids), span.num_logits, location.origin, location.start)
+        (
+            span.slot, span.start, len(span.token_ids), span.num_logits, span.prefix_length, span.offset,
+            location.origin, location.start,
+        )
         for span, location in zip(spans, locations, strict=True)
-    )
+    )  # fmt: skip
     tokens = chain.from_iterable(span.token_ids for span in spans)
     return encode(Command.RUN, len(spans), *chain.from_iterable(headers), *tokens)
 
@@ -103,10 +106,10 @@ def encode_run(spans: Sequence[Span], locations: Sequence[Location]) -> bytes:
 def decode_run(arguments: list[int]) -> tuple[list[Span], list[Location]]:
     """The spans of a pass and where their sequences lie."""
     count, rest = arguments[0], arguments[1:]
-    headers = [rest[6 * i : 6 * i + 6] for i in range(count)]
-    ends = accumulate((tokens for _, _, tokens, *_ in headers), initial=6 * count)
+    headers = [rest[8 * i : 8 * i + 8] for i in range(count)]
+    ends = accumulate((tokens for _, _, tokens, *_ in headers), initial=8 * count)
     spans = [
-        Span(slot, start, rest[begin:end], num_logits)
-        for (slot, start, _, num_logits, _, _), (begin, end) in zip(headers, pairwise(ends), strict=True)
+        Span(slot, start, rest[begin:end], *others)
+        for (slot, start, _, *others, _, _), (begin, end) in zip(headers, pairwise(ends), strict=True)
     ]
     return spans, [Location(origin, start) for *_, origin, start in headers]

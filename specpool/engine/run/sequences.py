@@ -8,8 +8,10 @@ import torch
 
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
+from specpool.engine.run.branches import Branch
 from specpool.engine.run.engine import Engine
 from specpool.engine.sampling.batch import Sampler
+from specpool.engine.sampling.ranking import Ranking, rank_rows
 from specpool.engine.sampling.rows import SequenceRows
 from specpool.engine.sampling.rules import SequenceRules
 from specpool.engine.sampling.sampler import kernel_is_exact
@@ -132,22 +134,28 @@ class SequenceEngine:
 
         `num_logprobs`: number of top log-probabilities of sequences that need log-probabilities.
         """
+        rows = self._rows_of(spans, num_logprobs or {})
+        return dict(zip(spans, self._choose(list(spans.values()), rows, confidences), strict=True))
+
+    def choose_branches(self, branches: Sequence[Branch], confidences: bool = False) -> list[Choices]:
+        """Run the branches in one forward pass, and choose the tokens after their last tokens.
+
+        Their sequences stay as they are. The choices are those that `choose` would make if the tokens of the branch
+        followed its prefix in the sequence.
+        """
+        slots = [self.engine.slots[branch.key] for branch in branches]
+        spans = [branch.span(slot) for branch, slot in zip(branches, slots, strict=True)]
+        rows = [branch.rows(slot) for branch, slot in zip(branches, slots, strict=True)]
+        return self._choose(spans, rows, confidences)
+
+    def rank(self, spans: Mapping[SequenceKey, Span], count: int) -> dict[SequenceKey, list[Ranking]]:
+        """Run the spans in one forward pass. Rank the `count` best tokens after each of their last tokens.
+
+        The first token of each row is the one that `choose` would choose. Probabilities of sampled sequences are the
+        softmax of scores with noise, so they are rough. Rows whose largest logit is not finite rank no tokens.
+        """
         logits = self.engine.forward(list(spans.values()))
-        wanted = num_logprobs or {}
-        slots = {key: self.engine.slots[key] for key in spans}
-        confidences = confidences and any(slot.sampling is None for slot in slots.values())
-        probabilities = iter(_largest_probabilities(logits).tolist() if confidences else ())
-        rows = [
-            SequenceRows(slot.sampling, slot.token_ids, span.num_logits, wanted.get(key))
-            for (key, span), slot in zip(spans.items(), slots.values(), strict=True)
-        ]
-        # On a GPU, the host waits here, or above if it needs probabilities.
-        choices = {}
-        for key, each, chosen in zip(spans, rows, self._sampler(logits, rows), strict=True):
-            of_rows = list(islice(probabilities, each.count))
-            sure = of_rows[: len(chosen.token_ids)] if each.rules is None else []
-            choices[key] = Choices(chosen.token_ids, sure, chosen.logprobs, chosen.finite)
-        return choices
+        return dict(zip(spans, rank_rows(logits, self._rows_of(spans, {}), self.engine.head, count), strict=True))
 
     def keep(self, key: SequenceKey, num_cached_tokens: int, next_token: int | None = None) -> None:
         """Declare the first `num_cached_tokens` positions of the sequence valid.
@@ -156,6 +164,28 @@ class SequenceEngine:
         """
         slot = self.engine.slots[key]
         slot.num_cached_tokens, slot.next_token = num_cached_tokens, next_token
+
+    def _rows_of(
+        self, spans: Mapping[SequenceKey, Span], num_logprobs: Mapping[SequenceKey, int | None]
+    ) -> list[SequenceRows]:
+        slots = {key: self.engine.slots[key] for key in spans}
+        return [
+            SequenceRows(slot.sampling, slot.token_ids, spans[key].num_logits, num_logprobs.get(key))
+            for key, slot in slots.items()
+        ]
+
+    def _choose(self, spans: Sequence[Span], rows: Sequence[SequenceRows], confidences: bool) -> list[Choices]:
+        """Run the spans in one forward pass, and choose the tokens of their rows."""
+        logits = self.engine.forward(spans)
+        confidences = confidences and any(each.rules is None for each in rows)
+        probabilities = iter(_largest_probabilities(logits).tolist() if confidences else ())
+        # On a GPU, the host waits here, or above if it needs probabilities.
+        choices = []
+        for each, chosen in zip(rows, self._sampler(logits, rows), strict=True):
+            of_rows = list(islice(probabilities, each.count))
+            sure = of_rows[: len(chosen.token_ids)] if each.rules is None else []
+            choices.append(Choices(chosen.token_ids, sure, chosen.logprobs, chosen.finite))
+        return choices
 
     def _check_room(self, coordinator_id: str, index: int, item: SequenceItem) -> None:
         slots, key, limit = self.engine.slots, (coordinator_id, item.sequence_id), self.engine.max_model_len

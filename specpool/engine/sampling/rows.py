@@ -19,6 +19,8 @@ class SequenceRows:
     count: int
     num_logprobs: int | None = None
     """Number of top log-probabilities per row. None: no log-probabilities."""
+    prefix_length: int | None = None
+    """Of a branch: the leading tokens that it shares with its sequence."""
 
     @property
     def params(self) -> SamplingParams | None:
@@ -37,7 +39,15 @@ class SequenceRows:
 
     def changes(self) -> list[Changes | None]:
         """The changes of each row's logits. None: no change."""
-        return [None] * self.count if self.rules is None else self.rules.changes(self.token_ids, self.count)
+        if self.rules is None:
+            return [None] * self.count
+        if self.prefix_length is None:
+            return self.rules.changes(self.token_ids, self.count)
+        # The rules keep the state of the sequence. Other branches and the sequence itself continue from the prefix.
+        self.rules.truncate(self.prefix_length)
+        changes = self.rules.changes(self.token_ids, self.count)
+        self.rules.truncate(self.prefix_length)
+        return changes
 
     def accepted(self, choices: Iterable[int]) -> list[int]:
         """The choices up to the first that rejects a draft token. Later ones are not read."""

@@ -89,18 +89,19 @@ def choose_token(logits: torch.Tensor, params: SamplingParams, context: Sequence
 def adjust(logits: torch.Tensor, params: SamplingParams, context: Sequence[int]) -> torch.Tensor:
     """Apply bias, minimum length and penalties to logits [vocab_size]; copies them if anything changes."""
     (changes,) = SequenceRules(params).changes(context, 1)
-    return _changed(logits, params, changes)
+    return changed(logits, params, changes)
 
 
 def _choose(logits: torch.Tensor, params: SamplingParams, length: int, changes: Changes | None) -> int:
-    logits = _changed(logits.float(), params, changes)
+    logits = changed(logits.float(), params, changes)
     if float32(params.temperature) == 0:
         return int(logits.argmax())
     values, token_ids = candidates(logits / params.temperature, params)
     return argmax_with_noise(values, params.seed, length, token_ids.int())
 
 
-def _changed(logits: torch.Tensor, params: SamplingParams, changes: Changes | None) -> torch.Tensor:
+def changed(logits: torch.Tensor, params: SamplingParams, changes: Changes | None) -> torch.Tensor:
+    """Apply the changes of a row to float32 logits [vocab_size]; copies them if anything changes."""
     if changes is None:
         return logits
     rows = logits[None].clone()

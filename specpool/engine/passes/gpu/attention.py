@@ -41,9 +41,11 @@ def attend_extents(
     keys: torch.Tensor,  # [kv_heads, columns, dim]
     values: torch.Tensor,  # [kv_heads, columns, dim]
     tile_begins: torch.Tensor,  # [tiles] first row
-    tile_sizes: torch.Tensor,  # [tiles] number of rows, at consecutive positions; 0: no rows
+    tile_sizes: torch.Tensor,  # [tiles] number of rows, at consecutive positions of one span; 0: no rows
     positions: torch.Tensor,  # [rows]
-    columns: torch.Tensor,  # [rows] column of each row's own position; earlier positions lie directly before it
+    columns: torch.Tensor,  # [rows] column of each row's own position
+    prefix_lengths: torch.Tensor,  # [rows] positions before the row's branch
+    offsets: torch.Tensor,  # [rows] columns by which later positions lie further right; 0: no branch
     scaling: float,
     splits: int,
 ) -> torch.Tensor:
@@ -62,7 +64,8 @@ def attend_extents(
         partials = torch.empty(rows, splits, heads, dim, dtype=torch.float32, device=query.device)
         stats = torch.empty(2, rows, splits, heads, dtype=torch.float32, device=query.device)
     _attend[(tiles, kv_heads, 1 if serial else splits)](
-        query, keys, values, tile_begins, tile_sizes, positions, columns, partials, stats, scaling, total, splits, rows,
+        query, keys, values, tile_begins, tile_sizes, positions, columns, prefix_lengths, offsets, partials, stats,
+        scaling, total, splits, rows,
         **shape, HEIGHT=height, BLOCK=_block(query.dtype, width), SERIAL=serial,
         **UNFUSED, num_warps=_warps(query.dtype, width), num_stages=_stages(query.dtype, width),
     )  # fmt: skip
@@ -107,17 +110,21 @@ if triton is not None:
 
     @triton.jit
     def _attend_split(
-        q, keys, values, first, begin, end, visible, scaling,
+        q, keys, values, first, prefix, shift, begin, end, visible, scaling,
         DIM: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """A tile over one split: unnormalized sums of values, maximum scores, and softmax denominators."""
+        """A tile over one split: unnormalized sums of values, maximum scores, and softmax denominators.
+
+        Positions from `prefix` on lie `shift` columns further right.
+        """
         feature = tl.arange(0, WIDTH)
         peak = tl.full([HEIGHT], LOWEST, tl.float32)
         denominator = tl.zeros([HEIGHT], tl.float32)
         acc = tl.zeros([HEIGHT, WIDTH], tl.float32)
         for start in range(begin, end, BLOCK):
             position = start + tl.arange(0, BLOCK)
-            offset = (first + position)[:, None] * DIM + feature[None, :]
+            column = first + position + tl.where(position < prefix, 0, shift)
+            offset = column[:, None] * DIM + feature[None, :]
             mask = (position[:, None] < end) & (feature[None, :] < DIM)
             k = tl.load(keys + offset, mask=mask, other=0.0)
             v = tl.load(values + offset, mask=mask, other=0.0)
@@ -133,7 +140,8 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["splits", "total", "rows"])
     def _attend(
-        query, keys, values, tile_begins, tile_sizes, positions, columns, partials, stats, scaling, total, splits, rows,
+        query, keys, values, tile_begins, tile_sizes, positions, columns, prefix_lengths, offsets, partials, stats,
+        scaling, total, splits, rows,
         HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
         HEIGHT: tl.constexpr, BLOCK: tl.constexpr, SERIAL: tl.constexpr,
     ):  # fmt: skip
@@ -143,7 +151,8 @@ if triton is not None:
         if count > 0:
             row = tl.load(tile_begins + tile)
             position = tl.load(positions + row).to(tl.int32)
-            first = kv_head.to(tl.int64) * total + tl.load(columns + row) - position
+            prefix, shift = tl.load(prefix_lengths + row).to(tl.int32), tl.load(offsets + row).to(tl.int32)
+            first = kv_head.to(tl.int64) * total + tl.load(columns + row) - position - shift
             line, feature = tl.arange(0, HEIGHT), tl.arange(0, WIDTH)
             own, head = line // GROUPS, kv_head * GROUPS + line % GROUPS
             visible = position + own
@@ -157,7 +166,7 @@ if triton is not None:
                 for begin in range(0, position + count, SPLIT):
                     end = tl.minimum(begin + SPLIT, position + count)
                     split_acc, split_peak, split_denominator = _attend_split(
-                        q, keys, values, first, begin, end, visible, scaling, DIM, WIDTH, HEIGHT, BLOCK
+                        q, keys, values, first, prefix, shift, begin, end, visible, scaling, DIM, WIDTH, HEIGHT, BLOCK
                     )
                     new_peak = tl.maximum(peak, split_peak)
                     rescale, split_rescale = tl.exp(peak - new_peak), tl.exp(split_peak - new_peak)
@@ -171,7 +180,7 @@ if triton is not None:
                 if begin < position + count:
                     end = tl.minimum(begin + SPLIT, position + count)
                     acc, peak, denominator = _attend_split(
-                        q, keys, values, first, begin, end, visible, scaling, DIM, WIDTH, HEIGHT, BLOCK
+                        q, keys, values, first, prefix, shift, begin, end, visible, scaling, DIM, WIDTH, HEIGHT, BLOCK
                     )
                     index = ((row + own) * splits + split) * HEADS + head
                     tl.store(partials + index[:, None] * DIM + feature[None, :], acc, mask=mask)

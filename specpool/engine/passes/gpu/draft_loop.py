@@ -1,27 +1,38 @@
 """The draft loop on the device: each step feeds the next one, and the host reads all tokens at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from specpool.engine.cache.arena import KVArena
+from specpool.engine.cache.spans import Span
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.gpu.attention import num_splits
 from specpool.engine.passes.gpu.graphs import Capture, CapturedGraphs, Run
-from specpool.engine.passes.packing import COLUMNS, INPUT_IDS, POSITIONS, TILE_BEGINS, TILE_SIZES, PackedBatch
+from specpool.engine.passes.packing import (
+    COLUMNS,
+    INPUT_IDS,
+    NUMBERS_PER_ROW,
+    OFFSETS,
+    POSITIONS,
+    PREFIX_LENGTHS,
+    TILE_BEGINS,
+    TILE_SIZES,
+    PackedBatch,
+)
 
 # Rows of `Step.numbers`: the arrays of a packed batch in which each row is a tile and has logits, then the number of
-# tokens that each sequence still needs.
-BEGINS, SIZES = COLUMNS + 1 + TILE_BEGINS, COLUMNS + 1 + TILE_SIZES
+# tokens that each span still needs.
+BEGINS, SIZES = NUMBERS_PER_ROW + TILE_BEGINS, NUMBERS_PER_ROW + TILE_SIZES
 LOGIT_ROWS, REMAINING = SIZES + 1, SIZES + 2
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of one token per sequence. The device computes everything that changes between steps."""
+    """A step of one token per span. The device computes everything that changes between steps."""
 
-    numbers: torch.Tensor  # [7, rows]
+    numbers: torch.Tensor  # [REMAINING + 1, rows]
     result: torch.Tensor  # [2, rows] chosen tokens and their probabilities, as float64
 
 
@@ -47,11 +58,12 @@ class GpuDraftLoop:
         return torch.stack([self._token_ids(rows).double(), probabilities.double()])
 
     def __call__(
-        self, chosen: torch.Tensor, positions: list[int], columns: list[int], remaining: list[int], max_length: int
+        self, chosen: torch.Tensor, spans: Sequence[Span], columns: list[int], remaining: list[int]
     ) -> torch.Tensor:
-        """Continue from the choices [2, n] of n sequences. Return all choices, [1 + steps, 2, n]."""
-        count = len(positions)
-        numbers = self._numbers(chosen, positions, columns, remaining)
+        """Continue from the choices [2, n] after n spans. Return all choices, [1 + steps, 2, n]."""
+        count = len(spans)
+        numbers = self._numbers(chosen, spans, columns, remaining)
+        max_length = max(span.end + steps for span, steps in zip(spans, remaining, strict=True))
         shape = numbers.shape[1], num_splits(max_length)
         graph = self._graphs.find(shape, lambda: self._prepare(numbers, max_length))
         run_step: Callable[[], object]
@@ -67,14 +79,16 @@ class GpuDraftLoop:
         return torch.stack(choices)
 
     def _numbers(
-        self, chosen: torch.Tensor, positions: list[int], columns: list[int], remaining: list[int]
+        self, chosen: torch.Tensor, spans: Sequence[Span], columns: list[int], remaining: list[int]
     ) -> torch.Tensor:
         """The numbers of the first step, on the device."""
-        count = len(positions)
+        count = len(spans)
         rows = self._model.padded_rows(count)
         numbers = torch.zeros(REMAINING + 1, rows, dtype=torch.int64)
         numbers[BEGINS] = numbers[LOGIT_ROWS] = torch.arange(rows)
-        numbers[POSITIONS, :count] = torch.tensor(positions)
+        numbers[POSITIONS, :count] = torch.tensor([span.end for span in spans])
+        numbers[PREFIX_LENGTHS, :count] = torch.tensor([span.prefix_length for span in spans])
+        numbers[OFFSETS, :count] = torch.tensor([span.offset for span in spans])
         numbers[REMAINING, :count] = torch.tensor(remaining)
         alive = numbers[REMAINING] > 0
         numbers[SIZES] = alive

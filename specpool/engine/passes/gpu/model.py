@@ -132,8 +132,9 @@ class GpuLayer(nn.Module):
         )
         keys, values, splits = arena.keys[self.index], arena.values[self.index], num_splits(batch.max_length)
         attended = attend_extents(
-            query, keys, values, batch.tile_begins, batch.tile_sizes, positions, columns, self.scaling, splits
-        )
+            query, keys, values, batch.tile_begins, batch.tile_sizes, positions, columns,
+            batch.prefix_lengths, batch.offsets, self.scaling, splits,
+        )  # fmt: skip
         added = self._addend(self.out, attended.flatten(1), "attended", self.out_bias, self.after_attention)
         gate_up = self.gate_up(add_and_norm(hidden, added, self.before_mlp, self.eps))
         activated = activate(gate_up, self.gate_up_bias, hidden.dtype)

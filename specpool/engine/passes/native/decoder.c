@@ -117,10 +117,10 @@ static ONE_COPY void cache_rows(const Stage *stage, int64_t row, int64_t end) {
         cache(pass->model, layer, pass->batch, row, pass->acts.heads + row * layer->query_key_value.outputs);
 }
 
-/* Offset, in floats, of the first key and value of a task. Task head * rows + row is one row of one KV head. */
+/* Floats before the first key and value of a task. Task head * rows + row is one row of one KV head. */
 static int64_t first_of_task(const Model *model, const Batch *batch, int64_t task) {
     int64_t head = task / batch->rows, row = task % batch->rows;
-    return (head * model->columns + batch->columns[row] - batch->positions[row]) * HEAD_DIM;
+    return (head * model->columns + batch->columns[row] - batch->positions[row] - batch->offsets[row]) * HEAD_DIM;
 }
 
 static ONE_COPY void attend_tasks(const Stage *stage, int64_t task, int64_t end) {
@@ -134,8 +134,10 @@ static ONE_COPY void attend_tasks(const Stage *stage, int64_t task, int64_t end)
         /* Threads take tasks roughly in turn. */
         int64_t next = task + batch->threads;
         int64_t after = first_of_task(model, batch, next < rows * model->kv_heads ? next : task);
+        int64_t count = batch->positions[row] + 1, offset = batch->offsets[row];
+        int64_t prefix = offset ? batch->prefix_lengths[row] : count;
         attend(pass->acts.heads + row * heads_stride + head * GROUPS * HEAD_DIM, layer->keys + first,
-               layer->values + first, batch->positions[row] + 1, model->scaling,
+               layer->values + first, count, prefix, offset * HEAD_DIM, model->scaling,
                pass->acts.scores + thread_number * GROUPS * batch->scores, batch->scores, layer->keys + after,
                pass->acts.attended + row * stride + head * GROUPS * HEAD_DIM);
     }

@@ -154,7 +154,7 @@ class NativeModel(ForwardPass):
         if floats > self._workspace.numel():
             self._workspace = torch.empty(floats)
         logits = torch.empty(batch.num_logits, self._model.head.outputs)
-        token_ids, positions, columns, result_rows = batch.addresses
+        token_ids, positions, columns, prefix_lengths, offsets, result_rows = batch.addresses
         arguments = Batch(
             rows=batch.tokens,
             results=batch.num_logits,
@@ -162,6 +162,8 @@ class NativeModel(ForwardPass):
             token_ids=token_ids,
             positions=positions,
             columns=columns,
+            prefix_lengths=prefix_lengths,
+            offsets=offsets,
             result_rows=result_rows,
             workspace=self._workspace.data_ptr(),
             scores=scores,

@@ -29,6 +29,7 @@ typedef struct {
 typedef struct {
     int64_t rows, results, threads;
     const int64_t *token_ids, *positions, *columns; /* [rows]; the column caches the row */
+    const int64_t *prefix_lengths, *offsets;        /* [rows]: later positions lie `offset` columns further right */
     const int64_t *result_rows;                     /* [results]: the rows that need logits */
     float *workspace;
     int64_t scores; /* length of a query head's scores, in each thread */
@@ -75,12 +76,15 @@ static void cache(const Model *model, const Layer *layer, const Batch *batch, in
     }
 }
 
-/* Dot products of a query with `count` <= LANES keys, times `scaling`. Further lanes repeat the last key. */
-static INLINE void dot_scores(const float *query, const float *keys, int count, float scaling, float *out) {
+/* Dot products of a query with `count` <= LANES keys, times `scaling`. Further lanes repeat the last key. The keys from
+   `prefix` on lie `offset` floats further right. */
+static INLINE void dot_scores(const float *query, const float *keys, int count, int prefix, int64_t offset,
+                              float scaling, float *out) {
     for (int first = 0; first < LANES; first += WIDE) {
         wide sums[WIDE];
         for (int i = 0; i < WIDE; i++) {
-            const float *key = keys + (first + i < count ? first + i : count - 1) * HEAD_DIM;
+            int index = first + i < count ? first + i : count - 1;
+            const float *key = keys + index * HEAD_DIM + (index < prefix ? 0 : offset);
             wide slices[SLICES];
             for (int s = 0; s < SLICES; s++) slices[s] = at(query, s) * at(key, s);
             for (int k = LANES; k < HEAD_DIM; k += LANES)
@@ -106,35 +110,41 @@ static INLINE const float *prefetch_at(const float *positions, int64_t i, int64_
     return i < count ? positions + i * HEAD_DIM : after + (i - count) * HEAD_DIM;
 }
 
-/* The mean of the values of `count` positions, weighted by their scores, for `width` vectors of a head. `after`: the
-   address to prefetch after the values. */
-static INLINE void weighted_mean(int width, const float *values, int64_t count, const float *scores, int64_t stride,
-                         const float *total, const float *after, float *out) {
+/* The mean of the values of `count` positions, weighted by their scores, for `width` vectors of a head. The values from
+   `prefix` <= `count` on lie `offset` floats further right. `after`: the address to prefetch after the values. */
+static INLINE void weighted_mean(int width, const float *values, int64_t count, int64_t prefix, int64_t offset,
+                                 const float *scores, int64_t stride, const float *total, const float *after,
+                                 float *out) {
     wide sums[GROUPS][WIDTH];
     for (int g = 0; g < GROUPS; g++)
         for (int v = 0; v < width; v++) sums[g][v] = (wide){0};
-    for (int64_t i = 0; i < count; i++) {
-        const float *fetched = prefetch_at(values, i, count, after);
-        for (int v = 0; v < width * WIDE; v += LINE) __builtin_prefetch(fetched + v, 0, 2);
-        for (int g = 0; g < GROUPS; g++)
-            for (int v = 0; v < width; v++) sums[g][v] += at(values + i * HEAD_DIM, v) * scores[g * stride + i];
-    }
+    for (int64_t i = 0, end = prefix; i < count; end = count, values += offset)
+        for (; i < end; i++) {
+            const float *fetched = prefetch_at(values, i, count, after);
+            for (int v = 0; v < width * WIDE; v += LINE) __builtin_prefetch(fetched + v, 0, 2);
+            for (int g = 0; g < GROUPS; g++)
+                for (int v = 0; v < width; v++) sums[g][v] += at(values + i * HEAD_DIM, v) * scores[g * stride + i];
+        }
     for (int g = 0; g < GROUPS; g++)
         for (int v = 0; v < width; v++) put(out + g * HEAD_DIM, v, sums[g][v] / total[g]);
 }
 
-/* Attention of the query heads of one KV head over `count` cached positions. `scores`: [GROUPS, stride] floats. `after`:
-   the keys that this thread probably reads next. */
-static void attend(const float *query, const float *keys, const float *values, int64_t count, float scaling,
-                   float *scores, int64_t stride, const float *after, float *out) {
+/* Attention of the query heads of one KV head over `count` cached positions. Those from `prefix` <= `count` on lie
+   `offset` floats further right. `scores`: [GROUPS, stride] floats. `after`: the keys that this thread probably reads
+   next. */
+static void attend(const float *query, const float *keys, const float *values, int64_t count, int64_t prefix,
+                   int64_t offset, float scaling, float *scores, int64_t stride, const float *after, float *out) {
     int64_t rest = count % LANES, whole = count - rest, blocks = whole + (rest ? LANES : 0);
     for (int64_t i = 0; i < blocks; i += LANES) {
         const float *block = keys + i * HEAD_DIM, *fetched = prefetch_at(keys, i, blocks, values);
+        int ends = i < prefix && prefix < i + LANES, inside = ends ? prefix - i : LANES; /* keys of the prefix */
+        if (i >= prefix) block += offset;
         for (int k = 0; k < LANES * HEAD_DIM; k += LINE) __builtin_prefetch(fetched + k, 0, 2);
         for (int g = 0; g < GROUPS; g++) {
             const float *head = query + g * HEAD_DIM;
-            if (i < whole) dot_scores(head, block, LANES, scaling, scores + g * stride + i);
-            else dot_scores(head, block, rest, scaling, scores + g * stride + i);
+            float *to = scores + g * stride + i;
+            if (i < whole && !ends) dot_scores(head, block, LANES, LANES, 0, scaling, to);
+            else dot_scores(head, block, i < whole ? LANES : rest, inside, offset, scaling, to);
         }
     }
     float total[GROUPS];
@@ -157,9 +167,10 @@ static void attend(const float *query, const float *keys, const float *values, i
     }
     int64_t done = 0;
     for (; done + WIDTH * WIDE <= HEAD_DIM; done += WIDTH * WIDE)
-        weighted_mean(WIDTH, values + done, count, scores, stride, total, after + done, out + done);
+        weighted_mean(WIDTH, values + done, count, prefix, offset, scores, stride, total, after + done, out + done);
     if (HEAD_DIM / WIDE % WIDTH)
-        weighted_mean(HEAD_DIM / WIDE % WIDTH, values + done, count, scores, stride, total, after + done, out + done);
+        weighted_mean(HEAD_DIM / WIDE % WIDTH, values + done, count, prefix, offset, scores, stride, total,
+                      after + done, out + done);
 }
 
 /* silu(gate) * up */

@@ -47,7 +47,8 @@ class Batch(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("rows", "results", "threads")),
-        *((name, c_void_p) for name in ("token_ids", "positions", "columns", "result_rows", "workspace")),
+        *((name, c_void_p) for name in ("token_ids", "positions", "columns", "prefix_lengths", "offsets")),
+        *((name, c_void_p) for name in ("result_rows", "workspace")),
         ("scores", c_int64),
         ("logits", c_void_p),
     )
