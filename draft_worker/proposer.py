@@ -1,16 +1,23 @@
-"""Drafting: one forward pass to catch up with the committed tokens, then one for each further draft token."""
+"""Drafting: one forward pass to catch up with the committed tokens, then one for each further draft token.
+
+Items with branches are drafted separately, by `draft_worker.branches`.
+"""
 
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from draft_worker.branches import draft_branches
+from draft_worker.outcomes import acceptance_chance
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.sequences import Choices, SequenceEngine
+from specpool.protocol.codec import MAX_ITEM_BRANCHES
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, ProposeRound
+from specpool.protocol.worker_info import WorkerInfo
 
 log = logging.getLogger(__name__)
 
@@ -74,24 +81,39 @@ class _DeviceDraft:
 class Proposer(SequenceEngine):
     """The draft worker's backend."""
 
+    def info(self) -> WorkerInfo:
+        """Description of the model and its load."""
+        return replace(super().info(), max_branches=MAX_ITEM_BRANCHES if self.engine.supports_branches else 1)
+
     def propose(self, rounds: Sequence[ProposeRound]) -> list[list[Proposal]]:
         """Draft for rounds of different coordinators in common forward passes.
 
         One proposal for each item, in item order. An error in one round fails all.
         """
         states = [self.realign(round_.coordinator_id, round_.round_id, round_.items) for round_ in rounds]
-        drafts = [
-            [
-                _Draft((round_.coordinator_id, item.sequence_id), item)
+        served = [
+            {
+                (round_.coordinator_id, item.sequence_id): item
                 for item, state in zip(round_.items, own, strict=True)
                 if state is ItemStatus.OK
-            ]
+            }
             for round_, own in zip(rounds, states, strict=True)
         ]
+        drafts = [[_Draft(key, item) for key, item in own.items() if not item.num_branches] for own in served]
         self._draft(rounds, drafts)
+        branching = {key: item for own in served for key, item in own.items() if item.num_branches}
+        chances = {key: round_.chances for round_, own in zip(rounds, served, strict=True) for key in own}
+        branches = draft_branches(self, branching, chances)
+        proposals = {draft.key: self._proposal(draft) for own in drafts for draft in own}
+        for key, own_branches in branches.items():
+            cached = self.engine.slots[key].num_cached_tokens
+            proposals[key] = Proposal(key[1], ItemStatus.OK, (), cached, branches=own_branches)
         return [
-            self._proposals(round_, own, own_drafts)
-            for round_, own, own_drafts in zip(rounds, states, drafts, strict=True)
+            [
+                proposals.get((round_.coordinator_id, item.sequence_id), Proposal(item.sequence_id, state))
+                for item, state in zip(round_.items, own_states, strict=True)
+            ]
+            for round_, own_states in zip(rounds, states, strict=True)
         ]
 
     def _draft(self, rounds: Sequence[ProposeRound], drafts: Sequence[list[_Draft]]) -> None:
@@ -126,33 +148,19 @@ class Proposer(SequenceEngine):
             draft.token_ids.extend(chosen.token_ids)
             if draft.item.min_chance:
                 draft.confidences.extend(chosen.confidences)
-                draft.chance *= math.prod(_chance(confidence, bins) for confidence in chosen.confidences)
+                draft.chance *= math.prod(acceptance_chance(confidence, bins) for confidence in chosen.confidences)
 
-    def _proposals(
-        self, round_: ProposeRound, states: Sequence[ItemStatus], drafts: Sequence[_Draft]
-    ) -> list[Proposal]:
-        proposals = {
-            draft.item.sequence_id: Proposal(
-                sequence_id=draft.item.sequence_id,
-                status=ItemStatus.OK,
-                draft_token_ids=tuple(draft.token_ids),
-                num_cached_tokens=self.engine.slots[draft.key].num_cached_tokens,
-                confidences=tuple(draft.confidences),
-            )
-            for draft in drafts
-        }
-        return [
-            proposals.get(item.sequence_id, Proposal(item.sequence_id, state))
-            for item, state in zip(round_.items, states, strict=True)
-        ]
+    def _proposal(self, draft: _Draft) -> Proposal:
+        return Proposal(
+            sequence_id=draft.item.sequence_id,
+            status=ItemStatus.OK,
+            draft_token_ids=tuple(draft.token_ids),
+            num_cached_tokens=self.engine.slots[draft.key].num_cached_tokens,
+            confidences=tuple(draft.confidences),
+        )
 
 
 def _unfinished(drafts: Sequence[_Draft], step_cost: float) -> list[_Draft]:
     """The drafts of a round that another step extends; none if it would gain less than `step_cost`."""
     unfinished = [draft for draft in drafts if draft.wants_more]
     return [] if sum(draft.gain for draft in unfinished) < step_cost else unfinished
-
-
-def _chance(confidence: float, chances: Sequence[float]) -> float:
-    """Acceptance probability of a token with the draft probability `confidence`."""
-    return chances[min(len(chances) - 1, int(confidence * len(chances)))] if chances else confidence

@@ -2,12 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, repeat
+from operator import mul
 
 # Decay of older observations per draft token, for one sequence and overall. The overall rate is the prior of every
 # sequence and weighs as much as `PRIOR_TOKENS` observations.
 DECAY, OVERALL_DECAY, PRIOR_TOKENS = 0.985, 0.995, 10.0
 # Bins of the draft's own probabilities.
 CONFIDENCES = 10
+
+
+def expected_tokens(rate: float, k: int) -> float:
+    """Expected tokens of a round with k draft tokens."""
+    return 1.0 + float(sum(accumulate(repeat(rate, k), mul)))
 
 
 @dataclass

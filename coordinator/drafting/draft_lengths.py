@@ -2,17 +2,17 @@
 
 The expected gain of a draft token is the probability that it and all draft tokens before it are accepted. It costs a
 row of the verification. A token of the draft model also costs a share of a draft step. If no draft token pays off,
-nothing is drafted. The guard pauses methods that lose time in spite of their plan.
+nothing is drafted. If the draft worker can draft during a verification, `Branching` plans that instead where it is faster. The
+guard pauses methods that lose time in spite of their plan.
 """
 
 import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, repeat
-from operator import mul
 
-from coordinator.drafting.acceptance import AcceptanceRates
+from coordinator.drafting.acceptance import AcceptanceRates, expected_tokens
+from coordinator.drafting.branching import Branching, BranchPlan
 from coordinator.drafting.costs import RoundCosts
 from coordinator.drafting.guard import Guard
 from coordinator.drafting.trials import FREE_TRIALS, Trials
@@ -79,7 +79,9 @@ class DraftLengths:
     first_rate: float = 0.6
     """Initial acceptance rate of a draft model."""
     plan: RoundPlan = RoundPlan()
-    """The current plan."""
+    """The current plan for drafts before a verification."""
+    branches: BranchPlan = BranchPlan()
+    """The current plan for drafts during a verification; empty if the other plan is faster."""
     _age: int = 0
     _num_lookup_tokens: Mapping[int, int] = field(default_factory=dict)
     """Prompt-lookup tokens of the last round, by sequence id."""
@@ -95,9 +97,20 @@ class DraftLengths:
     def __post_init__(self) -> None:
         self.acceptance = AcceptanceRates(self.first_rate)
         self.guard = Guard(self.costs)
+        self.branching = Branching(self.costs)
 
-    def choose(self, options: Mapping[int, DraftOptions], batch: int | None = None) -> dict[int, DraftPlan]:
-        """Choose the draft plan of each sequence. `batch`: sequences of the round if others take part."""
+    @property
+    def uses_model(self) -> bool:
+        """Whether the draft model drafts, except in trials."""
+        return bool(self.plan.steps or self.branches.num_branches)
+
+    def choose(
+        self, options: Mapping[int, DraftOptions], batch: int | None = None, max_branches: int = 0
+    ) -> dict[int, DraftPlan]:
+        """Choose the draft plan of each sequence. `batch`: sequences of the round if others take part.
+
+        `max_branches`: of a sequence; 0 if the draft worker cannot draft during a verification.
+        """
         batch = batch or len(options)
         self._age += 1
         self._trial = None
@@ -105,11 +118,14 @@ class DraftLengths:
         changed = abs(len(options) - self.plan.sequences) > PLAN_BATCH_CHANGE * self.plan.sequences
         if changed or self._age >= PLAN_ROUNDS:
             self.plan, self._age = self._best_plan(options), 0
+            self.branches = self._best_branches(options, batch, max_branches)
         plans = {i: self._plan_sequence(i, option) for i, option in options.items()}
         self._num_lookup_tokens = {i: len(plan.lookup_ids) for i, plan in plans.items() if not plan.num_draft_tokens}
         self._since_plain += 1
         if self._is_plain_due(batch):
             plans = dict.fromkeys(options, DraftPlan())
+        elif self.branches.num_branches:
+            plans = {i: self._plan_branches(i, option, plans[i]) for i, option in options.items()}
         elif not self.plan.steps:
             self._run_trials(plans, options)
         if not any(plan.num_draft_tokens or plan.lookup_ids for plan in plans.values()):
@@ -146,7 +162,7 @@ class DraftLengths:
 
     def _is_plain_due(self, sequences: int) -> bool:
         """Whether to measure a plain round now. The first one is always plain."""
-        max_rounds = PLAIN_EVERY if self.plan.steps else math.inf
+        max_rounds = PLAIN_EVERY if self.uses_model else math.inf
         return self._since_plain >= max_rounds or self.guard.needs_plain_round(sequences)
 
     @property
@@ -172,6 +188,27 @@ class DraftLengths:
         if num_draft_tokens and self._catch_up_seconds(options.draft_lag / options.catch_up_rounds) * plan.speed > gain:
             num_draft_tokens = 0
         return DraftPlan(num_draft_tokens, lookup_ids=lookup_ids)
+
+    def _best_branches(self, options: Mapping[int, DraftOptions], sequences: int, max_branches: int) -> BranchPlan:
+        """The fastest plan for branches; empty if drafts before the verification, or none, are as fast."""
+        drafting = [i for i, option in options.items() if option.can_use_model]
+        if not drafting or not max_branches or self._is_new:
+            return BranchPlan()
+        rate = sum(map(self.acceptance.rate, drafting)) / len(drafting)
+        lengths = range(1, self.max_num_draft_tokens + 1)
+        best = self.branching.best(sequences, len(drafting), rate, max_branches, lengths)
+        other = self.plan.speed / len(options) * sequences
+        min_gain = 0.0 if self.branches.num_branches else HYSTERESIS if self.plan.steps else MIN_DRAFTING_GAIN
+        return best if best.speed > other * (1 + min_gain) else BranchPlan()
+
+    def _plan_branches(self, sequence_id: int, options: DraftOptions, plan: DraftPlan) -> DraftPlan:
+        """Draft branches. Verify as many tokens of the one that comes true as pay off, or else prompt lookup's."""
+        branches, rate = self.branches, self.acceptance.rate(sequence_id)
+        if not options.can_use_model:
+            return plan
+        length = max(1, _profitable_length(rate, [branches.row] * branches.length))
+        num_draft_tokens = min(length, options.max_num_draft_tokens)
+        return DraftPlan(num_draft_tokens, branches.num_branches, lookup_ids=plan.lookup_ids)
 
     def _catch_up_seconds(self, tokens: float) -> float:
         return self.costs.draft(1 + tokens) - self.costs.draft(1)
@@ -275,11 +312,6 @@ class _Batch:
     def _drafting(self, lengths: Mapping[int, int], num_steps: int) -> list[int]:
         """Sequences that take part in each draft step."""
         return [sum(self.counts[rate] for rate, k in lengths.items() if k > j) for j in range(num_steps)]
-
-
-def expected_tokens(rate: float, k: int) -> float:
-    """Expected tokens of a round with k draft tokens."""
-    return 1.0 + float(sum(accumulate(repeat(rate, k), mul)))
 
 
 def _profitable_length(rate: float, min_chances: list[float]) -> int:

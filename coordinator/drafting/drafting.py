@@ -1,13 +1,13 @@
 """Draft planning: plans each round, and learns acceptance rates and costs from its outcome. Pure."""
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
-from coordinator.drafting.acceptance import Calibration
+from coordinator.drafting.acceptance import Calibration, expected_tokens
+from coordinator.drafting.branching import BranchPlan
 from coordinator.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes
-from coordinator.drafting.draft_lengths import DraftLengths, DraftOptions, expected_tokens
+from coordinator.drafting.draft_lengths import DraftLengths, DraftOptions
 from coordinator.drafting.lookup import PromptLookup
 from coordinator.drafting.outcome import RoundOutcome
 from coordinator.scheduling.commits import Commit, DraftPlan, Lookup, LookupSource
@@ -27,8 +27,6 @@ MAX_RISE = 4.0
 OVERLAP_GAIN = 0.05
 # Draft tokens that a request with a fixed length always gets, even beside adaptive requests.
 MIN_FIXED_TOKENS = 4
-# Minimum probability that a round accepts all drafts. Below it, drafting ahead is wasted work.
-MIN_AHEAD_CHANCE = 0.1
 _NO_DRAFTS = DraftPlan()
 
 
@@ -40,6 +38,8 @@ class DraftWorker:
     round_id: int
     step_times: StepTimes | None = None
     """Measured by the worker at each start. None: keep the learned times."""
+    max_branches: int = 0
+    """Maximum branches of a sequence; 0 if it cannot draft during a verification."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ class Drafting:
         self.costs.verify.cached = self.costs.draft.cached = mean_length
         adaptive = {s.sequence_id: options[s.sequence_id] for s in drafting if s.request.adaptive}
         plans = dict.fromkeys((sequence.sequence_id for sequence in group), _NO_DRAFTS)
-        plans |= self.lengths.choose(adaptive, batch or len(group)) if adaptive else {}
+        max_branches = worker.max_branches if worker is not None else 0
+        plans |= self.lengths.choose(adaptive, batch or len(group), max_branches) if adaptive else {}
         limit = max(MIN_FIXED_TOKENS, len(self.lengths.plan.steps)) if adaptive else None
         for sequence in drafting:
             sequence_id = sequence.sequence_id
@@ -121,6 +122,8 @@ class Drafting:
                 plans[sequence_id] = self._plan_adaptive(sequence, plans[sequence_id])
             else:
                 plans[sequence_id] = self._plan_fixed(sequence, options[sequence_id], limit)
+        if fixed := [sequence for sequence in drafting if not sequence.request.adaptive]:
+            plans |= self._fixed_branches(fixed, plans, len(group), max_branches, bool(adaptive))
         if not any(plan.num_draft_tokens for plan in plans.values()):
             self._draft_steps = 0
         return {i: replace(plan, lookup=lookups[i]) if i in lookups else plan for i, plan in plans.items()}
@@ -136,6 +139,7 @@ class Drafting:
             self.costs.verify.observe(_rows(outcome.verify_items), outcome.verified.forward)
         for commit in outcome.commits:
             self.observe(commit)
+            self.lengths.branching.observe(commit)
 
     def observe_seconds(self, outcome: RoundOutcome, seconds: float, batch: int | None = None) -> None:
         """Learn from the wall time of a round, since the end of the previous one.
@@ -169,11 +173,16 @@ class Drafting:
     def observe_proposals(self, items: Items[ProposeItem], proposals: Items[Proposal], timed: Timed) -> None:
         """Learn from the time of a round's draft steps."""
         self._observe_exchange(timed)
-        lengths = [len(proposal.draft_token_ids) for proposal in proposals]
-        if any(lengths) and all(len(item.token_ids) <= MAX_DRAFT_LAG for item in items):
-            self._draft_steps = max(lengths)
-            steps = [sum(k > j for k in lengths) for j in range(self._draft_steps)]
-            self.costs.draft.observe_steps(steps, timed.forward)
+        if any(len(item.token_ids) - item.num_unverified > MAX_DRAFT_LAG for item in items):
+            return
+        drafts = [proposal.draft_token_ids for proposal in proposals]
+        branches = [branch.draft_token_ids for proposal in proposals for branch in proposal.branches]
+        lengths = list(map(len, branches or drafts))
+        if any(lengths):
+            steps = [sum(k > j for k in lengths) for j in range(max(lengths))]
+            first = [sum(len(item.token_ids) for item in items)] if branches else []
+            self.costs.draft.observe_steps(first + steps, timed.forward)
+            self._draft_steps = 0 if branches else len(steps)
 
     def _observe_exchange(self, timed: Timed) -> None:
         self.costs.exchange += EXCHANGE_WEIGHT * (timed.wire - self.costs.exchange)
@@ -187,7 +196,8 @@ class Drafting:
             waited = min(max(0.0, waited), MAX_RISE * max(before, costs.exchange))
             costs.plain_exchange = before + EXCHANGE_WEIGHT * (waited - before)
         else:
-            scheduling = seconds - sum(timed.elapsed for timed in outcome.calls)
+            elapsed = [timed.elapsed for timed in outcome.calls]
+            scheduling = seconds - (max(elapsed) if outcome.drafted_ahead else sum(elapsed))
             scheduling = min(max(0.0, scheduling), MAX_RISE * costs.exchange)
             costs.scheduling += EXCHANGE_WEIGHT * (scheduling - costs.scheduling)
 
@@ -202,20 +212,12 @@ class Drafting:
         cycle = max(2 * draft, 2 * verify, draft + verify)
         return cycle * (1 + OVERLAP_GAIN) < costs.seconds(sequences, [sequences] * steps)
 
-    def num_ahead_steps(self, items: Items[VerifyItem]) -> int:
-        """Draft steps that fit into the verification of these items; 0 if their tokens would rarely be used."""
-        rates = (self.lengths.acceptance.rate(item.sequence_id) ** (1 + len(item.draft_token_ids)) for item in items)
-        if math.prod(rates) < MIN_AHEAD_CHANCE:
-            return 0
-        seconds = self.costs.verify(_rows(items)) - self.costs.exchange
-        return int(seconds / self.costs.draft(len(items)))
-
     def state(self) -> SpeculationState:
         costs, plan, sequences = self.costs, self.lengths.plan, max(1, self.lengths.plan.sequences)
         own_lookups = self.lookup.acceptance[LookupSource.SEQUENCE]
         return SpeculationState(
-            draft_steps=len(plan.steps),
-            expected_tokens_per_s=plan.speed,
+            draft_steps=self.lengths.branches.length or len(plan.steps),
+            expected_tokens_per_s=self.lengths.branches.speed or plan.speed,
             plain_tokens_per_s=sequences / costs.seconds(sequences, []),
             model_acceptance_rate=self.lengths.acceptance.overall_rate,
             ngram_acceptance_rates={run: acceptance.overall_rate for run, acceptance in own_lookups.items()},
@@ -248,8 +250,17 @@ class Drafting:
         return max(0, num_draft_tokens)
 
     def _plan_adaptive(self, sequence: Sequence, plan: DraftPlan) -> DraftPlan:
-        round_plan = self.lengths.plan
-        if not plan.num_draft_tokens or not round_plan.shares or not sequence.request.sampling.is_argmax:
+        round_plan, branches = self.lengths.plan, self.lengths.branches
+        if plan.num_branches and sequence.request.sampling.is_argmax:
+            num_draft_tokens = min(branches.length, self._max_num_draft_tokens(sequence))
+            min_chance = min(1.0, max(MIN_CHANCE, branches.row))
+            return replace(plan, num_draft_tokens=num_draft_tokens, min_chance=min_chance)
+        if (
+            plan.num_branches
+            or not plan.num_draft_tokens
+            or not round_plan.shares
+            or not sequence.request.sampling.is_argmax
+        ):
             return plan
         # Drafting pays off on average. The draft's own probabilities decide where this draft ends.
         return replace(
@@ -266,6 +277,34 @@ class Drafting:
         prefers_lookup = options.lookup_ids and expected_tokens(options.lookup_rate, k) > expected_tokens(rate, k)
         num_draft_tokens = k if options.has_model and not prefers_lookup else 0
         return DraftPlan(num_draft_tokens, lookup_ids=options.lookup_ids[:k])
+
+    def _fixed_branches(
+        self,
+        drafting: Items[Sequence],
+        plans: Mapping[int, DraftPlan],
+        sequences: int,
+        max_branches: int,
+        is_mixed: bool,
+    ) -> dict[int, DraftPlan]:
+        """The plans of sequences with fixed draft lengths if branches are faster; otherwise none.
+
+        `is_mixed`: adaptive sequences of the round decide.
+        """
+        lengths = {s.sequence_id: k for s in drafting if (k := plans[s.sequence_id].num_draft_tokens)}
+        if not lengths:
+            return {}
+        if is_mixed:
+            branches = self.lengths.branches
+        else:
+            k = max(lengths.values())
+            rate = sum(map(self.lengths.acceptance.rate, lengths)) / len(lengths)
+            gained = sum(expected_tokens(rate, each) - 1 for each in lengths.values())
+            in_turn = self.costs.seconds(sequences, [sum(each > j for each in lengths.values()) for j in range(k)])
+            best = self.lengths.branching.best(sequences, len(lengths), rate, max_branches, range(k, k + 1))
+            branches = best if best.speed * in_turn > sequences + gained else BranchPlan()
+        if not branches.num_branches:
+            return {}
+        return {i: replace(plans[i], num_branches=branches.num_branches) for i in lengths}
 
 
 def _can_draft(sequence: Sequence, worker: DraftWorker | None) -> bool:

@@ -4,9 +4,8 @@ from collections.abc import Iterable
 from functools import partial
 
 from coordinator.drafting import answers, ngrams
-from coordinator.drafting.acceptance import AcceptanceRates
+from coordinator.drafting.acceptance import AcceptanceRates, expected_tokens
 from coordinator.drafting.answers import AnswerStore
-from coordinator.drafting.draft_lengths import expected_tokens
 from coordinator.drafting.ngrams import NgramIndex
 from coordinator.scheduling.commits import Lookup, LookupSource
 from coordinator.scheduling.sequence import DraftMethod, FinishReason, GenerationRequest, Sequence

@@ -20,6 +20,8 @@ class RoundOutcome:
     """Calls to the draft worker: items, proposals and durations."""
     called_draft: bool = False
     """Whether the draft worker was called, even if it did not answer."""
+    drafted_ahead: bool = False
+    """Whether the draft worker was called during the verification."""
     is_quiet: bool = True
     """Whether each worker had its devices to itself, so that pass times are those of one worker alone."""
 

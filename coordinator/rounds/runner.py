@@ -20,6 +20,7 @@ from coordinator.scheduling.counters import Counters, Timed
 from coordinator.scheduling.grouping import Group
 from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.round import Round
+from coordinator.scheduling.turn import DraftLimits
 from coordinator.scheduling.worker_time import Part
 from coordinator.tracing.traces import RoundTrace, Traces
 from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError
@@ -158,11 +159,16 @@ class RoundRunner:
 
     def _plan(self, group: Group) -> Round:
         round_id, draft = next(self._round_ids), self._workers.ready_draft
-        worker = DraftWorker(draft.max_model_len, round_id, draft.step_times) if draft is not None else None
+        worker = None
+        if draft is not None:
+            max_branches = draft.max_branches if self._can_overlap else 0
+            worker = DraftWorker(draft.max_model_len, round_id, draft.step_times, max_branches)
         plans = self._drafting.plan_round(group.sequences, worker, self.target.step_times, self._batch)
         chance, pass_seconds = self._drafting.chance, self.target.step_times
-        self.num_groups = 1 + (self._can_overlap and self._drafting.overlap_pays(self._pool.schedulable))
-        return Round(round_id, group.sequences, self._prefill_tokens, plans, chance, pass_seconds)
+        round_ = Round(round_id, group.sequences, self._prefill_tokens, plans, chance, pass_seconds)
+        overlaps = self._can_overlap and not round_.drafts_ahead
+        self.num_groups = 1 + (overlaps and self._drafting.overlap_pays(self._pool.schedulable))
+        return round_
 
     async def _run(self, flight: Flight, sent: Callable[[], None]) -> bool:
         round_, sequences = flight.round, flight.group.sequences
@@ -188,9 +194,12 @@ class RoundRunner:
 
     async def _propose(self, flight: Flight) -> None:
         draft, round_ = self._workers.ready_draft, flight.round
+        if round_.drafts_ahead:
+            round_.take_branches()
+            return
         if draft is None or not round_.wants_drafts:
             return
-        items = round_.propose_items(draft.max_model_len, draft.vocab_size, draft.kv_reservations_grow)
+        items = round_.propose_items(_limits(draft))
         if not items:
             return
         began, flight.outcome.called_draft = time.perf_counter(), True
@@ -203,9 +212,9 @@ class RoundRunner:
         flight.proposed = Timed(elapsed=time.perf_counter() - began)
 
     async def _verify(self, flight: Flight) -> bool:
-        """Verify and commit. Meanwhile an idle draft worker drafts ahead. Return whether any sequence had a slot."""
+        """Verify and commit. Meanwhile the draft worker may draft ahead. Return whether any sequence had a slot."""
         drafting_ahead: asyncio.Task[None] | None = None
-        if self._can_overlap and self.num_groups == 1 and flight.round.wants_drafts:
+        if flight.round.drafts_ahead:
             drafting_ahead = asyncio.create_task(self._draft_ahead(flight))
         try:
             verdicts = await self._call_target(flight)
@@ -244,14 +253,13 @@ class RoundRunner:
             raise WorkerUnreachableError("another target process took over", Cause.NOT_SENT)
 
     async def _draft_ahead(self, flight: Flight) -> None:
-        """Draft tokens that follow the proposals, assuming that the target accepts all of them."""
-        draft, round_, outcome = self._workers.draft, flight.round, flight.outcome
-        assert draft is not None
-        items = round_.ahead_items(self._drafting.num_ahead_steps(outcome.verify_items), draft.max_model_len)
-        if not items:
+        """Draft branches, which follow the most probable outcomes of the verification."""
+        draft, round_, outcome = self._workers.ready_draft, flight.round, flight.outcome
+        if draft is None or not (items := round_.ahead_items(_limits(draft))):
             return
-        outcome.called_draft, outcome.is_quiet = True, outcome.is_quiet and not self._shares_devices
-        with _draft_failures_ignored("discarding draft-ahead tokens"):
+        outcome.called_draft = outcome.drafted_ahead = True
+        outcome.is_quiet = outcome.is_quiet and not self._shares_devices
+        with _draft_failures_ignored("discarding branches"):
             proposals, timed = await self._call_draft(draft, next(self._round_ids), items, flight.trace)
             round_.take_ahead(proposals, self.target.vocab_size)
             outcome.proposals.append((items, proposals, timed))
@@ -298,6 +306,10 @@ class RoundRunner:
         self._pool.add_round_time(parts, seconds, self._plain_times)
         if not any(part.costly_rows for part in parts.values()):
             self._plain_times.observe(sum(part.rows for part in parts.values()), seconds)
+
+
+def _limits(draft: Draft) -> DraftLimits:
+    return DraftLimits(draft.max_model_len, draft.vocab_size, draft.kv_reservations_grow)
 
 
 @contextmanager

@@ -34,7 +34,9 @@ class DraftPlan:
     """How a sequence drafts in a round."""
 
     num_draft_tokens: int = 0
-    """Tokens to request from the draft worker."""
+    """Tokens to request from the draft worker, or of each branch if there are any."""
+    num_branches: int = 0
+    """Outcomes of this round's verification to draft for meanwhile. 0: draft before the verification."""
     min_chance: float = 0.0
     """Minimum probability that a token and all before it are accepted; less likely tokens are not worth their cost."""
     next_chance: float = 1.0
@@ -59,6 +61,10 @@ class Commit:
     """Draft method used; None if nothing was drafted."""
     proposal: Proposal | None = None
     """The draft worker's answer, possibly only partly verified."""
+    branch: int | None = None
+    """Index of the branch that came true; None without one."""
+    num_branches: int = 0
+    """Number of branches that were drafted during the verification."""
     lookup: Lookup = Lookup()
     """The lookup of the draft plan."""
 

@@ -7,14 +7,13 @@ that they never stall decoding sequences.
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import replace
 from types import MappingProxyType
 
 from coordinator.scheduling.commits import Commit, DraftPlan
 from coordinator.scheduling.prefill import Catchup, share_prefill, timely_budget
 from coordinator.scheduling.sequence import Sequence
-from coordinator.scheduling.turn import Turn, known_tokens
-from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
+from coordinator.scheduling.turn import DraftLimits, Turn
+from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
 
 
 class Round:
@@ -53,43 +52,42 @@ class Round:
         """Whether the draft worker is to draft for a sequence, or to follow its prompt."""
         return any(turn.wants_drafts for turn in self._turns.values())
 
-    def propose_items(self, draft_max_len: int, draft_vocab_size: int, draft_grows: bool = False) -> list[ProposeItem]:
-        """Items for a draft worker with `draft_max_len` positions per sequence, whose reservations may grow.
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether the draft worker drafts during the verification, instead of before it."""
+        return any(turn.drafts_ahead for turn in self._turns.values())
 
-        Tokens drafted ahead are used only if every item has some. Otherwise the worker drafts for all sequences, which
-        takes no longer and yields longer drafts.
-        """
+    def propose_items(self, worker: DraftLimits) -> list[ProposeItem]:
+        """Items for the draft worker, to draft before the verification."""
+        return self._draft_items(worker, Turn.propose_item)
+
+    def ahead_items(self, worker: DraftLimits) -> list[ProposeItem]:
+        """Items for the draft worker, to draft branches during the verification. Call after `verify_items`."""
+        return self._draft_items(worker, Turn.ahead_item)
+
+    def _draft_items(
+        self, worker: DraftLimits, build: Callable[[Turn, int, DraftLimits], ProposeItem | None]
+    ) -> list[ProposeItem]:
         turns = self._unfinished()
-        catchups = [(turn.sequence, count) for turn in turns if (count := turn.draft_catchup(draft_max_len))]
+        catchups = [(turn.sequence, count) for turn in turns if (count := turn.draft_catchup(worker.max_model_len))]
         shares = self._shares(catchups, num_draft_tokens=0)
-        worker = draft_max_len, draft_vocab_size, draft_grows
-        candidates = ((turn, turn.propose_item(shares.get(turn.sequence.sequence_id, 0), *worker)) for turn in turns)
-        proposing = [(turn, item) for turn, item in candidates if item is not None]
-        items = [item for _, item in proposing]
-        if not all(item.num_draft_tokens and turn.sequence.drafted_ahead for turn, item in proposing):
-            return items
-        for turn, item in proposing:
-            turn.propose_drafted_ahead(item)
-        return []
+        items = (build(turn, shares.get(turn.sequence.sequence_id, 0), worker) for turn in turns)
+        return [item for item in items if item is not None]
+
+    def take_branches(self) -> None:
+        """Verify the branches of the last verification that came true. No sequence waits for drafts of others."""
+        for turn in self._unfinished():
+            turn.take_branch()
 
     def take_proposals(self, proposals: Items[Proposal], target_vocab_size: int) -> None:
         """Take the draft tokens before the first one outside the target's vocabulary."""
         for proposal in proposals:
             self._turns[proposal.sequence_id].take_proposal(proposal, target_vocab_size)
 
-    def ahead_items(self, limit: int, draft_max_len: int) -> list[ProposeItem]:
-        """Items to draft at most `limit` tokens ahead during the verification, assuming full acceptance.
-
-        The first token of each guesses the bonus token.
-        """
-        candidates = (turn.ahead_item(limit, draft_max_len) for turn in self._unfinished())
-        return [item for item in candidates if item is not None]
-
     def take_ahead(self, proposals: Items[Proposal], target_vocab_size: int) -> None:
+        """Take the branches, before the round commits."""
         for proposal in proposals:
-            if proposal.status is ItemStatus.OK:
-                token_ids = known_tokens(proposal.draft_token_ids, target_vocab_size)
-                self._turns[proposal.sequence_id].ahead = replace(proposal, draft_token_ids=token_ids)
+            self._turns[proposal.sequence_id].take_ahead(proposal, target_vocab_size)
 
     def verify_items(self) -> list[VerifyItem]:
         """Items for the target worker. Skips sequences aborted during the draft round."""

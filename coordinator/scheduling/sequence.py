@@ -137,7 +137,7 @@ class PendingRound:
 
 @dataclass(frozen=True)
 class DraftedAhead:
-    """Draft tokens for the next round, proposed during the last verification."""
+    """Draft tokens for the next round: the branch of the last verification that came true."""
 
     token_ids: tuple[int, ...]
     confidences: tuple[float, ...]

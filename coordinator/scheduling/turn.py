@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 
 from coordinator.scheduling.commits import Commit, DraftPlan
 from coordinator.scheduling.sequence import DraftedAhead, DraftMethod, PendingRound, Prefix, Sequence
@@ -13,6 +14,14 @@ from specpool.protocol.sampling import SamplingParams
 DRAFT_BACKOFF_ROUNDS = 16
 
 
+class DraftLimits(NamedTuple):
+    """What a draft worker can do."""
+
+    max_model_len: int
+    vocab_size: int
+    reservations_grow: bool = False
+
+
 class Turn:
     """One sequence's part in a round."""
 
@@ -20,18 +29,16 @@ class Turn:
         self.sequence = sequence
         self.cache_misses = 0
         self._planned_length = len(sequence.token_ids)
-        self.ahead: Proposal | None = None
-        """Tokens drafted ahead, which continue the proposal."""
         self._plan, self._round_id, self._chance = plan, round_id, chance
         self._proposal: Proposal | None = None
+        self._ahead: Proposal | None = None
+        """Branches drafted during the verification."""
         self._draft_ids: tuple[int, ...] = ()
         """Proposed tokens to verify."""
         self._item: VerifyItem | None = None
         """The item for the target worker."""
         self._pending: PendingRound | None = None
         """The sequence's round at the target worker."""
-        self._draft_reservation: int | None = None
-        """Positions for a draft worker to reserve if its reservations grow."""
 
     # --- Draft worker
 
@@ -39,6 +46,11 @@ class Turn:
     def wants_drafts(self) -> bool:
         """Whether the draft worker is to draft for the sequence, or to follow its prompt."""
         return self._plan.num_draft_tokens > 0
+
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether the draft worker is to draft branches during the verification."""
+        return self._plan.num_branches > 0
 
     def draft_catchup(self, draft_max_len: int) -> int:
         """Number of committed tokens to send to the draft worker; 0 to leave the sequence out."""
@@ -61,86 +73,93 @@ class Turn:
         # After drafting ahead, all tokens may be cached. The last one must run again for its logits.
         return min(self.sequence.draft_base_length, len(self.sequence.token_ids) - 1)
 
-    def propose_item(
-        self, count: int, draft_max_len: int, draft_vocab_size: int, draft_grows: bool = False
-    ) -> ProposeItem | None:
-        """The item that sends `count` tokens to the draft worker; None to leave the sequence out.
+    def propose_item(self, count: int, worker: DraftLimits) -> ProposeItem | None:
+        """The item that sends `count` committed tokens to the draft worker; None to leave the sequence out."""
+        if (item := self._draft_item(count, (), worker)) is None:
+            return None
+        is_caught_up = item.end == len(self.sequence.token_ids)
+        if is_caught_up and self.sequence.is_decoding:
+            item.num_draft_tokens = min(self._draft_limit, worker.max_model_len - item.end)
+            item.min_chance = self._plan.min_chance if item.num_draft_tokens else 0.0
+            item.next_chance = self._plan.next_chance
+        return item
 
-        `draft_grows`: whether the draft worker's reservations grow.
-        """
-        sequence, base, length = self.sequence, self._draft_base, len(self.sequence.token_ids)
+    def ahead_item(self, count: int, worker: DraftLimits) -> ProposeItem | None:
+        """The item that drafts branches during the verification, after `count` committed tokens; None for none."""
+        yields = self._pending is not None and self._pending.num_cached_tokens is None
+        is_caught_up = self._draft_base + count == len(self.sequence.token_ids)
+        unverified = self._item.draft_token_ids if self._item is not None and is_caught_up else ()
+        if (item := self._draft_item(count, unverified, worker)) is None:
+            return None
+        num_draft_tokens = min(self._draft_limit, worker.max_model_len - item.end - 1)
+        if yields and is_caught_up and num_draft_tokens > 0:
+            item.num_branches, item.num_unverified = self._plan.num_branches, len(unverified)
+            item.num_draft_tokens, item.min_chance = num_draft_tokens, self._plan.min_chance
+        return item
+
+    def _draft_item(self, count: int, unverified: tuple[int, ...], worker: DraftLimits) -> ProposeItem | None:
+        """The item that only extends the draft worker's cache."""
+        sequence, base = self.sequence, self._draft_base
         tokens = tuple(sequence.token_ids[base : base + count])
         # The target's output head can be larger than the draft's, and yield tokens outside the draft's vocabulary.
-        if not tokens or max(tokens) >= draft_vocab_size:
+        if not tokens or max(tokens + unverified) >= worker.vocab_size:
             return None
-        is_caught_up = sequence.is_decoding and base + count == length
-        num_draft_tokens = min(self._draft_limit, draft_max_len - length) if is_caught_up else 0
         source, sampling = _first_contact(sequence, sequence.num_draft_cached_tokens, base, sequence.draft_prefix)
-        if draft_grows and sequence.reserved is not None:
-            self._draft_reservation = min(sequence.reserved_length, draft_max_len)
-        full = min(sequence.max_length, draft_max_len) if sampling else None
+        reserved = full = None
+        if worker.reservations_grow and sequence.reserved is not None:
+            reserved = min(sequence.reserved_length, worker.max_model_len)
+        if sampling:
+            full = min(sequence.max_length, worker.max_model_len)
         return ProposeItem(
             sequence_id=sequence.sequence_id,
             base_length=base,
-            token_ids=tokens,
-            num_draft_tokens=num_draft_tokens,
+            token_ids=tokens + unverified,
             prefix_sequence_id=source,
             sampling=sampling,
-            max_length=self._draft_reservation or full,
-            min_chance=self._plan.min_chance if num_draft_tokens else 0.0,
-            next_chance=self._plan.next_chance,
+            max_length=reserved or full,
         )
 
-    def propose_drafted_ahead(self, item: ProposeItem) -> None:
-        """Answer the item with the tokens drafted ahead during the previous round."""
-        ahead = self.sequence.drafted_ahead
-        assert ahead is not None
-        drafted = ahead.token_ids[: item.num_draft_tokens]
-        num_cached_tokens = item.base_length + len(item.token_ids) + len(drafted) - 1
-        self._proposal = Proposal(item.sequence_id, ItemStatus.OK, drafted, num_cached_tokens, ahead.confidences)
+    def take_branch(self) -> None:
+        """Verify the branch of the last verification that came true, if there is one."""
+        ahead, sequence = self.sequence.drafted_ahead, self.sequence
+        if ahead is None or not sequence.is_decoding:
+            return
+        drafted = ahead.token_ids[: max(0, self._draft_limit)]
+        self._proposal = Proposal(sequence.sequence_id, ItemStatus.OK, drafted, 0, ahead.confidences)
         self._draft_ids = self._likely(drafted, self._proposal)
 
     def take_proposal(self, proposal: Proposal, target_vocab_size: int) -> None:
         """Take the draft tokens, and the number of positions that the draft worker has cached."""
-        sequence = self.sequence
-        if proposal.status is ItemStatus.OK:
+        if self._is_cached(proposal):
             self._proposal = proposal
             self._draft_ids = self._likely(known_tokens(proposal.draft_token_ids, target_vocab_size), proposal)
+
+    def take_ahead(self, proposal: Proposal, target_vocab_size: int) -> None:
+        """Take the branches drafted during the verification."""
+        if self._is_cached(proposal):
+            for branch in proposal.branches:
+                branch.draft_token_ids = known_tokens(branch.draft_token_ids, target_vocab_size)
+            self._ahead = proposal
+
+    def _is_cached(self, proposal: Proposal) -> bool:
+        """Note the number of positions that the draft worker has cached. Return False if it has none."""
+        sequence = self.sequence
+        if proposal.status is ItemStatus.OK:
             # Draft tokens are not committed yet.
             sequence.num_draft_cached_tokens = min(proposal.num_cached_tokens, len(sequence.token_ids))
             sequence.draft_prefix = None
-            return
+            return True
         self.cache_misses += proposal.status is ItemStatus.CACHE_MISS and sequence.draft_prefix is None
         sequence.num_draft_cached_tokens, sequence.draft_prefix = 0, None
         if proposal.status is ItemStatus.NO_SLOT:
             sequence.draft_backoff_until = self._round_id + DRAFT_BACKOFF_ROUNDS
+        return False
 
     def _likely(self, token_ids: tuple[int, ...], proposal: Proposal) -> tuple[int, ...]:
         """Draft tokens before the first below `min_chance`; all of them without confidences."""
         chances = accumulate(map(self._chance, proposal.confidences), mul)
         end = next((i for i, chance in enumerate(chances) if chance < self._plan.min_chance), len(token_ids))
         return token_ids[:end]
-
-    def ahead_item(self, limit: int, draft_max_len: int) -> ProposeItem | None:
-        """The item that drafts at most `limit` tokens beyond the proposal; None if none could be used."""
-        proposal, plan, drafts = self._proposal, self._plan, self._draft_ids
-        if proposal is None or not drafts or len(drafts) < len(proposal.draft_token_ids):
-            return None
-        end = len(self.sequence.token_ids) + len(drafts)
-        # The target always adds one token.
-        max_length = min(self.sequence.max_length - 1, self.sequence.reserved_length, draft_max_len)
-        num_draft_tokens = min(1 + plan.num_draft_tokens, max_length - end, limit)
-        if num_draft_tokens <= 1:
-            return None
-        return ProposeItem(
-            sequence_id=self.sequence.sequence_id,
-            base_length=proposal.num_cached_tokens,
-            token_ids=drafts[-1:],
-            num_draft_tokens=num_draft_tokens,
-            max_length=self._draft_reservation,
-            min_chance=plan.min_chance,
-            next_chance=plan.next_chance,
-        )
 
     # --- Target worker
 
@@ -250,32 +269,51 @@ class Turn:
         sequence.num_cached_tokens = 0
 
     def _commit(self, verdict: Verdict) -> Commit:
-        sequence = self.sequence
-        sequence.drafted_ahead = None  # outdated by this commit
+        sequence, gained = self.sequence, verdict.token_ids
         assert self._item is not None
         drafted = len(self._item.draft_token_ids)
         method = None if not drafted else DraftMethod.MODEL if self._draft_ids else DraftMethod.NGRAM
-        if self._proposal is not None:
-            self._truncate_draft_cache(self._proposal, verdict.token_ids)
+        index = self._choose_branch(gained)
+        if self._proposal is not None and not self.drafts_ahead:
+            self._truncate_draft_cache(self._proposal, gained)
         sequence.num_cached_tokens = verdict.num_cached_tokens
-        kept, shown = sequence.commit(verdict.token_ids)
+        kept, shown = sequence.commit(gained)
         if sequence.finish is not None:
             sequence.pending.clear()
-        accepted = min(len(verdict.token_ids) - 1, len(kept))  # tokens after a stop do not count
+        accepted = min(len(gained) - 1, len(kept))  # tokens after a stop do not count
         sequence.speculation.add(drafted, accepted)
-        logprobs, lookup = verdict.logprobs[: len(kept)], self._plan.lookup
-        return Commit(sequence, tuple(kept), shown, logprobs, drafted, accepted, method, self._proposal, lookup)
+        return Commit(
+            sequence,
+            tuple(kept),
+            shown,
+            verdict.logprobs[: len(kept)],
+            drafted,
+            accepted,
+            method,
+            self._proposal,
+            index,
+            0 if self._ahead is None else len(self._ahead.branches),
+            self._plan.lookup,
+        )
+
+    def _choose_branch(self, gained: tuple[int, ...]) -> int | None:
+        """Keep the branch that came true for the next round. Return its index."""
+        sequence, ahead = self.sequence, self._ahead
+        sequence.drafted_ahead = None
+        if ahead is None:
+            return None
+        accepted = len(gained) - 1
+        sequence.num_draft_cached_tokens = min(ahead.num_cached_tokens, len(sequence.token_ids) + accepted)
+        for index, branch in enumerate(ahead.branches):
+            if (branch.num_accepted, branch.token_id) == (accepted, gained[-1]):
+                sequence.drafted_ahead = DraftedAhead(branch.draft_token_ids, branch.confidences)
+                return index
+        return None
 
     def _truncate_draft_cache(self, proposal: Proposal, gained: tuple[int, ...]) -> None:
         """Keep the draft worker's cache as far as its tokens agree with the target's."""
-        drafted, num_cached_tokens = proposal.draft_token_ids, proposal.num_cached_tokens
-        if self.ahead is not None:
-            drafted, num_cached_tokens = drafted + self.ahead.draft_token_ids, self.ahead.num_cached_tokens
-            rest = drafted[len(gained) :]
-            if rest and drafted[: len(gained)] == gained and len(gained) == len(proposal.draft_token_ids) + 1:
-                self.sequence.drafted_ahead = DraftedAhead(rest, self.ahead.confidences[1:])
-        agreed = len(self.sequence.token_ids) + agreement_length(drafted, gained)
-        self.sequence.num_draft_cached_tokens = min(num_cached_tokens, agreed)
+        agreed = len(self.sequence.token_ids) + agreement_length(proposal.draft_token_ids, gained)
+        self.sequence.num_draft_cached_tokens = min(proposal.num_cached_tokens, agreed)
 
 
 def _first_contact(

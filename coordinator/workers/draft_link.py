@@ -50,6 +50,11 @@ class DraftLink(WorkerLink):
     def _make_backoff(self) -> Backoff:
         return Backoff(link.PROBE_SECONDS, 2 * link.PROBE_SECONDS, MAX_BACKOFF_SECONDS, RESET_AFTER)
 
+    @property
+    def max_branches(self) -> int:
+        """Maximum branches of an item; 0 if the worker cannot draft them. Known once the worker was ready."""
+        return self.load_at_start.max_branches
+
     async def _read_description(self) -> None:
         if self._target.info is None:
             self._set_state(LinkState.CONNECTING, "waiting for the target", logging.DEBUG)
@@ -99,5 +104,8 @@ class DraftLink(WorkerLink):
 
     def _expected_seconds(self, items: list[ProposeItem]) -> float:
         num_steps = max(item.num_draft_tokens for item in items)
-        steps = [sum(item.num_draft_tokens > step for item in items) for step in range(1, num_steps)]
+        steps = [
+            sum(max(1, item.num_branches) for item in items if item.num_draft_tokens > step)
+            for step in range(not any(item.num_branches for item in items), num_steps)
+        ]
         return sum(map(self.step_times, [sum(len(item.token_ids) for item in items), *steps]))

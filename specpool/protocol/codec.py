@@ -24,6 +24,7 @@ _UNSET_MEANS_ONE = ("top_p", "repetition_penalty")
 # Limits of requests to workers, far above what coordinators send. They bound the work that a hostile client can cause.
 MAX_COORDINATOR_ID_LENGTH = 128
 MAX_ITEM_DRAFT_TOKENS = 1024
+MAX_ITEM_BRANCHES = 64
 MAX_ITEM_LOGPROBS = 256
 MAX_SAMPLING_TOKENS = 2048
 MAX_CHANCES = 1024
@@ -62,6 +63,7 @@ def read_propose_items(request: draft_worker_pb2.ProposeRequest, limits: RoundLi
         fields = _common_fields(field, item)
         _check_item(field, item, limits, seen)
         _check_maximum(f"{field}.num_draft_tokens", item.num_draft_tokens, MAX_ITEM_DRAFT_TOKENS)
+        _check_branches(field, item)
         next_chance = item.next_chance if item.HasField("next_chance") else 1.0
         items.append(
             ProposeItem(
@@ -69,8 +71,12 @@ def read_propose_items(request: draft_worker_pb2.ProposeRequest, limits: RoundLi
                 num_draft_tokens=item.num_draft_tokens,
                 min_chance=_checked(f"{field}.min_chance", item.min_chance),
                 next_chance=_checked(f"{field}.next_chance", next_chance),
+                num_branches=item.num_branches,
+                num_unverified=item.num_unverified,
             )
         )
+    logits = sum(max(1 + item.num_unverified, item.num_branches) for item in items)
+    _check_logits(logits, limits)
     return items
 
 
@@ -89,7 +95,10 @@ def propose_response(
     round_id: int, proposals: Iterable[Proposal], spent: Mapping[str, int], instance_id: str
 ) -> draft_worker_pb2.ProposeResponse:
     """Build the response to a draft round. `spent`: nanoseconds by field name."""
-    results = [draft_worker_pb2.ProposeResult(**_result_fields(proposal)) for proposal in proposals]
+    results = []
+    for proposal in proposals:
+        branches = [draft_worker_pb2.Branch(**vars(branch)) for branch in proposal.branches]
+        results.append(draft_worker_pb2.ProposeResult(**_result_fields(proposal) | {"branches": branches}))
     return draft_worker_pb2.ProposeResponse(round_id=round_id, results=results, instance_id=instance_id, **spent)
 
 
@@ -112,10 +121,7 @@ def verify_request(
 def read_verify_items(request: target_worker_pb2.VerifyRequest, limits: RoundLimits) -> list[VerifyItem]:
     """Read the items of a target round. Raises InvalidArgumentError."""
     _check_maximum("items", len(request.items), limits.max_items)
-    logits = sum(len(item.draft_token_ids) + 1 for item in request.items)
-    if logits > limits.max_logits:
-        reason = f"need the logits of {logits} positions, more than the maximum of {limits.max_logits}"
-        raise InvalidArgumentError("items", reason)
+    _check_logits(sum(len(item.draft_token_ids) + 1 for item in request.items), limits)
     seen: set[int] = set()
     items = []
     for index, item in enumerate(request.items):
@@ -304,6 +310,23 @@ def _check_item(field: str, item: Any, limits: RoundLimits, seen: set[int]) -> N
         raise InvalidArgumentError(f"{field}.base_length", "must be positive with prefix_sequence_id")
     _check_maximum(f"{field}.max_length", item.max_length, limits.max_model_len)
     _check_token_ids(f"{field}.token_ids", item.token_ids, limits)
+
+
+def _check_branches(field: str, item: draft_worker_pb2.ProposeItem) -> None:
+    _check_maximum(f"{field}.num_branches", item.num_branches, MAX_ITEM_BRANCHES)
+    if item.num_branches and not item.num_draft_tokens:
+        raise InvalidArgumentError(f"{field}.num_draft_tokens", "must be positive with num_branches")
+    if item.num_unverified and not item.num_branches:
+        raise InvalidArgumentError(f"{field}.num_unverified", "must be 0 without num_branches")
+    if item.num_unverified >= len(item.token_ids):
+        reason = f"{item.num_unverified} must be below {len(item.token_ids)}, the number of token_ids"
+        raise InvalidArgumentError(f"{field}.num_unverified", reason)
+
+
+def _check_logits(logits: int, limits: RoundLimits) -> None:
+    if logits > limits.max_logits:
+        reason = f"need the logits of {logits} positions, more than the maximum of {limits.max_logits}"
+        raise InvalidArgumentError("items", reason)
 
 
 def _check_token_ids(field: str, token_ids: Sequence[int], limits: RoundLimits) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, SequenceItem, Verdict, VerifyItem
+from specpool.protocol.rounds import Branch, ItemStatus, Proposal, ProposeItem, SequenceItem, Verdict, VerifyItem
 from specpool.protocol.sampling import NO_LOGPROBS, Logprobs
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import TENSOR_PARALLEL_SUMS, StepCosts
@@ -83,14 +83,31 @@ def read_proposals(
 def _read_proposal(result: Any, status: ItemStatus, item: ProposeItem) -> Proposal:
     if status is not ItemStatus.OK:
         return Proposal(item.sequence_id, status)
-    drafted, confidences = tuple(result.draft_token_ids), tuple(result.confidences)
-    if len(drafted) > item.num_draft_tokens:
-        raise InvalidResponseError(f"{len(drafted)} draft tokens, {item.num_draft_tokens} requested")
-    _require(len(confidences) in (0, len(drafted)), "a draft token has no confidence")
-    _require(all(0 <= confidence <= 1 + ROUNDING for confidence in confidences), "a confidence is not a probability")
+    drafted, confidences = _read_draft(result, 0 if item.num_branches else item.num_draft_tokens)
     expected = item.base_length + len(item.token_ids) + max(0, len(drafted) - 1)
     _check_cached(result, expected)
-    return Proposal(item.sequence_id, status, drafted, expected, tuple(min(1.0, value) for value in confidences))
+    return Proposal(item.sequence_id, status, drafted, expected, confidences, _read_branches(result, item))
+
+
+def _read_draft(message: Any, limit: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The draft tokens of a proposal or branch, and their confidences."""
+    drafted, confidences = tuple(message.draft_token_ids), tuple(message.confidences)
+    if len(drafted) > limit:
+        raise InvalidResponseError(f"{len(drafted)} draft tokens, {limit} requested")
+    _require(len(confidences) in (0, len(drafted)), "a draft token has no confidence")
+    _require(all(0 <= confidence <= 1 + ROUNDING for confidence in confidences), "a confidence is not a probability")
+    return drafted, tuple(min(1.0, value) for value in confidences)
+
+
+def _read_branches(result: Any, item: ProposeItem) -> tuple[Branch, ...]:
+    if len(result.branches) > item.num_branches:
+        raise InvalidResponseError(f"{len(result.branches)} branches, {item.num_branches} requested")
+    branches = []
+    for branch in result.branches:
+        _require(branch.num_accepted <= item.num_unverified, "a branch accepts more tokens than are verified")
+        draft = _read_draft(branch, item.num_draft_tokens)
+        branches.append(Branch(branch.num_accepted, branch.token_id, *draft))
+    return tuple(branches)
 
 
 def _check_cached(result: Any, expected: int) -> None:

@@ -70,11 +70,16 @@ class ProposeItem(SequenceItem):
     """Minimum acceptance probability of a draft token. Drafting stops before a token below it. 0: no minimum."""
     next_chance: float = 1.0
     """Estimated acceptance probability of the next token, given that all earlier draft tokens are accepted."""
+    num_branches: int = 0
+    """Maximum number of outcomes to continue, of the verification of the last `num_unverified` tokens. 0: draft one
+    continuation of all tokens."""
+    num_unverified: int = 0
 
     @property
     def end(self) -> int:
-        """Positions that the item needs. The last draft token is not cached."""
-        return self.base_length + len(self.token_ids) + max(0, self.num_draft_tokens - 1)
+        """Positions that the item needs. The last draft token is not cached. Branches use spare positions."""
+        drafted = 0 if self.num_branches else max(0, self.num_draft_tokens - 1)
+        return self.base_length + len(self.token_ids) + drafted
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,17 @@ class ProposeRound:
 
 
 @dataclass
+class Branch:
+    """Draft tokens after one outcome of a verification."""
+
+    num_accepted: int
+    token_id: int
+    """The target's token after the accepted ones."""
+    draft_token_ids: tuple[int, ...] = ()
+    confidences: tuple[float, ...] = ()
+
+
+@dataclass
 class Proposal:
     """The draft worker's result for one sequence."""
 
@@ -101,6 +117,8 @@ class Proposal:
     num_cached_tokens: int = 0
     confidences: tuple[float, ...] = ()
     """The draft model's probability of each draft token, if requested."""
+    branches: tuple[Branch, ...] = ()
+    """The most probable first."""
 
 
 @dataclass

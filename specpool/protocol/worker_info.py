@@ -84,6 +84,8 @@ class WorkerInfo:
     """Whether later items of a sequence may reserve more positions."""
     max_rounds_ahead: int = 0
     """Rounds that a coordinator may send before the response to an earlier one."""
+    max_branches: int = 0
+    """Maximum branches of an item of the draft worker."""
 
     @property
     def summary(self) -> str:

@@ -61,14 +61,16 @@ class FakeWorker:
         kv_positions: int = 0,
         kv_reservations_grow: bool = True,
         max_rounds_ahead: int = 2,
+        max_branches: int = 64,
     ) -> None:
         """`pass_seconds`: duration of a pass with a number of new tokens; None: no delay.
 
         `notes`: notes about the model. `rank_devices`: devices of a sharded worker's ranks, two or more.
         `kv_positions`: capacity of the cache; 0: only `slots` limits it. `kv_reservations_grow`: whether later items
         may reserve more, which workers of earlier versions ignore. `max_rounds_ahead`: see `WorkerLoad`; draft workers
-        ignore it.
+        ignore it. `max_branches`: likewise; target workers ignore it.
         """
+        self.max_branches = max_branches
         self.max_rounds_ahead = max_rounds_ahead
         self.kv_positions, self.kv_reservations_grow = kv_positions, kv_reservations_grow
         self.reserved: dict[tuple[str, int], int] = {}
@@ -160,6 +162,7 @@ class FakeWorker:
                 kv_positions_multiple=KV_MULTIPLE,
                 kv_reservations_grow=self.kv_reservations_grow,
                 max_rounds_ahead=self.max_rounds_ahead if isinstance(self, FakeTarget) else 0,
+                max_branches=self.max_branches if isinstance(self, FakeDraft) else 0,
                 ranks=[common_pb2.RankMemory(device=device) for device in self.rank_devices],
             ),
             costs=common_pb2.StepCosts(rows=MEASURED_ROWS, seconds=map(self.pass_seconds, MEASURED_ROWS))
@@ -242,7 +245,10 @@ class FakeWorker:
 def _length(item: Any) -> int:
     """Positions that an item needs."""
     is_proposal = isinstance(item, draft_worker_pb2.ProposeItem)
-    drafts = max(0, item.num_draft_tokens - 1) if is_proposal else len(item.draft_token_ids)
+    if is_proposal:
+        drafts = 0 if item.num_branches else max(0, item.num_draft_tokens - 1)
+    else:
+        drafts = len(item.draft_token_ids)
     return int(item.base_length + len(item.token_ids) + drafts)
 
 
@@ -356,7 +362,10 @@ def _logprobs(count: int) -> common_pb2.TokenLogprobs:
 
 
 class FakeDraft(FakeWorker):
-    """A draft worker that drafts the target's choice with probability `acceptance`, and another token otherwise."""
+    """A draft worker that drafts the target's choice with probability `acceptance`, and another token otherwise.
+
+    Its first branch comes true with the same probability, and each further one half of the time that is left.
+    """
 
     def __init__(self, target: FakeTarget, acceptance: float = 0.7, **knobs: Any) -> None:
         super().__init__(**knobs)
@@ -370,7 +379,7 @@ class FakeDraft(FakeWorker):
         """Drafts every item."""
         began = time.perf_counter_ns()
         lengths = self._lengths(request)
-        await self._begin_round(context, [sum(k > j for k in lengths) for j in range(max(lengths, default=0))])
+        await self._begin_round(context, self._passes(request, lengths))
         results = [
             self._propose((request.coordinator_id, item.sequence_id), item, length)
             for item, length in zip(request.items, lengths, strict=True)
@@ -387,8 +396,20 @@ class FakeDraft(FakeWorker):
         async for request in requests:
             yield await self.Propose(request, context)
 
+    @staticmethod
+    def _passes(request: draft_worker_pb2.ProposeRequest, lengths: Sequence[int]) -> list[int]:
+        """New tokens of each pass. Branches begin after a pass that appends the items' tokens."""
+        branching = sum(len(item.token_ids) for item in request.items if item.num_branches)
+        drafts = [
+            sum(max(1, item.num_branches) for item, k in zip(request.items, lengths, strict=True) if k > j)
+            for j in range(max(lengths, default=0))
+        ]
+        return [branching, *drafts] if branching else drafts
+
     def _lengths(self, request: draft_worker_pb2.ProposeRequest) -> list[int]:
         """Number of draft tokens per item: the requested number, or fewer if another token gains too little."""
+        if any(item.num_branches for item in request.items):
+            return [item.num_draft_tokens for item in request.items]
         lengths = [min(1, item.num_draft_tokens) for item in request.items]
         for step in range(1, max((item.num_draft_tokens for item in request.items), default=0)):
             gains = {
@@ -412,10 +433,12 @@ class FakeDraft(FakeWorker):
         status, tokens = self._realign(key, item)
         if status != common_pb2.ITEM_STATUS_OK:
             return draft_worker_pb2.ProposeResult(sequence_id=item.sequence_id, status=status)
-        draft: list[int] = []
-        for _ in range(length):
-            choice = self._target.choose([*tokens, *draft])
-            draft.append(choice if self._rng.random() < self._acceptance else (choice + 1) % VOCAB_SIZE)
+        if item.num_branches:
+            branches = self._branches(tokens, item)
+            return draft_worker_pb2.ProposeResult(
+                sequence_id=item.sequence_id, status=status, cached_length=len(tokens), branches=branches
+            )
+        draft = self._draft(tokens, length)
         self.caches[key] = [*tokens, *draft[:-1]]
         return draft_worker_pb2.ProposeResult(
             sequence_id=item.sequence_id,
@@ -424,3 +447,32 @@ class FakeDraft(FakeWorker):
             cached_length=len(self.caches[key]),
             confidences=[self._acceptance] * len(draft) if item.min_chance else [],
         )
+
+    def _draft(self, context: Sequence[int], length: int) -> list[int]:
+        draft: list[int] = []
+        for _ in range(length):
+            choice = self._target.choose([*context, *draft])
+            draft.append(choice if self._rng.random() < self._acceptance else (choice + 1) % VOCAB_SIZE)
+        return draft
+
+    def _branches(self, tokens: Sequence[int], item: draft_worker_pb2.ProposeItem) -> list[draft_worker_pb2.Branch]:
+        """Branches of different outcomes, of which at most one comes true."""
+        start = len(tokens) - item.num_unverified
+        num_accepted = next(
+            (i for i, token in enumerate(tokens[start:]) if token != self._target.choose(tokens[: start + i])),
+            item.num_unverified,
+        )
+        context = tokens[: start + num_accepted]
+        truth, rank = self._target.choose(context), 0
+        while rank < item.num_branches and self._rng.random() >= (self._acceptance if rank == 0 else 0.5):
+            rank += 1
+        branches = []
+        for index in range(item.num_branches):
+            token_id = truth if index == rank else (truth + 1 + index) % VOCAB_SIZE
+            draft = self._draft([*context, token_id], item.num_draft_tokens)
+            confidences = [self._acceptance] * len(draft) if item.min_chance else []
+            branch = draft_worker_pb2.Branch(
+                num_accepted=num_accepted, token_id=token_id, draft_token_ids=draft, confidences=confidences
+            )
+            branches.append(branch)
+        return branches

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specpool.v1 import common_pb2 as specpool_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1especpool/v1/draft_worker.proto\x12\x0bspecpool.v1\x1a\x18specpool/v1/common.proto\"\x9c\x01\n\x0eProposeRequest\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\'\n\x05items\x18\x03 \x03(\x0b\x32\x18.specpool.v1.ProposeItem\x12\x0f\n\x07\x63hances\x18\x04 \x03(\x02\x12\x11\n\tstep_cost\x18\x05 \x01(\x02\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\"\xab\x02\n\x0bProposeItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.specpool.v1.Sampling\x12\x1f\n\x12prefix_sequence_id\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x17\n\nmax_length\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nmin_chance\x18\x08 \x01(\x02\x12\x18\n\x0bnext_chance\x18\t \x01(\x02H\x02\x88\x01\x01\x42\x15\n\x13_prefix_sequence_idB\r\n\x0b_max_lengthB\x0e\n\x0c_next_chance\"\x8d\x01\n\x0fProposeResponse\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12+\n\x07results\x18\x02 \x03(\x0b\x32\x1a.specpool.v1.ProposeResult\x12\x12\n\nforward_ns\x18\x03 \x01(\x04\x12\x12\n\nrealign_ns\x18\x04 \x01(\x04\x12\x13\n\x0binstance_id\x18\x05 \x01(\t\"\x92\x01\n\rProposeResult\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.specpool.v1.ItemStatus\x12\x17\n\x0f\x64raft_token_ids\x18\x03 \x03(\r\x12\x15\n\rcached_length\x18\x04 \x01(\r\x12\x13\n\x0b\x63onfidences\x18\x05 \x03(\x02\x32\x9f\x03\n\x12\x44raftWorkerService\x12\x44\n\x07Propose\x12\x1b.specpool.v1.ProposeRequest\x1a\x1c.specpool.v1.ProposeResponse\x12N\n\rProposeStream\x12\x1b.specpool.v1.ProposeRequest\x1a\x1c.specpool.v1.ProposeResponse(\x01\x30\x01\x12\x44\n\x07Release\x12\x1b.specpool.v1.ReleaseRequest\x1a\x1c.specpool.v1.ReleaseResponse\x12V\n\rGetWorkerInfo\x12!.specpool.v1.GetWorkerInfoRequest\x1a\".specpool.v1.GetWorkerInfoResponse\x12U\n\x0cWatchStartup\x12 .specpool.v1.WatchStartupRequest\x1a!.specpool.v1.WatchStartupResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1especpool/v1/draft_worker.proto\x12\x0bspecpool.v1\x1a\x18specpool/v1/common.proto\"\x9c\x01\n\x0eProposeRequest\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\'\n\x05items\x18\x03 \x03(\x0b\x32\x18.specpool.v1.ProposeItem\x12\x0f\n\x07\x63hances\x18\x04 \x03(\x02\x12\x11\n\tstep_cost\x18\x05 \x01(\x02\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\"\xd9\x02\n\x0bProposeItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.specpool.v1.Sampling\x12\x1f\n\x12prefix_sequence_id\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x17\n\nmax_length\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nmin_chance\x18\x08 \x01(\x02\x12\x18\n\x0bnext_chance\x18\t \x01(\x02H\x02\x88\x01\x01\x12\x14\n\x0cnum_branches\x18\n \x01(\r\x12\x16\n\x0enum_unverified\x18\x0b \x01(\rB\x15\n\x13_prefix_sequence_idB\r\n\x0b_max_lengthB\x0e\n\x0c_next_chance\"\x8d\x01\n\x0fProposeResponse\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12+\n\x07results\x18\x02 \x03(\x0b\x32\x1a.specpool.v1.ProposeResult\x12\x12\n\nforward_ns\x18\x03 \x01(\x04\x12\x12\n\nrealign_ns\x18\x04 \x01(\x04\x12\x13\n\x0binstance_id\x18\x05 \x01(\t\"\xb9\x01\n\rProposeResult\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.specpool.v1.ItemStatus\x12\x17\n\x0f\x64raft_token_ids\x18\x03 \x03(\r\x12\x15\n\rcached_length\x18\x04 \x01(\r\x12\x13\n\x0b\x63onfidences\x18\x05 \x03(\x02\x12%\n\x08\x62ranches\x18\x06 \x03(\x0b\x32\x13.specpool.v1.Branch\"^\n\x06\x42ranch\x12\x14\n\x0cnum_accepted\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x63onfidences\x18\x04 \x03(\x02\x32\x9f\x03\n\x12\x44raftWorkerService\x12\x44\n\x07Propose\x12\x1b.specpool.v1.ProposeRequest\x1a\x1c.specpool.v1.ProposeResponse\x12N\n\rProposeStream\x12\x1b.specpool.v1.ProposeRequest\x1a\x1c.specpool.v1.ProposeResponse(\x01\x30\x01\x12\x44\n\x07Release\x12\x1b.specpool.v1.ReleaseRequest\x1a\x1c.specpool.v1.ReleaseResponse\x12V\n\rGetWorkerInfo\x12!.specpool.v1.GetWorkerInfoRequest\x1a\".specpool.v1.GetWorkerInfoResponse\x12U\n\x0cWatchStartup\x12 .specpool.v1.WatchStartupRequest\x1a!.specpool.v1.WatchStartupResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,11 +35,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROPOSEREQUEST']._serialized_start=74
   _globals['_PROPOSEREQUEST']._serialized_end=230
   _globals['_PROPOSEITEM']._serialized_start=233
-  _globals['_PROPOSEITEM']._serialized_end=532
-  _globals['_PROPOSERESPONSE']._serialized_start=535
-  _globals['_PROPOSERESPONSE']._serialized_end=676
-  _globals['_PROPOSERESULT']._serialized_start=679
-  _globals['_PROPOSERESULT']._serialized_end=825
-  _globals['_DRAFTWORKERSERVICE']._serialized_start=828
-  _globals['_DRAFTWORKERSERVICE']._serialized_end=1243
+  _globals['_PROPOSEITEM']._serialized_end=578
+  _globals['_PROPOSERESPONSE']._serialized_start=581
+  _globals['_PROPOSERESPONSE']._serialized_end=722
+  _globals['_PROPOSERESULT']._serialized_start=725
+  _globals['_PROPOSERESULT']._serialized_end=910
+  _globals['_BRANCH']._serialized_start=912
+  _globals['_BRANCH']._serialized_end=1006
+  _globals['_DRAFTWORKERSERVICE']._serialized_start=1009
+  _globals['_DRAFTWORKERSERVICE']._serialized_end=1424
 # @@protoc_insertion_point(module_scope)

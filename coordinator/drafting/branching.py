@@ -1,0 +1,76 @@
+"""Branches: how many outcomes of a verification to draft for while it runs, and how many tokens after each. Pure.
+
+Branches cost no time while they take no longer than the verification. A sequence whose outcome has no branch is
+verified without drafts in the next round, so that no sequence waits for the drafts of another.
+"""
+
+from dataclasses import dataclass
+
+from coordinator.drafting.acceptance import Acceptance, expected_tokens
+from coordinator.drafting.costs import RoundCosts
+from coordinator.scheduling.commits import Commit
+
+NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Numbers of branches to choose from."""
+FIRST_HIT = 0.5
+"""Initial chance that the first branch comes true; each further one has this share of the one before."""
+
+
+@dataclass(frozen=True)
+class BranchPlan:
+    """The branches of the next rounds."""
+
+    num_branches: int = 0
+    length: int = 0
+    """Draft tokens of a branch."""
+    speed: float = 0.0
+    """Expected tokens per second."""
+    row: float = 0.0
+    """Cost of verifying one more token, in tokens that the same time would gain otherwise."""
+
+
+class Branching:
+    """Plans branches, and learns how often they come true."""
+
+    def __init__(self, costs: RoundCosts) -> None:
+        self._costs = costs
+        self._hits = [Acceptance() for _ in range(max(NUMBERS))]
+        """By rank: how often the branch came true."""
+
+    def observe(self, commit: Commit) -> None:
+        """Learn which branch came true, if any were drafted."""
+        for rank in range(min(commit.num_branches, len(self._hits))):
+            self._hits[rank].add(1, int(rank == commit.branch))
+
+    def coverage(self, num_branches: int) -> float:
+        """Chance that an outcome is among this number of branches."""
+        rates = (hits.rate(FIRST_HIT ** (rank + 1)) for rank, hits in enumerate(self._hits[:num_branches]))
+        return min(1.0, sum(rates))
+
+    def best(self, sequences: int, drafting: int, rate: float, max_branches: int, lengths: range) -> BranchPlan:
+        """The fastest plan for a round of `sequences`, of which `drafting` have branches.
+
+        `rate`: acceptance rate of their draft tokens. `lengths`: possible draft tokens of a branch.
+        """
+        best = BranchPlan()
+        for num_branches in NUMBERS:
+            if num_branches > max_branches or not drafting:
+                break
+            previous = 0.0
+            for length in lengths:  # the speed has one peak
+                plan = self._plan(sequences, drafting, rate, num_branches, length)
+                best = max(best, plan, key=lambda each: each.speed)
+                if plan.speed < previous:
+                    break
+                previous = plan.speed
+        return best
+
+    def _plan(self, sequences: int, drafting: int, rate: float, num_branches: int, length: int) -> BranchPlan:
+        costs, covered = self._costs, drafting * self.coverage(num_branches)
+        rows = sequences + covered * length
+        verify = costs.verify(rows)
+        draft = costs.draft(drafting + covered * length) + length * costs.draft(drafting * num_branches)
+        tokens = sequences + covered * (expected_tokens(rate, length) - 1)
+        speed = tokens / (max(verify, draft) + costs.exchange + costs.scheduling)
+        row = speed * (verify - costs.verify(sequences)) / (rows - sequences)
+        return BranchPlan(num_branches, length, speed, row)

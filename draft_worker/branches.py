@@ -1,0 +1,101 @@
+"""Drafting ahead: while the target verifies, draft what follows the most probable outcomes.
+
+One pass appends the tokens that are being verified and ranks the tokens that the target may choose. Each further pass
+extends all branches by a token. They share the cache of their sequence, and use positions that it does not need yet.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from draft_worker.outcomes import Outcome, most_probable
+from specpool.engine.cache.slots import SequenceKey
+from specpool.engine.run.branches import Branch
+from specpool.engine.run.sequences import SequenceEngine
+from specpool.engine.sampling.ranking import Ranking
+from specpool.protocol import rounds
+from specpool.protocol.rounds import ProposeItem
+
+# Maximum tokens to rank after each position. Further ones are rarely right.
+MAX_RANKED = 5
+
+
+@dataclass
+class _Growing:
+    """An unfinished branch."""
+
+    key: SequenceKey
+    item: ProposeItem
+    outcome: Outcome
+    prefix_length: int
+    offset: int
+    token_ids: list[int] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
+
+    @property
+    def branch(self) -> Branch:
+        """What the engine runs next."""
+        token_ids = [self.outcome.token_id, *self.token_ids]
+        return Branch(self.key, self.prefix_length, self.offset, token_ids, num_cached_tokens=len(self.token_ids))
+
+    @property
+    def wants_more(self) -> bool:
+        return len(self.token_ids) < self.item.num_draft_tokens
+
+    def result(self) -> rounds.Branch:
+        confidences = tuple(self.confidences) if self.item.min_chance else ()
+        return rounds.Branch(self.outcome.num_accepted, self.outcome.token_id, tuple(self.token_ids), confidences)
+
+
+def draft_branches(
+    engine: SequenceEngine, items: Mapping[SequenceKey, ProposeItem], chances: Mapping[SequenceKey, Sequence[float]]
+) -> dict[SequenceKey, tuple[rounds.Branch, ...]]:
+    """Append the tokens of each item, and draft its branches. `chances`: see `ProposeRound`."""
+    if not items:
+        return {}
+    spans = {key: engine.span(key, item.token_ids, item.num_unverified + 1) for key, item in items.items()}
+    rankings = engine.rank(spans, MAX_RANKED)
+    for key, span in spans.items():
+        engine.keep(key, span.end)
+    growing = {key: _outlined(engine, key, item, rankings[key], chances[key]) for key, item in items.items()}
+    _grow(engine, [branch for own in growing.values() for branch in own])
+    return {key: tuple(branch.result() for branch in own) for key, own in growing.items()}
+
+
+def _outlined(
+    engine: SequenceEngine, key: SequenceKey, item: ProposeItem, rankings: Sequence[Ranking], chances: Sequence[float]
+) -> list[_Growing]:
+    """The branches of a sequence as far as it has room for them, without draft tokens."""
+    end, length = item.end, item.num_draft_tokens
+    room = (engine.engine.slots[key].capacity - end) // length
+    unverified = item.token_ids[len(item.token_ids) - item.num_unverified :]
+    outcomes = most_probable(rankings, unverified, chances, len(rankings) * MAX_RANKED)
+    if not engine.engine.supports_branches:  # the sequence's own positions hold one continuation
+        outcomes, room = [outcome for outcome in outcomes if outcome.num_accepted == item.num_unverified], min(1, room)
+    branches = []
+    for index, outcome in enumerate(outcomes[: min(item.num_branches, room)]):
+        prefix_length = end - item.num_unverified + outcome.num_accepted
+        branches.append(_Growing(key, item, outcome, prefix_length, end + index * length - prefix_length))
+    return branches
+
+
+def _grow(engine: SequenceEngine, branches: Sequence[_Growing]) -> None:
+    """Draft the tokens of all branches: all at once if the device can, otherwise step by step."""
+    sampled = any(engine.engine.slots[branch.key].sampling is not None for branch in branches)
+    if branches and engine.engine.drafts_ahead and not sampled:
+        spans = [branch.branch.span(engine.engine.slots[branch.key]) for branch in branches]
+        drafted = engine.engine.draft(spans, [branch.item.num_draft_tokens for branch in branches])
+        for branch, tokens, probabilities in zip(branches, *drafted, strict=True):
+            count = next((i for i, value in enumerate(probabilities) if not math.isfinite(value)), len(tokens))
+            branch.token_ids, branch.confidences = tokens[:count], probabilities[:count]
+        return
+    growing = list(branches)
+    while growing:
+        choices = engine.choose_branches(
+            [branch.branch for branch in growing], any(branch.item.min_chance for branch in growing)
+        )
+        alive = [(branch, chosen) for branch, chosen in zip(growing, choices, strict=True) if chosen.finite]
+        for branch, chosen in alive:
+            branch.token_ids.extend(chosen.token_ids)
+            branch.confidences.extend(chosen.confidences)
+        growing = [branch for branch, _ in alive if branch.wants_more]
