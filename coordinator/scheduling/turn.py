@@ -320,7 +320,7 @@ def _first_contact(
     sequence: Sequence, num_cached_tokens: int, base_length: int, prefix: Prefix | None
 ) -> tuple[int | None, SamplingParams | None]:
     """The sequence to copy from and the sampling parameters, for a worker that has cached nothing of this sequence."""
-    if num_cached_tokens:
+    if num_cached_tokens and base_length:
         return None, None
     source = prefix.source.sequence_id if prefix is not None and base_length else None
     return source, sequence.request.worker_sampling

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+from grpc import StatusCode
 from grpc.aio import AioRpcError, Metadata
 
 from coordinator.workers.errors import Cause, WorkerUnreachableError
@@ -51,7 +52,7 @@ class RoundCalls:
             try:
                 return await self._by_stream(request, seconds)
             except AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                if error.code() is not StatusCode.UNIMPLEMENTED:
                     raise
                 self.has_streams = False
         began, call = time.perf_counter(), self._unary(request, timeout=seconds)
@@ -112,6 +113,8 @@ class _Stream:
         self.rounds = 0
         """Rounds in progress."""
         self.is_broken = False
+        self._has_failed_to_write = False
+        """gRPC then hides the status of the stream behind INTERNAL."""
         self._is_closing = self._is_discarded = False
         self._writing, self._reading = asyncio.Lock(), asyncio.Lock()  # they wake up in order
         self._answered = 0.0
@@ -122,21 +125,23 @@ class _Stream:
         try:
             began = time.perf_counter()
             async with self._writing, self._timeout(seconds):
-                await _write(self.call, request)
+                await self._write(request)
             async with self._reading, self._timeout(seconds):
                 response = await self.call.read()
             if response is grpc.aio.EOF:
-                raise _error(grpc.StatusCode.UNAVAILABLE, "the worker ended the stream")
+                raise _error(StatusCode.UNAVAILABLE, "the worker ended the stream")
             began, self._answered = max(began, self._answered), time.perf_counter()
             check(response)
         except BaseException as error:
             self.cancel()
             if self._is_discarded and not is_cancelled():
                 raise _not_served() from None
+            if self._has_failed_to_write and isinstance(error, AioRpcError) and error.code() is StatusCode.INTERNAL:
+                raise _error(StatusCode.UNAVAILABLE, f"the stream broke: {error.details()}") from None
             if isinstance(error, TimeoutError):
-                raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, f"no response within {seconds:g} s") from None
+                raise _error(StatusCode.DEADLINE_EXCEEDED, f"no response within {seconds:g} s") from None
             if isinstance(error, asyncio.CancelledError) and not is_cancelled():
-                raise _error(grpc.StatusCode.UNAVAILABLE, "the stream was aborted") from None
+                raise _error(StatusCode.UNAVAILABLE, "the stream was aborted") from None
             raise
         finally:
             self.rounds -= 1
@@ -145,6 +150,20 @@ class _Stream:
         if response is None:  # undecodable
             self.cancel()
         return response, self._answered - began
+
+    async def _write(self, request: Any) -> None:
+        """Send a request. Raises UNAVAILABLE if the stream has ended, since its status does not answer the request."""
+        try:
+            await self.call.write(request)
+        except (asyncio.InvalidStateError, AioRpcError):
+            self._has_failed_to_write = True
+            if self.rounds > 1:
+                raise _not_served() from None
+            code, details = await self.call.code(), await self.call.details()
+            if code in (StatusCode.UNAVAILABLE, StatusCode.UNIMPLEMENTED):
+                raise _error(code, details) from None
+            reason = f"the stream had ended: {code.name}: {details}"
+            raise _error(StatusCode.UNAVAILABLE, reason) from None
 
     def close(self) -> None:
         """End the stream after the rounds in progress."""
@@ -177,17 +196,6 @@ def is_cancelled() -> bool:
     """Whether the running task is being cancelled. If not, a CancelledError means that gRPC cancelled a call."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-async def _write(stream: Any, request: Any) -> None:
-    """Send a request. Raises UNAVAILABLE if the stream has ended, since its status is not an answer to the request."""
-    try:
-        await stream.write(request)
-    except (asyncio.InvalidStateError, AioRpcError):
-        code, details = await stream.code(), await stream.details()
-        if code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED):
-            code, details = grpc.StatusCode.UNAVAILABLE, f"the stream had ended: {code.name}: {details}"
-        raise _error(code, details) from None
 
 
 def _error(code: grpc.StatusCode, details: str) -> AioRpcError:

@@ -177,7 +177,7 @@ class PoisonedTarget(RecordingTarget):
     """Target that fails every round in which a prompt begins with POISON."""
 
     async def Verify(self, request: Any, context: Any) -> Any:
-        if any(item.base_length == 0 and item.token_ids[0] == POISON for item in request.items):
+        if any(item.base_length == 0 and item.token_ids[:1] == [POISON] for item in request.items):
             await context.abort(StatusCode.INTERNAL, "told to choke")
         return await super().Verify(request, context)
 

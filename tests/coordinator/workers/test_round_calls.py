@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc import StatusCode
+from grpc.aio import Metadata
 from grpc_health.v1 import health_pb2
 from secure_service import until
 from serving import PATIENCE_SECONDS, RecordingTarget, make_request, serving
@@ -150,6 +151,41 @@ async def test_failed_writes_are_unavailable(open_first: bool, monkeypatch: pyte
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await calls(b"a")
         assert failed.value.code() is StatusCode.UNAVAILABLE
+
+
+class Broken:
+    """A stream that breaks with its second request. gRPC then ends it with INTERNAL, whatever its status was."""
+
+    def __init__(self) -> None:
+        self.requests, self.broken = 0, asyncio.Event()
+        self.error = grpc.aio.AioRpcError(StatusCode.INTERNAL, Metadata(), Metadata(), "Internal error from Core")
+
+    async def write(self, request: bytes) -> None:
+        self.requests += 1
+        if self.requests > 1:
+            self.broken.set()
+            raise self.error
+
+    async def read(self) -> bytes:
+        await self.broken.wait()
+        raise self.error
+
+    async def code(self) -> StatusCode:
+        return self.error.code()
+
+    async def details(self) -> str | None:
+        return self.error.details()
+
+    def cancel(self) -> None:
+        pass
+
+
+async def test_a_failed_write_does_not_blame_the_round_before() -> None:
+    calls = RoundCalls(Broken, None, PATIENCE_SECONDS)
+    first, second = await asyncio.gather(calls(b"a"), calls(b"b"), return_exceptions=True)
+    assert isinstance(first, grpc.aio.AioRpcError)
+    assert first.code() is StatusCode.UNAVAILABLE
+    assert isinstance(second, WorkerUnreachableError)
 
 
 @pytest.mark.parametrize("open_first", [False, True])

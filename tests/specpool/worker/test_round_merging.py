@@ -113,7 +113,9 @@ async def merged(target: Worker, *calls: Any) -> list[Any]:
     holding = asyncio.create_task(target.host.run(lambda backend: release.wait()))
     tasks = [asyncio.ensure_future(call) for call in calls]
     thread = target.host._thread
-    while thread.running is None or target.host.waiting + sum(task.done() for task in tasks) < len(calls):
+    while (  # noqa: ASYNC110 - other thread
+        thread.running is None or target.host.waiting + sum(task.done() for task in tasks) < len(calls)
+    ):
         await asyncio.sleep(0.001)
     release.set()
     await holding
