@@ -22,6 +22,12 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-2}
 SPLIT, BLOCK = 64, 16
 ENDS = (0, 15, 16, SPLIT - 1, SPLIT, 2 * SPLIT + 1)
 
+LIMITS: dict[str, dict[str, int]] = {
+    "a program per split": {},
+    "one for all splits": {"BUSY_PROGRAMS": 1},
+    "too many splits": {"MAX_PARTIAL_BYTES": 0},
+}
+
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCES)
 
 
@@ -56,8 +62,10 @@ class Cache:
         query = torch.stack([self.query[sequence, position] for sequence, position in rows])
         own = torch.tensor([position for _, position in rows])
         columns = torch.tensor([self.origins[sequence] + position for sequence, position in rows])
-        scaling, splits = query.shape[-1] ** -0.5, num_splits(length)
-        return attend_extents(query, self.keys, self.values, begins, torch.tensor(sizes), own, columns, scaling, splits)
+        scaling, splits, none = query.shape[-1] ** -0.5, num_splits(length), torch.zeros_like(own)
+        return attend_extents(
+            query, self.keys, self.values, begins, torch.tensor(sizes), own, columns, none, none, scaling, splits
+        )
 
     def expected(self, sequence: int, position: int) -> torch.Tensor:
         """The result in float64."""
@@ -69,11 +77,7 @@ class Cache:
 
 @each_dtype
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 80), (10, 2, 32), (1, 1, 256)])
-@pytest.mark.parametrize(
-    "limits",
-    [{}, {"BUSY_PROGRAMS": 1}, {"MAX_PARTIAL_BYTES": 0}],
-    ids=["a program per split", "one for all splits", "too many splits"],
-)
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 def test_attention_is_batch_invariant(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +109,37 @@ def test_invisible_positions_do_not_affect_a_row() -> None:
     expected = cache.attend([(0, range(5, 6))], 6)
     cache.keys[:, cache.origins[0] + 6 :] = cache.values[:, cache.origins[0] + 6 :] = torch.nan
     assert torch.equal(cache.attend([(0, range(5, 6))], 6), expected)
+
+
+@each_dtype
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("prefix_length", [1, 15, 16, 17, 63, 64, 65, 255, 256, 257])
+def test_branches_match_contiguous_sequences(
+    dtype: torch.dtype, limits: dict[str, int], prefix_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two branches of a sequence in one cache, each against a cache in which its positions follow one another."""
+    for name, limit in limits.items():
+        monkeypatch.setattr(attention, name, limit)
+    heads, kv_heads, dim, count, origin = 6, 2, 16, 3, 5
+    end, offsets = prefix_length + count, (2, 9)
+    cache = torch.randn(2, kv_heads, origin + end + max(offsets), dim).to(dtype)
+    query = torch.randn(2, count, heads, dim).to(dtype)
+
+    def attend(cache: torch.Tensor, query: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
+        """Attend from `count` rows of each branch, in a tile of its own."""
+        positions = torch.arange(prefix_length, end).repeat(len(offsets))
+        begins, sizes = torch.arange(len(offsets)) * count, torch.full((len(offsets),), count)
+        shifts = torch.tensor(offsets).repeat_interleave(count)
+        return attend_extents(
+            query.flatten(0, 1).clone(), *cache, begins, sizes, positions, positions + origin + shifts,
+            torch.full_like(positions, prefix_length), shifts, dim**-0.5, num_splits(end),
+        )  # fmt: skip
+
+    together = attend(cache, query, offsets)
+    for index, (offset, results) in enumerate(zip(offsets, together.split(count), strict=True)):
+        tail = cache[:, :, origin + offset + prefix_length : origin + offset + end]
+        contiguous = torch.cat([cache[:, :, : origin + prefix_length], tail], 2)
+        assert torch.equal(attend(contiguous, query[index : index + 1], [0]), results)
 
 
 def test_split_counts_are_powers_of_two() -> None:

@@ -1,6 +1,6 @@
 """The engine computes the model's logits, and a token gets the same bits in every batch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -309,7 +309,16 @@ spans_of_any_kind = st.lists(
 )
 
 
-@given(spans=spans_of_any_kind, limit=st.integers(1, 40))
+@st.composite
+def spans_with_branches(draw: st.DrawFn) -> list[Span]:
+    """Spans, some of which are branches."""
+    return [
+        replace(span, prefix_length=draw(st.integers(0, span.start)), offset=draw(st.integers(0, 300)))
+        for span in draw(spans_of_any_kind)
+    ]
+
+
+@given(spans=spans_with_branches(), limit=st.integers(1, 40))
 def test_chunking_keeps_every_token_and_logit_in_order(spans: list[Span], limit: int) -> None:
     chunks = _chunks(spans, limit)
     assert all(0 < sum(len(piece.token_ids) for piece in chunk) <= limit for chunk in chunks)
@@ -318,6 +327,7 @@ def test_chunking_keeps_every_token_and_logit_in_order(spans: list[Span], limit:
     for span in spans:
         mine = [piece for piece in pieces if piece.slot == span.slot]
         assert [token for piece in mine for token in piece.token_ids] == span.token_ids
+        assert {(piece.prefix_length, piece.offset) for piece in mine} == {(span.prefix_length, span.offset)}
         assert [position for p in mine for position in range(p.start, p.end)] == list(range(span.start, span.end))
         wanted = [position for p in mine for position in range(p.end - p.num_logits, p.end)]
         assert wanted == list(range(span.end - span.num_logits, span.end))
@@ -417,12 +427,18 @@ def test_unevenly_spaced_sequences_are_split_or_gathered(engine: Engine) -> None
 
 
 @settings(max_examples=50, deadline=None)
-@given(spans=spans_of_any_kind, rows_per_tile=st.integers(1, 9))
+@given(spans=spans_with_branches(), rows_per_tile=st.integers(1, 9))
 def test_attention_tiles_cover_the_rows_of_each_sequence(spans: list[Span], rows_per_tile: int) -> None:
     arena = KVArena(1, 1, 1, 1, torch.float32, torch.device("cpu"))
     where = [Location(1000 * i) for i in range(len(spans))]
     batch = pack(spans, where, arena, lambda count: count + 3, rows_per_tile, repeats=False)
     assert (batch.columns[batch.tokens :] == -1).all()
+    origins = batch.columns - batch.positions - batch.offsets
+    rows = list(zip(origins.tolist(), batch.prefix_lengths.tolist(), batch.offsets.tolist(), strict=True))
+    expected = [
+        (1000 * i, span.prefix_length, span.offset) for i, span in enumerate(spans) for _ in range(len(span.token_ids))
+    ]
+    assert rows[: batch.tokens] == expected
     tiles = [
         range(begin, begin + size) for begin, size in zip(batch.tile_begins, batch.tile_sizes, strict=True) if size
     ]

@@ -1,0 +1,19 @@
+"""Rank 0 and the other ranks run the same spans."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specpool.engine.cache.spans import Location, Span
+from specpool.engine.run.messages import Command, decode, decode_run, encode_run
+
+numbers = st.integers(0, 2**40)
+tokens = st.lists(st.integers(0, 300_000), max_size=9)
+spans = st.builds(Span, numbers, numbers, tokens, numbers, numbers, numbers)
+
+
+@given(passes=st.lists(st.tuples(spans, st.builds(Location, numbers, numbers)), max_size=5))
+def test_spans_survive_the_message(passes: list[tuple[Span, Location]]) -> None:
+    sent = [span for span, _ in passes], [location for _, location in passes]
+    command, arguments = decode(encode_run(*sent))
+    assert command is Command.RUN
+    assert decode_run(arguments) == sent
