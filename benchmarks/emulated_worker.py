@@ -3,8 +3,9 @@
     python -m benchmarks.emulated_worker target --port 50051 --pass-ms 6 0.03
     python -m benchmarks.emulated_worker draft --port 50052 --pass-ms 0.8 0.01 --acceptance 0.75
 
-The target chooses tokens like `specpool.testing.FakeTarget`. Options of the kind of worker may follow, such as
-`--log-level info`.
+The target chooses tokens like `specpool.testing.FakeTarget`. The draft's first guess of a token is right with
+`--acceptance`, and each further one with `--second-guess` of what remains. Options of the kind of worker may follow,
+such as `--log-level info`.
 """
 
 import random
@@ -12,8 +13,9 @@ import sys
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +25,10 @@ from draft_worker.service import DraftWorkerServicer
 from specpool.engine.cache.extents import Extents
 from specpool.engine.cache.slots import SequenceKey, SlotTable
 from specpool.engine.cache.spans import Span
+from specpool.engine.run.branches import Branch
 from specpool.engine.run.sequences import Choices, SequenceEngine
+from specpool.engine.sampling.ranking import Ranking
+from specpool.protocol.codec import MAX_ITEM_BRANCHES
 from specpool.protocol.sampling import NO_LOGPROBS
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import CacheLoad, WorkerInfo
@@ -54,7 +59,7 @@ class EmulatedDevice(SequenceEngine):
         self.engine: Any = SimpleNamespace(
             slots=SlotTable(SLOTS, Extents(SLOTS, MAX_MODEL_LEN)), vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN,
             max_num_batched_tokens=MAX_ROWS, passes=0, tokens=0, realign_ns=0, realigning=nullcontext,
-            drafts_ahead=False, supports_branches=False, loaded=SimpleNamespace(tokenizer=self._tokenizer),
+            drafts_ahead=False, supports_branches=True, loaded=SimpleNamespace(tokenizer=self._tokenizer),
         )  # fmt: skip
 
     @property
@@ -79,22 +84,27 @@ class EmulatedDevice(SequenceEngine):
         confidences: bool = False,
         num_logprobs: Mapping[SequenceKey, int | None] | None = None,
     ) -> dict[SequenceKey, Choices]:
-        rows = sum(len(span.token_ids) for span in spans.values())
+        with self._pass(spans.values()):
+            return {
+                key: self._choices(self.engine.slots[key].token_ids, span, confidences) for key, span in spans.items()
+            }
+
+    @contextmanager
+    def _pass(self, spans: Iterable[Span]) -> Iterator[None]:
+        """Take the time of a pass."""
+        rows = sum(len(span.token_ids) for span in spans)
         ends = time.perf_counter() + self._seconds(rows)
-        choices = {
-            key: self._choices(self.engine.slots[key].token_ids, span, confidences) for key, span in spans.items()
-        }
         self.engine.passes += 1
         self.engine.tokens += rows
+        yield
         time.sleep(max(0.0, ends - time.perf_counter()))
-        return choices
 
     def _choices(self, token_ids: Sequence[int], span: Span, confidences: bool) -> Choices:
         """The tokens after the last tokens of a span, up to the first that differs from its draft."""
         start = len(token_ids) - span.num_logits + 1
         digest, chosen = zlib.crc32(array("I", token_ids[:start])), list[int]()
         for draft in (*token_ids[start:], -1) if span.num_logits else ():
-            chosen.append(digest // 10_000 % EOS_TOKEN_ID)
+            chosen.append(_token(digest))
             if self._rng.random() >= self._acceptance:
                 chosen[-1] = (chosen[-1] + 1) % EOS_TOKEN_ID
             if chosen[-1] != draft:
@@ -110,6 +120,52 @@ class EmulatedTarget(EmulatedDevice, Verifier):
 class EmulatedDraft(EmulatedDevice, Proposer):
     """The draft worker's backend."""
 
+    def __init__(self, seconds: Callable[[int], float], acceptance: float, device: str, second_guess: float) -> None:
+        """`second_guess`: probability that a further guess is right if those before it are wrong."""
+        super().__init__(seconds, acceptance, device)
+        self._second_guess = second_guess
+
+    def info(self) -> WorkerInfo:
+        return replace(super().info(), max_branches=MAX_ITEM_BRANCHES)
+
+    def rank(self, spans: Mapping[SequenceKey, Span], count: int) -> dict[SequenceKey, list[Ranking]]:
+        with self._pass(spans.values()):
+            return {key: self._rankings(self.engine.slots[key].token_ids, span, count) for key, span in spans.items()}
+
+    def _rankings(self, token_ids: Sequence[int], span: Span, count: int) -> list[Ranking]:
+        start, rankings = len(token_ids) - span.num_logits + 1, list[Ranking]()
+        digest = zlib.crc32(array("I", token_ids[:start]))
+        for draft in (*token_ids[start:], None):
+            right, rank = _token(digest), 0
+            if draft is None and self._rng.random() >= self._acceptance:
+                rank = 1
+            elif draft is not None and draft != right:
+                rank = 1  # the draft's first guess was wrong
+            while 0 < rank < count and self._rng.random() >= self._second_guess:
+                rank += 1
+            tokens = [(right + 1 + i) % EOS_TOKEN_ID for i in range(count)]
+            tokens.insert(rank, right)
+            rest = 1 - self._acceptance
+            further = (rest * self._second_guess * (1 - self._second_guess) ** i for i in range(count))
+            rankings.append([*zip(tokens, (self._acceptance, *further), strict=False)][:count])
+            if draft is not None:
+                digest = zlib.crc32(array("I", [draft]), digest)
+        return rankings
+
+    def choose_branches(self, branches: Sequence[Branch], confidences: bool = False) -> list[Choices]:
+        slots = [self.engine.slots[branch.key] for branch in branches]
+        spans = [branch.span(slot) for branch, slot in zip(branches, slots, strict=True)]
+        with self._pass(spans):
+            return [
+                self._choices([*slot.token_ids[: branch.prefix_length], *branch.token_ids], span, confidences)
+                for branch, slot, span in zip(branches, slots, spans, strict=True)
+            ]
+
+
+def _token(digest: int) -> int:
+    """The target's choice, by the digest of its context."""
+    return digest // 10_000 % EOS_TOKEN_ID
+
 
 def main() -> None:
     """Serve until SIGTERM."""
@@ -118,19 +174,26 @@ def main() -> None:
     parser.add_argument("--port", required=True)
     parser.add_argument("--pass-ms", type=float, nargs=2, required=True, metavar=("FIRST", "MORE"))
     parser.add_argument("--acceptance", type=float, default=1.0)
+    parser.add_argument("--second-guess", type=float, default=0.5)
     options, rest = parser.parse_known_args()
     sys.argv[1:] = ["--port", options.port, *rest]
     is_target, program = options.worker == "target", f"emulated-{options.worker}"
-    backend = EmulatedTarget if is_target else EmulatedDraft
     register: Callable[[Any, Any], None] = (
         target_worker_pb2_grpc.add_TargetWorkerServiceServicer_to_server
         if is_target
         else draft_worker_pb2_grpc.add_DraftWorkerServiceServicer_to_server
     )
+    times = pass_seconds(*options.pass_ms)
+
+    def backend(report: Callable[[str], None]) -> EmulatedDevice:
+        if is_target:
+            return EmulatedTarget(times, options.acceptance, "cuda:0")
+        return EmulatedDraft(times, options.acceptance, "cuda:1", options.second_guess)
+
     run_worker(
         program,
         WorkerSettings.load(program),
-        lambda report: backend(pass_seconds(*options.pass_ms), options.acceptance, f"cuda:{int(not is_target)}"),
+        backend,
         f"specpool.v1.{options.worker.title()}WorkerService",
         register,
         TargetWorkerServicer if is_target else DraftWorkerServicer,

@@ -65,9 +65,10 @@ def draft_branches(
 def _outlined(
     engine: SequenceEngine, key: SequenceKey, item: ProposeItem, rankings: Sequence[Ranking], chances: Sequence[float]
 ) -> list[_Growing]:
-    """The branches of a sequence as far as it has room for them, without draft tokens."""
-    end, length = item.end, item.num_draft_tokens
-    room = (engine.engine.slots[key].capacity - end) // length
+    """The branches of a sequence as far as there is room for them, without draft tokens."""
+    end, length, slots = item.end, item.num_draft_tokens, engine.engine.slots
+    slots.grow(key, min(end + item.num_branches * length, engine.engine.max_model_len))
+    room = (slots[key].capacity - end) // length
     unverified = item.token_ids[len(item.token_ids) - item.num_unverified :]
     outcomes = most_probable(rankings, unverified, chances, len(rankings) * MAX_RANKED)
     if not engine.engine.supports_branches:  # the sequence's own positions hold one continuation

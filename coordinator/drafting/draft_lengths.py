@@ -2,7 +2,7 @@
 
 The expected gain of a draft token is the probability that it and all draft tokens before it are accepted. It costs a
 row of the verification. A token of the draft model also costs a share of a draft step. If no draft token pays off,
-nothing is drafted. If the draft worker can draft during a verification, `Branching` plans that instead where it is faster. The
+nothing is drafted. If the draft worker can draft during a verification, `Branching` plans that where it is faster. The
 guard pauses methods that lose time in spite of their plan.
 """
 
@@ -80,7 +80,7 @@ class DraftLengths:
     """Initial acceptance rate of a draft model."""
     plan: RoundPlan = RoundPlan()
     """The current plan for drafts before a verification."""
-    branches: BranchPlan = BranchPlan()
+    branches: BranchPlan = field(default_factory=BranchPlan)
     """The current plan for drafts during a verification; empty if the other plan is faster."""
     _age: int = 0
     _num_lookup_tokens: Mapping[int, int] = field(default_factory=dict)

@@ -55,6 +55,11 @@ class _Account:
     """Plain rounds until the reason for the pause is reassessed; 0: never."""
     recent: deque[_Drafted] = field(default_factory=lambda: deque(maxlen=MAX_REASSESSED))
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether no round has been charged."""
+        return self.balance == FIRST_BALANCE and not self.recent
+
     def refill(self, rounds: float) -> None:
         """Add the share of this many plain rounds of time. End the pause once a retry is affordable."""
         self.balance = min(MAX_BALANCE, self.balance + LOSS_SHARE / 2 ** max(0, self.failures) * rounds)
@@ -156,7 +161,8 @@ class Guard:
         key = method, size_class(sequences)
         if key not in self._accounts:
             last = self._last_accounts.get(method)
-            balance = max(MIN_INHERITED, INHERITED_SHARE * last.balance) if last else FIRST_BALANCE
+            is_first = last is None or last.is_unused
+            balance = FIRST_BALANCE if is_first else max(MIN_INHERITED, INHERITED_SHARE * last.balance)
             self._accounts[key] = _Account(balance, is_paused=last is not None and last.is_paused)
         account = self._last_accounts[method] = self._accounts[key]
         return account

@@ -22,6 +22,7 @@ from coordinator.scheduling.sequence import (
     GenerationRequest,
     Sequence,
 )
+from coordinator.scheduling.turn import DraftLimits
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict
 from specpool.vllm.costs import StepCosts
 from specpool.vllm.pacing import Mode, Pacing
@@ -98,7 +99,7 @@ class Drafter:
         plans = self._plans(group, worker) if group else {}
         chance = self.drafting.calibration.chance
         self._round = Round(self.round_id, group, self._limits.prefill_tokens, plans, chance)
-        items = self._round.propose_items(max_length, draft.vocab_size) if draft is not None else []
+        items = self._round.propose_items(DraftLimits(max_length, draft.vocab_size)) if draft is not None else []
         self._asked = bool(items)
         return items, [sequence.sequence_id for sequence in gone]
 

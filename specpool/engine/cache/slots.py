@@ -66,7 +66,7 @@ class SlotTable:
                 return ItemStatus.NO_SLOT
         if slot is None or slot.num_cached_tokens < base_length:
             return ItemStatus.CACHE_MISS
-        if max_length is not None and not self._grow(key, self.extents.capacity_for(max_length)):
+        if max_length is not None and not self.grow(key, max_length):
             if base_length == 0:
                 self._evict(key)
             return ItemStatus.NO_SLOT
@@ -89,9 +89,9 @@ class SlotTable:
             return None
         return Continuation(slot.num_cached_tokens, slot.next_token)
 
-    def _grow(self, key: SequenceKey, capacity: int) -> bool:
-        """Reserve this many positions for a sequence with a slot. Returns False if there is no room."""
-        slot = self._slots[key]
+    def grow(self, key: SequenceKey, max_length: int) -> bool:
+        """Reserve room for this many positions of a sequence with a slot. Returns False if there is too little."""
+        slot, capacity = self._slots[key], self.extents.capacity_for(max_length)
         if capacity <= slot.capacity:
             return True
         if not self._make_room(capacity - slot.capacity, self._victims(key)):
