@@ -61,12 +61,12 @@ class Commit:
     """Draft method used; None if nothing was drafted."""
     proposal: Proposal | None = None
     """The draft worker's answer, possibly only partly verified."""
+    lookup: Lookup = Lookup()
+    """The lookup of the draft plan."""
     branch: int | None = None
     """Index of the branch that came true; None without one."""
     num_branches: int = 0
     """Number of branches that were drafted during the verification."""
-    lookup: Lookup = Lookup()
-    """The lookup of the draft plan."""
 
     @cached_property
     def text(self) -> str:

@@ -87,13 +87,14 @@ class Turn:
     def ahead_item(self, count: int, worker: DraftLimits) -> ProposeItem | None:
         """The item that drafts branches during the verification, after `count` committed tokens; None for none."""
         yields = self._pending is not None and self._pending.num_cached_tokens is None
-        is_caught_up = self._draft_base + count == len(self.sequence.token_ids)
-        unverified = self._item.draft_token_ids if self._item is not None and is_caught_up else ()
-        if (item := self._draft_item(count, unverified, worker)) is None:
-            return None
-        num_draft_tokens = min(self._draft_limit, worker.max_model_len - item.end - 1)
-        if yields and is_caught_up and num_draft_tokens > 0:
-            item.num_branches, item.num_unverified = self._plan.num_branches, len(unverified)
+        length = len(self.sequence.token_ids)
+        is_caught_up = self._draft_base + count == length
+        drafts = self._item.draft_token_ids if self._item is not None else ()
+        num_draft_tokens = min(self._draft_limit, worker.max_model_len - length - len(drafts) - 1)
+        if not (self.drafts_ahead and yields and is_caught_up and num_draft_tokens > 0):
+            return self._draft_item(count, (), worker)
+        if (item := self._draft_item(count, drafts, worker)) is not None:
+            item.num_branches, item.num_unverified = self._plan.num_branches, len(drafts)
             item.num_draft_tokens, item.min_chance = num_draft_tokens, self._plan.min_chance
         return item
 
@@ -291,9 +292,9 @@ class Turn:
             accepted,
             method,
             self._proposal,
+            self._plan.lookup,
             index,
             0 if self._ahead is None else len(self._ahead.branches),
-            self._plan.lookup,
         )
 
     def _choose_branch(self, gained: tuple[int, ...]) -> int | None:

@@ -67,6 +67,6 @@ async def test_workers_overlap_only_on_separate_devices(device: str, ranks: list
 
 async def test_no_overlap_if_halves_take_as_long_as_the_whole_group() -> None:
     target = RecordingTarget(pass_seconds=lambda rows: 6 * MILLISECOND)
-    draft = WatchingDraft(target, acceptance=0.5, pass_seconds=lambda rows: 8 * MILLISECOND)
+    draft = WatchingDraft(target, acceptance=0.5, pass_seconds=lambda rows: 8 * MILLISECOND, max_branches=0)
     await generate(target, draft, 6, overlap="on")
     assert draft.beside == 0

@@ -2,7 +2,7 @@
 
 import random
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -13,12 +13,13 @@ from coordinator.scheduling.commits import DraftPlan
 from coordinator.scheduling.prefill import MAX_UNCHUNKED_TOKENS
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
-from coordinator.scheduling.turn import DRAFT_BACKOFF_ROUNDS
-from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
+from coordinator.scheduling.turn import DRAFT_BACKOFF_ROUNDS, DraftLimits
+from specpool.protocol.rounds import Branch, ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 
 VOCAB_SIZE = 11
 DRAFT_VOCAB_SIZE = 13
 NO_LIMIT = 10_000
+NO_LIMITS = DraftLimits(NO_LIMIT, NO_LIMIT)
 # No failures afterwards: with a budget of one token, a cache that keeps getting lost is never rebuilt.
 FAILING_ROUNDS = 150
 
@@ -93,6 +94,9 @@ class Worker:
         if status is not ItemStatus.OK:
             return Proposal(item.sequence_id, status, (), 0)
         tokens = self.caches[item.sequence_id]
+        if item.num_branches:
+            branches = tuple(self.branches(item, tokens, is_right))
+            return Proposal(item.sequence_id, status, (), len(tokens), branches=branches)
         start = len(tokens)
         for right in is_right[: item.num_draft_tokens]:
             tokens.append(choose(tokens) if right else DRAFT_VOCAB_SIZE - 1 - choose(tokens))
@@ -100,12 +104,28 @@ class Worker:
         del tokens[max(start, len(tokens) - 1) :]  # the last draft token is not cached
         return Proposal(item.sequence_id, status, drafts, len(tokens))
 
+    def branches(self, item: ProposeItem, tokens: list[int], is_right: list[bool]) -> Iterator[Branch]:
+        """Branches of random outcomes, one of which comes true if the first draft is right."""
+        start = len(tokens) - item.num_unverified
+        accepted = next(
+            (i for i in range(item.num_unverified) if tokens[start + i] != choose(tokens[: start + i])), None
+        )
+        accepted = item.num_unverified if accepted is None else accepted
+        for index in range(item.num_branches):
+            context = tokens[: start + accepted]
+            right = is_right[0] and index == item.num_branches - 1
+            context.append(choose(context) if right else DRAFT_VOCAB_SIZE - 1 - index)
+            begin = len(context)
+            for each in is_right[: item.num_draft_tokens]:
+                context.append(choose(context) if each else DRAFT_VOCAB_SIZE - 1 - choose(context))
+            yield Branch(accepted, context[begin - 1], tuple(context[begin:]))
+
 
 def check_first_contact(item: ProposeItem | VerifyItem, sequence: Sequence, cached: int, prefix: Prefix | None) -> None:
     """Only the first contact with a sequence carries its prefix and sampling parameters."""
     source = prefix.source.sequence_id if prefix is not None and item.base_length and not cached else None
     assert item.prefix_sequence_id == source
-    assert item.sampling == (None if cached else sequence.request.worker_sampling)
+    assert item.sampling == (None if cached and item.base_length else sequence.request.worker_sampling)
 
 
 def check_propose_items(group: list[Sequence], items: list[ProposeItem], budget: int, draft_max_len: int) -> None:
@@ -228,11 +248,17 @@ class Simulation:
         second.complete_items()
         self.commit(second, others, later)
 
+    @property
+    def draft_limits(self) -> DraftLimits:
+        return DraftLimits(self.draft_max_len, NO_LIMIT)
+
     def plans(self, group: list[Sequence]) -> dict[int, DraftPlan]:
-        """Random plans for most sequences: by the model, by prompt lookup, both or neither."""
+        """Random plans for most sequences: by the model before or during the verification, by prompt lookup, or none."""
+        num_branches = self.rng.choice([0, self.rng.randint(1, 5)])
         return {
             sequence.sequence_id: DraftPlan(
                 num_draft_tokens=self.rng.randint(0, 9),
+                num_branches=num_branches,
                 min_chance=self.rng.choice([0.0, 0.5, 1.0]),
                 lookup_ids=self.lookup_ids(sequence),
             )
@@ -262,7 +288,10 @@ class Simulation:
     def propose(self, round_: Round, group: list[Sequence]) -> None:
         if self.fails():  # the draft worker is unavailable
             return
-        items = round_.propose_items(self.draft_max_len, NO_LIMIT)
+        if round_.drafts_ahead:
+            round_.take_branches()
+            return
+        items = round_.propose_items(self.draft_limits)
         check_propose_items(group, items, self.budget, self.draft_max_len)
         is_right = [self.rng.random() < self.acceptance for _ in range(20)]
         proposals = [self.draft.propose(item, is_right) for item in items]
@@ -275,15 +304,25 @@ class Simulation:
             return Proposal(proposal.sequence_id, ItemStatus.STALE_ROUND, (), 0)
         return proposal
 
-    def draft_ahead(self, round_: Round) -> None:
-        items = round_.ahead_items(self.rng.randint(0, 9), self.draft_max_len)
+    def draft_ahead(self, round_: Round, group: list[Sequence]) -> None:
+        if not round_.drafts_ahead or self.fails():  # the draft worker is unavailable
+            return
+        items = round_.ahead_items(self.draft_limits)
+        by_id, long = {sequence.sequence_id: sequence for sequence in group}, 0
         for item in items:
-            sequence = next(s for s in self.sequences if s.sequence_id == item.sequence_id)
-            end = item.base_length + 1
-            assert len(item.token_ids) == 1
-            assert item.sampling is None
-            assert end > len(sequence.token_ids)
-            assert end + item.num_draft_tokens <= min(sequence.max_length, self.draft_max_len + 1)
+            sequence = by_id.pop(item.sequence_id)
+            length, num_committed = len(sequence.token_ids), len(item.token_ids) - item.num_unverified
+            assert list(item.token_ids[:num_committed]) == sequence.token_ids[item.base_length :][:num_committed]
+            assert num_committed > 0
+            check_first_contact(item, sequence, sequence.num_draft_cached_tokens, sequence.draft_prefix)
+            if item.num_branches:
+                assert item.num_draft_tokens > 0
+                assert item.base_length + num_committed == length
+                assert item.end + 1 + item.num_draft_tokens <= min(sequence.max_length, self.draft_max_len)
+            else:
+                assert (item.num_draft_tokens, item.num_unverified) == (0, 0)
+            long += num_committed if length - item.base_length > MAX_UNCHUNKED_TOKENS else 0
+        assert long <= self.budget
         is_right = [self.rng.random() < self.acceptance for _ in range(20)]
         proposals = [self.draft.propose(item, is_right) for item in items]
         if not self.fails():
@@ -296,8 +335,7 @@ class Simulation:
         return [self.target.verify(item, round_.round_id) for item in items]
 
     def commit(self, round_: Round, group: list[Sequence], verdicts: list[Verdict]) -> None:
-        if self.rng.random() < 0.5:
-            self.draft_ahead(round_)
+        self.draft_ahead(round_, group)
         if self.fails():  # the response is lost
             round_.discard()
             return
@@ -415,7 +453,7 @@ def run_once(
 ) -> tuple[list[ProposeItem], list[VerifyItem]]:
     """Run a round. `is_right`: for each draft token, whether it equals the target's choice."""
     round_ = Round(round_id, sequences, budget)
-    propose_items = round_.propose_items(NO_LIMIT, NO_LIMIT)
+    propose_items = round_.propose_items(NO_LIMITS)
     round_.take_proposals([draft.propose(item, is_right) for item in propose_items], VOCAB_SIZE)
     verify_items = round_.verify_items()
     round_.commit([target.verify(item) for item in verify_items])
@@ -479,7 +517,7 @@ def test_nothing_is_drafted_while_the_target_has_no_slot() -> None:
         (item,) = round_.verify_items()
         token_ids = (5,) if status is ItemStatus.OK else ()
         round_.commit([Verdict(0, status, token_ids, len(item.token_ids))])
-        assert len(Round(2, [sequence], prefill_tokens=100).propose_items(100, 300)) == num_items
+        assert len(Round(2, [sequence], prefill_tokens=100).propose_items(DraftLimits(100, 300))) == num_items
 
 
 def test_stale_responses_change_no_tokens() -> None:
@@ -506,20 +544,50 @@ def test_tokens_after_a_stop_do_not_count_as_accepted() -> None:
     assert sequence.speculation.histogram == [0, 0, 1]
 
 
-def test_tokens_drafted_ahead_become_the_next_draft() -> None:
+def test_the_branch_that_came_true_becomes_the_next_draft() -> None:
     sequence = make_sequence(k=3)
     target, draft = Worker(), Worker()
-    proposed = []
-    for number in range(1, 7):
-        round_ = Round(number, [sequence], 100)
-        items = round_.propose_items(NO_LIMIT, NO_LIMIT)
-        proposed.append(len(items))
-        round_.take_proposals([draft.propose(item, [True] * 9) for item in items], VOCAB_SIZE)
+    drafted = []
+    for number in range(1, 6):
+        round_ = Round(number, [sequence], 100, {sequence.sequence_id: DraftPlan(3, num_branches=4)})
+        assert round_.drafts_ahead
+        round_.take_branches()
         verified = round_.verify_items()
-        ahead = [draft.propose(item, [True] * 9) for item in round_.ahead_items(9, NO_LIMIT)]
-        round_.take_ahead(ahead, VOCAB_SIZE)
-        (commit,) = round_.commit([target.verify(item) for item in verified])
-    # After the prompt and the first draft, every draft is ready in time.
-    assert proposed == [1, 1, 0, 0, 0, 0]
-    assert (commit.drafted, commit.accepted) == (3, 3)
+        (item,) = round_.ahead_items(NO_LIMITS)
+        assert (item.num_branches, item.num_unverified) == (4, len(verified[0].draft_token_ids))
+        round_.take_ahead([draft.propose(item, [True] * 9)], VOCAB_SIZE)
+        (commit,) = round_.commit([target.verify(each) for each in verified])
+        assert commit.branch is not None
+        assert commit.num_branches == 4
+        drafted.append((commit.drafted, commit.accepted))
+    assert drafted == [(0, 0)] + [(3, 3)] * 4
     assert sequence.generated_ids == decode_plainly(sequence.request)[: sequence.num_generated]
+
+
+def test_a_sequence_without_its_branch_is_verified_without_drafts() -> None:
+    covered, missed = make_sequence(k=3, sequence_id=1), make_sequence(k=3, sequence_id=2)
+    target, draft = Worker(), Worker()
+    plans = {sequence.sequence_id: DraftPlan(3, num_branches=2) for sequence in (covered, missed)}
+    for number in range(1, 3):
+        round_ = Round(number, [covered, missed], 100, plans)
+        round_.take_branches()
+        verified = round_.verify_items()
+        answers = [draft.propose(i, [i.sequence_id == covered.sequence_id] * 9) for i in round_.ahead_items(NO_LIMITS)]
+        round_.take_ahead(answers, VOCAB_SIZE)
+        commits = round_.commit([target.verify(each) for each in verified])
+    assert [commit.drafted for commit in commits] == [3, 0]
+    assert missed.num_draft_cached_tokens == len(missed.token_ids) - 1
+
+
+@pytest.mark.parametrize("status", [ItemStatus.CACHE_MISS, ItemStatus.NO_SLOT, ItemStatus.STALE_ROUND])
+def test_failed_branches_cost_no_tokens(status: ItemStatus) -> None:
+    sequence = make_sequence(k=3)
+    target = Worker()
+    for number in range(1, 4):
+        round_ = Round(number, [sequence], 100, {sequence.sequence_id: DraftPlan(3, num_branches=2)})
+        round_.take_branches()
+        verified = round_.verify_items()
+        round_.take_ahead([Proposal(i.sequence_id, status) for i in round_.ahead_items(NO_LIMITS)], VOCAB_SIZE)
+        (commit,) = round_.commit([target.verify(each) for each in verified])
+        assert (commit.drafted, commit.branch, sequence.num_draft_cached_tokens) == (0, None, 0)
+    assert sequence.generated_ids == decode_plainly(sequence.request)[:3]
