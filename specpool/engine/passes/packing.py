@@ -102,8 +102,6 @@ def pack(
     input_ids: list[int] = []
     positions: list[int] = []
     columns: list[int] = []
-    prefix_lengths: list[int] = []
-    offsets: list[int] = []
     begins: list[int] = []
     sizes: list[int] = []
     logit_rows: list[int] = []
@@ -114,21 +112,19 @@ def pack(
         positions += range(span.start, span.end)
         column = location.first + span.offset
         columns += range(column + span.start, column + span.end)
-        prefix_lengths += [span.prefix_length] * count
-        offsets += [span.offset] * count
         begins += range(first, first + count, rows_per_tile)
         sizes += [rows_per_tile] * (count // rows_per_tile) + [count % rows_per_tile] * (count % rows_per_tile > 0)
         logit_rows += range(first + count - span.num_logits, first + count)
     tokens, num_logits = len(input_ids), len(logit_rows)
     rows, tiles = padded(tokens), padded(len(begins))
-    for numbers, padding in ((input_ids, 0), (positions, 0), (columns, -1), (prefix_lengths, 0), (offsets, 0)):
+    for numbers, padding in ((input_ids, 0), (positions, 0), (columns, -1)):
         numbers.extend([numbers[0] if repeats else padding] * (rows - tokens))
     for numbers in (begins, sizes):
         numbers.extend([0] * (tiles - len(numbers)))
     if logit_rows:
         logit_rows += logit_rows[:1] * (padded(num_logits) - num_logits)
-    of_rows = input_ids + positions + columns + prefix_lengths + offsets
-    packed = torch.frombuffer(array("q", of_rows + begins + sizes + logit_rows), dtype=torch.int64)
+    of_rows = array("q", input_ids + positions + columns) + _branches(spans, rows)
+    packed = torch.frombuffer(of_rows + array("q", begins + sizes + logit_rows), dtype=torch.int64)
     if arena.device.type == "cuda":
         packed = packed.pin_memory()
     return PackedBatch(
@@ -140,3 +136,16 @@ def pack(
         num_logits=num_logits,
         numbers=packed.to(arena.device, non_blocking=True),
     )
+
+
+def _branches(spans: Sequence[Span], rows: int) -> "array[int]":
+    """The prefix length of each row, then the offset of each row."""
+    numbers = array("q", bytes(2 * array("q").itemsize * rows))
+    if any(span.offset for span in spans):
+        at = 0
+        for span in spans:
+            count = len(span.token_ids)
+            numbers[at : at + count] = array("q", [span.prefix_length]) * count
+            numbers[rows + at : rows + at + count] = array("q", [span.offset]) * count
+            at += count
+    return numbers

@@ -43,6 +43,18 @@ def test_kernels_match_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert torch.equal(engine.forward([Span(1, 0, tokens[:3], 1)]), together[20:])
 
 
+def test_kernels_run_branches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_by_kernels(monkeypatch)
+    folder = save_random(tmp_path, *VARIANTS["qwen3"])
+    engine = load_engine(folder, False, native=False, cuda_graphs=False, max_sequences=3, max_model_len=40)
+    tokens, offsets = random_tokens(17), (1, 5)
+    tails = [random_tokens(3, seed=seed) for seed in (1, 2)]
+    expected = torch.cat([engine.forward([Span(1, 0, [*tokens, *tail], 3)]) for tail in tails])
+    engine.forward([Span(0, 0, [*tokens, 1], 0)])
+    spans = [Span(0, 17, tail, 3, 17, offset) for tail, offset in zip(tails, offsets, strict=True)]
+    assert torch.equal(engine.forward(spans), expected)
+
+
 def test_a_note_says_why_kernels_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> torch.Tensor:
         raise RuntimeError("no such instruction\nand more")

@@ -434,11 +434,12 @@ def test_attention_tiles_cover_the_rows_of_each_sequence(spans: list[Span], rows
     batch = pack(spans, where, arena, lambda count: count + 3, rows_per_tile, repeats=False)
     assert (batch.columns[batch.tokens :] == -1).all()
     origins = batch.columns - batch.positions - batch.offsets
-    rows = list(zip(origins.tolist(), batch.prefix_lengths.tolist(), batch.offsets.tolist(), strict=True))
-    expected = [
-        (1000 * i, span.prefix_length, span.offset) for i, span in enumerate(spans) for _ in range(len(span.token_ids))
-    ]
-    assert rows[: batch.tokens] == expected
+    for i, tokens in enumerate(span.token_ids for span in spans):
+        assert origins[: len(tokens)].eq(1000 * i).all()
+        origins = origins[len(tokens) :]
+    branches = [(span.prefix_length, span.offset) for span in spans for _ in span.token_ids if span.offset]
+    numbers = zip(batch.prefix_lengths.tolist(), batch.offsets.tolist(), strict=True)
+    assert [(prefix_length, offset) for prefix_length, offset in numbers if offset] == branches
     tiles = [
         range(begin, begin + size) for begin, size in zip(batch.tile_begins, batch.tile_sizes, strict=True) if size
     ]
