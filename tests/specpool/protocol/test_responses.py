@@ -12,7 +12,7 @@ from specpool.protocol.responses import (
     read_step_costs,
     read_verdicts,
 )
-from specpool.protocol.rounds import ItemStatus, ProposeItem, VerifyItem
+from specpool.protocol.rounds import Branch, ItemStatus, ProposeItem, VerifyItem
 from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
 
 OK, MISS = common_pb2.ITEM_STATUS_OK, common_pb2.ITEM_STATUS_CACHE_MISS
@@ -132,6 +132,41 @@ def test_valid_proposals_are_read() -> None:
 def test_impossible_proposals_are_rejected(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidResponseError):
         propose(**changes)
+
+
+def branches(*changes: dict[str, Any]) -> Any:
+    item = ProposeItem(1, 10, (5, 6), num_draft_tokens=2, min_chance=0.1, num_branches=2, num_unverified=1)
+    fields = {"num_accepted": 1, "token_id": 4, "draft_token_ids": [7, 8], "confidences": [0.5, 0.5]}
+    result = draft_worker_pb2.ProposeResult(
+        sequence_id=1,
+        status=OK,
+        cached_length=12,
+        branches=[draft_worker_pb2.Branch(**fields | one) for one in changes],
+    )
+    response = draft_worker_pb2.ProposeResponse(round_id=3, results=[result])
+    return read_proposals(response, 3, [item])[0].branches
+
+
+def test_valid_branches_are_read() -> None:
+    first, second = branches({}, {"num_accepted": 0, "draft_token_ids": [], "confidences": []})
+    assert first == Branch(1, 4, (7, 8), (0.5, 0.5))
+    assert second == Branch(0, 4)
+    assert branches() == ()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [{}, {}, {}],
+        [{"num_accepted": 2}],
+        [{"draft_token_ids": [7, 8, 9], "confidences": []}],
+        [{"confidences": [0.5]}],
+        [{"confidences": [0.5, math.nan]}],
+    ],
+)
+def test_impossible_branches_are_rejected(changes: list[dict[str, Any]]) -> None:
+    with pytest.raises(InvalidResponseError):
+        branches(*changes)
 
 
 def test_impossible_step_costs_are_dropped() -> None:
