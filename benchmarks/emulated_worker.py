@@ -13,7 +13,7 @@ import sys
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -40,6 +40,7 @@ from target_worker.service import TargetWorkerServicer
 from target_worker.verifier import Verifier
 
 SLOTS, MAX_MODEL_LEN, MAX_ROWS = 128, 4096, 8192
+MAX_LATENESS, LATENESS_WEIGHT = 0.0003, 0.1
 
 
 def pass_seconds(first: float, more: float) -> Callable[[int], float]:
@@ -54,6 +55,8 @@ class EmulatedDevice(SequenceEngine):
         """`seconds`: of a pass by rows. `acceptance`: probability that a token is the target's."""
         self._seconds, self._acceptance, self._device = seconds, acceptance, device
         self._rng = random.Random(0)
+        self._lateness = 0.0
+        """Seconds by which the system's pauses are too long, so that passes take the right time on average."""
         files = byte_tokenizer().to_str().encode()
         self._tokenizer = TokenizerFiles(files, CHAT_TEMPLATE, {}, (EOS_TOKEN_ID,))
         self.engine: Any = SimpleNamespace(
@@ -84,20 +87,21 @@ class EmulatedDevice(SequenceEngine):
         confidences: bool = False,
         num_logprobs: Mapping[SequenceKey, int | None] | None = None,
     ) -> dict[SequenceKey, Choices]:
-        with self._pass(spans.values()):
+        with self._pass(_rows(spans)):
             return {
                 key: self._choices(self.engine.slots[key].token_ids, span, confidences) for key, span in spans.items()
             }
 
     @contextmanager
-    def _pass(self, spans: Iterable[Span]) -> Iterator[None]:
+    def _pass(self, rows: int) -> Iterator[None]:
         """Take the time of a pass."""
-        rows = sum(len(span.token_ids) for span in spans)
         ends = time.perf_counter() + self._seconds(rows)
         self.engine.passes += 1
         self.engine.tokens += rows
         yield
-        time.sleep(max(0.0, ends - time.perf_counter()))
+        time.sleep(max(0.0, ends - time.perf_counter() - self._lateness))
+        late = max(-MAX_LATENESS, min(time.perf_counter() - ends, MAX_LATENESS))
+        self._lateness = max(0.0, self._lateness + LATENESS_WEIGHT * late)
 
     def _choices(self, token_ids: Sequence[int], span: Span, confidences: bool) -> Choices:
         """The tokens after the last tokens of a span, up to the first that differs from its draft."""
@@ -129,7 +133,7 @@ class EmulatedDraft(EmulatedDevice, Proposer):
         return replace(super().info(), max_branches=MAX_ITEM_BRANCHES)
 
     def rank(self, spans: Mapping[SequenceKey, Span], count: int) -> dict[SequenceKey, list[Ranking]]:
-        with self._pass(spans.values()):
+        with self._pass(_rows(spans)):
             return {key: self._rankings(self.engine.slots[key].token_ids, span, count) for key, span in spans.items()}
 
     def _rankings(self, token_ids: Sequence[int], span: Span, count: int) -> list[Ranking]:
@@ -153,13 +157,25 @@ class EmulatedDraft(EmulatedDevice, Proposer):
         return rankings
 
     def choose_branches(self, branches: Sequence[Branch], confidences: bool = False) -> list[Choices]:
-        slots = [self.engine.slots[branch.key] for branch in branches]
-        spans = [branch.span(slot) for branch, slot in zip(branches, slots, strict=True)]
-        with self._pass(spans):
+        slots = self.engine.slots
+        with self._pass(sum(len(branch.token_ids) - branch.num_cached_tokens for branch in branches)):
+            digests = {
+                (key, length): zlib.crc32(array("I", slots[key].token_ids[:length]))
+                for key, length in {(branch.key, branch.prefix_length) for branch in branches}
+            }
             return [
-                self._choices([*slot.token_ids[: branch.prefix_length], *branch.token_ids], span, confidences)
-                for branch, slot, span in zip(branches, slots, spans, strict=True)
+                self._choice(zlib.crc32(array("I", branch.token_ids), digests[branch.key, branch.prefix_length]))
+                for branch in branches
             ]
+
+    def _choice(self, digest: int) -> Choices:
+        right = _token(digest)
+        token = right if self._rng.random() < self._acceptance else (right + 1) % EOS_TOKEN_ID
+        return Choices([token], [self._acceptance])
+
+
+def _rows(spans: Mapping[SequenceKey, Span]) -> int:
+    return sum(len(span.token_ids) for span in spans.values())
 
 
 def _token(digest: int) -> int:

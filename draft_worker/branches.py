@@ -29,22 +29,23 @@ class _Growing:
     outcome: Outcome
     prefix_length: int
     offset: int
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int]
+    """The token of the outcome and the draft tokens after it."""
     confidences: list[float] = field(default_factory=list)
 
     @property
     def branch(self) -> Branch:
-        """What the engine runs next."""
-        token_ids = [self.outcome.token_id, *self.token_ids]
-        return Branch(self.key, self.prefix_length, self.offset, token_ids, num_cached_tokens=len(self.token_ids))
+        """What the engine runs next: the last token."""
+        cached = len(self.token_ids) - 1
+        return Branch(self.key, self.prefix_length, self.offset, self.token_ids, num_cached_tokens=cached)
 
     @property
     def wants_more(self) -> bool:
-        return len(self.token_ids) < self.item.num_draft_tokens
+        return len(self.token_ids) <= self.item.num_draft_tokens
 
     def result(self) -> rounds.Branch:
         confidences = tuple(self.confidences) if self.item.min_chance else ()
-        return rounds.Branch(self.outcome.num_accepted, self.outcome.token_id, tuple(self.token_ids), confidences)
+        return rounds.Branch(self.outcome.num_accepted, self.outcome.token_id, tuple(self.token_ids[1:]), confidences)
 
 
 def draft_branches(
@@ -76,7 +77,8 @@ def _outlined(
     branches = []
     for index, outcome in enumerate(outcomes[: min(item.num_branches, room)]):
         prefix_length = end - item.num_unverified + outcome.num_accepted
-        branches.append(_Growing(key, item, outcome, prefix_length, end + index * length - prefix_length))
+        offset = end + index * length - prefix_length
+        branches.append(_Growing(key, item, outcome, prefix_length, offset, [outcome.token_id]))
     return branches
 
 
@@ -88,7 +90,8 @@ def _grow(engine: SequenceEngine, branches: Sequence[_Growing]) -> None:
         drafted = engine.engine.draft(spans, [branch.item.num_draft_tokens for branch in branches])
         for branch, tokens, probabilities in zip(branches, *drafted, strict=True):
             count = next((i for i, value in enumerate(probabilities) if not math.isfinite(value)), len(tokens))
-            branch.token_ids, branch.confidences = tokens[:count], probabilities[:count]
+            branch.token_ids.extend(tokens[:count])
+            branch.confidences = probabilities[:count]
         return
     growing = list(branches)
     while growing:

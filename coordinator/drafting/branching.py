@@ -65,12 +65,17 @@ class Branching:
                 previous = plan.speed
         return best
 
+    def seconds(self, sequences: int, drafting: int, num_branches: int, length: int) -> float:
+        """Expected seconds of a round."""
+        costs, drafted = self._costs, drafting * self.coverage(num_branches) * length
+        verify = costs.verify(sequences + drafted)
+        draft = costs.draft(drafting + drafted) + length * costs.draft(drafting * num_branches)
+        # The draft worker is called after the target worker.
+        return max(verify, draft + costs.scheduling) + costs.exchange + costs.scheduling
+
     def _plan(self, sequences: int, drafting: int, rate: float, num_branches: int, length: int) -> BranchPlan:
-        costs, covered = self._costs, drafting * self.coverage(num_branches)
-        rows = sequences + covered * length
-        verify = costs.verify(rows)
-        draft = costs.draft(drafting + covered * length) + length * costs.draft(drafting * num_branches)
+        covered, verify = drafting * self.coverage(num_branches), self._costs.verify
         tokens = sequences + covered * (expected_tokens(rate, length) - 1)
-        speed = tokens / (max(verify, draft) + costs.exchange + costs.scheduling)
-        row = speed * (verify - costs.verify(sequences)) / (rows - sequences)
+        speed = tokens / self.seconds(sequences, drafting, num_branches, length)
+        row = speed * (verify(sequences + covered * length) - verify(sequences)) / (covered * length)
         return BranchPlan(num_branches, length, speed, row)

@@ -30,6 +30,8 @@ PLAN_ROUNDS, PLAN_BATCH_CHANGE = 8, 0.1
 SMALL_LAG = 8
 # Trials of the model before the first plan that relies on it.
 NEW_TRIALS = 2
+# Branches of a trial.
+TRIAL_BRANCHES = 2
 # While the model drafts, one of this many rounds decodes plainly, to measure the time of plain decoding.
 PLAIN_EVERY = 128
 
@@ -127,7 +129,7 @@ class DraftLengths:
         elif self.branches.num_branches:
             plans = {i: self._plan_branches(i, option, plans[i]) for i, option in options.items()}
         elif not self.plan.steps:
-            self._run_trials(plans, options)
+            self._run_trials(plans, options, max_branches)
         if not any(plan.num_draft_tokens or plan.lookup_ids for plan in plans.values()):
             self._since_plain = 0
         return plans
@@ -244,8 +246,11 @@ class DraftLengths:
         """Whether another plan beats the best so far. Hysteresis favours the current number of steps."""
         return other.speed > best.speed * (1 + HYSTERESIS * (len(best.steps) == len(self.plan.steps)))
 
-    def _run_trials(self, plans: dict[int, DraftPlan], options: Mapping[int, DraftOptions]) -> None:
-        """Occasionally draft one token for idle sequences, to notice changes in acceptance or cost."""
+    def _run_trials(self, plans: dict[int, DraftPlan], options: Mapping[int, DraftOptions], max_branches: int) -> None:
+        """Occasionally draft one token for idle sequences, to notice changes in acceptance or cost.
+
+        If possible, draft during the verification, which costs less time.
+        """
         idle = {
             i: option for i, option in options.items() if option.max_num_draft_tokens > 0 and not plans[i].lookup_ids
         }
@@ -254,12 +259,15 @@ class DraftLengths:
             min_lag = min(lags.values())
             # All sequences with a small lag, or a single one with a large lag.
             tried = [i for i, lag in lags.items() if lag <= min_lag + 1][: None if min_lag <= SMALL_LAG else 1]
+            num_branches = min(TRIAL_BRANCHES, max_branches)
             seconds = self.costs.seconds(len(options), [len(tried)]) - plain
+            if num_branches:
+                seconds = self.branching.seconds(len(options), len(tried), num_branches, 1) - plain
             seconds += self._catch_up_seconds(min_lag * len(tried))
             gained = sum(map(self.acceptance.rate, tried)) * plain / len(options)
             if self._model_trials.may_try(plain, seconds, gained):
                 self._trial = self._model_trials
-                plans.update(dict.fromkeys(tried, DraftPlan(num_draft_tokens=1)))
+                plans.update(dict.fromkeys(tried, DraftPlan(1, num_branches)))
         elif rates := {i: option.lookup_rate for i, option in idle.items() if option.lookup_ids}:
             seconds = self.costs.seconds(len(options), [], len(rates)) - plain
             if self._lookup_trials.may_try(plain, seconds, sum(rates.values()) * plain / len(options)):

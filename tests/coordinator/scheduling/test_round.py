@@ -253,7 +253,7 @@ class Simulation:
         return DraftLimits(self.draft_max_len, NO_LIMIT)
 
     def plans(self, group: list[Sequence]) -> dict[int, DraftPlan]:
-        """Random plans for most sequences: by the model (before or during verification), by prompt lookup, or neither."""
+        """Random plans for most sequences: by the model (before or during verification), by lookup, or neither."""
         num_branches = self.rng.choice([0, self.rng.randint(1, 5)])
         return {
             sequence.sequence_id: DraftPlan(
