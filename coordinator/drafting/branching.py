@@ -10,7 +10,7 @@ from coordinator.drafting.acceptance import Acceptance, expected_tokens
 from coordinator.drafting.costs import RoundCosts
 from coordinator.scheduling.commits import Commit
 
-NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16)
+NUMBERS = (1, 2, 3, 4, 6, 8)
 """Numbers of branches to choose from."""
 FIRST_HIT = 0.5
 """Initial chance that the first branch comes true; each further one has this share of the one before."""
