@@ -8,12 +8,13 @@ The target chooses tokens like `specpool.testing.FakeTarget`. The draft's first 
 such as `--log-level info`.
 """
 
+import asyncio
 import random
 import sys
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from specpool.protocol.worker_info import CacheLoad, WorkerInfo
 from specpool.testing.fakes import CHAT_TEMPLATE, EOS_TOKEN_ID, MEASURED_ROWS, VOCAB_SIZE, byte_tokenizer
 from specpool.v1 import draft_worker_pb2_grpc, target_worker_pb2_grpc
 from specpool.worker.process import run_worker
+from specpool.worker.servicer import WorkerServicer
 from specpool.worker.settings import WorkerSettings
 from target_worker.service import TargetWorkerServicer
 from target_worker.verifier import Verifier
@@ -183,6 +185,39 @@ def _token(digest: int) -> int:
     return digest // 10_000 % EOS_TOKEN_ID
 
 
+async def delayed(messages: AsyncIterator[Any], seconds: float) -> AsyncIterator[Any]:
+    """Each message some time after it came. Those that follow are taken meanwhile."""
+    waiting: asyncio.Queue[tuple[float, Any]] = asyncio.Queue()
+    now = asyncio.get_running_loop().time
+
+    async def take() -> None:
+        try:
+            async for message in messages:
+                waiting.put_nowait((now() + seconds, message))
+        finally:
+            waiting.put_nowait((0.0, None))
+
+    taking = asyncio.create_task(take())
+    try:
+        while (message := await waiting.get())[1] is not None:
+            await asyncio.sleep(message[0] - now())
+            yield message[1]
+        await taking
+    finally:
+        taking.cancel()
+
+
+def behind_network(servicer: type[WorkerServicer], seconds: float) -> type[WorkerServicer]:
+    """A servicer whose rounds and responses take some time each way."""
+
+    class Distant(servicer):  # type: ignore[valid-type, misc]
+        async def rounds(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+            async for response in delayed(super().rounds(delayed(requests, seconds), context), seconds):
+                yield response
+
+    return Distant if seconds else servicer
+
+
 def main() -> None:
     """Serve until SIGTERM."""
     parser = parser_of(__doc__)
@@ -191,6 +226,7 @@ def main() -> None:
     parser.add_argument("--pass-ms", type=float, nargs=2, required=True, metavar=("FIRST", "MORE"))
     parser.add_argument("--acceptance", type=float, default=1.0)
     parser.add_argument("--second-guess", type=float, default=0.5)
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="of a round and of its response")
     options, rest = parser.parse_known_args()
     sys.argv[1:] = ["--port", options.port, *rest]
     is_target, program = options.worker == "target", f"emulated-{options.worker}"
@@ -212,7 +248,7 @@ def main() -> None:
         backend,
         f"specpool.v1.{options.worker.title()}WorkerService",
         register,
-        TargetWorkerServicer if is_target else DraftWorkerServicer,
+        behind_network(TargetWorkerServicer if is_target else DraftWorkerServicer, options.delay_ms / 1000),
         (),
     )
 

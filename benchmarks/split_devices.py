@@ -44,6 +44,8 @@ def main() -> None:
     parser.add_argument("--verify-ms", type=float, nargs=2, default=(6.0, 0.03), metavar=("FIRST", "MORE"))
     parser.add_argument("--draft-ms", type=float, nargs=2, default=(0.8, 0.01), metavar=("FIRST", "MORE"))
     parser.add_argument("--acceptance", type=float, default=0.75)
+    parser.add_argument("--second-guess", type=float, default=0.5)
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="network delay of a message")
     parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
     options = parser.parse_args()
     work = [(count, repeat) for count in options.sequences for repeat in range(options.repeats)]
@@ -66,8 +68,10 @@ def measure(count: int, options: argparse.Namespace) -> dict[str, float]:
         addresses, pids = [], {}
         for kind, times in (("target", options.verify_ms), ("draft", options.draft_ms)):
             port = free_port()
-            acceptance = ["--acceptance", str(options.acceptance)] if kind == "draft" else []
-            flags = [kind, "--port", str(port), "--pass-ms", *map(str, times), *acceptance, "--log-level", "error"]
+            flags = [kind, "--port", str(port), "--pass-ms", *map(str, times), "--delay-ms", str(options.delay_ms)]
+            if kind == "draft":
+                flags += ["--acceptance", str(options.acceptance), "--second-guess", str(options.second_guess)]
+            flags += ["--log-level", "error"]
             pids[kind] = start_process(stack, "-m", "benchmarks.emulated_worker", *flags).pid
             addresses.append(f"127.0.0.1:{port}")
         port, size = free_port(), str(count)

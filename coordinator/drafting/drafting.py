@@ -252,7 +252,8 @@ class Drafting:
     def _plan_adaptive(self, sequence: Sequence, plan: DraftPlan) -> DraftPlan:
         round_plan, branches = self.lengths.plan, self.lengths.branches
         if plan.num_branches and sequence.request.sampling.is_argmax:
-            num_draft_tokens = min(branches.length, self._max_num_draft_tokens(sequence))
+            length = branches.length or plan.num_draft_tokens  # a trial's
+            num_draft_tokens = min(length, self._max_num_draft_tokens(sequence))
             min_chance = min(1.0, max(MIN_CHANCE, branches.row))
             return replace(plan, num_draft_tokens=num_draft_tokens, min_chance=min_chance)
         if (

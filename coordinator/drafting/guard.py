@@ -18,7 +18,7 @@ from coordinator.scheduling.sequence import DraftMethod
 LOSS_SHARE, MAX_FAILURES = 0.01, 3
 # Balance in plain rounds: of the first account of a method, after a pause, and maximum.
 FIRST_BALANCE, RETRY_BALANCE, MAX_BALANCE = 1.5, 2.0, 12.0
-# Share of the balance that a new account takes over from the one used before, and its minimum balance.
+# Share of the balance that a new account takes over from one that was used, and its minimum balance.
 INHERITED_SHARE, MIN_INHERITED = 0.25, 0.5
 # Minimum balance, and maximum loss of one round: one stalled round must not cause a long pause.
 MIN_BALANCE, MAX_LOSS = -4.0, 4.0
@@ -48,6 +48,8 @@ class _Account:
     """Gains and losses of a draft method at similar batch sizes."""
 
     balance: float = FIRST_BALANCE
+    is_used: bool = False
+    """Whether a round was added, to this account or to one before it."""
     is_paused: bool = False
     failures: int = -1
     """Pauses in a row, after the first one."""
@@ -55,10 +57,13 @@ class _Account:
     """Plain rounds until the reason for the pause is reassessed; 0: never."""
     recent: deque[_Drafted] = field(default_factory=lambda: deque(maxlen=MAX_REASSESSED))
 
-    @property
-    def is_unused(self) -> bool:
-        """Whether no round has been charged."""
-        return self.balance == FIRST_BALANCE and not self.recent
+    @classmethod
+    def after(cls, last: "_Account | None") -> "_Account":
+        """An account of another batch size than the last one. A pause goes on."""
+        if last is None or not last.is_used:
+            return cls()
+        balance = max(MIN_INHERITED, INHERITED_SHARE * last.balance)
+        return cls(balance, is_used=True, is_paused=last.is_paused)
 
     def refill(self, rounds: float) -> None:
         """Add the share of this many plain rounds of time. End the pause once a retry is affordable."""
@@ -68,6 +73,7 @@ class _Account:
 
     def add(self, drafted: _Drafted, plain_seconds: float) -> None:
         """Add a round that drafted. Pause if it empties the account."""
+        self.is_used = True
         self.recent.append(drafted)
         self.balance = min(MAX_BALANCE, max(MIN_BALANCE, self.balance + drafted.gain(plain_seconds)))
         if self.balance == MAX_BALANCE:
@@ -160,10 +166,7 @@ class Guard:
         """The account of a batch size. A new one follows the account used before, also into a pause."""
         key = method, size_class(sequences)
         if key not in self._accounts:
-            last = self._last_accounts.get(method)
-            is_first = last is None or last.is_unused
-            balance = FIRST_BALANCE if is_first else max(MIN_INHERITED, INHERITED_SHARE * last.balance)
-            self._accounts[key] = _Account(balance, is_paused=last is not None and last.is_paused)
+            self._accounts[key] = _Account.after(self._last_accounts.get(method))
         account = self._last_accounts[method] = self._accounts[key]
         return account
 

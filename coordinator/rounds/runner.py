@@ -188,9 +188,8 @@ class RoundRunner:
         seconds = self._seconds_of_round(flight.began)
         self.counters.add_times(flight.proposed, flight.outcome.verified, seconds)
         flight.trace.committed(round_.round_id, flight.outcome.commits, round_.cache_misses)
-        # The next round is sent first, to the target worker and then to the draft worker.
-        loop = asyncio.get_running_loop()
-        loop.call_soon(loop.call_soon, self._observe, flight, seconds)
+        # The next round is sent first. It must not commit first: sequences may end in it.
+        asyncio.get_running_loop().call_soon(self._observe, flight, seconds)
         return progressed
 
     async def _propose(self, flight: Flight) -> None:

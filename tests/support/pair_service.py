@@ -80,7 +80,7 @@ class PairService:
         """Wait until neither worker holds a slot and the pool is empty."""
         while True:
             holds = [await host.run(lambda b: b.info().slots_in_use) for host in (self.target, self.draft) if host]
-            if not any(holds) and not self.process.coordinator.pool.running:
+            if not any(holds) and self.process.coordinator.pool.is_empty:
                 return
             await asyncio.sleep(0.01)
 

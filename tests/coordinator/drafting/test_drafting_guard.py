@@ -136,6 +136,19 @@ def test_draft_methods_and_batch_sizes_pause_separately() -> None:
     assert guard.may_draft(2, MODEL)
 
 
+def test_batch_sizes_that_were_only_seen_use_up_no_credit() -> None:
+    guard = Guard(costs())
+    for sequences in (1, 2, 4, 8, 16):
+        assert guard.may_draft(sequences, MODEL)
+        guard.observe(sequences, sequences, 0.02, None)
+    guard.observe(16, 16, 0.04, MODEL)  # loses one plain round
+    guard.charge(16, 16, 0.04, MODEL)
+    assert guard.may_draft(16, MODEL)
+    for _ in range(3):
+        guard.charge(16, 16, 0.1, MODEL)
+    assert not any(guard.may_draft(sequences, MODEL) for sequences in (16, 64, 256)), "a loss goes on elsewhere"
+
+
 # --- Plain rounds
 
 

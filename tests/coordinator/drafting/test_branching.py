@@ -1,0 +1,119 @@
+"""How many branches to draft during a verification, and how long."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.drafting.branching import NUMBERS, Branching, BranchPlan
+from coordinator.drafting.costs import RoundCosts, StepTimes
+from coordinator.drafting.draft_lengths import NEW_TRIALS, PLAN_ROUNDS, DraftLengths, DraftOptions
+from coordinator.scheduling.commits import Commit, DraftPlan
+from coordinator.scheduling.sequence import DraftMethod, GenerationRequest, Sequence
+
+LENGTHS = range(1, 17)
+
+
+def line(first: float, more: float) -> StepTimes:
+    """Milliseconds of the first row, and of each further one."""
+    return StepTimes({1: first / 1000, 1025: (first + 1024 * more) / 1000})
+
+
+def costs(draft: float = 0.8, draft_row: float = 0.01) -> RoundCosts:
+    return RoundCosts(line(draft, draft_row), line(6.0, 0.03), exchange=0.001)
+
+
+def commit(branch: int | None, num_branches: int) -> Commit:
+    request = GenerationRequest("r", (1,), 9, frozenset(), 4)
+    return Commit(Sequence(1, request), (2,), str, branch=branch, num_branches=num_branches)
+
+
+def test_more_branches_are_drafted_while_the_draft_fits_into_the_verification() -> None:
+    cheap, costly = (Branching(costs(draft)).best(8, 8, 0.75, 64, LENGTHS) for draft in (0.8, 3.0))
+    assert cheap.num_branches > costly.num_branches
+    assert cheap.length > costly.length >= 1
+
+
+def test_branches_that_never_come_true_are_not_drafted() -> None:
+    branching = Branching(costs())
+    for _ in range(300):
+        branching.observe(commit(0, 8))
+    fresh = Branching(costs()).best(8, 8, 0.75, 64, LENGTHS)
+    assert branching.best(8, 8, 0.75, 64, LENGTHS).num_branches < fresh.num_branches
+    assert branching.coverage(1) == pytest.approx(1, abs=0.1)
+    for _ in range(300):
+        branching.observe(commit(None, 8))
+    assert branching.coverage(8) < 0.2
+
+
+def test_commits_without_branches_teach_nothing() -> None:
+    branching = Branching(costs())
+    before = branching.coverage(8)
+    branching.observe(commit(None, 0))
+    assert branching.coverage(8) == before
+
+
+@given(
+    sequences=st.integers(1, 64),
+    share=st.floats(0, 1),
+    rate=st.floats(0, 1),
+    max_branches=st.integers(0, 64),
+    outcomes=st.lists(st.one_of(st.none(), st.integers(0, 7)), max_size=50),
+)
+def test_plans_stay_within_their_limits(
+    sequences: int, share: float, rate: float, max_branches: int, outcomes: list[int | None]
+) -> None:
+    branching, drafting = Branching(costs()), round(share * sequences)
+    for outcome in outcomes:
+        branching.observe(commit(outcome, 8))
+    plan = branching.best(sequences, drafting, rate, max_branches, LENGTHS)
+    assert 0 <= branching.coverage(8) <= 1
+    if not drafting or not max_branches:
+        assert plan == BranchPlan()
+    else:
+        assert plan.num_branches in NUMBERS
+        assert plan.num_branches <= max_branches
+        assert plan.length in LENGTHS
+        assert plan.speed > 0
+        assert plan.row >= 0
+
+
+def lengths_after_trials(max_branches: int, **options: int) -> tuple[DraftLengths, dict[int, DraftPlan]]:
+    """Draft lengths after plain rounds, trials and the first plan, and the plans of the next round."""
+    lengths = DraftLengths(costs(), 16)
+    offered = {i: DraftOptions(max_num_draft_tokens=16, **options) for i in range(8)}
+    trials = []
+    for _ in range(8 * PLAN_ROUNDS):
+        plans = lengths.choose(offered, max_branches=max_branches)
+        drafted = sum(plan.num_draft_tokens for plan in plans.values())
+        if drafted and not lengths.uses_model:
+            trials.append(plans[0])
+        tokens, seconds = (8, 0.0063) if not drafted else (20, 0.009)
+        lengths.observe(8, tokens, seconds, DraftMethod.MODEL if drafted else None)
+    assert len(trials) >= NEW_TRIALS
+    assert all((trial.num_branches > 0) == (max_branches > 0) for trial in trials)
+    return lengths, lengths.choose(offered, max_branches=max_branches)
+
+
+def test_branches_are_chosen_where_they_beat_drafts_before_the_verification() -> None:
+    lengths, plans = lengths_after_trials(max_branches=64)
+    assert lengths.branches.speed > lengths.plan.speed
+    assert {plan.num_branches for plan in plans.values()} == {lengths.branches.num_branches}
+    assert all(1 <= plan.num_draft_tokens <= lengths.branches.length for plan in plans.values())
+
+
+def test_without_branches_drafts_come_before_the_verification() -> None:
+    lengths, plans = lengths_after_trials(max_branches=0)
+    assert lengths.branches == BranchPlan()
+    assert all(plan.num_draft_tokens and not plan.num_branches for plan in plans.values())
+
+
+def test_a_paused_model_drafts_no_branches() -> None:
+    lengths, _ = lengths_after_trials(max_branches=64)
+    offered = {i: DraftOptions(max_num_draft_tokens=16) for i in range(8)}
+    drafted = []
+    for _ in range(40):  # rounds that draft take four times as long as plain ones, and gain nothing
+        plans = lengths.choose(offered, max_branches=64)
+        drafted.append(any(plan.num_draft_tokens for plan in plans.values()))
+        lengths.observe(8, 8, 0.025 if drafted[-1] else 0.0063, DraftMethod.MODEL if drafted[-1] else None)
+    assert drafted[0]
+    assert not any(drafted[-10:])
