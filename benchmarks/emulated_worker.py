@@ -19,7 +19,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.report import parser_of
+from benchmarks.report import PassMs, chance, parser_of, whole
 from draft_worker.proposer import Proposer
 from draft_worker.service import DraftWorkerServicer
 from specpool.engine.cache.extents import Extents
@@ -187,12 +187,12 @@ def main() -> None:
     """Serve until SIGTERM."""
     parser = parser_of(__doc__)
     parser.add_argument("worker", choices=("target", "draft"))
-    parser.add_argument("--port", required=True)
-    parser.add_argument("--pass-ms", type=float, nargs=2, required=True, metavar=("FIRST", "MORE"))
-    parser.add_argument("--acceptance", type=float, default=1.0)
-    parser.add_argument("--second-guess", type=float, default=0.5)
+    parser.add_argument("--port", type=whole(0, 65535), required=True)
+    parser.add_argument("--pass-ms", action=PassMs, required=True)
+    parser.add_argument("--acceptance", type=chance, default=1.0)
+    parser.add_argument("--second-guess", type=chance, default=0.5)
     options, rest = parser.parse_known_args()
-    sys.argv[1:] = ["--port", options.port, *rest]
+    sys.argv[1:] = ["--port", str(options.port), *rest]
     is_target, program = options.worker == "target", f"emulated-{options.worker}"
     register: Callable[[Any, Any], None] = (
         target_worker_pb2_grpc.add_TargetWorkerServiceServicer_to_server

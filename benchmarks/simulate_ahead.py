@@ -25,7 +25,6 @@ with drafts of the best length that take no time, "of_in_turn", and "of_plain", 
 """
 
 import argparse
-import math
 from dataclasses import asdict
 from typing import Any
 
@@ -33,7 +32,18 @@ from matplotlib.figure import Figure
 
 from benchmarks.ahead import BRANCHES, STRATEGIES, Pair, best
 from benchmarks.emulated_worker import SLOTS, pass_seconds
-from benchmarks.report import finish, output_folder, parser_of, progress, show, whole, wholes
+from benchmarks.report import (
+    PassMs,
+    chance,
+    finish,
+    milliseconds,
+    output_folder,
+    parser_of,
+    progress,
+    show,
+    whole,
+    wholes,
+)
 from benchmarks.split_devices import bound
 
 WIRE_MS = (0.0, 0.5, 1.0, 2.0)
@@ -64,13 +74,11 @@ def main() -> None:
     parser.add_argument(
         "--wire-ms", type=milliseconds, nargs="+", default=WIRE_MS, metavar="MS", help="of an exchange with a worker"
     )
-    parser.add_argument("--verify-ms", type=milliseconds, nargs=2, default=(6.0, 0.03), metavar=("FIRST", "MORE"))
-    parser.add_argument("--draft-ms", type=milliseconds, nargs=2, default=(0.8, 0.01), metavar=("FIRST", "MORE"))
+    parser.add_argument("--verify-ms", action=PassMs, default=(6.0, 0.03))
+    parser.add_argument("--draft-ms", action=PassMs, default=(0.8, 0.01))
     parser.add_argument("--max-branches", type=whole(1, max(BRANCHES)), default=max(BRANCHES), help="of a sequence")
     parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
     options = parser.parse_args()
-    if not options.verify_ms[0] or not options.draft_ms[0]:
-        parser.error("--verify-ms and --draft-ms: the first row must take time")
     cells = [(count, wire_ms) for wire_ms in options.wire_ms for count in options.sequences]
     rows = [row for cell in progress(cells, "cells") for row in rows_of(*cell, options)]
     for measure in ("of_bound", "of_in_turn", "of_plain"):
@@ -102,22 +110,6 @@ def figure_of(rows: list[dict[str, Any]]) -> Figure:
         axes.minorticks_off()
     axes.legend(fontsize="x-small")
     return figure
-
-
-def chance(text: str) -> float:
-    """Argument type: a probability."""
-    value = float(text)  # argparse reports a ValueError itself
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
-    return value
-
-
-def milliseconds(text: str) -> float:
-    """Argument type: a finite duration, not negative."""
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a finite duration of at least 0 ms")
-    return value
 
 
 if __name__ == "__main__":

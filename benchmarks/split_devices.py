@@ -24,7 +24,18 @@ from typing import Any
 
 from benchmarks.cost.fakes import cpu_seconds, start_coordinator, start_process, wait_ready
 from benchmarks.emulated_worker import SLOTS, pass_seconds
-from benchmarks.report import devices_figure, finish, output_folder, parser_of, progress, show, whole, wholes
+from benchmarks.report import (
+    PassMs,
+    chance,
+    devices_figure,
+    finish,
+    output_folder,
+    parser_of,
+    progress,
+    show,
+    whole,
+    wholes,
+)
 from benchmarks.server_info import current_info
 from specpool.cli.processes import free_port
 from specpool.client import AsyncClient
@@ -41,9 +52,9 @@ def main() -> None:
     parser.add_argument("--sequences", type=wholes(1, SLOTS), default=[1, 8, 16, 32, 64], help="requests at a time")
     parser.add_argument("--tokens", type=whole(1, 4000), default=300, help="tokens of each answer")
     parser.add_argument("--repeats", type=whole(1, 1000), default=5)
-    parser.add_argument("--verify-ms", type=float, nargs=2, default=(6.0, 0.03), metavar=("FIRST", "MORE"))
-    parser.add_argument("--draft-ms", type=float, nargs=2, default=(0.8, 0.01), metavar=("FIRST", "MORE"))
-    parser.add_argument("--acceptance", type=float, default=0.75)
+    parser.add_argument("--verify-ms", action=PassMs, default=(6.0, 0.03))
+    parser.add_argument("--draft-ms", action=PassMs, default=(0.8, 0.01))
+    parser.add_argument("--acceptance", type=chance, default=0.75)
     parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
     options = parser.parse_args()
     work = [(count, repeat) for count in options.sequences for repeat in range(options.repeats)]
