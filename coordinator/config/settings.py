@@ -122,7 +122,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     )
     overlap: Overlap = Field(
         "auto",
-        description="draft for one group while another is verified, if it pays; auto: if the workers' devices differ",
+        description="draft during verifications, if it pays; auto: only if the workers' devices differ",
     )
     max_num_speculative_tokens: int = Field(
         MAX_SPECULATIVE_TOKENS, ge=0, le=1024, description="maximum num_speculative_tokens of a request"
