@@ -3,15 +3,16 @@
     python -m benchmarks.split_devices
     python -m benchmarks.split_devices --sequences 1,8 --tokens 300 --repeats 5 --output benchmarks/results
 
-The workers' devices are emulated: a pass waits instead of computing, so it takes no core. The flags give the
-milliseconds of a pass for the first row and for each further row. Every answer must equal plain decoding.
+The workers' devices are emulated: a pass waits instead of computing, so it uses no CPU core. `--verify-ms` and
+`--draft-ms` are the milliseconds of a pass for the first row and for each further row. Every answer must equal plain
+decoding.
 
 plain, default  tokens/s
-of_bound        share of the tokens/s of a target that never waits. Plain: between plain passes. Default: with the best
-                draft length, if drafts took no time
+of_bound        share of the tokens/s of a target that never waits: for plain, with plain passes; for default, with
+                drafts of the best length that take no time
 round_ms        mean time from one round to the next
 busy            share of the time that the target spends in passes
-cpu_ms          processor time of a round: coordinator, target, draft. A worker's includes its choice of tokens
+cpu_ms          processor time per round of the coordinator, target and draft; includes the emulation itself
 """
 
 import argparse
@@ -119,7 +120,7 @@ async def generate_all(client: AsyncClient, count: int, tokens: int, draft_token
 
 
 def bound(count: int, draft_tokens: int | None, options: argparse.Namespace) -> float:
-    """Tokens/s of a target that never waits, with free drafts of the best length, or without drafts."""
+    """Tokens/s of a target that never waits, with drafts of the best length that take no time, or without drafts."""
     seconds = pass_seconds(*options.verify_ms)
     lengths = range(MAX_DRAFT_TOKENS + 1) if draft_tokens is None else [draft_tokens]
     gains: list[float] = [sum(options.acceptance**i for i in range(k + 1)) for k in lengths]

@@ -1,4 +1,4 @@
-"""Drafting ahead: while the target verifies, draft what follows the most probable outcomes.
+"""Branches: drafts for the most probable outcomes of a verification, made while it runs.
 
 One pass appends the tokens that are being verified and ranks the tokens that the target may choose. Each further pass
 extends all branches by a token. They share the cache of their sequence, and use positions that it does not need yet.
@@ -16,7 +16,7 @@ from specpool.engine.sampling.ranking import Ranking
 from specpool.protocol import rounds
 from specpool.protocol.rounds import ProposeItem
 
-# Maximum tokens to rank after each position. Further ones are rarely right.
+# Maximum tokens to rank after each position. Lower ranks are rarely right.
 MAX_RANKED = 5
 
 
@@ -35,7 +35,7 @@ class _Growing:
 
     @property
     def branch(self) -> Branch:
-        """What the engine runs next: the last token."""
+        """The branch as the engine sees it; the last token runs next."""
         cached = len(self.token_ids) - 1
         return Branch(self.key, self.prefix_length, self.offset, self.token_ids, num_cached_tokens=cached)
 
@@ -66,13 +66,13 @@ def draft_branches(
 def _outlined(
     engine: SequenceEngine, key: SequenceKey, item: ProposeItem, rankings: Sequence[Ranking], chances: Sequence[float]
 ) -> list[_Growing]:
-    """The branches of a sequence as far as there is room for them, without draft tokens."""
+    """The branches of a sequence, as many as its extent has room for, without draft tokens."""
     end, length, slots = item.end, item.num_draft_tokens, engine.engine.slots
     slots.grow(key, min(end + item.num_branches * length, engine.engine.max_model_len))
     room = (slots[key].capacity - end) // length
     unverified = item.token_ids[len(item.token_ids) - item.num_unverified :]
     outcomes = most_probable(rankings, unverified, chances, len(rankings) * MAX_RANKED)
-    if not engine.engine.supports_branches:  # the sequence's own positions hold one continuation
+    if not engine.engine.supports_branches:  # the sequence's own positions hold one branch
         outcomes, room = [outcome for outcome in outcomes if outcome.num_accepted == item.num_unverified], min(1, room)
     branches = []
     for index, outcome in enumerate(outcomes[: min(item.num_branches, room)]):

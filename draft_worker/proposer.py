@@ -1,6 +1,6 @@
 """Drafting: one forward pass to catch up with the committed tokens, then one for each further draft token.
 
-Items with branches are drafted separately, by `draft_worker.branches`.
+`draft_worker.branches` drafts the items that ask for branches.
 """
 
 import logging

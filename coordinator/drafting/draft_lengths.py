@@ -2,8 +2,8 @@
 
 The expected gain of a draft token is the probability that it and all draft tokens before it are accepted. It costs a
 row of the verification. A token of the draft model also costs a share of a draft step. If no draft token pays off,
-nothing is drafted. If the draft worker can draft during a verification, `Branching` plans that where it is faster. The
-guard pauses methods that lose time in spite of their plan.
+nothing is drafted. If the draft worker can draft during a verification, `Branching` plans branches where they are
+faster. The guard pauses methods that lose time despite the plan.
 """
 
 import math
@@ -26,7 +26,7 @@ RATE_BINS = 32
 HYSTERESIS, MIN_DRAFTING_GAIN = 0.02, 0.04
 # Maximum rounds between plans, and the relative change of the batch size that forces a new plan.
 PLAN_ROUNDS, PLAN_BATCH_CHANGE = 8, 0.1
-# Draft lag in tokens whose cost is negligible.
+# Maximum draft lag, in tokens, that costs next to nothing to catch up with.
 SMALL_LAG = 8
 # Trials of the model before the first plan that relies on it.
 NEW_TRIALS = 2
@@ -92,7 +92,7 @@ class DraftLengths:
     _trial: Trials | None = None
     """The trials that the last round belongs to."""
     _allowed_last: tuple[bool, ...] = ()
-    """Whether the model, prompt lookup, and trials only were allowed in the last round."""
+    """Last round: whether the model and prompt lookup were allowed, and whether the model was limited to trials."""
     _since_plain: float = math.inf
     """Rounds since the last plain one."""
 
@@ -111,7 +111,7 @@ class DraftLengths:
     ) -> dict[int, DraftPlan]:
         """Choose the draft plan of each sequence. `batch`: sequences of the round if others take part.
 
-        `max_branches`: of a sequence; 0 if the draft worker cannot draft during a verification.
+        `max_branches`: maximum of a sequence; 0 if the draft worker cannot draft during a verification.
         """
         batch = batch or len(options)
         self._age += 1
@@ -145,7 +145,7 @@ class DraftLengths:
             self.guard.charge(sequences, tokens, seconds, method)
 
     def _allowed(self, options: Mapping[int, DraftOptions], batch: int) -> Mapping[int, DraftOptions]:
-        """Options without the methods that the guard has paused. A pause that begins or ends forces a new plan."""
+        """Options without the methods that the guard has paused. The start or end of a pause forces a new plan."""
         may_use_model, may_look_up = (
             self.guard.may_draft(batch, method) for method in (DraftMethod.MODEL, DraftMethod.NGRAM)
         )
@@ -169,7 +169,7 @@ class DraftLengths:
 
     @property
     def _is_new(self) -> bool:
-        """Whether costs are only believed, so that the model may draft in trials only."""
+        """Whether the costs are not confirmed yet, so that the model may draft in trials only."""
         return self.guard.is_active and self._model_trials.made < NEW_TRIALS
 
     def _plan_sequence(self, sequence_id: int, options: DraftOptions) -> DraftPlan:
@@ -192,7 +192,7 @@ class DraftLengths:
         return DraftPlan(num_draft_tokens, lookup_ids=lookup_ids)
 
     def _best_branches(self, options: Mapping[int, DraftOptions], sequences: int, max_branches: int) -> BranchPlan:
-        """The fastest plan for branches; empty if drafts before the verification, or none, are as fast."""
+        """The fastest plan for branches; empty if drafting before the verification, or not at all, is as fast."""
         drafting = [i for i, option in options.items() if option.can_use_model]
         if not drafting or not max_branches or self._is_new:
             return BranchPlan()
@@ -204,7 +204,7 @@ class DraftLengths:
         return best if best.speed > other * (1 + min_gain) else BranchPlan()
 
     def _plan_branches(self, sequence_id: int, options: DraftOptions, plan: DraftPlan) -> DraftPlan:
-        """Draft branches. Verify as many tokens of the one that comes true as pay off, or else prompt lookup's."""
+        """Draft branches. Verify as many tokens of the matching branch as pay off, or else those of prompt lookup."""
         branches, rate = self.branches, self.acceptance.rate(sequence_id)
         if not options.can_use_model:
             return plan
@@ -229,7 +229,7 @@ class DraftLengths:
             return batch.plan(0)
         num_steps = min(len(self.plan.steps), self.max_num_draft_tokens)
         best = batch.plan(num_steps)
-        for direction in (-1, 1):  # the speed has one peak for each number of passes
+        for direction in (-1, 1):  # the speed has a single peak for each number of passes
             while 0 <= num_steps + direction <= self.max_num_draft_tokens and drafting:
                 other = batch.plan(num_steps + direction)
                 if not self._replaces(other, best):

@@ -70,7 +70,7 @@ class Turn:
     @property
     def _draft_base(self) -> int:
         """Positions for the draft worker to keep."""
-        # After drafting ahead, all tokens may be cached. The last one must run again for its logits.
+        # After branches, all tokens may be cached. The last one must run again for its logits.
         return min(self.sequence.draft_base_length, len(self.sequence.token_ids) - 1)
 
     def propose_item(self, count: int, worker: DraftLimits) -> ProposeItem | None:
@@ -85,7 +85,7 @@ class Turn:
         return item
 
     def ahead_item(self, count: int, worker: DraftLimits) -> ProposeItem | None:
-        """The item that drafts branches during the verification, after `count` committed tokens; None for none."""
+        """The item that sends `count` committed tokens and drafts branches; None to leave the sequence out."""
         yields = self._pending is not None and self._pending.num_cached_tokens is None
         length = len(self.sequence.token_ids)
         is_caught_up = self._draft_base + count == length
@@ -99,7 +99,7 @@ class Turn:
         return item
 
     def _draft_item(self, count: int, unverified: tuple[int, ...], worker: DraftLimits) -> ProposeItem | None:
-        """The item that only extends the draft worker's cache."""
+        """The item that extends the draft worker's cache, without draft tokens; None to leave the sequence out."""
         sequence, base = self.sequence, self._draft_base
         tokens = tuple(sequence.token_ids[base : base + count])
         # The target's output head can be larger than the draft's, and yield tokens outside the draft's vocabulary.
@@ -121,7 +121,7 @@ class Turn:
         )
 
     def take_branch(self) -> None:
-        """Verify the branch of the last verification that came true, if there is one."""
+        """Take the branch that matches the last verification, if there is one."""
         ahead, sequence = self.sequence.drafted_ahead, self.sequence
         if ahead is None or not sequence.is_decoding:
             return
@@ -143,7 +143,7 @@ class Turn:
             self._ahead = proposal
 
     def _is_cached(self, proposal: Proposal) -> bool:
-        """Note the number of positions that the draft worker has cached. Return False if it has none."""
+        """Record the number of positions that the draft worker has cached. Return False if it has none."""
         sequence = self.sequence
         if proposal.status is ItemStatus.OK:
             # Draft tokens are not committed yet.
@@ -180,7 +180,7 @@ class Turn:
 
     @property
     def _lookup_ids(self) -> tuple[int, ...]:
-        """The rest of the prompt lookup, which began when the round was planned."""
+        """The tokens of the prompt lookup that remain since the round was planned."""
         sequence, looked_up = self.sequence, self._plan.lookup_ids
         gained = tuple(sequence.token_ids[self._planned_length :])
         if not looked_up or gained != looked_up[: len(gained)] or sequence.max_pending_gain > 1:
@@ -225,7 +225,7 @@ class Turn:
         return self.sequence.pending[:1] == [self._pending]
 
     def complete_item(self) -> None:
-        """Fill in where a sequence continued, once its earlier rounds have committed."""
+        """Fill in the position where the sequence continued, once its earlier rounds have committed."""
         item, sequence = self._item, self.sequence
         if item is not None and item.after_round_id is not None and self._is_valid:
             item.base_length, item.token_ids = sequence.num_cached_tokens, (sequence.token_ids[-1],)
@@ -264,7 +264,7 @@ class Turn:
         if status is not ItemStatus.NO_SLOT:
             sequence.blame.record_cache_miss(sequence.progress)
         if status is ItemStatus.CACHE_MISS:
-            # A worker may evict a prefix when it needs the slot. That is not a lost cache of this sequence.
+            # A worker may evict a prefix when it needs the slot. That does not count as a cache miss of this sequence.
             self.cache_misses += sequence.target_prefix is None
             sequence.target_prefix, sequence.cached_tokens = None, 0
         sequence.num_cached_tokens = 0
@@ -298,7 +298,7 @@ class Turn:
         )
 
     def _choose_branch(self, gained: tuple[int, ...]) -> int | None:
-        """Keep the branch that came true for the next round. Return its index."""
+        """Keep the branch that matches the verification for the next round. Return its index."""
         sequence, ahead = self.sequence, self._ahead
         sequence.drafted_ahead = None
         if ahead is None:

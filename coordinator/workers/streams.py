@@ -116,9 +116,9 @@ class _Stream:
         self._has_failed_to_write = False
         """gRPC then hides the status of the stream behind INTERNAL."""
         self._is_closing = self._is_discarded = False
-        self._writing, self._reading = asyncio.Lock(), asyncio.Lock()  # they wake up in order
+        self._writing, self._reading = asyncio.Lock(), asyncio.Lock()  # asyncio's locks are fair
         self._answered = 0.0
-        """When the last response came."""
+        """When the last response arrived."""
 
     async def round(self, request: Any, seconds: float, check: Callable[[Any], None]) -> tuple[Any, float]:
         self.rounds += 1
@@ -152,7 +152,7 @@ class _Stream:
         return response, self._answered - began
 
     async def _write(self, request: Any) -> None:
-        """Send a request. Raises UNAVAILABLE if the stream has ended, since its status does not answer the request."""
+        """Send a request. Raises UNAVAILABLE if the stream has ended, since its status is not about this request."""
         try:
             await self.call.write(request)
         except (asyncio.InvalidStateError, AioRpcError):
