@@ -117,8 +117,8 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         0,
         ge=0,
         le=MAX_LOOKUP_STORE_TOKENS,
-        description="maximum tokens of finished answers to keep for prompt lookup by later requests with the same "
-        "client and nonempty cache_salt; 0: keep none",
+        description="maximum tokens of finished answers to keep, at about 70 bytes each, for prompt lookup by later "
+        "requests with the same client and nonempty cache_salt; 0: keep none",
     )
     overlap: Overlap = Field(
         "auto",

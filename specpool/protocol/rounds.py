@@ -71,8 +71,8 @@ class ProposeItem(SequenceItem):
     next_chance: float = 1.0
     """Estimated acceptance probability of the next token, given that all earlier draft tokens are accepted."""
     num_branches: int = 0
-    """Maximum number of outcomes to continue, of the verification of the last `num_unverified` tokens. 0: draft one
-    continuation of all tokens."""
+    """Maximum number of branches, for outcomes of the verification of the last `num_unverified` tokens. 0: draft after
+    all tokens, without branches."""
     num_unverified: int = 0
 
     @property
