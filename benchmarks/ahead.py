@@ -1,7 +1,7 @@
 """Drafting ahead on two devices, in virtual time. `benchmarks.simulate_ahead` describes the strategies.
 
-Passes only take time, and acceptance is random. Sequences with equally many draft tokens are alike, so a round only
-counts them. Calls reach a device after half an exchange, and answers take the other half.
+Passes only take time, and acceptance is random. Sequences with the same number of draft tokens are alike, so a round
+only counts them. Calls reach a device after half a round trip, and responses take the other half.
 """
 
 import heapq
@@ -22,14 +22,14 @@ SEARCH_SEQUENCES, FINAL_SEQUENCES, MIN_ROUNDS = 3_000, 30_000, 300
 
 @dataclass(frozen=True)
 class Strategy:
-    """What the draft worker does during a verification, and for sequences whose outcome it did not continue."""
+    """What the draft worker does during a verification, and for sequences whose outcome has no branch."""
 
     ahead: Literal["nothing", "chain", "outcomes"] = "nothing"
     redraft: Literal["all", "rest", "short", "none"] = "all"
-    """Who drafts again if a sequence has no draft tokens; short: the rest, with fewer steps."""
+    """Which sequences draft again if some have no draft tokens. rest: only those; short: only those, in fewer steps."""
     groups: int = 1
     queued: bool = False
-    """Whether the next verification is queued at the target with all branches."""
+    """Whether the next verification waits at the target, with all branches."""
 
 
 STRATEGIES = {
@@ -52,9 +52,9 @@ class Plan:
     length: int
     """Maximum draft tokens of a sequence in a round."""
     redraft_length: int
-    """Draft tokens of a sequence whose outcome was not continued."""
+    """Draft tokens of a sequence that drafts again."""
     branches: int = 1
-    """Outcomes of each sequence that are continued."""
+    """Branches of each sequence."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Pair:
     draft: Callable[[int], float]
     """Seconds of a draft step by rows."""
     exchange: float = 0.0
-    """Seconds of an exchange with a worker, without the pass."""
+    """Seconds of a round trip to a worker, without the pass."""
 
     def guess_chances(self, count: int) -> list[float]:
         """The chances of the draft's first guesses of a token, in order."""
@@ -79,7 +79,7 @@ class Pair:
 
 
 class Outcomes:
-    """Outcomes of verifying a number of draft tokens, of which the draft continues some."""
+    """Outcomes of verifying a number of draft tokens. Some of them have a branch."""
 
     def __init__(self, pair: Pair, num_draft_tokens: int, branches: int, chain: bool) -> None:
         first, *others = pair.guess_chances(branches + 1)
@@ -87,10 +87,10 @@ class Outcomes:
         full = (reached[-1] * first, num_draft_tokens)
         rejected = [(chance * other, accepted) for accepted, chance in enumerate(reached) for other in others]
         self.continued = [full] if chain else heapq.nlargest(branches, [full, *rejected])
-        """Chance and number of accepted tokens of each continued outcome."""
+        """Chance and number of accepted tokens of each outcome with a branch."""
         ends = [chance * (1 - first) for chance in reached[:-1]] + reached[-1:]
         covered = [sum(chance for chance, n in self.continued if n == accepted) for accepted in range(len(ends))]
-        # The draft has guessed the tokens at rejected drafts already. The token after all drafts takes another step.
+        # The draft already has guesses in place of its draft tokens. A guess after the last one takes another step.
         delays = [0] * num_draft_tokens + [1]
         self._outcomes = [*enumerate(delays), *((accepted, None) for accepted in range(len(ends)))]
         chances = [*covered, *(max(0.0, end - part) for end, part in zip(ends, covered, strict=True))]
@@ -98,11 +98,11 @@ class Outcomes:
 
     @property
     def covered(self) -> float:
-        """The chance that the outcome is one of those continued."""
+        """The chance that the outcome has a branch."""
         return sum(chance for chance, _ in self.continued)
 
     def draw(self, rng: random.Random, count: int) -> Iterable[tuple[int, int | None]]:
-        """Accepted tokens of some sequences, and steps by which their branch is shorter; None without a branch."""
+        """For `count` sequences: accepted tokens, and steps by which the branch is shorter; None without a branch."""
         return rng.choices(self._outcomes, cum_weights=self._cumulative, k=count)
 
 
@@ -113,7 +113,7 @@ class Device:
         self._free, self._exchange = 0.0, exchange
 
     def call(self, sent: float, seconds: float) -> float:
-        """When the answer to a call arrives."""
+        """When the response to a call arrives."""
         self._free = max(self._free, sent + self._exchange / 2) + seconds
         return self._free + self._exchange / 2
 
@@ -124,14 +124,14 @@ class Group:
     def __init__(self, size: int, pair: Pair, strategy: Strategy, plan: Plan, rng: random.Random) -> None:
         self.rounds = self.tokens = 0
         self.ended = 0.0
-        """When the answer of the last round arrived."""
+        """When the response of the last verification arrived."""
         self._size, self._pair, self._strategy, self._plan, self._rng = size, pair, strategy, plan, rng
         self._drafted = Counter[int]()
-        """Sequences by draft tokens that a branch provides."""
+        """Number of sequences, by draft tokens of their branch."""
         self._outcomes: dict[int, Outcomes] = {}
 
     def run(self, draft: Device, target: Device) -> Iterator[float]:
-        """Run rounds. Yields the time before each call that depends on the one before."""
+        """Run rounds. Yields before each call that depends on the last one: the time at which it is sent."""
         known = sent = 0.0
         while True:
             if redrafting := self._redrafting():
@@ -166,7 +166,7 @@ class Group:
         """Draft steps during a verification of this duration."""
         if self._strategy.ahead == "nothing":
             return 0
-        # The draft learns of the last outcome an exchange after the target, which needs the answer an exchange earlier.
+        # The draft learns the outcome a round trip after the target, and must send its branches a round trip early.
         seconds -= 2 * self._pair.exchange * self._strategy.queued
         fitting = int(seconds / self._pair.draft(self._ahead_rows) + 1e-9)
         return min(self._plan.length + 1, max(0, fitting))

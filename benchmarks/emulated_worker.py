@@ -1,11 +1,11 @@
-"""A worker whose device waits instead of computing. Server, model thread, rounds and cache are those of real workers.
+"""A worker whose device waits instead of computing. Its server, model thread, rounds and cache are real.
 
     python -m benchmarks.emulated_worker target --port 50051 --pass-ms 6 0.03
     python -m benchmarks.emulated_worker draft --port 50052 --pass-ms 0.8 0.01 --acceptance 0.75
 
 The target chooses tokens like `specpool.testing.FakeTarget`. The draft's first guess of a token is right with
-`--acceptance`, and each further one with `--second-guess` of what remains. Options of the kind of worker may follow,
-such as `--log-level info`.
+probability `--acceptance`. If all guesses so far are wrong, the next one is right with probability `--second-guess`.
+Other settings of workers may follow, such as `--log-level info`.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.report import parser_of
+from benchmarks.report import PassMs, chance, milliseconds, parser_of, whole
 from draft_worker.proposer import Proposer
 from draft_worker.service import DraftWorkerServicer
 from specpool.engine.cache.extents import Extents
@@ -29,7 +29,7 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.run.branches import Branch
 from specpool.engine.run.sequences import Choices, SequenceEngine
 from specpool.engine.sampling.ranking import Ranking
-from specpool.protocol.codec import MAX_ITEM_BRANCHES
+from specpool.protocol.rounds import MAX_ITEM_BRANCHES
 from specpool.protocol.sampling import NO_LOGPROBS
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import CacheLoad, WorkerInfo
@@ -46,19 +46,19 @@ MAX_LATENESS, LATENESS_WEIGHT = 0.0003, 0.1
 
 
 def pass_seconds(first: float, more: float) -> Callable[[int], float]:
-    """Seconds of a pass by its rows, from milliseconds of the first row and of each further row."""
+    """Seconds of a pass as a function of its rows, from milliseconds of the first row and of each further row."""
     return lambda rows: (first + more * (rows - 1)) / 1000
 
 
 class EmulatedDevice(SequenceEngine):
-    """The cache of a model, whose passes only take time."""
+    """A model with a real cache and passes that only take time."""
 
     def __init__(self, seconds: Callable[[int], float], acceptance: float, device: str) -> None:
-        """`seconds`: of a pass by rows. `acceptance`: probability that a token is the target's."""
+        """`seconds`: of a pass by rows. `acceptance`: probability of choosing the target's token."""
         self._seconds, self._acceptance, self._device = seconds, acceptance, device
         self._rng = random.Random(0)
         self._lateness = 0.0
-        """Seconds by which the system's pauses are too long, so that passes take the right time on average."""
+        """Seconds by which sleeps overrun. Later sleeps are shorter, so that passes take the right time on average."""
         files = byte_tokenizer().to_str().encode()
         self._tokenizer = TokenizerFiles(files, CHAT_TEMPLATE, {}, (EOS_TOKEN_ID,))
         self.engine: Any = SimpleNamespace(
@@ -181,7 +181,7 @@ def _rows(spans: Mapping[SequenceKey, Span]) -> int:
 
 
 def _token(digest: int) -> int:
-    """The target's choice, by the digest of its context."""
+    """The target's choice for a context with this digest."""
     return digest // 10_000 % EOS_TOKEN_ID
 
 
@@ -222,13 +222,13 @@ def main() -> None:
     """Serve until SIGTERM."""
     parser = parser_of(__doc__)
     parser.add_argument("worker", choices=("target", "draft"))
-    parser.add_argument("--port", required=True)
-    parser.add_argument("--pass-ms", type=float, nargs=2, required=True, metavar=("FIRST", "MORE"))
-    parser.add_argument("--acceptance", type=float, default=1.0)
-    parser.add_argument("--second-guess", type=float, default=0.5)
-    parser.add_argument("--delay-ms", type=float, default=0.0, help="of a round and of its response")
+    parser.add_argument("--port", type=whole(0, 65535), required=True)
+    parser.add_argument("--pass-ms", action=PassMs, required=True)
+    parser.add_argument("--acceptance", type=chance, default=1.0)
+    parser.add_argument("--second-guess", type=chance, default=0.5)
+    parser.add_argument("--delay-ms", type=milliseconds, default=0.0, help="network delay of a message")
     options, rest = parser.parse_known_args()
-    sys.argv[1:] = ["--port", options.port, *rest]
+    sys.argv[1:] = ["--port", str(options.port), *rest]
     is_target, program = options.worker == "target", f"emulated-{options.worker}"
     register: Callable[[Any, Any], None] = (
         target_worker_pb2_grpc.add_TargetWorkerServiceServicer_to_server

@@ -19,6 +19,8 @@ from benchmarks.provenance import describe_run
 
 console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
 T = TypeVar("T")
+MAX_DIGITS = 100  # Python refuses to convert thousands of digits
+MIN_PASS_MS, MAX_MS = 0.001, 60_000.0
 
 
 def parser_of(description: str | None, **options: Any) -> argparse.ArgumentParser:
@@ -42,7 +44,7 @@ def whole(minimum: int, maximum: int) -> Callable[[str], int]:
     """Argument type: an integer within these limits."""
 
     def parsed(text: str) -> int:
-        if not text.isdecimal() or not minimum <= int(text) <= maximum:
+        if not text.isdecimal() or len(text) > MAX_DIGITS or not minimum <= int(text) <= maximum:
             raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {minimum} to {maximum}")
         return int(text)
 
@@ -52,6 +54,37 @@ def whole(minimum: int, maximum: int) -> Callable[[str], int]:
 def wholes(minimum: int, maximum: int) -> Callable[[str], list[int]]:
     """Argument type: integers within these limits, separated by commas."""
     return lambda text: [whole(minimum, maximum)(number) for number in text.split(",")]
+
+
+def real(minimum: float, maximum: float) -> Callable[[str], float]:
+    """Argument type: a number within these limits."""
+
+    def parsed(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not minimum <= value <= maximum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {minimum:g} to {maximum:g}")
+        return value
+
+    return parsed
+
+
+chance = real(0, 1)
+milliseconds = real(0, MAX_MS)
+
+
+class PassMs(argparse.Action):
+    """Stores the milliseconds of a pass: for its first row, and for each further row."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs=2, type=milliseconds, metavar=("FIRST", "MORE"), **options)
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        if values[0] < MIN_PASS_MS:
+            raise argparse.ArgumentError(self, f"the first row takes {values[0]:g} ms, less than {MIN_PASS_MS:g}")
+        setattr(namespace, self.dest, values)
 
 
 def progress(things: Sequence[T], what: str) -> Iterable[T]:

@@ -5,27 +5,28 @@
         [--output FOLDER]
 
 There are no models: passes take virtual time, and acceptance is random. The draft's first guess of a token is right
-with `--acceptance`, its second guess with `--second-guess` of the rest, its third with `--second-guess` of what then
-remains, and so on. An outcome of a verification is the number of accepted tokens and the target's token after them.
+with probability `--acceptance`. If all guesses so far are wrong, the next one is right with probability
+`--second-guess`. An outcome of a verification is the number of accepted tokens and the target's token after them.
 
 in turn           draft, then verify
-chain             During a verification, the draft continues one outcome: all its guesses are right. If that is the
-                  outcome of every sequence, verify at once. Otherwise draft again for all.
-chain, rest again The same, but only the other sequences draft again.
-chain, rest plain The same, but the next round verifies them without drafts, so that no sequence waits.
+chain             During a verification, the draft continues one outcome: full acceptance, then its own next guess.
+                  If that is the outcome of every sequence, verify at once. Otherwise draft again for all.
+chain, rest again The same, but only sequences with another outcome draft again, while all wait.
+chain, rest plain The same, but the next round verifies these sequences without drafts, so that no sequence waits.
 two groups        One half of the sequences drafts while the other half is verified.
-outcomes, again   During a verification, the draft continues the most probable outcomes of each sequence, as further
-                  rows of the same steps. Other outcomes draft again, while all sequences wait.
+outcomes, again   During a verification, the draft continues the most probable outcomes of each sequence: each one has
+                  a branch, a row of the same draft steps. Sequences without a matching branch draft again, while all
+                  wait.
 outcomes, short   The same, but they draft again for fewer steps.
 outcomes, plain   The same, but the next round verifies them without drafts, so that no sequence waits.
-outcomes, queued  The same, but the target gets all branches during its pass and picks one itself.
+outcomes, queued  The same, but the target gets all branches during its pass and picks the matching ones itself.
 
-Each strategy uses its best draft lengths and number of branches. The result has shares of three speeds: "of_bound"
-with drafts of the best length that take no time, "of_in_turn", and "of_plain", both bounds without time between passes.
+Each strategy uses its best draft lengths and number of branches. The result compares its speed with three others:
+"of_bound" with drafts of the best length that take no time, "of_in_turn" with drafts in turn, and "of_plain" with
+plain decoding. In the first and the last, the target never waits between passes.
 """
 
 import argparse
-import math
 from dataclasses import asdict
 from typing import Any
 
@@ -33,7 +34,18 @@ from matplotlib.figure import Figure
 
 from benchmarks.ahead import BRANCHES, STRATEGIES, Pair, best
 from benchmarks.emulated_worker import SLOTS, pass_seconds
-from benchmarks.report import finish, output_folder, parser_of, progress, show, whole, wholes
+from benchmarks.report import (
+    PassMs,
+    chance,
+    finish,
+    milliseconds,
+    output_folder,
+    parser_of,
+    progress,
+    show,
+    whole,
+    wholes,
+)
 from benchmarks.split_devices import bound
 
 WIRE_MS = (0.0, 0.5, 1.0, 2.0)
@@ -62,19 +74,17 @@ def main() -> None:
     parser.add_argument("--acceptance", type=chance, default=0.75)
     parser.add_argument("--second-guess", type=chance, default=0.5)
     parser.add_argument(
-        "--wire-ms", type=milliseconds, nargs="+", default=WIRE_MS, metavar="MS", help="of an exchange with a worker"
+        "--wire-ms", type=milliseconds, nargs="+", default=WIRE_MS, metavar="MS", help="of a round trip to a worker"
     )
-    parser.add_argument("--verify-ms", type=milliseconds, nargs=2, default=(6.0, 0.03), metavar=("FIRST", "MORE"))
-    parser.add_argument("--draft-ms", type=milliseconds, nargs=2, default=(0.8, 0.01), metavar=("FIRST", "MORE"))
+    parser.add_argument("--verify-ms", action=PassMs, default=(6.0, 0.03))
+    parser.add_argument("--draft-ms", action=PassMs, default=(0.8, 0.01))
     parser.add_argument("--max-branches", type=whole(1, max(BRANCHES)), default=max(BRANCHES), help="of a sequence")
     parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
     options = parser.parse_args()
-    if not options.verify_ms[0] or not options.draft_ms[0]:
-        parser.error("--verify-ms and --draft-ms: the first row must take time")
     cells = [(count, wire_ms) for wire_ms in options.wire_ms for count in options.sequences]
     rows = [row for cell in progress(cells, "cells") for row in rows_of(*cell, options)]
     for measure in ("of_bound", "of_in_turn", "of_plain"):
-        show(f"{measure}, by ms of an exchange and sequences".replace("_", " "), table_of(rows, measure))
+        show(f"{measure}, by ms of a round trip and sequences".replace("_", " "), table_of(rows, measure))
     finish("simulate_ahead", {**vars(options), "output": None, "rows": rows}, options.output, figure_of(rows))
 
 
@@ -96,28 +106,12 @@ def figure_of(rows: list[dict[str, Any]]) -> Figure:
             selected = [row for row in rows if (row["wire_ms"], row["strategy"]) == (wire_ms, name)]
             counts = [row["sequences"] for row in selected]
             axes.plot(counts, [row["of_bound"] for row in selected], "o-", label=name)
-        axes.set(title=f"{wire_ms:g} ms an exchange", xscale="log", xlabel="sequences", ylabel="share of the bound")
+        axes.set(title=f"{wire_ms:g} ms a round trip", xscale="log", xlabel="sequences", ylabel="share of the bound")
         axes.set_xticks(counts, labels=map(str, counts))
         axes.set_ylim(0, 1)
         axes.minorticks_off()
     axes.legend(fontsize="x-small")
     return figure
-
-
-def chance(text: str) -> float:
-    """Argument type: a probability."""
-    value = float(text)  # argparse reports a ValueError itself
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
-    return value
-
-
-def milliseconds(text: str) -> float:
-    """Argument type: a finite duration, not negative."""
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a finite duration of at least 0 ms")
-    return value
 
 
 if __name__ == "__main__":

@@ -3,15 +3,16 @@
     python -m benchmarks.split_devices
     python -m benchmarks.split_devices --sequences 1,8 --tokens 300 --repeats 5 --output benchmarks/results
 
-The workers' devices are emulated: a pass waits instead of computing, so it takes no core. The flags give the
-milliseconds of a pass for the first row and for each further row. Every answer must equal plain decoding.
+The workers' devices are emulated: a pass waits instead of computing, so it uses no CPU core. `--verify-ms` and
+`--draft-ms` are the milliseconds of a pass for the first row and for each further row. Every answer must equal plain
+decoding.
 
 plain, default  tokens/s
-of_bound        share of the tokens/s of a target that never waits. Plain: between plain passes. Default: with the best
-                draft length, if drafts took no time
+of_bound        share of the tokens/s of a target that never waits: for plain, with plain passes; for default, with
+                drafts of the best length that take no time
 round_ms        mean time from one round to the next
 busy            share of the time that the target spends in passes
-cpu_ms          processor time of a round: coordinator, target, draft. A worker's includes its choice of tokens
+cpu_ms          processor time per round of the coordinator, target and draft; includes the emulation itself
 """
 
 import argparse
@@ -24,7 +25,19 @@ from typing import Any
 
 from benchmarks.cost.fakes import cpu_seconds, start_coordinator, start_process, wait_ready
 from benchmarks.emulated_worker import SLOTS, pass_seconds
-from benchmarks.report import devices_figure, finish, output_folder, parser_of, progress, show, whole, wholes
+from benchmarks.report import (
+    PassMs,
+    chance,
+    devices_figure,
+    finish,
+    milliseconds,
+    output_folder,
+    parser_of,
+    progress,
+    show,
+    whole,
+    wholes,
+)
 from benchmarks.server_info import current_info
 from specpool.cli.processes import free_port
 from specpool.client import AsyncClient
@@ -41,11 +54,11 @@ def main() -> None:
     parser.add_argument("--sequences", type=wholes(1, SLOTS), default=[1, 8, 16, 32, 64], help="requests at a time")
     parser.add_argument("--tokens", type=whole(1, 4000), default=300, help="tokens of each answer")
     parser.add_argument("--repeats", type=whole(1, 1000), default=5)
-    parser.add_argument("--verify-ms", type=float, nargs=2, default=(6.0, 0.03), metavar=("FIRST", "MORE"))
-    parser.add_argument("--draft-ms", type=float, nargs=2, default=(0.8, 0.01), metavar=("FIRST", "MORE"))
-    parser.add_argument("--acceptance", type=float, default=0.75)
-    parser.add_argument("--second-guess", type=float, default=0.5)
-    parser.add_argument("--delay-ms", type=float, default=0.0, help="network delay of a message")
+    parser.add_argument("--verify-ms", action=PassMs, default=(6.0, 0.03))
+    parser.add_argument("--draft-ms", action=PassMs, default=(0.8, 0.01))
+    parser.add_argument("--acceptance", type=chance, default=0.75)
+    parser.add_argument("--second-guess", type=chance, default=0.5)
+    parser.add_argument("--delay-ms", type=milliseconds, default=0.0, help="network delay of a message")
     parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
     options = parser.parse_args()
     work = [(count, repeat) for count in options.sequences for repeat in range(options.repeats)]
@@ -112,7 +125,7 @@ async def generate_all(client: AsyncClient, count: int, tokens: int, draft_token
 
 
 def bound(count: int, draft_tokens: int | None, options: argparse.Namespace) -> float:
-    """Tokens/s of a target that never waits, with free drafts of the best length, or without drafts."""
+    """Tokens/s of a target that never waits, with drafts of the best length that take no time, or without drafts."""
     seconds = pass_seconds(*options.verify_ms)
     lengths = range(MAX_DRAFT_TOKENS + 1) if draft_tokens is None else [draft_tokens]
     gains: list[float] = [sum(options.acceptance**i for i in range(k + 1)) for k in lengths]

@@ -28,7 +28,7 @@ def most_probable(
 ) -> list[Outcome]:
     """At most `count` outcomes of verifying the tokens `unverified`, the most probable first.
 
-    `rankings`: the draft's best tokens in place of each of them, and after them.
+    `rankings`: the draft's most probable tokens in place of each of these tokens, and after the last one.
     """
     return heapq.nlargest(count, _outcomes(rankings, unverified, chances), key=lambda outcome: outcome.chance)
 
@@ -38,7 +38,7 @@ def _outcomes(rankings: Sequence[Ranking], unverified: Sequence[int], chances: S
     for num_accepted, ranking in enumerate(rankings):
         probabilities = dict(ranking)
         is_end = num_accepted == len(unverified)
-        # The token that the target confirms if the draft is right.
+        # The token that the target chooses if the draft is right.
         first = next(iter(probabilities), None) if is_end else unverified[num_accepted]
         confidence = 0.0 if first is None else min(1.0, probabilities.pop(first, 0.0))
         right = acceptance_chance(confidence, chances)

@@ -1,6 +1,6 @@
 """Drafting: one forward pass to catch up with the committed tokens, then one for each further draft token.
 
-Items with branches are drafted separately, by `draft_worker.branches`.
+`draft_worker.branches` drafts the items that ask for branches.
 """
 
 import logging
@@ -15,8 +15,7 @@ from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.sequences import Choices, SequenceEngine
-from specpool.protocol.codec import MAX_ITEM_BRANCHES
-from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, ProposeRound
+from specpool.protocol.rounds import MAX_ITEM_BRANCHES, ItemStatus, Proposal, ProposeItem, ProposeRound
 from specpool.protocol.worker_info import WorkerInfo
 
 log = logging.getLogger(__name__)

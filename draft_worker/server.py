@@ -40,7 +40,7 @@ def load_proposer(settings: DraftWorkerSettings, report: Callable[[str], None]) 
         from draft_worker.proposer import Proposer
         from specpool.engine.startup.loading import load_engine
 
-    # A draft may depend on its batch: verification decides.
+    # Drafts need not be batch-invariant: verification decides.
     engine = load_engine(EngineOptions.of(settings), exact=False, startup_cache=settings.startup_cache, report=report)
     return Proposer(engine)
 

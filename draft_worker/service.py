@@ -35,10 +35,10 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
 
     @staticmethod
     def work(round_: ProposeRound, proposer: Proposer) -> Work:
-        """A draft takes one forward pass for each draft token, and branches one more."""
+        """A draft takes one forward pass for each draft token; branches take one more."""
         served = [item for item in round_.items if proposer.has_room(round_.coordinator_id, item.sequence_id)]
         return Work(
-            sum(len(item.token_ids) for item in served),
+            sum(max(len(item.token_ids), item.num_branches) for item in served),
             max((item.num_draft_tokens + (item.num_branches > 0) for item in served), default=1),
         )
 

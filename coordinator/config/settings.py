@@ -117,12 +117,12 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         0,
         ge=0,
         le=MAX_LOOKUP_STORE_TOKENS,
-        description="maximum tokens of finished answers to keep for prompt lookup by later requests with the same "
-        "client and nonempty cache_salt; 0: keep none",
+        description="maximum tokens of finished answers to keep, at about 70 bytes each, for prompt lookup by later "
+        "requests with the same client and nonempty cache_salt; 0: keep none",
     )
     overlap: Overlap = Field(
         "auto",
-        description="draft for one group while another is verified, if it pays; auto: if the workers' devices differ",
+        description="draft during verifications, if it pays; auto: only if the workers' devices differ",
     )
     max_num_speculative_tokens: int = Field(
         MAX_SPECULATIVE_TOKENS, ge=0, le=1024, description="maximum num_speculative_tokens of a request"

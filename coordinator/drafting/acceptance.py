@@ -43,7 +43,7 @@ class Calibration:
     _bins: list[Acceptance] = field(default_factory=lambda: [Acceptance(OVERALL_DECAY) for _ in range(CONFIDENCES)])
 
     def chance(self, confidence: float) -> float:
-        """Acceptance probability of a draft token of this confidence."""
+        """Acceptance probability of a draft token with this confidence."""
         return self._rate(_bin(confidence))
 
     @property

@@ -1,4 +1,4 @@
-"""Finished answers of earlier requests, to draft the tokens that followed a repeated run. Pure."""
+"""Finished answers of earlier requests, to draft the tokens that followed an earlier occurrence of a run. Pure."""
 
 from array import array
 from collections import OrderedDict
@@ -43,12 +43,12 @@ class _Answer:
 class AnswerStore:
     """Answers of all namespaces. Requests find only answers of their own namespace.
 
-    A hash table of fixed size has the last occurrence of each run. Evicting an answer leaves its entries behind, until
-    others overwrite them, so no call takes long. Each hit is compared with the tokens.
+    A hash table of fixed size maps each run to its last occurrence. An evicted answer leaves its entries behind until
+    others overwrite them, so no call takes long. Each hit is compared with the answer's tokens.
     """
 
     def __init__(self, max_tokens: int) -> None:
-        """`max_tokens`: of all namespaces. Beyond them, the least recently used namespace loses its oldest answers."""
+        """`max_tokens`: of all namespaces. Above it, the least recently used namespace loses its oldest answers."""
         self.max_tokens = max_tokens
         self.num_tokens = 0
         self._shelves: OrderedDict[Namespace, _Shelf] = OrderedDict()
@@ -147,6 +147,6 @@ class AnswerStore:
 
 
 def _run_length(token_ids: list[int], last_ids: list[int]) -> int:
-    """Number of last tokens that are equal."""
+    """Length of the common suffix."""
     pairs = zip(reversed(token_ids), reversed(last_ids), strict=False)
     return next((i for i, (token, last) in enumerate(pairs) if token != last), min(len(token_ids), len(last_ids)))

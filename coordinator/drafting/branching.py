@@ -1,7 +1,7 @@
-"""Branches: how many outcomes of a verification to draft for while it runs, and how many tokens after each. Pure.
+"""Plans branches: how many outcomes of a verification to draft for while it runs, and how many tokens each. Pure.
 
-Branches cost no time while they take no longer than the verification. A sequence whose outcome has no branch is
-verified without drafts in the next round, so that no sequence waits for the drafts of another.
+Branches cost no time unless they take longer than the verification. A sequence whose outcome has no branch is verified
+without model drafts in the next round, so that no sequence waits for the drafts of another.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from coordinator.scheduling.commits import Commit
 NUMBERS = (1, 2, 3, 4, 6, 8)
 """Numbers of branches to choose from."""
 FIRST_HIT = 0.5
-"""Initial chance that the first branch comes true; each further one has this share of the one before."""
+"""Initial chance that the first branch matches the outcome. Each further chance is this share of the one before."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,20 @@ class BranchPlan:
 
 
 class Branching:
-    """Plans branches, and learns how often they come true."""
+    """Plans branches, and learns how often they match the outcome."""
 
     def __init__(self, costs: RoundCosts) -> None:
         self._costs = costs
         self._hits = [Acceptance() for _ in range(max(NUMBERS))]
-        """By rank: how often the branch came true."""
+        """Hit rates by rank."""
 
     def observe(self, commit: Commit) -> None:
-        """Learn which branch came true, if any were drafted."""
+        """Learn which branch matched the outcome, if any were drafted."""
         for rank in range(min(commit.num_branches, len(self._hits))):
             self._hits[rank].add(1, int(rank == commit.branch))
 
     def coverage(self, num_branches: int) -> float:
-        """Chance that an outcome is among this number of branches."""
+        """Chance that one of this many branches matches the outcome."""
         rates = (hits.rate(FIRST_HIT ** (rank + 1)) for rank, hits in enumerate(self._hits[:num_branches]))
         return min(1.0, sum(rates))
 
@@ -57,7 +57,7 @@ class Branching:
             if num_branches > max_branches or not drafting:
                 break
             previous = 0.0
-            for length in lengths:  # the speed has one peak
+            for length in lengths:  # the speed has a single peak
                 plan = self._plan(sequences, drafting, rate, num_branches, length)
                 best = max(best, plan, key=lambda each: each.speed)
                 if plan.speed < previous:

@@ -160,9 +160,9 @@ class RoundCosts:
     exchange: float
     """Seconds of a round trip to a worker, without the pass."""
     plain_exchange: float | None = None
-    """Seconds between the passes of two plain rounds, which may overlap with messages. None: the same as `exchange`."""
+    """Seconds between the passes of two plain rounds, whose messages may overlap with passes. None: as `exchange`."""
     scheduling: float = 0.0
-    """Seconds of the coordinator in a round with drafts."""
+    """Seconds that the coordinator itself takes in a round with drafts."""
 
     def seconds(self, sequences: int, drafting: list[int], num_lookup_tokens: int = 0) -> float:
         """Seconds of a round of `sequences` sequences, of which `drafting[j]` take part in draft step j.

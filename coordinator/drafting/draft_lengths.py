@@ -2,8 +2,8 @@
 
 The expected gain of a draft token is the probability that it and all draft tokens before it are accepted. It costs a
 row of the verification. A token of the draft model also costs a share of a draft step. If no draft token pays off,
-nothing is drafted. If the draft worker can draft during a verification, `Branching` plans that where it is faster. The
-guard pauses methods that lose time in spite of their plan.
+nothing is drafted. If the draft worker can draft during a verification, `Branching` plans branches where they are
+faster. The guard pauses methods that lose time despite the plan.
 """
 
 import math
@@ -26,7 +26,7 @@ RATE_BINS = 32
 HYSTERESIS, MIN_DRAFTING_GAIN = 0.02, 0.04
 # Maximum rounds between plans, and the relative change of the batch size that forces a new plan.
 PLAN_ROUNDS, PLAN_BATCH_CHANGE = 8, 0.1
-# Draft lag in tokens whose cost is negligible.
+# Maximum draft lag, in tokens, that costs next to nothing to catch up with.
 SMALL_LAG = 8
 # Trials of the model before the first plan that relies on it.
 NEW_TRIALS = 2
@@ -91,8 +91,10 @@ class DraftLengths:
     _lookup_trials: Trials = field(default_factory=Trials)
     _trial: Trials | None = None
     """The trials that the last round belongs to."""
-    _allowed_last: tuple[bool, ...] = ()
-    """Whether the model, prompt lookup, and trials only were allowed in the last round."""
+    _tried: tuple[int, ...] = ()
+    """Sequences for which the last round drafted branches in a trial."""
+    _allowed_last: tuple[int, ...] = ()
+    """Whether the model, prompt lookup, and trials only were allowed in the last round, and the maximum of branches."""
     _since_plain: float = math.inf
     """Rounds since the last plain one."""
 
@@ -111,12 +113,13 @@ class DraftLengths:
     ) -> dict[int, DraftPlan]:
         """Choose the draft plan of each sequence. `batch`: sequences of the round if others take part.
 
-        `max_branches`: of a sequence; 0 if the draft worker cannot draft during a verification.
+        `max_branches`: maximum of a sequence; 0 if the draft worker cannot draft during a verification.
         """
         batch = batch or len(options)
         self._age += 1
-        self._trial = None
-        options = self._allowed(options, batch)
+        self._trial, tried = None, self._tried
+        self._tried = ()
+        options = self._allowed(options, batch, max_branches)
         changed = abs(len(options) - self.plan.sequences) > PLAN_BATCH_CHANGE * self.plan.sequences
         if changed or self._age >= PLAN_ROUNDS:
             self.plan, self._age = self._best_plan(options), 0
@@ -129,7 +132,7 @@ class DraftLengths:
         elif self.branches.num_branches:
             plans = {i: self._plan_branches(i, option, plans[i]) for i, option in options.items()}
         elif not self.plan.steps:
-            self._run_trials(plans, options, max_branches)
+            self._run_trials(plans, options, max_branches, tried)
         if not any(plan.num_draft_tokens or plan.lookup_ids for plan in plans.values()):
             self._since_plain = 0
         return plans
@@ -144,12 +147,14 @@ class DraftLengths:
         if self._trial is None or self._trial.made <= FREE_TRIALS:  # later trials have their own budget
             self.guard.charge(sequences, tokens, seconds, method)
 
-    def _allowed(self, options: Mapping[int, DraftOptions], batch: int) -> Mapping[int, DraftOptions]:
-        """Options without the methods that the guard has paused. A pause that begins or ends forces a new plan."""
+    def _allowed(
+        self, options: Mapping[int, DraftOptions], batch: int, max_branches: int
+    ) -> Mapping[int, DraftOptions]:
+        """Options without the methods that the guard has paused. The start or end of a pause forces a new plan."""
         may_use_model, may_look_up = (
             self.guard.may_draft(batch, method) for method in (DraftMethod.MODEL, DraftMethod.NGRAM)
         )
-        if (allowed := (may_use_model, may_look_up, self._is_new)) != self._allowed_last:
+        if (allowed := (may_use_model, may_look_up, self._is_new, max_branches)) != self._allowed_last:
             self._allowed_last, self._age = allowed, PLAN_ROUNDS
         if may_use_model and may_look_up:
             return options
@@ -169,7 +174,7 @@ class DraftLengths:
 
     @property
     def _is_new(self) -> bool:
-        """Whether costs are only believed, so that the model may draft in trials only."""
+        """Whether the costs are not confirmed yet, so that the model may draft in trials only."""
         return self.guard.is_active and self._model_trials.made < NEW_TRIALS
 
     def _plan_sequence(self, sequence_id: int, options: DraftOptions) -> DraftPlan:
@@ -192,7 +197,7 @@ class DraftLengths:
         return DraftPlan(num_draft_tokens, lookup_ids=lookup_ids)
 
     def _best_branches(self, options: Mapping[int, DraftOptions], sequences: int, max_branches: int) -> BranchPlan:
-        """The fastest plan for branches; empty if drafts before the verification, or none, are as fast."""
+        """The fastest plan for branches; empty if drafting before the verification, or not at all, is as fast."""
         drafting = [i for i, option in options.items() if option.can_use_model]
         if not drafting or not max_branches or self._is_new:
             return BranchPlan()
@@ -204,7 +209,7 @@ class DraftLengths:
         return best if best.speed > other * (1 + min_gain) else BranchPlan()
 
     def _plan_branches(self, sequence_id: int, options: DraftOptions, plan: DraftPlan) -> DraftPlan:
-        """Draft branches. Verify as many tokens of the one that comes true as pay off, or else prompt lookup's."""
+        """Draft branches. Verify as many tokens of the matching branch as pay off, or else those of prompt lookup."""
         branches, rate = self.branches, self.acceptance.rate(sequence_id)
         if not options.can_use_model:
             return plan
@@ -229,7 +234,7 @@ class DraftLengths:
             return batch.plan(0)
         num_steps = min(len(self.plan.steps), self.max_num_draft_tokens)
         best = batch.plan(num_steps)
-        for direction in (-1, 1):  # the speed has one peak for each number of passes
+        for direction in (-1, 1):  # the speed has a single peak for each number of passes
             while 0 <= num_steps + direction <= self.max_num_draft_tokens and drafting:
                 other = batch.plan(num_steps + direction)
                 if not self._replaces(other, best):
@@ -246,11 +251,22 @@ class DraftLengths:
         """Whether another plan beats the best so far. Hysteresis favours the current number of steps."""
         return other.speed > best.speed * (1 + HYSTERESIS * (len(best.steps) == len(self.plan.steps)))
 
-    def _run_trials(self, plans: dict[int, DraftPlan], options: Mapping[int, DraftOptions], max_branches: int) -> None:
+    def _run_trials(
+        self,
+        plans: dict[int, DraftPlan],
+        options: Mapping[int, DraftOptions],
+        max_branches: int,
+        tried_last: tuple[int, ...],
+    ) -> None:
         """Occasionally draft one token for idle sequences, to notice changes in acceptance or cost.
 
-        If possible, draft during the verification, which costs less time.
+        If possible, draft branches, which cost less time. The next round verifies them, and belongs to the trial.
         """
+        num_branches = min(TRIAL_BRANCHES, max_branches)
+        if num_branches and (again := [i for i in tried_last if i in options and options[i].can_use_model]):
+            self._trial = self._model_trials
+            plans.update(dict.fromkeys(again, DraftPlan(1, num_branches)))
+            return
         idle = {
             i: option for i, option in options.items() if option.max_num_draft_tokens > 0 and not plans[i].lookup_ids
         }
@@ -259,14 +275,14 @@ class DraftLengths:
             min_lag = min(lags.values())
             # All sequences with a small lag, or a single one with a large lag.
             tried = [i for i, lag in lags.items() if lag <= min_lag + 1][: None if min_lag <= SMALL_LAG else 1]
-            num_branches = min(TRIAL_BRANCHES, max_branches)
             seconds = self.costs.seconds(len(options), [len(tried)]) - plain
             if num_branches:
-                seconds = self.branching.seconds(len(options), len(tried), num_branches, 1) - plain
+                seconds = 2 * (self.branching.seconds(len(options), len(tried), num_branches, 1) - plain)
             seconds += self._catch_up_seconds(min_lag * len(tried))
             gained = sum(map(self.acceptance.rate, tried)) * plain / len(options)
             if self._model_trials.may_try(plain, seconds, gained):
                 self._trial = self._model_trials
+                self._tried = tuple(tried) if num_branches else ()
                 plans.update(dict.fromkeys(tried, DraftPlan(1, num_branches)))
         elif rates := {i: option.lookup_rate for i, option in idle.items() if option.lookup_ids}:
             seconds = self.costs.seconds(len(options), [], len(rates)) - plain

@@ -1,4 +1,4 @@
-"""Draft planning: plans each round, and learns acceptance rates and costs from its outcome. Pure."""
+"""Draft planning: plans each round, and learns acceptance rates and costs from its results. Pure."""
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
@@ -25,7 +25,7 @@ FIRST_EXCHANGE, EXCHANGE_WEIGHT = 0.0015, 0.05
 MAX_RISE = 4.0
 # Minimum relative gain of two alternating groups over one group.
 OVERLAP_GAIN = 0.05
-# Draft tokens that a request with a fixed length always gets, even beside adaptive requests.
+# Draft tokens that a request with a fixed length always gets, even in a round with adaptive requests.
 MIN_FIXED_TOKENS = 4
 _NO_DRAFTS = DraftPlan()
 
@@ -100,8 +100,8 @@ class Drafting:
 
         `verify_times`: like `DraftWorker.step_times`, of the target worker. `batch`: see `observe_seconds`.
 
-        Beside adaptive requests, a fixed number of draft tokens is limited to the draft steps of the plan, or to
-        `MIN_FIXED_TOKENS` if that is more. Otherwise adaptive requests would wait for unprofitable steps.
+        In a round with adaptive requests, a fixed number of draft tokens is limited to the draft steps of the plan, or
+        to `MIN_FIXED_TOKENS` if that is more. Otherwise adaptive requests would wait for unprofitable steps.
         """
         self.costs.verify = verify_times or self.costs.verify
         self.costs.draft = (worker and worker.step_times) or self.costs.draft
@@ -129,6 +129,7 @@ class Drafting:
         return {i: replace(plan, lookup=lookups[i]) if i in lookups else plan for i, plan in plans.items()}
 
     def observe_round(self, outcome: RoundOutcome) -> None:
+        """Learn from the results of a round, and from the times that the workers report."""
         for items, proposals, timed in outcome.proposals:
             if outcome.is_quiet:
                 self.observe_proposals(items, proposals, timed)
@@ -144,7 +145,7 @@ class Drafting:
     def observe_seconds(self, outcome: RoundOutcome, seconds: float, batch: int | None = None) -> None:
         """Learn from the wall time of a round, since the end of the previous one.
 
-        `batch`: sequences of both groups if two overlap. A plain round would have all of them.
+        `batch`: sequences of both groups if two overlap. A plain round would contain all of them.
         """
         self.lengths.guard.is_active = True
         overlaps = batch is not None and batch > len(outcome.verify_items)
@@ -175,14 +176,16 @@ class Drafting:
         self._observe_exchange(timed)
         if any(len(item.token_ids) - item.num_unverified > MAX_DRAFT_LAG for item in items):
             return
-        drafts = [proposal.draft_token_ids for proposal in proposals]
         branches = [branch.draft_token_ids for proposal in proposals for branch in proposal.branches]
-        lengths = list(map(len, branches or drafts))
-        if any(lengths):
-            steps = [sum(k > j for k in lengths) for j in range(max(lengths))]
-            first = [sum(len(item.token_ids) for item in items)] if branches else []
-            self.costs.draft.observe_steps(first + steps, timed.forward)
-            self._draft_steps = 0 if branches else len(steps)
+        has_branches = any(item.num_branches for item in items)
+        lengths = [len(drafted) for drafted in branches] or [len(proposal.draft_token_ids) for proposal in proposals]
+        steps = [sum(k > j for k in lengths) for j in range(max(lengths, default=0))]
+        if has_branches:
+            self.costs.draft.observe_steps([sum(len(item.token_ids) for item in items), *steps], timed.forward)
+            self._draft_steps = 0
+        elif steps:
+            self.costs.draft.observe_steps(steps, timed.forward)
+            self._draft_steps = len(steps)
 
     def _observe_exchange(self, timed: Timed) -> None:
         self.costs.exchange += EXCHANGE_WEIGHT * (timed.wire - self.costs.exchange)
@@ -202,7 +205,7 @@ class Drafting:
             costs.scheduling += EXCHANGE_WEIGHT * (scheduling - costs.scheduling)
 
     def overlap_pays(self, sequences: int) -> bool:
-        """Whether two alternating halves beat a single group: one drafts while the other is verified."""
+        """Whether two alternating groups, one drafting while the other is verified, beat a single group."""
         steps, costs = self._draft_steps, self.costs
         if not steps or sequences < 2:
             return False
@@ -287,9 +290,9 @@ class Drafting:
         max_branches: int,
         is_mixed: bool,
     ) -> dict[int, DraftPlan]:
-        """The plans of sequences with fixed draft lengths if branches are faster; otherwise none.
+        """Plans with branches for sequences with fixed draft lengths; none if branches are not faster.
 
-        `is_mixed`: adaptive sequences of the round decide.
+        `is_mixed`: whether the round has adaptive sequences, whose plan then decides.
         """
         lengths = {s.sequence_id: k for s in drafting if (k := plans[s.sequence_id].num_draft_tokens)}
         if not lengths:

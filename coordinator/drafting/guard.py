@@ -1,9 +1,9 @@
-"""Guard of the promise that drafting is never slower: pauses draft methods that measurably lose time. Pure, no clock.
+"""The guard against slow drafting: pauses draft methods that measurably lose time. Pure, without a clock.
 
 The cost model predicts the gain of a draft. The guard measures it: it compares the wall time of every round that
 drafts with the time that plain rounds would have needed for the same tokens. Each method has an account of gains and
-losses for each class of batch sizes, in plain rounds. A cap keeps former gains from paying for lasting losses. An
-empty account pauses the method. Time refills the account slowly, so that retries cost a small share of the time.
+losses for each class of batch sizes, in units of plain rounds. A cap keeps past gains from paying for lasting losses.
+An empty account pauses the method. Time refills it slowly, so that retries cost a small share of the time.
 """
 
 from collections import deque
@@ -16,17 +16,17 @@ from coordinator.scheduling.sequence import DraftMethod
 
 # Share of the time that drafting may lose in the long run. Halved after each failed retry, `MAX_FAILURES` times.
 LOSS_SHARE, MAX_FAILURES = 0.01, 3
-# Balance in plain rounds: of the first account of a method, after a pause, and maximum.
+# Balances in plain rounds: of the first account of a method, after a pause, and the maximum.
 FIRST_BALANCE, RETRY_BALANCE, MAX_BALANCE = 1.5, 2.0, 12.0
-# Share of the balance that a new account takes over from one that was used, and its minimum balance.
+# Share of the balance that a new account inherits from the last one, if that was used, and its minimum balance.
 INHERITED_SHARE, MIN_INHERITED = 0.25, 0.5
 # Minimum balance, and maximum loss of one round: one stalled round must not cause a long pause.
 MIN_BALANCE, MAX_LOSS = -4.0, 4.0
-# Below this balance, one of so many rounds is plain: an error of the yardstick may be to blame.
+# Below this balance, one of this many rounds is plain, in case the baseline is wrong.
 UNSURE_BALANCE, UNSURE_PLAIN_EVERY = 9.0, 16
-# Plain rounds at the start of a pause that reassess its reason: plain rounds may be slower than before, too.
+# Plain rounds at the start of a pause, to reassess its reason: plain rounds may have become slower, too.
 REASSESS_ROUNDS = 15
-# Latest drafting rounds that are reassessed.
+# Maximum number of rounds to reassess, the latest ones.
 MAX_REASSESSED = 64
 
 
@@ -52,9 +52,9 @@ class _Account:
     """Whether a round was added, to this account or to one before it."""
     is_paused: bool = False
     failures: int = -1
-    """Pauses in a row, after the first one."""
+    """Consecutive pauses after the first one."""
     reassess_in: int = 0
-    """Plain rounds until the reason for the pause is reassessed; 0: never."""
+    """Plain rounds until the reason for the pause is reassessed; 0 if it has been, or without a pause."""
     recent: deque[_Drafted] = field(default_factory=lambda: deque(maxlen=MAX_REASSESSED))
 
     @classmethod
@@ -66,7 +66,7 @@ class _Account:
         return cls(balance, is_used=True, is_paused=last.is_paused)
 
     def refill(self, rounds: float) -> None:
-        """Add the share of this many plain rounds of time. End the pause once a retry is affordable."""
+        """Add a share of the elapsed time, in plain rounds. End the pause once a retry is affordable."""
         self.balance = min(MAX_BALANCE, self.balance + LOSS_SHARE / 2 ** max(0, self.failures) * rounds)
         if self.is_paused and not self.reassess_in and self.balance >= RETRY_BALANCE:
             self._resume()
@@ -82,7 +82,7 @@ class _Account:
             self.is_paused, self.reassess_in = True, REASSESS_ROUNDS
 
     def reassess(self, plain: PlainTimes) -> None:
-        """Count a plain round during a pause. After some, resume if plain decoding is not faster after all."""
+        """Count a plain round of a pause. After the last one, resume if plain decoding is not faster after all."""
         if not self.reassess_in:
             return
         self.reassess_in -= 1
@@ -106,15 +106,15 @@ class Guard:
     """
 
     def __init__(self, costs: RoundCosts) -> None:
-        """`costs`: believed costs, used only to compare batches of different sizes."""
+        """`costs`: the cost model, used only to compare batches of different sizes."""
         self.plain = PlainTimes(costs)
         self.is_active = False
         """Whether rounds are reported."""
         self._accounts: dict[tuple[DraftMethod, int], _Account] = {}
         self._last_accounts: dict[DraftMethod, _Account] = {}
-        """Of the last batch size, by method."""
+        """The account used last, by method."""
         self._charged: _Account | None = None
-        """Of the last round that drafted."""
+        """The account charged last."""
         self._since_plain = 0
         """Rounds since the last plain one."""
         self._now = 0.0
@@ -123,7 +123,7 @@ class Guard:
     def observe(self, sequences: int, tokens: int, seconds: float, method: DraftMethod | None) -> float:
         """Learn from a round. Return its gain over plain decoding in seconds, 0 if unknown.
 
-        `sequences`: that decoded. `tokens`: gained by all of them. `seconds`: since the previous round ended.
+        `sequences`: number that decoded. `tokens`: gained by all of them. `seconds`: since the previous round ended.
         `method`: None for a plain round.
         """
         self.is_active = True
@@ -163,7 +163,7 @@ class Guard:
         return self.is_active and self.plain.needs_round(self._now, sequences)
 
     def _account(self, method: DraftMethod, sequences: int) -> _Account:
-        """The account of a batch size. A new one follows the account used before, also into a pause."""
+        """The account of a batch size. A new one inherits from the account used last, including its pause."""
         key = method, size_class(sequences)
         if key not in self._accounts:
             self._accounts[key] = _Account.after(self._last_accounts.get(method))

@@ -64,7 +64,7 @@ class PromptLookup:
     def store_answer(self, sequence: Sequence) -> None:
         """Keep the answer of a sequence that has finished, if its request allows it.
 
-        The last tokens of the prompt belong to it, so that the first tokens of the same answer can be drafted.
+        It includes the last tokens of the prompt, so that the first tokens of a repeated answer can be drafted.
         """
         is_finished = sequence.finish is not None and sequence.finish.reason is not FinishReason.ABORT
         if self._answers is not None and is_finished and _shares_answers(sequence.request):
@@ -88,5 +88,5 @@ class PromptLookup:
 
 
 def _shares_answers(request: GenerationRequest) -> bool:
-    """Whether a request drafts from earlier answers. Repeats are faster, which others with the same salt can notice."""
+    """Whether a request uses the answer store. Repeats are faster, which users who share a salt can measure."""
     return request.cache_salt != ""

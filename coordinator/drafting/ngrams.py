@@ -11,7 +11,7 @@ TOKENS_PER_CALL = 512
 MEMORY_TOKENS = 16_384
 # Occurrences of the last pair to examine for a longer run, latest first.
 MAX_OCCURRENCES = 64
-# Stands before the first token.
+# Placeholder before the first token.
 NO_TOKEN = -1
 
 
@@ -77,7 +77,7 @@ class NgramIndex:
 
 
 def _run_length(token_ids: Sequence[int], at: int) -> int:
-    """Number of tokens before `at` that equal the last tokens, up to `MAX_RUN`. The last pair does."""
+    """Number of tokens before `at` that equal the last tokens, up to `MAX_RUN`. The last pair is known to."""
     length = 2
     while length < min(MAX_RUN, at) and token_ids[at - 1 - length] == token_ids[-1 - length]:
         length += 1

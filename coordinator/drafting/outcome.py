@@ -1,4 +1,4 @@
-"""Outcome of a round, from which draft planning learns. Pure."""
+"""Results and durations of a round, from which draft planning learns. Pure."""
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class RoundOutcome:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether adaptive draft lengths alone decide how much faster the round is than a plain one."""
+        """Whether the gain over a plain round is due to adaptive draft lengths alone."""
         fixed = any(commit.drafted and not commit.sequence.request.adaptive for commit in self.commits)
         return bool(self.commits) and self.all_decode and not fixed
 

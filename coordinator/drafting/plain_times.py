@@ -1,7 +1,7 @@
-"""Measured wall time of plain rounds, the yardstick of every draft. Pure, without a clock.
+"""Measured wall time of plain rounds, the baseline for all drafts. Pure, without a clock.
 
-Beliefs about costs only translate between batch sizes. Where plain rounds of the same size were measured, a wrong cost
-model changes nothing.
+The cost model only translates between batch sizes. Where plain rounds of the same size were measured, a wrong model
+changes nothing.
 """
 
 import statistics
@@ -15,7 +15,7 @@ from coordinator.drafting.costs import RoundCosts
 RECENT, RECENT_SECONDS = 15, 30.0
 # Plain rounds needed before any comparison.
 MIN_PLAIN = 3
-# Weight of an observation of the tail, and the maximum observation.
+# Weight and maximum of an observation of the tail.
 TAIL_WEIGHT, MAX_TAIL = 0.02, 4.0
 
 
@@ -32,10 +32,10 @@ class PlainTimes:
     """
 
     def __init__(self, costs: RoundCosts) -> None:
-        """`costs`: believed costs, used only relative to each other."""
+        """`costs`: the cost model, of which only ratios are used."""
         self.costs = costs
         self._classes: dict[int, deque[tuple[float, int, float]]] = {}
-        """By class of batch sizes: when, number of sequences, and seconds."""
+        """By class of batch sizes: end of the round, number of sequences, and seconds."""
         self._latest: deque[tuple[float, int, float]] = deque(maxlen=RECENT)
         """The same, of all sizes."""
         self._tail = 1.0
@@ -46,7 +46,7 @@ class PlainTimes:
         self._classes.setdefault(size_class(sequences), deque(maxlen=RECENT)).append(one)
         self._latest.append(one)
         if len(self._latest) == RECENT:
-            # The middle one against the rounds on both sides: a lasting change of speed is not a tail.
+            # Compare the middle round with those before and after it: a lasting change of speed is not a tail.
             values = list(self._values(self._latest))
             tail = min(MAX_TAIL, values[RECENT // 2] / statistics.median(values))
             self._tail += TAIL_WEIGHT * (tail - self._tail)
@@ -65,7 +65,7 @@ class PlainTimes:
         return statistics.median(self._values(rounds)) * self._tail * self.costs.seconds(sequences, [])
 
     def _values(self, rounds: Iterable[tuple[float, int, float]]) -> Iterable[float]:
-        """Measured relative to believed times."""
+        """Measured times relative to those of the cost model."""
         believed: dict[int, float] = {}
         for _, sequences, seconds in rounds:
             if sequences not in believed:

@@ -31,5 +31,6 @@ class Trials:
         return True
 
     def settle(self, lost: float) -> None:
-        """Charge the measured loss of the last trial, in seconds, beyond its savings."""
+        """Charge a measured loss of the last trial, in seconds, beyond its savings."""
         self.saved -= max(0.0, lost - self._spent)
+        self._spent = max(0.0, self._spent - max(0.0, lost))

@@ -35,7 +35,7 @@ class RoundLoop:
         """Rounds during which the target worker was lost: (instance id, group, reason)."""
 
     def wake(self) -> None:
-        """Call after a change of the pool."""
+        """Call after the pool has changed."""
         self._work.set()
         self._has_leaving.set()
 
@@ -77,7 +77,7 @@ class RoundLoop:
                 await self._work.wait()
 
     def _next_group(self, only_newcomers: bool) -> Group:
-        """Admit sequences and begin the round of the next group. `only_newcomers`: of new sequences.
+        """Admit sequences and begin the round of the next group. `only_newcomers`: choose only new sequences.
 
         An error fails the sequences that the round would have contained. It propagates only if there are none.
         """
@@ -88,7 +88,7 @@ class RoundLoop:
                 raise
             return Group([])
         if self._pool.awaits_places:
-            return Group([])  # a release takes far less time than the round that it would wait behind
+            return Group([])  # a release takes far less time than the round that would delay it
         try:
             return self._choose(self._pool.newcomers if only_newcomers else self._pool.eligible)
         except Exception:

@@ -29,10 +29,12 @@ from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict
 
 log = logging.getLogger(__name__)
 
-# Rounds in flight: one group drafts while another is verified, or the next round waits at the target worker. A round of
-# newcomers may join the one that waits.
+# Maximum rounds in flight: one group drafts while another is verified, or the next round waits at the target worker. A
+# round of newcomers may join the waiting one.
 MAX_ROUNDS, MAX_ROUNDS_WITH_NEWCOMERS = 2, 3
 RETRY_SECONDS = 0.05
+# How long to wait for branches after a verification, relative to its duration.
+MAX_LATENESS = 1.0
 
 
 @dataclass
@@ -83,12 +85,13 @@ class RoundRunner:
         """`Flight.committed` of the last round sent to the target worker."""
         self._last_committed.set()
         self._round_ended = asyncio.Event()
+        self._drafting_ahead: set[asyncio.Task[None]] = set()
         self._drafting_rounds = 0
         """Rounds in flight that want drafts."""
         self._round_ids = count(1)
         self._measured_times = self.target.step_times
         self._plain_times = copy.deepcopy(self._measured_times)
-        """Seconds of rounds without sampling, rules and log-probabilities by rows, learned from the target's times."""
+        """Seconds by rows of rounds without costly requests, learned from wall time. Begins with the target's times."""
         self._ended = 0.0
         """When the last round ended."""
 
@@ -96,7 +99,7 @@ class RoundRunner:
     def max_rounds(self) -> int:
         """Maximum number of rounds in flight.
 
-        A group runs ahead while it does not draft. Otherwise, newcomers would form a second group for good.
+        A group runs ahead only while it does not draft. Otherwise, newcomers would permanently form a second group.
         """
         if self.num_groups > 1:
             return MAX_ROUNDS
@@ -145,7 +148,7 @@ class RoundRunner:
             self._drafting_rounds -= wants_drafts
 
     def round_ended(self) -> None:
-        """Call after the end of a round."""
+        """Call after a round has ended."""
         self._round_ended.set()
         self._round_ended = asyncio.Event()
 
@@ -173,14 +176,14 @@ class RoundRunner:
     async def _run(self, flight: Flight, sent: Callable[[], None]) -> bool:
         round_, sequences = flight.round, flight.group.sequences
         while round_.wants_drafts and self._pool.has_other_rounds(sequences):
-            await self._round_ended.wait()  # drafts continue the tokens that those commit
+            await self._round_ended.wait()  # the draft worker needs the tokens that they commit
         flight.began, flight.instance_id = time.perf_counter(), self.target.instance_id
         flight.outcome.is_quiet = self.num_groups == 1 or not self._shares_devices
         await self._propose(flight)
         flight.outcome.verify_items = round_.verify_items()
         if not flight.outcome.verify_items:
             return False
-        # The next drafts need the result, and newcomers may join until then.
+        # A round with drafts is not followed early: the next drafts need its result, and newcomers may join meanwhile.
         if self._runs_ahead and self.num_groups == 1 and not round_.wants_drafts:
             self._pool.round_sent(sequences)
             sent()
@@ -188,7 +191,7 @@ class RoundRunner:
         seconds = self._seconds_of_round(flight.began)
         self.counters.add_times(flight.proposed, flight.outcome.verified, seconds)
         flight.trace.committed(round_.round_id, flight.outcome.commits, round_.cache_misses)
-        # The next round is sent first. It must not commit first: sequences may end in it.
+        # The next round is sent first, but must not commit first: sequences may end in it.
         asyncio.get_running_loop().call_soon(self._observe, flight, seconds)
         return progressed
 
@@ -216,10 +219,12 @@ class RoundRunner:
         drafting_ahead: asyncio.Task[None] | None = None
         if flight.round.drafts_ahead:
             drafting_ahead = asyncio.create_task(self._draft_ahead(flight))
+            self._drafting_ahead.add(drafting_ahead)
+            drafting_ahead.add_done_callback(self._drafting_ahead.discard)
         try:
             verdicts = await self._call_target(flight)
             if drafting_ahead is not None:
-                await drafting_ahead
+                await asyncio.wait([drafting_ahead], timeout=MAX_LATENESS * flight.outcome.verified.elapsed)
             self._check_process(flight.instance_id)
             flight.outcome.commits = flight.round.commit(verdicts)
         except BaseException:
@@ -253,17 +258,22 @@ class RoundRunner:
             raise WorkerUnreachableError("another target process took over", Cause.NOT_SENT)
 
     async def _draft_ahead(self, flight: Flight) -> None:
-        """Draft branches, which follow the most probable outcomes of the verification."""
+        """Draft branches for the most probable outcomes of the verification."""
         draft, round_, outcome = self._workers.ready_draft, flight.round, flight.outcome
-        if draft is None or not (items := round_.ahead_items(_limits(draft))):
+        if draft is None:
             return
-        outcome.called_draft = outcome.drafted_ahead = True
-        outcome.is_quiet = outcome.is_quiet and not self._shares_devices
         with _draft_failures_ignored("discarding branches"):
+            if not (items := round_.ahead_items(_limits(draft))):
+                return
+            outcome.called_draft = outcome.drafted_ahead = True
+            outcome.is_quiet = outcome.is_quiet and not self._shares_devices
             proposals, timed = await self._call_draft(draft, next(self._round_ids), items, flight.trace)
+            self.counters.stage_seconds["draft"] += timed.forward
+            if flight.committed.is_set():  # too late
+                self._drafting.observe_proposals(items, proposals, timed)
+                return
             round_.take_ahead(proposals, self.target.vocab_size)
             outcome.proposals.append((items, proposals, timed))
-            self.counters.stage_seconds["draft"] += timed.forward
 
     async def _call_draft(
         self, draft: Draft, round_id: int, items: list[ProposeItem], trace: RoundTrace

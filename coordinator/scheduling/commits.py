@@ -34,9 +34,9 @@ class DraftPlan:
     """How a sequence drafts in a round."""
 
     num_draft_tokens: int = 0
-    """Tokens to request from the draft worker, or of each branch if there are any."""
+    """Tokens to request from the draft worker, in each branch if there are any."""
     num_branches: int = 0
-    """Outcomes of this round's verification to draft for meanwhile. 0: draft before the verification."""
+    """Branches to draft during this round's verification. 0: draft before it."""
     min_chance: float = 0.0
     """Minimum probability that a token and all before it are accepted; less likely tokens are not worth their cost."""
     next_chance: float = 1.0
@@ -64,7 +64,7 @@ class Commit:
     lookup: Lookup = Lookup()
     """The lookup of the draft plan."""
     branch: int | None = None
-    """Index of the branch that came true; None without one."""
+    """Index of the branch that matched the verification; None without one."""
     num_branches: int = 0
     """Number of branches that were drafted during the verification."""
 

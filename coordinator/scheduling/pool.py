@@ -24,9 +24,9 @@ from coordinator.scheduling.ready import ReadySet
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
 from coordinator.scheduling.worker_time import Part, WorkerTime
 
-# Sequences that may enter before one that has too little room in the KV cache, because they need less.
+# Sequences that may overtake one that does not fit in the KV cache yet, because they need less room.
 MAX_OVERTAKEN = 16
-# No more sequences enter at once when those that have entered have more tokens than this: other clients wait meanwhile.
+# No more sequences enter at once after this many tokens: other clients wait meanwhile.
 MAX_ADMITTED_TOKENS = 65_536
 
 
@@ -154,7 +154,7 @@ class Pool:
         return self._leaving - self._open_rounds.keys()
 
     def has_other_rounds(self, group: Iterable[Sequence]) -> bool:
-        """Whether a sequence of a group that is in a round is in another one, too."""
+        """Whether a sequence of this group, which is in a round, is also in another round."""
         return any(self._open_rounds[sequence.sequence_id] > 1 for sequence in group)
 
     def submit(self, samples: Iterable[Sequence]) -> None:
@@ -376,21 +376,21 @@ class Pool:
             self._open_rounds[sequence_id] = self._open_rounds.get(sequence_id, 0) + 1
 
     def round_sent(self, group: Iterable[Sequence]) -> None:
-        """Make the sequences of the group ready that can continue before the round is answered."""
+        """Make those sequences of the group ready that can continue before the round is answered."""
         for sequence in group:
             if sequence.sequence_id in self._in_round and sequence.can_continue:
                 del self._in_round[sequence.sequence_id]
                 self._make_ready(sequence)
 
     def hold(self, group: Iterable[Sequence]) -> list[Sequence]:
-        """Take the ready sequences of a failed round into it again. Return the unfinished ones, to run once more."""
+        """Put the ready sequences of a failed round back into it. Return the unfinished ones, to run again."""
         for sequence in group:
             if sequence.sequence_id in self.ready:
                 self._in_round[sequence.sequence_id] = self.ready.pop(sequence.sequence_id)
         return [sequence for sequence in group if sequence.sequence_id in self._in_round and sequence.finish is None]
 
     def end_round(self, group: Iterable[Sequence]) -> None:
-        """Make the unfinished sequences of the group ready, behind all others, unless a later round decides."""
+        """Make the unfinished sequences of the group ready, behind all others, unless they are in a later round."""
         for sequence in group:
             sequence_id = sequence.sequence_id
             open_rounds = self._open_rounds.pop(sequence_id) - 1
@@ -406,7 +406,7 @@ class Pool:
                 continue
             del self._in_round[sequence_id]
             self._make_ready(sequence)
-            if sequence.lacks_room:  # another coordinator may need what it holds
+            if sequence.lacks_room:  # another coordinator may need its slot
                 sequence.lacks_room = False
                 self._preempt(sequence)
 

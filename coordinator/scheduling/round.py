@@ -75,7 +75,7 @@ class Round:
         return [item for item in items if item is not None]
 
     def take_branches(self) -> None:
-        """Verify the branches of the last verification that came true. No sequence waits for drafts of others."""
+        """Take the branches that match the last verification. No sequence waits for the drafts of another."""
         for turn in self._unfinished():
             turn.take_branch()
 
@@ -85,7 +85,7 @@ class Round:
             self._turns[proposal.sequence_id].take_proposal(proposal, target_vocab_size)
 
     def take_ahead(self, proposals: Items[Proposal], target_vocab_size: int) -> None:
-        """Take the branches, before the round commits."""
+        """Take the branches drafted during the verification, before the round commits."""
         for proposal in proposals:
             self._turns[proposal.sequence_id].take_ahead(proposal, target_vocab_size)
 
@@ -99,7 +99,7 @@ class Round:
         return [turn.verify_item(count) for turn in turns if (count := shares[turn.sequence.sequence_id])]
 
     def complete_items(self) -> None:
-        """Fill in where sequences continued, once their earlier rounds have committed."""
+        """Fill in the positions where sequences continued, once their earlier rounds have committed."""
         for turn in self._turns.values():
             turn.complete_item()
 

@@ -137,7 +137,7 @@ class PendingRound:
 
 @dataclass(frozen=True)
 class DraftedAhead:
-    """Draft tokens for the next round: the branch of the last verification that came true."""
+    """Draft tokens for the next round, from the branch that matched the last verification."""
 
     token_ids: tuple[int, ...]
     confidences: tuple[float, ...]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from coordinator.scheduling.commits import Commit, DraftPlan
 from coordinator.scheduling.sequence import DraftedAhead, DraftMethod, PendingRound, Prefix, Sequence
-from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
+from specpool.protocol.rounds import MAX_ITEM_UNVERIFIED, ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
 
 # Rounds of backoff after the draft worker had no free slot.
@@ -33,6 +33,8 @@ class Turn:
         self._proposal: Proposal | None = None
         self._ahead: Proposal | None = None
         """Branches drafted during the verification."""
+        self._num_branches = 0
+        """Branches requested from the draft worker."""
         self._draft_ids: tuple[int, ...] = ()
         """Proposed tokens to verify."""
         self._item: VerifyItem | None = None
@@ -70,7 +72,7 @@ class Turn:
     @property
     def _draft_base(self) -> int:
         """Positions for the draft worker to keep."""
-        # After drafting ahead, all tokens may be cached. The last one must run again for its logits.
+        # After branches, all tokens may be cached. The last one must run again for its logits.
         return min(self.sequence.draft_base_length, len(self.sequence.token_ids) - 1)
 
     def propose_item(self, count: int, worker: DraftLimits) -> ProposeItem | None:
@@ -85,21 +87,23 @@ class Turn:
         return item
 
     def ahead_item(self, count: int, worker: DraftLimits) -> ProposeItem | None:
-        """The item that drafts branches during the verification, after `count` committed tokens; None for none."""
+        """The item that sends `count` committed tokens and drafts branches; None to leave the sequence out."""
         yields = self._pending is not None and self._pending.num_cached_tokens is None
         length = len(self.sequence.token_ids)
         is_caught_up = self._draft_base + count == length
         drafts = self._item.draft_token_ids if self._item is not None else ()
         num_draft_tokens = min(self._draft_limit, worker.max_model_len - length - len(drafts) - 1)
-        if not (self.drafts_ahead and yields and is_caught_up and num_draft_tokens > 0):
+        may_branch = self.drafts_ahead and yields and is_caught_up and len(drafts) <= MAX_ITEM_UNVERIFIED
+        if not may_branch or num_draft_tokens <= 0:
             return self._draft_item(count, (), worker)
         if (item := self._draft_item(count, drafts, worker)) is not None:
-            item.num_branches, item.num_unverified = self._plan.num_branches, len(drafts)
+            item.num_branches = self._num_branches = self._plan.num_branches
+            item.num_unverified = len(drafts)
             item.num_draft_tokens, item.min_chance = num_draft_tokens, self._plan.min_chance
         return item
 
     def _draft_item(self, count: int, unverified: tuple[int, ...], worker: DraftLimits) -> ProposeItem | None:
-        """The item that only extends the draft worker's cache."""
+        """The item that extends the draft worker's cache, without draft tokens; None to leave the sequence out."""
         sequence, base = self.sequence, self._draft_base
         tokens = tuple(sequence.token_ids[base : base + count])
         # The target's output head can be larger than the draft's, and yield tokens outside the draft's vocabulary.
@@ -121,7 +125,7 @@ class Turn:
         )
 
     def take_branch(self) -> None:
-        """Verify the branch of the last verification that came true, if there is one."""
+        """Take the branch that matches the last verification, if there is one."""
         ahead, sequence = self.sequence.drafted_ahead, self.sequence
         if ahead is None or not sequence.is_decoding:
             return
@@ -143,7 +147,7 @@ class Turn:
             self._ahead = proposal
 
     def _is_cached(self, proposal: Proposal) -> bool:
-        """Note the number of positions that the draft worker has cached. Return False if it has none."""
+        """Record the number of positions that the draft worker has cached. Return False if it has none."""
         sequence = self.sequence
         if proposal.status is ItemStatus.OK:
             # Draft tokens are not committed yet.
@@ -180,7 +184,7 @@ class Turn:
 
     @property
     def _lookup_ids(self) -> tuple[int, ...]:
-        """The rest of the prompt lookup, which began when the round was planned."""
+        """The tokens of the prompt lookup that remain since the round was planned."""
         sequence, looked_up = self.sequence, self._plan.lookup_ids
         gained = tuple(sequence.token_ids[self._planned_length :])
         if not looked_up or gained != looked_up[: len(gained)] or sequence.max_pending_gain > 1:
@@ -225,7 +229,7 @@ class Turn:
         return self.sequence.pending[:1] == [self._pending]
 
     def complete_item(self) -> None:
-        """Fill in where a sequence continued, once its earlier rounds have committed."""
+        """Fill in the position where the sequence continued, once its earlier rounds have committed."""
         item, sequence = self._item, self.sequence
         if item is not None and item.after_round_id is not None and self._is_valid:
             item.base_length, item.token_ids = sequence.num_cached_tokens, (sequence.token_ids[-1],)
@@ -264,7 +268,7 @@ class Turn:
         if status is not ItemStatus.NO_SLOT:
             sequence.blame.record_cache_miss(sequence.progress)
         if status is ItemStatus.CACHE_MISS:
-            # A worker may evict a prefix when it needs the slot. That is not a lost cache of this sequence.
+            # A worker may evict a prefix when it needs the slot. That does not count as a cache miss of this sequence.
             self.cache_misses += sequence.target_prefix is None
             sequence.target_prefix, sequence.cached_tokens = None, 0
         sequence.num_cached_tokens = 0
@@ -275,7 +279,7 @@ class Turn:
         drafted = len(self._item.draft_token_ids)
         method = None if not drafted else DraftMethod.MODEL if self._draft_ids else DraftMethod.NGRAM
         index = self._choose_branch(gained)
-        if self._proposal is not None and not self.drafts_ahead:
+        if self._proposal is not None and self._proposal.num_cached_tokens:  # drafted for this round
             self._truncate_draft_cache(self._proposal, gained)
         sequence.num_cached_tokens = verdict.num_cached_tokens
         kept, shown = sequence.commit(gained)
@@ -294,11 +298,11 @@ class Turn:
             self._proposal,
             self._plan.lookup,
             index,
-            0 if self._ahead is None else len(self._ahead.branches),
+            self._num_branches if self._ahead is not None else 0,
         )
 
     def _choose_branch(self, gained: tuple[int, ...]) -> int | None:
-        """Keep the branch that came true for the next round. Return its index."""
+        """Keep the branch that matches the verification for the next round. Return its index."""
         sequence, ahead = self.sequence, self._ahead
         sequence.drafted_ahead = None
         if ahead is None:

@@ -10,6 +10,7 @@ from grpc import StatusCode
 from grpc.aio import AioRpcError, Metadata
 
 from coordinator.workers.errors import Cause, WorkerUnreachableError
+from specpool.rpc.status import ANSWERED
 
 
 class RoundCalls:
@@ -116,9 +117,9 @@ class _Stream:
         self._has_failed_to_write = False
         """gRPC then hides the status of the stream behind INTERNAL."""
         self._is_closing = self._is_discarded = False
-        self._writing, self._reading = asyncio.Lock(), asyncio.Lock()  # they wake up in order
+        self._writing, self._reading = asyncio.Lock(), asyncio.Lock()  # asyncio's locks are fair
         self._answered = 0.0
-        """When the last response came."""
+        """When the last response arrived."""
 
     async def round(self, request: Any, seconds: float, check: Callable[[Any], None]) -> tuple[Any, float]:
         self.rounds += 1
@@ -136,7 +137,7 @@ class _Stream:
             self.cancel()
             if self._is_discarded and not is_cancelled():
                 raise _not_served() from None
-            if self._has_failed_to_write and isinstance(error, AioRpcError) and error.code() is StatusCode.INTERNAL:
+            if self._has_failed_to_write and isinstance(error, AioRpcError) and _is_hidden(error):
                 raise _error(StatusCode.UNAVAILABLE, f"the stream broke: {error.details()}") from None
             if isinstance(error, TimeoutError):
                 raise _error(StatusCode.DEADLINE_EXCEEDED, f"no response within {seconds:g} s") from None
@@ -152,7 +153,7 @@ class _Stream:
         return response, self._answered - began
 
     async def _write(self, request: Any) -> None:
-        """Send a request. Raises UNAVAILABLE if the stream has ended, since its status does not answer the request."""
+        """Send a request. Raises UNAVAILABLE if the stream has ended, since its status is not about this request."""
         try:
             await self.call.write(request)
         except (asyncio.InvalidStateError, AioRpcError):
@@ -196,6 +197,11 @@ def is_cancelled() -> bool:
     """Whether the running task is being cancelled. If not, a CancelledError means that gRPC cancelled a call."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def _is_hidden(error: AioRpcError) -> bool:
+    """Whether gRPC may have replaced the status of a stream, because a write failed."""
+    return error.code() is StatusCode.INTERNAL and ANSWERED not in (error.trailing_metadata() or ())
 
 
 def _error(code: grpc.StatusCode, details: str) -> AioRpcError:

@@ -9,7 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specpool.protocol.errors import InvalidArgumentError
-from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, RoundLimits, Verdict, VerifyItem
+from specpool.protocol.rounds import (
+    MAX_ITEM_BRANCHES,
+    MAX_ITEM_UNVERIFIED,
+    ItemStatus,
+    Proposal,
+    ProposeItem,
+    RoundLimits,
+    Verdict,
+    VerifyItem,
+)
 from specpool.protocol.sampling import RANGES, SamplingParams, TokenLogprobs, in_range
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import WorkerInfo
@@ -24,7 +33,6 @@ _UNSET_MEANS_ONE = ("top_p", "repetition_penalty")
 # Limits of requests to workers, far above what coordinators send. They bound the work that a hostile client can cause.
 MAX_COORDINATOR_ID_LENGTH = 128
 MAX_ITEM_DRAFT_TOKENS = 1024
-MAX_ITEM_BRANCHES = 64
 MAX_ITEM_LOGPROBS = 256
 MAX_SAMPLING_TOKENS = 2048
 MAX_CHANCES = 1024
@@ -314,6 +322,7 @@ def _check_item(field: str, item: Any, limits: RoundLimits, seen: set[int]) -> N
 
 def _check_branches(field: str, item: draft_worker_pb2.ProposeItem) -> None:
     _check_maximum(f"{field}.num_branches", item.num_branches, MAX_ITEM_BRANCHES)
+    _check_maximum(f"{field}.num_unverified", item.num_unverified, MAX_ITEM_UNVERIFIED)
     if item.num_branches and not item.num_draft_tokens:
         raise InvalidArgumentError(f"{field}.num_draft_tokens", "must be positive with num_branches")
     if item.num_unverified and not item.num_branches:

@@ -15,6 +15,8 @@ from specpool.protocol.sampling import NO_LOGPROBS, Logprobs, SamplingParams
 
 MAX_DRAFT_TOKENS = 16
 """Default maximum of draft tokens per sequence and round."""
+MAX_ITEM_BRANCHES, MAX_ITEM_UNVERIFIED = 64, 64
+"""Maximum branches of an item, and maximum tokens that are being verified."""
 
 
 class ItemStatus(enum.Enum):
@@ -71,8 +73,8 @@ class ProposeItem(SequenceItem):
     next_chance: float = 1.0
     """Estimated acceptance probability of the next token, given that all earlier draft tokens are accepted."""
     num_branches: int = 0
-    """Maximum number of outcomes to continue, of the verification of the last `num_unverified` tokens. 0: draft one
-    continuation of all tokens."""
+    """Maximum number of branches, for outcomes of the verification of the last `num_unverified` tokens. 0: draft after
+    all tokens, without branches."""
     num_unverified: int = 0
 
     @property

@@ -364,7 +364,7 @@ def _logprobs(count: int) -> common_pb2.TokenLogprobs:
 class FakeDraft(FakeWorker):
     """A draft worker that drafts the target's choice with probability `acceptance`, and another token otherwise.
 
-    Its first branch comes true with the same probability, and each further one half of the time that is left.
+    Its first branch matches with the same probability, and each further one in half of the remaining cases.
     """
 
     def __init__(self, target: FakeTarget, acceptance: float = 0.7, **knobs: Any) -> None:
@@ -456,7 +456,7 @@ class FakeDraft(FakeWorker):
         return draft
 
     def _branches(self, tokens: Sequence[int], item: draft_worker_pb2.ProposeItem) -> list[draft_worker_pb2.Branch]:
-        """Branches of different outcomes, of which at most one comes true."""
+        """Branches of different outcomes, of which at most one matches."""
         start = len(tokens) - item.num_unverified
         num_accepted = next(
             (i for i, token in enumerate(tokens[start:]) if token != self._target.choose(tokens[: start + i])),

@@ -51,7 +51,7 @@ class Backend(Protocol):
 
     @property
     def load(self) -> CacheLoad:
-        """How full the cache is. Read after each work item, so it takes microseconds."""
+        """How full the cache is. Read after each work item, so it must take only microseconds."""
 
     @property
     def limits(self) -> RoundLimits:

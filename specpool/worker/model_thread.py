@@ -44,7 +44,7 @@ class WorkItem:
         try:
             self.outcome = self.context.run(self.function)
         except BaseException as raised:
-            # A future takes no StopIteration.
+            # A future cannot hold a StopIteration.
             self.error = RuntimeError(repr(raised)) if isinstance(raised, StopIteration) else raised
 
     def deliver(self) -> None:
@@ -64,8 +64,8 @@ class WorkItem:
 class ModelThread:
     """A thread that runs functions one after the other, in call order.
 
-    If another function waits, a second thread delivers the result. Waking the event loop gives up the interpreter lock,
-    and the next function would wait until the loop has answered.
+    If another function waits, a second thread delivers the result. Waking the event loop releases the interpreter lock,
+    and this thread could start the next function only once the loop has built the response.
     """
 
     def __init__(self) -> None:

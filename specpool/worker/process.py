@@ -22,7 +22,7 @@ from specpool.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 SWITCH_SECONDS = 0.0005
-"""Longest time that the model thread waits for Python code of the event loop. The default, 5 ms, is a whole pass."""
+"""Maximum time that the model thread waits for the event loop's Python code. The default, 5 ms, is a whole pass."""
 CLOSE_SECONDS = 5.0
 """Time for a running pass to finish after the drain."""
 

@@ -1,9 +1,9 @@
 """Merging of rounds: which rounds share a forward pass.
 
-Two half-full passes take almost as long as two full ones. So a round takes along the rounds of other coordinators that
-wait when its turn comes, and those of its own coordinator that may join, with sequences that have just arrived.
-Coordinators whose rounds were answered together send the next ones almost together: the first of them waits shortly for
-the others. A single coordinator never waits.
+Two half-full passes take almost as long as two full ones. So a round shares its pass with the waiting rounds of other
+coordinators, and with those of its own coordinator that may join, whose sequences have just arrived. Coordinators whose
+rounds were answered together send the next ones almost together, so the first of them waits briefly for the others. A
+single coordinator never waits.
 """
 
 import threading
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 SHORT_TOKENS = 64
-"""A round of at most this many tokens never counts as a burden for the first round of a pass."""
+"""A round of at most this many tokens is never too long to join another one."""
 MAX_STEPS_RATIO = 2
 """Maximum passes of a round that joins, relative to the first round."""
 LATENESS = 0.25
-"""How far behind its expected arrival a round is awaited, in passes."""
+"""How long to wait for a round beyond its expected arrival, in passes."""
 PASSES = 4
-"""The shortest of this many passes bounds the wait, so that one long prefill does not."""
+"""Number of recent passes, of which the shortest bounds the wait, so that one long prefill does not extend it."""
 MAX_COORDINATORS = 64
 
 
@@ -65,7 +65,7 @@ class RoundMerging:
         self._seconds: deque[float] = deque(maxlen=PASSES)
 
     def add(self, round_: Round) -> None:
-        """Let a round wait. It may be served together with the round of another coordinator."""
+        """Queue a round, which may be served together with rounds of other coordinators."""
         with self._changed:
             answered = self._answered.pop(round_.coordinator_id, None)
             if answered is not None:
@@ -80,7 +80,7 @@ class RoundMerging:
                 self._waiting.remove(round_)
 
     def take(self, first: Round, max_tokens: int) -> list[Round]:
-        """This round and the rounds to serve with it. Wait for those expected now. `max_tokens`: of a forward pass."""
+        """This round and the rounds to serve with it. Waits for those expected soon. `max_tokens`: of a pass."""
         with self._changed:
             while (seconds := self.patience(first)) > 0:
                 self._changed.wait(seconds)
@@ -116,14 +116,14 @@ class RoundMerging:
         now, pass_seconds = self._clock(), min(self._seconds)
         known = missing & self._answered.keys() & self._gaps.keys()
         expected = [self._answered[name] + self._gaps[name] - now for name in known]
-        # Beyond one pass, this round is answered earlier without the others.
+        # After more than one pass, this round is answered earlier without the others.
         waits = [seconds + LATENESS * pass_seconds for seconds in expected if seconds <= pass_seconds]
         return max(waits, default=0.0)
 
     def _fitting(self, first: Round, max_tokens: int) -> list[Round]:
         """The first round, one of each other coordinator, and those that may join, while all fit in one pass.
 
-        None delays the first much.
+        None of them delays the first round much.
         """
         own_id = first.coordinator_id
         others = [round_ for round_ in self._waiting if round_.coordinator_id != own_id or round_.may_join]

@@ -21,6 +21,11 @@ WRONG = {
             ("--repeats=0", "argument --repeats: '0' is not an integer from 1 to 1000"),
         )
     )],
+    "emulated_worker": [("", "the following arguments are required: worker, --port, --pass-ms"), *(
+        (f"draft --port=1 --pass-ms 1 1 {flag}", f"argument {flag.split('=')[0].split()[0]}: ")
+        for flag in ("--port=a", "--port=-1", "--port=65536", "--pass-ms 1", "--pass-ms a 1", "--pass-ms 1 nan",
+                     "--pass-ms 0 0", "--acceptance=nan", "--acceptance=a", "--second-guess=2")
+    )],
     "engine": [("--dtype=int8", "--dtype"), ("--shape=huge", "--shape"),
                ("--shape=qwen3-0.6b --device=foo", "--device: device foo cannot be used: ")],
     "equality": [("--reference=gpu", "--reference")],
@@ -33,13 +38,18 @@ WRONG = {
         (f"--output={FILE}", "--output"), ("--output=/tmp --acceptance=1.1", "--acceptance: 1.1 is not from 0 to 1"),
         ("--output=/tmp --device=foo", "--device"), ("--output=/tmp --seed=" + "9" * 30, "--seed"),
     ],
-    "simulate_ahead": [("--acceptance=1.1", "--acceptance: 1.1 is not from 0 to 1"), *(
+    "simulate_ahead": [("--acceptance=1.1", "--acceptance: '1.1' is not a number from 0 to 1"),
+                       ("--wire-ms=a", "--wire-ms: 'a' is not a number from 0 to 60000"), *(
         (flag, f"{flag.split('=')[0].split()[0]}: ")
         for flag in ("--sequences=0", "--second-guess=nan", "--wire-ms=-1", "--draft-ms inf 0", "--draft-ms 0 1",
-                     "--max-branches=0", f"--output={FILE}")
+                     "--draft-ms 1e-320 0", "--verify-ms 1e308 0", "--max-branches=0", "--max-branches=" + "9" * 5000,
+                     f"--output={FILE}")
     )],
-    "split_devices": [(flag, f"argument {flag.split('=')[0]}: ")
-                      for flag in ("--sequences=0", "--tokens=0", "--repeats=0", f"--output={FILE}")],
+    "split_devices": [
+        (flag, f"argument {flag.split('=')[0].split()[0]}: ")
+        for flag in ("--sequences=0", "--tokens=0", "--repeats=0", "--verify-ms nan 0", "--verify-ms 0 1",
+                     "--draft-ms 1 -1", "--acceptance=nan", f"--output={FILE}")
+    ],
     "tensor_parallel_estimate": [
         (flag, f"argument {flag.split('=')[0]}: ")
         for flag in ("--devices=3", "--rows=0", "--memory-tb-s=0", "--link-fraction=nan")

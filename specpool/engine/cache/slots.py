@@ -89,12 +89,16 @@ class SlotTable:
             return None
         return Continuation(slot.num_cached_tokens, slot.next_token)
 
-    def grow(self, key: SequenceKey, max_length: int) -> bool:
-        """Reserve room for this many positions of a sequence with a slot. Returns False if there is too little."""
+    def grow(self, key: SequenceKey, max_length: int, *, evicts: bool = True) -> bool:
+        """Reserve room for this many positions of a sequence with a slot. Returns False if there is too little.
+
+        `evicts`: whether other caches may have to yield.
+        """
         slot, capacity = self._slots[key], self.extents.capacity_for(max_length)
         if capacity <= slot.capacity:
             return True
-        if not self._make_room(capacity - slot.capacity, self._victims(key)):
+        missing = capacity - slot.capacity
+        if missing > self.extents.free and not (evicts and self._make_room(missing, self._victims(key))):
             return False
         self.extents.resize(slot.index, capacity)
         slot.capacity = capacity

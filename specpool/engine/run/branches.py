@@ -1,4 +1,4 @@
-"""Branches of a sequence: other continuations of its first positions, in the same extent."""
+"""Branches of a sequence: alternative continuations of its first positions, in the same extent."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from specpool.engine.sampling.rows import SequenceRows
 
 @dataclass(frozen=True)
 class Branch:
-    """A continuation of the first `prefix_length` tokens of a sequence, which must be cached or run in the same pass.
+    """A continuation of a sequence's first `prefix_length` tokens, which must be cached or run in the same pass.
 
     With an offset of 0, it overwrites the sequence's own later positions.
     """
@@ -18,7 +18,7 @@ class Branch:
     key: SequenceKey
     prefix_length: int
     offset: int
-    """Columns by which the branch lies further right than the sequence's own positions."""
+    """Columns by which the branch is further right than the same positions of the sequence itself."""
     token_ids: Sequence[int]
     """All tokens of the branch so far."""
     num_cached_tokens: int = 0
@@ -27,7 +27,7 @@ class Branch:
     """Number of trailing tokens that need logits. All but the first of them are a draft."""
 
     def span(self, slot: Slot) -> Span:
-        """The tokens that are not cached yet. `slot`: of the sequence."""
+        """The span of the tokens that are not cached yet. `slot`: of the sequence."""
         start, token_ids = self.prefix_length + self.num_cached_tokens, self.token_ids[self.num_cached_tokens :]
         span = Span(slot.index, start, token_ids, self.num_logits, self.prefix_length, self.offset)
         assert span.end + span.offset <= slot.capacity, "a branch leaves the extent of its sequence"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 
@@ -13,6 +13,9 @@ from specpool.engine.sampling.rules import Changes
 from specpool.engine.sampling.sampler import candidates, changed, float32, largest
 from specpool.protocol.sampling import SamplingParams
 
+MAX_COPIED = 2**24
+"""Maximum logits to rank at a time: they are copied."""
+
 Ranking = list[tuple[int, float]]
 """Tokens, best first, with a probability each."""
 
@@ -21,7 +24,8 @@ def rank_rows(logits: torch.Tensor, sequences: Sequence[SequenceRows], head: Hea
     """The rankings of each sequence's rows, from logits [n, outputs], which are in the order of the sequences.
 
     The first token of a ranking is the one that `Sampler` chooses. Rows whose largest logit is not finite rank no
-    tokens. On a GPU, the host waits once for all greedy rows, and several times for each sampled row.
+    tokens. On a GPU, the host waits once for up to `MAX_COPIED` logits of greedy rows, and several times for each
+    sampled row.
     """
     firsts = [*accumulate((rows.count for rows in sequences), initial=0)]
     greedy = [
@@ -30,7 +34,9 @@ def rank_rows(logits: torch.Tensor, sequences: Sequence[SequenceRows], head: Hea
         for index in range(first, first + rows.count)
         if rows.rules is None
     ]
-    of_greedy = iter(_best(logits[greedy], count, head.token_ids) if greedy else ())
+    size = max(1, MAX_COPIED // logits.shape[1])
+    parts = (logits[greedy[first : first + size]] for first in range(0, len(greedy), size))
+    of_greedy = chain.from_iterable(_best(part, count, head.token_ids) for part in parts)
     return [
         [next(of_greedy) for _ in range(rows.count)]
         if rows.rules is None

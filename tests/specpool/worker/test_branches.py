@@ -9,7 +9,7 @@ from tiny_models import load_engine
 from worker_service import DRAFT, OK, TARGET, Worker, failure, propose, serving, tokens_of, violated_fields
 
 from specpool.engine.run.engine import Engine
-from specpool.protocol.codec import MAX_ITEM_BRANCHES
+from specpool.protocol.rounds import MAX_ITEM_BRANCHES
 from specpool.v1 import common_pb2, draft_worker_pb2
 
 PROMPT, UNVERIFIED = [5, 6, 7, 8], [9, 10]
