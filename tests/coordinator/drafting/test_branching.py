@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from coordinator.drafting.branching import NUMBERS, Branching, BranchPlan
 from coordinator.drafting.costs import RoundCosts, StepTimes
 from coordinator.drafting.draft_lengths import NEW_TRIALS, PLAN_ROUNDS, DraftLengths, DraftOptions
+from coordinator.drafting.drafting import Drafting, DraftWorker
 from coordinator.scheduling.commits import Commit, DraftPlan
 from coordinator.scheduling.sequence import DraftMethod, GenerationRequest, Sequence
+from specpool.protocol.rounds import ItemStatus, Proposal
 
 LENGTHS = range(1, 17)
 
@@ -117,3 +119,37 @@ def test_a_paused_model_drafts_no_branches() -> None:
         lengths.observe(8, 8, 0.025 if drafted[-1] else 0.0063, DraftMethod.MODEL if drafted[-1] else None)
     assert drafted[0]
     assert not any(drafted[-10:])
+
+
+def test_trials_with_branches_notice_that_the_draft_has_become_good() -> None:
+    """A trial verifies in its second round what it has drafted in the first one."""
+    drafting, sequence = (
+        Drafting(16, costs()),
+        Sequence(1, GenerationRequest("r", (1, 2), 9000, frozenset(), 16, adaptive=True)),
+    )
+    worker, drafted, rate = DraftWorker(9000, 1, max_branches=8), False, 0.0
+    for number in range(4000):
+        rate = 0.05 if number < 300 else 1.0
+        plan = drafting.plan_round([sequence], worker)[1]
+        verified = min(1, plan.num_draft_tokens) if drafted and plan.num_branches else 0
+        drafted = plan.num_branches > 0
+        assert plan.num_draft_tokens or not plan.num_branches
+        accepted = verified if number * 0.377 % 1 < rate else 0
+        proposal = Proposal(1, ItemStatus.OK, (7,) * verified, 0, (0.9,) * verified) if verified else None
+        method = DraftMethod.MODEL if verified else None
+        tokens, branches = (9,) * (1 + accepted), plan.num_branches
+        drafting.observe(
+            Commit(sequence, tokens, str, (), verified, accepted, method, proposal, branch=0, num_branches=branches)
+        )
+        drafting.lengths.observe(
+            1, len(tokens), 0.0075 if branches else 0.0063, DraftMethod.MODEL if branches else None
+        )
+        if number > 300 and drafting.lengths.branches.num_branches:
+            return
+    pytest.fail("branches were never used")
+
+
+def test_a_worker_that_no_longer_drafts_branches_gets_a_new_plan() -> None:
+    lengths, _ = lengths_after_trials(max_branches=64)
+    offered = {i: DraftOptions(max_num_draft_tokens=16) for i in range(8)}
+    assert not any(plan.num_branches for plan in lengths.choose(offered, max_branches=0).values())

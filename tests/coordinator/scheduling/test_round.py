@@ -591,3 +591,30 @@ def test_failed_branches_cost_no_tokens(status: ItemStatus) -> None:
         (commit,) = round_.commit([target.verify(each) for each in verified])
         assert (commit.drafted, commit.branch, sequence.num_draft_cached_tokens) == (0, None, 0)
     assert sequence.generated_ids == decode_plainly(sequence.request)[:3]
+
+
+def test_branches_that_the_worker_did_not_draft_count_as_misses() -> None:
+    sequence = make_sequence(k=3)
+    round_ = Round(1, [sequence], 100, {sequence.sequence_id: DraftPlan(3, num_branches=4)})
+    verified = round_.verify_items()
+    (item,) = round_.ahead_items(NO_LIMITS)
+    proposal = Worker().propose(item, [True] * 9)
+    round_.take_ahead([replace(proposal, branches=proposal.branches[:1])], VOCAB_SIZE)
+    (commit,) = round_.commit([Worker().verify(each) for each in verified])
+    assert (commit.branch, commit.num_branches) == (None, 4)
+
+
+def test_a_sequence_without_branches_keeps_its_draft_cache() -> None:
+    """In a round in which another one drafts branches."""
+    first, second = make_sequence(k=3, sequence_id=1), make_sequence(k=3, sequence_id=2)
+    target, draft = Worker(), Worker()
+    for number, num_branches in ((1, 2), (2, 0)):
+        plans = {1: DraftPlan(3, num_branches=2), 2: DraftPlan(3, num_branches=num_branches)}
+        round_ = Round(number, [first, second], 100, plans)
+        round_.take_branches()
+        verified = round_.verify_items()
+        items = [item for item in round_.ahead_items(NO_LIMITS) if item.sequence_id == 1 or number == 1]
+        round_.take_ahead([draft.propose(item, [True] * 9) for item in items], VOCAB_SIZE)
+        before = second.num_draft_cached_tokens
+        round_.commit([target.verify(each) for each in verified])
+    assert second.num_draft_cached_tokens == before > 0

@@ -45,6 +45,7 @@ from worker_service import (
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup import loading as startup
+from specpool.protocol.rounds import MAX_ITEM_BRANCHES
 from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
 from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
 from specpool.worker.host import WorkerHost
@@ -407,6 +408,7 @@ async def test_a_worker_describes_itself(worker: Worker) -> None:
         kv_positions_multiple=1,
         kv_reservations_grow=True,
         max_rounds_ahead=MAX_ROUNDS_AHEAD if worker.role is TARGET else 0,
+        max_branches=0 if worker.role is TARGET else MAX_ITEM_BRANCHES,
     )
 
 

@@ -1,16 +1,23 @@
 """Branches: continuations of several outcomes of a verification, drafted over one sequence's cache."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
 from tiny_models import load_engine
 from worker_service import DRAFT, OK, TARGET, Worker, failure, propose, serving, tokens_of, violated_fields
 
+from draft_worker.branches import MAX_SAMPLED_ROWS
+from draft_worker.proposer import Proposer
+from draft_worker.service import DraftWorkerServicer
 from specpool.engine.run.engine import Engine
-from specpool.protocol.rounds import MAX_ITEM_BRANCHES
+from specpool.protocol.rounds import MAX_ITEM_BRANCHES, MAX_ITEM_UNVERIFIED, ProposeItem, ProposeRound
 from specpool.v1 import common_pb2, draft_worker_pb2
+from specpool.worker.round_merging import Work
 
 PROMPT, UNVERIFIED = [5, 6, 7, 8], [9, 10]
 
@@ -86,6 +93,53 @@ async def test_a_sequence_without_spare_positions_gets_fewer_branches(engines: d
         assert len(result.branches) == 2
 
 
+async def test_branches_evict_no_caches(engines: dict[str, Engine]) -> None:
+    engine = engines[DRAFT.name]
+    async with serving(DRAFT, engine) as draft:
+        await draft.round(propose(9, 0, PROMPT, 0))
+        await draft.release(9)
+        filler = draft_worker_pb2.ProposeItem(sequence_id=2, token_ids=PROMPT)
+        filler.max_length = min(engine.max_model_len, engine.slots.extents.free - len(PROMPT + UNVERIFIED))
+        await draft.round(filler)
+        free = engine.slots.extents.free
+        item = ahead(max_length=len(PROMPT + UNVERIFIED), k=3, branches=MAX_ITEM_BRANCHES)
+        (result,) = await draft.round(item)
+        assert result.status == OK
+        assert engine.slots.find(("c", 9)) is not None
+        assert engine.slots.extents.free <= free
+
+
+async def test_a_branch_ends_before_logits_that_are_not_finite(
+    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(DRAFT, engines[DRAFT.name]) as draft:
+        choose, calls = Proposer.choose_branches, []
+
+        def spoiled(proposer: Proposer, branches: Any, confidences: bool = False) -> Any:
+            calls.append(len(branches))
+            choices = choose(proposer, branches, confidences)
+            return [replace(choices[0], confidences=[math.nan]), *choices[1:]] if len(calls) == 2 else choices
+
+        monkeypatch.setattr(Proposer, "choose_branches", spoiled)
+        (result,) = await draft.round(ahead(min_chance=0.01))
+        assert [len(branch.draft_token_ids) for branch in result.branches] == [1, 3, 3, 3, 3, 3]
+        assert calls == [6, 6, 5]
+
+
+async def test_few_sampled_rows_are_ranked_in_a_round(draft: Worker) -> None:
+    sampling = common_pb2.Sampling(temperature=1.0, seed=3, prompt_length=1)
+    unverified = list(range(20, 20 + MAX_SAMPLED_ROWS // 2))
+    results = await draft.round(*(ahead(number, unverified, sampling=sampling) for number in (1, 2)))
+    assert [result.status for result in results] == [OK, OK]
+    assert [len(result.branches) for result in results] == [6, 0]
+
+
+def test_branches_count_as_work() -> None:
+    backend = SimpleNamespace(has_room=lambda *_: True)
+    round_ = ProposeRound("c", 1, [ProposeItem(1, 0, (5, 6), num_draft_tokens=4, num_branches=8, num_unverified=1)])
+    assert DraftWorkerServicer.work(round_, cast(Any, backend)) == Work(8, 5)
+
+
 async def test_an_engine_that_cannot_share_a_cache_continues_full_acceptance(tiny_pair: tuple[Path, Path]) -> None:
     engine = load_engine(tiny_pair[1], exact=False, kv_layout="padded")
     async with serving(DRAFT, engine) as draft:
@@ -108,6 +162,7 @@ async def test_only_draft_workers_report_branches(worker: Worker) -> None:
         ({"num_draft_tokens": 0}, "items[0].num_draft_tokens"),
         ({"num_branches": 0}, "items[0].num_unverified"),
         ({"num_unverified": 6}, "items[0].num_unverified"),
+        ({"num_unverified": MAX_ITEM_UNVERIFIED + 1}, "items[0].num_unverified"),
         ({"num_unverified": 2**32 - 1}, "items[0].num_unverified"),
     ],
 )
