@@ -101,6 +101,7 @@ async def _serve(
 
     async def load_and_serve() -> None:
         await host.load()
+        gc.freeze()  # a full collection of what has been loaded takes as long as dozens of passes
         server.set_serving(True)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(host.expire_leases(settings.lease_seconds))
