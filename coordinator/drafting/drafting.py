@@ -295,7 +295,7 @@ class Drafting:
         `is_mixed`: whether the round has adaptive sequences, whose plan then decides.
         """
         lengths = {s.sequence_id: k for s in drafting if (k := plans[s.sequence_id].num_draft_tokens)}
-        if not lengths:
+        if not lengths or not max_branches:
             return {}
         if is_mixed:
             branches = self.lengths.branches

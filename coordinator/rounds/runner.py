@@ -86,6 +86,7 @@ class RoundRunner:
         self._last_committed.set()
         self._round_ended = asyncio.Event()
         self._drafting_ahead: set[asyncio.Task[None]] = set()
+        self._releasing: set[asyncio.Task[None]] = set()
         self._drafting_rounds = 0
         """Rounds in flight that want drafts."""
         self._round_ids = count(1)
@@ -155,10 +156,17 @@ class RoundRunner:
     async def release(self, sequence_ids: set[int]) -> None:
         """Free the slots of sequences that have left. Return once the target worker has confirmed."""
         self._drafting.forget(sequence_ids)
-        if self._workers.draft is not None:
-            self._workers.draft.release_soon(sequence_ids)
+        self._releasing.add(releasing := asyncio.create_task(self._release_drafts(sequence_ids)))
+        releasing.add_done_callback(self._releasing.discard)
         while not await self.target.release(sequence_ids):  # noqa: ASYNC110 - polls a remote worker
             await asyncio.sleep(RETRY_SECONDS)
+
+    async def _release_drafts(self, sequence_ids: set[int]) -> None:
+        """Free the slots of the draft worker, after calls in flight that could take them again."""
+        if self._drafting_ahead:
+            await asyncio.wait(set(self._drafting_ahead))
+        if self._workers.draft is not None:
+            self._workers.draft.release_soon(sequence_ids)
 
     def _plan(self, group: Group) -> Round:
         round_id, draft = next(self._round_ids), self._workers.ready_draft

@@ -2,15 +2,24 @@
 
 import asyncio
 import random
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from unittest import mock
 
 from hypothesis import strategies as st
 
+from coordinator.drafting.branching import Branching, BranchPlan
 from specpool.client import AsyncClient
 from specpool.testing import EOS_TOKEN_ID
 from specpool.v1 import generation_pb2 as pb
 
 MAX_TOKENS = 24
+
+
+def branches_only() -> AbstractContextManager[object]:
+    """Let all drafts be branches, drafted during the verification."""
+    plan = BranchPlan(num_branches=4, length=3, speed=1e9)
+    return mock.patch.object(Branching, "best", return_value=plan)
 
 
 @dataclass(frozen=True)

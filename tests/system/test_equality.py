@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mixes import MAX_TOKENS, Case, assert_equal, cases, make_prompt, make_request, play
+from mixes import MAX_TOKENS, Case, assert_equal, branches_only, cases, make_prompt, make_request, play
 from pair_service import LogitsTap, PairService, serving_pair
 
 from specpool.v1 import generation_pb2 as pb
@@ -49,10 +50,10 @@ class Mixes:
                 await self.service.forget(host)
 
 
-@pytest.fixture(scope="module")
-def mixes(tiny_pair: tuple[Path, Path]) -> Iterator[Mixes]:
+@pytest.fixture(scope="module", params=[False, True], ids=["chosen drafts", "branches"])
+def mixes(tiny_pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[Mixes]:
     """A service with a window, batches and chunks too small for the mixes."""
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() as runner, branches_only() if request.param else nullcontext():
         context = serving_pair(
             *tiny_pair, worker={"max_sequences": 5, "max_num_batched_tokens": 48}, max_num_seqs=5, max_batch_size=4,
             prefill_tokens=16, overlap="on",

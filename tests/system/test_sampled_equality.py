@@ -3,14 +3,16 @@
 import asyncio
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mixes import make_prompt
+from mixes import branches_only, make_prompt
 from pair_service import PairService, serving_pair
 
+from coordinator.drafting.branching import FIRST_HIT
 from specpool.testing import EOS_TOKEN_ID
 from specpool.v1 import generation_pb2 as pb
 
@@ -58,11 +60,16 @@ def outcome(response: pb.GenerateResponse) -> tuple[object, ...]:
     )
 
 
-@pytest.fixture(scope="module")
-def pair(tiny_pair: tuple[Path, Path]) -> Iterator[tuple[asyncio.Runner, PairService]]:
-    with asyncio.Runner() as runner:
+@pytest.fixture(scope="module", params=[False, True], ids=["chosen drafts", "branches"])
+def pair(tiny_pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[tuple[asyncio.Runner, PairService]]:
+    with asyncio.Runner() as runner, branches_only() if request.param else nullcontext():
         context = serving_pair(*tiny_pair, worker={"max_sequences": 6}, max_num_seqs=6, max_batch_size=4, overlap="on")
-        yield runner, runner.run(context.__aenter__())
+        service = runner.run(context.__aenter__())
+        yield runner, service
+        if request.param:
+            assert service.process.coordinator.drafting.lengths.branching.coverage(1) != FIRST_HIT, (
+                "no branches were drafted"
+            )
         runner.run(context.__aexit__(None, None, None))
 
 

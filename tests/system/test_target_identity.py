@@ -17,6 +17,8 @@ from replaced_targets import (
 from secure_service import until
 from serving import RecordingDraft, RecordingTarget, Serving, expected_tokens, make_request, serving
 
+from coordinator.drafting.branching import Branching, BranchPlan
+from coordinator.rounds import runner
 from coordinator.rounds.runner import RoundRunner
 from coordinator.workers.errors import MismatchError
 from specpool.testing import FakeDraft, FakeTarget
@@ -216,6 +218,8 @@ async def test_a_round_of_a_replaced_target_is_discarded(monkeypatch: pytest.Mon
 
         monkeypatch.setattr(RoundRunner, "_draft_ahead", outlast_the_target)
         monkeypatch.setattr(RoundRunner, "_can_overlap", True)
+        monkeypatch.setattr(runner, "MAX_LATENESS", 1e6)
+        monkeypatch.setattr(Branching, "best", lambda *_: BranchPlan(num_branches=1, length=1, speed=1e9))
         response = await served.stub.Generate(request)
         assert replaced.is_set()
         assert list(response.token_ids) == expected_tokens(other, request)

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from mixes import branches_only
 from serving import RecordingDraft, RecordingTarget, make_request, serving
 
 from specpool.v1 import draft_worker_pb2
@@ -70,3 +71,42 @@ async def test_no_overlap_if_halves_take_as_long_as_the_whole_group() -> None:
     draft = WatchingDraft(target, acceptance=0.5, pass_seconds=lambda rows: 8 * MILLISECOND, max_branches=0)
     await generate(target, draft, 6, overlap="on")
     assert draft.beside == 0
+
+
+class LateDraft(RecordingDraft):
+    """Answers calls for branches only once it is told to."""
+
+    def __init__(self, target: RecordingTarget, **knobs: Any) -> None:
+        super().__init__(target, **knobs)
+        self.may_answer, self.waiting = asyncio.Event(), 0
+
+    async def Propose(self, request: draft_worker_pb2.ProposeRequest, context: Any) -> draft_worker_pb2.ProposeResponse:
+        if any(item.num_branches for item in request.items):
+            self.waiting += 1
+            await self.may_answer.wait()
+        return await super().Propose(request, context)
+
+
+async def test_no_request_waits_for_late_branches() -> None:
+    target = busy_target()
+    draft = LateDraft(target)
+    with branches_only():
+        async with serving(target, draft, overlap="on") as served:
+            await served.expect(make_request((1, 2), max_tokens=20, k=3))
+            assert draft.waiting, "the first call is still open"
+            draft.may_answer.set()
+            await served.expect(make_request((3, 4), max_tokens=20, k=3))
+            await served.until_idle()
+
+
+async def test_branches_are_used_and_a_draft_that_cannot_draft_them_is_not_asked() -> None:
+    target = busy_target()
+    for max_branches in (64, 0):
+        draft = RecordingDraft(target, acceptance=1.0, max_branches=max_branches)
+        with branches_only():
+            async with serving(target, draft, overlap="on") as served:
+                response = await served.stub.Generate(make_request((1, 2), max_tokens=20, k=3))
+                assert list(response.token_ids) == target.continuation([1, 2], 20)
+                assert response.speculative_decoding.draft_acceptance_rate == 1
+                asked = [item.num_branches for request in draft.requests for item in request.items]
+                assert any(asked) == (max_branches > 0)

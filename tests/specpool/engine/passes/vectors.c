@@ -76,7 +76,9 @@ static void pass(const Model *model, int64_t first, int64_t rows, const int64_t 
     for (int64_t row = 0; row < rows; row++) positions[row] = first + row, result_rows[row] = row;
     int64_t scores = (first + rows + LANES - 1) / LANES * LANES, threads = 3;
     float *workspace = malloc((workspace_floats(model, rows) + threads * GROUPS * scores) * sizeof(float));
-    Batch batch = {rows, rows, threads, tokens + first, positions, positions, result_rows, workspace, scores, logits};
+    static const int64_t none[TOKENS]; /* no row is of a branch */
+    Batch batch = {rows, rows,        threads,   tokens + first, positions, positions,
+                   none, none, result_rows, workspace, scores,         logits};
     forward(model, &batch);
     free(workspace);
 }
