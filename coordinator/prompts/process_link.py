@@ -44,7 +44,11 @@ class ProcessLink:
     @property
     def is_usable(self) -> bool:
         """Whether the process can answer another request."""
-        return self._is_usable and self._process is not None and self._process.returncode is None
+        process = self._process
+        if not self._is_usable or process is None or process.stdout is None:
+            return False
+        # A process that has died closes its output before its status is known.
+        return process.returncode is None and not process.stdout.at_eof()
 
     @property
     def pid(self) -> int | None:
