@@ -1,6 +1,6 @@
 """Verification: one forward pass over each sequence's new tokens and its draft, then acceptance."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
@@ -23,8 +23,7 @@ class Verifier(SequenceEngine):
 
         One verdict for each item, in item order. WorkerFailedError: the logits of a sequence are not finite.
         """
-        for round_ in rounds:
-            self._continue(round_)
+        continued = {key: found for round_ in rounds for key, found in self._continue(round_)}
         realigned = [self.realign(round_.coordinator_id, round_.round_id, round_.items) for round_ in rounds]
         ready = {
             (round_.coordinator_id, item.sequence_id): item
@@ -32,6 +31,8 @@ class Verifier(SequenceEngine):
             for item, state in zip(round_.items, states, strict=True)
             if state is ItemStatus.OK
         }
+        for key in continued.keys() & ready.keys():
+            self.engine.slots[key].continued = continued[key]
         spans = {key: self._span(key, item) for key, item in ready.items()}
         choices = self.choose(spans, num_logprobs={key: item.logprobs for key, item in ready.items()})
         verdicts = {key: self._judge(key, item, choices[key]) for key, item in ready.items()}
@@ -43,18 +44,19 @@ class Verifier(SequenceEngine):
             for round_, states in zip(rounds, realigned, strict=True)
         ]
 
-    def _continue(self, round_: VerifyRound) -> None:
-        """Fill in where sequences continue; no tokens if they cannot."""
+    def _continue(self, round_: VerifyRound) -> Iterator[tuple[SequenceKey, tuple[int, Continuation]]]:
+        """Fill in where sequences continue, and with which draft tokens; no tokens if they cannot."""
         for item in round_.items:
             if item.after_round_id is not None:
                 key = round_.coordinator_id, item.sequence_id
                 found = self.engine.slots.continuation(key, round_.round_id, item.after_round_id)
-                item.base_length, item.token_ids = (found.base_length, (found.token_id,)) if found else (0, ())
+                if found is None:
+                    continue
+                item.base_length, item.token_ids = found.base_length, (found.token_id,)
+                item.select_branch(found.num_accepted, found.token_id)
+                yield key, (item.after_round_id, found)
 
     def _span(self, key: SequenceKey, item: VerifyItem) -> Span:
-        if item.after_round_id is not None:
-            continuation = Continuation(item.base_length, item.token_ids[0])
-            self.engine.slots[key].continued = item.after_round_id, continuation
         num_logits = 0 if item.prefill_only else len(item.draft_token_ids) + 1
         return self.span(key, item.token_ids + item.draft_token_ids, num_logits)
 
@@ -64,5 +66,5 @@ class Verifier(SequenceEngine):
         gained = [] if item.prefill_only else accept(item.draft_token_ids, choices.token_ids)
         # Rejected positions stay in the slot until overwritten. `num_cached_tokens` marks the valid ones.
         num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(gained) - 1)
-        self.keep(key, num_cached_tokens, gained[-1] if gained else None)
+        self.keep(key, num_cached_tokens, gained[-1] if gained else None, max(0, len(gained) - 1))
         return Verdict(item.sequence_id, ItemStatus.OK, tuple(gained), num_cached_tokens, choices.logprobs)

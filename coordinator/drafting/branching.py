@@ -70,6 +70,9 @@ class Branching:
         costs, drafted = self._costs, drafting * self.coverage(num_branches) * length
         verify = costs.verify(sequences + drafted)
         draft = costs.draft(drafting + drafted) + length * costs.draft(drafting * num_branches)
+        if costs.ahead_exchange is not None:
+            waiting = costs.exchange if costs.plain_exchange is None else costs.plain_exchange
+            return max(verify + waiting, draft + costs.ahead_exchange + costs.exchange)
         # The draft worker is called after the target worker.
         return max(verify, draft + costs.scheduling) + costs.exchange + costs.scheduling
 

@@ -163,6 +163,9 @@ class RoundCosts:
     """Seconds between the passes of two plain rounds, whose messages may overlap with passes. None: as `exchange`."""
     scheduling: float = 0.0
     """Seconds that the coordinator itself takes in a round with drafts."""
+    ahead_exchange: float | None = None
+    """Seconds from the result of a verification until the branches of the next one arrive, without the draft worker's
+    passes. None: the target worker cannot select branches, but waits for the coordinator."""
 
     def seconds(self, sequences: int, drafting: list[int], num_lookup_tokens: int = 0) -> float:
         """Seconds of a round of `sequences` sequences, of which `drafting[j]` take part in draft step j.

@@ -40,6 +40,8 @@ class DraftWorker:
     """Measured by the worker at each start. None: keep the learned times."""
     max_branches: int = 0
     """Maximum branches of a sequence; 0 if it cannot draft during a verification."""
+    selects_branches: bool = False
+    """Whether the target worker can select among the branches."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,11 @@ class Drafting:
         self.costs.verify.cached = self.costs.draft.cached = mean_length
         adaptive = {s.sequence_id: options[s.sequence_id] for s in drafting if s.request.adaptive}
         plans = dict.fromkeys((sequence.sequence_id for sequence in group), _NO_DRAFTS)
-        max_branches = worker.max_branches if worker is not None else 0
+        max_branches = 0
+        if worker is not None:
+            max_branches, costs = worker.max_branches, self.costs
+            first = costs.exchange + costs.scheduling if costs.ahead_exchange is None else costs.ahead_exchange
+            costs.ahead_exchange = first if worker.selects_branches else None
         plans |= self.lengths.choose(adaptive, batch or len(group), max_branches) if adaptive else {}
         limit = max(MIN_FIXED_TOKENS, len(self.lengths.plan.steps)) if adaptive else None
         for sequence in drafting:
@@ -135,7 +141,8 @@ class Drafting:
                 self.observe_proposals(items, proposals, timed)
             else:
                 self._draft_steps = max((len(proposal.draft_token_ids) for proposal in proposals), default=0)
-        self._observe_exchange(outcome.verified)
+        if not outcome.continues:  # otherwise the request waits at the worker
+            self._observe_exchange(outcome.verified)
         if outcome.is_quiet and outcome.all_decode:
             self.costs.verify.observe(_rows(outcome.verify_items), outcome.verified.forward)
         for commit in outcome.commits:
@@ -198,6 +205,10 @@ class Drafting:
             waited = seconds - outcome.verified.forward - outcome.verified.realign
             waited = min(max(0.0, waited), MAX_RISE * max(before, costs.exchange))
             costs.plain_exchange = before + EXCHANGE_WEIGHT * (waited - before)
+        elif outcome.ahead_seconds is not None and costs.ahead_exchange is not None:
+            forward = sum(timed.forward for _, _, timed in outcome.proposals)
+            waited = min(max(0.0, outcome.ahead_seconds - forward), MAX_RISE * costs.ahead_exchange)
+            costs.ahead_exchange += EXCHANGE_WEIGHT * (waited - costs.ahead_exchange)
         else:
             elapsed = [timed.elapsed for timed in outcome.calls]
             scheduling = seconds - (max(elapsed) if outcome.drafted_ahead else sum(elapsed))

@@ -22,6 +22,8 @@ class RoundOutcome:
     """Whether the draft worker was called, even if it did not answer."""
     drafted_ahead: bool = False
     """Whether the draft worker was called during the verification."""
+    ahead_seconds: float | None = None
+    """Seconds from the result of the previous round until the branches of this one arrived, if both were in flight."""
     is_quiet: bool = True
     """Whether each worker had its devices to itself, so that pass times are those of one worker alone."""
 
@@ -29,6 +31,11 @@ class RoundOutcome:
     def all_decode(self) -> bool:
         """Whether no sequence prefills."""
         return all(len(item.token_ids) == 1 for item in self.verify_items)
+
+    @property
+    def continues(self) -> bool:
+        """Whether the round was sent before the response to the previous one."""
+        return any(item.after_round_id is not None for item in self.verify_items)
 
     @property
     def is_comparable(self) -> bool:

@@ -37,12 +37,14 @@ RETRY_SECONDS = 0.05
 MAX_LATENESS = 1.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Flight:
     """A round in flight."""
 
     group: Group
     round: Round
+    sent: Callable[[], None]
+    """Called when the next round may be chosen."""
     may_join: bool
     same_length: bool
     """Whether the sequences had equal lengths when the group was chosen."""
@@ -54,6 +56,9 @@ class Flight:
     outcome: RoundOutcome = field(default_factory=lambda: RoundOutcome([], Timed(), []))
     committed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the round has committed or failed."""
+    published: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once its tokens have been published, or it has failed."""
+    failed: bool = False
 
 
 class RoundRunner:
@@ -81,14 +86,13 @@ class RoundRunner:
         self.target, self._workers = workers.target, workers
         self._pool, self._drafting, self._in_flight, self._traces = pool, drafting, in_flight, traces
         self._prefill_tokens, self._overlap, self._may_run_ahead = prefill_tokens, overlap, runs_ahead
-        self._last_committed = asyncio.Event()
-        """`Flight.committed` of the last round sent to the target worker."""
-        self._last_committed.set()
+        self._last_sent: Flight | None = None
+        """The last round sent to the target worker, while it is in flight."""
         self._round_ended = asyncio.Event()
         self._drafting_ahead: set[asyncio.Task[None]] = set()
         self._releasing: set[asyncio.Task[None]] = set()
-        self._drafting_rounds = 0
-        """Rounds in flight that want drafts."""
+        self._not_followed: set[Flight] = set()
+        """Rounds in flight with drafts that the next round must not follow yet."""
         self._round_ids = count(1)
         self._measured_times = self.target.step_times
         self._plain_times = copy.deepcopy(self._measured_times)
@@ -100,11 +104,12 @@ class RoundRunner:
     def max_rounds(self) -> int:
         """Maximum number of rounds in flight.
 
-        A group runs ahead only while it does not draft. Otherwise, newcomers would permanently form a second group.
+        A group that drafts runs ahead only once it has drafted. Otherwise, newcomers would permanently form a second
+        group.
         """
         if self.num_groups > 1:
             return MAX_ROUNDS
-        return MAX_ROUNDS if self._runs_ahead and not self._drafting_rounds else 1
+        return MAX_ROUNDS if self._runs_ahead and not self._not_followed else 1
 
     @property
     def takes_newcomers(self) -> bool:
@@ -114,6 +119,10 @@ class RoundRunner:
     @property
     def _runs_ahead(self) -> bool:
         return self._may_run_ahead and self.target.max_rounds_ahead > 0
+
+    @property
+    def _selects_branches(self) -> bool:
+        return self._runs_ahead and self.target.selects_branches
 
     @property
     def _can_overlap(self) -> bool:
@@ -139,14 +148,17 @@ class RoundRunner:
         `sent`: called when the next round may be chosen. `may_join`: whether it may share a pass with the last round.
         Raises WorkerUnreachableError or WorkerRefusedError of the target worker. Nothing is then committed.
         """
-        flight = Flight(group, self._plan(group), may_join, group.same_length)
-        wants_drafts = flight.round.wants_drafts
-        self._drafting_rounds += wants_drafts
+        flight = Flight(group, self._plan(group), sent, may_join, group.same_length)
+        if flight.round.wants_drafts:
+            self._not_followed.add(flight)
         try:
             with self._traces.round(group) as flight.trace:
-                return await self._run(flight, sent)
+                return await self._run(flight)
+        except BaseException:
+            flight.published.set()
+            raise
         finally:
-            self._drafting_rounds -= wants_drafts
+            self._not_followed.discard(flight)
 
     def round_ended(self) -> None:
         """Call after a round has ended."""
@@ -173,7 +185,7 @@ class RoundRunner:
         worker = None
         if draft is not None:
             max_branches = draft.max_branches if self._can_overlap else 0
-            worker = DraftWorker(draft.max_model_len, round_id, draft.step_times, max_branches)
+            worker = DraftWorker(draft.max_model_len, round_id, draft.step_times, max_branches, self._selects_branches)
         plans = self._drafting.plan_round(group.sequences, worker, self.target.step_times, self._batch)
         chance, pass_seconds = self._drafting.chance, self.target.step_times
         round_ = Round(round_id, group.sequences, self._prefill_tokens, plans, chance, pass_seconds)
@@ -181,9 +193,9 @@ class RoundRunner:
         self.num_groups = 1 + (overlaps and self._drafting.overlap_pays(self._pool.schedulable))
         return round_
 
-    async def _run(self, flight: Flight, sent: Callable[[], None]) -> bool:
+    async def _run(self, flight: Flight) -> bool:
         round_, sequences = flight.round, flight.group.sequences
-        while round_.wants_drafts and self._pool.has_other_rounds(sequences):
+        while round_.wants_drafts and not round_.drafts_ahead and self._pool.has_other_rounds(sequences):
             await self._round_ended.wait()  # the draft worker needs the tokens that they commit
         flight.began, flight.instance_id = time.perf_counter(), self.target.instance_id
         flight.outcome.is_quiet = self.num_groups == 1 or not self._shares_devices
@@ -191,10 +203,9 @@ class RoundRunner:
         flight.outcome.verify_items = round_.verify_items()
         if not flight.outcome.verify_items:
             return False
-        # A round with drafts is not followed early: the next drafts need its result, and newcomers may join meanwhile.
+        # A round with drafts is not followed before the next drafts are there. Meanwhile newcomers may join them.
         if self._runs_ahead and self.num_groups == 1 and not round_.wants_drafts:
-            self._pool.round_sent(sequences)
-            sent()
+            self._follow(flight)
         progressed = await self._verify(flight)
         seconds = self._seconds_of_round(flight.began)
         self.counters.add_times(flight.proposed, flight.outcome.verified, seconds)
@@ -202,6 +213,12 @@ class RoundRunner:
         # The next round is sent first, but must not commit first: sequences may end in it.
         asyncio.get_running_loop().call_soon(self._observe, flight, seconds)
         return progressed
+
+    def _follow(self, flight: Flight) -> None:
+        """Let the next round begin, although this one has not been answered."""
+        self._not_followed.discard(flight)
+        self._pool.round_sent(flight.group.sequences)
+        flight.sent()
 
     async def _propose(self, flight: Flight) -> None:
         draft, round_ = self._workers.ready_draft, flight.round
@@ -225,32 +242,38 @@ class RoundRunner:
     async def _verify(self, flight: Flight) -> bool:
         """Verify and commit. Meanwhile the draft worker may draft ahead. Return whether any sequence had a slot."""
         drafting_ahead: asyncio.Task[None] | None = None
+        previous, self._last_sent = self._last_sent, flight
         if flight.round.drafts_ahead:
-            drafting_ahead = asyncio.create_task(self._draft_ahead(flight))
+            drafting_ahead = asyncio.create_task(self._draft_ahead(flight, previous))
             self._drafting_ahead.add(drafting_ahead)
             drafting_ahead.add_done_callback(self._drafting_ahead.discard)
         try:
-            verdicts = await self._call_target(flight)
-            if drafting_ahead is not None:
+            verdicts = await self._call_target(flight, previous)
+            if drafting_ahead is not None and not drafting_ahead.done():
                 await asyncio.wait([drafting_ahead], timeout=MAX_LATENESS * flight.outcome.verified.elapsed)
+            if previous is not None:
+                await previous.published.wait()
             self._check_process(flight.instance_id)
             flight.outcome.commits = flight.round.commit(verdicts)
         except BaseException:
+            flight.failed = True
             flight.round.discard()
             if drafting_ahead is not None:
                 drafting_ahead.cancel()
             raise
         finally:
             flight.committed.set()
+            if self._last_sent is flight:
+                self._last_sent = None
         return any(verdict.status is not ItemStatus.NO_SLOT for verdict in verdicts)
 
-    async def _call_target(self, flight: Flight) -> list[Verdict]:
-        """Send the round, and wait until it and the rounds sent before it are answered."""
+    async def _call_target(self, flight: Flight, previous: Flight | None) -> list[Verdict]:
+        """Send the round, and wait until it and the previous one are answered."""
         round_, outcome = flight.round, flight.outcome
-        previous, self._last_committed = self._last_committed, flight.committed
 
         async def complete() -> None:
-            await previous.wait()
+            if previous is not None:
+                await previous.committed.wait()
             round_.complete_items()
 
         self._check_process(flight.instance_id)
@@ -265,14 +288,26 @@ class RoundRunner:
         if self.target.instance_id != instance_id:
             raise WorkerUnreachableError("another target process took over", Cause.NOT_SENT)
 
-    async def _draft_ahead(self, flight: Flight) -> None:
-        """Draft branches for the most probable outcomes of the verification."""
-        draft, round_, outcome = self._workers.ready_draft, flight.round, flight.outcome
-        if draft is None:
-            return
-        with _draft_failures_ignored("discarding branches"):
-            if not (items := round_.ahead_items(_limits(draft))):
+    async def _draft_ahead(self, flight: Flight, previous: Flight | None) -> None:
+        """Draft branches for the most probable outcomes of the verification, then let the next round follow."""
+        if previous is not None:
+            await previous.committed.wait()  # its outcome decides what is being verified
+            if previous.failed:
                 return
+            flight.round.complete_items()
+        began = time.perf_counter()
+        with _draft_failures_ignored("discarding branches"):
+            await self._draft_branches(flight)
+        if flight.committed.is_set():
+            return
+        if previous is not None and flight.outcome.proposals:
+            flight.outcome.ahead_seconds = time.perf_counter() - began
+        if self._selects_branches:
+            self._follow(flight)
+
+    async def _draft_branches(self, flight: Flight) -> None:
+        draft, round_, outcome = self._workers.ready_draft, flight.round, flight.outcome
+        if draft is not None and (items := round_.ahead_items(_limits(draft))):
             outcome.called_draft = outcome.drafted_ahead = True
             outcome.is_quiet = outcome.is_quiet and not self._shares_devices
             proposals, timed = await self._call_draft(draft, next(self._round_ids), items, flight.trace)
@@ -308,6 +343,7 @@ class RoundRunner:
             self._add_round_time(flight, seconds)
             self._drafting.observe_seconds(flight.outcome, seconds, self._batch)
         finally:
+            flight.published.set()
             self._in_flight.committed(commits)
 
     def _add_round_time(self, flight: Flight, seconds: float) -> None:

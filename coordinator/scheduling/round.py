@@ -75,9 +75,12 @@ class Round:
         return [item for item in items if item is not None]
 
     def take_branches(self) -> None:
-        """Take the branches that match the last verification. No sequence waits for the drafts of another."""
+        """Take the branches that match the last verification, or all while its outcome is unknown.
+
+        No sequence waits for the drafts of another.
+        """
         for turn in self._unfinished():
-            turn.take_branch()
+            turn.take_branches()
 
     def take_proposals(self, proposals: Items[Proposal], target_vocab_size: int) -> None:
         """Take the draft tokens before the first one outside the target's vocabulary."""
@@ -99,7 +102,7 @@ class Round:
         return [turn.verify_item(count) for turn in turns if (count := shares[turn.sequence.sequence_id])]
 
     def complete_items(self) -> None:
-        """Fill in the positions where sequences continued, once their earlier rounds have committed."""
+        """Fill in where sequences continued, and with which drafts, once their earlier rounds have committed."""
         for turn in self._turns.values():
             turn.complete_item()
 

@@ -10,6 +10,7 @@ from coordinator.scheduling.blame import Blame, Progress
 from coordinator.scheduling.digests import PrefixDigests
 from coordinator.scheduling.speculation import SpeculationStats
 from coordinator.scheduling.text import ShownText, TextStream
+from specpool.protocol.rounds import Branch
 from specpool.protocol.sampling import SamplingParams
 
 Shape = tuple[int, int, int, int]
@@ -120,7 +121,7 @@ class Prefix:
         return min(self.length, self.source.num_draft_cached_tokens)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PendingRound:
     """A round of a sequence that the target worker has not answered."""
 
@@ -128,19 +129,14 @@ class PendingRound:
     num_cached_tokens: int | None
     """Positions cached after a prompt chunk. None: the round yields tokens, so its result decides."""
     num_draft_tokens: int
+    """The maximum while an earlier round decides which branch is verified."""
+    branches: tuple[Branch, ...] = ()
+    """Draft tokens for the next round, by outcome of this one."""
 
     @property
     def max_gain(self) -> int:
         """Maximum number of tokens that it yields."""
         return self.num_draft_tokens + 1 if self.num_cached_tokens is None else 0
-
-
-@dataclass(frozen=True)
-class DraftedAhead:
-    """Draft tokens for the next round, from the branch that matched the last verification."""
-
-    token_ids: tuple[int, ...]
-    confidences: tuple[float, ...]
 
 
 class Sequence:
@@ -165,7 +161,8 @@ class Sequence:
         self.pending: list[PendingRound] = []
         """Rounds sent to the target worker, at most one ahead of the one that runs. Discarding them here drops their
         results."""
-        self.drafted_ahead: DraftedAhead | None = None
+        self.branch: Branch | None = None
+        """The branch that matched the last verification, for the next round to verify."""
         self.draft_backoff_until = 0
         """First round that may use the draft worker again after it had no free slot."""
         self.prefill_waits = 0
@@ -269,7 +266,11 @@ class Sequence:
     @property
     def max_num_draft_tokens(self) -> int:
         """Maximum useful draft tokens. Every round gains one token more than it accepts."""
-        remaining = self.request.max_tokens - self.num_generated - self.max_pending_gain
+        return self.max_num_draft_tokens_after(self.max_pending_gain)
+
+    def max_num_draft_tokens_after(self, gain: int) -> int:
+        """The same after `gain` further tokens."""
+        remaining = self.request.max_tokens - self.num_generated - gain
         return min(self.request.num_speculative_tokens, remaining - 1)
 
     def preempt(self) -> None:
@@ -277,7 +278,7 @@ class Sequence:
         self.is_preempted = True
         self.pending.clear()
         self.num_cached_tokens = self.num_draft_cached_tokens = 0
-        self.target_prefix = self.draft_prefix = self.drafted_ahead = None
+        self.target_prefix = self.draft_prefix = self.branch = None
 
     def commit(self, gained: Items[int]) -> tuple[list[int], ShownText]:
         """Append verified tokens up to the first that ends the generation. Return them, and their text on demand.

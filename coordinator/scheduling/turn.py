@@ -6,8 +6,16 @@ from operator import mul
 from typing import NamedTuple
 
 from coordinator.scheduling.commits import Commit, DraftPlan
-from coordinator.scheduling.sequence import DraftedAhead, DraftMethod, PendingRound, Prefix, Sequence
-from specpool.protocol.rounds import MAX_ITEM_UNVERIFIED, ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
+from coordinator.scheduling.sequence import DraftMethod, PendingRound, Prefix, Sequence
+from specpool.protocol.rounds import (
+    MAX_ITEM_UNVERIFIED,
+    Branch,
+    ItemStatus,
+    Proposal,
+    ProposeItem,
+    Verdict,
+    VerifyItem,
+)
 from specpool.protocol.sampling import SamplingParams
 
 # Rounds of backoff after the draft worker had no free slot.
@@ -35,6 +43,8 @@ class Turn:
         """Branches drafted during the verification."""
         self._num_branches = 0
         """Branches requested from the draft worker."""
+        self._by_outcome: dict[tuple[int, int], tuple[Proposal, Branch]] = {}
+        """What the draft worker proposed and what to verify, by outcome of the round that the sequence continues."""
         self._draft_ids: tuple[int, ...] = ()
         """Proposed tokens to verify."""
         self._item: VerifyItem | None = None
@@ -88,7 +98,7 @@ class Turn:
 
     def ahead_item(self, count: int, worker: DraftLimits) -> ProposeItem | None:
         """The item that sends `count` committed tokens and drafts branches; None to leave the sequence out."""
-        yields = self._pending is not None and self._pending.num_cached_tokens is None
+        yields = self._is_valid and self._pending is not None and self._pending.num_cached_tokens is None
         length = len(self.sequence.token_ids)
         is_caught_up = self._draft_base + count == length
         drafts = self._item.draft_token_ids if self._item is not None else ()
@@ -124,14 +134,28 @@ class Turn:
             max_length=reserved or full,
         )
 
-    def take_branch(self) -> None:
-        """Take the branch that matches the last verification, if there is one."""
-        ahead, sequence = self.sequence.drafted_ahead, self.sequence
-        if ahead is None or not sequence.is_decoding:
-            return
-        drafted = ahead.token_ids[: max(0, self._draft_limit)]
-        self._proposal = Proposal(sequence.sequence_id, ItemStatus.OK, drafted, 0, ahead.confidences)
-        self._draft_ids = self._likely(drafted, self._proposal)
+    def take_branches(self) -> None:
+        """Take the branch that matches the last verification, if there is one, or all if its outcome is unknown."""
+        sequence = self.sequence
+        if sequence.continues:
+            for branch in sequence.pending[-1].branches:
+                self._take_for_outcome(branch)
+        elif sequence.branch is not None and sequence.is_decoding:
+            self._proposal, self._draft_ids = self._drafts_of(sequence.branch, self._draft_limit)
+
+    def _take_for_outcome(self, branch: Branch) -> None:
+        sequence, gain = self.sequence, branch.num_accepted + 1
+        limit = sequence.max_num_draft_tokens_after(gain)
+        proposal, draft_ids = self._drafts_of(branch, min(self._plan.num_draft_tokens, limit))
+        if draft_ids:
+            taken = Branch(branch.num_accepted, branch.token_id, draft_ids)
+            self._by_outcome[branch.num_accepted, branch.token_id] = proposal, taken
+
+    def _drafts_of(self, branch: Branch, limit: int) -> tuple[Proposal, tuple[int, ...]]:
+        """What the draft worker proposed in a branch, up to `limit` tokens, and what of it is worth verifying."""
+        drafted = branch.draft_token_ids[: max(0, limit)]
+        proposal = Proposal(self.sequence.sequence_id, ItemStatus.OK, drafted, 0, branch.confidences)
+        return proposal, self._likely(drafted, proposal)
 
     def take_proposal(self, proposal: Proposal, target_vocab_size: int) -> None:
         """Take the draft tokens, and the number of positions that the draft worker has cached."""
@@ -145,6 +169,8 @@ class Turn:
             for branch in proposal.branches:
                 branch.draft_token_ids = known_tokens(branch.draft_token_ids, target_vocab_size)
             self._ahead = proposal
+            if self._pending is not None:
+                self._pending.branches = proposal.branches
 
     def _is_cached(self, proposal: Proposal) -> bool:
         """Record the number of positions that the draft worker has cached. Return False if it has none."""
@@ -175,8 +201,9 @@ class Turn:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Number of draft tokens to verify."""
-        return len(self._verified_drafts)
+        """Maximum number of draft tokens to verify."""
+        lengths = (len(branch.draft_token_ids) for _, branch in self._by_outcome.values())
+        return max(lengths, default=len(self._verified_drafts))
 
     @property
     def _verified_drafts(self) -> tuple[int, ...]:
@@ -197,7 +224,7 @@ class Turn:
 
         If the sequence continues, `complete_item` fills in the tokens later.
         """
-        sequence, drafts = self.sequence, self._verified_drafts
+        sequence = self.sequence
         after = sequence.pending[-1].round_id if sequence.continues else None
         base = 0 if after is not None else sequence.target_base_length
         tokens = tuple(sequence.token_ids[base : base + count]) if after is None else ()
@@ -210,16 +237,17 @@ class Turn:
             sequence_id=sequence.sequence_id,
             base_length=base,
             token_ids=tokens,
-            draft_token_ids=drafts,
+            draft_token_ids=() if self._by_outcome else self._verified_drafts,
             prefill_only=prefill_only,
             logprobs=sequence.request.logprobs,
             prefix_sequence_id=source,
             sampling=sampling,
             max_length=sequence.reserved_length if sampling or sequence.reserved is not None else None,
             after_round_id=after,
+            branches=tuple(branch for _, branch in self._by_outcome.values()),
         )
         num_cached_tokens = base + len(tokens) if prefill_only else None
-        self._pending = PendingRound(self._round_id, num_cached_tokens, len(drafts))
+        self._pending = PendingRound(self._round_id, num_cached_tokens, self._item.max_num_draft_tokens)
         sequence.pending.append(self._pending)
         return self._item
 
@@ -229,10 +257,16 @@ class Turn:
         return self.sequence.pending[:1] == [self._pending]
 
     def complete_item(self) -> None:
-        """Fill in the position where the sequence continued, once its earlier rounds have committed."""
-        item, sequence = self._item, self.sequence
-        if item is not None and item.after_round_id is not None and self._is_valid:
-            item.base_length, item.token_ids = sequence.num_cached_tokens, (sequence.token_ids[-1],)
+        """Fill in where the sequence continued, and with which drafts, once its earlier rounds have committed."""
+        item, sequence, pending = self._item, self.sequence, self._pending
+        if item is None or pending is None or item.after_round_id is None or not self._is_valid:
+            return
+        item.base_length, item.token_ids = sequence.num_cached_tokens, (sequence.token_ids[-1],)
+        branch = sequence.branch
+        if branch is not None and (taken := self._by_outcome.get((branch.num_accepted, branch.token_id))):
+            self._proposal, item.draft_token_ids = taken[0], taken[1].draft_token_ids
+            self._draft_ids = item.draft_token_ids
+        pending.num_draft_tokens = len(item.draft_token_ids)
 
     def discard(self) -> None:
         """Drop the round and those that continue it, without a result."""
@@ -304,14 +338,14 @@ class Turn:
     def _choose_branch(self, gained: tuple[int, ...]) -> int | None:
         """Keep the branch that matches the verification for the next round. Return its index."""
         sequence, ahead = self.sequence, self._ahead
-        sequence.drafted_ahead = None
+        sequence.branch = None
         if ahead is None:
             return None
         accepted = len(gained) - 1
         sequence.num_draft_cached_tokens = min(ahead.num_cached_tokens, len(sequence.token_ids) + accepted)
         for index, branch in enumerate(ahead.branches):
             if (branch.num_accepted, branch.token_id) == (accepted, gained[-1]):
-                sequence.drafted_ahead = DraftedAhead(branch.draft_token_ids, branch.confidences)
+                sequence.branch = branch
                 return index
         return None
 

@@ -134,6 +134,11 @@ class WorkerLink:
         return self.load_at_start.max_rounds_ahead if self._rounds.has_streams else 0
 
     @property
+    def selects_branches(self) -> bool:
+        """Whether items of rounds ahead may have branches. Known once the worker was ready."""
+        return self.load_at_start.selects_branches and self.max_rounds_ahead > 0
+
+    @property
     def is_ready(self) -> bool:
         return self.state is LinkState.READY
 

@@ -77,6 +77,10 @@ class TargetPair:
     def max_rounds_ahead(self) -> int:
         return self.active.max_rounds_ahead
 
+    @property
+    def selects_branches(self) -> bool:
+        return self.active.selects_branches
+
     async def verify(
         self, round_id: int, items: list[VerifyItem], traceparent: str, complete: Complete, may_join: bool
     ) -> tuple[list[Verdict], Timed]:

@@ -12,6 +12,7 @@ from specpool.protocol.errors import InvalidArgumentError
 from specpool.protocol.rounds import (
     MAX_ITEM_BRANCHES,
     MAX_ITEM_UNVERIFIED,
+    Branch,
     ItemStatus,
     Proposal,
     ProposeItem,
@@ -105,9 +106,13 @@ def propose_response(
     """Build the response to a draft round. `spent`: nanoseconds by field name."""
     results = []
     for proposal in proposals:
-        branches = [draft_worker_pb2.Branch(**vars(branch)) for branch in proposal.branches]
+        branches = _branch_messages(proposal.branches)
         results.append(draft_worker_pb2.ProposeResult(**_result_fields(proposal) | {"branches": branches}))
     return draft_worker_pb2.ProposeResponse(round_id=round_id, results=results, instance_id=instance_id, **spent)
+
+
+def _branch_messages(branches: Iterable[Branch]) -> list[common_pb2.Branch]:
+    return [common_pb2.Branch(**vars(branch)) for branch in branches]
 
 
 # --- Rounds of the target worker
@@ -122,14 +127,14 @@ def verify_request(
         round_id=round_id,
         traceparent=traceparent,
         may_join=may_join,
-        items=[target_worker_pb2.VerifyItem(**_item_fields(item)) for item in items],
+        items=[target_worker_pb2.VerifyItem(**_verify_fields(item)) for item in items],
     )
 
 
 def read_verify_items(request: target_worker_pb2.VerifyRequest, limits: RoundLimits) -> list[VerifyItem]:
     """Read the items of a target round. Raises InvalidArgumentError."""
     _check_maximum("items", len(request.items), limits.max_items)
-    _check_logits(sum(len(item.draft_token_ids) + 1 for item in request.items), limits)
+    _check_logits(sum(_max_num_draft_tokens(item) + 1 for item in request.items), limits)
     seen: set[int] = set()
     items = []
     for index, item in enumerate(request.items):
@@ -146,11 +151,36 @@ def read_verify_items(request: target_worker_pb2.VerifyRequest, limits: RoundLim
             VerifyItem(
                 **fields,
                 draft_token_ids=drafts,
+                branches=_read_branches(field, item, limits),
                 prefill_only=item.prefill_only,
                 logprobs=_optional(item, "logprobs"),
             )
         )
     return items
+
+
+def _max_num_draft_tokens(item: target_worker_pb2.VerifyItem) -> int:
+    return max([len(item.draft_token_ids), *(len(branch.draft_token_ids) for branch in item.branches)])
+
+
+def _read_branches(field: str, item: target_worker_pb2.VerifyItem, limits: RoundLimits) -> tuple[Branch, ...]:
+    if not item.branches:
+        return ()
+    if not item.HasField("after_round_id"):
+        raise InvalidArgumentError(f"{field}.branches", "must be empty without after_round_id")
+    if item.draft_token_ids:
+        raise InvalidArgumentError(f"{field}.draft_token_ids", "must be empty with branches")
+    _check_maximum(f"{field}.branches", len(item.branches), MAX_ITEM_BRANCHES)
+    branches = []
+    for index, message in enumerate(item.branches):
+        name, drafts = f"{field}.branches[{index}]", tuple(message.draft_token_ids)
+        _check_maximum(f"{name}.draft_token_ids", len(drafts), MAX_ITEM_DRAFT_TOKENS)
+        _check_token_ids(f"{name}.draft_token_ids", drafts, limits)
+        branches.append(Branch(message.num_accepted, message.token_id, drafts))
+    outcomes = {(branch.num_accepted, branch.token_id) for branch in branches}
+    if len(outcomes) < len(branches):
+        raise InvalidArgumentError(f"{field}.branches", "has two branches for the same outcome")
+    return tuple(branches)
 
 
 def verify_response(
@@ -243,6 +273,11 @@ def _item_fields(item: ProposeItem | VerifyItem) -> dict[str, Any]:
         return vars(item)
     message = common_pb2.Sampling(**{**vars(sampling), "logit_bias": dict(sampling.logit_bias)})
     return {**vars(item), "sampling": message}
+
+
+def _verify_fields(item: VerifyItem) -> dict[str, Any]:
+    fields = _item_fields(item)
+    return {**fields, "branches": _branch_messages(item.branches)} if item.branches else fields
 
 
 def _result_fields(result: Proposal | Verdict) -> dict[str, Any]:

@@ -35,6 +35,8 @@ class Continuation(NamedTuple):
     """Cached positions that the round kept."""
     token_id: int
     """The last token that it yielded."""
+    num_accepted: int
+    """Draft tokens that it accepted."""
 
 
 @dataclass
@@ -135,11 +137,25 @@ class VerifyItem(SequenceItem):
     after_round_id: int | None = None
     """The sequence's previous round, whose result determines `base_length` and `token_ids`. They are empty until the
     result is known, and if the round yielded no token."""
+    branches: tuple[Branch, ...] = ()
+    """Draft tokens by outcome of that round. They become `draft_token_ids` once the outcome is known."""
 
     @property
     def end(self) -> int:
         """Positions that the item needs."""
         return self.base_length + len(self.token_ids) + len(self.draft_token_ids)
+
+    @property
+    def max_num_draft_tokens(self) -> int:
+        """Maximum number of draft tokens, whatever the outcome of the previous round."""
+        return max((len(branch.draft_token_ids) for branch in self.branches), default=len(self.draft_token_ids))
+
+    def select_branch(self, num_accepted: int, token_id: int) -> None:
+        """Verify the draft tokens of the branch for this outcome, or none."""
+        for branch in self.branches:
+            if (branch.num_accepted, branch.token_id) == (num_accepted, token_id):
+                self.draft_token_ids = branch.draft_token_ids
+                return
 
 
 @dataclass(frozen=True)

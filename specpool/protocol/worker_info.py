@@ -86,6 +86,8 @@ class WorkerInfo:
     """Rounds that a coordinator may send before the response to an earlier one."""
     max_branches: int = 0
     """Maximum branches of an item of the draft worker."""
+    selects_branches: bool = False
+    """Whether an item of the target worker may have branches."""
 
     @property
     def summary(self) -> str:

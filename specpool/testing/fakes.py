@@ -62,14 +62,16 @@ class FakeWorker:
         kv_reservations_grow: bool = True,
         max_rounds_ahead: int = 2,
         max_branches: int = 64,
+        selects_branches: bool = True,
     ) -> None:
         """`pass_seconds`: duration of a pass with a number of new tokens; None: no delay.
 
         `notes`: notes about the model. `rank_devices`: devices of a sharded worker's ranks, two or more.
         `kv_positions`: capacity of the cache; 0: only `slots` limits it. `kv_reservations_grow`: whether later items
         may reserve more, which workers of earlier versions ignore. `max_rounds_ahead`: see `WorkerLoad`; draft workers
-        ignore it. `max_branches`: likewise; target workers ignore it.
+        ignore it. `selects_branches`: likewise. `max_branches`: likewise; target workers ignore it.
         """
+        self.selects_branches = selects_branches
         self.max_branches = max_branches
         self.max_rounds_ahead = max_rounds_ahead
         self.kv_positions, self.kv_reservations_grow = kv_positions, kv_reservations_grow
@@ -81,8 +83,8 @@ class FakeWorker:
         self.busy = False
         """Whether a round is running."""
         self.caches: dict[tuple[str, int], list[int]] = {}
-        self.yielded: dict[tuple[str, int], tuple[int, int]] = {}
-        """Last round of each sequence that yielded tokens, and its last token."""
+        self.yielded: dict[tuple[str, int], tuple[int, list[int]]] = {}
+        """Last round of each sequence that yielded tokens, and the tokens."""
         self.released: dict[tuple[str, int], list[int]] = {}
         """Caches of released sequences, which later sequences can copy until the slots are needed."""
         self.calls = 0
@@ -163,6 +165,7 @@ class FakeWorker:
                 kv_reservations_grow=self.kv_reservations_grow,
                 max_rounds_ahead=self.max_rounds_ahead if isinstance(self, FakeTarget) else 0,
                 max_branches=self.max_branches if isinstance(self, FakeDraft) else 0,
+                selects_branches=self.selects_branches and isinstance(self, FakeTarget),
                 ranks=[common_pb2.RankMemory(device=device) for device in self.rank_devices],
             ),
             costs=common_pb2.StepCosts(rows=MEASURED_ROWS, seconds=map(self.pass_seconds, MEASURED_ROWS))
@@ -320,8 +323,11 @@ class FakeTarget(FakeWorker):
             if not self._continues(key, item):
                 status = common_pb2.ITEM_STATUS_CACHE_MISS
                 return target_worker_pb2.VerifyResult(sequence_id=item.sequence_id, status=status)
-            base_length, token_ids = len(self.caches[key]), [self.yielded[key][1]]
-            continued = target_worker_pb2.VerifyItem(base_length=base_length, token_ids=token_ids)
+            base_length, token_ids = len(self.caches[key]), self.yielded[key][1][-1:]
+            drafts = self._selected(key, item)
+            continued = target_worker_pb2.VerifyItem(
+                base_length=base_length, token_ids=token_ids, draft_token_ids=drafts
+            )
             continued.MergeFrom(item)
             item = continued
         status, tokens = self._realign(key, item)
@@ -336,7 +342,7 @@ class FakeTarget(FakeWorker):
                 tokens.append(draft)
                 gained.append(draft)
             gained.append(self.choose(tokens))
-            self.yielded[key] = round_id, gained[-1]
+            self.yielded[key] = round_id, gained
         return target_worker_pb2.VerifyResult(
             sequence_id=item.sequence_id,
             status=status,
@@ -349,10 +355,19 @@ class FakeTarget(FakeWorker):
         """Whether the item continues the sequence's last round."""
         return key in self.caches and key in self.yielded and self.yielded[key][0] == item.after_round_id
 
+    def _selected(self, key: tuple[str, int], item: target_worker_pb2.VerifyItem) -> list[int]:
+        """The draft tokens of the branch that matches the sequence's last round."""
+        gained = self.yielded[key][1]
+        outcome = len(gained) - 1, gained[-1]
+        matching = (branch for branch in item.branches if (branch.num_accepted, branch.token_id) == outcome)
+        return list(branch.draft_token_ids) if (branch := next(matching, None)) is not None else []
+
     def tokens_of(self, request: target_worker_pb2.VerifyRequest, item: target_worker_pb2.VerifyItem) -> list[int]:
         """The tokens that an item runs, including the one with which its sequence continues."""
         key = request.coordinator_id, item.sequence_id
-        own = [self.yielded[key][1]] if item.HasField("after_round_id") and self._continues(key, item) else []
+        own: list[int] = []
+        if item.HasField("after_round_id") and self._continues(key, item):
+            own = [*self.yielded[key][1][-1:], *self._selected(key, item)]
         return [*own, *item.token_ids, *item.draft_token_ids]
 
 
@@ -455,7 +470,7 @@ class FakeDraft(FakeWorker):
             draft.append(choice if self._rng.random() < self._acceptance else (choice + 1) % VOCAB_SIZE)
         return draft
 
-    def _branches(self, tokens: Sequence[int], item: draft_worker_pb2.ProposeItem) -> list[draft_worker_pb2.Branch]:
+    def _branches(self, tokens: Sequence[int], item: draft_worker_pb2.ProposeItem) -> list[common_pb2.Branch]:
         """Branches of different outcomes, of which at most one matches."""
         start = len(tokens) - item.num_unverified
         num_accepted = next(
@@ -471,7 +486,7 @@ class FakeDraft(FakeWorker):
             token_id = truth if index == rank else (truth + 1 + index) % VOCAB_SIZE
             draft = self._draft([*context, token_id], item.num_draft_tokens)
             confidences = [self._acceptance] * len(draft) if item.min_chance else []
-            branch = draft_worker_pb2.Branch(
+            branch = common_pb2.Branch(
                 num_accepted=num_accepted, token_id=token_id, draft_token_ids=draft, confidences=confidences
             )
             branches.append(branch)

@@ -127,8 +127,20 @@ class RankMemory(_message.Message):
     activation_bytes: int
     def __init__(self, device: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ...) -> None: ...
 
+class Branch(_message.Message):
+    __slots__ = ("num_accepted", "token_id", "draft_token_ids", "confidences")
+    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
+    num_accepted: int
+    token_id: int
+    draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    confidences: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, num_accepted: _Optional[int] = ..., token_id: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class WorkerLoad(_message.Message):
-    __slots__ = ("slots_total", "slots_in_use", "kv_bytes_per_token", "kv_bytes_total", "kv_layout", "weight_bytes", "activation_bytes", "kv_positions_total", "kv_positions_free", "kv_positions_multiple", "ranks", "kv_reservations_grow", "max_rounds_ahead", "max_branches")
+    __slots__ = ("slots_total", "slots_in_use", "kv_bytes_per_token", "kv_bytes_total", "kv_layout", "weight_bytes", "activation_bytes", "kv_positions_total", "kv_positions_free", "kv_positions_multiple", "ranks", "kv_reservations_grow", "max_rounds_ahead", "max_branches", "selects_branches")
     SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     SLOTS_IN_USE_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +155,7 @@ class WorkerLoad(_message.Message):
     KV_RESERVATIONS_GROW_FIELD_NUMBER: _ClassVar[int]
     MAX_ROUNDS_AHEAD_FIELD_NUMBER: _ClassVar[int]
     MAX_BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    SELECTS_BRANCHES_FIELD_NUMBER: _ClassVar[int]
     slots_total: int
     slots_in_use: int
     kv_bytes_per_token: int
@@ -157,7 +170,8 @@ class WorkerLoad(_message.Message):
     kv_reservations_grow: bool
     max_rounds_ahead: int
     max_branches: int
-    def __init__(self, slots_total: _Optional[int] = ..., slots_in_use: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_total: _Optional[int] = ..., kv_layout: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ..., kv_positions_total: _Optional[int] = ..., kv_positions_free: _Optional[int] = ..., kv_positions_multiple: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankMemory, _Mapping]]] = ..., kv_reservations_grow: _Optional[bool] = ..., max_rounds_ahead: _Optional[int] = ..., max_branches: _Optional[int] = ...) -> None: ...
+    selects_branches: bool
+    def __init__(self, slots_total: _Optional[int] = ..., slots_in_use: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_total: _Optional[int] = ..., kv_layout: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ..., kv_positions_total: _Optional[int] = ..., kv_positions_free: _Optional[int] = ..., kv_positions_multiple: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankMemory, _Mapping]]] = ..., kv_reservations_grow: _Optional[bool] = ..., max_rounds_ahead: _Optional[int] = ..., max_branches: _Optional[int] = ..., selects_branches: _Optional[bool] = ...) -> None: ...
 
 class StepCosts(_message.Message):
     __slots__ = ("rows", "seconds", "cached", "seconds_per_cached", "max_rows")

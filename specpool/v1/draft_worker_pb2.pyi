@@ -76,17 +76,5 @@ class ProposeResult(_message.Message):
     draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
     cached_length: int
     confidences: _containers.RepeatedScalarFieldContainer[float]
-    branches: _containers.RepeatedCompositeFieldContainer[Branch]
-    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, str]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., cached_length: _Optional[int] = ..., confidences: _Optional[_Iterable[float]] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ...) -> None: ...
-
-class Branch(_message.Message):
-    __slots__ = ("num_accepted", "token_id", "draft_token_ids", "confidences")
-    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
-    num_accepted: int
-    token_id: int
-    draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    confidences: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, num_accepted: _Optional[int] = ..., token_id: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ...) -> None: ...
+    branches: _containers.RepeatedCompositeFieldContainer[_common_pb2.Branch]
+    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, str]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., cached_length: _Optional[int] = ..., confidences: _Optional[_Iterable[float]] = ..., branches: _Optional[_Iterable[_Union[_common_pb2.Branch, _Mapping]]] = ...) -> None: ...

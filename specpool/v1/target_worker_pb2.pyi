@@ -22,7 +22,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, coordinator_id: _Optional[str] = ..., round_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ..., traceparent: _Optional[str] = ..., may_join: _Optional[bool] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
-    __slots__ = ("sequence_id", "base_length", "token_ids", "draft_token_ids", "prefill_only", "sampling", "logprobs", "prefix_sequence_id", "max_length", "after_round_id")
+    __slots__ = ("sequence_id", "base_length", "token_ids", "draft_token_ids", "prefill_only", "sampling", "logprobs", "prefix_sequence_id", "max_length", "after_round_id", "branches")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class VerifyItem(_message.Message):
     PREFIX_SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     AFTER_ROUND_ID_FIELD_NUMBER: _ClassVar[int]
+    BRANCHES_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     base_length: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -43,7 +44,8 @@ class VerifyItem(_message.Message):
     prefix_sequence_id: int
     max_length: int
     after_round_id: int
-    def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., prefill_only: _Optional[bool] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., logprobs: _Optional[int] = ..., prefix_sequence_id: _Optional[int] = ..., max_length: _Optional[int] = ..., after_round_id: _Optional[int] = ...) -> None: ...
+    branches: _containers.RepeatedCompositeFieldContainer[_common_pb2.Branch]
+    def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., prefill_only: _Optional[bool] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., logprobs: _Optional[int] = ..., prefix_sequence_id: _Optional[int] = ..., max_length: _Optional[int] = ..., after_round_id: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[_common_pb2.Branch, _Mapping]]] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
     __slots__ = ("round_id", "results", "forward_ns", "realign_ns", "instance_id")

@@ -30,7 +30,7 @@ class WorkerServicer:
     """Maps a round id, results, timing fields and the instance id to a response."""
 
     max_rounds_ahead: ClassVar[int] = 0
-    """Rounds that a coordinator may send before the response to an earlier one."""
+    """Rounds that a coordinator may send before the response to an earlier one. Their items may have branches."""
 
     def __init__(self, host: WorkerHost, tracer: Tracer | None = None) -> None:
         self._host, self._tracer = host, tracer
@@ -84,5 +84,10 @@ class WorkerServicer:
 
     async def GetWorkerInfo(self, request: pb.GetWorkerInfoRequest, context: Any) -> pb.GetWorkerInfoResponse:
         """Describe the worker. Answers at once, even while a long pass runs."""
-        info = replace(self._host.info, instance_id=self._host.instance_id, max_rounds_ahead=self.max_rounds_ahead)
+        info = replace(
+            self._host.info,
+            instance_id=self._host.instance_id,
+            max_rounds_ahead=self.max_rounds_ahead,
+            selects_branches=self.max_rounds_ahead > 0,
+        )
         return worker_info_response(info)

@@ -29,6 +29,8 @@ class Slot:
     sampling: SequenceRules | None = None  # how tokens are chosen; None: greedily
     next_token: int | None = None
     """The last token that the last round yielded, which is not cached yet."""
+    num_accepted: int = 0
+    """Draft tokens that the last round accepted, if it yielded tokens."""
     continued: tuple[int, Continuation] | None = None
     """How the last round began, if it continued an earlier one: the id of that round, and where."""
 
@@ -87,7 +89,7 @@ class SlotTable:
             return slot.continued[1]
         if slot.round_id != after_round_id or slot.next_token is None:
             return None
-        return Continuation(slot.num_cached_tokens, slot.next_token)
+        return Continuation(slot.num_cached_tokens, slot.next_token, slot.num_accepted)
 
     def grow(self, key: SequenceKey, max_length: int, *, evicts: bool = True) -> bool:
         """Reserve room for this many positions of a sequence with a slot. Returns False if there is too little.

@@ -157,13 +157,16 @@ class SequenceEngine:
         logits = self.engine.forward(list(spans.values()))
         return dict(zip(spans, rank_rows(logits, self._rows_of(spans, {}), self.engine.head, count), strict=True))
 
-    def keep(self, key: SequenceKey, num_cached_tokens: int, next_token: int | None = None) -> None:
+    def keep(
+        self, key: SequenceKey, num_cached_tokens: int, next_token: int | None = None, num_accepted: int = 0
+    ) -> None:
         """Declare the first `num_cached_tokens` positions of the sequence valid.
 
-        `next_token`: the token after them, with which the next round may continue.
+        `next_token`: the token after them, with which the next round may continue. `num_accepted`: draft tokens among
+        them that this round verified.
         """
         slot = self.engine.slots[key]
-        slot.num_cached_tokens, slot.next_token = num_cached_tokens, next_token
+        slot.num_cached_tokens, slot.next_token, slot.num_accepted = num_cached_tokens, next_token, num_accepted
 
     def _rows_of(
         self, spans: Mapping[SequenceKey, Span], num_logprobs: Mapping[SequenceKey, int | None]

@@ -141,7 +141,7 @@ def branches(*changes: dict[str, Any]) -> Any:
         sequence_id=1,
         status=OK,
         cached_length=12,
-        branches=[draft_worker_pb2.Branch(**fields | one) for one in changes],
+        branches=[common_pb2.Branch(**fields | one) for one in changes],
     )
     response = draft_worker_pb2.ProposeResponse(round_id=3, results=[result])
     return read_proposals(response, 3, [item])[0].branches
