@@ -16,10 +16,12 @@ from coordinator.config.settings import Overlap
 from coordinator.drafting.drafting import Drafting, DraftWorker
 from coordinator.drafting.outcome import RoundOutcome
 from coordinator.requests.in_flight import RequestsInFlight
+from coordinator.scheduling.commits import DraftPlan
 from coordinator.scheduling.counters import Counters, Timed
 from coordinator.scheduling.grouping import Group
 from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.round import Round
+from coordinator.scheduling.sequence import Sequence
 from coordinator.scheduling.turn import DraftLimits
 from coordinator.scheduling.worker_time import Part
 from coordinator.tracing.traces import RoundTrace, Traces
@@ -93,6 +95,8 @@ class RoundRunner:
         self._releasing: set[asyncio.Task[None]] = set()
         self._not_followed: set[Flight] = set()
         """Rounds in flight with drafts that the next round must not follow yet."""
+        self._prepared: tuple[list[Sequence], dict[int, DraftPlan]] | None = None
+        """Draft plans made in advance, and their sequences."""
         self._round_ids = count(1)
         self._measured_times = self.target.step_times
         self._plain_times = copy.deepcopy(self._measured_times)
@@ -181,17 +185,31 @@ class RoundRunner:
             self._workers.draft.release_soon(sequence_ids)
 
     def _plan(self, group: Group) -> Round:
-        round_id, draft = next(self._round_ids), self._workers.ready_draft
-        worker = None
-        if draft is not None:
-            max_branches = draft.max_branches if self._can_overlap else 0
-            worker = DraftWorker(draft.max_model_len, round_id, draft.step_times, max_branches, self._selects_branches)
-        plans = self._drafting.plan_round(group.sequences, worker, self.target.step_times, self._batch)
+        round_id = next(self._round_ids)
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[0] == group.sequences:
+            plans = prepared[1]
+        else:
+            plans = self._plan_drafts(group.sequences, round_id)
         chance, pass_seconds = self._drafting.chance, self.target.step_times
         round_ = Round(round_id, group.sequences, self._prefill_tokens, plans, chance, pass_seconds)
         overlaps = self._can_overlap and not round_.drafts_ahead
         self.num_groups = 1 + (overlaps and self._drafting.overlap_pays(self._pool.schedulable))
         return round_
+
+    def _plan_drafts(self, sequences: list[Sequence], round_id: int) -> dict[int, DraftPlan]:
+        draft, worker = self._workers.ready_draft, None
+        if draft is not None:
+            max_branches = draft.max_branches if self._can_overlap else 0
+            worker = DraftWorker(draft.max_model_len, round_id, draft.step_times, max_branches, self._selects_branches)
+        return self._drafting.plan_round(sequences, worker, self.target.step_times, self._batch)
+
+    def _prepare(self) -> None:
+        """Plan the drafts of the next round while branches are drafted, since it then waits for them only."""
+        flight = self._last_sent
+        if flight is not None and flight in self._not_followed and self._selects_branches:
+            sequences = flight.group.sequences
+            self._prepared = sequences, self._plan_drafts(sequences, flight.round.round_id + 1)
 
     async def _run(self, flight: Flight) -> bool:
         round_, sequences = flight.round, flight.group.sequences
@@ -265,6 +283,7 @@ class RoundRunner:
             flight.committed.set()
             if self._last_sent is flight:
                 self._last_sent = None
+        await asyncio.sleep(0)  # the draft worker gets the outcome first
         return any(verdict.status is not ItemStatus.NO_SLOT for verdict in verdicts)
 
     async def _call_target(self, flight: Flight, previous: Flight | None) -> list[Verdict]:
@@ -345,6 +364,7 @@ class RoundRunner:
         finally:
             flight.published.set()
             self._in_flight.committed(commits)
+        self._prepare()
 
     def _add_round_time(self, flight: Flight, seconds: float) -> None:
         """Count the time of a round by client. Learn how long rounds without costly rows take."""
