@@ -196,6 +196,11 @@ class Sequence:
         return len(self.token_ids) - self.prompt_length
 
     @property
+    def remaining(self) -> int:
+        """Tokens until `max_tokens`."""
+        return self.request.max_tokens - self.num_generated
+
+    @property
     def generated_ids(self) -> list[int]:
         return self.token_ids[self.prompt_length :]
 
@@ -266,12 +271,7 @@ class Sequence:
     @property
     def max_num_draft_tokens(self) -> int:
         """Maximum useful draft tokens. Every round gains one token more than it accepts."""
-        return self.max_num_draft_tokens_after(self.max_pending_gain)
-
-    def max_num_draft_tokens_after(self, gain: int) -> int:
-        """The same after `gain` further tokens."""
-        remaining = self.request.max_tokens - self.num_generated - gain
-        return min(self.request.num_speculative_tokens, remaining - 1)
+        return min(self.request.num_speculative_tokens, self.remaining - self.max_pending_gain - 1)
 
     def preempt(self) -> None:
         """Take the sequence out of the window. The workers drop its cache."""

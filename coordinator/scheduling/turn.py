@@ -138,15 +138,15 @@ class Turn:
         """Take the branch that matches the last verification, if there is one, or all if its outcome is unknown."""
         sequence = self.sequence
         if sequence.continues:
+            limit = min(self._plan.num_draft_tokens, sequence.request.num_speculative_tokens)
+            room = sequence.remaining - 1
             for branch in sequence.pending[-1].branches:
-                self._take_for_outcome(branch)
+                self._take_for_outcome(branch, min(limit, room - branch.num_accepted - 1))
         elif sequence.branch is not None and sequence.is_decoding:
             self._proposal, self._draft_ids = self._drafts_of(sequence.branch, self._draft_limit)
 
-    def _take_for_outcome(self, branch: Branch) -> None:
-        sequence, gain = self.sequence, branch.num_accepted + 1
-        limit = sequence.max_num_draft_tokens_after(gain)
-        proposal, draft_ids = self._drafts_of(branch, min(self._plan.num_draft_tokens, limit))
+    def _take_for_outcome(self, branch: Branch, limit: int) -> None:
+        proposal, draft_ids = self._drafts_of(branch, limit)
         if draft_ids:
             taken = Branch(branch.num_accepted, branch.token_id, draft_ids)
             self._by_outcome[branch.num_accepted, branch.token_id] = proposal, taken
