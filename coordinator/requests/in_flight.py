@@ -81,10 +81,12 @@ class RequestsInFlight:
         sample.admit()
 
     def committed(self, commits: Iterable[Commit]) -> None:
-        """Publish the tokens of a round, and the ends of sequences, as soon as the next round has been sent."""
-        if not self._unpublished:
-            asyncio.get_running_loop().call_soon(self._publish_all)
+        """Take the tokens of a round, and the ends of sequences. Call at once: they may end in another way later."""
         self._unpublished.extend((commit, commit.sequence.finish) for commit in commits)
+
+    def publish_soon(self) -> None:
+        """Publish what was committed, after the tasks that are ready to run. Call once the next round has been sent."""
+        asyncio.get_running_loop().call_soon(self._publish_all)
 
     def _publish_all(self) -> None:
         while self._unpublished:

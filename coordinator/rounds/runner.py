@@ -58,8 +58,6 @@ class Flight:
     outcome: RoundOutcome = field(default_factory=lambda: RoundOutcome([], Timed(), []))
     committed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the round has committed or failed."""
-    published: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once its tokens have been published, or it has failed."""
     failed: bool = False
 
 
@@ -158,9 +156,6 @@ class RoundRunner:
         try:
             with self._traces.round(group) as flight.trace:
                 return await self._run(flight)
-        except BaseException:
-            flight.published.set()
-            raise
         finally:
             self._not_followed.discard(flight)
 
@@ -269,10 +264,9 @@ class RoundRunner:
             verdicts = await self._call_target(flight, previous)
             if drafting_ahead is not None and not drafting_ahead.done():
                 await asyncio.wait([drafting_ahead], timeout=MAX_LATENESS * flight.outcome.verified.elapsed)
-            if previous is not None:
-                await previous.published.wait()
             self._check_process(flight.instance_id)
             flight.outcome.commits = flight.round.commit(verdicts)
+            self._in_flight.committed(flight.outcome.commits)
         except BaseException:
             flight.failed = True
             flight.round.discard()
@@ -362,8 +356,7 @@ class RoundRunner:
             self._add_round_time(flight, seconds)
             self._drafting.observe_seconds(flight.outcome, seconds, self._batch)
         finally:
-            flight.published.set()
-            self._in_flight.committed(commits)
+            self._in_flight.publish_soon()
         self._prepare()
 
     def _add_round_time(self, flight: Flight, seconds: float) -> None:
