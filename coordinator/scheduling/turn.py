@@ -149,7 +149,7 @@ class Turn:
         proposal, draft_ids = self._drafts_of(branch, limit)
         if draft_ids:
             taken = Branch(branch.num_accepted, branch.token_id, draft_ids)
-            self._by_outcome[branch.num_accepted, branch.token_id] = proposal, taken
+            self._by_outcome.setdefault((branch.num_accepted, branch.token_id), (proposal, taken))
 
     def _drafts_of(self, branch: Branch, limit: int) -> tuple[Proposal, tuple[int, ...]]:
         """What the draft worker proposed in a branch, up to `limit` tokens, and what of it is worth verifying."""

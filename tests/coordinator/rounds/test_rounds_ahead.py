@@ -6,9 +6,14 @@ from typing import Any
 
 import grpc
 import pytest
-from serving import RecordingTarget, make_request, serving
+from mixes import branches_only
+from serving import RecordingDraft, RecordingTarget, make_request, serving
 
+from coordinator.scheduling.round import Round
 from specpool.v1 import target_worker_pb2
+
+SLOW_PASS_SECONDS = 0.02
+"""Longer than it takes to draft."""
 
 
 def continuing(target: RecordingTarget) -> list[target_worker_pb2.VerifyItem]:
@@ -81,8 +86,8 @@ async def test_drafting_waits_for_the_result() -> None:
 class Unreliable(RecordingTarget):
     """Loses caches, answers garbage or fails, some rounds each."""
 
-    def __init__(self, rate: float, faults: tuple[str, ...]) -> None:
-        super().__init__()
+    def __init__(self, rate: float, faults: tuple[str, ...], **knobs: Any) -> None:
+        super().__init__(**knobs)
         self._rate, self._faults, self._random = rate, faults, random.Random(1)
 
     async def Verify(self, request: Any, context: Any) -> Any:
@@ -117,6 +122,68 @@ async def test_faults_cost_no_token(fault: str) -> None:
         prompts = [[i, 3, 4] for i in range(6)]
         await asyncio.gather(*(served.expect(make_request(prompt, 40, k=0)) for prompt in prompts))
         await served.until_idle()
+
+
+@pytest.mark.parametrize("selects_branches", [True, False])
+async def test_branches_are_sent_before_the_outcome_is_known(selects_branches: bool) -> None:
+    target = RecordingTarget(pass_seconds=lambda rows: SLOW_PASS_SECONDS, selects_branches=selects_branches)
+    draft = RecordingDraft(target, acceptance=0.9)
+    with branches_only():
+        async with serving(target, draft, overlap="on") as served:
+            await asyncio.gather(*(served.expect(make_request([i, 1], 40, k=3)) for i in range(3)))
+            info = await served.until_idle()
+    assert any(item.branches for item in continuing(target)) == selects_branches
+    assert info.counters.accepted_draft_tokens > 40
+    assert info.counters.cache_misses == 0
+
+
+async def test_rounds_are_sent_ahead_while_the_draft_worker_fails() -> None:
+    target = RecordingTarget(pass_seconds=lambda rows: SLOW_PASS_SECONDS)
+    draft = RecordingDraft(target)
+    draft.fail_next = [grpc.StatusCode.INTERNAL] * 100
+    with branches_only():
+        async with serving(target, draft, overlap="on") as served:
+            await served.expect(make_request([1, 2], 20, k=3))
+    assert continuing(target)
+
+
+@pytest.mark.parametrize("fault", ["forget", "forget one", "refuse", "unavailable", "wrong round", "stale"])
+async def test_faults_cost_no_token_while_branches_wait_at_the_target(fault: str) -> None:
+    target = Unreliable(0.08, (fault,), pass_seconds=lambda rows: 0.005)
+    with branches_only():
+        async with serving(target, RecordingDraft(target, acceptance=0.9), overlap="on") as served:
+            prompts = [[i, 3, 4] for i in range(6)]
+            await asyncio.gather(*(served.expect(make_request(prompt, 40, k=3)) for prompt in prompts))
+            await served.until_idle()
+
+
+async def test_newcomers_join_a_group_whose_branches_wait_at_the_target() -> None:
+    target = RecordingTarget(pass_seconds=lambda rows: SLOW_PASS_SECONDS)
+    with branches_only():
+        async with serving(target, RecordingDraft(target, acceptance=0.5), overlap="on") as served:
+            stays = [asyncio.ensure_future(served.expect(make_request([i, 9], 60, k=3))) for i in range(2)]
+            await served.until(lambda info: info.counters.rounds > 5)
+            await asyncio.gather(*(served.expect(make_request([i, 8], 30, k=3)) for i in range(2)))
+            await asyncio.gather(*stays)
+    assert sum(len(request.items) == 4 for request in target.requests) > 5
+
+
+async def test_an_abort_between_a_commit_and_its_publication_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    commit, target = Round.commit, RecordingTarget()
+    async with serving(target, with_draft=False) as served:
+
+        def commit_and_abort(self: Round, verdicts: Any) -> Any:
+            commits = commit(self, verdicts)
+            for sequence in (each.sequence for each in commits if each.sequence.num_generated == 5):
+                abort = served.process.coordinator.abort
+                asyncio.get_running_loop().call_soon(abort, sequence.request.client, sequence.request.request_id)
+            return commits
+
+        monkeypatch.setattr(Round, "commit", commit_and_abort)
+        response = await served.stub.Generate(make_request([1, 2], 100, k=0, request_id="aborted"))
+        assert (response.finish_reason, len(response.token_ids)) == ("abort", 5)
+        assert list(response.token_ids) == target.continuation([1, 2], 5)
+        assert (await served.until_idle()).counters.finished == {"abort": 1}
 
 
 async def test_cancelled_requests_leave_nothing_behind() -> None:

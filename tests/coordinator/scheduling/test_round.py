@@ -45,8 +45,8 @@ class Worker:
     slots: int = NO_LIMIT
     caches: dict[int, list[int]] = field(default_factory=dict)
     released: dict[int, list[int]] = field(default_factory=dict)
-    last: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Last round of each sequence that yielded a token, and that token."""
+    last: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    """Last round of each sequence that yielded tokens, and these tokens."""
 
     def realign(self, item: ProposeItem | VerifyItem) -> ItemStatus:
         cached, source = self.caches.get(item.sequence_id), item.prefix_sequence_id
@@ -70,10 +70,11 @@ class Worker:
     def verify(self, item: VerifyItem, round_id: int = 0) -> Verdict:
         if item.after_round_id is not None:
             assert (item.base_length, item.token_ids, item.sampling) == (0, (), None)
-            after, token = self.last.get(item.sequence_id, (None, 0))
+            after, yielded = self.last.get(item.sequence_id, (None, [0]))
             if after != item.after_round_id or item.sequence_id not in self.caches:
                 return Verdict(item.sequence_id, ItemStatus.CACHE_MISS, (), 0)
-            item = replace(item, base_length=len(self.caches[item.sequence_id]), token_ids=(token,))
+            item = replace(item, base_length=len(self.caches[item.sequence_id]), token_ids=(yielded[-1],))
+            item.select_branch(len(yielded) - 1, yielded[-1])
         self.last.pop(item.sequence_id, None)
         status = self.realign(item)
         if status is not ItemStatus.OK:
@@ -86,7 +87,7 @@ class Worker:
             gained.append(draft)
         if not item.prefill_only:
             gained.append(choose(tokens))
-            self.last[item.sequence_id] = round_id, gained[-1]
+            self.last[item.sequence_id] = round_id, gained
         return Verdict(item.sequence_id, status, tuple(gained), len(tokens))
 
     def propose(self, item: ProposeItem, is_right: list[bool]) -> Proposal:
@@ -161,11 +162,14 @@ def send(round_: Round, group: list[Sequence], budget: int) -> list[VerifyItem]:
         base_length, pending, _, pending_gain = before[item.sequence_id]
         end = item.base_length + len(item.token_ids)
         assert len(pending) <= 1, "two rounds are pending"
-        assert len(item.draft_token_ids) <= max(
-            0, sequence.request.max_tokens - sequence.num_generated - pending_gain - 1
-        )
+        assert len(item.draft_token_ids) <= max(0, sequence.remaining - pending_gain - 1)
         assert all(token < VOCAB_SIZE for token in item.token_ids + item.draft_token_ids)
-        assert sequence.pending[-1].max_gain == (0 if item.prefill_only else len(item.draft_token_ids) + 1)
+        assert sequence.pending[-1].max_gain == (0 if item.prefill_only else item.max_num_draft_tokens + 1)
+        assert item.after_round_id is not None or not item.branches
+        for branch in item.branches:
+            assert not item.draft_token_ids
+            assert 0 < len(branch.draft_token_ids) <= sequence.remaining - branch.num_accepted - 2
+            assert all(token < VOCAB_SIZE for token in branch.draft_token_ids)
         if pending_gain:
             assert item.after_round_id == pending[-1].round_id
             assert (item.base_length, item.token_ids, item.prefill_only) == (0, (), False)
@@ -226,6 +230,7 @@ class Simulation:
             self.lose_caches()
             self.run_ahead(round_, group, verdicts, continuing)
         else:
+            self.draft_ahead(round_, group)
             self.commit(round_, group, verdicts)
         for sequence in self.sequences:
             assert not sequence.pending
@@ -238,14 +243,20 @@ class Simulation:
     def run_ahead(
         self, first: Round, group: list[Sequence], verdicts: list[Verdict], continuing: list[Sequence]
     ) -> None:
-        """Send the next round before the response to the last one. Both share no other sequences."""
+        """Send the next round before the response to the last one, but after its branches."""
         others = self.rng.sample(continuing, self.rng.randint(1, len(continuing)))
         self.rounds += 1
-        plans = {number: replace(plan, num_draft_tokens=0) for number, plan in self.plans(others).items()}
+        plans = {
+            number: plan if plan.num_branches else replace(plan, num_draft_tokens=0)
+            for number, plan in self.plans(others).items()
+        }
         second = Round(self.rounds, others, self.budget, plans)
+        self.draft_ahead(first, group)
+        second.take_branches()
         later = self.verify(second, others)
         self.commit(first, group, verdicts)
         second.complete_items()
+        self.draft_ahead(second, others)
         self.commit(second, others, later)
 
     @property
@@ -335,7 +346,6 @@ class Simulation:
         return [self.target.verify(item, round_.round_id) for item in items]
 
     def commit(self, round_: Round, group: list[Sequence], verdicts: list[Verdict]) -> None:
-        self.draft_ahead(round_, group)
         if self.fails():  # the response is lost
             round_.discard()
             return
@@ -562,6 +572,47 @@ def test_the_branch_that_came_true_becomes_the_next_draft() -> None:
         drafted.append((commit.drafted, commit.accepted))
     assert drafted == [(0, 0)] + [(3, 3)] * 4
     assert sequence.generated_ids == decode_plainly(sequence.request)[: sequence.num_generated]
+
+
+def test_the_target_selects_the_branch_that_came_true() -> None:
+    """A round that waits at the target has all branches."""
+    sequence = make_sequence(k=3)
+    target, draft = Worker(), Worker()
+    plans = {sequence.sequence_id: DraftPlan(3, num_branches=4)}
+    round_ = Round(1, [sequence], 100, plans)
+    answers, drafted = [target.verify(each, 1) for each in round_.verify_items()], []
+    for number in range(2, 7):
+        (item,) = round_.ahead_items(NO_LIMITS)
+        round_.take_ahead([draft.propose(item, [True] * 9)], VOCAB_SIZE)
+        following = Round(number, [sequence], 100, plans)
+        following.take_branches()
+        (sent,) = following.verify_items()
+        assert (sent.after_round_id, sent.draft_token_ids) == (number - 1, ())
+        assert {len(branch.draft_token_ids) for branch in sent.branches} == {3}
+        later = [target.verify(sent, number)]
+        (commit,) = round_.commit(answers)
+        following.complete_items()
+        drafted.append((commit.drafted, commit.accepted))
+        round_, answers = following, later
+    assert drafted == [(0, 0)] + [(3, 3)] * 4
+    assert sequence.generated_ids == decode_plainly(sequence.request)[: sequence.num_generated]
+
+
+def test_branches_end_where_the_request_ends() -> None:
+    sequence = make_sequence(max_tokens=6, k=8)
+    target, draft = Worker(), Worker()
+    plans = {sequence.sequence_id: DraftPlan(8, num_branches=1)}
+    first, second = Round(1, [sequence], 100, plans), Round(2, [sequence], 100, plans)
+    answers = [target.verify(each, 1) for each in first.verify_items()]
+    first.take_ahead([draft.propose(item, [True] * 9) for item in first.ahead_items(NO_LIMITS)], VOCAB_SIZE)
+    second.take_branches()
+    (sent,) = second.verify_items()
+    assert [len(branch.draft_token_ids) for branch in sent.branches] == [4]
+    later = [target.verify(sent, 2)]
+    first.commit(answers)
+    second.complete_items()
+    second.commit(later)
+    assert sequence.generated_ids == decode_plainly(sequence.request)
 
 
 def test_a_sequence_without_its_branch_is_verified_without_drafts() -> None:

@@ -8,6 +8,7 @@ import grpc
 import pytest
 from worker_service import CACHE_MISS, OK, PATIENCE_SECONDS, STALE_ROUND, Worker, held, verify
 
+from specpool.v1 import common_pb2
 from specpool.v1 import target_worker_pb2 as pb
 
 PROMPT = [5, 6, 7, 8]
@@ -53,6 +54,49 @@ async def test_a_repeated_round_continues_at_the_same_place(target: Worker) -> N
     assert await target.round(after(1), round_id=3) != first  # round 2 came in between
     (result,) = await target.round(after(2), round_id=4)
     assert result.status == OK
+
+
+def branch(num_accepted: int, token_id: int, *draft_token_ids: int) -> common_pb2.Branch:
+    return common_pb2.Branch(num_accepted=num_accepted, token_id=token_id, draft_token_ids=draft_token_ids)
+
+
+async def test_the_worker_selects_the_branch_of_the_last_outcome(target: Worker) -> None:
+    truth = target.continuation(PROMPT, 7)
+    other = (truth[2] + 1) % 257
+    await target.round(verify(1, 0, PROMPT), round_id=1)
+    branches = [branch(0, other, 9), branch(1, truth[0], 9), branch(0, truth[0], truth[1], other)]
+    (result,) = await target.round(after(1, branches=branches), round_id=2)
+    assert (list(result.token_ids), result.cached_length) == (truth[1:3], len(PROMPT) + 2)
+    branches = [branch(0, truth[2], 9), branch(1, truth[2], *truth[3:5])]
+    for _ in range(2):  # a repeated round verifies the same branch
+        (result,) = await target.round(after(2, branches=branches), round_id=3)
+        assert (list(result.token_ids), result.cached_length) == (truth[3:6], len(PROMPT) + 5)
+    (result,) = await target.round(after(3, branches=[branch(1, truth[5], 9)]), round_id=4)
+    assert list(result.token_ids) == truth[6:7], "without a branch for the outcome nothing is drafted"
+
+
+@pytest.mark.parametrize(
+    ("item", "error"),
+    [
+        (
+            pb.VerifyItem(sequence_id=1, base_length=4, token_ids=[9], branches=[branch(0, 9, 5)]),
+            r"branches: must be empty without after_round_id",
+        ),
+        (after(1, [5], branches=[branch(0, 9, 5)]), r"draft_token_ids: must be empty with branches"),
+        (after(1, branches=[branch(0, i) for i in range(65)]), r"branches: 65 is more than the maximum of 64"),
+        (after(1, branches=[branch(0, 9, 5), branch(0, 9)]), r"branches: has two branches for the same outcome"),
+        (after(1, branches=[branch(0, 9, 999)]), r"branches\[0\].draft_token_ids: token id 999 must be below"),
+        (
+            after(1, branches=[branch(0, 9, *[5] * 1025)]),
+            r"branches\[0\].draft_token_ids: 1025 is more than the maximum",
+        ),
+    ],
+    ids=["explicit position", "drafts, too", "too many", "same outcome", "unknown token", "too long"],
+)
+async def test_impossible_branches_are_refused(target: Worker, item: pb.VerifyItem, error: str) -> None:
+    await target.round(verify(1, 0, PROMPT), round_id=1)
+    with pytest.raises(grpc.aio.AioRpcError, match=rf"items\[0\]\.{error}"):
+        await target.round(item, round_id=2)
 
 
 async def test_only_the_last_round_can_be_continued(target: Worker) -> None:
@@ -122,6 +166,7 @@ async def test_a_round_after_a_failed_one_is_not_served(target: Worker) -> None:
 async def test_workers_report_rounds_ahead(worker: Worker) -> None:
     response = await worker.info()
     assert (response.load.max_rounds_ahead > 0) == hasattr(worker.stub, "Verify")
+    assert response.load.selects_branches == hasattr(worker.stub, "Verify")
 
 
 async def test_the_next_round_waits_at_the_worker(target: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
