@@ -69,6 +69,8 @@ async def deaf_client(address: str, window: int = 0) -> AsyncIterator[DeafClient
     writer.write(frame(SETTINGS, ACKNOWLEDGED, 0))
     client = DeafClient(writer)
     receiving = asyncio.create_task(client.receive(reader))
-    yield client
-    receiving.cancel()
-    writer.close()
+    try:
+        yield client
+    finally:
+        receiving.cancel()
+        writer.close()
