@@ -59,6 +59,8 @@ class Flight:
     committed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the round has committed or failed."""
     failed: bool = False
+    following: "Flight | None" = None
+    """The round sent after this one, while this one was in flight."""
 
 
 class RoundRunner:
@@ -93,8 +95,8 @@ class RoundRunner:
         self._releasing: set[asyncio.Task[None]] = set()
         self._not_followed: set[Flight] = set()
         """Rounds in flight with drafts that the next round must not follow yet."""
-        self._prepared: tuple[list[Sequence], dict[int, DraftPlan]] | None = None
-        """Draft plans made in advance, and their sequences."""
+        self._prepared: tuple[list[tuple[int, int]], dict[int, DraftPlan]] | None = None
+        """Draft plans made in advance, with the ids and lengths of their sequences."""
         self._round_ids = count(1)
         self._measured_times = self.target.step_times
         self._plain_times = copy.deepcopy(self._measured_times)
@@ -182,7 +184,7 @@ class RoundRunner:
     def _plan(self, group: Group) -> Round:
         round_id = next(self._round_ids)
         prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared[0] == group.sequences:
+        if prepared is not None and prepared[0] == _ids_and_lengths(group.sequences):
             plans = prepared[1]
         else:
             plans = self._plan_drafts(group.sequences, round_id)
@@ -202,9 +204,12 @@ class RoundRunner:
     def _prepare(self) -> None:
         """Plan the drafts of the next round while branches are drafted, since it then waits for them only."""
         flight = self._last_sent
-        if flight is not None and flight in self._not_followed and self._selects_branches:
-            sequences = flight.group.sequences
-            self._prepared = sequences, self._plan_drafts(sequences, flight.round.round_id + 1)
+        if flight is None or flight not in self._not_followed or not self._selects_branches or self.num_groups > 1:
+            return
+        sequences = [sequence for sequence in flight.group.sequences if sequence.finish is None]
+        if sequences and flight.round.drafts_ahead:
+            plans = self._plan_drafts(sequences, flight.round.round_id + 1)
+            self._prepared = _ids_and_lengths(sequences), plans
 
     async def _run(self, flight: Flight) -> bool:
         round_, sequences = flight.round, flight.group.sequences
@@ -235,8 +240,8 @@ class RoundRunner:
 
     async def _propose(self, flight: Flight) -> None:
         draft, round_ = self._workers.ready_draft, flight.round
-        if round_.drafts_ahead:
-            round_.take_branches()
+        if round_.drafts_ahead or (self._selects_branches and not round_.wants_drafts):
+            round_.take_branches(self._selects_branches)
             return
         if draft is None or not round_.wants_drafts:
             return
@@ -256,6 +261,8 @@ class RoundRunner:
         """Verify and commit. Meanwhile the draft worker may draft ahead. Return whether any sequence had a slot."""
         drafting_ahead: asyncio.Task[None] | None = None
         previous, self._last_sent = self._last_sent, flight
+        if previous is not None:
+            previous.following = flight
         if flight.round.drafts_ahead:
             drafting_ahead = asyncio.create_task(self._draft_ahead(flight, previous))
             self._drafting_ahead.add(drafting_ahead)
@@ -263,10 +270,12 @@ class RoundRunner:
         try:
             verdicts = await self._call_target(flight, previous)
             if drafting_ahead is not None and not drafting_ahead.done():
-                await asyncio.wait([drafting_ahead], timeout=MAX_LATENESS * flight.outcome.verified.elapsed)
+                await asyncio.wait([drafting_ahead], timeout=MAX_LATENESS * self._usual_seconds(flight.outcome))
             self._check_process(flight.instance_id)
             flight.outcome.commits = flight.round.commit(verdicts)
             self._in_flight.committed(flight.outcome.commits)
+            if flight.following is not None:
+                flight.following.round.complete_items()
         except BaseException:
             flight.failed = True
             flight.round.discard()
@@ -280,6 +289,11 @@ class RoundRunner:
         await asyncio.sleep(0)  # the draft worker gets the outcome first
         return any(verdict.status is not ItemStatus.NO_SLOT for verdict in verdicts)
 
+    def _usual_seconds(self, outcome: RoundOutcome) -> float:
+        """Seconds of the verification. If its response was read late, those that it usually takes."""
+        rows = sum(len(item.token_ids) + len(item.draft_token_ids) for item in outcome.verify_items)
+        return max(outcome.verified.elapsed, self.target.step_times(rows))
+
     async def _call_target(self, flight: Flight, previous: Flight | None) -> list[Verdict]:
         """Send the round, and wait until it and the previous one are answered."""
         round_, outcome = flight.round, flight.outcome
@@ -287,7 +301,6 @@ class RoundRunner:
         async def complete() -> None:
             if previous is not None:
                 await previous.committed.wait()
-            round_.complete_items()
 
         self._check_process(flight.instance_id)
         with flight.trace.calling("verify", round_.round_id) as parent:
@@ -307,7 +320,6 @@ class RoundRunner:
             await previous.committed.wait()  # its outcome decides what is being verified
             if previous.failed:
                 return
-            flight.round.complete_items()
         began = time.perf_counter()
         with _draft_failures_ignored("discarding branches"):
             await self._draft_branches(flight)
@@ -375,8 +387,12 @@ class RoundRunner:
             self._plain_times.observe(sum(part.rows for part in parts.values()), seconds)
 
 
+def _ids_and_lengths(sequences: list[Sequence]) -> list[tuple[int, int]]:
+    return [(sequence.sequence_id, len(sequence.token_ids)) for sequence in sequences]
+
+
 def _limits(draft: Draft) -> DraftLimits:
-    return DraftLimits(draft.max_model_len, draft.vocab_size, draft.kv_reservations_grow)
+    return DraftLimits(draft.max_model_len, draft.vocab_size, draft.kv_reservations_grow, draft.max_branches)
 
 
 @contextmanager

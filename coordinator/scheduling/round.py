@@ -74,13 +74,13 @@ class Round:
         items = (build(turn, shares.get(turn.sequence.sequence_id, 0), worker) for turn in turns)
         return [item for item in items if item is not None]
 
-    def take_branches(self) -> None:
+    def take_branches(self, target_selects: bool = True) -> None:
         """Take the branches that match the last verification, or all while its outcome is unknown.
 
-        No sequence waits for the drafts of another.
+        No sequence waits for the drafts of another. `target_selects`: whether the target worker can select branches.
         """
         for turn in self._unfinished():
-            turn.take_branches()
+            turn.take_branches(target_selects)
 
     def take_proposals(self, proposals: Items[Proposal], target_vocab_size: int) -> None:
         """Take the draft tokens before the first one outside the target's vocabulary."""

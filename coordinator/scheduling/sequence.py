@@ -10,7 +10,7 @@ from coordinator.scheduling.blame import Blame, Progress
 from coordinator.scheduling.digests import PrefixDigests
 from coordinator.scheduling.speculation import SpeculationStats
 from coordinator.scheduling.text import ShownText, TextStream
-from specpool.protocol.rounds import Branch
+from specpool.protocol.rounds import Branch, VerifyItem
 from specpool.protocol.sampling import SamplingParams
 
 Shape = tuple[int, int, int, int]
@@ -126,17 +126,16 @@ class PendingRound:
     """A round of a sequence that the target worker has not answered."""
 
     round_id: int
+    item: VerifyItem
     num_cached_tokens: int | None
     """Positions cached after a prompt chunk. None: the round yields tokens, so its result decides."""
-    num_draft_tokens: int
-    """The maximum while an earlier round decides which branch is verified."""
     branches: tuple[Branch, ...] = ()
     """Draft tokens for the next round, by outcome of this one."""
 
     @property
     def max_gain(self) -> int:
         """Maximum number of tokens that it yields."""
-        return self.num_draft_tokens + 1 if self.num_cached_tokens is None else 0
+        return self.item.max_num_draft_tokens + 1 if self.num_cached_tokens is None else 0
 
 
 class Sequence:
@@ -161,6 +160,8 @@ class Sequence:
         self.pending: list[PendingRound] = []
         """Rounds sent to the target worker, at most one ahead of the one that runs. Discarding them here drops their
         results."""
+        self.num_accepted = 0
+        """Draft tokens that the last verification accepted."""
         self.branch: Branch | None = None
         """The branch that matched the last verification, for the next round to verify."""
         self.draft_backoff_until = 0

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from coordinator.scheduling.commits import Commit, DraftPlan
 from coordinator.scheduling.sequence import DraftMethod, PendingRound, Prefix, Sequence
 from specpool.protocol.rounds import (
+    MAX_ITEM_BRANCHES,
     MAX_ITEM_UNVERIFIED,
     Branch,
     ItemStatus,
@@ -28,6 +29,7 @@ class DraftLimits(NamedTuple):
     max_model_len: int
     vocab_size: int
     reservations_grow: bool = False
+    max_branches: int = MAX_ITEM_BRANCHES
 
 
 class Turn:
@@ -43,8 +45,8 @@ class Turn:
         """Branches drafted during the verification."""
         self._num_branches = 0
         """Branches requested from the draft worker."""
-        self._by_outcome: dict[tuple[int, int], tuple[Proposal, Branch]] = {}
-        """What the draft worker proposed and what to verify, by outcome of the round that the sequence continues."""
+        self._by_outcome: dict[tuple[int, int], tuple[Proposal | None, tuple[int, ...]]] = {}
+        """What the draft worker proposed, and tokens to verify, by outcome of the round that the sequence continues."""
         self._draft_ids: tuple[int, ...] = ()
         """Proposed tokens to verify."""
         self._item: VerifyItem | None = None
@@ -103,11 +105,12 @@ class Turn:
         is_caught_up = self._draft_base + count == length
         drafts = self._item.draft_token_ids if self._item is not None else ()
         num_draft_tokens = min(self._draft_limit, worker.max_model_len - length - len(drafts) - 1)
-        may_branch = self.drafts_ahead and yields and is_caught_up and len(drafts) <= MAX_ITEM_UNVERIFIED
+        num_branches = min(self._plan.num_branches, worker.max_branches)
+        may_branch = num_branches and yields and is_caught_up and len(drafts) <= MAX_ITEM_UNVERIFIED
         if not may_branch or num_draft_tokens <= 0:
             return self._draft_item(count, (), worker)
         if (item := self._draft_item(count, drafts, worker)) is not None:
-            item.num_branches = self._num_branches = self._plan.num_branches
+            item.num_branches = self._num_branches = num_branches
             item.num_unverified = len(drafts)
             item.num_draft_tokens, item.min_chance = num_draft_tokens, self._plan.min_chance
         return item
@@ -134,22 +137,39 @@ class Turn:
             max_length=reserved or full,
         )
 
-    def take_branches(self) -> None:
-        """Take the branch that matches the last verification, if there is one, or all if its outcome is unknown."""
+    def take_branches(self, target_selects: bool) -> None:
+        """Take the branch that matches the last verification, if there is one.
+
+        If the outcome is unknown and the target can select, take all. Prompt lookup is a branch, too.
+        """
         sequence = self.sequence
         if sequence.continues:
-            limit = min(self._plan.num_draft_tokens, sequence.request.num_speculative_tokens)
-            room = sequence.remaining - 1
-            for branch in sequence.pending[-1].branches:
-                self._take_for_outcome(branch, min(limit, room - branch.num_accepted - 1))
+            if target_selects:
+                self._take_all_branches(sequence.pending[-1])
         elif sequence.branch is not None and sequence.is_decoding:
             self._proposal, self._draft_ids = self._drafts_of(sequence.branch, self._draft_limit)
 
-    def _take_for_outcome(self, branch: Branch, limit: int) -> None:
-        proposal, draft_ids = self._drafts_of(branch, limit)
-        if draft_ids:
-            taken = Branch(branch.num_accepted, branch.token_id, draft_ids)
-            self._by_outcome.setdefault((branch.num_accepted, branch.token_id), (proposal, taken))
+    def _take_all_branches(self, pending: PendingRound) -> None:
+        sequence = self.sequence
+        if self.wants_drafts:
+            limit = min(self._plan.num_draft_tokens, sequence.request.num_speculative_tokens)
+            for branch in pending.branches:
+                drafts = self._drafts_of(branch, min(limit, sequence.remaining - branch.num_accepted - 2))
+                self._by_outcome.setdefault((branch.num_accepted, branch.token_id), drafts)
+        if self._plan.lookup_ids and not pending.item.branches:
+            self._take_lookup(pending.item.draft_token_ids)
+
+    def _take_lookup(self, pending_ids: tuple[int, ...]) -> None:
+        """Take what follows in the prompt lookup, if the pending round yields its tokens."""
+        sequence, looked_up = self.sequence, self._plan.lookup.token_ids
+        gained = tuple(sequence.token_ids[self._planned_length :])
+        accepted = agreement_length(pending_ids, looked_up[len(gained) :])
+        end = len(gained) + accepted
+        if gained == looked_up[: len(gained)] and end < len(looked_up):
+            limit = min(len(self._plan.lookup_ids), sequence.remaining - accepted - 2)
+            rest, outcome = looked_up[end + 1 : end + 1 + max(0, limit)], (accepted, looked_up[end])
+            if outcome not in self._by_outcome or not self._by_outcome[outcome][1]:
+                self._by_outcome[outcome] = None, rest
 
     def _drafts_of(self, branch: Branch, limit: int) -> tuple[Proposal, tuple[int, ...]]:
         """What the draft worker proposed in a branch, up to `limit` tokens, and what of it is worth verifying."""
@@ -165,7 +185,7 @@ class Turn:
 
     def take_ahead(self, proposal: Proposal, target_vocab_size: int) -> None:
         """Take the branches drafted during the verification."""
-        if self._is_cached(proposal):
+        if not self.sequence.is_preempted and self._is_cached(proposal):
             for branch in proposal.branches:
                 branch.draft_token_ids = known_tokens(branch.draft_token_ids, target_vocab_size)
             self._ahead = proposal
@@ -202,12 +222,13 @@ class Turn:
     @property
     def num_draft_tokens(self) -> int:
         """Maximum number of draft tokens to verify."""
-        lengths = (len(branch.draft_token_ids) for _, branch in self._by_outcome.values())
-        return max(lengths, default=len(self._verified_drafts))
+        return max([len(self._verified_drafts), *(len(draft_ids) for _, draft_ids in self._by_outcome.values())])
 
     @property
     def _verified_drafts(self) -> tuple[int, ...]:
-        return (self._draft_ids or self._lookup_ids) if self.sequence.is_decoding else ()
+        if not self.sequence.is_decoding or any(draft_ids for _, draft_ids in self._by_outcome.values()):
+            return ()
+        return self._draft_ids or self._lookup_ids
 
     @property
     def _lookup_ids(self) -> tuple[int, ...]:
@@ -237,17 +258,17 @@ class Turn:
             sequence_id=sequence.sequence_id,
             base_length=base,
             token_ids=tokens,
-            draft_token_ids=() if self._by_outcome else self._verified_drafts,
+            draft_token_ids=self._verified_drafts,
             prefill_only=prefill_only,
             logprobs=sequence.request.logprobs,
             prefix_sequence_id=source,
             sampling=sampling,
             max_length=sequence.reserved_length if sampling or sequence.reserved is not None else None,
             after_round_id=after,
-            branches=tuple(branch for _, branch in self._by_outcome.values()),
+            branches=tuple(Branch(*outcome, ids) for outcome, (_, ids) in self._by_outcome.items() if ids),
         )
         num_cached_tokens = base + len(tokens) if prefill_only else None
-        self._pending = PendingRound(self._round_id, num_cached_tokens, self._item.max_num_draft_tokens)
+        self._pending = PendingRound(self._round_id, self._item, num_cached_tokens)
         sequence.pending.append(self._pending)
         return self._item
 
@@ -258,20 +279,21 @@ class Turn:
 
     def complete_item(self) -> None:
         """Fill in where the sequence continued, and with which drafts, once its earlier rounds have committed."""
-        item, sequence, pending = self._item, self.sequence, self._pending
-        if item is None or pending is None or item.after_round_id is None or not self._is_valid:
+        item, sequence = self._item, self.sequence
+        if item is None or item.after_round_id is None or not self._is_valid:
             return
         item.base_length, item.token_ids = sequence.num_cached_tokens, (sequence.token_ids[-1],)
-        branch = sequence.branch
-        if branch is not None and (taken := self._by_outcome.get((branch.num_accepted, branch.token_id))):
-            self._proposal, item.draft_token_ids = taken[0], taken[1].draft_token_ids
-            self._draft_ids = item.draft_token_ids
-        pending.num_draft_tokens = len(item.draft_token_ids)
+        if self._by_outcome:
+            outcome = sequence.num_accepted, sequence.token_ids[-1]
+            item.select_branch(*outcome)
+            self._proposal, draft_ids = self._by_outcome.get(outcome, (None, ()))
+            self._draft_ids = draft_ids if self._proposal is not None else ()
 
     def discard(self) -> None:
         """Drop the round and those that continue it, without a result."""
-        if self._pending in self.sequence.pending:
-            self.sequence.pending.clear()
+        pending = self.sequence.pending
+        if self._pending in pending:
+            del pending[pending.index(self._pending) :]
 
     def take_verdict(self, verdict: Verdict) -> Commit | None:
         """The commit; None if the sequence only prefilled, has ended, or was not served."""
@@ -338,10 +360,10 @@ class Turn:
     def _choose_branch(self, gained: tuple[int, ...]) -> int | None:
         """Keep the branch that matches the verification for the next round. Return its index."""
         sequence, ahead = self.sequence, self._ahead
-        sequence.branch = None
+        sequence.branch, sequence.num_accepted = None, len(gained) - 1
         if ahead is None:
             return None
-        accepted = len(gained) - 1
+        accepted = sequence.num_accepted
         sequence.num_draft_cached_tokens = min(ahead.num_cached_tokens, len(sequence.token_ids) + accepted)
         for index, branch in enumerate(ahead.branches):
             if (branch.num_accepted, branch.token_id) == (accepted, gained[-1]):

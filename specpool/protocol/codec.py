@@ -134,6 +134,8 @@ def verify_request(
 def read_verify_items(request: target_worker_pb2.VerifyRequest, limits: RoundLimits) -> list[VerifyItem]:
     """Read the items of a target round. Raises InvalidArgumentError."""
     _check_maximum("items", len(request.items), limits.max_items)
+    for index, item in enumerate(request.items):
+        _check_maximum(f"items[{index}].branches", len(item.branches), MAX_ITEM_BRANCHES)
     _check_logits(sum(_max_num_draft_tokens(item) + 1 for item in request.items), limits)
     seen: set[int] = set()
     items = []
@@ -170,7 +172,6 @@ def _read_branches(field: str, item: target_worker_pb2.VerifyItem, limits: Round
         raise InvalidArgumentError(f"{field}.branches", "must be empty without after_round_id")
     if item.draft_token_ids:
         raise InvalidArgumentError(f"{field}.draft_token_ids", "must be empty with branches")
-    _check_maximum(f"{field}.branches", len(item.branches), MAX_ITEM_BRANCHES)
     branches = []
     for index, message in enumerate(item.branches):
         name, drafts = f"{field}.branches[{index}]", tuple(message.draft_token_ids)

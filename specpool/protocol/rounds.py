@@ -138,7 +138,7 @@ class VerifyItem(SequenceItem):
     """The sequence's previous round, whose result determines `base_length` and `token_ids`. They are empty until the
     result is known, and if the round yielded no token."""
     branches: tuple[Branch, ...] = ()
-    """Draft tokens by outcome of that round. They become `draft_token_ids` once the outcome is known."""
+    """Draft tokens by outcome of that round, until the outcome is known."""
 
     @property
     def end(self) -> int:
@@ -152,8 +152,9 @@ class VerifyItem(SequenceItem):
 
     def select_branch(self, num_accepted: int, token_id: int) -> None:
         """Verify the draft tokens of the branch for this outcome, or none."""
-        for branch in self.branches:
-            if (branch.num_accepted, branch.token_id) == (num_accepted, token_id):
+        outcome, branches, self.branches = (num_accepted, token_id), self.branches, ()
+        for branch in branches:
+            if (branch.num_accepted, branch.token_id) == outcome:
                 self.draft_token_ids = branch.draft_token_ids
                 return
 

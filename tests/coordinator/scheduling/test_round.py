@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.scheduling.commits import DraftPlan
+from coordinator.scheduling.commits import DraftPlan, Lookup
 from coordinator.scheduling.prefill import MAX_UNCHUNKED_TOKENS
 from coordinator.scheduling.round import Round
-from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
+from coordinator.scheduling.sequence import DraftMethod, Finish, FinishReason, GenerationRequest, Prefix, Sequence
 from coordinator.scheduling.turn import DRAFT_BACKOFF_ROUNDS, DraftLimits
 from specpool.protocol.rounds import Branch, ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 
@@ -266,21 +266,23 @@ class Simulation:
     def plans(self, group: list[Sequence]) -> dict[int, DraftPlan]:
         """Random plans for most sequences: by the model (before or during verification), by lookup, or neither."""
         num_branches = self.rng.choice([0, self.rng.randint(1, 5)])
-        return {
-            sequence.sequence_id: DraftPlan(
-                num_draft_tokens=self.rng.randint(0, 9),
-                num_branches=num_branches,
-                min_chance=self.rng.choice([0.0, 0.5, 1.0]),
-                lookup_ids=self.lookup_ids(sequence),
-            )
-            for sequence in group
-            if self.rng.random() < 0.7
-        }
+        plans = {}
+        for sequence in group:
+            looked_up = self.lookup_ids(sequence)
+            if self.rng.random() < 0.7:
+                plans[sequence.sequence_id] = DraftPlan(
+                    num_draft_tokens=self.rng.randint(0, 9),
+                    num_branches=num_branches,
+                    min_chance=self.rng.choice([0.0, 0.5, 1.0]),
+                    lookup_ids=looked_up[: self.rng.randint(0, max(0, sequence.max_num_draft_tokens))],
+                    lookup=Lookup(looked_up),
+                )
+        return plans
 
     def lookup_ids(self, sequence: Sequence) -> tuple[int, ...]:
         """Random prompt-lookup tokens, mostly right."""
         context, looked_up = sequence.token_ids.copy(), list[int]()
-        for _ in range(self.rng.randint(0, max(0, sequence.max_num_draft_tokens))):
+        for _ in range(self.rng.randint(0, 12)):
             token = choose(context)
             looked_up.append(token if self.rng.random() < self.acceptance else (token + 1) % VOCAB_SIZE)
             context.append(looked_up[-1])
@@ -613,6 +615,38 @@ def test_branches_end_where_the_request_ends() -> None:
     second.complete_items()
     second.commit(later)
     assert sequence.generated_ids == decode_plainly(sequence.request)
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 2])
+def test_lookup_tokens_continue_the_pending_round(wrong: int | None) -> None:
+    """They are a branch for the outcome that the lookup expects."""
+    sequence, target = make_sequence(k=3), Worker()
+    truth = tuple(decode_plainly(sequence.request))
+    looked_up = tuple((token + 1) % VOCAB_SIZE if i == wrong else token for i, token in enumerate(truth))
+    first = Round(1, [sequence], 100)
+    first.commit([target.verify(each, 1) for each in first.verify_items()])
+    plans = {sequence.sequence_id: DraftPlan(lookup_ids=looked_up[1:4], lookup=Lookup(looked_up[1:9]))}
+    second, third = Round(2, [sequence], 100, plans), Round(3, [sequence], 100, plans)
+    answers = [target.verify(each, 2) for each in second.verify_items()]
+    third.take_branches()
+    (sent,) = third.verify_items()
+    later = [target.verify(sent, 3)]
+    second.commit(answers)
+    third.complete_items()
+    (commit,) = third.commit(later)
+    right = wrong != 2
+    assert (commit.drafted, commit.accepted) == ((3, 3) if right else (0, 0))
+    assert commit.method == (DraftMethod.NGRAM if right else None)
+    assert sequence.generated_ids == list(truth[: sequence.num_generated])
+
+
+def test_a_failed_round_ahead_keeps_the_result_of_the_one_before() -> None:
+    sequence, target = make_sequence(k=0), Worker()
+    first, second = Round(1, [sequence], 100), Round(2, [sequence], 100)
+    answers = [target.verify(each, 1) for each in first.verify_items()]
+    second.verify_items()
+    second.discard()
+    assert [len(commit.token_ids) for commit in first.commit(answers)] == [1]
 
 
 def test_a_sequence_without_its_branch_is_verified_without_drafts() -> None:

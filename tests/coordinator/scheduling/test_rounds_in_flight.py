@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from coordinator.scheduling.capacity import KVCapacity, QueueLimits
 from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.sequence import GenerationRequest, PendingRound, Sequence
+from specpool.protocol.rounds import VerifyItem
 
 MAX_ROUNDS = 2
 
@@ -82,7 +83,7 @@ class RoundsInFlight(RuleBasedStateMachine):
         flight.is_sent = True
         for sequence in flight.group:
             if sequence.finish is None:
-                flight.pending[sequence] = PendingRound(flight.number, None, 0)
+                flight.pending[sequence] = PendingRound(flight.number, VerifyItem(1, 0, ()), None)
                 sequence.pending.append(flight.pending[sequence])
                 self.held.add(sequence.sequence_id)
         self.pool.round_sent(flight.group)

@@ -84,6 +84,7 @@ async def test_the_worker_selects_the_branch_of_the_last_outcome(target: Worker)
         ),
         (after(1, [5], branches=[branch(0, 9, 5)]), r"draft_token_ids: must be empty with branches"),
         (after(1, branches=[branch(0, i) for i in range(65)]), r"branches: 65 is more than the maximum of 64"),
+        (after(1, branches=[branch(0, 9)] * 100_000), r"branches: 100000 is more than the maximum of 64"),
         (after(1, branches=[branch(0, 9, 5), branch(0, 9)]), r"branches: has two branches for the same outcome"),
         (after(1, branches=[branch(0, 9, 999)]), r"branches\[0\].draft_token_ids: token id 999 must be below"),
         (
@@ -91,7 +92,7 @@ async def test_the_worker_selects_the_branch_of_the_last_outcome(target: Worker)
             r"branches\[0\].draft_token_ids: 1025 is more than the maximum",
         ),
     ],
-    ids=["explicit position", "drafts, too", "too many", "same outcome", "unknown token", "too long"],
+    ids=["explicit position", "drafts, too", "too many", "far too many", "same outcome", "unknown token", "too long"],
 )
 async def test_impossible_branches_are_refused(target: Worker, item: pb.VerifyItem, error: str) -> None:
     await target.round(verify(1, 0, PROMPT), round_id=1)
