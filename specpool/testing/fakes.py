@@ -299,7 +299,7 @@ class FakeTarget(FakeWorker):
     async def Verify(self, request: target_worker_pb2.VerifyRequest, context: Any) -> target_worker_pb2.VerifyResponse:
         """Verify every item."""
         began = time.perf_counter_ns()
-        await self._begin_round(context, [sum(len(i.token_ids) + len(i.draft_token_ids) for i in request.items)])
+        await self._begin_round(context, [sum(len(self.tokens_of(request, item)) for item in request.items)])
         results = [
             self._verify((request.coordinator_id, item.sequence_id), item, request.round_id) for item in request.items
         ]
