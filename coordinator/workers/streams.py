@@ -51,6 +51,8 @@ class RoundCalls:
         if self.has_streams:
             try:
                 return await self._by_stream(request, seconds)
+            except _StatusUnknownError:
+                pass
             except AioRpcError as error:
                 if error.code() is not StatusCode.UNIMPLEMENTED:
                     raise
@@ -103,6 +105,10 @@ class RoundCalls:
                 self._in_use.discard(stream)
             if stream.is_broken and self._current is stream:
                 self._current = None
+
+
+class _StatusUnknownError(Exception):
+    """A new stream ended with a status that gRPC hides. The worker may not support streams."""
 
 
 class _Stream:
@@ -162,6 +168,8 @@ class _Stream:
             code, details = await self.call.code(), await self.call.details()
             if code in (StatusCode.UNAVAILABLE, StatusCode.UNIMPLEMENTED):
                 raise _error(code, details) from None
+            if code is StatusCode.INTERNAL and not self._answered:
+                raise _StatusUnknownError from None
             reason = f"the stream had ended: {code.name}: {details}"
             raise _error(StatusCode.UNAVAILABLE, reason) from None
 

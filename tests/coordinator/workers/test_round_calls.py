@@ -14,7 +14,7 @@ from secure_service import until
 from serving import PATIENCE_SECONDS, RecordingTarget, make_request, serving
 
 from coordinator.workers.errors import Cause, WorkerUnreachableError
-from coordinator.workers.streams import RoundCalls
+from coordinator.workers.streams import RoundCalls, _Stream
 from specpool.rpc.security.channel import open_channel
 
 
@@ -129,28 +129,39 @@ async def test_idle_stream_that_ended_is_unavailable(command: bytes) -> None:
         assert (await calls(b"a"))[0] == b"a!"
 
 
+def break_writes(stream: Any) -> None:
+    """Let writes fail as gRPC does, which then ends the stream with INTERNAL."""
+
+    async def write(_: bytes) -> None:
+        stream._cython_call.set_internal_error("told to fail")
+        await stream._raise_for_status()
+
+    stream.write = write
+
+
+async def test_failed_writes_are_unavailable() -> None:
+    async with echoing() as (echo, calls):
+        await calls(b"a")
+        break_writes(calls._current.call)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await calls(b"b")
+        assert failed.value.code() is StatusCode.UNAVAILABLE
+        assert (echo.streams, echo.singles) == (1, 0)
+
+
 @pytest.mark.parametrize("open_first", [False, True])
-async def test_failed_writes_are_unavailable(open_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC itself ends such a stream with INTERNAL."""
-    async with echoing() as (_, calls):
-        open_stream = calls._open_stream
-
-        def broken() -> Any:
-            stream = open_stream()
-
-            async def write(_: bytes) -> None:
-                stream._cython_call.set_internal_error("told to fail")
-                await stream._raise_for_status()
-
-            stream.write = write
-            return stream
-
-        monkeypatch.setattr(calls, "_open_stream", broken)
+async def test_unary_calls_replace_new_streams_whose_writes_fail(open_first: bool) -> None:
+    """A worker without streams may look like this."""
+    async with echoing() as (echo, calls):
         if open_first:
             calls.open()
-        with pytest.raises(grpc.aio.AioRpcError) as failed:
-            await calls(b"a")
-        assert failed.value.code() is StatusCode.UNAVAILABLE
+        else:
+            calls._current = _Stream(calls._open_stream())
+        break_writes(calls._current.call)
+        assert (await calls(b"a"))[0] == b"a!"
+        assert echo.singles == 1
+        assert (await calls(b"b"))[0] == b"b!"
+        assert echo.singles == 1, "the worker may support streams"
 
 
 class Broken:
