@@ -45,7 +45,10 @@ class Verifier(SequenceEngine):
         ]
 
     def _continue(self, round_: VerifyRound) -> Iterator[tuple[SequenceKey, tuple[int, Continuation]]]:
-        """Fill in where sequences continue, and with which draft tokens; no tokens if they cannot."""
+        """Fill in position, last token and draft tokens of continued items, and yield their continuations.
+
+        Items that cannot continue are left without tokens.
+        """
         for item in round_.items:
             if item.after_round_id is not None:
                 key = round_.coordinator_id, item.sequence_id

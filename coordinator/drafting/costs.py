@@ -164,8 +164,8 @@ class RoundCosts:
     scheduling: float = 0.0
     """Seconds that the coordinator itself takes in a round with drafts."""
     ahead_exchange: float | None = None
-    """Seconds from the result of a verification until the branches of the next one arrive, without the draft worker's
-    passes. None: the target worker cannot select branches, but waits for the coordinator."""
+    """Seconds from the result of a verification until the branches of the next one arrive, excluding the draft worker's
+    passes. None if the target worker cannot select branches."""
 
     def seconds(self, sequences: int, drafting: list[int], num_lookup_tokens: int = 0) -> float:
         """Seconds of a round of `sequences` sequences, of which `drafting[j]` take part in draft step j.

@@ -141,7 +141,7 @@ class Drafting:
                 self.observe_proposals(items, proposals, timed)
             else:
                 self._draft_steps = max((len(proposal.draft_token_ids) for proposal in proposals), default=0)
-        if not outcome.continues:  # otherwise the request waits at the worker
+        if not outcome.continues:  # a continued round waits at the worker, which is not message latency
             self._observe_exchange(outcome.verified)
         if outcome.is_quiet and outcome.all_decode:
             self.costs.verify.observe(_rows(outcome.verify_items), outcome.verified.forward)

@@ -23,7 +23,8 @@ class RoundOutcome:
     drafted_ahead: bool = False
     """Whether the draft worker was called during the verification."""
     ahead_seconds: float | None = None
-    """Seconds from the result of the previous round until the branches of this one arrived, if both were in flight."""
+    """Seconds from the result of the previous round until the branches of this one arrived. None unless this round was
+    sent while the previous one was in flight."""
     is_quiet: bool = True
     """Whether each worker had its devices to itself, so that pass times are those of one worker alone."""
 

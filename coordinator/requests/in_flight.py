@@ -81,11 +81,11 @@ class RequestsInFlight:
         sample.admit()
 
     def committed(self, commits: Iterable[Commit]) -> None:
-        """Take the tokens of a round, and the ends of sequences. Call at once: they may end in another way later."""
+        """Queue the commits of a round. Call right after the commit: a later abort would change the finish reasons."""
         self._unpublished.extend((commit, commit.sequence.finish) for commit in commits)
 
     def publish_soon(self) -> None:
-        """Publish what was committed, after the tasks that are ready to run. Call once the next round has been sent."""
+        """Schedule publication of the queued commits, after tasks that are ready to run, such as the next round."""
         asyncio.get_running_loop().call_soon(self._publish_all)
 
     def _publish_all(self) -> None:

@@ -94,7 +94,7 @@ class RoundRunner:
         self._drafting_ahead: set[asyncio.Task[None]] = set()
         self._releasing: set[asyncio.Task[None]] = set()
         self._not_followed: set[Flight] = set()
-        """Rounds in flight with drafts that the next round must not follow yet."""
+        """Drafting rounds in flight, until the next round may be sent."""
         self._prepared: tuple[list[tuple[int, int]], dict[int, DraftPlan]] | None = None
         """Draft plans made in advance, with the ids and lengths of their sequences."""
         self._round_ids = count(1)
@@ -108,8 +108,8 @@ class RoundRunner:
     def max_rounds(self) -> int:
         """Maximum number of rounds in flight.
 
-        A group that drafts runs ahead only once it has drafted. Otherwise, newcomers would permanently form a second
-        group.
+        A drafting group runs ahead only once it has finished drafting branches. Otherwise, newcomers would permanently
+        form a second group.
         """
         if self.num_groups > 1:
             return MAX_ROUNDS
@@ -202,7 +202,7 @@ class RoundRunner:
         return self._drafting.plan_round(sequences, worker, self.target.step_times, self._batch)
 
     def _prepare(self) -> None:
-        """Plan the drafts of the next round while branches are drafted, since it then waits for them only."""
+        """Plan the next round's drafts while branches are drafted, so that it can be sent when they arrive."""
         flight = self._last_sent
         if flight is None or flight not in self._not_followed or not self._selects_branches or self.num_groups > 1:
             return
@@ -221,7 +221,7 @@ class RoundRunner:
         flight.outcome.verify_items = round_.verify_items()
         if not flight.outcome.verify_items:
             return False
-        # A round with drafts is not followed before the next drafts are there. Meanwhile newcomers may join them.
+        # A drafting round is followed only once its branches are drafted. Newcomers can join the group until then.
         if self._runs_ahead and self.num_groups == 1 and not round_.wants_drafts:
             self._follow(flight)
         progressed = await self._verify(flight)
@@ -233,7 +233,7 @@ class RoundRunner:
         return progressed
 
     def _follow(self, flight: Flight) -> None:
-        """Let the next round begin, although this one has not been answered."""
+        """Allow the next round to be sent before the response to this one."""
         self._not_followed.discard(flight)
         self._pool.round_sent(flight.group.sequences)
         flight.sent()
@@ -286,11 +286,11 @@ class RoundRunner:
             flight.committed.set()
             if self._last_sent is flight:
                 self._last_sent = None
-        await asyncio.sleep(0)  # the draft worker gets the outcome first
+        await asyncio.sleep(0)  # let the next round draft its branches first
         return any(verdict.status is not ItemStatus.NO_SLOT for verdict in verdicts)
 
     def _usual_seconds(self, outcome: RoundOutcome) -> float:
-        """Seconds of the verification. If its response was read late, those that it usually takes."""
+        """Seconds of the verification, at least its usual duration: `elapsed` is short if the response was read late."""
         rows = sum(len(item.token_ids) + len(item.draft_token_ids) for item in outcome.verify_items)
         return max(outcome.verified.elapsed, self.target.step_times(rows))
 
@@ -317,7 +317,7 @@ class RoundRunner:
     async def _draft_ahead(self, flight: Flight, previous: Flight | None) -> None:
         """Draft branches for the most probable outcomes of the verification, then let the next round follow."""
         if previous is not None:
-            await previous.committed.wait()  # its outcome decides what is being verified
+            await previous.committed.wait()  # its outcome selects the drafts of this round
             if previous.failed:
                 return
         began = time.perf_counter()

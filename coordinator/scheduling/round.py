@@ -102,7 +102,7 @@ class Round:
         return [turn.verify_item(count) for turn in turns if (count := shares[turn.sequence.sequence_id])]
 
     def complete_items(self) -> None:
-        """Fill in where sequences continued, and with which drafts, once their earlier rounds have committed."""
+        """Fill in position, last token and draft tokens of continued items, once the rounds before have committed."""
         for turn in self._turns.values():
             turn.complete_item()
 

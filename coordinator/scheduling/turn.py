@@ -46,7 +46,7 @@ class Turn:
         self._num_branches = 0
         """Branches requested from the draft worker."""
         self._by_outcome: dict[tuple[int, int], tuple[Proposal | None, tuple[int, ...]]] = {}
-        """What the draft worker proposed, and tokens to verify, by outcome of the round that the sequence continues."""
+        """For each outcome of the pending round: the proposal (None for prompt lookup), and the tokens to verify."""
         self._draft_ids: tuple[int, ...] = ()
         """Proposed tokens to verify."""
         self._item: VerifyItem | None = None
@@ -140,7 +140,7 @@ class Turn:
     def take_branches(self, target_selects: bool) -> None:
         """Take the branch that matches the last verification, if there is one.
 
-        If the outcome is unknown and the target can select, take all. Prompt lookup is a branch, too.
+        If the outcome is unknown and the target can select, take all. Prompt-lookup tokens form a branch, too.
         """
         sequence = self.sequence
         if sequence.continues:
@@ -160,7 +160,7 @@ class Turn:
             self._take_lookup(pending.item.draft_token_ids)
 
     def _take_lookup(self, pending_ids: tuple[int, ...]) -> None:
-        """Take what follows in the prompt lookup, if the pending round yields its tokens."""
+        """Add the remaining prompt-lookup tokens as a branch for the outcome that the lookup predicts."""
         sequence, looked_up = self.sequence, self._plan.lookup.token_ids
         gained = tuple(sequence.token_ids[self._planned_length :])
         accepted = agreement_length(pending_ids, looked_up[len(gained) :])
@@ -172,7 +172,7 @@ class Turn:
                 self._by_outcome[outcome] = None, rest
 
     def _drafts_of(self, branch: Branch, limit: int) -> tuple[Proposal, tuple[int, ...]]:
-        """What the draft worker proposed in a branch, up to `limit` tokens, and what of it is worth verifying."""
+        """The first `limit` draft tokens of a branch as a proposal, and those worth verifying."""
         drafted = branch.draft_token_ids[: max(0, limit)]
         proposal = Proposal(self.sequence.sequence_id, ItemStatus.OK, drafted, 0, branch.confidences)
         return proposal, self._likely(drafted, proposal)
@@ -278,7 +278,7 @@ class Turn:
         return self.sequence.pending[:1] == [self._pending]
 
     def complete_item(self) -> None:
-        """Fill in where the sequence continued, and with which drafts, once its earlier rounds have committed."""
+        """Fill in position, last token and draft tokens of a continued item, once the round before has committed."""
         item, sequence = self._item, self.sequence
         if item is None or item.after_round_id is None or not self._is_valid:
             return

@@ -180,7 +180,7 @@ def _read_branches(field: str, item: target_worker_pb2.VerifyItem, limits: Round
         branches.append(Branch(message.num_accepted, message.token_id, drafts))
     outcomes = {(branch.num_accepted, branch.token_id) for branch in branches}
     if len(outcomes) < len(branches):
-        raise InvalidArgumentError(f"{field}.branches", "has two branches for the same outcome")
+        raise InvalidArgumentError(f"{field}.branches", "must have at most one branch per outcome")
     return tuple(branches)
 
 

@@ -138,7 +138,7 @@ class VerifyItem(SequenceItem):
     """The sequence's previous round, whose result determines `base_length` and `token_ids`. They are empty until the
     result is known, and if the round yielded no token."""
     branches: tuple[Branch, ...] = ()
-    """Draft tokens by outcome of that round, until the outcome is known."""
+    """Draft tokens for possible outcomes of that round. Cleared once the outcome is known."""
 
     @property
     def end(self) -> int:
@@ -151,7 +151,7 @@ class VerifyItem(SequenceItem):
         return max((len(branch.draft_token_ids) for branch in self.branches), default=len(self.draft_token_ids))
 
     def select_branch(self, num_accepted: int, token_id: int) -> None:
-        """Verify the draft tokens of the branch for this outcome, or none."""
+        """Take the draft tokens of the branch that matches this outcome, if any, and clear `branches`."""
         outcome, branches, self.branches = (num_accepted, token_id), self.branches, ()
         for branch in branches:
             if (branch.num_accepted, branch.token_id) == outcome:

@@ -162,8 +162,8 @@ class SequenceEngine:
     ) -> None:
         """Declare the first `num_cached_tokens` positions of the sequence valid.
 
-        `next_token`: the token after them, with which the next round may continue. `num_accepted`: draft tokens among
-        them that this round verified.
+        `next_token`: the token after them, with which the next round may continue. `num_accepted`: number of draft
+        tokens that this round accepted.
         """
         slot = self.engine.slots[key]
         slot.num_cached_tokens, slot.next_token, slot.num_accepted = num_cached_tokens, next_token, num_accepted

@@ -44,7 +44,7 @@ async def generate(target: RecordingTarget, draft: WatchingDraft, sequences: int
 @pytest.mark.parametrize("overlap", ["on", "off"])
 @pytest.mark.parametrize("sequences", [1, 8])
 async def test_workers_overlap_only_if_the_settings_allow_it(sequences: int, overlap: str) -> None:
-    is_single = sequences == 1  # needs branches, which pay off if steps are slow
+    is_single = sequences == 1  # overlaps only with branches, which pay off if passes are slow
     target = busy_target(8 * MILLISECOND if is_single else 0.8 * MILLISECOND)
     draft = watching_draft(target, 4 * MILLISECOND if is_single else 0.6 * MILLISECOND)
     await generate(target, draft, sequences, overlap=overlap)

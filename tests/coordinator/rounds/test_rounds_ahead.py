@@ -13,7 +13,7 @@ from coordinator.scheduling.round import Round
 from specpool.v1 import target_worker_pb2
 
 SLOW_PASS_SECONDS = 0.02
-"""Longer than it takes to draft."""
+"""Longer than drafting takes."""
 
 
 def continuing(target: RecordingTarget) -> list[target_worker_pb2.VerifyItem]:

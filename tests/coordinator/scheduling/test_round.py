@@ -46,7 +46,7 @@ class Worker:
     caches: dict[int, list[int]] = field(default_factory=dict)
     released: dict[int, list[int]] = field(default_factory=dict)
     last: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
-    """Last round of each sequence that yielded tokens, and these tokens."""
+    """Last round of each sequence that yielded tokens, and those tokens."""
 
     def realign(self, item: ProposeItem | VerifyItem) -> ItemStatus:
         cached, source = self.caches.get(item.sequence_id), item.prefix_sequence_id
@@ -577,7 +577,7 @@ def test_the_branch_that_came_true_becomes_the_next_draft() -> None:
 
 
 def test_the_target_selects_the_branch_that_came_true() -> None:
-    """A round that waits at the target has all branches."""
+    """A round sent ahead carries all branches."""
     sequence = make_sequence(k=3)
     target, draft = Worker(), Worker()
     plans = {sequence.sequence_id: DraftPlan(3, num_branches=4)}
@@ -619,7 +619,7 @@ def test_branches_end_where_the_request_ends() -> None:
 
 @pytest.mark.parametrize("wrong", [None, 0, 2])
 def test_lookup_tokens_continue_the_pending_round(wrong: int | None) -> None:
-    """They are a branch for the outcome that the lookup expects."""
+    """They form a branch for the outcome that the lookup predicts."""
     sequence, target = make_sequence(k=3), Worker()
     truth = tuple(decode_plainly(sequence.request))
     looked_up = tuple((token + 1) % VOCAB_SIZE if i == wrong else token for i, token in enumerate(truth))

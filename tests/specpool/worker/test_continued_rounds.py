@@ -72,7 +72,7 @@ async def test_the_worker_selects_the_branch_of_the_last_outcome(target: Worker)
         (result,) = await target.round(after(2, branches=branches), round_id=3)
         assert (list(result.token_ids), result.cached_length) == (truth[3:6], len(PROMPT) + 5)
     (result,) = await target.round(after(3, branches=[branch(1, truth[5], 9)]), round_id=4)
-    assert list(result.token_ids) == truth[6:7], "without a branch for the outcome nothing is drafted"
+    assert list(result.token_ids) == truth[6:7], "no draft tokens are verified without a matching branch"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ async def test_the_worker_selects_the_branch_of_the_last_outcome(target: Worker)
         (after(1, [5], branches=[branch(0, 9, 5)]), r"draft_token_ids: must be empty with branches"),
         (after(1, branches=[branch(0, i) for i in range(65)]), r"branches: 65 is more than the maximum of 64"),
         (after(1, branches=[branch(0, 9)] * 100_000), r"branches: 100000 is more than the maximum of 64"),
-        (after(1, branches=[branch(0, 9, 5), branch(0, 9)]), r"branches: has two branches for the same outcome"),
+        (after(1, branches=[branch(0, 9, 5), branch(0, 9)]), r"branches: must have at most one branch per outcome"),
         (after(1, branches=[branch(0, 9, 999)]), r"branches\[0\].draft_token_ids: token id 999 must be below"),
         (
             after(1, branches=[branch(0, 9, *[5] * 1025)]),
