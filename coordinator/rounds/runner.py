@@ -290,7 +290,7 @@ class RoundRunner:
         return any(verdict.status is not ItemStatus.NO_SLOT for verdict in verdicts)
 
     def _usual_seconds(self, outcome: RoundOutcome) -> float:
-        """Seconds of the verification, at least its usual duration: `elapsed` is short if the response was read late."""
+        """Seconds of the verification, or its usual duration if longer: `elapsed` is short if it was read late."""
         rows = sum(len(item.token_ids) + len(item.draft_token_ids) for item in outcome.verify_items)
         return max(outcome.verified.elapsed, self.target.step_times(rows))
 
