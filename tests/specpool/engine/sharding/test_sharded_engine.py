@@ -80,7 +80,8 @@ def test_partial_sums_and_the_torch_pass_are_batch_invariant(
         assert type(engine.forward_pass).__name__ == forward_pass
         assert engine.bitwise
         assert rows_that_differ(engine) == 0
-        assert torch.allclose(logits(engine), logits(alone), rtol=1e-3, atol=1e-3)
+        ours = logits(engine)  # without the branch if the pass has none
+        assert torch.allclose(ours, logits(alone)[: len(ours)], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow
