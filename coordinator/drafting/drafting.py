@@ -109,8 +109,11 @@ class Drafting:
         self.costs.draft = (worker and worker.step_times) or self.costs.draft
         drafting = [sequence for sequence in group if sequence.request.num_speculative_tokens]
         self.lookup.index_answers()
-        lookups = {s.sequence_id: self.lookup.look_up(s, self._max_num_draft_tokens(s)) for s in drafting}
-        options = {s.sequence_id: self._options(s, worker, lookups[s.sequence_id]) for s in drafting}
+        limits = {s.sequence_id: self._max_num_draft_tokens(s) for s in drafting}
+        lookups = {s.sequence_id: self.lookup.look_up(s, limits[s.sequence_id]) for s in drafting}
+        options = {
+            s.sequence_id: self._options(s, worker, lookups[s.sequence_id], limits[s.sequence_id]) for s in drafting
+        }
         mean_length = sum(len(sequence.token_ids) for sequence in group) / len(group)
         self.costs.verify.cached = self.costs.draft.cached = mean_length
         adaptive = {s.sequence_id: options[s.sequence_id] for s in drafting if s.request.adaptive}
@@ -125,14 +128,15 @@ class Drafting:
         for sequence in drafting:
             sequence_id = sequence.sequence_id
             if sequence.request.adaptive:
-                plans[sequence_id] = self._plan_adaptive(sequence, plans[sequence_id])
+                plans[sequence_id] = self._plan_adaptive(sequence, plans[sequence_id], limits[sequence_id])
             else:
                 plans[sequence_id] = self._plan_fixed(sequence, options[sequence_id], limit)
         if fixed := [sequence for sequence in drafting if not sequence.request.adaptive]:
             plans |= self._fixed_branches(fixed, plans, len(group), max_branches, bool(adaptive))
         if not any(plan.num_draft_tokens for plan in plans.values()):
             self._draft_steps = 0
-        return {i: replace(plan, lookup=lookups[i]) if i in lookups else plan for i, plan in plans.items()}
+        looked_up = {i: replace(plans[i], lookup=lookup) for i, lookup in lookups.items() if lookup.run}
+        return plans | looked_up
 
     def observe_round(self, outcome: RoundOutcome) -> None:
         """Learn from the results of a round, and from the times that the workers report."""
@@ -247,12 +251,12 @@ class Drafting:
         for sequence_id in sequence_ids:
             self.lengths.acceptance.forget(sequence_id)
 
-    def _options(self, sequence: Sequence, worker: DraftWorker | None, lookup: Lookup) -> DraftOptions:
+    def _options(self, sequence: Sequence, worker: DraftWorker | None, lookup: Lookup, limit: int) -> DraftOptions:
         return DraftOptions(
-            max_num_draft_tokens=self._max_num_draft_tokens(sequence),
+            max_num_draft_tokens=limit,
             has_model=_can_draft(sequence, worker),
             draft_lag=max(0, len(sequence.token_ids) - sequence.draft_base_length - MAX_DRAFT_LAG),
-            catch_up_rounds=max(1, min(MAX_CATCH_UP_ROUNDS, sequence.max_num_draft_tokens)),
+            catch_up_rounds=max(1, min(MAX_CATCH_UP_ROUNDS, limit)),
             lookup_ids=lookup.token_ids,
             lookup_rate=self.lookup.rate(sequence.sequence_id, lookup),
         )
@@ -263,13 +267,12 @@ class Drafting:
             num_draft_tokens = min(num_draft_tokens, self.lengths.max_num_draft_tokens)
         return max(0, num_draft_tokens)
 
-    def _plan_adaptive(self, sequence: Sequence, plan: DraftPlan) -> DraftPlan:
+    def _plan_adaptive(self, sequence: Sequence, plan: DraftPlan, limit: int) -> DraftPlan:
         round_plan, branches = self.lengths.plan, self.lengths.branches
         if plan.num_branches and sequence.request.sampling.is_argmax:
             length = branches.length or plan.num_draft_tokens  # a trial's
-            num_draft_tokens = min(length, self._max_num_draft_tokens(sequence))
             min_chance = min(1.0, max(MIN_CHANCE, branches.row))
-            return replace(plan, num_draft_tokens=num_draft_tokens, min_chance=min_chance)
+            return replace(plan, num_draft_tokens=min(length, limit), min_chance=min_chance)
         if (
             plan.num_branches
             or not plan.num_draft_tokens
@@ -280,7 +283,7 @@ class Drafting:
         # Drafting pays off on average. The draft's own probabilities decide where this draft ends.
         return replace(
             plan,
-            num_draft_tokens=self._max_num_draft_tokens(sequence),
+            num_draft_tokens=limit,
             min_chance=min(1.0, max(MIN_CHANCE, round_plan.row)),
             next_chance=self.lengths.acceptance.rate(sequence.sequence_id),
         )

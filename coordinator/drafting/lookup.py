@@ -35,7 +35,7 @@ class PromptLookup:
     def look_up(self, sequence: Sequence, limit: int) -> Lookup:
         """At most `limit` draft tokens from the more promising source; none if the request excludes prompt lookup."""
         request = sequence.request
-        if request.method is DraftMethod.MODEL or sequence.max_num_draft_tokens <= 0:
+        if request.method is DraftMethod.MODEL or limit <= 0:
             return Lookup()
         index = self._indexes.setdefault(sequence.sequence_id, NgramIndex())
         if not sequence.is_decoding:  # index long prompts while they are prefilled
