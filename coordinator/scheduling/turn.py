@@ -155,7 +155,7 @@ class Turn:
             limit = min(self._plan.num_draft_tokens, sequence.request.num_speculative_tokens)
             for branch in pending.branches:
                 drafts = self._drafts_of(branch, min(limit, sequence.remaining - branch.num_accepted - 2))
-                self._by_outcome.setdefault((branch.num_accepted, branch.token_id), drafts)
+                self._by_outcome.setdefault(branch.outcome, drafts)
         if self._plan.lookup_ids and not pending.item.branches:
             self._take_lookup(pending.item.draft_token_ids)
 
@@ -366,7 +366,7 @@ class Turn:
         accepted = sequence.num_accepted
         sequence.num_draft_cached_tokens = min(ahead.num_cached_tokens, len(sequence.token_ids) + accepted)
         for index, branch in enumerate(ahead.branches):
-            if (branch.num_accepted, branch.token_id) == (accepted, gained[-1]):
+            if branch.outcome == (accepted, gained[-1]):
                 sequence.branch = branch
                 return index
         return None

@@ -178,8 +178,7 @@ def _read_branches(field: str, item: target_worker_pb2.VerifyItem, limits: Round
         _check_maximum(f"{name}.draft_token_ids", len(drafts), MAX_ITEM_DRAFT_TOKENS)
         _check_token_ids(f"{name}.draft_token_ids", drafts, limits)
         branches.append(Branch(message.num_accepted, message.token_id, drafts))
-    outcomes = {(branch.num_accepted, branch.token_id) for branch in branches}
-    if len(outcomes) < len(branches):
+    if len({branch.outcome for branch in branches}) < len(branches):
         raise InvalidArgumentError(f"{field}.branches", "must have at most one branch per outcome")
     return tuple(branches)
 

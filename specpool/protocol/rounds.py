@@ -110,6 +110,11 @@ class Branch:
     draft_token_ids: tuple[int, ...] = ()
     confidences: tuple[float, ...] = ()
 
+    @property
+    def outcome(self) -> tuple[int, int]:
+        """The outcome that it continues: accepted tokens, and the token after them."""
+        return self.num_accepted, self.token_id
+
 
 @dataclass
 class Proposal:
@@ -154,7 +159,7 @@ class VerifyItem(SequenceItem):
         """Take the draft tokens of the branch that matches this outcome, if any, and clear `branches`."""
         outcome, branches, self.branches = (num_accepted, token_id), self.branches, ()
         for branch in branches:
-            if (branch.num_accepted, branch.token_id) == outcome:
+            if branch.outcome == outcome:
                 self.draft_token_ids = branch.draft_token_ids
                 return
 
