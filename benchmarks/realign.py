@@ -18,10 +18,11 @@ from benchmarks.prompts import add_prompts, load_prompts, number_of_prompts
 from benchmarks.report import console, finish, median, output_folder, parser_of, progress, realign_figure, show, whole
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.server import CoordinatorServer
-from specpool.cli.processes import Service, free_port
+from specpool.cli.processes import Service
 from specpool.client import AsyncClient
 from specpool.client.prompts import PromptLine
 from specpool.engine.models.embedded_pair import embedded_pair
+from specpool.rpc.ports import free_port
 from specpool.v1 import generation_pb2 as pb
 
 POLICIES, LAYOUTS = ("ragged", "exspec", "eqspec"), ("slots", "padded")

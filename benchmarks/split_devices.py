@@ -39,8 +39,8 @@ from benchmarks.report import (
     wholes,
 )
 from benchmarks.server_info import current_info
-from specpool.cli.processes import free_port
 from specpool.client import AsyncClient
+from specpool.rpc.ports import free_port
 from specpool.testing import FakeTarget
 
 PROMPT_LENGTH, WARM_UP_TOKENS, MAX_DRAFT_TOKENS = 16, 60, 16

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Self
 
-from specpool.cli.processes import free_port, worker_environment
+from specpool.cli.processes import worker_environment
 from specpool.healthcheck import problem
+from specpool.rpc.ports import free_port
 from specpool.rpc.security.channel import Connector
 
 ROOT = Path(__file__).parents[1]

@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from specpool.cli.preflight import STANDBY
-from specpool.cli.processes import Service, arguments_of, free_port
+from specpool.cli.processes import Service, arguments_of
 from specpool.cli.tls_check import health_check_security
 from specpool.cli.up_settings import COORDINATOR, CPU, ENGINE, METRICS_PORTS, UpSettings
 from specpool.engine.models.embedded_pair import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specpool.engine.models.embedded_pair import NAME as EMBEDDED_NAME
 from specpool.rpc.config.settings import ListeningSettings
 from specpool.rpc.observability.trace_settings import TraceSettings
+from specpool.rpc.ports import free_port
 from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.settings import ServerSecurity
 

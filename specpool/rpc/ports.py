@@ -2,9 +2,13 @@
 
 import errno
 import os
+import random
 import socket
 
 from specpool.rpc.security.channel import join_address
+
+# Below the ports that Linux (32768-60999) and macOS (49152-65535) give to outgoing connections
+UNASSIGNED_PORTS = range(20_000, 32_000)
 
 
 class ListenError(OSError):
@@ -35,3 +39,15 @@ def bind_error(host: str, port: int) -> OSError | None:
     except OSError as error:
         return error
     return None
+
+
+def free_port(count: int = 1) -> int:
+    """Return the first of `count` consecutive ports that are free on the loopback interface.
+
+    The system does not give them to other sockets before the caller's process listens.
+    """
+    while True:
+        first = random.SystemRandom().choice(UNASSIGNED_PORTS)
+        ports = range(first, first + count)
+        if all(bind_error("127.0.0.1", port) is None for port in ports):
+            return first

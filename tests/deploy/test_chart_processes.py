@@ -23,6 +23,7 @@ from serving import PATIENCE_SECONDS, free_address
 
 from specpool import healthcheck
 from specpool.engine.config.sources import UnsupportedModelError
+from specpool.rpc.ports import free_port
 from target_worker.server import load_verifier
 
 BIN = Path(sys.executable).parent
@@ -108,7 +109,7 @@ def test_group_pods_delay_shutdown_only_while_serving(node: int, is_serving: boo
 @pytest.mark.parametrize("cells", [1, 2])
 def test_gateway_is_alive_but_not_ready_without_coordinators(cells: int) -> None:
     gateway = container_of(template(*values_of("openai"), "--set", f"cells={cells}"), "smg")
-    free = {name: free_address().rpartition(":")[2] for name in ("port", "health-check-port", "prometheus-port")}
+    free = {name: str(free_port()) for name in ("port", "health-check-port", "prometheus-port")}
     changes = {"--host": "127.0.0.1"} | {f"--{name}": port for name, port in free.items()}
     flags = [word.partition("=") for word in gateway["args"]]
     args = [f"{flag}={changes[flag]}" if flag in changes else flag + equals + value for flag, equals, value in flags]

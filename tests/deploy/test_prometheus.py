@@ -6,11 +6,10 @@ import itertools
 import math
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ import pytest
 import yaml
 from dashboard import Query, ask
 from deployment import ROOT
-from scraping import free_port
 from test_monitoring import ALERTS, PANELS, PROMETHEUS, RULES, LabeledQuery
 
 from specpool.cli.processes import end
 from specpool.cli.services import services_of
 from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
+from specpool.rpc.ports import free_port
 
 pytestmark = pytest.mark.prometheus
 PATIENCE_SECONDS = 120
@@ -122,16 +121,6 @@ def prometheus(folder: Path, metrics_port: int) -> Iterator[str]:
         process.wait(30)
 
 
-def consecutive_free_ports(count: int) -> int:
-    """Return the first of `count` consecutive free ports."""
-    while True:
-        first = free_port()
-        with contextlib.suppress(OSError), ExitStack() as stack:
-            for port in range(first, first + count):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
-
-
 def is_answered(url: str, query: Query, began: float) -> bool:
     """Return whether a query has a finite value, in series with every label of the legend."""
     span = {"start": str(began), "end": str(time.time()), "step": "1"}
@@ -145,7 +134,7 @@ def is_answered(url: str, query: Query, began: float) -> bool:
 
 
 async def test_prometheus_answers_every_query(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    began, port = time.time(), consecutive_free_ports(3)
+    began, port = time.time(), free_port(3)
     selectors = [selector for rule in RULES for selector in LabeledQuery(rule["expr"]).selectors()]
     missing = {query for panel in PANELS for query in panel.queries}
     missing |= {Query(selector.prettify(), "") for selector in selectors}

@@ -8,7 +8,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import openai
-from serving import PATIENCE_SECONDS, free_address
+from serving import PATIENCE_SECONDS
+
+from specpool.rpc.ports import free_port
 
 SMG = Path(sys.executable).parent / "smg"
 
@@ -16,7 +18,7 @@ SMG = Path(sys.executable).parent / "smg"
 @asynccontextmanager
 async def gateway(coordinator: str, *flags: str) -> AsyncIterator[openai.AsyncOpenAI]:
     """Start smg for a running coordinator; yield an OpenAI client once smg answers."""
-    port, metrics_port = (free_address().rpartition(":")[2] for _ in range(2))
+    port, metrics_port = (str(free_port()) for _ in range(2))
     command = [SMG, "launch", "--host", "127.0.0.1", "--port", port, "--worker-urls", f"grpc://{coordinator}"]
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", metrics_port, "--log-level", "error", *flags]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)

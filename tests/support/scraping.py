@@ -7,7 +7,7 @@ from unittest import mock
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from serving import PATIENCE_SECONDS, free_address
+from serving import PATIENCE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,6 @@ class Scrape:
     def value(self, name: str, **labels: str) -> float:
         """Return the value of one sample. KeyError if there is none."""
         return self.values(name)[tuple(sorted(labels.items()))]
-
-
-def free_port() -> int:
-    return int(free_address().rpartition(":")[2])
 
 
 async def http(port: int, request: str | bytes) -> tuple[str, dict[str, str], str]:

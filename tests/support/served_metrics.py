@@ -7,10 +7,11 @@ from typing import Any
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from scraping import Scrape, free_port, scrape
+from scraping import Scrape, scrape
 from serving import free_address, make_request, serving
 from tiny_models import described_as_sharded, forget_all, load_engine
 
+from specpool.rpc.ports import free_port
 from specpool.worker.host import WorkerHost
 from specpool.worker.metrics import WorkerMetrics
 from target_worker.verifier import Verifier

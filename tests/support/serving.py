@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.server import CoordinatorServer
+from specpool.rpc.ports import free_port
 from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import draft_worker_pb2, generation_pb2_grpc, target_worker_pb2
 from specpool.v1 import generation_pb2 as pb
@@ -172,9 +172,7 @@ async def serving(
 
 def free_address() -> str:
     """Return an address without a listener."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def make_request(

@@ -13,13 +13,13 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from scraping import free_port
 from tiny_models import save_model, small_config
 from worker_service import PATIENCE_SECONDS
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.run.connections import hang_up, watch
 from specpool.engine.run.rendezvous import await_ranks
+from specpool.rpc.ports import free_port
 from specpool.v1 import common_pb2, target_worker_pb2_grpc
 
 Start = Callable[..., subprocess.Popen[str]]

@@ -8,10 +8,11 @@ from typing import Any
 import grpc
 import pytest
 from prometheus_client import generate_latest
-from scraping import Scrape, free_port
+from scraping import Scrape
 from serving import PATIENCE_SECONDS, Serving, check_tokens, expected_tokens, make_request, serving, stream
 
 from coordinator.requests.generation import MAX_UNREAD
+from specpool.rpc.ports import free_port
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 

@@ -5,10 +5,11 @@ from itertools import accumulate
 
 import grpc
 import pytest
-from scraping import Scrape, free_port, scrape
+from scraping import Scrape, scrape
 from serving import RecordingTarget, Serving, make_request, serving, stream
 
 from coordinator.config.settings import CoordinatorSettings
+from specpool.rpc.ports import free_port
 from specpool.v1 import generation_pb2 as pb
 
 SPEC = "specpool:spec_decode_num_"

@@ -10,7 +10,7 @@ from unittest import mock
 import grpc
 import pytest
 from pydantic import ValidationError
-from scraping import free_port, scrape
+from scraping import scrape
 from secure_service import until
 from serving import (
     DEFAULTS,
@@ -28,6 +28,7 @@ from coordinator.config.settings import CoordinatorSettings
 from coordinator.server import CoordinatorServer
 from coordinator.workers.errors import MismatchError
 from coordinator.workers.states import LinkState
+from specpool.rpc.ports import free_port
 from specpool.testing import FakeTarget
 from specpool.v1 import common_pb2
 from specpool.v1 import generation_pb2 as pb

@@ -17,12 +17,13 @@ import pytest
 from certificates import TOKEN, Authority
 from collector import Collector, collecting
 from scraping import scrape
-from serving import PATIENCE_SECONDS, free_address, info_with_loads
+from serving import PATIENCE_SECONDS, info_with_loads
 
 from coordinator.workers.recent import RECENT_SECONDS
 from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
+from specpool.rpc.ports import free_port
 from specpool.v1 import generation_pb2 as pb
 
 Pair = tuple[Path, Path]
@@ -105,22 +106,12 @@ async def end_all(process: asyncio.subprocess.Process, number: signal.Signals, s
     return err.decode()
 
 
-def three_free_ports() -> list[int]:
-    """Three consecutive ports."""
-    while True:
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            for port in (first + 1, first + 2):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            return [first, first + 1, first + 2]
-
-
 async def test_flags_reach_all_processes(tiny_pair: Pair, tmp_path: Path) -> None:
-    ca, tokens, ports = Authority(tmp_path), tmp_path / "tokens", three_free_ports()
+    ca, tokens, first = Authority(tmp_path), tmp_path / "tokens", free_port(3)
     server = ca.issue("up", ["DNS:up.example"])
     tokens.write_text(f"alice {TOKEN}\n")
     flags = ["--policy", "exspec", "--kv-layout", "padded", "--max-batch-size", "3", "--num-speculative-tokens", "2"]
-    flags += ["--max-num-seqs", "5", "--drain-seconds", "1", "--metrics-port", str(ports[0])]
+    flags += ["--max-num-seqs", "5", "--drain-seconds", "1", "--metrics-port", str(first)]
     flags += ["--tls-cert", str(server.cert), "--tls-key", str(server.key), "--tls-ca", str(ca.path)]
     flags += ["--api-tokens", str(tokens), "--allowed-names", "alice,bob", "--no-reflection"]
     flags += ["--log-level", "debug", "--log-format", "json", "--trace-sample-rate", "0", "--otlp-traces-endpoint"]
@@ -139,7 +130,7 @@ async def test_flags_reach_all_processes(tiny_pair: Pair, tmp_path: Path) -> Non
             assert info.target.load.kv_layout == info.draft.load.kv_layout == "padded"
             assert len(info.counters.grouping.group_sizes) == 3
             assert (await client.model_info()).num_speculative_tokens == 2
-            await check_metrics(ports)
+            await check_metrics(first)
             request = pb.GenerateRequest(
                 request_id="a\nb", text="CANARY", sampling_params=pb.SamplingParams(max_tokens=12, ignore_eos=True)
             )
@@ -158,8 +149,8 @@ async def test_flags_reach_all_processes(tiny_pair: Pair, tmp_path: Path) -> Non
     assert "CANARY" not in err + collector.everything()
 
 
-async def check_metrics(ports: list[int]) -> None:
-    coordinator, target, draft = [await scrape(port) for port in ports]
+async def check_metrics(first: int) -> None:
+    coordinator, target, draft = [await scrape(port) for port in range(first, first + 3)]
     assert coordinator.value("specpool:generation_tokens_total") == 100
     for worker, metrics in (("target", target), ("draft", draft)):
         assert metrics.value("specpool:worker_slots", worker=worker) == 5
@@ -289,7 +280,7 @@ async def test_a_second_signal_ends_everything_at_once(tiny_pair: Pair) -> None:
 @pytest.mark.slow
 async def test_generate_waits_through_the_start_of_up(tiny_pair: Pair) -> None:
     """`specpool up & specpool generate`: the coordinator shows the phases of the target worker."""
-    port = free_address().rpartition(":")[2]
+    port = str(free_port())
     generate = ["generate", "--address", f"127.0.0.1:{port}", "--max-tokens", "3", "--json", "abc"]
     async with started(*plain_up(tiny_pair, "--port", port)) as up, started(*generate) as client:
         out, err = await client.communicate()
@@ -317,7 +308,7 @@ async def test_a_signal_while_the_pair_is_downloaded_ends_all_processes(tmp_path
             "XDG_CACHE_HOME": str(tmp_path), "PIP_INDEX_URL": f"http://127.0.0.1:{index.getsockname()[1]}",
             "PIP_CONFIG_FILE": os.devnull,
         }  # fmt: skip
-        port = free_address().rpartition(":")[2]
+        port = str(free_port())
         async with (
             started("up", "--port", port, "--log-level", "error", **environment) as process,
             AsyncClient(f"127.0.0.1:{port}") as client,

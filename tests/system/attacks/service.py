@@ -11,8 +11,8 @@ from typing import Literal
 import psutil
 
 from benchmarks.cost.fakes import start_fakes, start_process, wait_ready
-from specpool.cli.processes import free_port
 from specpool.client import AsyncClient
+from specpool.rpc.ports import free_port
 
 Kind = Literal["fakes", "workers", "pair"]
 """`fakes`: fake workers, whose target passes take 5 ms and 0.03 ms a row. `workers`: real workers with tiny random

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 from lab.proxy import CuttingProxy
 
-from specpool.cli.processes import Service, free_port, kill
+from specpool.cli.processes import Service, kill
+from specpool.rpc.ports import free_port
 
 DRAIN_SECONDS = 2
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from scraping import free_port
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.run import rendezvous
 from specpool.engine.run.connections import Link, hang_up
 from specpool.engine.run.handshake import HELLO_BYTES, NONCE_BYTES, PROOF_BYTES
+from specpool.rpc.ports import free_port
 
 GREETING_BYTES = 1 + NONCE_BYTES
 HTTP = b"GET / HTTP/1.1\r\nHost: node0\r\nAccept: */*\r\nUser-Agent: someone-who-scans-ports\r\n\r\n"

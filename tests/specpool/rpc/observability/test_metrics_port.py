@@ -15,11 +15,12 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Metric, generate_latest
-from scraping import Scrape, free_port, http, scrape
+from scraping import Scrape, http, scrape
 
 from specpool.rpc.config.settings import ServerSettings
 from specpool.rpc.observability.metrics import Families
 from specpool.rpc.observability.metrics_endpoint import MAX_CONNECTIONS, MAX_REQUEST_BYTES
+from specpool.rpc.ports import free_port
 from specpool.rpc.server.server import Server
 
 ENDPOINT = "specpool.rpc.observability.metrics_endpoint"

@@ -17,9 +17,10 @@ from deaf_client import deaf_client
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from secure_service import until
-from serving import PATIENCE_SECONDS, free_address
+from serving import PATIENCE_SECONDS
 
 from specpool.rpc.config.settings import ServerSettings
+from specpool.rpc.ports import free_port
 from specpool.rpc.server import calls as calls_module
 from specpool.rpc.server import guard, newest_calls
 from specpool.rpc.server.calls import Call
@@ -84,7 +85,7 @@ async def answer(channel: grpc.aio.Channel, name: str, payload: bytes = b"a") ->
 
 @pytest.mark.parametrize("settings", ["tokens", "open", "health_port"])
 async def test_endless_watches_without_a_credential_block_no_probe(tokens: Path, settings: str) -> None:
-    port = int(free_address().rpartition(":")[2])
+    port = free_port()
     options: dict[str, Any] = {"tokens": {"api_tokens": tokens}, "open": {}, "health_port": {"health_port": port}}
     async with connected(**options[settings]) as (calls, channel, address):
         attacked = f"127.0.0.1:{port}" if settings == "health_port" else address
