@@ -4,7 +4,8 @@
    The pass is batch-invariant by construction. GEMM adds the terms of each output in order, with one vector lane per
    output, and everything else works on one row alone. So no shape needs padding.
 
-   Compile-time constants: HEAD_DIM (a multiple of LANES), GROUPS (query heads per KV head) and KINDS (of the weights).
+   Compile-time constants: HEAD_DIM (a multiple of LANES), GROUPS (query heads per KV head), KINDS (of the weights) and
+   ROUND_ACTIVATIONS (1: quantized panels take activations rounded to 8 bits).
    structs.py mirrors the structs. */
 
 #include "rows.h"
@@ -18,16 +19,24 @@ enum { GEMM, ATTENTION, ROWS };
 /* Activations of a pass, each [rows, ...]. */
 typedef struct {
     float *hidden, *normed, *heads, *attended, *branch, *gate_up, *gated, *scores;
+    RoundedPart *rounded; /* the inputs of the next GEMM */
 } Activations;
 
 static int64_t attended_stride(const Model *model) { return HEADS(model) * HEAD_DIM; }
+
+static int64_t rounded_floats(const Model *model, int64_t rows) {
+    int64_t size = attended_stride(model);
+    size = model->hidden > size ? model->hidden : size;
+    size = model->intermediate > size ? model->intermediate : size;
+    return ROUND_ACTIVATIONS * rows * (size / PART) * (int64_t)(sizeof(RoundedPart) / sizeof(float));
+}
 
 /* Floats of workspace for the activations, without the scores of the threads. */
 int64_t workspace_floats(const Model *model, int64_t rows) {
     const Layer *layer = model->layers;
     int64_t per_row = 2 * model->hidden + layer->query_key_value.outputs + attended_stride(model) +
                       layer->out.outputs + layer->gate_up.outputs + model->intermediate;
-    return rows * per_row;
+    return rows * per_row + rounded_floats(model, rows);
 }
 
 Activations activations_of(const Model *model, const Batch *batch) {
@@ -40,7 +49,8 @@ Activations activations_of(const Model *model, const Batch *batch) {
     acts.branch = acts.attended + batch->rows * attended_stride(model);
     acts.gate_up = acts.branch + batch->rows * layer->out.outputs;
     acts.gated = acts.gate_up + batch->rows * layer->gate_up.outputs;
-    acts.scores = acts.gated + batch->rows * model->intermediate;
+    acts.rounded = (RoundedPart *)(acts.gated + batch->rows * model->intermediate);
+    acts.scores = (float *)acts.rounded + rounded_floats(model, batch->rows);
     return acts;
 }
 
@@ -75,15 +85,22 @@ static ONE_COPY void add(const Pass *pass, int64_t row, const float *norm) {
     for (int64_t i = 0; i < hidden; i += WIDE) put(to + i, 0, at(to + i, 0) + at(from + i, 0));
 }
 
-/* normed[to] = norm(hidden[row]) */
-static ONE_COPY void normalize(const Pass *pass, int64_t row, const float *norm, int64_t to) {
+/* Rounds row number `row` of `rows` for the next GEMM. */
+static void round_input(const Pass *pass, const float *x, int64_t size, int64_t row, int64_t rows) {
+    if (ROUND_ACTIVATIONS) round_row(x, size, row, rows, pass->acts.rounded);
+}
+
+/* normed[to] = norm(hidden[row]), of `rows` rows of the result */
+static ONE_COPY void normalize(const Pass *pass, int64_t row, const float *norm, int64_t to, int64_t rows) {
     int64_t hidden = pass->model->hidden;
-    rms_norm(pass->acts.hidden + row * hidden, norm, hidden, pass->model->eps, pass->acts.normed + to * hidden);
+    float *normed = pass->acts.normed + to * hidden;
+    rms_norm(pass->acts.hidden + row * hidden, norm, hidden, pass->model->eps, normed);
+    round_input(pass, normed, hidden, to, rows);
 }
 
 static void normalize_for_attention(const Stage *stage, int64_t row, int64_t end) {
     const Layer *layer = stage->item;
-    for (; row < end; row++) normalize(stage->pass, row, layer->before_attention, row);
+    for (; row < end; row++) normalize(stage->pass, row, layer->before_attention, row, stage->units);
 }
 
 /* Adds the attention branch, then normalizes for the MLP. */
@@ -91,7 +108,7 @@ static void add_attention(const Stage *stage, int64_t row, int64_t end) {
     const Layer *layer = stage->item;
     for (; row < end; row++) {
         add(stage->pass, row, layer->after_attention);
-        normalize(stage->pass, row, layer->before_mlp, row);
+        normalize(stage->pass, row, layer->before_mlp, row, stage->units);
     }
 }
 
@@ -101,13 +118,14 @@ static void add_mlp(const Stage *stage, int64_t row, int64_t end) {
     const Layer *layer = stage->item, *last = pass->model->layers + pass->model->num_layers - 1;
     for (; row < end; row++) {
         add(pass, row, layer->after_mlp);
-        if (layer < last) normalize(pass, row, layer[1].before_attention, row);
+        if (layer < last) normalize(pass, row, layer[1].before_attention, row, stage->units);
     }
 }
 
 static void normalize_results(const Stage *stage, int64_t result, int64_t end) {
     const Pass *pass = stage->pass;
-    for (; result < end; result++) normalize(pass, pass->batch->result_rows[result], pass->model->norm, result);
+    for (; result < end; result++)
+        normalize(pass, pass->batch->result_rows[result], pass->model->norm, result, stage->units);
 }
 
 static ONE_COPY void cache_rows(const Stage *stage, int64_t row, int64_t end) {
@@ -123,6 +141,9 @@ static int64_t first_of_task(const Model *model, const Batch *batch, int64_t tas
     return (head * model->columns + batch->columns[row] - batch->positions[row] - batch->offsets[row]) * HEAD_DIM;
 }
 
+/* Whether no part of the rounded row spans two KV heads, which different threads compute. */
+#define ROUNDS_HEADS (ROUND_ACTIVATIONS && GROUPS * HEAD_DIM % PART == 0)
+
 static ONE_COPY void attend_tasks(const Stage *stage, int64_t task, int64_t end) {
     const Pass *pass = stage->pass;
     const Model *model = pass->model;
@@ -135,19 +156,32 @@ static ONE_COPY void attend_tasks(const Stage *stage, int64_t task, int64_t end)
         int64_t next = task + batch->threads;
         int64_t after = first_of_task(model, batch, next < rows * model->kv_heads ? next : task);
         int64_t count = batch->positions[row] + 1, offset = batch->offsets[row];
-        int64_t prefix = offset ? batch->prefix_lengths[row] : count;
+        int64_t prefix = offset ? batch->prefix_lengths[row] : count, begin = row * stride + head * GROUPS * HEAD_DIM;
         attend(pass->acts.heads + row * heads_stride + head * GROUPS * HEAD_DIM, layer->keys + first,
                layer->values + first, count, prefix, offset * HEAD_DIM, model->scaling,
                pass->acts.scores + thread_number * GROUPS * batch->scores, batch->scores, layer->keys + after,
-               pass->acts.attended + row * stride + head * GROUPS * HEAD_DIM);
+               pass->acts.attended + begin);
+        if (ROUNDS_HEADS)
+            round_row(pass->acts.attended + begin, GROUPS * HEAD_DIM, row, rows,
+                      pass->acts.rounded + head * GROUPS * HEAD_DIM / PART * rows);
     }
+}
+
+static void round_attended(const Stage *stage, int64_t row, int64_t end) {
+    const Pass *pass = stage->pass;
+    int64_t stride = attended_stride(pass->model);
+    for (; row < end; row++) round_input(pass, pass->acts.attended + row * stride, stride, row, stage->units);
 }
 
 static ONE_COPY void gate_rows(const Stage *stage, int64_t row, int64_t end) {
     const Pass *pass = stage->pass;
     const Layer *layer = stage->item;
     int64_t stride = layer->gate_up.outputs, size = pass->model->intermediate;
-    for (; row < end; row++) gate(pass->acts.gate_up + row * stride, size, pass->acts.gated + row * size);
+    for (; row < end; row++) {
+        float *gated = pass->acts.gated + row * size;
+        gate(pass->acts.gate_up + row * stride, size, gated);
+        round_input(pass, gated, size, row, stage->units);
+    }
 }
 
 static Stage rows_stage(void (*work)(const Stage *, int64_t, int64_t), const Pass *pass, const Layer *layer,
@@ -155,18 +189,24 @@ static Stage rows_stage(void (*work)(const Stage *, int64_t, int64_t), const Pas
     return (Stage){work, rows, ROW_GRAIN, pass->batch->threads, ROWS, pass, layer};
 }
 
-static Stage gemm_stage(const Linear *linear, int64_t rows, int64_t threads, const float *x, float *out) {
+static Stage gemm_stage(const Linear *linear, int64_t rows, int64_t threads, const float *x,
+                        const RoundedPart *rounded, float *out) {
     int64_t panels = rows ? linear->outputs / PANEL : 0;
-    return (Stage){gemm, panels, 1, threads, GEMM, .item = linear, .x = x, .out = out, .rows = rows};
+    return (Stage){gemm, panels, 1, threads, GEMM, rounded, linear, x, out, rows};
+}
+
+static Stage pass_gemm(const Linear *linear, const Pass *pass, int64_t rows, const float *x, float *out) {
+    return gemm_stage(linear, rows, pass->batch->threads, x, pass->acts.rounded, out);
 }
 
 /* Stages of a layer up to attention over normalized rows. Result: `attended`. */
-#define ATTEND_STAGES 3
+#define ATTEND_STAGES 4
 static Stage *attend_stages(Stage *to, const Pass *pass, const Layer *layer) {
     int64_t rows = pass->batch->rows, tasks = rows * pass->model->kv_heads;
-    *to++ = gemm_stage(&layer->query_key_value, rows, pass->batch->threads, pass->acts.normed, pass->acts.heads);
+    *to++ = pass_gemm(&layer->query_key_value, pass, rows, pass->acts.normed, pass->acts.heads);
     *to++ = rows_stage(cache_rows, pass, layer, rows);
     *to++ = (Stage){attend_tasks, tasks, 1, tasks, ATTENTION, pass, layer}; /* claimed one by one: lengths differ */
+    *to++ = rows_stage(round_attended, pass, layer, ROUND_ACTIVATIONS && !ROUNDS_HEADS ? rows : 0);
     return to;
 }
 
@@ -175,7 +215,7 @@ static Stage *attend_stages(Stage *to, const Pass *pass, const Layer *layer) {
 static Stage *gate_stages(Stage *to, const Pass *pass, const Layer *layer) {
     int64_t rows = pass->batch->rows;
     *to++ = rows_stage(add_attention, pass, layer, rows);
-    *to++ = gemm_stage(&layer->gate_up, rows, pass->batch->threads, pass->acts.normed, pass->acts.gate_up);
+    *to++ = pass_gemm(&layer->gate_up, pass, rows, pass->acts.normed, pass->acts.gate_up);
     *to++ = rows_stage(gate_rows, pass, layer, rows);
     return to;
 }
@@ -183,9 +223,9 @@ static Stage *gate_stages(Stage *to, const Pass *pass, const Layer *layer) {
 /* Stages that compute the logits of the result rows. */
 #define LOGITS_STAGES 2
 static Stage *logits_stages(Stage *to, const Pass *pass) {
-    int64_t results = pass->batch->results, threads = pass->batch->threads;
+    int64_t results = pass->batch->results;
     *to++ = rows_stage(normalize_results, pass, 0, results);
-    *to++ = gemm_stage(&pass->model->head, results, threads, pass->acts.normed, pass->batch->logits);
+    *to++ = pass_gemm(&pass->model->head, pass, results, pass->acts.normed, pass->batch->logits);
     return to;
 }
 
@@ -199,9 +239,9 @@ void forward(const Model *model, const Batch *batch) {
     *to++ = rows_stage(normalize_for_attention, &pass, model->layers, rows);
     for (const Layer *layer = model->layers; layer < model->layers + model->num_layers; layer++) {
         to = attend_stages(to, &pass, layer);
-        *to++ = gemm_stage(&layer->out, rows, threads, pass.acts.attended, pass.branch);
+        *to++ = pass_gemm(&layer->out, &pass, rows, pass.acts.attended, pass.branch);
         to = gate_stages(to, &pass, layer);
-        *to++ = gemm_stage(&layer->down, rows, threads, pass.acts.gated, pass.branch);
+        *to++ = pass_gemm(&layer->down, &pass, rows, pass.acts.gated, pass.branch);
         *to++ = rows_stage(add_mlp, &pass, layer, rows);
     }
     run_stages(stages, logits_stages(to, &pass), threads);
@@ -249,8 +289,23 @@ void logits_stage(const Model *model, const Batch *batch, float *branch) {
     run_stages(stages, logits_stages(stages + 1, &pass), batch->threads);
 }
 
-/* A single GEMM. */
-void run_gemm(const Linear *linear, int64_t rows, int64_t threads, const float *x, float *out) {
-    Stage stage = gemm_stage(linear, rows, threads, x, out);
-    run_stages(&stage, &stage + 1, threads);
+/* Arguments of a single GEMM. */
+typedef struct {
+    const float *x;
+    int64_t size;
+    RoundedPart *rounded;
+} Input;
+
+static void round_rows(const Stage *stage, int64_t row, int64_t end) {
+    const Input *input = stage->pass;
+    for (; row < end; row++)
+        round_row(input->x + row * input->size, input->size, row, stage->units, input->rounded);
+}
+
+/* A single GEMM. `rounded`: [rows, inputs / PART] parts of workspace if activations are rounded. */
+void run_gemm(const Linear *linear, int64_t rows, int64_t threads, const float *x, RoundedPart *rounded, float *out) {
+    Input input = {x, linear->inputs, rounded};
+    Stage stages[] = {{round_rows, ROUND_ACTIVATIONS ? rows : 0, ROW_GRAIN, threads, ROWS, &input},
+                      gemm_stage(linear, rows, threads, x, rounded, out)};
+    run_stages(stages, stages + 2, threads);
 }

@@ -1,42 +1,9 @@
 /* GEMM. Each output adds its terms in the order of the inputs, whatever the kind of the weight and the number of rows, so
    all code paths give the same bits. */
 
-#include "panels.h"
 #include "pool.h"
-
-/* Compute TILE rows of a panel together, as many as fit into registers. For a single row, compute ABREAST panels
-   together to hide latency. */
-#if defined(__AVX512F__)
-#define TILE 8
-#define SUMS 16
-#define ABREAST 3
-#else
-#define TILE 3
-#define SUMS 12
-#define ABREAST 1
-#endif
-
-/* OF_ROWS(rows), or OF_ROWS(TILE) for more rows. */
-#if TILE > 3
-#define BY_ROWS(rows) \
-    switch (rows) { \
-    case 1: OF_ROWS(1) \
-    case 2: OF_ROWS(2) \
-    case 3: OF_ROWS(3) \
-    case 4: OF_ROWS(4) \
-    case 5: OF_ROWS(5) \
-    case 6: OF_ROWS(6) \
-    case 7: OF_ROWS(7) \
-    default: OF_ROWS(TILE) \
-    }
-#else
-#define BY_ROWS(rows) \
-    switch (rows) { \
-    case 1: OF_ROWS(1) \
-    case 2: OF_ROWS(2) \
-    default: OF_ROWS(TILE) \
-    }
-#endif
+#include "tiles.h"
+#include "rounded.h"
 
 /* Inputs of a block: all rows use its weights before the next block, while they are in the cache. */
 #define BLOCK 512
@@ -185,10 +152,23 @@ static INLINE void widened_panel(int kind, const Panel *panel, int64_t inputs, i
     }
 }
 
+/* out [rows, outputs] of one panel, from rounded activations. */
+static INLINE void rounded_panel(int kind, const char *panel, int64_t parts, int64_t rows, const RoundedPart *x,
+                                 const float *bias, float *out, int64_t outputs) {
+    for (int64_t row = 0; row < rows; row += TILE, x += TILE, out += TILE * outputs)
+#define OF_ROWS(n) rounded_tile(kind, n, panel, parts, x, rows, bias, out, outputs); break;
+        BY_ROWS(rows - row)
+#undef OF_ROWS
+}
+
 /* Computes up to `count` panels of one kind. Returns the number computed. */
 static INLINE int quantized_panels(int kind, const Panel *panels, int count, const Linear *linear, int64_t rows,
-                               const float *x, const float *bias, float *out) {
+                                   const float *x, const RoundedPart *rounded, const float *bias, float *out) {
     int64_t inputs = linear->inputs, outputs = linear->outputs, end = inputs / PART;
+    if (ROUND_ACTIVATIONS) {
+        rounded_panel(kind, panels->weight, end, rows, rounded, bias, out, outputs);
+        return 1;
+    }
     if (rows > TILE && rows >= linear->widened_from) {
         widened_panel(kind, panels, inputs, rows, x, bias, out, outputs);
         return 1;
@@ -219,14 +199,15 @@ static INLINE int quantized_panels(int kind, const Panel *panels, int count, con
 /* One function per kind, to limit register pressure and compile time. */
 #define OF_KIND(kind) \
     static __attribute__((noinline)) int panels_##kind(const Panel *panels, int count, const Linear *linear, \
-                                                       int64_t rows, const float *x, const float *bias, float *out) { \
-        if (!is_dense(kind)) return quantized_panels(kind, panels, count, linear, rows, x, bias, out); \
+                                                       int64_t rows, const float *x, const RoundedPart *rounded, \
+                                                       const float *bias, float *out) { \
+        if (!is_dense(kind)) return quantized_panels(kind, panels, count, linear, rows, x, rounded, bias, out); \
         dense_panel(kind, panels->weight, linear->inputs, rows, x, bias, out, linear->outputs); \
         return 1; \
     }
 KINDS(OF_KIND)
 
-/* Panels of out [rows, outputs] = W x + b, for x [rows, inputs]. Compiled once: probes run the same code as a pass. */
+/* Panels of out [rows, outputs] = W x + b, for x [rows, inputs]; `pass`: the same rows, rounded. Compiled once: probes run the same code as a pass. */
 static ONE_COPY void gemm(const Stage *stage, int64_t next, int64_t end) {
     const Linear *linear = stage->item;
     while (next < end) {
@@ -236,7 +217,8 @@ static ONE_COPY void gemm(const Stage *stage, int64_t next, int64_t end) {
         int count = 1;
         while (count < ABREAST && next + count < end && first[count].kind == first->kind) count++;
         switch (first->kind) {
-#define WITH_KIND(kind) case kind: next += panels_##kind(first, count, linear, stage->rows, stage->x, bias, out); break;
+#define WITH_KIND(kind) \
+        case kind: next += panels_##kind(first, count, linear, stage->rows, stage->x, stage->pass, bias, out); break;
             KINDS(WITH_KIND)
         default: __builtin_trap(); /* not compiled */
         }

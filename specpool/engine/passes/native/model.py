@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from ctypes import CDLL, byref, c_double, c_int64, c_void_p
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.native.decoder import compile_decoder
 from specpool.engine.passes.native.packed_weights import ModelPanels, PackedWeights, bytes_of, panels_of
-from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, KIND_NUMBERS, segments_of
+from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, KIND_NUMBERS, PART, segments_of
 from specpool.engine.passes.native.structs import LINEARS, NORMS, Batch, Layer, Linear, Model
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.weights.quantization_types import INT8, QUANTIZATION_TYPES
@@ -26,11 +26,15 @@ from specpool.engine.weights.quantized import Weight
 LANES = 16
 STAGES = ("gemm", "attention", "rows and cache")
 NEVER = 1 << 30
+ROUNDED_BYTES = 48
+"""Of PART rounded activations, as in rounded.h."""
 DENSE = {KIND_NUMBERS[FLOAT32], KIND_NUMBERS[BFLOAT16]}
 # Row counts to time, and trials of each, to find where widening panels into the cache pays off.
 TIMED_ROWS, TRIALS = (4, 6, 9, 12, 16, 24, 32, 64), 5
 
 Compiler = Callable[..., CDLL | None]
+Activations = Literal["float32", "int8"]
+"""Of GEMMs with quantized weights; "int8" rounds each PART of them."""
 
 
 class NativeModel(ForwardPass):
@@ -41,9 +45,11 @@ class NativeModel(ForwardPass):
     exact_by_construction = True
     weights: torch.Tensor
 
-    def __init__(self, fused: FusedModel, panels: ModelPanels, compiler: Compiler) -> None:
-        """`panels`: weights of the fused model. `compiler`: compiles the decoder for them, and must succeed."""
+    def __init__(self, fused: FusedModel, panels: ModelPanels, compiler: Compiler, activations: Activations) -> None:
+        """`panels`: weights of the fused model. `compiler`: compiles the decoder for them and `activations`, and must
+        succeed."""
         super().__init__()
+        self.activations = activations
         first: Any = fused.layers[0]
         self._groups, self._compile, self._kinds = first.heads // first.kv_heads, compiler, panels.kinds
         library = compiler()
@@ -75,7 +81,8 @@ class NativeModel(ForwardPass):
         for index, layer in enumerate(fused.layers):
             self._layers[index] = self._pack_layer(panels.layers[index], layer)
             panels.layers[index], fused.layers[index] = {}, nn.Identity()
-        self._set_widened_from(NEVER if self._kinds.keys() <= {FLOAT32, BFLOAT16} else self._best_widened_from())
+        never_widens = activations == "int8" or self._kinds.keys() <= {FLOAT32, BFLOAT16}
+        self._set_widened_from(NEVER if never_widens else self._best_widened_from())
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows."""
@@ -174,8 +181,12 @@ class NativeModel(ForwardPass):
     def _gemm(self, linear: Linear, rows: torch.Tensor) -> torch.Tensor:
         """Multiply contiguous rows [n, inputs]. Return [n, padded outputs]."""
         out = torch.empty(len(rows), linear.outputs)
+        rounded = torch.empty(
+            rows.numel() // PART if self.activations == "int8" else 0, ROUNDED_BYTES, dtype=torch.uint8
+        )
         sizes = c_int64(len(rows)), c_int64(torch.get_num_threads())
-        self._library.run_gemm(byref(linear), *sizes, c_void_p(rows.data_ptr()), c_void_p(out.data_ptr()))
+        addresses = (c_void_p(tensor.data_ptr()) for tensor in (rows, rounded, out))
+        self._library.run_gemm(byref(linear), *sizes, *addresses)
         return out
 
     def _point_to(self, arena: KVArena) -> None:
@@ -215,15 +226,18 @@ class NativeModel(ForwardPass):
         )
 
 
-def compile_pass(fused: FusedModel, pass_class: type[NativeModel]) -> NativeModel | None:
+def compile_pass(
+    fused: FusedModel, pass_class: type[NativeModel], activations: Activations = "float32"
+) -> NativeModel | None:
     """Compile a fused model and take over its weights; None if this machine cannot run it that way."""
     if not _is_supported(fused):
         return None
     layer: Any = fused.layers[0]
     panels = panels_of(fused)
     kinds = frozenset({FLOAT32, *panels.kinds})
-    compiler = partial(compile_decoder, layer.head_dim, layer.heads // layer.kv_heads, kinds)
-    return None if compiler() is None else pass_class(fused, panels, compiler)
+    groups = layer.heads // layer.kv_heads
+    compiler = partial(compile_decoder, layer.head_dim, groups, kinds, rounded=activations == "int8")
+    return None if compiler() is None else pass_class(fused, panels, compiler, activations)
 
 
 def _is_supported(fused: FusedModel) -> bool:

@@ -4,8 +4,13 @@
    FLOAT32: [inputs, PANEL]. BFLOAT16: the same, with the two halves of a panel interleaved.
 
    Quantized kinds consist of parts of PART inputs, with one scale per output. A weight is code * scale, plus an offset in
-   some kinds. A 32-bit word holds consecutive codes of one output, lowest bits first. The words of the PANEL outputs are
-   adjacent, and so are their scales. */
+   some kinds. The codes of a part come in groups of GROUP inputs. 32-bit words hold codes of one output, lowest bits
+   first. The words of the PANEL outputs are adjacent, and so are their scales.
+
+   8 bits: two words per group, for its even and its odd inputs. 4 bits: one word per group; a byte holds an even input,
+   then the odd one. 5 and 6 bits: the lower 4 bits like that, then one or two words per part with the upper bits: byte j
+   holds those of inputs 2 j and 2 j + 1 of each group in turn. So a shift and a mask bring 4 even or 4 odd inputs of a
+   group into the bytes of a word (`code_word`), as integer dot products need them. */
 
 #include "vectors.h"
 
@@ -132,7 +137,7 @@ static INLINE Scales scales_of(int kind, const char *panel, int64_t part, int fi
    Loads words at offsets that put the code into the lowest or highest byte, because a shift costs as much as a
    multiplication. Reads up to 3 bytes before and after the codes. */
 static INLINE wide number(int kind, const char *codes, int piece, int group, int i) {
-    if (bits_of(kind) == 8) return numbers(words(codes + (2 * group + i / 4) * WORDS + i % 4 - 3, piece) >> 24);
+    if (bits_of(kind) == 8) return numbers(words(codes + (2 * group + i % 2) * WORDS + i / 2 - 3, piece) >> 24);
     codes += group * WORDS + i / 2;
     if (bits_of(kind) == 4) {
         int unit = i % 2 ? 16 : 1;
@@ -142,9 +147,23 @@ static INLINE wide number(int kind, const char *codes, int piece, int group, int
     }
     iwide code = words(codes, piece) >> i % 2 * 4 & 15;
     const char *high = codes - group * WORDS - i / 2 + PART * PANEL / 2;
-    if (bits_of(kind) == 5) code |= (words(high + group, piece) >> i & 1) << 4;
-    if (bits_of(kind) == 6) code |= (words(high + group / 2 * WORDS + group % 2 * 2 + i / 4, piece) >> i % 4 * 2 & 3) << 4;
+    if (bits_of(kind) == 5) code |= (words(high, piece) >> (2 * group + i % 2 + i / 2 * 8) & 1) << 4;
+    if (bits_of(kind) == 6)
+        code |= (words(high + group / 2 * WORDS, piece) >> (group % 2 * 4 + i % 2 * 2 + i / 2 * 8) & 3) << 4;
     return numbers(code - middle_of(kind));
+}
+
+/* The words of a part: even and odd inputs of its groups in turn. */
+#define CODE_WORDS (PART / 4)
+
+/* The codes of 4 inputs, one in each byte. `codes`: the first codes of the part. 8-bit codes are signed. */
+static INLINE iwide code_word(int kind, const char *codes, int piece, int word) {
+    if (bits_of(kind) == 8) return words(codes + word * WORDS, piece);
+    const char *high = codes + PART * PANEL / 2;
+    iwide code = words(codes + word / 2 * WORDS, piece) >> word % 2 * 4 & 0x0f0f0f0f;
+    if (bits_of(kind) == 5) code |= (words(high, piece) >> word & 0x01010101) << 4;
+    if (bits_of(kind) == 6) code |= (words(high + word / 4 * WORDS, piece) >> word % 4 * 2 & 0x03030303) << 4;
+    return code;
 }
 
 /* The weights of input `i` of a group. A code times a 16-bit scale is exact, so the result rounds once, whether or not the

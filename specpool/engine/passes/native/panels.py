@@ -11,7 +11,7 @@ from specpool.engine.weights.quantization_types import INT8, QUANTIZATION_TYPES,
 from specpool.engine.weights.quantized import Quantized, Weight, as_tensor, slice_of
 from specpool.engine.weights.threads import run_in_slices
 
-PANEL, PART = 32, 32
+PANEL, PART, GROUP = 32, 32, 8
 FLOAT32, BFLOAT16 = "FLOAT32", "BFLOAT16"
 KIND_NUMBERS = {name: i for i, name in enumerate((FLOAT32, BFLOAT16, *QUANTIZATION_TYPES))}
 """The kinds of panels, as in the enum of panels.h."""
@@ -137,11 +137,14 @@ def _factors(fields: Fields, parts: int) -> torch.Tensor:
 def _code_words(kind: QuantizationType, codes: torch.Tensor) -> torch.Tensor:
     """Codes [panels, PANEL, inputs] as bytes [panels, parts, bytes]."""
     parts = codes.shape[2] // PART
+    groups = codes.unflatten(2, (-1, GROUP // 2, 2))
     if kind.bits == 8:
-        return _by_part(codes, parts)
+        return _by_part(groups.transpose(3, 4).flatten(2), parts)
     words = [_by_part(_pack_bits(codes & 15, 4), parts)]
     if kind.bits > 4:
-        words.append(_by_part(_pack_bits(codes >> 4, kind.bits - 4), parts))
+        # Byte j of a word holds the upper bits of inputs 2 j and 2 j + 1 of each of its groups.
+        high = groups.unflatten(2, (-1, 4 // (kind.bits - 4))).movedim(4, 3).flatten(2) >> 4
+        words.append(_by_part(_pack_bits(high, kind.bits - 4), parts))
     return torch.cat(words, 2)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from specpool.engine.passes.fused import FusedModel
-from specpool.engine.passes.native.model import Compiler, NativeModel
+from specpool.engine.passes.native import structs
+from specpool.engine.passes.native.model import Activations, Compiler, NativeModel
 from specpool.engine.passes.native.packed_weights import ModelPanels
-from specpool.engine.passes.native.structs import Activations, Linear
+from specpool.engine.passes.native.structs import Linear
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.sharding.group import Group
 
@@ -17,13 +18,13 @@ from specpool.engine.sharding.group import Group
 class ShardedNativeModel(NativeModel):
     """Shards linear layers by outputs or inputs, and attention by heads. Every rank computes all hidden states."""
 
-    def __init__(self, fused: FusedModel, panels: ModelPanels, compiler: Compiler) -> None:
+    def __init__(self, fused: FusedModel, panels: ModelPanels, compiler: Compiler, activations: Activations) -> None:
         first: Any = fused.layers[0]
         branch_features = first.out.out_features
-        super().__init__(fused, panels, compiler)
+        super().__init__(fused, panels, compiler, activations)
         assert isinstance(fused.group, Group)
         self.group, self._branch_features = fused.group, branch_features
-        self._library.activations_of.restype = Activations
+        self._library.activations_of.restype = structs.Activations
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows."""

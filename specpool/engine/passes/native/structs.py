@@ -58,5 +58,6 @@ class Activations(Structure):
     """Addresses of the activations in the workspace."""
 
     _fields_ = tuple(
-        (name, c_void_p) for name in ("hidden", "normed", "heads", "attended", "branch", "gate_up", "gated", "scores")
+        (name, c_void_p)
+        for name in ("hidden", "normed", "heads", "attended", "branch", "gate_up", "gated", "scores", "rounded")
     )

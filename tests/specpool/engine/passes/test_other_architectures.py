@@ -1,5 +1,6 @@
 """The compiled pass on other architectures: `vectors.c`, run by qemu."""
 
+import math
 import shutil
 import subprocess
 from pathlib import Path
@@ -7,10 +8,15 @@ from pathlib import Path
 import pytest
 
 from specpool.engine.native.compiler import FLAGS, FOLDER
+from specpool.engine.passes.native.decoder import ROUNDED_FLAGS
 
 VECTORS = Path(__file__).with_name("vectors.c")
 FOREIGN = ["aarch64-linux-gnu-gcc", "-static"]
 EMULATOR = "qemu-aarch64-static"
+CPUINFO = Path("/proc/cpuinfo")
+FEATURES = CPUINFO.read_text().split() if CPUINFO.exists() else []
+X86 = {"x86-64": "sse2", "x86-64-v3": "avx2", "skylake-avx512": "avx512bw"}
+"""Targets of -march, and the feature that they need."""
 
 
 def logits(compiler: list[str], emulator: list[str], folder: Path, macros: list[str]) -> tuple[int, list[float]]:
@@ -27,6 +33,12 @@ def logits(compiler: list[str], emulator: list[str], folder: Path, macros: list[
     return int(different), [float(number) for number in numbers]
 
 
+def foreign(macros: list[str], folder: Path, *flags: str) -> tuple[int, list[float]]:
+    if shutil.which(FOREIGN[0]) is None or shutil.which(EMULATOR) is None:
+        pytest.skip("needs gcc-aarch64-linux-gnu and qemu-user-static of Debian")
+    return logits([*FOREIGN, *flags], [EMULATOR, "-cpu", "max"], folder, macros)
+
+
 @pytest.mark.parametrize(
     "macros",
     [
@@ -41,8 +53,43 @@ def test_the_pass_is_batch_invariant_on_aarch64(tmp_path: Path, macros: list[str
         pytest.skip("needs a C compiler")
     different, here = logits(["cc", "-march=native"], [], tmp_path, macros)
     assert different == 0
-    if shutil.which(FOREIGN[0]) is None or shutil.which(EMULATOR) is None:
-        pytest.skip("needs gcc-aarch64-linux-gnu and qemu-user-static of Debian")
-    different, there = logits(FOREIGN, [EMULATOR], tmp_path, macros)
+    different, there = foreign(macros, tmp_path)
     assert different == 0
     assert there == pytest.approx(here, abs=1e-3 * max(map(abs, here)))
+
+
+ROUNDED = pytest.mark.parametrize(
+    "macros",
+    [
+        [*ROUNDED_FLAGS, "-DROUND_ACTIVATIONS=1", *shape, f"-DKIND={kind}"]
+        for shape, kind in [
+            (("-DHEAD_DIM=16", "-DGROUPS=3"), "Q8_0"),  # parts of the attended rows span heads
+            (("-DHEAD_DIM=64", "-DGROUPS=3"), "Q4_1"),
+            (("-DHEAD_DIM=32", "-DGROUPS=2"), "Q5_0"),
+        ]
+    ],
+    ids=lambda macros: " ".join(macros[2:]),
+)
+
+
+@ROUNDED
+def test_a_pass_with_rounded_activations_has_the_same_bits_on_every_x86_processor(
+    tmp_path: Path, macros: list[str]
+) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    different, here = logits(["cc", "-march=native"], [], tmp_path, macros)
+    assert different == 0
+    assert all(map(math.isfinite, here))
+    for processor, feature in X86.items():
+        if feature in FEATURES:
+            assert logits(["cc", f"-march={processor}"], [], tmp_path, macros) == (0, here), processor
+
+
+@ROUNDED
+@pytest.mark.parametrize("flags", [[], ["-march=armv8.2-a+dotprod"]], ids=["armv8", "dotprod"])
+def test_a_pass_with_rounded_activations_has_the_same_bits_on_aarch64(
+    tmp_path: Path, macros: list[str], flags: list[str]
+) -> None:
+    there = foreign(macros, tmp_path, *flags)
+    assert there == logits(["cc", "-march=native"], [], tmp_path, macros)

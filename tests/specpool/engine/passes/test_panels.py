@@ -1,22 +1,16 @@
 """GEMM with weights of any kind matches float32 GEMM bit for bit."""
 
 import shutil
-from collections.abc import Sequence
-from ctypes import CDLL, byref, c_int64, c_void_p
+from ctypes import CDLL
 
 import pytest
 import torch
+from gemms import INPUTS, NEVER, Gemm, random_rows, random_weight
 
 from specpool.engine.passes.native.decoder import compile_decoder
-from specpool.engine.passes.native.packed_weights import ALIGNMENT, PackedWeights
 from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, KIND_NUMBERS, PANEL, Segment, segments_of
-from specpool.engine.passes.native.structs import Batch, Linear, Model
-from specpool.engine.probes.inputs import ProbeInputs
-from specpool.engine.weights.quantization_types import INT8, QUANTIZATION_TYPES, SCALE_BYTES
 from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
 
-NEVER = 1 << 20
-INPUTS = 512
 # Less than one panel; and several panels, the last one partial.
 OUTPUTS = (5, 7 * PANEL + 13)
 ROWS = range(1, 41)
@@ -35,55 +29,6 @@ def library() -> CDLL:
     compiled = compile_decoder(16, 2, KIND_NUMBERS)
     assert compiled is not None
     return compiled
-
-
-class Gemm:
-    """A GEMM of the compiled pass."""
-
-    def __init__(
-        self, library: CDLL, segments: Sequence[Segment], bias: torch.Tensor | None = None, widened_from: int = NEVER
-    ) -> None:
-        self._library, self._outputs = library, sum(segment.weight.shape[0] for segment in segments)
-        size = sum(segment.total_bytes + ALIGNMENT for segment in segments)
-        self._packed = PackedWeights(size + 4 * (self._outputs + PANEL) + ALIGNMENT)
-        self.linear: Linear = self._packed.linear(segments, bias, widened_from)
-
-    def __call__(self, x: torch.Tensor, threads: int = 1) -> torch.Tensor:
-        """Multiply rows [n, inputs]. Return [n, outputs]."""
-        out = torch.full((len(x), self.linear.outputs), torch.nan)
-        sizes, addresses = (c_int64(len(x)), c_int64(threads)), (c_void_p(x.data_ptr()), c_void_p(out.data_ptr()))
-        self._library.run_gemm(byref(self.linear), *sizes, *addresses)
-        return out[:, : self._outputs]
-
-    def embed(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The weights [n, inputs] of some outputs, looked up like embeddings."""
-        out = torch.full((len(outputs), self.linear.inputs), torch.nan)
-        model = Model(hidden=self.linear.inputs, embedding=self.linear)
-        batch = Batch(rows=len(outputs), threads=1, token_ids=outputs.data_ptr())
-        self._library.embed_stage(byref(model), byref(batch), c_void_p(out.data_ptr()))
-        return out
-
-
-def random_weight(kind: str, outputs: int, inputs: int = INPUTS) -> Weight:
-    """A weight with scales of both signs, some of them subnormal in float16."""
-    numbers = ProbeInputs(torch.empty(0))
-    if kind not in QUANTIZATION_TYPES:
-        weight = numbers.normal(outputs, inputs)
-        return weight.bfloat16().float() if kind == BFLOAT16 else weight
-    weight = numbers.quantized(QUANTIZATION_TYPES[kind], outputs, inputs)
-    if kind == INT8.name:
-        weight.data[::3, SCALE_BYTES - 1] |= 0x80
-        return weight
-    for at in QUANTIZATION_TYPES[kind].float16_offsets:
-        blocks = weight.data.unflatten(1, (-1, QUANTIZATION_TYPES[kind].block_bytes))
-        blocks[::3, :, at + 1] |= 0x80
-        blocks[1::4, :, at + 1] &= 0x83
-    return weight
-
-
-def random_rows(count: int, inputs: int = INPUTS) -> torch.Tensor:
-    """Rows whose dot products reveal the order of summation."""
-    return ProbeInputs(torch.empty(0)).cancelling(inputs, count).T.contiguous()
 
 
 def in_float32(weight: Weight) -> list[Segment]:
