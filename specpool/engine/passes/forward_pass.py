@@ -100,6 +100,11 @@ class ForwardPass(nn.Module, ABC):
         return not self.plans_attention
 
     @property
+    def activations(self) -> str:
+        """Format of the activations in GEMMs: a dtype, or "int8" for GEMMs with quantized weights."""
+        return str(self.compute_dtype).removeprefix("torch.")
+
+    @property
     def weight_kinds(self) -> Mapping[str, int]:
         """Bytes of the weights by dtype or quantized kind."""
         kinds = Counter[str]()

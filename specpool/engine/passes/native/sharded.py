@@ -17,10 +17,10 @@ from specpool.engine.sharding.group import Group
 class ShardedNativeModel(NativeModel):
     """Shards linear layers by outputs or inputs, and attention by heads. Every rank computes all hidden states."""
 
-    def __init__(self, fused: FusedModel, panels: ModelPanels, compiler: Compiler) -> None:
+    def __init__(self, fused: FusedModel, panels: ModelPanels, compiler: Compiler, activations: str) -> None:
         first: Any = fused.layers[0]
         branch_features = first.out.out_features
-        super().__init__(fused, panels, compiler)
+        super().__init__(fused, panels, compiler, activations)
         assert isinstance(fused.group, Group)
         self.group, self._branch_features = fused.group, branch_features
         self._library.activations_of.restype = Activations
