@@ -20,6 +20,10 @@ class CompiledGemms(Protocol):
     """The GEMMs of compiled code, which a probe of torch operations cannot see."""
 
     @property
+    def activations(self) -> str:
+        """Format of the activations: "int8" if GEMMs round activations for quantized weights, else "float32"."""
+
+    @property
     def gemm_inputs(self) -> Set[int]:
         """The distinct input sizes of the pass's GEMMs."""
 

@@ -226,9 +226,7 @@ class NativeModel(ForwardPass):
         )
 
 
-def compile_pass(
-    fused: FusedModel, pass_class: type[NativeModel], activations: Activations = "auto"
-) -> NativeModel | None:
+def compile_pass(fused: FusedModel, pass_class: type[NativeModel], activations: Activations) -> NativeModel | None:
     """Compile a fused model and take over its weights; None if this machine cannot run it that way.
 
     `activations`: the option. UnsupportedModelError: the weights do not suit it.
