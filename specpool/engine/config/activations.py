@@ -1,5 +1,6 @@
 """The option `activations`: in which format activations enter GEMMs with quantized weights."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 Activations = Literal["auto", "float32", "int8"]
@@ -16,3 +17,25 @@ def int8_refusal(needed: str, remedy: str = "", role: str = "") -> str:
     return (
         f"{role}activations: int8 needs {needed}; {remedy and f'{remedy}, or '}use --{role}activations auto or float32"
     )
+
+
+def check_int8(
+    role: str = "",
+    *,
+    native: bool = True,
+    fused: bool = True,
+    weights: str = "auto",
+    dtype: str = "auto",
+    devices: Iterable[str] = (),
+) -> None:
+    """Raise ValueError if other options rule out int8 activations. `role`: as in `int8_refusal`."""
+    needed = {
+        "native": native,
+        "fused": fused,
+        "weights auto": weights == "auto",
+        "dtype float32": dtype in ("auto", "float32"),
+        "device cpu": not any(device.startswith("cuda") for device in devices),
+    }
+    missing = next((option for option, is_met in needed.items() if not is_met), None)
+    if missing is not None:
+        raise ValueError(int8_refusal(f"--{role}{missing}", role=role))

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import AliasChoices, BaseModel, ByteSize, Field, model_validator
 
-from specpool.engine.config.activations import INT8, Activations, int8_refusal
+from specpool.engine.config.activations import INT8, Activations, check_int8
 
 MAX_RANKS = 64
 MIN_MODEL_LEN = 16
@@ -145,17 +145,12 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
             raise ValueError("master_secret_file must be given only if nnodes is above 1")
         if self.kv_memory is not None and self.memory_budget is not None:
             raise ValueError("give kv_memory or memory_budget, not both")
-        if self.activations == INT8 and (needed := self._missing_for_int8()) is not None:
-            raise ValueError(int8_refusal(needed))
+        if self.activations == INT8:
+            check_int8(
+                native=self.native,
+                fused=self.fused or self.tensor_parallel > 1,  # ranks always run the fused pass
+                weights=self.weights,
+                dtype=self.dtype,
+                devices=self.device.split(","),
+            )
         return self
-
-    def _missing_for_int8(self) -> str | None:
-        """The option that int8 activations need and that has another value; None if there is none."""
-        needed = {
-            "native": self.native,
-            "fused": self.fused or self.tensor_parallel > 1,  # ranks always run the fused pass
-            "weights auto": self.weights == "auto",
-            "dtype float32": self.dtype in ("auto", "float32"),
-            "device cpu": not self.device.startswith("cuda"),
-        }
-        return next((f"--{option}" for option, is_met in needed.items() if not is_met), None)
