@@ -3,14 +3,19 @@
     python -m benchmarks.equality [--prompts FILE] [--max-tokens 64] [--concurrency 8] [--k 3]
     python -m benchmarks.equality --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --reference served    (on a GPU)
 
-Plain decoding runs one request at a time with k = 0. By default, `generate` computes in float32 on the CPU. With
-`--reference served` it uses the device and dtype of the target, after the service has ended. It sums in another order,
-so it may break near-ties differently. The table shows every difference, with the margin between the two highest logits
-there, which is often 0 in bfloat16. The last line printed is JSON.
+Plain decoding runs one request at a time with k = 0. By default, the target has float32 activations, as `generate` has.
+With `--activations int8` or `auto`, only the comparison with plain decoding has to find equal tokens: `generate` cannot
+round activations (`python -m benchmarks.quality` measures the difference).
+
+By default, `generate` computes in float32 on the CPU. With `--reference served` it uses the device and dtype of the
+target, after the service has ended. It sums in another order, so it may break near-ties differently. The table shows
+every difference, with the margin between the two highest logits there, which is often 0 in bfloat16. The last line
+printed is JSON.
 """
 
 import argparse
 import asyncio
+from typing import get_args
 
 import torch
 
@@ -22,6 +27,7 @@ from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
 from specpool.client.prompts import PromptLine
+from specpool.engine.config.activations import Activations
 from specpool.engine.config.devices import use_device
 from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.v1 import common_pb2
@@ -42,6 +48,9 @@ def main() -> None:
     parser.add_argument(
         "--reference", choices=("float32", "served"), default="float32", help="device and dtype of `generate`"
     )
+    parser.add_argument(
+        "--activations", choices=get_args(Activations), default="float32", help="activations of the target"
+    )
     options = parser.parse_args()
     if options.target is None or options.draft is None:
         pair = embedded_pair()
@@ -56,6 +65,7 @@ def main() -> None:
         "max_tokens": options.max_tokens,
         "concurrency": options.concurrency,
         "num_speculative_tokens": options.k,
+        "activations": info.activations,
         "equivalence": common_pb2.Equivalence.Name(info.equivalence),
         "reference": f"transformers, {str(dtype).removeprefix('torch.')} on {device}",
         "exact_match_alone": equal_share(served, alone),
@@ -77,7 +87,8 @@ async def serve(
 ) -> tuple[TokenIds, TokenIds, common_pb2.ModelInfo]:
     """Token ids in batches, token ids alone with k = 0, and the target's description."""
     settings = UpSettings(
-        port=0, target=options.target, draft=options.draft, drain_seconds=1, log_level="warning"
+        port=0, target=options.target, draft=options.draft, target_activations=options.activations, drain_seconds=1,
+        log_level="warning",
     )  # fmt: skip
     async with running(settings) as address, AsyncClient(address) as client:
 

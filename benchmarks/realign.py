@@ -2,8 +2,9 @@
 
     python -m benchmarks.realign [--prompts FILE] [--batches 1 2 4 8 16] [--repeats 5] [--output FOLDER]
 
-All answers are compared with one request at a time. Runs of all kinds are interleaved; the tables show medians. For
-`exspec`, max_num_seqs is twice the batch size. Prefix caching is off. The last line printed is JSON.
+All answers are compared with one request at a time. The target has float32 activations, as in `transformers`. Runs of
+all kinds are interleaved; the tables show medians. For `exspec`, max_num_seqs is twice the batch size. Prefix caching
+is off. The last line printed is JSON.
 """
 
 import argparse
@@ -89,6 +90,8 @@ async def workers(layout: str, options: argparse.Namespace) -> AsyncIterator[tup
         port = free_port()
         flags = ["--model", model, "--port", str(port), "--kv-layout", layout, "--log-level", "warning"]
         flags += ["--max-model-len", "2048", "--max-sequences", str(number_of_prompts(max(options.batches)))]
+        if kind == "target":
+            flags += ["--activations", "float32"]
         services.append(Service(f"{kind} worker", f"{kind}_worker.server", flags, f"127.0.0.1:{port}"))
     console.print(f"starting the workers, layout {layout}")
     try:

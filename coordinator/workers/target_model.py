@@ -5,14 +5,16 @@ A sequence may only continue on another process if that process chooses the same
 
 import asyncio
 import re
+from collections.abc import Sequence
 
 from coordinator.workers.errors import MismatchError
 from specpool.v1 import common_pb2
 
-# Compared only if both processes report them.
 FINGERPRINTS = ("weights_fingerprint", "numerics_fingerprint")
+# Compared only if both processes report them. `activations` comes first, because it explains different numerics.
+OPTIONAL = ("activations", *FINGERPRINTS)
 
-Fingerprints = dict[str, str]
+Texts = dict[str, str]
 
 
 class TargetModel:
@@ -21,8 +23,8 @@ class TargetModel:
     def __init__(self) -> None:
         self._info: common_pb2.ModelInfo | None = None
         """The model of the current process."""
-        self._known: Fingerprints = {}
-        """Fingerprints of all processes so far."""
+        self._known: Texts = {}
+        """Optional properties of all processes so far."""
         self.reading_tokenizer = asyncio.Lock()
         """Held while a process's tokenizer is loaded: only that of the model in use may stay loaded."""
 
@@ -34,7 +36,7 @@ class TargetModel:
         """Raise MismatchError if a process runs a model that differs from the one in use."""
         if self._info is None:
             return
-        before, now = _properties(self._info) | self._known, _properties(info) | _fingerprints(info)
+        before, now = _properties(self._info) | self._known, _properties(info) | _reported(info, OPTIONAL)
         # A larger max_model_len is fine: sequences in flight have reserved fewer positions.
         now["max_model_len"] = min(info.max_model_len, self._info.max_model_len)
         for field in before:
@@ -44,9 +46,10 @@ class TargetModel:
 
     def replace(self, info: common_pb2.ModelInfo) -> bool:
         """Record the model of a new process. Return whether its fingerprints prove that it is the same."""
-        is_same = self._info is not None and _proves(info) and _fingerprints(self._info) == _fingerprints(info)
+        before = {} if self._info is None else _reported(self._info, FINGERPRINTS)
+        is_same = _proves(info) and before == _reported(info, FINGERPRINTS)
         self._info = info
-        self._known |= _fingerprints(info)
+        self._known |= _reported(info, OPTIONAL)
         return is_same
 
 
@@ -56,8 +59,8 @@ def _proves(info: common_pb2.ModelInfo) -> bool:
     return bool(info.weights_fingerprint and (info.numerics_fingerprint or not is_bitwise))
 
 
-def _fingerprints(info: common_pb2.ModelInfo) -> Fingerprints:
-    return {field: getattr(info, field) for field in FINGERPRINTS if getattr(info, field)}
+def _reported(info: common_pb2.ModelInfo, fields: Sequence[str]) -> Texts:
+    return {field: getattr(info, field) for field in fields if getattr(info, field)}
 
 
 def _properties(info: common_pb2.ModelInfo) -> dict[str, object]:

@@ -149,4 +149,5 @@ def _result(plain: list[Run], speculative: list[Run], info: pb.GetModelInfoRespo
         "draft_acceptance_rate": round(accepted / drafted if drafted else 0.0, 3),
         "exact_match": equal / len(reference),
         "equivalence": equivalence_name(info.target),
+        "target_activations": info.target.activations,
     }

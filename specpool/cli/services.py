@@ -16,6 +16,8 @@ from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.settings import ServerSecurity
 
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+PER_MODEL = ("revision", "weights", "activations", "device", "kv_memory")
+"""Settings of target and draft, named like "target_revision"."""
 PER_PROCESS = {"config", "host", "port", "metrics_port"}
 """Settings with a separate value for each process."""
 
@@ -52,7 +54,7 @@ def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Se
 
 def _worker(role: str, model: str, settings: UpSettings) -> Service:
     port, like = free_port(), "target" if role == "standby" else role  # a standby has the target's settings
-    own = {name: getattr(settings, f"{like}_{name}", None) for name in ("revision", "weights", "device", "kv_memory")}
+    own = {name: getattr(settings, f"{like}_{name}", None) for name in PER_MODEL}
     server = {**ListeningSettings.model_fields, **TraceSettings.model_fields}
     flags = _common(settings, ENGINE | server) | own
     flags |= {"model": model, "port": port, "max_sequences": settings.max_num_seqs}

@@ -201,7 +201,8 @@ def _rounds(activity: Activity) -> Table:
 
 def _worker(worker: Worker) -> RenderableType:
     ranks = f"{worker.ranks} ranks" if (worker.ranks or 1) > 1 else ""
-    details = [worker.model, worker.device, ranks, worker.dtype, worker.equivalence]
+    activations = f"{worker.activations} activations" if worker.activations else ""
+    details = [worker.model, worker.device, ranks, worker.dtype, activations, worker.equivalence]
     lines: list[RenderableType] = [
         Text.assemble(
             (worker.role, "bold"),

@@ -92,6 +92,8 @@ class Worker:
     """Number of processes that share the model."""
     dtype: str
     """Dtype of the weights, followed by quantized kinds."""
+    activations: str
+    """Format of the activations in GEMMs, such as "int8"."""
     equivalence: str
     notes: tuple[str, ...]
     slots_in_use: int | None
@@ -166,6 +168,7 @@ def _worker(role: str, state: pb.WorkerState) -> Worker:
         device=model.device,
         ranks=max(1, model.tensor_parallel) if state.HasField("model") else None,
         dtype=f"{model.dtype}, weights in {', '.join(others)}" if others else model.dtype,
+        activations=model.activations,
         equivalence=equivalence_name(model) if state.HasField("model") else "",
         notes=tuple(model.notes),
         slots_in_use=load.slots_in_use if load is not None else None,

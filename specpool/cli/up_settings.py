@@ -8,6 +8,7 @@ from pydantic import ByteSize, Field, field_validator, model_validator
 
 from coordinator.config.settings import MAX_SPECULATIVE_TOKENS, CoordinatorSettings, PolicyName
 from coordinator.scheduling.sequence import DraftMethod
+from specpool.engine.config.activations import INT8, Activations, check_int8
 from specpool.engine.config.options import EngineOptions
 from specpool.environment.cpus import usable_cpus
 from specpool.rpc.config.settings import ListeningSettings
@@ -45,6 +46,8 @@ class UpSettings(ListeningSettings):
         (), description="shard the target over these devices, such as cuda:0,cuda:1; instead of target_device"
     )
     target_weights: Literal["auto", "float32"] = ENGINE["weights"]
+    target_activations: Activations = ENGINE["activations"]
+    draft_activations: Activations = ENGINE["activations"]
     target_kv_memory: ByteSize | None = Field(
         None, description="KV cache size of the target per rank; required if target and standby share a GPU"
     )
@@ -109,6 +112,11 @@ class UpSettings(ListeningSettings):
             raise ValueError("standby_devices needs standby")
         if self.standby_devices and len(self.standby_devices) != max(1, len(self.target_devices)):
             raise ValueError("standby_devices must be as many as the target's devices")
+        if self.target_activations == INT8:
+            devices = (*self.target_devices, *self.standby_devices, self.target_device)
+            check_int8("target-", weights=self.target_weights, devices=devices)
+        if self.draft_activations == INT8:
+            check_int8("draft-", devices=[self.draft_device])
         for role, model in (("target", self.target), ("draft", self.draft)):
             if getattr(self, f"{role}_revision") is not None and model in (None, "none"):
                 raise ValueError(f"{role}_revision needs a {role} from the hub")

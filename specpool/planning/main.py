@@ -140,6 +140,7 @@ def _model_of(connector: Connector, make_stub: Any) -> Model:
         step_cached=costs.step_cached,
         seconds_per_cached=costs.seconds_per_cached,
         max_rows=costs.max_rows,
+        activations=model.activations,
     )
 
 

@@ -94,11 +94,16 @@ def options_of(settings: PlanSettings) -> tuple[EngineOptions, list[EngineOption
         model=target,
         device=settings.device,
         dtype=settings.dtype,
+        activations=settings.activations,
         threads=settings.threads,
         max_model_len=settings.max_model_len,
         max_sequences=max(*settings.batches, settings.num_prompts),
     )
-    changes = {"device": settings.draft_device, "dtype": settings.draft_dtype}
+    changes = {
+        "device": settings.draft_device,
+        "dtype": settings.draft_dtype,
+        "activations": settings.draft_activations,
+    }
     return options, [options.model_copy(update={**changes, "model": draft}) for draft in drafts]
 
 
@@ -158,4 +163,5 @@ def _measure(engine: Engine, row_counts: Sequence[int], phases: Phases) -> Model
         seconds_per_cached=info.seconds_per_cached,
         max_rows=info.max_rows,
         revision=getattr(engine.loaded.config, "_commit_hash", None),
+        activations=info.activations,
     )

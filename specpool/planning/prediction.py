@@ -67,6 +67,8 @@ class Model:
     """Maximum rows of one pass; 0: unlimited."""
     revision: str | None = None
     """Commit of a model from the hub, if known."""
+    activations: str = ""
+    """Format of the activations in GEMMs, such as "int8", if known."""
 
     @property
     def on_gpu(self) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from specpool.engine.config.activations import FLOAT32, INT8
 from specpool.planning.plan import DraftPlan, Plan, WorkerNeeds
 from specpool.planning.prediction import Model
 from specpool.protocol.model_name import readable_name
@@ -190,6 +191,8 @@ autoscaling:
 def _worker_values(role: str, plan: Plan, model: Model, needs: WorkerNeeds) -> str:
     memory, slots = model.memory, plan.capacity.slots
     positions = plan.terms.positions or plan.target.memory.slot_positions(None)
+    is_chosen = not model.on_gpu and model.activations in (FLOAT32, INT8)  # elsewhere they have the dtype
+    activations = f"\n    activations: {model.activations}" if is_chosen else ""
     enabled = f"\n  enabled: {json.dumps(plan.capacity.drafts)}" if role == "draft" else ""
     return f"""\
 # {_mi(needs.device_bytes)}B on the device: weights {_mi(memory.weights)}B, activations \
@@ -200,7 +203,7 @@ def _worker_values(role: str, plan: Plan, model: Model, needs: WorkerNeeds) -> s
   revision: {json.dumps(model.revision or "")}
   gpus: {int(model.on_gpu)}
   settings:
-    dtype: {model.dtype}
+    dtype: {model.dtype}{activations}
     max_model_len: {memory.max_model_len}
     max_sequences: {slots}
     kv_memory: {_mi(needs.kv_bytes)}B

@@ -6,6 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import AliasChoices, Field, model_validator
 
+from specpool.engine.config.activations import INT8, Activations, check_int8
 from specpool.engine.config.options import Dtype
 from specpool.environment.extras import explain_missing
 from specpool.rpc.config.settings import DraftAddress, LogLevel, Seconds, Settings, TargetAddress
@@ -48,6 +49,8 @@ class PlanSettings(Settings, ClientSecurity):
     draft_device: str = Field("auto", description="device of the drafts")
     dtype: Dtype = Field("auto", description="dtype of the target's weights")
     draft_dtype: Dtype = Field("auto", description="dtype of the drafts' weights")
+    activations: Activations = Field("auto", description="activations of the target, as of a worker")
+    draft_activations: Activations = Field("auto", description="activations of the drafts")
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of a model; default: torch's choice")
     max_model_len: int | None = Field(
         None, ge=16, description="maximum positions of a sequence; default: the model's own, as far as memory allows"
@@ -93,6 +96,14 @@ class PlanSettings(Settings, ClientSecurity):
             raise ValueError(f"output: the plot {problem}")
         elif self.output is not None and self.output.is_dir() and not os.access(self.output, os.W_OK):
             raise ValueError(f"output: {self.output} is not writable")
+        return self
+
+    @model_validator(mode="after")
+    def _check_activations(self) -> Self:
+        if self.activations == INT8:
+            check_int8(dtype=self.dtype, devices=[self.device])
+        if self.draft_activations == INT8:
+            check_int8("draft-", dtype=self.draft_dtype, devices=[self.draft_device])
         return self
 
     @model_validator(mode="after")

@@ -78,6 +78,8 @@ class WorkerInfo:
     """One of `TENSOR_PARALLEL_SUMS` if the model is sharded."""
     weight_kinds: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the weights by storage type."""
+    activations: str = ""
+    """Format of the activations in GEMMs: a dtype, or "int8" for GEMMs with quantized weights."""
     ranks: tuple[RankMemory, ...] = ()
     """Memory of each rank if the model is sharded."""
     kv_reservations_grow: bool = False
@@ -92,8 +94,10 @@ class WorkerInfo:
     @property
     def summary(self) -> str:
         """The model and its speed in one line."""
+        dtype, other = self.dtype, self.activations not in ("", self.dtype)
+        numbers = f"{dtype}, {self.activations} activations" if other else dtype
         parts = [
-            f"{self.architecture} with {self.parameters / 1e6:,.0f}M parameters ({self.dtype}, {self.device})",
+            f"{self.architecture} with {self.parameters / 1e6:,.0f}M parameters ({numbers}, {self.device})",
             f"{self.slots_total} sequences of up to {self.max_model_len} positions",
         ]
         if 1 in self.step_seconds:

@@ -145,6 +145,7 @@ class FakeWorker:
                 model="fake",
                 architecture="fake",
                 dtype="float32",
+                activations="float32",
                 device=self.device,
                 vocab_size=VOCAB_SIZE,
                 max_model_len=self.max_model_len,

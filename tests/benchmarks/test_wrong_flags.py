@@ -28,7 +28,7 @@ WRONG = {
     )],
     "engine": [("--dtype=int8", "--dtype"), ("--shape=huge", "--shape"),
                ("--shape=qwen3-0.6b --device=foo", "--device: device foo cannot be used: ")],
-    "equality": [("--reference=gpu", "--reference")],
+    "equality": [("--reference=gpu", "--reference"), ("--activations=int4", "--activations")],
     "llamacpp": [
         (flag, flag.split("=")[0])
         for flag in ("--concurrency=0", "--concurrency=1,257", "--concurrency=", "--tokens=0", "--repeats=0",
@@ -37,6 +37,11 @@ WRONG = {
     "pair": [
         (f"--output={FILE}", "--output"), ("--output=/tmp --acceptance=1.1", "--acceptance: 1.1 is not from 0 to 1"),
         ("--output=/tmp --device=foo", "--device"), ("--output=/tmp --seed=" + "9" * 30, "--seed"),
+    ],
+    "quality": [
+        (flag, f"{flag.split('=')[0]}: ")
+        for flag in ("--tokens=0", "--num-prompts=0", "--prompts=/nowhere", f"--prompts={FILE}", "--prompts=/dev/null",
+                     "--model=/nowhere", f"--output={FILE}")
     ],
     "simulate_ahead": [("--acceptance=1.1", "--acceptance: '1.1' is not a number from 0 to 1"),
                        ("--wire-ms=a", "--wire-ms: 'a' is not a number from 0 to 60000"), *(

@@ -5,6 +5,8 @@ from typing import Literal, Self
 
 from pydantic import AliasChoices, BaseModel, ByteSize, Field, model_validator
 
+from specpool.engine.config.activations import INT8, Activations, check_int8
+
 MAX_RANKS = 64
 MIN_MODEL_LEN = 16
 
@@ -32,6 +34,12 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         "auto",
         description='"auto": keep the quantized weights of a GGUF file or trained draft if the pass is compiled and '
         'dtype is float32; "float32": always dequantize them',
+    )
+    activations: Activations = Field(
+        "auto",
+        description='how activations are multiplied with quantized weights. "int8": rounded to 8 bits with a scale per '
+        '32 inputs, as llama.cpp does, which needs a compiled pass; "float32": with the bits of transformers; "auto": '
+        "int8 if the pass is compiled and weights stay quantized, otherwise float32",
     )
     max_model_len: int | None = Field(
         None,
@@ -137,4 +145,12 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
             raise ValueError("master_secret_file must be given only if nnodes is above 1")
         if self.kv_memory is not None and self.memory_budget is not None:
             raise ValueError("give kv_memory or memory_budget, not both")
+        if self.activations == INT8:
+            check_int8(
+                native=self.native,
+                fused=self.fused or self.tensor_parallel > 1,  # ranks always run the fused pass
+                weights=self.weights,
+                dtype=self.dtype,
+                devices=self.device.split(","),
+            )
         return self

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
+from specpool.engine.config.activations import INT8, int8_refusal
 from specpool.engine.config.devices import use_device
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, source_of
@@ -21,7 +22,7 @@ from specpool.engine.models.stored_weights import StoredWeights, stored_weights
 from specpool.engine.models.tokenizer import tokenizer_files
 from specpool.engine.models.weights import check_all_used, check_complete, read_with_transformers
 from specpool.engine.passes.attention import PACKED_ATTENTION
-from specpool.engine.passes.fused import is_fusable
+from specpool.engine.passes.fused import is_fusable, why_not_fusable
 from specpool.engine.sharding.shares import Share
 from specpool.engine.sharding.weights import ShardConfig, checksums_of
 from specpool.protocol.tokenizer import TokenizerFiles
@@ -68,12 +69,23 @@ def load_model(
     `share`: load only this rank's shard. `report`: called with each phase.
     """
     config, device = load_config(options), use_device(options.device)
+    _check_activations(options, config, device)
     try:
         return _load(options, config, device, share, report)
     except Exception as error:  # the files may contain anything
         fixed = isinstance(error, KeyError) and error.args == (PACKED_ATTENTION,)
         reason = f"{config.model_type} does not support custom attention" if fixed else explain(error)
         raise UnsupportedModelError(f"{options.model} cannot be loaded: {reason}") from error
+
+
+def _check_activations(options: EngineOptions, config: PreTrainedConfig, device: torch.device) -> None:
+    """Refuse int8 activations before any weight is read. UnsupportedModelError."""
+    if options.activations != INT8:
+        return
+    if device.type != "cpu":
+        raise UnsupportedModelError(int8_refusal(f"a CPU, but the device is {device}"))
+    if (reason := why_not_fusable(config)) is not None:
+        raise UnsupportedModelError(int8_refusal(f"the compiled pass, which cannot run this model: {reason}"))
 
 
 def _load(

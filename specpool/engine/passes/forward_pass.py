@@ -21,7 +21,7 @@ class CompiledGemms(Protocol):
 
     @property
     def activations(self) -> str:
-        """Of GEMMs with quantized weights: "float32" or "int8"."""
+        """Format of the activations: "int8" if GEMMs round activations for quantized weights, else "float32"."""
 
     @property
     def gemm_inputs(self) -> Set[int]:
@@ -102,6 +102,11 @@ class ForwardPass(nn.Module, ABC):
     def supports_branches(self) -> bool:
         """Whether spans may be branches of their sequences. Attention plans have no branches."""
         return not self.plans_attention
+
+    @property
+    def activations(self) -> str:
+        """Format of the activations in GEMMs: a dtype, or "int8" for GEMMs with quantized weights."""
+        return str(self.compute_dtype).removeprefix("torch.")
 
     @property
     def weight_kinds(self) -> Mapping[str, int]:

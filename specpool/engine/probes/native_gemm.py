@@ -2,22 +2,26 @@
 
 import torch
 
+from specpool.engine.config.activations import INT8
 from specpool.engine.passes.forward_pass import CompiledGemms
-from specpool.engine.passes.native.panels import BFLOAT16, PANEL
+from specpool.engine.passes.native.panels import BFLOAT16, PANEL, PART
 from specpool.engine.probes.inputs import ProbeInputs
 from specpool.engine.weights.quantization_types import QUANTIZATION_TYPES
 from specpool.engine.weights.quantized import Weight, as_tensor
 
 # More rows than two tiles of gemm.h, and a number of panels that few thread counts divide evenly.
 ROWS, OUTPUTS = 37, 7 * PANEL
+SLACK = 1.01
+"""For the rounding of scales and sums in float32."""
 
 
 @torch.inference_mode()
 def gemms_agree(gemms: CompiledGemms) -> bool:
     """Whether a row has the same bits for every number of rows and at every index.
 
-    With float32 activations, quantized weights must also give the bits of the same weights in float32. Everything else
-    in a compiled pass works on one row alone. The inputs cancel, so another order of summation changes nearly every output.
+    Quantized weights must also give the bits of the same weights in float32, or with int8 activations, results within
+    the bounds of rounding. Everything else in a compiled pass works on one row alone. The inputs cancel, so another
+    order of summation changes nearly every output.
     """
     return all(
         _gemm_agrees(gemms, kind, inputs)
@@ -40,8 +44,23 @@ def _gemm_agrees(gemms: CompiledGemms, kind: str, inputs: int) -> bool:
     x = x[order].T.contiguous()
     gemm = gemms.gemm_with(weight)
     together = gemm(x)
-    if kind in QUANTIZATION_TYPES and gemms.activations == "float32":
-        others = gemms.gemm_with(as_tensor(weight)), gemms.gemm_with(weight, widened_from=1)
-        if not all(torch.equal(together, other(x)) for other in others):
+    if kind in QUANTIZATION_TYPES:
+        if not torch.equal(together, gemms.gemm_with(weight, widened_from=1)(x)):
+            return False
+        if gemms.activations == INT8 and inputs % PART == 0:
+            if not _is_rounding(together, x, as_tensor(weight)):
+                return False
+        elif not torch.equal(together, gemms.gemm_with(as_tensor(weight))(x)):
             return False
     return all(torch.equal(gemm(x[-count:]), together[-count:]) for count in range(1, ROWS))
+
+
+def _is_rounding(results: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether results [n, outputs] are within the error of inputs [n, inputs] rounded to int8.
+
+    Each input is off by at most half a step, a 127th of the largest of its 32 neighbours.
+    """
+    exact = x.double() @ weight.double().T
+    half_steps = x.double().unflatten(1, (-1, PART)).abs().amax(2) / 254
+    bound = half_steps.repeat_interleave(PART, 1) @ weight.double().abs().T
+    return bool(((results - exact).abs() <= SLACK * bound).all())

@@ -185,6 +185,7 @@ class Engine:
             tensor_parallel=max(1, len(self._ranks)),
             tensor_parallel_sums="" if self.leader is None else self.leader.sharding.sums,
             weight_kinds=self._weight_kinds,
+            activations=self.forward_pass.activations,
             ranks=self._ranks,
             **self.load._asdict(),
         )

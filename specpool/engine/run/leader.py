@@ -15,6 +15,7 @@ import torch
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.memory import Footprint
 from specpool.engine.cache.spans import Location, Span
+from specpool.engine.config.activations import INT8
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.numerics.tiles import Tiles
@@ -61,8 +62,10 @@ class Leader:
         self._connections, self._data = [link.commands for link in links], [link.data for link in links]
         watch({f"rank {rank}": link for rank, link in enumerate(self._connections, 1)}, self._on_hangup)
         for rank, link in enumerate(self._connections, 1):
-            # Ranks of other nodes choose their own devices.
-            rank_options = options.model_copy(update={"device": devices[rank] if rank < len(devices) else ""})
+            # Ranks of other nodes choose their own devices. Only rank 0 refuses int8 activations: it says why.
+            device = devices[rank] if rank < len(devices) else ""
+            activations = "auto" if options.activations == INT8 else options.activations
+            rank_options = options.model_copy(update={"device": device, "activations": activations})
             send(link, Order(rank=rank, sums=sharding.sums, options=rank_options, exact=exact, store=store))
 
     def group(self, device: torch.device) -> Group:

@@ -38,6 +38,8 @@ class Report(BaseModel):
     device: str
     forward_pass: str
     """Class of the pass, which must be the same on all ranks."""
+    activations: str
+    """Format of the activations, which must be the same on all ranks."""
     tiles: Tiles | None
     """Shapes that make the pass batch invariant; None: no shapes do."""
     agrees: bool

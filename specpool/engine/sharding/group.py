@@ -37,6 +37,10 @@ class SingleRank:
         """Return the full size of a dimension of which this rank has `size`."""
         return size
 
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        return flag
+
     def embed(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Look up tokens [n] in an embedding sharded by tokens. Returns [n, features]."""
         return embedding(token_ids, weight)
@@ -78,6 +82,9 @@ class Group(SingleRank):
 
     def full_size(self, size: int, dimension: Dimension) -> int:
         return self.sharding.shares[dimension].total
+
+    def any_rank(self, flag: bool) -> bool:
+        return bool(self.all_gather(torch.tensor([flag], device=self._borders.device)).any())
 
     def local_size(self, dimension: Dimension) -> int:
         return self.sharding.shares[dimension].sizes[self.rank]

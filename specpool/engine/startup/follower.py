@@ -108,6 +108,7 @@ def _build(link: Link, order: Order, options: EngineOptions) -> tuple[PassRunner
         Report(
             device=options.device,
             forward_pass=type(forward_pass).__name__,
+            activations=forward_pass.activations,
             tiles=tiles,
             agrees=compiled is None or gemms_agree(compiled),
             kv_limit=kv_limit(options, footprint, facts.device).kv_bytes,

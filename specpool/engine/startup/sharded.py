@@ -71,10 +71,8 @@ def _start_rank_0(
     forward_pass, tiles = build_exact_pass(loaded, facts.of_rank(sharding.kv_heads.sizes[0]), own, exact, group)
     leader.receive_reports()
     for other in leader.reports:
-        if other.forward_pass != type(forward_pass).__name__:
-            raise UnsupportedModelError(
-                f"ranks must have the same pass, but have {type(forward_pass).__name__} and {other.forward_pass}"
-            )
+        _check_same("pass", type(forward_pass).__name__, other.forward_pass)
+        _check_same("activations", forward_pass.activations, other.activations)
     tiles = common_tiles([tiles, *(other.tiles for other in leader.reports)])
     engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), own, leader)
     if exact:
@@ -82,6 +80,11 @@ def _start_rank_0(
     engine.bitwise = exact and tiles is not None and self_test(engine)
     engine.weights_fingerprint, engine.numerics_fingerprint = fingerprint, numerics_fingerprint(engine)
     return engine
+
+
+def _check_same(what: str, own: str, others: str) -> None:
+    if own != others:
+        raise UnsupportedModelError(f"ranks must have the same {what}, but have {own} and {others}")
 
 
 def load_share(

@@ -95,6 +95,8 @@ class DescribedTarget(FakeTarget):
 
     async def GetWorkerInfo(self, request: Any, context: Any) -> common_pb2.GetWorkerInfoResponse:
         response = await super().GetWorkerInfo(request, context)
+        for field in self.changes:
+            response.model.ClearField(field)
         response.model.MergeFrom(common_pb2.ModelInfo(**self.changes))
         return response
 
@@ -109,6 +111,11 @@ class DescribedTarget(FakeTarget):
         ({"max_model_len": 64}, {"max_model_len": 63}, "max_model_len was 64, is 63"),
         ({"max_model_len": 64}, {"max_model_len": 65}, None),
         ({"dtype": "float32"}, {"dtype": "bfloat16"}, "dtype was float32, is bfloat16"),
+        ({"activations": "int8"}, {"activations": "float32"}, "activations was int8, is float32"),
+        ({"activations": "int8"} | BITS_OF_ONE, {"activations": "float32"} | BITS_OF_TWO, "activations was int8"),
+        ({"activations": "int8"}, {"activations": "int8"}, None),
+        ({"activations": ""}, {"activations": "int8"}, None),  # a worker of an earlier version
+        ({"activations": "int8"}, {"activations": ""}, None),
         ({"notes": ["fast"]}, {"notes": ["slow"]}, None),
         (BITS_OF_ONE, BITS_OF_ONE | {"rank_devices": ["cpu", "cpu"]}, None),
         (BITS_OF_ONE | {"rank_devices": ["cpu"] * 3}, BITS_OF_ONE | {"rank_devices": ["cpu"] * 2}, None),

@@ -254,6 +254,7 @@ class Described(Exclusive):
         ({"numerics_fingerprint": "other"}, "numerics_fingerprint was same, is other"),
         ({"device": "cuda:0 (NVIDIA H200)"}, "device was cpu"),
         ({"equivalence": common_pb2.EQUIVALENCE_NUMERIC}, "equivalence was"),
+        ({"activations": "int8", "numerics_fingerprint": "other"}, "activations was float32, is int8"),
         ({"max_model_len": 64}, "max_model_len was 4096, is 64"),
     ],
 )

@@ -96,7 +96,7 @@ def server(**changes: Any) -> pb.GetServerInfoResponse:
         target=pb.WorkerState(address="t:1", state="ready", model=model, load=load),
         draft=pb.WorkerState(address="d:1", state="resting", reason="slow", model=model), **changes,
     )  # fmt: skip
-    info.target.model.tensor_parallel = 2
+    info.target.model.tensor_parallel, info.target.model.activations = 2, "int8"
     info.MergeFrom(LATER)
     return info
 
@@ -106,6 +106,7 @@ def test_unknown_values_of_a_worker_are_none() -> None:
     assert (target.slots_in_use, target.kv_usage, target.equivalence) == (2, 0.75, "bitwise")
     assert (draft.slots_in_use, draft.kv_usage, draft.reason) == (None, None, "slow")
     assert (target.ranks, draft.ranks) == (2, 1)
+    assert (target.activations, draft.activations) == ("int8", "")
     (unknown,) = view_of("a:1", pb.GetServerInfoResponse(), None, None).workers
     assert (unknown.role, unknown.model, unknown.equivalence, unknown.ranks) == ("target", "", "", None)
 
@@ -127,6 +128,7 @@ def test_a_view_fits_any_terminal(width: int) -> None:
         shown = ["40 of 256", "3 of 16", "draft tokens: 5", "resting", "slow", "75% of 1,024 MiB", "2.50", "ngram"]
         for part in [*shown, "2 ranks"]:
             assert part in text, part
+        assert width < 200 or "float32, int8 activations, bitwise" in text
         assert "1 ranks" not in text
 
 

@@ -182,6 +182,7 @@ async def test_demo_compares_plain_and_speculative_tokens(tiny_pair: Pair) -> No
     assert process.returncode == 0, err.decode()
     result = json.loads(out.decode().splitlines()[-1])
     assert (result["prompts"], result["exact_match"], result["equivalence"]) == (2, 1.0, "bitwise")
+    assert result["target_activations"] == "float32"
 
 
 NO_TORCH = {

@@ -29,6 +29,34 @@ def test_revisions_reach_the_workers() -> None:
             UpSettings(**missing)
 
 
+def test_activations_reach_the_workers() -> None:
+    target, draft = worker_flags(target_activations="int8", draft_activations="float32")
+    assert (target["--activations"], draft["--activations"]) == ("int8", "float32")
+    standby = services_of(UpSettings(standby=True, target_activations="float32"), "a", "b")[2].arguments
+    assert ("--activations", "float32") in pairwise(standby)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            {"target_activations": "int8", "target_weights": "float32"},
+            "target-activations: int8 needs --target-weights",
+        ),
+        ({"target_activations": "int8", "target_device": "cuda"}, "target-activations: int8 needs --target-device cpu"),
+        ({"target_activations": "int8", "target_devices": "cuda:0,cuda:1"}, "int8 needs --target-device cpu"),
+        ({"draft_activations": "int8", "draft_device": "cuda:1"}, "draft-activations: int8 needs --draft-device cpu"),
+        (
+            {"target_activations": "int8", "standby": True, "standby_devices": "cuda:1"},
+            "target-activations: int8 needs --target-device cpu; use --target-activations auto or float32",
+        ),
+    ],
+)
+def test_int8_activations_beside_other_settings_are_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        UpSettings(**settings)
+
+
 @pytest.mark.parametrize(
     ("devices", "threads", "threads_per_rank"),
     [("cuda:0,cuda:1", 8, 8), ("cpu,cpu", 8, 4), ("cpu, cpu ,cpu", 8, 2), ("cpu,cpu,cpu", 2, 1)],

@@ -32,7 +32,7 @@ from specpool.planning.prediction import (
     replay_acceptance,
     smallest_sufficient,
 )
-from specpool.planning.report import helm_values
+from specpool.planning.report import as_json, helm_values
 from target_worker.server import TargetWorkerSettings
 
 GIB = 2**30
@@ -254,6 +254,19 @@ def test_processes_accept_the_values(device: str) -> None:
         assert TypeAdapter(ByteSize).validate_python(resources["limits"]["memory"] + "B") >= needs.limit_bytes
     assert (values["target"]["revision"], values["draft"]["revision"]) == ("f" * 40, "")
     assert values["draft"]["enabled"] is True
+
+
+@pytest.mark.parametrize(
+    ("device", "activations", "expected"),
+    [("cpu", "int8", "int8"), ("cpu", "float32", "float32"), ("cpu", "", None), (H200, "bfloat16", None),
+     ("cpu", "bfloat16", None)],
+)  # fmt: skip
+def test_values_have_the_measured_activations(device: str, activations: str, expected: str | None) -> None:
+    target, draft = (model(name, 0.01, device, activations=activations) for name in ("org/target", "org/draft"))
+    plan = make_plan(target, [(draft, constant_acceptance(0.8, 4))], Terms([1, 8], 4, 0.001, shared=False))
+    values = yaml.safe_load(helm_values(plan))
+    assert [values[role]["settings"].get("activations") for role in ("target", "draft")] == [expected] * 2
+    assert as_json(plan)["target"]["activations"] == activations
 
 
 @pytest.mark.parametrize("device", ["cpu", H200])

@@ -49,3 +49,23 @@ def test_ranks_are_described_in_order(sums: str) -> None:
     assert (response.model.tensor_parallel, response.model.tensor_parallel_sums) == (3, sums)
     names = [field.name for field in fields(RankMemory)]
     assert [RankMemory(*(getattr(rank, name) for name in names)) for rank in response.load.ranks] == list(ranks)
+
+
+def test_activations_reach_the_coordinator() -> None:
+    response = worker_info_response(described(dtype="float32", activations="int8"))
+    check_worker_info(response)
+    assert response.model.activations == "int8"
+    assert worker_info_response(described()).model.activations == ""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "activations", "shown"),
+    [
+        ("float32", "int8", "(float32, int8 activations, x)"),
+        ("float32", "float32", "(float32, x)"),
+        ("bfloat16", "float32", "(bfloat16, float32 activations, x)"),
+        ("bfloat16", "", "(bfloat16, x)"),
+    ],
+)
+def test_summary_names_activations_of_another_format(dtype: str, activations: str, shown: str) -> None:
+    assert shown in described(dtype=dtype, activations=activations).summary

@@ -42,8 +42,13 @@ importlib.import_module(MODULE).main()
             ],
             "model: /nowhere: no such file or folder",
         ),
+        (
+            "target",
+            ["--model", "{target}", "--activations", "int8", "--no-native"],
+            "activations: int8 needs --native; use --activations auto or float32",
+        ),
     ],
-    ids=["device", "memory", "GGUF", "empty", "another node"],
+    ids=["device", "memory", "GGUF", "empty", "another node", "activations"],
 )
 def test_wrong_options_end_a_worker_with_one_line(
     tiny_pair: tuple[Path, Path], tmp_path: Path, worker: str, flags: list[str], reason: str

@@ -391,6 +391,7 @@ async def test_a_worker_describes_itself(worker: Worker) -> None:
         numerics_fingerprint=info.numerics_fingerprint,
         tensor_parallel=1,
         weight_kinds={"float32": info.weight_kinds["float32"]},
+        activations="float32",
     )
     assert bool(info.numerics_fingerprint) == (worker.role is TARGET)
     assert re.fullmatch("[0-9a-f]{32}", response.instance_id)

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from specpool.engine.cache.arena import KVArena
+from specpool.engine.config.activations import Activations
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.native.activations import gemm_kinds, resolve_activations
 from specpool.engine.passes.native.decoder import compile_decoder
 from specpool.engine.passes.native.packed_weights import ModelPanels, PackedWeights, bytes_of, panels_of
 from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, KIND_NUMBERS, PART, segments_of
@@ -45,11 +47,13 @@ class NativeModel(ForwardPass):
     exact_by_construction = True
     weights: torch.Tensor
 
-    def __init__(self, fused: FusedModel, panels: ModelPanels, compiler: Compiler, activations: Activations) -> None:
-        """`panels`: weights of the fused model. `compiler`: compiles the decoder for them and `activations`, and must
-        succeed."""
+    def __init__(self, fused: FusedModel, panels: ModelPanels, compiler: Compiler, activations: str) -> None:
+        """`panels`: weights of the fused model. `compiler`: compiles the decoder for them, and must succeed.
+
+        `activations`: "float32", or "int8" for GEMMs with quantized weights.
+        """
         super().__init__()
-        self.activations = activations
+        self._activations = activations
         first: Any = fused.layers[0]
         self._groups, self._compile, self._kinds = first.heads // first.kv_heads, compiler, panels.kinds
         library = compiler()
@@ -94,6 +98,11 @@ class NativeModel(ForwardPass):
     def compiled_gemms(self) -> "NativeModel":
         """The model itself: all its GEMMs are compiled."""
         return self
+
+    @property
+    def activations(self) -> str:
+        """Format of the activations in GEMMs with quantized weights."""
+        return self._activations
 
     @property
     def library_digest(self) -> str:
@@ -226,18 +235,20 @@ class NativeModel(ForwardPass):
         )
 
 
-def compile_pass(
-    fused: FusedModel, pass_class: type[NativeModel], activations: Activations = "float32"
-) -> NativeModel | None:
-    """Compile a fused model and take over its weights; None if this machine cannot run it that way."""
+def compile_pass(fused: FusedModel, pass_class: type[NativeModel], activations: Activations) -> NativeModel | None:
+    """Compile a fused model and take over its weights; None if this machine cannot run it that way.
+
+    `activations`: the option. UnsupportedModelError: the weights do not suit it.
+    """
     if not _is_supported(fused):
         return None
     layer: Any = fused.layers[0]
     panels = panels_of(fused)
+    resolved = resolve_activations(activations, gemm_kinds(panels), fused.group)
     kinds = frozenset({FLOAT32, *panels.kinds})
     groups = layer.heads // layer.kv_heads
-    compiler = partial(compile_decoder, layer.head_dim, groups, kinds, rounded=activations == "int8")
-    return None if compiler() is None else pass_class(fused, panels, compiler, activations)
+    compiler = partial(compile_decoder, layer.head_dim, groups, kinds, rounded=resolved == "int8")
+    return None if compiler() is None else pass_class(fused, panels, compiler, resolved)
 
 
 def _is_supported(fused: FusedModel) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.native import structs
-from specpool.engine.passes.native.model import Activations, Compiler, NativeModel
+from specpool.engine.passes.native.model import Compiler, NativeModel
 from specpool.engine.passes.native.packed_weights import ModelPanels
 from specpool.engine.passes.native.structs import Linear
 from specpool.engine.passes.packing import PackedBatch
@@ -18,7 +18,7 @@ from specpool.engine.sharding.group import Group
 class ShardedNativeModel(NativeModel):
     """Shards linear layers by outputs or inputs, and attention by heads. Every rank computes all hidden states."""
 
-    def __init__(self, fused: FusedModel, panels: ModelPanels, compiler: Compiler, activations: Activations) -> None:
+    def __init__(self, fused: FusedModel, panels: ModelPanels, compiler: Compiler, activations: str) -> None:
         first: Any = fused.layers[0]
         branch_features = first.out.out_features
         super().__init__(fused, panels, compiler, activations)

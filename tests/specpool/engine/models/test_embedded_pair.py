@@ -136,7 +136,7 @@ def test_a_float32_copy_gives_the_same_logits_and_is_created_once(
     target = save_random_gguf(tmp_path / "pair", lambda name: "Q4_1")
     monkeypatch.setattr(embedded_pair, "embedded_pair", lambda cache: Pair(target, target))
     copy = float32_copy()
-    original, copied = load_engine(target), load_engine(copy)
+    original, copied = load_engine(target, activations="float32"), load_engine(copy)
     assert isinstance(original.forward_pass, NativeModel)
     assert isinstance(copied.forward_pass, NativeModel)
     assert "Q4_1" in original.forward_pass.kinds

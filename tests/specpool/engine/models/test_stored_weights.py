@@ -1,4 +1,7 @@
-"""Weights as stored equal those of transformers, and give the logits of dequantized weights bit for bit."""
+"""Weights as stored equal those of transformers, and give the logits of dequantized weights bit for bit.
+
+Engines have float32 activations unless a test says otherwise: int8 activations change the bits.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +50,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def quantized(mixed: Path) -> Engine:
-    return load_engine(mixed)
+    return load_engine(mixed, activations="float32")
 
 
 def transformers_weights(file: Path) -> dict[str, torch.Tensor]:
@@ -125,6 +128,15 @@ def test_quantized_engine_matches_dequantized_bit_for_bit(mixed: Path, quantized
     assert quantized.info().parameters == dense.info().parameters
 
 
+def test_int8_activations_change_logits_little(mixed: Path, quantized: Engine) -> None:
+    engine = load_engine(mixed, activations="int8")
+    assert engine.bitwise
+    assert rows_that_differ(engine) == 0
+    assert engine.weights_fingerprint == quantized.weights_fingerprint
+    difference = (logits(engine) - logits(quantized)).norm() / logits(quantized).norm()
+    assert difference < 0.05
+
+
 def test_notes_name_dequantized_weights(mixed: Path, quantized: Engine, tmp_path: Path) -> None:
     assert quantized.notes == ["Q5_K weights (tensors: 1) were dequantized to float32: 4 bytes each"]
     dense = load_model(EngineOptions(model=str(mixed), device="cpu", weights="float32"))
@@ -137,7 +149,7 @@ def test_mixed_types_in_one_gemm_match_dequantized_bit_for_bit(tmp_path: Path) -
     """The fused QKV GEMM has parts of 96 and 48 outputs, and the head is tied."""
     changes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": True}
     file = save_random_gguf(tmp_path, alternate("Q4_1", "Q8_0"), "qwen2", **changes)
-    engine = load_engine(file)
+    engine = load_engine(file, activations="float32")
     assert isinstance(engine.forward_pass, NativeModel)
     assert engine.forward_pass.kinds.keys() == {"Q4_1", "Q8_0", "FLOAT32"}
     dense = load_engine(file, weights="float32")
@@ -184,7 +196,8 @@ def test_a_draft_keeps_its_weights_and_the_embeddings_of_its_target(tmp_path: Pa
     save_compact(tmp_path / "trained", random_trained(target, 70))
     trained = load_compact(tmp_path / "trained")
     save_draft(tmp_path / "draft", str(target), trained)
-    draft, dense = load_engine(tmp_path / "draft"), load_engine(tmp_path / "draft", weights="float32")
+    draft = load_engine(tmp_path / "draft", activations="float32")
+    dense = load_engine(tmp_path / "draft", weights="float32")
     assert draft.loaded.output_ids is not None
     assert draft.loaded.output_ids.tolist() == list(range(70))
     assert isinstance(draft.forward_pass, NativeModel)

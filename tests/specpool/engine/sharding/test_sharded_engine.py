@@ -8,13 +8,17 @@ from typing import Any, Literal
 import pytest
 import torch
 from gguf_files import save_random_gguf
-from tiny_models import load_engine, random_tokens, rows_that_differ, save_model, small_config
+from ranks_in_turns import GroupInTurns, run_ranks
+from tiny_models import load_engine, random_tokens, refusal, rows_that_differ, save_model, small_config
 
 from specpool.engine.cache.spans import Span
+from specpool.engine.config.activations import Activations
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.config import load_config
 from specpool.engine.models.loading import load_model
 from specpool.engine.models.weights_fingerprint import weights_fingerprint
+from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.native.activations import resolve_activations
 from specpool.engine.passes.native.sharded import ShardedNativeModel
 from specpool.engine.run.engine import Engine
 from specpool.engine.sharding.shares import Share, shard
@@ -91,7 +95,7 @@ def test_ranks_keep_weights_quantized(tmp_path: Path, sums: Literal["whole", "pa
     changes = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
     file = save_random_gguf(tmp_path, lambda name: "Q4_1" if "layers" in name else "Q8_0", **changes)
     dense = load_engine(file, device="cpu", weights="float32")
-    with sharded(file, 2, tensor_parallel_sums=sums) as engine:
+    with sharded(file, 2, tensor_parallel_sums=sums, activations="float32") as engine:
         assert isinstance(engine.forward_pass, ShardedNativeModel)
         kinds = engine.forward_pass.kinds
         assert kinds.keys() - {"FLOAT32"} == {"Q4_1", "Q8_0"}
@@ -104,6 +108,36 @@ def test_ranks_keep_weights_quantized(tmp_path: Path, sums: Literal["whole", "pa
             assert torch.equal(logits(engine), logits(dense))
             assert engine.numerics_fingerprint == dense.numerics_fingerprint
         assert torch.allclose(logits(engine), logits(dense), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("sums", ["whole", pytest.param("parts", marks=pytest.mark.slow)])
+def test_ranks_have_the_same_activations(tmp_path: Path, sums: Literal["whole", "parts"]) -> None:
+    file = save_random_gguf(tmp_path, lambda name: "Q4_1")
+    with sharded(file, 2, tensor_parallel_sums=sums) as engine:
+        assert engine.leader is not None
+        found = [engine.info().activations, *(report.activations for report in engine.leader.reports)]
+        assert found == ["int8", "int8"]
+        assert engine.bitwise
+        assert rows_that_differ(engine) == 0
+
+
+def test_rank_0_says_why_int8_activations_are_refused(tmp_path: Path) -> None:
+    """The other ranks do not end first, which would hide the reason."""
+    folder = save_model(tmp_path, small_config("llama"))
+    reason = refusal(folder, device="cpu", tensor_parallel=2, activations="int8")
+    assert reason.startswith("activations: int8 needs a trained draft, or a GGUF file")
+
+
+def test_ranks_agree_on_activations(tmp_path: Path) -> None:
+    """A rank whose shard has no quantized weights follows the others."""
+
+    def resolve(fused: FusedModel, group: GroupInTurns) -> list[str]:
+        kinds = {"Q4_1"} if group.rank == 1 else {"FLOAT32"}
+        options: tuple[Activations, ...] = ("auto", "float32", "int8")
+        return [resolve_activations(option, kinds, group) for option in options]
+
+    folder = save_model(tmp_path, small_config("llama"))
+    assert run_ranks(folder, 2, "whole", resolve) == [["int8", "float32", "int8"]] * 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -12,6 +12,7 @@ from tiny_models import load_engine, random_tokens, round_weights, save_model, s
 from torch.nn.functional import silu
 
 from specpool.engine.cache.spans import Span
+from specpool.engine.config.activations import Activations
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.loading import load_model
 from specpool.engine.numerics.tiles import Tiles
@@ -22,6 +23,7 @@ from specpool.engine.passes.gpu.gemm import Gemm
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.native import decoder
 from specpool.engine.passes.native.model import NativeModel
+from specpool.engine.passes.native.structs import Linear
 from specpool.engine.probes import batch_invariance, kernels
 from specpool.engine.probes.kernels import choose_gemms
 from specpool.engine.probes.native_gemm import gemms_agree
@@ -443,11 +445,12 @@ WIDENING_MUTANTS = {
 }  # fmt: skip
 
 
-def model_with_panels(folder: Path, kind: str) -> NativeModel:
+def model_with_panels(folder: Path, kind: str, activations: Activations = "float32") -> NativeModel:
     """The compiled pass of a model with weights of one kind."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 8}
     folder.mkdir()
-    options = EngineOptions(model=str(save_random_gguf(folder, lambda name: kind, **sizes)), device="cpu")
+    model = str(save_random_gguf(folder, lambda name: kind, **sizes))
+    options = EngineOptions(model=model, device="cpu", activations=activations)
     forward_pass = forward.build_forward_pass(load_model(options), options)
     assert isinstance(forward_pass, NativeModel)
     assert forward_pass.kinds.keys() == {kind}
@@ -464,5 +467,20 @@ def test_wrong_dequantization_fails_the_self_test(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.cpus
-def test_correct_dequantization_passes_the_self_test(tmp_path: Path) -> None:
-    assert gemms_agree(model_with_panels(tmp_path / "model", "Q4_K"))
+@pytest.mark.parametrize("kind", ["Q4_K", *slow(["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q6_K"])])
+@pytest.mark.parametrize("activations", ["float32", "int8"])
+def test_correct_gemms_pass_the_self_test(tmp_path: Path, kind: str, activations: Activations) -> None:
+    assert gemms_agree(model_with_panels(tmp_path / "model", kind, activations))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_wrong_int8_gemms_fail_the_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """An error of a tenth of the weights is larger than rounding to 8 bits allows."""
+    model = model_with_panels(tmp_path / "model", "Q4_1", "int8")
+    gemm = model._gemm
+
+    def wrong(linear: Linear, rows: torch.Tensor) -> torch.Tensor:
+        return gemm(linear, rows) + share * gemm(linear, rows.abs())
+
+    monkeypatch.setattr(model, "_gemm", wrong)
+    assert gemms_agree(model) == (share == 0)

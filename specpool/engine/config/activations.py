@@ -1,0 +1,41 @@
+"""The option `activations`: in which format activations enter GEMMs with quantized weights."""
+
+from collections.abc import Iterable
+from typing import Literal
+
+Activations = Literal["auto", "float32", "int8"]
+
+FLOAT32: Literal["float32"] = "float32"
+INT8: Literal["int8"] = "int8"
+
+
+def int8_refusal(needed: str, remedy: str = "", role: str = "") -> str:
+    """Say what int8 activations need that is missing, and what to do.
+
+    `remedy`: what helps besides other activations. `role`: begins the names of the flags, such as "target-".
+    """
+    return (
+        f"{role}activations: int8 needs {needed}; {remedy and f'{remedy}, or '}use --{role}activations auto or float32"
+    )
+
+
+def check_int8(
+    role: str = "",
+    *,
+    native: bool = True,
+    fused: bool = True,
+    weights: str = "auto",
+    dtype: str = "auto",
+    devices: Iterable[str] = (),
+) -> None:
+    """Raise ValueError if other options rule out int8 activations. `role`: as in `int8_refusal`."""
+    needed = {
+        "native": native,
+        "fused": fused,
+        "weights auto": weights == "auto",
+        "dtype float32": dtype in ("auto", "float32"),
+        "device cpu": not any(device.startswith("cuda") for device in devices),
+    }
+    missing = next((option for option, is_met in needed.items() if not is_met), None)
+    if missing is not None:
+        raise ValueError(int8_refusal(f"--{role}{missing}", role=role))

@@ -1,0 +1,135 @@
+"""The format of activations: which one a pass gets, and where int8 is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_files import save_random_gguf
+from pydantic import ValidationError
+from tiny_models import load_engine, refusal, rows_that_differ, save_model, small_config
+
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.models import loading
+from specpool.engine.passes.native.activations import resolve_activations
+from specpool.engine.passes.native.model import NativeModel
+from specpool.engine.run import pass_selection
+from specpool.protocol.codec import worker_info_response
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_gguf(tmp_path_factory.mktemp("quantized"), lambda name: "Q4_1")
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("dense"), small_config("llama"))
+
+
+@pytest.mark.parametrize(
+    ("options", "activations"),
+    [
+        ({}, "int8"),
+        ({"activations": "int8"}, "int8"),
+        ({"activations": "float32"}, "float32"),
+        ({"weights": "float32"}, "float32"),
+        ({"dtype": "bfloat16"}, "float32"),  # a compiled pass computes in float32
+        ({"native": False}, "float32"),
+        ({"fused": False, "dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_engine_describes_its_activations(quantized: Path, options: dict[str, Any], activations: str) -> None:
+    engine = load_engine(quantized, exact=False, device="cpu", **options)
+    assert engine.forward_pass.activations == engine.info().activations == activations
+    assert worker_info_response(engine.info()).model.activations == activations
+
+
+def test_int8_activations_are_batch_invariant(quantized: Path) -> None:
+    engine = load_engine(quantized, device="cpu", activations="int8")
+    assert isinstance(engine.forward_pass, NativeModel)
+    assert engine.bitwise
+    assert rows_that_differ(engine) == 0
+
+
+@pytest.mark.parametrize("activations", ["auto", "float32"])
+def test_dense_weights_have_float32_activations(dense: Path, activations: str) -> None:
+    assert load_engine(dense, device="cpu", activations=activations).forward_pass.activations == "float32"
+
+
+def test_an_embedding_is_no_gemm(tmp_path: Path) -> None:
+    file = save_random_gguf(tmp_path, lambda name: "Q8_0" if "embed" in name else None)
+    engine = load_engine(file, device="cpu")
+    assert isinstance(engine.forward_pass, NativeModel)
+    assert "Q8_0" in engine.forward_pass.kinds
+    assert engine.forward_pass.activations == "float32"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "activations"),
+    [
+        (set(), "float32"),
+        ({"FLOAT32", "BFLOAT16"}, "float32"),
+        ({"FLOAT32", "Q4_K"}, "int8"),
+        ({"INT8"}, "int8"),
+    ],
+)
+def test_auto_follows_the_weights(kinds: set[str], activations: str) -> None:
+    assert resolve_activations("auto", kinds) == activations
+    assert resolve_activations("float32", kinds) == "float32"
+
+
+# --- Refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({"native": False}, "--native"),
+        ({"fused": False}, "--fused"),
+        ({"weights": "float32"}, "--weights auto"),
+        ({"dtype": "bfloat16"}, "--dtype float32"),
+        ({"device": "cuda:1"}, "--device cpu"),
+        ({"device": "cuda:0,cuda:1", "tensor_parallel": 2}, "--device cpu"),
+    ],
+)
+def test_conflicting_options_are_refused_by_name(options: dict[str, Any], needed: str) -> None:
+    expected = f"activations: int8 needs {needed}; use --activations auto or float32"
+    with pytest.raises(ValidationError, match=expected):
+        EngineOptions(model="m", activations="int8", **options)
+    EngineOptions(model="m", **options)
+
+
+def test_ranks_always_run_the_fused_pass() -> None:
+    EngineOptions(model="m", activations="int8", fused=False, tensor_parallel=2)
+
+
+def test_models_without_quantized_weights_are_refused(dense: Path) -> None:
+    reason = refusal(dense, device="cpu", activations="int8")
+    assert reason.startswith("activations: int8 needs a trained draft, or a GGUF file with weights in Q4_0, ")
+    assert reason.endswith("; use --activations auto or float32")
+
+
+def test_models_without_a_compiled_pass_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, small_config("gpt2"))
+    (folder / "model.safetensors").unlink()
+    reason = refusal(folder, device="cpu", activations="int8")
+    assert reason.startswith(
+        "activations: int8 needs the compiled pass, which cannot run this model: gpt2 is not one of"
+    )
+
+
+def test_devices_other_than_cpus_are_refused(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device "auto" may be a GPU."""
+    monkeypatch.setattr(loading, "use_device", lambda name: torch.device("cuda:0"))
+    assert refusal(quantized, activations="int8").startswith(
+        "activations: int8 needs a CPU, but the device is cuda:0; use --activations auto or float32"
+    )
+
+
+def test_machines_without_a_compiler_are_refused(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_selection, "compile_pass", lambda *_: None)
+    reason = refusal(quantized, device="cpu", activations="int8")
+    assert reason.startswith("activations: int8 needs the compiled pass, which this machine cannot build")
+    assert "install a C compiler, or use --activations auto or float32" in reason
+    assert load_engine(quantized, device="cpu", exact=False).forward_pass.activations == "float32"
