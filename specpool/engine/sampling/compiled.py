@@ -116,10 +116,10 @@ class NativeSampler:
             row.frequency, row.presence = params.frequency_penalty, params.presence_penalty
         return row
 
-    def batch(self, rows: Any, rejected: Ids) -> Batch:
+    def batch(self, rows: Any, rejected: Ids, pool: int | None = None) -> Batch:
         """The arguments of `sample_batch`, which point to an array of rows, to `rejected` and to this object's memory.
 
-        `rejected`: `NOTHING_REJECTED` for each sequence.
+        `rejected`: `NOTHING_REJECTED` for each sequence. `pool`: address of another library's pool, to run on.
         """
         threads = torch.get_num_threads()
         size = threads * self.library.workspace_floats(c_int64(self.outputs))
@@ -133,6 +133,7 @@ class NativeSampler:
             vocabulary=self._vocab_size,
             threads=threads,
             workspace=self._workspace.ctypes.data,
+            pool=pool,
             **{name: numbers.ctypes.data for name, numbers in arrays.items()},
         )
 

@@ -1,5 +1,6 @@
 """The draft loop on CPUs, as one call of compiled code: each step samples, then runs the next pass (draft_loop.c)."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from ctypes import CDLL, POINTER, Structure, addressof, byref, c_char, c_double, c_int64, c_uint64, c_void_p, cast
 from dataclasses import replace
@@ -75,63 +76,60 @@ class NativeDraftLoop:
         self, library: CDLL, decoder: CDLL, model: Model, prepare: Prepare, arena: KVArena, sampler: NativeSampler
     ) -> None:
         """`decoder`, `model` and `prepare`: of the pass. The threads of its library also sample."""
-        self._run, self._model, self._prepare, self._arena, self._sampler = (
-            library.run_loop, model, prepare, arena, sampler,
-        )  # fmt: skip
-        self._forward, self._sample = _address(decoder.forward_step), _address(sampler.library.sample_batch)
+        self._run, self._prepare, self._arena, self._sampler = library.run_loop, prepare, arena, sampler
         self._pool = addressof(c_char.in_dll(decoder, "own_pool"))
+        self._code = {
+            "forward": cast(decoder.forward_step, c_void_p),
+            "model": addressof(model),
+            "sample": cast(sampler.library.sample_batch, c_void_p),
+        }
+        self._model = model  # keeps it alive
 
     def __call__(self, logits: torch.Tensor, rounds: Sequence[DraftRound], columns: Sequence[int]) -> tuple[int, int]:
         """Extend the drafts; see `DraftLoop`."""
         drafts = drafts_of(rounds)
-        size, logits = max(draft.num_draft_tokens for draft in drafts), logits.contiguous()
-        states, rows = (DraftState * len(drafts))(), (Row * len(drafts))()
-        changes = [self._begin(*of_draft) for of_draft in zip(states, drafts, columns, strict=True)]
-        numbers = [number for number, round_ in enumerate(rounds) for _ in round_.drafts]
-        for state, number in zip(states, numbers, strict=True):
-            state.round = number
+        count, size = len(drafts), max(draft.num_draft_tokens for draft in drafts)
+        states, numbers = (DraftState * count)(), (number for number, own in enumerate(rounds) for _ in own.drafts)
+        changes = [self._begin(*of_draft) for of_draft in zip(states, drafts, columns, numbers, strict=True)]
         chances = [np.array(round_.chances, np.float64) for round_ in rounds]
         ends = [
-            RoundState(own.ctypes.data, len(own), round_.step_cost) for own, round_ in zip(chances, rounds, strict=True)
+            RoundState(own.ctypes.data, len(own), each.step_cost) for own, each in zip(chances, rounds, strict=True)
         ]
-        token_ids, confidences = np.empty((len(drafts), size), np.int32), np.empty((len(drafts), size))
-        rejected = np.array([NOTHING_REJECTED], np.int32)
-        batch = self._batch(drafts)
+        token_ids, confidences = np.empty((count, size), np.int32), np.empty((count, size), np.float64)
+        rejected, batch = np.array([NOTHING_REJECTED], np.int32), self._batch(drafts)
         arguments, pass_logits = self._prepare(batch)
         loop = Loop(
-            forward=self._forward,
-            model=addressof(self._model),
+            **self._code,
             batch=addressof(arguments),
             **{name: getattr(arguments, name) for name in ROW_ARRAYS},
             logits=pass_logits.data_ptr(),
             first_logits=logits.data_ptr(),
             stride=pass_logits.stride(0),
             first_stride=logits.stride(0),
-            sample=self._sample,
-            sampling=self._sampler.batch(rows, rejected),
+            sampling=self._sampler.batch((Row * count)(), rejected, self._pool),
             drafts=states,
             rounds=(RoundState * len(rounds))(*ends),
-            num_drafts=len(drafts),
+            num_drafts=count,
             num_rounds=len(rounds),
             max_draft_tokens=size,
             draft_token_ids=token_ids.ctypes.data,
             confidences=confidences.ctypes.data,
         )
-        loop.sampling.pool = self._pool
         self._run(byref(loop))
         del batch, changes, chances  # the loop read their memory
         for of_draft in zip(states, drafts, token_ids.tolist(), confidences.tolist(), strict=True):
             _end(*of_draft)
         return loop.num_passes, loop.num_tokens
 
-    def _begin(self, state: Any, draft: Draft, column: int) -> Changes | None:
-        """Fill in the state of a draft. Return the changes that it points to."""
+    def _begin(self, state: Any, draft: Draft, column: int, number: int) -> Changes | None:
+        """Fill in the state of a draft of round `number`. Return the changes that it points to."""
         span, rules = draft.span, draft.rules
         has_confidences = rules is None and draft.needs_confidences
-        state.row = self._sampler.template(draft.rows.params, num_top=0 if has_confidences else -1)
-        state.position, state.column, state.prefix_length, state.offset = (
-            span.end, column, span.prefix_length, span.offset,
-        )  # fmt: skip
+        state.row = self._sampler.template(
+            None if rules is None else rules.params, num_top=0 if has_confidences else -1
+        )
+        state.position, state.column, state.round = span.end, column, number
+        state.prefix_length, state.offset = span.prefix_length, span.offset
         state.num_draft_tokens = draft.num_draft_tokens
         state.min_chance, state.next_chance, state.chance = draft.min_chance, draft.next_chance, draft.chance
         if rules is None:
@@ -156,9 +154,16 @@ class NativeDraftLoop:
     def _batch(self, drafts: Sequence[Draft]) -> PackedBatch:
         """A pass with a row for each draft. The loop fills in its numbers."""
         count, max_length = len(drafts), max(draft.span.end + draft.num_draft_tokens for draft in drafts)
-        numbers = torch.zeros(NUMBERS_PER_ROW + 1, count, dtype=torch.int64)
-        numbers[NUMBERS_PER_ROW] = torch.arange(count)  # rows of logits
-        return PackedBatch(self._arena, count, count, 0, max_length, count, numbers.view(-1))
+        numbers = array("q", bytes(array("q").itemsize * NUMBERS_PER_ROW * count)) + array("q", range(count))
+        return PackedBatch(
+            arena=self._arena,
+            tokens=count,
+            rows=count,
+            tiles=0,
+            max_length=max_length,
+            num_logits=count,
+            numbers=torch.frombuffer(numbers, dtype=torch.int64),
+        )
 
 
 def _end(state: Any, draft: Draft, token_ids: list[int], confidences: list[float]) -> None:
@@ -168,10 +173,6 @@ def _end(state: Any, draft: Draft, token_ids: list[int], confidences: list[float
         draft.confidences = confidences[: state.count]
     if num_run := state.position - draft.span.end:
         draft.feed(draft.token_ids[:num_run])
-
-
-def _address(function: Any) -> int | None:
-    return cast(function, c_void_p).value
 
 
 def compile_draft_loop(
