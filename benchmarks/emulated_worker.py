@@ -26,9 +26,9 @@ from draft_worker.service import DraftWorkerServicer
 from specpool.engine.cache.extents import Extents
 from specpool.engine.cache.slots import SequenceKey, SlotTable
 from specpool.engine.cache.spans import Span
-from specpool.engine.run.branches import Branch
 from specpool.engine.run.sequences import Choices, SequenceEngine
 from specpool.engine.sampling.ranking import Ranking
+from specpool.engine.sampling.rows import SequenceRows
 from specpool.protocol.rounds import MAX_ITEM_BRANCHES
 from specpool.protocol.sampling import NO_LOGPROBS
 from specpool.protocol.tokenizer import TokenizerFiles
@@ -64,7 +64,7 @@ class EmulatedDevice(SequenceEngine):
         self.engine: Any = SimpleNamespace(
             slots=SlotTable(SLOTS, Extents(SLOTS, MAX_MODEL_LEN)), vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN,
             max_num_batched_tokens=MAX_ROWS, passes=0, tokens=0, realign_ns=0, realigning=nullcontext,
-            drafts_ahead=False, supports_branches=True, loaded=SimpleNamespace(tokenizer=self._tokenizer),
+            can_draft=lambda drafts: False, supports_branches=True, loaded=SimpleNamespace(tokenizer=self._tokenizer),
         )  # fmt: skip
 
     @property
@@ -83,16 +83,11 @@ class EmulatedDevice(SequenceEngine):
             numerics_fingerprint="emulated", activations="float32", kv_reservations_grow=True, **self.load._asdict(),
         )  # fmt: skip
 
-    def choose(
-        self,
-        spans: Mapping[SequenceKey, Span],
-        confidences: bool = False,
-        num_logprobs: Mapping[SequenceKey, int | None] | None = None,
-    ) -> dict[SequenceKey, Choices]:
-        with self._pass(_rows(spans)):
-            return {
-                key: self._choices(self.engine.slots[key].token_ids, span, confidences) for key, span in spans.items()
-            }
+    def choose_rows(
+        self, spans: Sequence[Span], rows: Sequence[SequenceRows], confidences: bool = False
+    ) -> list[Choices]:
+        with self._pass(sum(len(span.token_ids) for span in spans)):
+            return [self._choices(each.token_ids, span, confidences) for span, each in zip(spans, rows, strict=True)]
 
     @contextmanager
     def _pass(self, rows: int) -> Iterator[None]:
@@ -135,7 +130,7 @@ class EmulatedDraft(EmulatedDevice, Proposer):
         return replace(super().info(), max_branches=MAX_ITEM_BRANCHES)
 
     def rank(self, spans: Mapping[SequenceKey, Span], count: int) -> dict[SequenceKey, list[Ranking]]:
-        with self._pass(_rows(spans)):
+        with self._pass(sum(len(span.token_ids) for span in spans.values())):
             return {key: self._rankings(self.engine.slots[key].token_ids, span, count) for key, span in spans.items()}
 
     def _rankings(self, token_ids: Sequence[int], span: Span, count: int) -> list[Ranking]:
@@ -157,27 +152,6 @@ class EmulatedDraft(EmulatedDevice, Proposer):
             if draft is not None:
                 digest = zlib.crc32(array("I", [draft]), digest)
         return rankings
-
-    def choose_branches(self, branches: Sequence[Branch], confidences: bool = False) -> list[Choices]:
-        slots = self.engine.slots
-        with self._pass(sum(len(branch.token_ids) - branch.num_cached_tokens for branch in branches)):
-            digests = {
-                (key, length): zlib.crc32(array("I", slots[key].token_ids[:length]))
-                for key, length in {(branch.key, branch.prefix_length) for branch in branches}
-            }
-            return [
-                self._choice(zlib.crc32(array("I", branch.token_ids), digests[branch.key, branch.prefix_length]))
-                for branch in branches
-            ]
-
-    def _choice(self, digest: int) -> Choices:
-        right = _token(digest)
-        token = right if self._rng.random() < self._acceptance else (right + 1) % EOS_TOKEN_ID
-        return Choices([token], [self._acceptance])
-
-
-def _rows(spans: Mapping[SequenceKey, Span]) -> int:
-    return sum(len(span.token_ids) for span in spans.values())
 
 
 def _token(digest: int) -> int:

@@ -7,6 +7,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from specpool.engine.passes.drafts import acceptance_chance
 from specpool.engine.sampling.ranking import Ranking
 
 
@@ -16,11 +17,6 @@ class Outcome(NamedTuple):
     num_accepted: int
     token_id: int
     chance: float
-
-
-def acceptance_chance(confidence: float, chances: Sequence[float]) -> float:
-    """Acceptance probability of a token with the draft probability `confidence`. See `ProposeRound.chances`."""
-    return chances[min(len(chances) - 1, int(confidence * len(chances)))] if chances else confidence
 
 
 def most_probable(

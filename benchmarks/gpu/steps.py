@@ -21,6 +21,7 @@ from benchmarks.shapes import random_loaded
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.numerics.triton_compat import triton
+from specpool.engine.passes.drafts import Draft, DraftRound
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, GemmBackend
 from specpool.engine.passes.gpu.model import GpuModel
@@ -230,9 +231,12 @@ def add_drafts(findings: Findings, engine: Engine, settings: Settings, cached: i
     count = settings.sizes.num_draft_tokens
     limit_ms = count * limit.milliseconds(batch * cached)
     ways: dict[str, Callable[[], object]] = {"steps_ms": lambda: draft_by_steps(engine, cached, batch, count)}
-    if engine.drafts_ahead:
-        spans = [Span(slot, cached, [5], 1) for slot in range(batch)]
-        ways["ms"] = lambda: engine.draft(spans, [count] * batch)
+
+    def drafts() -> list[Draft]:
+        return [Draft(Span(slot, cached, [5], 1), None, [5] * (cached + 1), count) for slot in range(batch)]
+
+    if engine.can_draft(drafts()):
+        ways["ms"] = lambda: engine.draft([DraftRound(drafts())])
     times: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(WARM_UPS + settings.sizes.repeats):
         for name, way in ways.items():

@@ -189,3 +189,13 @@ static void run_stages(const Stage *stages, const Stage *end, int64_t threads) {
         if (UNITS(state)) run_units(state);
     pthread_mutex_unlock(&pool.taken);
 }
+
+static int64_t current_thread(void) { return thread_number; }
+
+/* A library's pool, for stages of another library. */
+typedef struct Pool {
+    void (*run)(const Stage *stages, const Stage *end, int64_t threads);
+    int64_t (*thread)(void); /* number of the calling thread */
+} Pool;
+
+const Pool own_pool = {run_stages, current_thread};

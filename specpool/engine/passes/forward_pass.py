@@ -11,8 +11,9 @@ from torch import nn
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.memory import weights_of
-from specpool.engine.cache.spans import Span
+from specpool.engine.passes.drafts import DraftRound
 from specpool.engine.passes.packing import PackedBatch
+from specpool.engine.sampling.head import Head
 from specpool.engine.weights.quantized import Weight
 
 
@@ -40,18 +41,17 @@ class CompiledGemms(Protocol):
 
 
 class DraftLoop(Protocol):
-    """Runs steps of one token, each on the choices of the step before."""
+    """Runs all steps of drafts on the device. Each step feeds the next one."""
 
-    def first(self, logits: torch.Tensor) -> torch.Tensor:
-        """The most probable tokens after logits [n, rows of the head], and their probabilities: [2, n], as float64."""
+    @property
+    def samples(self) -> bool:
+        """Whether drafts may be sampled. Otherwise, all are greedy."""
 
-    def __call__(
-        self, chosen: torch.Tensor, spans: Sequence[Span], columns: list[int], remaining: list[int]
-    ) -> torch.Tensor:
-        """Continue from the choices [2, n] after n spans. Return all choices, [1 + steps, 2, n].
+    def __call__(self, logits: torch.Tensor, rounds: Sequence[DraftRound], columns: Sequence[int]) -> tuple[int, int]:
+        """Extend the drafts of all rounds until each round has enough.
 
-        `columns`: of the chosen tokens. `remaining`: further tokens of each span; after that, the loop caches nothing
-        for it.
+        Every draft has draft tokens. `logits`: after the spans [n, rows of the head]. `columns`: of the tokens after
+        them. Return the numbers of passes and of tokens run.
         """
 
 
@@ -91,11 +91,8 @@ class ForwardPass(nn.Module, ABC):
         """A context in which passes run operation by operation, so probes see every one."""
         return nullcontext()
 
-    def draft_loop(self, arena: KVArena, token_ids: Callable[[torch.Tensor], torch.Tensor]) -> DraftLoop | None:
-        """The draft loop that runs on the device with this cache; None if the pass has none.
-
-        `token_ids`: maps rows of the head to tokens.
-        """
+    def draft_loop(self, arena: KVArena, head: Head) -> DraftLoop | None:
+        """The draft loop that runs on the device with this cache; None if the pass has none."""
         return None
 
     @property

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from specpool.engine.cache.slots import SequenceKey, Slot
 from specpool.engine.cache.spans import Span
+from specpool.engine.passes.drafts import Draft
 from specpool.engine.sampling.rows import SequenceRows
 
 
@@ -38,3 +39,15 @@ class Branch:
         assert self.prefix_length <= len(slot.token_ids)
         token_ids = [*slot.token_ids[: self.prefix_length], *self.token_ids]
         return SequenceRows(slot.sampling, token_ids, self.num_logits, prefix_length=self.prefix_length)
+
+    def draft(self, slot: Slot, num_draft_tokens: int, needs_confidences: bool) -> Draft:
+        """A draft that continues the branch. `slot`: of the sequence."""
+        rows = self.rows(slot)
+        return Draft(
+            self.span(slot),
+            rows.rules,
+            [*rows.token_ids],
+            num_draft_tokens,
+            prefix_length=self.prefix_length,
+            needs_confidences=needs_confidences,
+        )

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -16,6 +17,7 @@ from specpool.engine.models.facts import ModelFacts
 from specpool.engine.models.loading import LoadedModel
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.attention import LibraryModel
+from specpool.engine.passes.drafts import Draft, DraftRound, drafts_of
 from specpool.engine.passes.forward_pass import DraftLoop, ForwardPass
 from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.run.contention import ContentionMonitor
@@ -76,7 +78,7 @@ class Engine:
                 self._weight_kinds.update(report.weight_kinds)
         self._draft_loop: DraftLoop | None = None
         if not self.layout.spare_columns:  # sequences stay in place
-            self._draft_loop = forward_pass.draft_loop(self.layout.arena, self.token_ids)
+            self._draft_loop = forward_pass.draft_loop(self.layout.arena, self.head)
         self.realign_ns = 0
         """Nanoseconds spent on realignment so far."""
         self.passes = 0
@@ -111,32 +113,29 @@ class Engine:
         """Whether spans may be branches of their sequences."""
         return self.forward_pass.supports_branches and not self.layout.spare_columns  # sequences stay in place
 
-    @property
-    def drafts_ahead(self) -> bool:
-        """Whether the device can draft all tokens of a round at once, by `draft`."""
-        return self._draft_loop is not None
+    def can_draft(self, drafts: Sequence[Draft]) -> bool:
+        """Whether the device can run all steps of these drafts by itself, in `draft`."""
+        loop = self._draft_loop
+        if loop is None or len(drafts) > self.max_num_batched_tokens:
+            return False
+        return loop.samples or all(draft.rules is None for draft in drafts)
 
     @torch.inference_mode()
-    def draft(self, spans: Sequence[Span], lengths: Sequence[int]) -> tuple[list[list[int]], list[list[float]]]:
-        """Cache the new tokens of all spans, then draft greedily. `lengths`: draft tokens per span, not all zero.
+    def draft(self, rounds: Sequence[DraftRound]) -> None:
+        """Cache the spans of all drafts, then extend the drafts until each round has enough.
 
-        Return the draft tokens of each span and their probabilities. The host waits for the device once. The last
-        draft token of a span is not cached. A span must request one row of logits if it drafts, otherwise none.
+        The host waits for the device once. The last token of a draft is not cached.
         """
         assert self._draft_loop is not None
-        drafted = [(span, length) for span, length in zip(spans, lengths, strict=True) if length]
-        drafts = self._draft_loop(
-            self._draft_loop.first(self.forward(spans)),
-            [span for span, _ in drafted],
-            columns=[self.layout.origin(span.slot) + span.end + span.offset for span, _ in drafted],
-            remaining=[length - 1 for _, length in drafted],
-        )
-        self.tokens += sum(length - 1 for _, length in drafted)
-        tokens, probabilities = map(iter, drafts.permute(1, 2, 0).tolist())  # [sequences][steps]
-        return (
-            [[int(token) for token in next(tokens)[:length]] if length else [] for length in lengths],
-            [next(probabilities)[:length] if length else [] for length in lengths],
-        )
+        logits = self.forward([draft.span for draft in drafts_of(rounds)])
+        rounds = [replace(each, drafts=[draft for draft in each.drafts if draft.num_draft_tokens]) for each in rounds]
+        if not len(logits):
+            return
+        spans = [draft.span for draft in drafts_of(rounds)]
+        columns = [self.layout.origin(span.slot) + span.end + span.offset for span in spans]
+        passes, tokens = self._draft_loop(logits, rounds, columns)
+        self.passes += passes
+        self.tokens += tokens
 
     def token_ids(self, rows: torch.Tensor) -> torch.Tensor:
         """Map rows of the head to token ids."""

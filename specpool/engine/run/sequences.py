@@ -1,14 +1,12 @@
 """Sequences of many coordinators in one engine: the base of drafting and verification."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
-
-import torch
 
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
-from specpool.engine.run.branches import Branch
+from specpool.engine.passes.drafts import Choice, Draft, DraftRound, drafts_of, extend_drafts
 from specpool.engine.run.engine import Engine
 from specpool.engine.sampling.batch import Sampler
 from specpool.engine.sampling.ranking import Ranking, rank_rows
@@ -135,18 +133,34 @@ class SequenceEngine:
         `num_logprobs`: number of top log-probabilities of sequences that need log-probabilities.
         """
         rows = self._rows_of(spans, num_logprobs or {})
-        return dict(zip(spans, self._choose(list(spans.values()), rows, confidences), strict=True))
+        return dict(zip(spans, self.choose_rows(list(spans.values()), rows, confidences), strict=True))
 
-    def choose_branches(self, branches: Sequence[Branch], confidences: bool = False) -> list[Choices]:
-        """Run the branches in one forward pass, and choose the tokens after their last tokens.
+    def choose_rows(
+        self, spans: Sequence[Span], rows: Sequence[SequenceRows], confidences: bool = False
+    ) -> list[Choices]:
+        """Run the spans in one forward pass, and choose the tokens of their rows of logits."""
+        if confidences:
+            rows = [replace(each, num_logprobs=0) if each.rules is None else each for each in rows]
+        choices = []
+        for each, chosen in zip(rows, self._sampler(self.engine.forward(spans), rows), strict=True):
+            sure = [*map(math.exp, chosen.logprobs.logprobs)] if confidences and each.rules is None else []
+            choices.append(Choices(chosen.token_ids, sure, chosen.logprobs, chosen.finite))
+        return choices
 
-        Their sequences stay as they are. The choices are those that `choose` would make if the tokens of the branch
-        followed its prefix in the sequence.
+    def draft(self, rounds: Sequence[DraftRound]) -> None:
+        """Extend the drafts of all rounds until each round has enough, on the device alone if it can.
+
+        Sequences stay as they are; `draft.context` may be the tokens of one.
         """
-        slots = [self.engine.slots[branch.key] for branch in branches]
-        spans = [branch.span(slot) for branch, slot in zip(branches, slots, strict=True)]
-        rows = [branch.rows(slot) for branch, slot in zip(branches, slots, strict=True)]
-        return self._choose(spans, rows, confidences)
+        if self.engine.can_draft(drafts_of(rounds)):
+            self.engine.draft(rounds)
+        else:
+            extend_drafts(rounds, self._choose_next)
+
+    def _choose_next(self, drafts: Sequence[Draft]) -> list[Choice | None]:
+        confidences = any(draft.needs_confidences for draft in drafts)
+        choices = self.choose_rows([draft.span for draft in drafts], [draft.rows for draft in drafts], confidences)
+        return [_single(each) for each in choices]
 
     def rank(self, spans: Mapping[SequenceKey, Span], count: int) -> dict[SequenceKey, list[Ranking]]:
         """Run the spans in one forward pass. Rank the `count` best tokens after each of their last tokens.
@@ -176,19 +190,6 @@ class SequenceEngine:
             SequenceRows(slot.sampling, slot.token_ids, spans[key].num_logits, num_logprobs.get(key))
             for key, slot in slots.items()
         ]
-
-    def _choose(self, spans: Sequence[Span], rows: Sequence[SequenceRows], confidences: bool) -> list[Choices]:
-        """Run the spans in one forward pass, and choose the tokens of their rows."""
-        logits = self.engine.forward(spans)
-        confidences = confidences and any(each.rules is None for each in rows)
-        probabilities = iter(_largest_probabilities(logits).tolist() if confidences else ())
-        # On a GPU, the host waits here, or above if it needs probabilities.
-        choices = []
-        for each, chosen in zip(rows, self._sampler(logits, rows), strict=True):
-            of_rows = list(islice(probabilities, each.count))
-            sure = of_rows[: len(chosen.token_ids)] if each.rules is None else []
-            choices.append(Choices(chosen.token_ids, sure, chosen.logprobs, chosen.finite))
-        return choices
 
     def _check_room(self, coordinator_id: str, index: int, item: SequenceItem) -> None:
         slots, key, limit = self.engine.slots, (coordinator_id, item.sequence_id), self.engine.max_model_len
@@ -271,7 +272,9 @@ class SequenceEngine:
         return SequenceRules(known)
 
 
-def _largest_probabilities(logits: torch.Tensor) -> torch.Tensor:
-    """Probability [n] of the largest logit in each row of [n, rows of the head]."""
-    logits = logits.float()
-    return (logits.amax(-1) - logits.logsumexp(-1)).exp()
+def _single(choices: Choices) -> Choice | None:
+    """The only choice; None if the span requests no logits."""
+    if not choices.token_ids:
+        return None
+    (token_id,), confidences = choices.token_ids, choices.confidences
+    return Choice(token_id, confidences[0] if confidences else None, choices.finite)

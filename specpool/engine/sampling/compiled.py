@@ -19,11 +19,13 @@ from specpool.engine.numerics.noise import noise_keys
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.rows import Chosen, SequenceRows
-from specpool.engine.sampling.rules import Changes
+from specpool.engine.sampling.rules import Changes, Ids
 from specpool.protocol.sampling import Logprobs, SamplingParams
 
 FOLDER = Path(__file__).parent / "native"
-SOURCES = (*(FOLDER / name for name in ("sampler.c", "limits.h", "elementary.h")), POOL, VECTORS)
+ROWS = FOLDER / "sampling.h"
+"""The header of the structs."""
+SOURCES = (*(FOLDER / name for name in ("sampler.c", "limits.h", "elementary.h")), ROWS, POOL, VECTORS)
 FLAGS = ("-fno-fast-math", "-ffp-contract=off")
 """Every operation rounds, as in torch."""
 BLOCK = 256
@@ -53,7 +55,7 @@ class Batch(Structure):
     _fields_ = (
         ("rows", POINTER(Row)),
         *((name, c_int64) for name in ("num_rows", "outputs", "vocabulary", "threads")),
-        *((name, c_void_p) for name in ("token_ids", "outputs_of", "rejected", "workspace")),
+        *((name, c_void_p) for name in ("token_ids", "outputs_of", "rejected", "workspace", "pool")),
     )
 
 
@@ -61,7 +63,7 @@ class NativeSampler:
     """Samples from the outputs of one head."""
 
     def __init__(self, library: ctypes.CDLL, head: Head) -> None:
-        self._library, self._vocab_size = library, head.vocab_size
+        self.library, self._vocab_size = library, head.vocab_size
         tokens = np.arange(head.vocab_size) if head.output_ids is None else head.output_ids.numpy()
         self.outputs = len(tokens)
         self._token_ids = np.zeros(round_up(self.outputs, BLOCK), np.int32)
@@ -84,22 +86,28 @@ class NativeSampler:
         for number, (first, sequence, top) in enumerate(zip(firsts, sequences, tops, strict=False)):
             changes = sequence.changes()
             alive.append(changes)  # the rows point to its arrays
-            template = self._template(number, sequence.params, top)
+            template = self.template(sequence.params, number, top.count)
             for position, (length, change) in enumerate(zip(sequence.lengths, changes, strict=True)):
                 place = places[position, number]
                 rows[place] = template
-                self._fill(rows[place], sequence, position, length, change)
+                rows[place].position = position
+                if position < sequence.count - 1:
+                    rows[place].expected = sequence.token_ids[length]
+                if sequence.params is not None:
+                    rows[place].first_key, rows[place].second_key = noise_keys(sequence.params.seed, length)
+                point_to_changes(rows[place], change)
                 rows[place].logits = logits.data_ptr() + (first + position) * logits.stride(0) * logits.itemsize
                 top.point(rows[place], position)
-        self._run(rows, len(sequences))
+        rejected = np.full(len(sequences), NOTHING_REJECTED, np.int32)
+        self.library.sample_batch(byref(self.batch(rows, rejected)))
         return [
             top.chosen([rows[places[position, number]] for position in range(sequence.count)])
             for number, (sequence, top) in enumerate(zip(sequences, tops, strict=True))
         ]
 
-    def _template(self, number: int, params: SamplingParams | None, top: "_Top") -> Row:
-        """The fields that all rows of a sequence share."""
-        row = Row(sequence=number, num_top=top.count, kind=GREEDY, expected=NO_TOKEN, top_p=1.0)
+    def template(self, params: SamplingParams | None, number: int = 0, num_top: int = -1) -> Row:
+        """The fields that all rows of sequence `number` share. `num_top`: -1: no log-probabilities."""
+        row = Row(sequence=number, num_top=num_top, kind=GREEDY, expected=NO_TOKEN, top_p=1.0)
         if params is not None:
             row.kind, row.temperature, row.top_p = SAMPLED, params.temperature, params.top_p
             row.log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
@@ -108,35 +116,35 @@ class NativeSampler:
             row.frequency, row.presence = params.frequency_penalty, params.presence_penalty
         return row
 
-    def _fill(self, row: Row, sequence: SequenceRows, position: int, length: int, changes: Changes | None) -> None:
-        row.position = position
-        if position < sequence.count - 1:
-            row.expected = sequence.token_ids[length]
-        if sequence.params is not None:
-            row.first_key, row.second_key = noise_keys(sequence.params.seed, length)
-        if changes is not None:
-            row.num_biases, row.num_masked = len(changes.bias_ids), len(changes.masked_ids)
-            row.num_counted = len(changes.counted_ids)
-            for name in ("bias_ids", "biases", "masked_ids", "counted_ids", "counts"):
-                setattr(row, name, getattr(changes, name).ctypes.data)
+    def batch(self, rows: Any, rejected: Ids, pool: int | None = None) -> Batch:
+        """The arguments of `sample_batch`, which point to an array of rows, to `rejected` and to this object's memory.
 
-    def _run(self, rows: Any, sequences: int) -> None:
+        `rejected`: `NOTHING_REJECTED` for each sequence. `pool`: address of another library's pool, to run on.
+        """
         threads = torch.get_num_threads()
-        size = threads * self._library.workspace_floats(c_int64(self.outputs))
+        size = threads * self.library.workspace_floats(c_int64(self.outputs))
         if size > len(self._workspace):
             self._workspace = np.empty(size, np.float32)
-        rejected = np.full(sequences, NOTHING_REJECTED, np.int32)
         arrays = {"token_ids": self._token_ids, "outputs_of": self._outputs_of, "rejected": rejected}
-        batch = Batch(
+        return Batch(
             rows=rows,
             num_rows=len(rows),
             outputs=self.outputs,
             vocabulary=self._vocab_size,
             threads=threads,
             workspace=self._workspace.ctypes.data,
+            pool=pool,
             **{name: numbers.ctypes.data for name, numbers in arrays.items()},
         )
-        self._library.sample_batch(byref(batch))
+
+
+def point_to_changes(row: Row, changes: Changes | None) -> None:
+    """Let a row read its changes, which must outlive it."""
+    if changes is not None:
+        row.num_biases, row.num_masked = len(changes.bias_ids), len(changes.masked_ids)
+        row.num_counted = len(changes.counted_ids)
+        for name in ("bias_ids", "biases", "masked_ids", "counted_ids", "counts"):
+            setattr(row, name, getattr(changes, name).ctypes.data)
 
 
 def noise(library: ctypes.CDLL, seed: int, position: int, count: int) -> NDArray[np.float32]:

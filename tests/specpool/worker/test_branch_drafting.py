@@ -113,14 +113,15 @@ async def test_a_branch_ends_before_logits_that_are_not_finite(
     engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(DRAFT, engines[DRAFT.name]) as draft:
-        choose, calls = Proposer.choose_branches, []
+        choose, calls = Proposer.choose_rows, []
 
-        def spoiled(proposer: Proposer, branches: Any, confidences: bool = False) -> Any:
-            calls.append(len(branches))
-            choices = choose(proposer, branches, confidences)
+        def spoiled(proposer: Proposer, spans: Any, rows: Any, confidences: bool = False) -> Any:
+            calls.append(len(spans))
+            choices = choose(proposer, spans, rows, confidences)
             return [replace(choices[0], confidences=[math.nan]), *choices[1:]] if len(calls) == 2 else choices
 
-        monkeypatch.setattr(Proposer, "choose_branches", spoiled)
+        monkeypatch.setattr(Proposer, "choose_rows", spoiled)
+        monkeypatch.setattr(Engine, "can_draft", lambda *_: False)
         (result,) = await draft.round(ahead(min_chance=0.01))
         assert [len(branch.draft_token_ids) for branch in result.branches] == [1, 3, 3, 3, 3, 3]
         assert calls == [6, 6, 5]

@@ -8,6 +8,7 @@ import torch
 from tiny_pair import MAX_MODEL_LEN
 from worker_service import OK, SLOTS, Worker, failure, propose, verify, violated_fields
 
+from specpool.engine.run.engine import Engine
 from specpool.engine.run.sequences import ITEMS_PER_SLOT, LOGITS_PER_SLOT
 from specpool.protocol import codec
 from specpool.v1 import common_pb2
@@ -128,7 +129,10 @@ async def test_a_target_with_non_finite_logits_returns_no_token(
 
 @pytest.mark.parametrize("min_chance", [0.0, 1e-30], ids=["tokens only", "with confidences"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-async def test_a_draft_ends_before_non_finite_logits(draft: Worker, value: float, min_chance: float) -> None:
+async def test_a_draft_ends_before_non_finite_logits(
+    draft: Worker, monkeypatch: pytest.MonkeyPatch, value: float, min_chance: float
+) -> None:
+    monkeypatch.setattr(Engine, "can_draft", lambda *_: False)
     items = [propose(i, 0, [i, 5], 6) for i in (1, 2)]
     for item in items:
         item.min_chance = min_chance

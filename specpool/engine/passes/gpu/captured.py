@@ -1,6 +1,6 @@
 """A GPU model whose passes are captured as CUDA graphs, and replayed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,6 +13,7 @@ from specpool.engine.passes.gpu.draft_loop import GpuDraftLoop
 from specpool.engine.passes.gpu.graphs import Capture, CapturedGraphs, Run
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.packing import PackedBatch
+from specpool.engine.sampling.head import Head
 
 MAX_CAPTURED_ROWS = 512
 """Larger passes run eagerly: GEMM dominates their time."""
@@ -56,9 +57,9 @@ class CapturedModel(ForwardPass):
         """Scratch bytes of the captured model."""
         return self.model.scratch_bytes(rows, length)
 
-    def draft_loop(self, arena: KVArena, token_ids: Callable[[torch.Tensor], torch.Tensor]) -> GpuDraftLoop | None:
+    def draft_loop(self, arena: KVArena, head: Head) -> GpuDraftLoop | None:
         """The draft loop with captured steps; None if the model is sharded."""
-        return self.model.draft_loop(arena, token_ids, self.capture)
+        return self.model.draft_loop(arena, head, self.capture)
 
     @contextmanager
     def eager(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ import torch
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Span
+from specpool.engine.passes.drafts import Choice, Draft, DraftRound, drafts_of, extend_drafts
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.gpu.attention import num_splits
 from specpool.engine.passes.gpu.graphs import Capture, CapturedGraphs, Run
@@ -21,6 +22,7 @@ from specpool.engine.passes.packing import (
     TILE_SIZES,
     PackedBatch,
 )
+from specpool.engine.sampling.head import Head
 
 # Rows of `Step.numbers`: the arrays of a packed batch in which each row is a tile and has logits, then the number of
 # tokens that each span still needs.
@@ -37,31 +39,46 @@ class Step:
 
 
 class GpuDraftLoop:
-    """The draft loop of passes without an attention plan."""
+    """The draft loop of passes without an attention plan. It drafts greedily, all tokens of each draft."""
 
-    def __init__(
-        self,
-        model: ForwardPass,
-        arena: KVArena,
-        token_ids: Callable[[torch.Tensor], torch.Tensor],
-        capture: Capture | None,
-    ) -> None:
-        """`token_ids`: maps rows of the head to tokens. `capture`: captures steps; None: they run eagerly."""
-        self._model, self._arena, self._token_ids = model, arena, token_ids
+    samples = False
+
+    def __init__(self, model: ForwardPass, arena: KVArena, head: Head, capture: Capture | None) -> None:
+        """`capture`: captures steps; None: they run eagerly."""
+        self._model, self._arena, self._head = model, arena, head
         self._graphs: CapturedGraphs[Step] = CapturedGraphs(capture)
 
-    def first(self, logits: torch.Tensor) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, rounds: Sequence[DraftRound], columns: Sequence[int]) -> tuple[int, int]:
+        """Extend the drafts; see `DraftLoop`."""
+        drafts = drafts_of(rounds)
+        remaining = [draft.num_draft_tokens - 1 for draft in drafts]
+        chosen = self._run(self._choose(logits), [draft.span for draft in drafts], columns, remaining)
+        found = dict(zip(drafts, chosen.permute(2, 1, 0).tolist(), strict=True))  # tokens, then probabilities
+
+        def choose(drafting: Sequence[Draft]) -> list[Choice | None]:
+            steps = [(*found[draft], len(draft.token_ids)) for draft in drafting]
+            return [Choice(int(tokens[step]), probabilities[step]) for tokens, probabilities, step in steps]
+
+        extend_drafts(rounds, choose)
+        return max(remaining), sum(remaining)
+
+    def _choose(self, logits: torch.Tensor) -> torch.Tensor:
         """The most probable tokens after logits [n, rows of the head], and their probabilities: [2, n], as float64."""
         values = logits.float()
         largest, rows = values.max(-1)
         probabilities = (largest - values.logsumexp(-1)).exp()
-        return torch.stack([self._token_ids(rows).double(), probabilities.double()])
+        return torch.stack([self._head.token_ids(rows).double(), probabilities.double()])
 
-    def __call__(
-        self, chosen: torch.Tensor, spans: Sequence[Span], columns: list[int], remaining: list[int]
+    def _run(
+        self, chosen: torch.Tensor, spans: Sequence[Span], columns: Sequence[int], remaining: Sequence[int]
     ) -> torch.Tensor:
-        """Continue from the choices [2, n] after n spans. Return all choices, [1 + steps, 2, n]."""
+        """Continue from the choices [2, n] after n spans. Return all choices, [1 + steps, 2, n].
+
+        `remaining`: further tokens of each span; after that, the loop caches nothing for it.
+        """
         count = len(spans)
+        if not any(remaining):
+            return chosen[None]
         numbers = self._numbers(chosen, spans, columns, remaining)
         max_length = max(span.end + steps for span, steps in zip(spans, remaining, strict=True))
         shape = numbers.shape[1], num_splits(max_length)
@@ -79,7 +96,7 @@ class GpuDraftLoop:
         return torch.stack(choices)
 
     def _numbers(
-        self, chosen: torch.Tensor, spans: Sequence[Span], columns: list[int], remaining: list[int]
+        self, chosen: torch.Tensor, spans: Sequence[Span], columns: Sequence[int], remaining: Sequence[int]
     ) -> torch.Tensor:
         """The numbers of the first step, on the device."""
         count = len(spans)
@@ -107,7 +124,7 @@ class GpuDraftLoop:
         step = Step(own, torch.zeros(2, rows, dtype=torch.float64, device=numbers.device))
 
         def run() -> torch.Tensor:
-            chosen = step.result.copy_(self.first(self._model(batch)))
+            chosen = step.result.copy_(self._choose(self._model(batch)))
             own[REMAINING] -= 1
             alive = own[REMAINING] > 0
             own[INPUT_IDS] = chosen[0].long()

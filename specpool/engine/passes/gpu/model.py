@@ -7,7 +7,6 @@ A rank of a sharded model holds its shard of the weights, and gathers the result
 the terms of other ranks are further partial sums, so the sum over ranks takes no extra kernel.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from specpool.engine.passes.gpu.gemm import Gemm
 from specpool.engine.passes.gpu.graphs import Capture
 from specpool.engine.passes.gpu.rows import Addend, activate, add_and_norm, rotate_and_cache
 from specpool.engine.passes.packing import PackedBatch, pack
+from specpool.engine.sampling.head import Head
 from specpool.engine.sharding.shares import Dimension
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -80,11 +80,9 @@ class GpuModel(ForwardPass):
         """Round up to one of a few sizes: multiples of 8, coarser for large batches."""
         return round_up(count, 8 if count <= 64 else 32 if count <= 256 else 64)
 
-    def draft_loop(
-        self, arena: KVArena, token_ids: Callable[[torch.Tensor], torch.Tensor], capture: Capture | None = None
-    ) -> GpuDraftLoop | None:
+    def draft_loop(self, arena: KVArena, head: Head, capture: Capture | None = None) -> GpuDraftLoop | None:
         """The draft loop, captured or eager; None if the model is sharded: ranks synchronize once per pass."""
-        return GpuDraftLoop(self, arena, token_ids, capture) if self.group.ranks == 1 else None
+        return GpuDraftLoop(self, arena, head, capture) if self.group.ranks == 1 else None
 
     def scratch_bytes(self, rows: int, length: int) -> int:
         """Bytes of partial results of attention and GEMM, and of the tensors that ranks exchange."""

@@ -247,6 +247,12 @@ void forward(const Model *model, const Batch *batch) {
     run_stages(stages, logits_stages(to, &pass), threads);
 }
 
+/* Runs a pass of `rows` rows, all of which have logits: a step of a draft loop. */
+void forward_step(const Model *model, Batch *batch, int64_t rows) {
+    batch->rows = batch->results = rows;
+    forward(model, batch);
+}
+
 /* --- The same stages for the ranks of a sharded model. */
 
 void embed_stage(const Model *model, const Batch *batch, float *out) {

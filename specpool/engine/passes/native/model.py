@@ -13,14 +13,16 @@ from torch import nn
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.config.activations import Activations
 from specpool.engine.numerics.tiles import round_up
-from specpool.engine.passes.forward_pass import ForwardPass
+from specpool.engine.passes.forward_pass import DraftLoop, ForwardPass
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.native.activations import gemm_kinds, resolve_activations
 from specpool.engine.passes.native.decoder import compile_decoder
+from specpool.engine.passes.native.draft_loop import compile_draft_loop
 from specpool.engine.passes.native.packed_weights import ModelPanels, PackedWeights, bytes_of, panels_of
 from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, KIND_NUMBERS, PART, segments_of
 from specpool.engine.passes.native.structs import LINEARS, NORMS, Batch, Layer, Linear, Model
 from specpool.engine.passes.packing import PackedBatch
+from specpool.engine.sampling.head import Head
 from specpool.engine.weights.quantization_types import INT8, QUANTIZATION_TYPES
 from specpool.engine.weights.quantized import Weight
 
@@ -93,6 +95,10 @@ class NativeModel(ForwardPass):
         arguments, logits = self._prepare(batch)
         self._forward(byref(self._model), byref(arguments))
         return logits[:, : self._outputs]
+
+    def draft_loop(self, arena: KVArena, head: Head) -> DraftLoop | None:
+        """The compiled draft loop; None if this machine cannot run it."""
+        return compile_draft_loop(self._library, self._model, self._prepare, arena, head)
 
     @property
     def compiled_gemms(self) -> "NativeModel":

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
+from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.native import structs
 from specpool.engine.passes.native.model import Compiler, NativeModel
 from specpool.engine.passes.native.packed_weights import ModelPanels
 from specpool.engine.passes.native.structs import Linear
 from specpool.engine.passes.packing import PackedBatch
+from specpool.engine.sampling.head import Head
 from specpool.engine.sharding.group import Group
 
 
@@ -47,6 +49,9 @@ class ShardedNativeModel(NativeModel):
             branch = group.project(partial(self._branch, layer.down), gated, "intermediate")
         library.logits_stage(model, c_batch, _address(branch))
         return group.gather(logits[:, : self._outputs], "tokens")
+
+    def draft_loop(self, arena: KVArena, head: Head) -> None:
+        """None: ranks synchronize several times per pass."""
 
     def _branch(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         return self._gemm(linear, x)[:, : self._branch_features]

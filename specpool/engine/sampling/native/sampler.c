@@ -1,39 +1,11 @@
 /* Chooses a token for each row of logits, with its log-probabilities, on the threads of pool.h.
 
    A row is computed on its own, by operations that round the same way on every processor and in the order of
-   `sampler.py`, `logprobs.py` and `kernel.py`, so all of them give the same bits. compiled.py mirrors the structs. */
+   `sampler.py`, `logprobs.py` and `kernel.py`, so all of them give the same bits. */
 
 #include "limits.h"
 #include "pool.h"
-
-enum { SAMPLED, GREEDY };
-
-typedef struct {
-    const float *logits; /* [outputs] */
-    const int32_t *bias_ids, *masked_ids, *counted_ids;
-    const float *biases;   /* [num_biases] */
-    const int32_t *counts; /* [num_counted]: occurrences in the output; 0: only in the prompt, -1: nowhere */
-    int64_t num_biases, num_masked, num_counted;
-    int32_t *top_ids; /* [num_top] */
-    float *top_logprobs;
-    int64_t num_top; /* -1: no log-probabilities */
-    float temperature, log_min_p, top_p, repetition, frequency, presence;
-    int32_t top_k, first_key, second_key, kind;
-    int32_t sequence, position; /* the row is number `position` of its sequence */
-    int32_t expected;           /* the draft token that the next row follows; -1: none */
-    /* Results. `token` is -1 if an earlier row of the sequence rejected its draft token. */
-    int32_t token, is_finite;
-    float logprob;
-} Row;
-
-typedef struct {
-    Row *rows;
-    int64_t num_rows, outputs, vocabulary, threads;
-    const int32_t *token_ids;  /* of each output, padded to whole blocks */
-    const int32_t *outputs_of; /* of each token; -1: none */
-    int32_t *rejected;         /* for each sequence: its first row that rejected a draft token; INT32_MAX: none */
-    float *workspace;          /* [threads, workspace_floats] */
-} Batch;
+#include "sampling.h"
 
 int64_t workspace_floats(int64_t outputs) {
     int64_t blocks = (outputs + BLOCK - 1) / BLOCK;
@@ -236,10 +208,12 @@ static void sample(const Batch *batch, Row *row, Work *work) {
            !__atomic_compare_exchange_n(rejected, &before, row->position, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
 }
 
+static const Pool *pool_of(const Batch *batch) { return batch->pool ? batch->pool : &own_pool; }
+
 static void sample_rows(const Stage *stage, int64_t row, int64_t end) {
     const Batch *batch = stage->pass;
     Work work = {.outputs = batch->outputs, .blocks = (batch->outputs + BLOCK - 1) / BLOCK};
-    work.row = batch->workspace + thread_number * workspace_floats(batch->outputs);
+    work.row = batch->workspace + pool_of(batch)->thread() * workspace_floats(batch->outputs);
     work.values = work.row + work.blocks * BLOCK;
     work.weights = work.values + work.blocks * BLOCK;
     work.largest = work.weights + work.blocks * BLOCK;
@@ -248,7 +222,7 @@ static void sample_rows(const Stage *stage, int64_t row, int64_t end) {
 
 void sample_batch(const Batch *batch) {
     Stage stage = {sample_rows, batch->num_rows, 1, batch->num_rows, .pass = batch};
-    run_stages(&stage, &stage + 1, batch->threads);
+    pool_of(batch)->run(&stage, &stage + 1, batch->threads);
 }
 
 /* The noise of `count` tokens, a multiple of BLOCK, and its upper bounds. */

@@ -187,7 +187,7 @@ def test_the_draft_loop_matches_single_steps(
     options = {"native": False, "cuda_graphs": cuda_graphs, "max_sequences": 4, "max_model_len": 128}
     lengths = (4, 0, 1, 6)
     looped = propose(load_engine(folder, exact=False, **options), lengths, min_chance, rounds=4)
-    monkeypatch.setattr(Engine, "drafts_ahead", False)
+    monkeypatch.setattr(Engine, "can_draft", lambda *_: False)
     stepped = propose(load_engine(folder, exact=False, **options), lengths, min_chance, rounds=4)
     for loop, step in zip(looped, stepped, strict=True):
         assert loop.draft_token_ids == step.draft_token_ids

@@ -12,11 +12,12 @@ from tiny_models import decode_alone, forget_all, load_engine, random_tokens, sa
 
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
+from specpool.engine.passes.drafts import Draft, DraftRound
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run import pass_selection
 from specpool.engine.run.branches import Branch
 from specpool.engine.run.engine import Engine
-from specpool.engine.run.sequences import SequenceEngine
+from specpool.engine.run.sequences import Choices, SequenceEngine
 from specpool.protocol.rounds import ItemStatus, SequenceItem
 from specpool.protocol.sampling import SamplingParams
 
@@ -61,6 +62,14 @@ def commit(backend: SequenceEngine, key: SequenceKey, tokens: Sequence[int]) -> 
     chosen = backend.choose({key: span})[key]
     backend.keep(key, span.end)
     return chosen.token_ids
+
+
+def choose_branches(backend: SequenceEngine, branches: Sequence[Branch], confidences: bool = False) -> list[Choices]:
+    """Run the branches in one forward pass, and choose the tokens after their last tokens."""
+    slots = [backend.engine.slots[branch.key] for branch in branches]
+    spans = [branch.span(slot) for branch, slot in zip(branches, slots, strict=True)]
+    rows = [branch.rows(slot) for branch, slot in zip(branches, slots, strict=True)]
+    return backend.choose_rows(spans, rows, confidences)
 
 
 def cached(engine: Engine, slot: int, length: int) -> list[torch.Tensor]:
@@ -191,19 +200,23 @@ def test_the_device_drafts_branches(gpu: Engine, prefix_length: int) -> None:
     lengths, starts = (5, 0, 3), [random_tokens(2, seed=index) for index in range(3)]
     expected = []
     for tokens, length in zip(starts, lengths, strict=True):
-        (own_tokens,), (own,) = gpu.draft([Span(1, 0, [*prefix, *tokens], 1)], [max(1, length)])
-        expected.append((own_tokens[:length], own[:length]))
+        own = Draft(Span(1, 0, [*prefix, *tokens], 1), None, [*prefix, *tokens], max(1, length), needs_confidences=True)
+        gpu.draft([DraftRound([own])])
+        expected.append((own.token_ids[:length], own.confidences[:length]))
     gpu.forward([Span(0, 0, [*prefix, 1, 2], 0)])
     before = cached(gpu, 0, prefix_length + 2)
     for _ in range(3):  # the second draft captures a graph, and the third one replays it
-        spans = [
-            Span(0, prefix_length, tokens, min(1, length), prefix_length, 2 + 10 * index)
+        drafts = [
+            Draft(
+                Span(0, prefix_length, tokens, min(1, length), prefix_length, 2 + 10 * index), None,
+                [*prefix, *tokens], length, prefix_length=prefix_length, needs_confidences=True,
+            )
             for index, (tokens, length) in enumerate(zip(starts, lengths, strict=True))
-        ]
-        drafted, probabilities = gpu.draft(spans, lengths)
-        assert drafted == [own_tokens for own_tokens, _ in expected]
-        for own, (_, others) in zip(probabilities, expected, strict=True):
-            assert own == pytest.approx(others, rel=1e-4)
+        ]  # fmt: skip
+        gpu.draft([DraftRound(drafts)])
+        for draft, (token_ids, confidences) in zip(drafts, expected, strict=True):
+            assert draft.token_ids == token_ids
+            assert draft.confidences == pytest.approx(confidences, rel=1e-4)
         assert all(map(torch.equal, cached(gpu, 0, prefix_length + 2), before))
 
 
@@ -240,7 +253,7 @@ def test_branches_choose_the_tokens_of_a_committed_sequence(backend: SequenceEng
             Branch(keys[sequence], length, offset, tails[index][:end], first, num_logits)
             for index, (sequence, length, offset) in enumerate(places)
         ]
-        return [choices.token_ids for choices in backend.choose_branches(branches)]
+        return [choices.token_ids for choices in choose_branches(backend, branches)]
 
     for at in range(4):
         assert step(at, at + 1) == [[own[at]] for own in expected]
@@ -267,7 +280,7 @@ def test_branches_change_no_later_choice_of_their_sequence(backend: SequenceEngi
     chosen = []
     for at in range(40 - LENGTH - 1, 40):
         branches = [Branch(key, at - 5 * i, 10 + 20 * i, [tokens[-1], *random_tokens(i + 1)], 0, 2) for i in range(2)]
-        backend.choose_branches(branches)
+        choose_branches(backend, branches)
         chosen += commit(backend, key, [tokens[at]])
     assert chosen == expected
 
@@ -277,7 +290,7 @@ def test_branches_have_confidences(backend: SequenceEngine) -> None:
     commit(backend, key, tokens[:10])
     other = start(backend, 1, None)
     expected = backend.choose({other: backend.span(other, tokens, 1)}, confidences=True)[other]
-    (choices,) = backend.choose_branches([Branch(key, 10, 5, tokens[10:])], confidences=True)
+    (choices,) = choose_branches(backend, [Branch(key, 10, 5, tokens[10:])], confidences=True)
     assert choices == expected
 
 
@@ -285,9 +298,9 @@ def test_a_branch_must_fit_into_the_extent(backend: SequenceEngine) -> None:
     key = start(backend, 0, None, max_length=64)
     commit(backend, key, random_tokens(10))
     capacity = backend.engine.slots[key].capacity
-    backend.choose_branches([Branch(key, 10, capacity - 12, [1, 2])])
+    choose_branches(backend, [Branch(key, 10, capacity - 12, [1, 2])])
     with pytest.raises(AssertionError, match="leaves the extent"):
-        backend.choose_branches([Branch(key, 10, capacity - 11, [1, 2])])
+        choose_branches(backend, [Branch(key, 10, capacity - 11, [1, 2])])
 
 
 # --- Rankings

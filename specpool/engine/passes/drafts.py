@@ -1,0 +1,134 @@
+"""Drafts: continuations of sequences and branches, token by token, and the rule that ends them.
+
+`native/draft_loop.c` follows the same rule, with the same operations in the same order.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+from specpool.engine.cache.spans import Span
+from specpool.engine.sampling.rows import SequenceRows
+from specpool.engine.sampling.rules import SequenceRules
+
+
+class Choice(NamedTuple):
+    """The token chosen for a draft."""
+
+    token_id: int
+    confidence: float | None = None
+    """The model's probability of the token, if requested and decoding is greedy."""
+    is_finite: bool = True
+    """False if the largest logit is not finite."""
+
+
+@dataclass(eq=False)
+class Draft:
+    """A draft that continues a sequence or a branch."""
+
+    span: Span
+    """The tokens of the next pass, which requests logits after the last one if there are draft tokens."""
+    rules: SequenceRules | None
+    """None: greedy."""
+    context: list[int]
+    """All tokens up to the end of `span`. Draft tokens are appended as they run."""
+    num_draft_tokens: int
+    """Maximum number of draft tokens."""
+    prefix_length: int | None = None
+    """Of a branch: the leading tokens that it shares with its sequence."""
+    needs_confidences: bool = False
+    """Whether to return the model's probability of each draft token. Sampled drafts have none."""
+    min_chance: float = 0.0
+    """Minimum acceptance probability of a draft token. Drafting stops before a token below it. 0: no minimum."""
+    next_chance: float = 1.0
+    """Estimated acceptance probability of the next token, given that all earlier draft tokens are accepted."""
+    token_ids: list[int] = field(default_factory=list)
+    """The draft tokens."""
+    confidences: list[float] = field(default_factory=list)
+    chance: float = 1.0
+    """Estimated probability that all draft tokens are accepted."""
+    is_broken: bool = False
+    """Whether logits were not finite, which ends the draft."""
+
+    @property
+    def rows(self) -> SequenceRows:
+        """The row of logits after the span, if there are draft tokens."""
+        return SequenceRows(self.rules, self.context, self.span.num_logits, prefix_length=self.prefix_length)
+
+    @property
+    def gain(self) -> float:
+        """The next token's acceptance probability minus `min_chance`; infinite without a `min_chance`."""
+        return self.chance * self.next_chance - self.min_chance if self.min_chance else math.inf
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether the next token is likely enough."""
+        return not self.is_broken and len(self.token_ids) < self.num_draft_tokens and self.gain >= 0
+
+    def add(self, choice: Choice, chances: Sequence[float]) -> None:
+        """Append the chosen token, unless logits are not finite. `chances`: of the round."""
+        token_id, confidence, is_finite = choice
+        if not (is_finite and (confidence is None or math.isfinite(confidence))):
+            self.is_broken = True
+            return
+        self.token_ids.append(token_id)
+        if confidence is not None and self.needs_confidences:
+            self.confidences.append(confidence)
+            self.chance *= acceptance_chance(confidence, chances)
+
+    def feed(self, token_ids: Sequence[int]) -> None:
+        """Let draft tokens run in the next pass."""
+        span = self.span
+        self.context += token_ids
+        self.span = Span(span.slot, span.end, token_ids, 1, span.prefix_length, span.offset)
+
+
+@dataclass(frozen=True)
+class DraftRound:
+    """The drafts of a coordinator's round."""
+
+    drafts: Sequence[Draft]
+    chances: Sequence[float] = ()
+    """Acceptance probabilities by confidence. See `acceptance_chance`."""
+    step_cost: float = 0.0
+    """Minimum expected gain of a step over all drafts."""
+
+    def unfinished(self, drafts: Sequence[Draft]) -> Sequence[Draft]:
+        """Those drafts of the round that another step extends; none if it would gain less than `step_cost`."""
+        unfinished, gain = [draft for draft in drafts if draft.wants_more], 0.0
+        for draft in unfinished:  # later versions of Python have another sum()
+            gain += draft.gain
+        return [] if gain < self.step_cost else unfinished
+
+
+def drafts_of(rounds: Sequence[DraftRound]) -> list[Draft]:
+    """All drafts of all rounds, in order."""
+    return [draft for round_ in rounds for draft in round_.drafts]
+
+
+def acceptance_chance(confidence: float, chances: Sequence[float]) -> float:
+    """Acceptance probability of a token with the draft probability `confidence`.
+
+    `chances`: acceptance probabilities by confidence, in equal bins from 0 to 1. If empty, the confidence counts.
+    """
+    return chances[min(len(chances) - 1, int(confidence * len(chances)))] if chances else confidence
+
+
+Choose = Callable[[Sequence[Draft]], Sequence[Choice | None]]
+"""Runs the spans of drafts, and chooses the token after each. None: the span requests no logits."""
+
+
+def extend_drafts(rounds: Sequence[DraftRound], choose: Choose) -> None:
+    """Extend the drafts of all rounds step by step until each round has enough."""
+    drafting = [round_.drafts for round_ in rounds]
+    while any(drafting):
+        choices = iter(choose([*chain.from_iterable(drafting)]))
+        for round_, own in zip(rounds, drafting, strict=True):
+            for draft in own:
+                if (choice := next(choices)) is not None:
+                    draft.add(choice, round_.chances)
+        drafting = [round_.unfinished(own) for round_, own in zip(rounds, drafting, strict=True)]
+        for draft in chain.from_iterable(drafting):
+            draft.feed(draft.token_ids[-1:])

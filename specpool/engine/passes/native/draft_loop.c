@@ -1,0 +1,153 @@
+/* The steps of drafts, without Python in between: choose a token for each draft, then run a pass over the drafts that go
+   on. Passes (decoder.c) and sampling (sampler.c) are other libraries, and share the threads of the pass.
+
+   Drafts end as in `drafts.py`, after the same operations on doubles. Compile without fused multiply-adds. draft_loop.py
+   mirrors the structs. */
+
+#include "sampling.h"
+
+#include <math.h>
+
+typedef struct {
+    Row row;          /* of the next token */
+    int64_t position; /* of the next token */
+    int64_t column, prefix_length, offset;
+    uint64_t seed;
+    int64_t prompt_length, unmasked_from; /* the position from which stop tokens are not masked */
+    int32_t *counted_ids, *counts;        /* of the row, with room for all draft tokens */
+    double min_chance, next_chance, chance;
+    int64_t round, num_draft_tokens, count; /* `count`: draft tokens so far */
+    int64_t is_broken;                      /* whether logits were not finite, which ends the draft */
+} Draft;
+
+typedef struct {
+    const double *chances; /* acceptance probabilities by confidence, in equal bins; without any, the confidence counts */
+    int64_t num_chances;
+    double step_cost, gain; /* `gain`: of another step */
+} Round;
+
+typedef struct {
+    void (*forward)(const void *model, void *batch, int64_t rows);
+    const void *model;
+    void *batch;                                                         /* a pass of up to `num_drafts` rows */
+    int64_t *token_ids, *positions, *columns, *prefix_lengths, *offsets; /* of the pass, [num_drafts] */
+    const float *logits, *first_logits; /* of the pass and of the pass before the loop, [num_drafts] rows */
+    int64_t stride, first_stride;       /* floats of a row */
+    void (*sample)(const Batch *batch);
+    Batch sampling; /* with [num_drafts] rows */
+    Draft *drafts;
+    Round *rounds;
+    int64_t num_drafts, num_rounds, max_draft_tokens;
+    int32_t *draft_token_ids;  /* result, [num_drafts, max_draft_tokens] */
+    double *confidences;       /* result, like the token ids */
+    int64_t num_passes, num_tokens; /* result: passes and rows run */
+} Loop;
+
+/* As in `noise.py`. */
+static void set_noise_keys(Row *row, uint64_t seed, uint64_t position) {
+    uint64_t x = seed * 0x9E3779B97F4A7C15u + position * 0xD1B54A32D192ED03u + 0x632BE59BD9B4E019u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    x ^= x >> 31;
+    row->first_key = (int32_t)(uint32_t)x;
+    row->second_key = (int32_t)(x >> 32);
+}
+
+/* Chooses the next token of each draft. */
+static void sample_drafts(Loop *loop, Draft **drafts, int64_t count, const float *logits, int64_t stride) {
+    for (int64_t i = 0; i < count; i++) {
+        Row *row = &drafts[i]->row;
+        row->logits = logits + i * stride;
+        set_noise_keys(row, drafts[i]->seed, drafts[i]->position);
+        if (drafts[i]->position >= drafts[i]->unmasked_from) row->num_masked = 0;
+        loop->sampling.rows[i] = *row;
+    }
+    loop->sampling.num_rows = count;
+    loop->sample(&loop->sampling);
+}
+
+/* Counts a draft token for the penalties of the next rows. */
+static void count_token(Draft *draft, int32_t token) {
+    int64_t place = 0;
+    while (place < draft->row.num_counted && draft->counted_ids[place] != token) place++;
+    if (place == draft->row.num_counted) {
+        draft->counted_ids[place] = token;
+        draft->counts[place] = 0;
+        draft->row.num_counted++;
+    }
+    int32_t before = draft->counts[place];
+    draft->counts[place] = (before > 0 ? before : 0) + (draft->position >= draft->prompt_length);
+}
+
+static double acceptance_chance(const Round *round, double confidence) {
+    if (!round->num_chances) return confidence;
+    int64_t bin = (int64_t)(confidence * (double)round->num_chances);
+    return round->chances[bin < round->num_chances ? bin : round->num_chances - 1];
+}
+
+/* Appends the chosen token. */
+static void append(const Loop *loop, Draft *draft, const Row *chosen) {
+    int64_t place = (draft - loop->drafts) * loop->max_draft_tokens + draft->count;
+    if (!chosen->is_finite) {
+        draft->is_broken = 1;
+        return;
+    }
+    loop->draft_token_ids[place] = chosen->token;
+    if (chosen->num_top >= 0) {
+        loop->confidences[place] = exp((double)chosen->logprob);
+        draft->chance *= acceptance_chance(loop->rounds + draft->round, loop->confidences[place]);
+    }
+    if (draft->counted_ids) count_token(draft, chosen->token);
+    draft->count++;
+}
+
+static double gain_of(const Draft *draft) {
+    return draft->min_chance ? draft->chance * draft->next_chance - draft->min_chance : (double)INFINITY;
+}
+
+static int wants_more(const Draft *draft) {
+    return !draft->is_broken && draft->count < draft->num_draft_tokens && gain_of(draft) >= 0;
+}
+
+/* Keeps the drafts that another step extends; returns their number. A round whose drafts would gain less than the cost of
+   the step has none. */
+static int64_t keep_unfinished(const Loop *loop, Draft **drafts, int64_t count) {
+    int64_t kept = 0;
+    for (Round *round = loop->rounds; round < loop->rounds + loop->num_rounds; round++) round->gain = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (wants_more(drafts[i])) loop->rounds[drafts[i]->round].gain += gain_of(drafts[i]);
+    for (int64_t i = 0; i < count; i++) {
+        const Round *round = loop->rounds + drafts[i]->round;
+        if (wants_more(drafts[i]) && round->gain >= round->step_cost) drafts[kept++] = drafts[i];
+    }
+    return kept;
+}
+
+/* Runs the last token of each draft. */
+static void run_pass(Loop *loop, Draft **drafts, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        Draft *draft = drafts[i];
+        loop->token_ids[i] = loop->draft_token_ids[(draft - loop->drafts) * loop->max_draft_tokens + draft->count - 1];
+        loop->positions[i] = draft->position++;
+        loop->columns[i] = draft->column++;
+        loop->prefix_lengths[i] = draft->prefix_length;
+        loop->offsets[i] = draft->offset;
+    }
+    loop->forward(loop->model, loop->batch, count);
+    loop->num_passes++;
+    loop->num_tokens += count;
+}
+
+/* Extends the drafts until each round has enough. */
+void run_loop(Loop *loop) {
+    int64_t count = loop->num_drafts;
+    Draft *drafts[count];
+    for (int64_t i = 0; i < count; i++) drafts[i] = loop->drafts + i;
+    const float *logits = loop->first_logits;
+    for (int64_t stride = loop->first_stride; count; logits = loop->logits, stride = loop->stride) {
+        sample_drafts(loop, drafts, count, logits, stride);
+        for (int64_t i = 0; i < count; i++) append(loop, drafts[i], loop->sampling.rows + i);
+        count = keep_unfinished(loop, drafts, count);
+        if (count) run_pass(loop, drafts, count);
+    }
+}

@@ -1,0 +1,186 @@
+"""The draft loop on CPUs, as one call of compiled code: each step samples, then runs the next pass (draft_loop.c)."""
+
+from array import array
+from collections.abc import Callable, Sequence
+from ctypes import CDLL, POINTER, Structure, addressof, byref, c_char, c_double, c_int64, c_uint64, c_void_p, cast
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specpool.engine.cache.arena import KVArena
+from specpool.engine.native.compiler import compile_library
+from specpool.engine.passes.drafts import Draft, DraftRound, drafts_of
+from specpool.engine.passes.native.structs import Batch, Model
+from specpool.engine.passes.packing import NUMBERS_PER_ROW, PackedBatch
+from specpool.engine.sampling import compiled
+from specpool.engine.sampling.batch import compiled_is_exact
+from specpool.engine.sampling.compiled import NOTHING_REJECTED, NativeSampler, Row, compile_sampler, point_to_changes
+from specpool.engine.sampling.head import Head
+from specpool.engine.sampling.rules import Changes
+
+SOURCES = (Path(__file__).with_name("draft_loop.c"), compiled.ROWS)
+ROW_ARRAYS = ("token_ids", "positions", "columns", "prefix_lengths", "offsets")
+MASK64 = (1 << 64) - 1
+
+Prepare = Callable[[PackedBatch], tuple[Batch, torch.Tensor]]
+"""The arguments of a pass, and its logits [rows, padded rows of the head]."""
+
+
+class DraftState(Structure):
+    """A draft of the loop."""
+
+    _fields_ = (
+        ("row", Row),
+        *((name, c_int64) for name in ("position", "column", "prefix_length", "offset")),
+        ("seed", c_uint64),
+        *((name, c_int64) for name in ("prompt_length", "unmasked_from")),
+        *((name, c_void_p) for name in ("counted_ids", "counts")),
+        *((name, c_double) for name in ("min_chance", "next_chance", "chance")),
+        *((name, c_int64) for name in ("round", "num_draft_tokens", "count", "is_broken")),
+    )
+
+
+class RoundState(Structure):
+    """A round of the loop."""
+
+    _fields_ = (("chances", c_void_p), ("num_chances", c_int64), ("step_cost", c_double), ("gain", c_double))
+
+
+class Loop(Structure):
+    """Arguments and results of the loop."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("forward", "model", "batch")),
+        *((name, c_void_p) for name in ROW_ARRAYS),
+        *((name, c_void_p) for name in ("logits", "first_logits")),
+        *((name, c_int64) for name in ("stride", "first_stride")),
+        ("sample", c_void_p),
+        ("sampling", compiled.Batch),
+        ("drafts", POINTER(DraftState)),
+        ("rounds", POINTER(RoundState)),
+        *((name, c_int64) for name in ("num_drafts", "num_rounds", "max_draft_tokens")),
+        *((name, c_void_p) for name in ("draft_token_ids", "confidences")),
+        *((name, c_int64) for name in ("num_passes", "num_tokens")),
+    )
+
+
+class NativeDraftLoop:
+    """The draft loop of a compiled pass."""
+
+    samples = True
+
+    def __init__(
+        self, library: CDLL, decoder: CDLL, model: Model, prepare: Prepare, arena: KVArena, sampler: NativeSampler
+    ) -> None:
+        """`decoder`, `model` and `prepare`: of the pass. The threads of its library also sample."""
+        self._run, self._prepare, self._arena, self._sampler = library.run_loop, prepare, arena, sampler
+        self._pool = addressof(c_char.in_dll(decoder, "own_pool"))
+        self._code = {
+            "forward": cast(decoder.forward_step, c_void_p),
+            "model": addressof(model),
+            "sample": cast(sampler.library.sample_batch, c_void_p),
+        }
+        self._model = model  # keeps it alive
+
+    def __call__(self, logits: torch.Tensor, rounds: Sequence[DraftRound], columns: Sequence[int]) -> tuple[int, int]:
+        """Extend the drafts; see `DraftLoop`."""
+        drafts = drafts_of(rounds)
+        count, size = len(drafts), max(draft.num_draft_tokens for draft in drafts)
+        states, numbers = (DraftState * count)(), (number for number, own in enumerate(rounds) for _ in own.drafts)
+        changes = [self._begin(*of_draft) for of_draft in zip(states, drafts, columns, numbers, strict=True)]
+        chances = [np.array(round_.chances, np.float64) for round_ in rounds]
+        ends = [
+            RoundState(own.ctypes.data, len(own), each.step_cost) for own, each in zip(chances, rounds, strict=True)
+        ]
+        token_ids, confidences = np.empty((count, size), np.int32), np.empty((count, size), np.float64)
+        rejected, batch = np.array([NOTHING_REJECTED], np.int32), self._batch(drafts)
+        arguments, pass_logits = self._prepare(batch)
+        loop = Loop(
+            **self._code,
+            batch=addressof(arguments),
+            **{name: getattr(arguments, name) for name in ROW_ARRAYS},
+            logits=pass_logits.data_ptr(),
+            first_logits=logits.data_ptr(),
+            stride=pass_logits.stride(0),
+            first_stride=logits.stride(0),
+            sampling=self._sampler.batch((Row * count)(), rejected, self._pool),
+            drafts=states,
+            rounds=(RoundState * len(rounds))(*ends),
+            num_drafts=count,
+            num_rounds=len(rounds),
+            max_draft_tokens=size,
+            draft_token_ids=token_ids.ctypes.data,
+            confidences=confidences.ctypes.data,
+        )
+        self._run(byref(loop))
+        del batch, changes, chances  # the loop read their memory
+        for of_draft in zip(states, drafts, token_ids.tolist(), confidences.tolist(), strict=True):
+            _end(*of_draft)
+        return loop.num_passes, loop.num_tokens
+
+    def _begin(self, state: Any, draft: Draft, column: int, number: int) -> Changes | None:
+        """Fill in the state of a draft of round `number`. Return the changes that it points to."""
+        span, rules = draft.span, draft.rules
+        has_confidences = rules is None and draft.needs_confidences
+        state.row = self._sampler.template(
+            None if rules is None else rules.params, num_top=0 if has_confidences else -1
+        )
+        state.position, state.column, state.round = span.end, column, number
+        state.prefix_length, state.offset = span.prefix_length, span.offset
+        state.num_draft_tokens = draft.num_draft_tokens
+        state.min_chance, state.next_chance, state.chance = draft.min_chance, draft.next_chance, draft.chance
+        if rules is None:
+            return None
+        params = rules.params
+        state.seed, state.prompt_length = params.seed & MASK64, params.prompt_length
+        state.unmasked_from = params.prompt_length + params.min_tokens
+        (changes,) = draft.rows.changes()
+        if changes is None or not params.has_penalties:
+            point_to_changes(state.row, changes)
+            return changes
+        room, count = np.zeros(draft.num_draft_tokens, np.int32), len(changes.counted_ids)
+        changes = replace(
+            changes,
+            counted_ids=np.concatenate([changes.counted_ids, room]),
+            counts=np.concatenate([changes.counts, room]),
+        )
+        point_to_changes(state.row, changes)
+        state.row.num_counted, state.counted_ids, state.counts = count, state.row.counted_ids, state.row.counts
+        return changes
+
+    def _batch(self, drafts: Sequence[Draft]) -> PackedBatch:
+        """A pass with a row for each draft. The loop fills in its numbers."""
+        count, max_length = len(drafts), max(draft.span.end + draft.num_draft_tokens for draft in drafts)
+        numbers = array("q", bytes(array("q").itemsize * NUMBERS_PER_ROW * count)) + array("q", range(count))
+        return PackedBatch(
+            arena=self._arena,
+            tokens=count,
+            rows=count,
+            tiles=0,
+            max_length=max_length,
+            num_logits=count,
+            numbers=torch.frombuffer(numbers, dtype=torch.int64),
+        )
+
+
+def _end(state: Any, draft: Draft, token_ids: list[int], confidences: list[float]) -> None:
+    """Take over the results of a draft."""
+    draft.token_ids, draft.chance, draft.is_broken = token_ids[: state.count], state.chance, bool(state.is_broken)
+    if state.row.num_top >= 0:
+        draft.confidences = confidences[: state.count]
+    if num_run := state.position - draft.span.end:
+        draft.feed(draft.token_ids[:num_run])
+
+
+def compile_draft_loop(
+    decoder: CDLL, model: Model, prepare: Prepare, arena: KVArena, head: Head
+) -> NativeDraftLoop | None:
+    """The draft loop of a compiled pass; None if this machine cannot compile it or its sampling."""
+    library = compile_library("the draft loop", SOURCES, flags=compiled.FLAGS)
+    sampling = compile_sampler() if compiled_is_exact() else None
+    if library is None or sampling is None:
+        return None
+    return NativeDraftLoop(library, decoder, model, prepare, arena, NativeSampler(sampling, head))

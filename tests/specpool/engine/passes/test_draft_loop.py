@@ -1,0 +1,234 @@
+"""The compiled draft loop drafts exactly like single steps: the same tokens, confidences, lengths and cached bits."""
+
+import ctypes
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_models import (
+    forget_all,
+    load_engine,
+    random_tokens,
+    save_model,
+    save_output_head,
+    small_config,
+)
+
+from draft_worker.proposer import Proposer
+from specpool.engine.passes.drafts import Draft, DraftRound, drafts_of
+from specpool.engine.passes.native import draft_loop
+from specpool.engine.passes.native.model import NativeModel
+from specpool.engine.passes.native.panels import FLOAT32, KIND_NUMBERS, PANEL
+from specpool.engine.run.engine import Engine
+from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, ProposeRound
+from specpool.protocol.sampling import SamplingParams
+
+pytestmark = [pytest.mark.cpus]
+
+SLOTS, MAX_LENGTH = 8, 120
+SAMPLED = (
+    None,
+    None,
+    SamplingParams(temperature=0.9, seed=3),
+    SamplingParams(temperature=1.2, top_k=40, top_p=0.95, seed=-4),
+    SamplingParams(temperature=0.7, min_p=0.02, seed=2**64 - 1),
+    SamplingParams(temperature=1.0, logit_bias=((5, 3.0), (9, -2.0)), seed=6),
+    SamplingParams(temperature=0.8, repetition_penalty=1.5, frequency_penalty=0.7, presence_penalty=0.3, seed=5),
+    SamplingParams(
+        temperature=0.8, repetition_penalty=1.4, presence_penalty=-0.6, min_tokens=5, stop_token_ids=(7, 8, 9),
+        logit_bias=((5, 1.0), (17, 90.0)), top_p=0.9, seed=8, prompt_length=4,
+    ),
+    SamplingParams(repetition_penalty=1.6, prompt_length=6),
+)  # fmt: skip
+CHANCES = ((), (0.9,), (0.8, 0.95), (0.92,), (0.1, 0.6, 0.8, 1.0), tuple(i / 20 for i in range(20)))
+SOUND_TOKENS = 64
+"""In a test, further tokens spoil all logits after them."""
+
+
+def stepped_engine(folder: Path, **options: object) -> Engine:
+    engine = load_engine(folder, exact=False, max_sequences=SLOTS, max_model_len=MAX_LENGTH, **options)
+    engine._draft_loop = None
+    return engine
+
+
+def looped_engine(folder: Path, **options: object) -> Engine:
+    engine = load_engine(folder, exact=False, max_sequences=SLOTS, max_model_len=MAX_LENGTH, **options)
+    assert isinstance(engine._draft_loop, draft_loop.NativeDraftLoop)
+    return engine
+
+
+Engines = tuple[Engine, Engine]
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_pair: tuple[Path, Path]) -> Engines:
+    return looped_engine(tiny_pair[1], threads=2), stepped_engine(tiny_pair[1], threads=2)
+
+
+class Rounds:
+    """Random rounds of a few coordinators. The same seed and proposals make the same rounds."""
+
+    def __init__(self, seed: int, min_chances: tuple[float, ...] = (0.0, 1e-30, 0.02, 0.3, 0.6)) -> None:
+        self._chance, self._min_chances = random.Random(seed), min_chances
+        count = self._chance.randrange(1, SLOTS + 1)
+        self._tokens = {number: self._prompt(number) for number in range(count)}
+        self._cached = dict.fromkeys(self._tokens, 0)
+        self._params = {number: self._chance.choice(SAMPLED) for number in self._tokens}
+        self._number = 0
+
+    def _prompt(self, number: int) -> list[int]:
+        return [token % SOUND_TOKENS for token in random_tokens(self._chance.randrange(1, 20), seed=number)]
+
+    def next(self) -> list[ProposeRound]:
+        self._number += 1
+        items: list[list[ProposeItem]] = [[], [], []]
+        for number in self._tokens:
+            items[number % 3].append(self._item(number))
+        return [
+            ProposeRound(
+                f"coordinator {index}", self._number, own,
+                self._chance.choice(CHANCES), self._chance.choice((0.0, 0.0, 0.05, 0.4, 2.0)),
+            )
+            for index, own in enumerate(items)
+        ]  # fmt: skip
+
+    def _item(self, number: int) -> ProposeItem:
+        tokens, cached, pick = self._tokens[number], self._cached[number], self._chance
+        item = ProposeItem(
+            number, cached, tuple(tokens[cached:]), sampling=self._params[number], max_length=MAX_LENGTH,
+            num_draft_tokens=pick.choice((0, 1, 2, 4, 7)), min_chance=pick.choice(self._min_chances),
+            next_chance=pick.choice((1.0, 0.8, 0.5)),
+        )  # fmt: skip
+        if item.num_draft_tokens and pick.random() < 0.3:
+            item.num_branches, item.num_unverified = pick.randrange(1, 5), min(2, len(item.token_ids) - 1)
+        return item
+
+    def accept(self, rounds: list[ProposeRound], proposals: list[list[Proposal]]) -> None:
+        """Accept some draft tokens, and append a token of the target."""
+        for round_, own in zip(rounds, proposals, strict=True):
+            for item, proposal in zip(round_.items, own, strict=True):
+                assert proposal.status is ItemStatus.OK
+                number, kept = item.sequence_id, self._chance.randrange(len(proposal.draft_token_ids) + 1)
+                length = len(self._tokens[number])
+                self._tokens[number] += (*proposal.draft_token_ids[:kept], self._chance.randrange(50))
+                self._cached[number] = min(proposal.num_cached_tokens, length + kept)
+
+
+def run_rounds(engines: Engines, seed: int, count: int = 4, **options: tuple[float, ...]) -> list[Proposal]:
+    """Run the same rounds on both engines, and compare all they do. Return the proposals."""
+    collected: list[Proposal] = []
+    for engine in engines:
+        forget_all(engine, SLOTS)
+        for cache in caches_of(engine):
+            cache.zero_()
+    backends, made = [Proposer(engine) for engine in engines], Rounds(seed, **options)
+    for _ in range(count):
+        before, rounds = [(engine.passes, engine.tokens) for engine in engines], made.next()
+        looped, stepped = (backend.propose(rounds) for backend in backends)
+        assert looped == stepped
+        assert states_of(engines[0]) == states_of(engines[1])
+        first, second = (
+            (engine.passes - passes, engine.tokens - tokens)
+            for engine, (passes, tokens) in zip(engines, before, strict=True)
+        )
+        assert first == second
+        assert all(map(torch.equal, *([cache.view(torch.int32) for cache in caches_of(engine)] for engine in engines)))
+        made.accept(rounds, looped)
+        collected += [proposal for own in looped for proposal in own]
+    return collected
+
+
+def caches_of(engine: Engine) -> list[torch.Tensor]:
+    return [*engine.layout.arena.keys, *engine.layout.arena.values]
+
+
+def states_of(engine: Engine) -> list[tuple[int, list[int]]]:
+    slots = engine.slots._slots.values()
+    return [(slot.num_cached_tokens, slot.token_ids[: slot.num_cached_tokens]) for slot in slots]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32))
+def test_drafts_match_single_steps(engines: Engines, seed: int) -> None:
+    """Greedy and sampled sequences, branches, ragged lengths and early ends in common passes."""
+    run_rounds(engines, seed)
+
+
+def test_rounds_end_early_and_late(engines: Engines) -> None:
+    """The random rounds cover every way to end."""
+    proposals = [proposal for seed in range(30) for proposal in run_rounds(engines, seed)]
+    lengths = {len(proposal.draft_token_ids) for proposal in proposals}
+    assert lengths >= {0, 1, 2, 3, 4, 7}
+    assert any(proposal.confidences for proposal in proposals)
+    assert any(branch.confidences for proposal in proposals for branch in proposal.branches)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_thread_counts_change_no_draft(engines: Engines, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        run_rounds(engines, seed=1)
+    finally:
+        torch.set_num_threads(before)
+
+
+def spoil_embeddings(engine: Engine) -> None:
+    """Replace the embeddings of tokens from `SOUND_TOKENS` on by NaN."""
+    assert isinstance(engine.forward_pass, NativeModel)
+    embedding = engine.forward_pass._model.embedding
+    for panel in embedding.panels[SOUND_TOKENS // PANEL : embedding.outputs // PANEL]:
+        assert panel.kind == KIND_NUMBERS[FLOAT32]
+        ctypes.memset(panel.weight, 0xFF, embedding.inputs * PANEL * 4)
+
+
+def test_drafts_end_before_logits_that_are_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_model(tmp_path, small_config("llama"))
+    pair, made, draft = (looped_engine(folder), stepped_engine(folder)), list[Draft](), Proposer.draft
+    for engine in pair:
+        spoil_embeddings(engine)
+
+    def noted(backend: Proposer, rounds: Sequence[DraftRound]) -> None:
+        draft(backend, rounds)
+        made.extend(drafts_of(rounds))
+
+    monkeypatch.setattr(Proposer, "draft", noted)
+    for seed in range(10):
+        run_rounds(pair, seed)
+    assert {len(each.token_ids) for each in made if each.is_broken} >= {0, 1, 2, 3}
+
+
+def test_a_head_without_all_tokens(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, small_config("llama"))
+    save_output_head(folder, [*range(3, 90), 120, 100, 110])
+    pair = looped_engine(folder), stepped_engine(folder)
+    for seed in range(5):
+        run_rounds(pair, seed)
+
+
+def test_long_drafts_of_one_token_at_a_time(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the first tokens take several passes."""
+    for engine in engines:
+        monkeypatch.setattr(engine, "max_num_batched_tokens", SLOTS * 4)
+    run_rounds(engines, seed=7)
+
+
+@pytest.mark.parametrize("missing", ["the draft loop", "sampling"])
+def test_without_a_compiler_drafts_run_step_by_step(tiny_pair: tuple[Path, Path], missing: str) -> None:
+    name = "compile_library" if missing == "the draft loop" else "compile_sampler"
+    with mock.patch.object(draft_loop, name, return_value=None):
+        engine = load_engine(tiny_pair[1], exact=False)
+    assert isinstance(engine.forward_pass, NativeModel)
+    assert not engine.can_draft([])
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
