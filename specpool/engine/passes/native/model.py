@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from ctypes import CDLL, byref, c_double, c_int64, c_void_p
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,8 +37,6 @@ DENSE = {KIND_NUMBERS[FLOAT32], KIND_NUMBERS[BFLOAT16]}
 TIMED_ROWS, TRIALS = (4, 6, 9, 12, 16, 24, 32, 64), 5
 
 Compiler = Callable[..., CDLL | None]
-Activations = Literal["float32", "int8"]
-"""Of GEMMs with quantized weights; "int8" rounds each PART of them."""
 
 
 class NativeModel(ForwardPass):
