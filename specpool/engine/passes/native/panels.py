@@ -25,6 +25,8 @@ class Segment:
     """A name of KIND_NUMBERS."""
     weight: Weight
     """[outputs, inputs]; the last panel may be partial."""
+    is_mixed: bool = False
+    """Whether the panel spans quantized weights of different kinds, which a panel cannot hold as they are."""
 
     @property
     def panels(self) -> int:
@@ -56,7 +58,7 @@ class Segment:
 
 
 def segments_of(parts: Sequence[Weight]) -> list[Segment]:
-    """The panels of concatenated weights. A panel that spans several weights is stored in float32."""
+    """The panels of concatenated weights. A panel that spans weights of several kinds is stored in float32."""
     segments: list[Segment] = []
     partial: list[Weight] = []  # rows of a panel that is not full yet
     for part in parts:
@@ -66,14 +68,23 @@ def segments_of(parts: Sequence[Weight]) -> list[Segment]:
             partial.append(slice_of(part, 0, begin))
             if _rows(partial) < PANEL:
                 continue
-            segments.append(Segment(FLOAT32, torch.cat([as_tensor(rows) for rows in partial])))
+            segments.append(_spanning(partial))
         full = begin + (end - begin) // PANEL * PANEL
         if full > begin:
             segments.append(_segment(slice_of(part, begin, full)))
         partial = [slice_of(part, full, end)] if full < end else []
     if partial:
-        segments.append(_segment(partial[0] if len(partial) == 1 else torch.cat([as_tensor(rows) for rows in partial])))
+        segments.append(_segment(partial[0]) if len(partial) == 1 else _spanning(partial))
     return segments
+
+
+def _spanning(parts: Sequence[Weight]) -> Segment:
+    """A panel of several weights."""
+    quantized = [part for part in parts if isinstance(part, Quantized)]
+    kinds = {part.qtype.name for part in quantized}
+    if len(quantized) == len(parts) and len(kinds) == 1:
+        return _segment(Quantized(quantized[0].qtype, torch.cat([part.data for part in quantized])))
+    return Segment(FLOAT32, torch.cat([as_tensor(part) for part in parts]), is_mixed=bool(quantized))
 
 
 def _rows(parts: Sequence[Weight]) -> int:

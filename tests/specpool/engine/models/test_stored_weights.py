@@ -134,7 +134,7 @@ def test_int8_activations_change_logits_little(mixed: Path, quantized: Engine) -
     assert rows_that_differ(engine) == 0
     assert engine.weights_fingerprint == quantized.weights_fingerprint
     difference = (logits(engine) - logits(quantized)).norm() / logits(quantized).norm()
-    assert difference < 0.05
+    assert difference < 0.1
 
 
 def test_notes_name_dequantized_weights(mixed: Path, quantized: Engine, tmp_path: Path) -> None:

@@ -29,15 +29,16 @@ pytestmark = [
 each_kind = pytest.mark.parametrize("kind", QUANTIZATION_TYPES)
 
 
-def compiled() -> CDLL:
-    library = compile_decoder(16, 2, KIND_NUMBERS, rounded=True)
+def compiled(*kinds: str) -> CDLL:
+    library = compile_decoder(16, 2, {FLOAT32, *kinds}, rounded=True)
     assert library is not None
     return library
 
 
 @pytest.fixture(scope="module")
 def library() -> CDLL:
-    return compiled()
+    """Compiled for all kinds."""
+    return compiled(*KIND_NUMBERS)
 
 
 def some_rows(count: int, inputs: int = 512) -> torch.Tensor:
@@ -107,7 +108,7 @@ def test_every_processor_gives_the_same_bits(library: CDLL, kind: str, monkeypat
     for processor, feature in PROCESSORS.items():
         if feature in FLAGS:
             monkeypatch.setenv("DECODER_CFLAGS", f"-march={processor}")
-            assert torch.equal(Gemm(compiled(), segments_of([weight]))(rows), here), processor
+            assert torch.equal(Gemm(compiled(kind), segments_of([weight]))(rows), here), processor
 
 
 @each_kind

@@ -72,6 +72,7 @@ def test_an_embedding_is_no_gemm(tmp_path: Path) -> None:
         ({"FLOAT32", "BFLOAT16"}, "float32"),
         ({"FLOAT32", "Q4_K"}, "int8"),
         ({"INT8"}, "int8"),
+        ({"INT8", "mixed"}, "float32"),
     ],
 )
 def test_auto_follows_the_weights(kinds: set[str], activations: str) -> None:
@@ -108,6 +109,18 @@ def test_models_without_quantized_weights_are_refused(dense: Path) -> None:
     reason = refusal(dense, device="cpu", activations="int8")
     assert reason.startswith("activations: int8 needs a trained draft, or a GGUF file with weights in Q4_0, ")
     assert reason.endswith("; use --activations auto or float32")
+
+
+def test_types_that_meet_within_a_panel_are_refused(tmp_path: Path) -> None:
+    """The query weights have 96 outputs, and the key weights 48."""
+    types = {"q_proj": "Q4_1", "k_proj": "Q8_0", "v_proj": "Q4_1"}
+    changes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    file = save_random_gguf(
+        tmp_path, lambda name: next((types[part] for part in types if part in name), None), **changes
+    )
+    reason = refusal(file, device="cpu", activations="int8")
+    assert reason.startswith("activations: int8 needs weights of several types to meet at multiples of 32 outputs; use")
+    assert load_engine(file, device="cpu", exact=False).forward_pass.activations == "float32"
 
 
 def test_models_without_a_compiled_pass_are_refused_before_weights_are_read(tmp_path: Path) -> None:
