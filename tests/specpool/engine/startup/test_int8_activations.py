@@ -1,5 +1,6 @@
 """The format of activations: which one a pass gets, and where int8 is refused."""
 
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,15 @@ def test_int8_activations_are_batch_invariant(quantized: Path) -> None:
     assert isinstance(engine.forward_pass, NativeModel)
     assert engine.bitwise
     assert rows_that_differ(engine) == 0
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for other x86-64 processors")
+def test_numerics_are_the_same_on_every_processor(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a target may restart on another one, and its sequences continue."""
+    here = load_engine(quantized, device="cpu").numerics_fingerprint
+    for processor in ("x86-64", "x86-64-v2"):
+        monkeypatch.setenv("DECODER_CFLAGS", f"-march={processor}")
+        assert load_engine(quantized, device="cpu").numerics_fingerprint == here
 
 
 @pytest.mark.parametrize("activations", ["auto", "float32"])
