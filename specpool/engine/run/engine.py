@@ -114,9 +114,9 @@ class Engine:
         return self.forward_pass.supports_branches and not self.layout.spare_columns  # sequences stay in place
 
     def can_draft(self, drafts: Sequence[Draft]) -> bool:
-        """Whether the device can run all steps of these drafts by itself, in `draft`."""
-        loop = self._draft_loop
-        if loop is None or len(drafts) > self.max_num_batched_tokens:
+        """Whether the device can run all steps of these drafts by itself, in `draft`, and there are several."""
+        loop, steps = self._draft_loop, max((draft.num_draft_tokens for draft in drafts), default=0)
+        if loop is None or steps <= 1 or len(drafts) > self.max_num_batched_tokens:
             return False
         return loop.samples or all(draft.rules is None for draft in drafts)
 

@@ -35,9 +35,16 @@ static Extremes scan(Work *work) {
     return found;
 }
 
-static Extremes load(Work *work, const float *logits) {
+static int has_changes(const Row *row) { return row->num_biases || row->num_masked || row->num_counted; }
+
+/* Lets `work` read the logits of a row, or a copy if they will change or need padding. */
+static Extremes load(Work *work, const Row *row) {
     int64_t padded = work->blocks * BLOCK;
-    memcpy(work->row, logits, work->outputs * sizeof(float));
+    if (row->kind == GREEDY && !has_changes(row) && padded == work->outputs) {
+        work->row = (float *)row->logits;
+        return scan(work);
+    }
+    memcpy(work->row, row->logits, work->outputs * sizeof(float));
     for (int64_t i = work->outputs; i < padded; i++) work->row[i] = -INFINITY;
     return scan(work);
 }
@@ -137,7 +144,7 @@ static float minimum_of(Work *work, const Row *row, float best) {
 
 /* The chosen output. `extremes`: of the unchanged logits, which are in `row`. -1: all logits are -inf. */
 static int64_t choose(Work *work, const Row *row, Extremes extremes, const Batch *batch) {
-    if (row->num_biases || row->num_masked || row->num_counted) {
+    if (has_changes(row)) {
         adjust(work, row, batch);
         extremes = scan(work);
     }
@@ -191,7 +198,8 @@ static void sample(const Batch *batch, Row *row, Work *work) {
         row->token = -1;
         return;
     }
-    Extremes extremes = load(work, row->logits);
+    float *copy = work->row;
+    Extremes extremes = load(work, row);
     row->is_finite = isfinite(extremes.best) && !extremes.has_nan;
     float log_total = NAN;
     if (row->num_top >= 0 && row->is_finite) {
@@ -199,6 +207,7 @@ static void sample(const Batch *batch, Row *row, Work *work) {
         store_top(work, row, extremes.best, log_total, batch->token_ids);
     }
     int64_t output = choose(work, row, extremes, batch);
+    work->row = copy;
     row->token = output < 0 ? 0 : batch->token_ids[output];
     if (output < 0) output = output_of(batch, 0);
     row->logprob = (output < 0 ? -INFINITY : row->logits[output]) - extremes.best - log_total;

@@ -224,7 +224,7 @@ def test_without_a_compiler_drafts_run_step_by_step(tiny_pair: tuple[Path, Path]
     with mock.patch.object(draft_loop, name, return_value=None):
         engine = load_engine(tiny_pair[1], exact=False)
     assert isinstance(engine.forward_pass, NativeModel)
-    assert not engine.can_draft([])
+    assert engine._draft_loop is None
 
 
 @pytest.fixture(autouse=True)
