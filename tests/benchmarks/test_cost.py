@@ -1,6 +1,7 @@
 """The cost benchmark: each part that needs no real pair runs to its end on a small load."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +33,13 @@ def test_part_ends_in_json(
     cost.main(["--of", part, *flags])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert all(result[measure] for measure in measures)
+
+
+def test_drafts_are_measured_with_and_without_the_loop(
+    tiny_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--draft", str(tiny_pair[1]), "--sequences", "1,2", "--repeats", "1", "--prompt", "8", "--k", "2"]
+    cost.main(["--of", "draft", *flags])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["sequences"] for row in rows] == 4 * [1, 2]
+    assert all(row["loop_ms"] > 0 and row["steps_ms"] > 0 for row in rows)
