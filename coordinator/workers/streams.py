@@ -124,6 +124,8 @@ class _Stream:
         """gRPC then hides the status of the stream behind INTERNAL."""
         self._is_closing = self._is_discarded = False
         self._writing, self._reading = asyncio.Lock(), asyncio.Lock()  # asyncio's locks are fair
+        self._write_timeout: asyncio.Timeout | None = None
+        """Of the write in progress."""
         self._answered = 0.0
         """When the last response arrived."""
 
@@ -131,8 +133,12 @@ class _Stream:
         self.rounds += 1
         try:
             began = time.perf_counter()
-            async with self._writing, self._timeout(seconds):
-                await self._write(request)
+            async with self._writing, self._timeout(seconds) as timeout:
+                self._write_timeout = timeout
+                try:
+                    await self._write(request)
+                finally:
+                    self._write_timeout = None
             async with self._reading, self._timeout(seconds):
                 response = await self.call.read()
             if response is grpc.aio.EOF:
@@ -140,14 +146,15 @@ class _Stream:
             began, self._answered = max(began, self._answered), time.perf_counter()
             check(response)
         except BaseException as error:
+            was_aborted = self.is_broken
             self.cancel()
             if self._is_discarded and not is_cancelled():
                 raise _not_served() from None
             if self._has_failed_to_write and isinstance(error, AioRpcError) and _is_hidden(error):
                 raise _error(StatusCode.UNAVAILABLE, f"the stream broke: {error.details()}") from None
-            if isinstance(error, TimeoutError):
+            if isinstance(error, TimeoutError) and not was_aborted:
                 raise _error(StatusCode.DEADLINE_EXCEEDED, f"no response within {seconds:g} s") from None
-            if isinstance(error, asyncio.CancelledError) and not is_cancelled():
+            if isinstance(error, TimeoutError | asyncio.CancelledError) and not is_cancelled():
                 raise _error(StatusCode.UNAVAILABLE, "the stream was aborted") from None
             raise
         finally:
@@ -189,6 +196,8 @@ class _Stream:
         """End the stream and its rounds."""
         self.is_broken = True
         self.call.cancel()
+        if self._write_timeout is not None:  # gRPC does not wake a write that waits for the connection
+            self._write_timeout.reschedule(0)
 
     def _timeout(self, seconds: float) -> asyncio.Timeout:
         """A timeout that starts when it is this round's turn, unless an earlier round has failed."""

@@ -241,3 +241,26 @@ async def test_draining_worker_does_not_wait_for_idle_streams() -> None:
         await target._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await served.until(lambda info: info.target.state != "ready")
         assert served.process.coordinator.target._rounds._current is None
+
+
+async def test_aborted_rounds_do_not_wait_for_a_connection() -> None:
+    """gRPC does not wake a first write when its call is cancelled, so the round waited for its timeout."""
+    connections: list[asyncio.StreamWriter] = []
+    black_hole = await asyncio.start_server(lambda _, writer: connections.append(writer), "127.0.0.1", 0)
+    port = black_hole.sockets[0].getsockname()[1]
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        calls = RoundCalls(
+            channel.stream_stream("/echo/Stream"), channel.unary_unary("/echo/Single"), 10 * PATIENCE_SECONDS
+        )
+        rounds = [asyncio.create_task(calls(request)) for request in (b"a", b"b")]
+        await until(lambda: connections)
+        calls.abort()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            first, second = await asyncio.gather(*rounds, return_exceptions=True)
+    assert isinstance(first, grpc.aio.AioRpcError)
+    assert first.code() is StatusCode.UNAVAILABLE
+    assert isinstance(second, WorkerUnreachableError)
+    assert second.cause is Cause.NOT_SENT
+    for writer in connections:
+        writer.close()
+    black_hole.close()

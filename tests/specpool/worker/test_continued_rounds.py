@@ -1,6 +1,7 @@
 """Rounds that continue a sequence before the response to its last round."""
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -156,7 +157,8 @@ async def test_a_round_after_a_failed_one_is_not_served(target: Worker) -> None:
     await target.round(verify(1, 0, PROMPT), round_id=1)
     stream = target.open_stream()
     await stream.write(target.request(verify(1, len(PROMPT), [999]), round_id=2))
-    await stream.write(target.request(after(1), round_id=3))
+    with contextlib.suppress(asyncio.InvalidStateError):  # the error may arrive first
+        await stream.write(target.request(after(1), round_id=3))
     for _ in range(2):
         with pytest.raises(grpc.aio.AioRpcError, match="token id 999"):
             await stream.read()
