@@ -47,6 +47,10 @@ class DraftLoop(Protocol):
     def samples(self) -> bool:
         """Whether drafts may be sampled. Otherwise, all are greedy."""
 
+    @property
+    def passes_in_progress(self) -> int:
+        """Passes that the call in progress has finished, if it is long enough to count them."""
+
     def __call__(self, logits: torch.Tensor, rounds: Sequence[DraftRound], columns: Sequence[int]) -> tuple[int, int]:
         """Extend the drafts of all rounds until each round has enough.
 

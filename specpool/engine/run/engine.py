@@ -81,8 +81,7 @@ class Engine:
             self._draft_loop = forward_pass.draft_loop(self.layout.arena, self.head)
         self.realign_ns = 0
         """Nanoseconds spent on realignment so far."""
-        self.passes = 0
-        """Forward passes so far."""
+        self._passes = 0
         self.tokens = 0
         """Tokens run so far, each one row of a pass."""
         self.weights_fingerprint = self.numerics_fingerprint = ""
@@ -113,6 +112,11 @@ class Engine:
         """Whether spans may be branches of their sequences."""
         return self.forward_pass.supports_branches and not self.layout.spare_columns  # sequences stay in place
 
+    @property
+    def passes(self) -> int:
+        """Forward passes so far, including those of a draft in progress."""
+        return self._passes + (0 if self._draft_loop is None else self._draft_loop.passes_in_progress)
+
     def can_draft(self, drafts: Sequence[Draft]) -> bool:
         """Whether the device can run all steps of these drafts by itself, in `draft`, and there are several."""
         loop, steps = self._draft_loop, max((draft.num_draft_tokens for draft in drafts), default=0)
@@ -134,7 +138,7 @@ class Engine:
         spans = [draft.span for draft in drafts_of(rounds)]
         columns = [self.layout.origin(span.slot) + span.end + span.offset for span in spans]
         passes, tokens = self._draft_loop(logits, rounds, columns)
-        self.passes += passes
+        self._passes += passes
         self.tokens += tokens
 
     def token_ids(self, rows: torch.Tensor) -> torch.Tensor:
@@ -219,7 +223,7 @@ class Engine:
         else:
             logits = self.leader.run(self._runner, spans, locations)
         rows = sum(len(span.token_ids) for span in spans)
-        self.passes += 1
+        self._passes += 1
         self.tokens += rows
         self._watch_contention(spans, rows, time.perf_counter() - began)
         return logits

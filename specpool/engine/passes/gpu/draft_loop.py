@@ -41,7 +41,7 @@ class Step:
 class GpuDraftLoop:
     """The draft loop of passes without an attention plan. It drafts greedily, all tokens of each draft."""
 
-    samples = False
+    samples, passes_in_progress = False, 0
 
     def __init__(self, model: ForwardPass, arena: KVArena, head: Head, capture: Capture | None) -> None:
         """`capture`: captures steps; None: they run eagerly."""

@@ -16,7 +16,7 @@ static INLINE int words_in_16_bits(int bits) { return bits == 4 ? 8 : bits == 5 
 
 /* Where unsigned codes are needed, 8-bit codes are stored as codes + 128, and `dot` results exceed the true ones by
    128 times the sum of the activations. */
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && WIDE == 8)
 #define UNSIGNED_CODES 1
 #else
 #define UNSIGNED_CODES 0
@@ -28,7 +28,7 @@ static INLINE void add_products(int bits, int word, iwide *dots, iwide *pairs, i
 #if defined(__AVX512VNNI__)
     if (bits == 8) codes ^= (iwide){0} + (int32_t)0x80808080;
     *dots = (iwide)_mm512_dpbusd_epi32((__m512i)*dots, (__m512i)codes, _mm512_set1_epi32(x));
-#elif defined(__AVXVNNI__)
+#elif defined(__AVXVNNI__) && WIDE == 8
     if (bits == 8) codes ^= (iwide){0} + (int32_t)0x80808080;
     *dots = (iwide)_mm256_dpbusd_avx_epi32((__m256i)*dots, (__m256i)codes, _mm256_set1_epi32(x));
 #elif defined(__AVX512BW__)
@@ -43,7 +43,7 @@ static INLINE void add_products(int bits, int word, iwide *dots, iwide *pairs, i
     int in_16_bits = words_in_16_bits(bits);
     *pairs = word % in_16_bits ? (iwide)_mm512_add_epi16((__m512i)*pairs, products) : (iwide)products;
     if ((word + 1) % in_16_bits == 0) *dots += (iwide)_mm512_madd_epi16((__m512i)*pairs, _mm512_set1_epi16(1));
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && WIDE == 8
     __m256i unsigned_codes = (__m256i)codes, activations = _mm256_set1_epi32(x);
     if (bits == 8) {
         activations = _mm256_sign_epi8(activations, unsigned_codes);

@@ -84,6 +84,13 @@ class NativeDraftLoop:
             "sample": cast(sampler.library.sample_batch, c_void_p),
         }
         self._model = model  # keeps it alive
+        self._in_progress: Loop | None = None
+
+    @property
+    def passes_in_progress(self) -> int:
+        """Passes that the call in progress has finished."""
+        loop = self._in_progress
+        return 0 if loop is None else loop.num_passes
 
     def __call__(self, logits: torch.Tensor, rounds: Sequence[DraftRound], columns: Sequence[int]) -> tuple[int, int]:
         """Extend the drafts; see `DraftLoop`."""
@@ -115,7 +122,9 @@ class NativeDraftLoop:
             draft_token_ids=token_ids.ctypes.data,
             confidences=confidences.ctypes.data,
         )
+        self._in_progress = loop
         self._run(byref(loop))
+        self._in_progress = None
         del batch, changes, chances  # the loop read their memory
         for of_draft in zip(states, drafts, token_ids.tolist(), confidences.tolist(), strict=True):
             _end(*of_draft)

