@@ -114,7 +114,7 @@ class Engine:
         return self.forward_pass.supports_branches and not self.layout.spare_columns  # sequences stay in place
 
     def can_draft(self, drafts: Sequence[Draft]) -> bool:
-        """Whether the device can run all steps of these drafts by itself, in `draft`, and there are several."""
+        """Whether `draft` can run all steps of these drafts on the device, and there are several steps."""
         loop, steps = self._draft_loop, max((draft.num_draft_tokens for draft in drafts), default=0)
         if loop is None or steps <= 1 or len(drafts) > self.max_num_batched_tokens:
             return False
