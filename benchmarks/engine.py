@@ -6,8 +6,8 @@
 A step is one forward pass over random caches. A plain step has one token per sequence, a verify step k + 1.
 `transformers` runs the plain step on its own cache. The limit is the time to read the weights and the KV cache once.
 Summing a large tensor measures the bandwidth. Runs are interleaved; the tables show medians.
-`--weights auto float32` compares plain steps with both kinds of weights. `--activations float32` keeps the activations
-of quantized weights in float32. The last line printed is JSON.
+`--weights auto float32` compares plain steps with both kinds of weights. `--activations float32` does not round
+activations for quantized weights. The last line printed is JSON.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--weights", choices=("auto", "float32"), nargs="+", default=["auto"], help="how to store them")
-    parser.add_argument("--activations", choices=("auto", "float32"), default="auto", help="of quantized weights")
+    parser.add_argument("--activations", choices=("auto", "float32"), default="auto", help="format of activations")
     parser.add_argument("--no-peer", action="store_true", help="skip transformers, which loads its own weights")
     parser.add_argument("--threads", type=whole(1, 1024), default=torch.get_num_threads())
     parser.add_argument("--lengths", type=whole(1, 2**20), nargs="+", default=LENGTHS)
@@ -213,7 +213,7 @@ def weight_bytes_read(engine: Engine) -> float:
 
 
 def weight_sizes(engine: Engine) -> Row:
-    """MiB of all weights, and of GEMM weights by kind; and the activations."""
+    """MiB of all weights and of GEMM weights by kind, and the format of activations."""
     info = engine.info()
     kinds = ", ".join(f"{kind} {count / 2**20:.1f}" for kind, count in info.weight_kinds.items())
     return {"whole": round(info.weight_bytes / 2**20, 1), "kinds": kinds, "activations": info.activations}

@@ -3,9 +3,9 @@
     python -m benchmarks.equality [--prompts FILE] [--max-tokens 64] [--concurrency 8] [--k 3]
     python -m benchmarks.equality --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --reference served    (on a GPU)
 
-Plain decoding runs one request at a time with k = 0. By default, the target has float32 activations, as `generate` has.
-With `--activations int8` or `auto`, only the comparison with plain decoding has to find equal tokens: `generate` cannot
-round activations (`python -m benchmarks.quality` measures the difference).
+Plain decoding runs one request at a time with k = 0. By default, the target has float32 activations, like `generate`.
+With `--activations int8` or `auto`, tokens need to equal only those of plain decoding: `generate` cannot round
+activations (`python -m benchmarks.quality` measures the difference).
 
 By default, `generate` computes in float32 on the CPU. With `--reference served` it uses the device and dtype of the
 target, after the service has ended. It sums in another order, so it may break near-ties differently. The table shows

@@ -10,7 +10,7 @@ its own environment. All systems get the same token ids and threads, prefill eve
 first turn does not count. Ratios to llama.cpp are taken within a turn; the table shows medians, minimum and maximum.
 
 `same tokens` is the share of tokens before the first difference from llama.cpp's first answer. It does not measure
-quality: the systems round and add in different ways, so near-ties resolve differently. With `ignore_eos`, llama.cpp
+quality: the systems round and sum differently, so near-ties may resolve differently. With `ignore_eos`, llama.cpp
 never chooses the end token, but the service may choose it and continue. The last line printed is JSON.
 """
 

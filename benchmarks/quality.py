@@ -1,11 +1,11 @@
-"""Measure how far int8 activations change a model's predictions from those with float32 activations.
+"""Measure how much int8 activations change a model's predictions, compared with float32 activations.
 
     python -m benchmarks.quality [--model FILE] [--prompts FILE] [--num-prompts 32] [--tokens 20] [--output FOLDER]
 
-The model is loaded twice, and both engines read the same texts: the prompts, each with the greedy answer of the float32
-engine. The table has the Kullback-Leibler divergence of the next token's distribution with int8 activations from the
-one with float32, in nats; the share of positions with the same most probable token; and the log-likelihood of the texts
-under both. All are means over positions. The last line printed is JSON.
+The model is loaded twice, and both engines read the same texts: the prompts, each followed by the float32 engine's
+greedy answer. The table shows the Kullback-Leibler divergence, in nats, of the int8 next-token distribution from the
+float32 one; the share of positions with the same most probable token; and the log-likelihood of the texts under each
+engine. All are means over positions, except the largest divergence. The last line printed is JSON.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Differences:
     is_same: torch.Tensor
     """Whether the most probable token is the same."""
     likelihoods: torch.Tensor
-    """[2, n]: log-likelihood with float32 and int8. Minus infinity for a token that the model has no output for."""
+    """[2, n]: log-likelihood with float32 and int8. Minus infinity for tokens without an output in the model."""
 
     def part(self, some: slice) -> "Differences":
         """The differences at some positions."""
@@ -70,7 +70,7 @@ def main() -> None:
         parser.error(f"--prompts: {error}")
     model = options.model or str(embedded_pair().target)
     try:
-        engines = load(model, INT8, options), load(model, FLOAT32, options)  # int8 first, which may be refused
+        engines = load(model, INT8, options), load(model, FLOAT32, options)  # int8 first: it may be refused
         prompts = encode_prompts(engines[1], lines, options.tokens)
     except UnsupportedModelError as error:
         parser.error(f"--model: {error}")
@@ -129,7 +129,7 @@ def compare(float32: Engine, int8: Engine, token_ids: list[int]) -> Differences:
     for spans, following in steps(token_ids):
         ours, others = (engine.over_vocabulary(engine.forward(spans)).double() for engine in (float32, int8))
         p, q = ours.log_softmax(-1), others.log_softmax(-1)
-        terms = torch.where(p > -torch.inf, p.exp() * (p - q), 0.0)  # a partial head has no other tokens
+        terms = torch.where(p > -torch.inf, p.exp() * (p - q), 0.0)  # a partial head gives other tokens -inf
         likelihoods = torch.stack([p, q]).gather(2, following.expand(2, -1)[..., None])[..., 0]
         pieces.append(Differences(terms.sum(-1), ours.argmax(-1) == others.argmax(-1), likelihoods))
     return joined(pieces)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.realign [--prompts FILE] [--batches 1 2 4 8 16] [--repeats 5] [--output FOLDER]
 
-All answers are compared with one request at a time. The target has float32 activations, as in `transformers`. Runs of
+All answers are compared with one request at a time. The target has float32 activations, like `transformers`. Runs of
 all kinds are interleaved; the tables show medians. For `exspec`, max_num_seqs is twice the batch size. Prefix caching
 is off. The last line printed is JSON.
 """

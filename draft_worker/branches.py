@@ -57,7 +57,7 @@ def _appending(engine: SequenceEngine, items: Mapping[SequenceKey, ProposeItem])
 def _outlined(
     engine: SequenceEngine, key: SequenceKey, item: ProposeItem, rankings: Sequence[Ranking], chances: Sequence[float]
 ) -> Iterator[tuple[Outcome, Draft]]:
-    """The branches of a sequence, as many as its extent has room for: outcomes, and drafts after their token."""
+    """The outcomes and drafts of a sequence's branches, as many as its extent has room for."""
     end, length, slots = item.end, item.num_draft_tokens, engine.engine.slots
     max_length = engine.engine.max_model_len
     slots.grow(key, min(end + item.num_branches * length, max_length), evicts=False)

@@ -75,7 +75,7 @@ class Proposer(SequenceEngine):
         )
 
     def _draft(self, rounds: Sequence[ProposeRound], drafts: Sequence[Mapping[SequenceKey, Draft]]) -> None:
-        """Draft for all rounds, and keep what is cached."""
+        """Draft for all rounds, and record the cached positions."""
         if not any(drafts):
             return
         self.draft(

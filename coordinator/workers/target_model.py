@@ -11,7 +11,7 @@ from coordinator.workers.errors import MismatchError
 from specpool.v1 import common_pb2
 
 FINGERPRINTS = ("weights_fingerprint", "numerics_fingerprint")
-# Compared only if both processes report them. `activations` comes first, because it explains different numerics.
+# Compared only if both processes report them. `activations` comes first: it explains a difference in numerics.
 OPTIONAL = ("activations", *FINGERPRINTS)
 
 Texts = dict[str, str]

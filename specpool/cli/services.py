@@ -17,7 +17,7 @@ from specpool.rpc.security.settings import ServerSecurity
 
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 PER_MODEL = ("revision", "weights", "activations", "device", "kv_memory")
-"""Settings of target and draft, named like "target_revision"."""
+"""Settings that target and draft have separately, such as "target_revision"."""
 PER_PROCESS = {"config", "host", "port", "metrics_port"}
 """Settings with a separate value for each process."""
 

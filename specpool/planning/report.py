@@ -191,7 +191,7 @@ autoscaling:
 def _worker_values(role: str, plan: Plan, model: Model, needs: WorkerNeeds) -> str:
     memory, slots = model.memory, plan.capacity.slots
     positions = plan.terms.positions or plan.target.memory.slot_positions(None)
-    is_chosen = not model.on_gpu and model.activations in (FLOAT32, INT8)  # elsewhere they have the dtype
+    is_chosen = not model.on_gpu and model.activations in (FLOAT32, INT8)  # other passes use the dtype
     activations = f"\n    activations: {model.activations}" if is_chosen else ""
     enabled = f"\n  enabled: {json.dumps(plan.capacity.drafts)}" if role == "draft" else ""
     return f"""\

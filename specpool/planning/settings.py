@@ -49,7 +49,7 @@ class PlanSettings(Settings, ClientSecurity):
     draft_device: str = Field("auto", description="device of the drafts")
     dtype: Dtype = Field("auto", description="dtype of the target's weights")
     draft_dtype: Dtype = Field("auto", description="dtype of the drafts' weights")
-    activations: Activations = Field("auto", description="activations of the target, as of a worker")
+    activations: Activations = Field("auto", description="activations of the target, as for a worker")
     draft_activations: Activations = Field("auto", description="activations of the drafts")
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of a model; default: torch's choice")
     max_model_len: int | None = Field(

@@ -26,7 +26,7 @@ def engine(model: Path) -> Engine:
 
 
 class Changed:
-    """An engine with other logits."""
+    """An engine with scaled logits."""
 
     def __init__(self, engine: Engine, scale: float) -> None:
         self._engine, self._scale = engine, scale

@@ -1,4 +1,4 @@
-"""The option `activations`: in which format activations enter GEMMs with quantized weights."""
+"""The option `activations`: the format of activations in GEMMs with quantized weights."""
 
 from collections.abc import Iterable
 from typing import Literal
@@ -10,9 +10,9 @@ INT8: Literal["int8"] = "int8"
 
 
 def int8_refusal(needed: str, remedy: str = "", role: str = "") -> str:
-    """Say what int8 activations need that is missing, and what to do.
+    """The error message if a requirement of int8 activations is not met.
 
-    `remedy`: what helps besides other activations. `role`: begins the names of the flags, such as "target-".
+    `needed`: the requirement. `remedy`: how to meet it. `role`: prefix of the flags, such as "target-".
     """
     return (
         f"{role}activations: int8 needs {needed}; {remedy and f'{remedy}, or '}use --{role}activations auto or float32"

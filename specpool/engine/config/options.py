@@ -37,9 +37,9 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     )
     activations: Activations = Field(
         "auto",
-        description='how activations are multiplied with quantized weights. "int8": rounded to 8 bits with a scale per '
-        '32 inputs, as llama.cpp does, which needs a compiled pass; "float32": with the bits of transformers; "auto": '
-        "int8 if the pass is compiled and weights stay quantized, otherwise float32",
+        description='format of activations in GEMMs with quantized weights. "int8": rounded to 8 bits as in llama.cpp, '
+        'with a scale per 32 inputs; needs a compiled pass. "float32": not rounded, with the bits of dequantized '
+        'weights. "auto": int8 if the pass is compiled and weights stay quantized, otherwise float32',
     )
     max_model_len: int | None = Field(
         None,

@@ -79,7 +79,7 @@ def load_model(
 
 
 def _check_activations(options: EngineOptions, config: PreTrainedConfig, device: torch.device) -> None:
-    """Refuse int8 activations before any weight is read. UnsupportedModelError."""
+    """Refuse unsupported int8 activations before reading weights. UnsupportedModelError."""
     if options.activations != INT8:
         return
     if device.type != "cpu":

@@ -192,7 +192,7 @@ static void run_stages(const Stage *stages, const Stage *end, int64_t threads) {
 
 static int64_t current_thread(void) { return thread_number; }
 
-/* A library's pool, for stages of another library. */
+/* A library's pool, which other libraries may run stages on. */
 typedef struct Pool {
     void (*run)(const Stage *stages, const Stage *end, int64_t threads);
     int64_t (*thread)(void); /* number of the calling thread */

@@ -1,6 +1,6 @@
-"""Drafts: continuations of sequences and branches, token by token, and the rule that ends them.
+"""Draft continuations of sequences and branches token by token, and the rule that ends them.
 
-`native/draft_loop.c` follows the same rule, with the same operations in the same order.
+`native/draft_loop.c` applies the same rule, with the same operations in the same order.
 """
 
 import math
@@ -29,17 +29,17 @@ class Draft:
     """A draft that continues a sequence or a branch."""
 
     span: Span
-    """The tokens of the next pass, which requests logits after the last one if there are draft tokens."""
+    """The tokens of the next pass. It requests logits after the last one if `num_draft_tokens` is above 0."""
     rules: SequenceRules | None
     """None: greedy."""
     context: list[int]
-    """All tokens up to the end of `span`. Draft tokens are appended as they run."""
+    """All tokens up to the end of `span`. `feed` appends draft tokens."""
     num_draft_tokens: int
     """Maximum number of draft tokens."""
     prefix_length: int | None = None
-    """Of a branch: the leading tokens that it shares with its sequence."""
+    """Of a branch: number of leading tokens that it shares with its sequence."""
     needs_confidences: bool = False
-    """Whether to return the model's probability of each draft token. Sampled drafts have none."""
+    """Whether to return the model's probability of each draft token. Sampled drafts have no confidences."""
     min_chance: float = 0.0
     """Minimum acceptance probability of a draft token. Drafting stops before a token below it. 0: no minimum."""
     next_chance: float = 1.0
@@ -54,7 +54,7 @@ class Draft:
 
     @property
     def rows(self) -> SequenceRows:
-        """The row of logits after the span, if there are draft tokens."""
+        """The row of logits after the span, if the span requests logits."""
         return SequenceRows(self.rules, self.context, self.span.num_logits, prefix_length=self.prefix_length)
 
     @property
@@ -68,7 +68,7 @@ class Draft:
         return not self.is_broken and len(self.token_ids) < self.num_draft_tokens and self.gain >= 0
 
     def add(self, choice: Choice, chances: Sequence[float]) -> None:
-        """Append the chosen token, unless logits are not finite. `chances`: of the round."""
+        """Append the chosen token, or end the draft if logits are not finite. `chances`: of the round."""
         token_id, confidence, is_finite = choice
         if not (is_finite and (confidence is None or math.isfinite(confidence))):
             self.is_broken = True
@@ -79,7 +79,7 @@ class Draft:
             self.chance *= acceptance_chance(confidence, chances)
 
     def feed(self, token_ids: Sequence[int]) -> None:
-        """Let draft tokens run in the next pass."""
+        """Make draft tokens the span of the next pass."""
         span = self.span
         self.context += token_ids
         self.span = Span(span.slot, span.end, token_ids, 1, span.prefix_length, span.offset)
@@ -96,9 +96,9 @@ class DraftRound:
     """Minimum expected gain of a step over all drafts."""
 
     def unfinished(self, drafts: Sequence[Draft]) -> Sequence[Draft]:
-        """Those drafts of the round that another step extends; none if it would gain less than `step_cost`."""
+        """The drafts of the round to extend by another step; none if the step would gain less than `step_cost`."""
         unfinished, gain = [draft for draft in drafts if draft.wants_more], 0.0
-        for draft in unfinished:  # later versions of Python have another sum()
+        for draft in unfinished:  # not sum(), which rounds differently since Python 3.12
             gain += draft.gain
         return [] if gain < self.step_cost else unfinished
 
@@ -111,13 +111,13 @@ def drafts_of(rounds: Sequence[DraftRound]) -> list[Draft]:
 def acceptance_chance(confidence: float, chances: Sequence[float]) -> float:
     """Acceptance probability of a token with the draft probability `confidence`.
 
-    `chances`: acceptance probabilities by confidence, in equal bins from 0 to 1. If empty, the confidence counts.
+    `chances`: acceptance probabilities by confidence, in equal bins from 0 to 1. If empty, the confidence itself.
     """
     return chances[min(len(chances) - 1, int(confidence * len(chances)))] if chances else confidence
 
 
 Choose = Callable[[Sequence[Draft]], Sequence[Choice | None]]
-"""Runs the spans of drafts, and chooses the token after each. None: the span requests no logits."""
+"""Run the spans of drafts, and choose the token after each. None: the span requests no logits."""
 
 
 def extend_drafts(rounds: Sequence[DraftRound], choose: Choose) -> None:

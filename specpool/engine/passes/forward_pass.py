@@ -22,7 +22,7 @@ class CompiledGemms(Protocol):
 
     @property
     def activations(self) -> str:
-        """Format of the activations: "int8" if GEMMs round activations for quantized weights, else "float32"."""
+        """Format of the activations: "int8" if GEMMs with quantized weights round activations, else "float32"."""
 
     @property
     def gemm_inputs(self) -> Set[int]:
@@ -41,11 +41,11 @@ class CompiledGemms(Protocol):
 
 
 class DraftLoop(Protocol):
-    """Runs all steps of drafts on the device. Each step feeds the next one."""
+    """Runs all steps of drafts on the device. Each step chooses the tokens that the next one runs."""
 
     @property
     def samples(self) -> bool:
-        """Whether drafts may be sampled. Otherwise, all are greedy."""
+        """Whether drafts may be sampled. If not, all must be greedy."""
 
     @property
     def passes_in_progress(self) -> int:
@@ -54,8 +54,8 @@ class DraftLoop(Protocol):
     def __call__(self, logits: torch.Tensor, rounds: Sequence[DraftRound], columns: Sequence[int]) -> tuple[int, int]:
         """Extend the drafts of all rounds until each round has enough.
 
-        Every draft has draft tokens. `logits`: after the spans [n, rows of the head]. `columns`: of the tokens after
-        them. Return the numbers of passes and of tokens run.
+        Every draft requests draft tokens. `logits`: after the spans [n, rows of the head]. `columns`: of the tokens
+        after the spans. Return the numbers of passes and tokens run.
         """
 
 

@@ -12,7 +12,7 @@ from specpool.engine.weights.quantized import Weight, as_tensor
 # More rows than two tiles of gemm.h, and a number of panels that few thread counts divide evenly.
 ROWS, OUTPUTS = 37, 7 * PANEL
 SLACK = 1.01
-"""For the rounding of scales and sums in float32."""
+"""Tolerance for the rounding of scales and sums in float32."""
 
 
 @torch.inference_mode()
@@ -20,7 +20,7 @@ def gemms_agree(gemms: CompiledGemms) -> bool:
     """Whether a row has the same bits for every number of rows and at every index.
 
     Quantized weights must also give the bits of the same weights in float32, or with int8 activations, results within
-    the bounds of rounding. Everything else in a compiled pass works on one row alone. The inputs cancel, so another
+    the rounding error. Everything else in a compiled pass works on one row alone. The inputs cancel, so another
     order of summation changes nearly every output.
     """
     return all(
@@ -58,7 +58,7 @@ def _gemm_agrees(gemms: CompiledGemms, kind: str, inputs: int) -> bool:
 def _is_rounding(results: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether results [n, outputs] are within the error of inputs [n, inputs] rounded to int8.
 
-    Each input is off by at most half a step, a 127th of the largest of its 32 neighbours.
+    Each input is off by at most half a step. A step is a 127th of the largest magnitude in its part.
     """
     exact = x.double() @ weight.double().T
     half_steps = x.double().unflatten(1, (-1, PART)).abs().amax(2) / 254

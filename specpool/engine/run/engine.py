@@ -118,7 +118,7 @@ class Engine:
         return self._passes + (0 if self._draft_loop is None else self._draft_loop.passes_in_progress)
 
     def can_draft(self, drafts: Sequence[Draft]) -> bool:
-        """Whether the device can run all steps of these drafts by itself, in `draft`, and there are several."""
+        """Whether `draft` can run all steps of these drafts on the device, and there are several steps."""
         loop, steps = self._draft_loop, max((draft.num_draft_tokens for draft in drafts), default=0)
         if loop is None or steps <= 1 or len(drafts) > self.max_num_batched_tokens:
             return False

@@ -62,7 +62,7 @@ class Leader:
         self._connections, self._data = [link.commands for link in links], [link.data for link in links]
         watch({f"rank {rank}": link for rank, link in enumerate(self._connections, 1)}, self._on_hangup)
         for rank, link in enumerate(self._connections, 1):
-            # Ranks of other nodes choose their own devices. Only rank 0 refuses int8 activations: it says why.
+            # Ranks of other nodes choose their own devices. Only rank 0 refuses int8 activations, and reports why.
             device = devices[rank] if rank < len(devices) else ""
             activations = "auto" if options.activations == INT8 else options.activations
             rank_options = options.model_copy(update={"device": device, "activations": activations})

@@ -42,7 +42,7 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Singl
     """Build the fastest pass for this model on its device. It takes over the weights of the library's model.
 
     `group`: the ranks of the model; with several, `FusedModel` must support it. UnsupportedModelError: this rank cannot
-    run the GPU kernels, but others may; or the pass cannot have the activations that the options require.
+    run the GPU kernels, but others may; or the pass does not support the required activations.
     """
     device, dtype = loaded.model.device, loaded.model.dtype
     forward_pass: ForwardPass = LibraryModel(loaded.model)

@@ -148,7 +148,7 @@ class SequenceEngine:
         return choices
 
     def draft(self, rounds: Sequence[DraftRound]) -> None:
-        """Extend the drafts of all rounds until each round has enough, on the device alone if it can.
+        """Extend the drafts of all rounds until each round has enough, entirely on the device if possible.
 
         Sequences stay as they are; `draft.context` may be the tokens of one.
         """
@@ -273,7 +273,7 @@ class SequenceEngine:
 
 
 def _single(choices: Choices) -> Choice | None:
-    """The only choice; None if the span requests no logits."""
+    """The single choice; None if the span requests no logits."""
     if not choices.token_ids:
         return None
     (token_id,), confidences = choices.token_ids, choices.confidences

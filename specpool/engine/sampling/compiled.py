@@ -24,7 +24,7 @@ from specpool.protocol.sampling import Logprobs, SamplingParams
 
 FOLDER = Path(__file__).parent / "native"
 ROWS = FOLDER / "sampling.h"
-"""The header of the structs."""
+"""The header that declares the structs."""
 SOURCES = (*(FOLDER / name for name in ("sampler.c", "limits.h", "elementary.h")), ROWS, POOL, VECTORS)
 FLAGS = ("-fno-fast-math", "-ffp-contract=off")
 """Every operation rounds, as in torch."""
@@ -106,7 +106,7 @@ class NativeSampler:
         ]
 
     def template(self, params: SamplingParams | None, number: int = 0, num_top: int = -1) -> Row:
-        """The fields that all rows of sequence `number` share. `num_top`: -1: no log-probabilities."""
+        """The fields that all rows of sequence `number` share. `num_top` -1: no log-probabilities."""
         row = Row(sequence=number, num_top=num_top, kind=GREEDY, expected=NO_TOKEN, top_p=1.0)
         if params is not None:
             row.kind, row.temperature, row.top_p = SAMPLED, params.temperature, params.top_p
@@ -117,9 +117,9 @@ class NativeSampler:
         return row
 
     def batch(self, rows: Any, rejected: Ids, pool: int | None = None) -> Batch:
-        """The arguments of `sample_batch`, which point to an array of rows, to `rejected` and to this object's memory.
+        """The arguments of `sample_batch`. They point to an array of rows, to `rejected` and to this object's memory.
 
-        `rejected`: `NOTHING_REJECTED` for each sequence. `pool`: address of another library's pool, to run on.
+        `rejected`: `NOTHING_REJECTED` for each sequence. `pool`: address of another library's pool to run on.
         """
         threads = torch.get_num_threads()
         size = threads * self.library.workspace_floats(c_int64(self.outputs))
@@ -139,7 +139,7 @@ class NativeSampler:
 
 
 def point_to_changes(row: Row, changes: Changes | None) -> None:
-    """Let a row read its changes, which must outlive it."""
+    """Point a row to its changes, which must outlive it."""
     if changes is not None:
         row.num_biases, row.num_masked = len(changes.bias_ids), len(changes.masked_ids)
         row.num_counted = len(changes.counted_ids)

@@ -52,7 +52,7 @@ def test_activations_reach_the_workers() -> None:
         ),
     ],
 )
-def test_int8_activations_beside_other_settings_are_refused(settings: dict[str, Any], reason: str) -> None:
+def test_int8_activations_with_conflicting_settings_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         UpSettings(**settings)
 

@@ -67,5 +67,5 @@ def test_activations_reach_the_coordinator() -> None:
         ("bfloat16", "", "(bfloat16, x)"),
     ],
 )
-def test_summary_names_activations_of_another_format(dtype: str, activations: str, shown: str) -> None:
+def test_summary_names_activations_that_differ_from_the_dtype(dtype: str, activations: str, shown: str) -> None:
     assert shown in described(dtype=dtype, activations=activations).summary

@@ -39,7 +39,7 @@ class Step:
 
 
 class GpuDraftLoop:
-    """The draft loop of passes without an attention plan. It drafts greedily, all tokens of each draft."""
+    """The draft loop of passes without an attention plan. It decodes greedily and runs all steps of each draft."""
 
     samples, passes_in_progress = False, 0
 

@@ -1,4 +1,4 @@
-"""Decides in which format activations enter the GEMMs of a compiled pass."""
+"""Choose the format of activations in the GEMMs of a compiled pass."""
 
 from collections.abc import Set
 
@@ -10,14 +10,14 @@ from specpool.engine.sharding.group import SINGLE_RANK, SingleRank
 from specpool.engine.weights.quantization_types import QUANTIZATION_TYPES
 
 MIXED = "mixed"
-"""The kind of panels that span weights of several quantized kinds."""
+"""The kind of a panel that spans weights of different kinds, some of them quantized."""
 
 
 def resolve_activations(option: Activations, kinds: Set[str], group: SingleRank = SINGLE_RANK) -> str:
     """Return "int8" or "float32" for a compiled pass, the same on all ranks of a group.
 
     `kinds`: of this rank's GEMM weights, from `gemm_kinds`. UnsupportedModelError: int8 is required, but no weights are
-    quantized, or some had to be dequantized.
+    quantized, or a panel has mixed kinds.
     """
     if option == FLOAT32:
         return FLOAT32
@@ -25,17 +25,19 @@ def resolve_activations(option: Activations, kinds: Set[str], group: SingleRank 
     if option == INT8 and not is_quantized:
         supported = ", ".join(kind for kind, qtype in QUANTIZATION_TYPES.items() if qtype.block > 1)
         raise UnsupportedModelError(int8_refusal(f"a trained draft, or a GGUF file with weights in {supported}"))
-    # A dequantized panel would keep float32 activations, and which outputs it has depends on the number of ranks.
+    # A mixed panel is dequantized and takes float32 activations. Its outputs depend on the number of ranks.
     is_mixed = group.any_rank(MIXED in kinds)
     if option == INT8 and is_mixed:
-        raise UnsupportedModelError(int8_refusal(f"weights of several types to meet at multiples of {PANEL} outputs"))
+        raise UnsupportedModelError(
+            int8_refusal(f"weights of different types to begin at multiples of {PANEL} outputs")
+        )
     return INT8 if is_quantized and not is_mixed else FLOAT32
 
 
 def gemm_kinds(panels: ModelPanels) -> Set[str]:
-    """The kinds of a model's GEMM weights, and MIXED if a panel spans several quantized ones.
+    """The kinds of a model's GEMM weights, including MIXED if there are mixed panels.
 
-    An embedding that is not tied to the head is only looked up.
+    Without an embedding that is not tied to the head: no GEMM uses it.
     """
     linears = [*(linear for layer in panels.layers for linear in layer.values()), panels.head]
     return {MIXED if segment.is_mixed else segment.kind for linear in linears for segment in linear}

@@ -85,12 +85,12 @@ static ONE_COPY void add(const Pass *pass, int64_t row, const float *norm) {
     for (int64_t i = 0; i < hidden; i += WIDE) put(to + i, 0, at(to + i, 0) + at(from + i, 0));
 }
 
-/* Rounds row number `row` of `rows` for the next GEMM. */
+/* Rounds row `row` of `rows` for the next GEMM. */
 static void round_input(const Pass *pass, const float *x, int64_t size, int64_t row, int64_t rows) {
     if (ROUND_ACTIVATIONS) round_row(x, size, row, rows, pass->acts.rounded);
 }
 
-/* normed[to] = norm(hidden[row]), of `rows` rows of the result */
+/* normed[to] = norm(hidden[row]). `rows`: rows of `normed`. */
 static ONE_COPY void normalize(const Pass *pass, int64_t row, const float *norm, int64_t to, int64_t rows) {
     int64_t hidden = pass->model->hidden;
     float *normed = pass->acts.normed + to * hidden;
@@ -141,7 +141,7 @@ static int64_t first_of_task(const Model *model, const Batch *batch, int64_t tas
     return (head * model->columns + batch->columns[row] - batch->positions[row] - batch->offsets[row]) * HEAD_DIM;
 }
 
-/* Whether no part of the rounded row spans two KV heads, which different threads compute. */
+/* Whether each thread can round the heads that it computes: no part spans two KV heads. */
 #define ROUNDS_HEADS (ROUND_ACTIVATIONS && GROUPS * HEAD_DIM % PART == 0)
 
 static ONE_COPY void attend_tasks(const Stage *stage, int64_t task, int64_t end) {
@@ -247,7 +247,7 @@ void forward(const Model *model, const Batch *batch) {
     run_stages(stages, logits_stages(to, &pass), threads);
 }
 
-/* Runs a pass of `rows` rows, all of which have logits: a step of a draft loop. */
+/* A step of a draft loop: a pass of `rows` rows, all with logits. */
 void forward_step(const Model *model, Batch *batch, int64_t rows) {
     batch->rows = batch->results = rows;
     forward(model, batch);
@@ -308,7 +308,7 @@ static void round_rows(const Stage *stage, int64_t row, int64_t end) {
         round_row(input->x + row * input->size, input->size, row, stage->units, input->rounded);
 }
 
-/* A single GEMM. `rounded`: [rows, inputs / PART] parts of workspace if activations are rounded. */
+/* A single GEMM. `rounded`: workspace [inputs / PART, rows] if activations are rounded. */
 void run_gemm(const Linear *linear, int64_t rows, int64_t threads, const float *x, RoundedPart *rounded, float *out) {
     Input input = {x, linear->inputs, rounded};
     Stage stages[] = {{round_rows, ROUND_ACTIVATIONS ? rows : 0, ROW_GRAIN, threads, ROWS, &input},

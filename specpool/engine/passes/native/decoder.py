@@ -8,7 +8,7 @@ from specpool.engine.native.compiler import POOL, VECTORS, compile_library
 
 FOLDER = Path(__file__).parent
 ROUNDED_FLAGS = ("-ffp-contract=off",)
-"""Every operation rounds, so rounded activations give the same bits on every processor."""
+"""No fused multiply-adds, so rounded activations give the same bits on every processor."""
 SOURCES = (
     *(FOLDER / name for name in ("decoder.c", "rows.h", "gemm.h", "tiles.h", "rounded.h", "dots.h", "panels.h")),
     POOL,

@@ -1,7 +1,7 @@
-/* Integer dot products of codes and activations, on every processor with the same results: integer sums are exact.
+/* Integer dot products of codes and activations. Integer sums are exact, so results are the same on every processor.
 
-   A word holds 4 signed codes of one output, or 4 unsigned ones of less than 8 bits. `x` is a word of 4 signed activations
-   from -127 to 127. */
+   A word holds 4 codes of one output: signed 8-bit codes, or shorter unsigned ones. `x` is a word of 4 signed
+   activations from -127 to 127. */
 
 #include "panels.h"
 
@@ -11,19 +11,20 @@
 #include <immintrin.h>
 #endif
 
-/* Words whose products a 16-bit lane can sum: two products of a code and an activation each. */
+/* Number of words whose products fit into the sum of a 16-bit lane. Each word adds two products to a lane. */
 static INLINE int words_in_16_bits(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1; }
 
-/* Where unsigned codes are needed, 8-bit codes are stored as codes + 128, and `dot` results exceed the true ones by
-   128 times the sum of the activations. */
+/* Whether 8-bit codes are converted to unsigned by adding 128, for instructions that need it. Dot products then exceed
+   the true ones by 128 times the sum of the activations. */
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && WIDE == 8)
 #define UNSIGNED_CODES 1
 #else
 #define UNSIGNED_CODES 0
 #endif
 
-/* Adds the products of word number `word` of a sum of several. `pairs`: sums of 16-bit lanes, where the processor has
-   only those. `bits` and `word` are constants at every call, and the last word is a multiple of words_in_16_bits. */
+/* Adds the products of word `word` of a dot product to `dots`. `pairs`: sums in 16-bit lanes, on processors without
+   byte dot products. `bits` and `word` are constants at every call. The number of words of a dot product is a multiple
+   of words_in_16_bits. */
 static INLINE void add_products(int bits, int word, iwide *dots, iwide *pairs, iwide codes, int32_t x) {
 #if defined(__AVX512VNNI__)
     if (bits == 8) codes ^= (iwide){0} + (int32_t)0x80808080;
@@ -32,7 +33,7 @@ static INLINE void add_products(int bits, int word, iwide *dots, iwide *pairs, i
     if (bits == 8) codes ^= (iwide){0} + (int32_t)0x80808080;
     *dots = (iwide)_mm256_dpbusd_avx_epi32((__m256i)*dots, (__m256i)codes, _mm256_set1_epi32(x));
 #elif defined(__AVX512BW__)
-    /* The sign of an 8-bit code goes to the activation. */
+    /* Move the sign of an 8-bit code to the activation. */
     __m512i unsigned_codes = (__m512i)codes, activations = _mm512_set1_epi32(x);
     if (bits == 8) {
         __mmask64 negative = _mm512_movepi8_mask(unsigned_codes);

@@ -1,7 +1,8 @@
-/* The steps of drafts, without Python in between: choose a token for each draft, then run a pass over the drafts that go
-   on. Passes (decoder.c) and sampling (sampler.c) are other libraries, and share the threads of the pass.
+/* Runs all steps of drafts without returning to Python. Each step chooses a token for every draft, then runs a pass over
+   the drafts that continue. The pass (decoder.c) and the sampler (sampler.c) are other libraries. Both run on the
+   threads of the pass.
 
-   Drafts end as in `drafts.py`, after the same operations on doubles. Compile without fused multiply-adds. draft_loop.py
+   Drafts end as in `drafts.py`, by the same operations on doubles. Compile without fused multiply-adds. draft_loop.py
    mirrors the structs. */
 
 #include "sampling.h"
@@ -13,7 +14,7 @@ typedef struct {
     int64_t position; /* of the next token */
     int64_t column, prefix_length, offset;
     uint64_t seed;
-    int64_t prompt_length, unmasked_from; /* the position from which stop tokens are not masked */
+    int64_t prompt_length, unmasked_from; /* first position at which stop tokens are allowed */
     int32_t *counted_ids, *counts;        /* of the row, with room for all draft tokens */
     double min_chance, next_chance, chance;
     int64_t round, num_draft_tokens, count; /* `count`: draft tokens so far */
@@ -21,9 +22,9 @@ typedef struct {
 } Draft;
 
 typedef struct {
-    const double *chances; /* acceptance probabilities by confidence, in equal bins; without any, the confidence counts */
+    const double *chances; /* acceptance probabilities by confidence, in equal bins; if none, the confidence */
     int64_t num_chances;
-    double step_cost, gain; /* `gain`: of another step */
+    double step_cost, gain; /* `gain`: expected gain of another step */
 } Round;
 
 typedef struct {
@@ -66,7 +67,7 @@ static void sample_drafts(Loop *loop, Draft **drafts, int64_t count, const float
     loop->sample(&loop->sampling);
 }
 
-/* Counts a draft token for the penalties of the next rows. */
+/* Counts a draft token for the penalties of later rows. */
 static void count_token(Draft *draft, int32_t token) {
     int64_t place = 0;
     while (place < draft->row.num_counted && draft->counted_ids[place] != token) place++;
@@ -109,8 +110,8 @@ static int wants_more(const Draft *draft) {
     return !draft->is_broken && draft->count < draft->num_draft_tokens && gain_of(draft) >= 0;
 }
 
-/* Keeps the drafts that another step extends; returns their number. A round whose drafts would gain less than the cost of
-   the step has none. */
+/* Keeps the drafts to extend by another step, and returns their number. Drops all drafts of a round if the step would
+   gain it less than its cost. */
 static int64_t keep_unfinished(const Loop *loop, Draft **drafts, int64_t count) {
     int64_t kept = 0;
     for (Round *round = loop->rounds; round < loop->rounds + loop->num_rounds; round++) round->gain = 0;

@@ -1,4 +1,4 @@
-"""The draft loop on CPUs, as one call of compiled code: each step samples, then runs the next pass (draft_loop.c)."""
+"""The draft loop of CPUs: one call of compiled code samples and runs the passes of all steps (draft_loop.c)."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ ROW_ARRAYS = ("token_ids", "positions", "columns", "prefix_lengths", "offsets")
 MASK64 = (1 << 64) - 1
 
 Prepare = Callable[[PackedBatch], tuple[Batch, torch.Tensor]]
-"""The arguments of a pass, and its logits [rows, padded rows of the head]."""
+"""Return the arguments of a pass, and its logits [rows, padded rows of the head]."""
 
 
 class DraftState(Structure):
@@ -75,7 +75,7 @@ class NativeDraftLoop:
     def __init__(
         self, library: CDLL, decoder: CDLL, model: Model, prepare: Prepare, arena: KVArena, sampler: NativeSampler
     ) -> None:
-        """`decoder`, `model` and `prepare`: of the pass. The threads of its library also sample."""
+        """`decoder`, `model` and `prepare`: of the pass. Its threads also sample."""
         self._run, self._prepare, self._arena, self._sampler = library.run_loop, prepare, arena, sampler
         self._pool = addressof(c_char.in_dll(decoder, "own_pool"))
         self._code = {
@@ -131,7 +131,7 @@ class NativeDraftLoop:
         return loop.num_passes, loop.num_tokens
 
     def _begin(self, state: Any, draft: Draft, column: int, number: int) -> Changes | None:
-        """Fill in the state of a draft of round `number`. Return the changes that it points to."""
+        """Fill in the state of a draft of round `number`. Return the changes that the state points to."""
         span, rules = draft.span, draft.rules
         has_confidences = rules is None and draft.needs_confidences
         state.row = self._sampler.template(
@@ -176,7 +176,7 @@ class NativeDraftLoop:
 
 
 def _end(state: Any, draft: Draft, token_ids: list[int], confidences: list[float]) -> None:
-    """Take over the results of a draft."""
+    """Copy the results of the loop to a draft."""
     draft.token_ids, draft.chance, draft.is_broken = token_ids[: state.count], state.chance, bool(state.is_broken)
     if state.row.num_top >= 0:
         draft.confidences = confidences[: state.count]
@@ -187,7 +187,7 @@ def _end(state: Any, draft: Draft, token_ids: list[int], confidences: list[float
 def compile_draft_loop(
     decoder: CDLL, model: Model, prepare: Prepare, arena: KVArena, head: Head
 ) -> NativeDraftLoop | None:
-    """The draft loop of a compiled pass; None if this machine cannot compile it or its sampling."""
+    """The draft loop of a compiled pass; None if this machine cannot compile the loop or the sampler."""
     library = compile_library("the draft loop", SOURCES, flags=compiled.FLAGS)
     sampling = compile_sampler() if compiled_is_exact() else None
     if library is None or sampling is None:

@@ -207,7 +207,8 @@ static INLINE int quantized_panels(int kind, const Panel *panels, int count, con
     }
 KINDS(OF_KIND)
 
-/* Panels of out [rows, outputs] = W x + b, for x [rows, inputs]; `pass`: the same rows, rounded. Compiled once: probes run the same code as a pass. */
+/* Panels of out [rows, outputs] = W x + b, for x [rows, inputs]. `pass`: the same rows, rounded. Compiled once: probes
+   run the same code as a pass. */
 static ONE_COPY void gemm(const Stage *stage, int64_t next, int64_t end) {
     const Linear *linear = stage->item;
     while (next < end) {

@@ -31,7 +31,7 @@ LANES = 16
 STAGES = ("gemm", "attention", "rows and cache")
 NEVER = 1 << 30
 ROUNDED_BYTES = 48
-"""Of PART rounded activations, as in rounded.h."""
+"""Size of a RoundedPart (rounded.h)."""
 DENSE = {KIND_NUMBERS[FLOAT32], KIND_NUMBERS[BFLOAT16]}
 # Row counts to time, and trials of each, to find where widening panels into the cache pays off.
 TIMED_ROWS, TRIALS = (4, 6, 9, 12, 16, 24, 32, 64), 5
@@ -242,7 +242,7 @@ class NativeModel(ForwardPass):
 def compile_pass(fused: FusedModel, pass_class: type[NativeModel], activations: Activations) -> NativeModel | None:
     """Compile a fused model and take over its weights; None if this machine cannot run it that way.
 
-    `activations`: the option. UnsupportedModelError: the weights do not suit it.
+    `activations`: the option. UnsupportedModelError: the weights do not support it.
     """
     if not _is_supported(fused):
         return None

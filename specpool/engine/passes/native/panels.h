@@ -7,10 +7,10 @@
    some kinds. The codes of a part come in groups of GROUP inputs. 32-bit words hold codes of one output, lowest bits
    first. The words of the PANEL outputs are adjacent, and so are their scales.
 
-   8 bits: two words per group, for its even and its odd inputs. 4 bits: one word per group; a byte holds an even input,
-   then the odd one. 5 and 6 bits: the lower 4 bits like that, then one or two words per part with the upper bits: byte j
-   holds those of inputs 2 j and 2 j + 1 of each group in turn. So a shift and a mask bring 4 even or 4 odd inputs of a
-   group into the bytes of a word (`code_word`), as integer dot products need them. */
+   8 bits: two words per group, one for even and one for odd inputs. 4 bits: one word per group; each byte holds an even
+   input, then the next odd one. 5 and 6 bits: the lower 4 bits in the same layout, then one or two words per part with
+   the upper bits; byte j holds those of inputs 2 j and 2 j + 1 of each group in turn. A shift and a mask thus extract
+   4 even or 4 odd inputs of a group into the bytes of a word (`code_word`), as integer dot products need them. */
 
 #include "vectors.h"
 
@@ -153,7 +153,7 @@ static INLINE wide number(int kind, const char *codes, int piece, int group, int
     return numbers(code - middle_of(kind));
 }
 
-/* The words of a part: even and odd inputs of its groups in turn. */
+/* Words of a part: the even, then the odd inputs of each group. */
 #define CODE_WORDS (PART / 4)
 
 /* The codes of 4 inputs, one in each byte. `codes`: the first codes of the part. 8-bit codes are signed. */

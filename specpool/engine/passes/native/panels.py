@@ -26,7 +26,7 @@ class Segment:
     weight: Weight
     """[outputs, inputs]; the last panel may be partial."""
     is_mixed: bool = False
-    """Whether the panel spans quantized weights of different kinds, which a panel cannot hold as they are."""
+    """Whether the panel spans weights of different kinds, some of them quantized. Such a panel is dequantized."""
 
     @property
     def panels(self) -> int:
@@ -79,7 +79,7 @@ def segments_of(parts: Sequence[Weight]) -> list[Segment]:
 
 
 def _spanning(parts: Sequence[Weight]) -> Segment:
-    """A panel of several weights."""
+    """A panel that spans several weights."""
     quantized = [part for part in parts if isinstance(part, Quantized)]
     kinds = {part.qtype.name for part in quantized}
     if len(quantized) == len(parts) and len(kinds) == 1:

@@ -1,8 +1,8 @@
-/* Activations rounded to 8 bits, and products of them with quantized panels.
+/* Activations rounded to 8 bits, and their GEMM with quantized panels.
 
-   A row consists of parts of PART inputs with one scale each: the largest magnitude / 127. Dot products of a part are
-   integers and so exact. Their floating-point terms are added in the order of the inputs, so a row has the same bits in
-   every batch. Without fused multiply-adds (decoder.py compiles this mode without them), it has the same bits on every
+   A row consists of parts of PART inputs with one scale each: the largest magnitude / 127. The dot product of a part is
+   an integer, so it is exact. Floating-point terms are added in the order of the inputs, so a row has the same bits in
+   every batch. decoder.py compiles this mode without fused multiply-adds, so a row also has the same bits on every
    processor. */
 
 #include "dots.h"
@@ -11,20 +11,20 @@
 #define ROUND_ACTIVATIONS 0
 #endif
 
-/* Hides where a pointer comes from, so that the compiler reads what it points to again instead of keeping it in
-   registers, of which there are too few. */
+/* Hides the origin of a pointer, so the compiler reloads the memory instead of keeping values in registers and spilling
+   them. */
 #define FORGET(pointer) __asm__ volatile("" : "+r"(pointer))
 
 /* Parts to prefetch ahead of the current one. */
 #define ROUNDED_AHEAD 6
 
 #define MAX_CODE 127
-/* Smaller parts are zero, so that the product of a scale and a float16 scale is never subnormal: some threads may flush
-   such numbers to zero. */
+/* Parts whose largest magnitude is not above this round to zero. The product of a scale and a float16 scale is therefore
+   never subnormal: some threads may flush such numbers to zero. */
 #define MIN_LARGEST 1e-20f
 
-/* A part of a row. Words have the order of `code_word`. Arrays are [parts, rows]: a tile of rows reads them from one
-   pointer. */
+/* A part of a row, with words in the order of `code_word`. Arrays are [parts, rows], so one pointer serves a tile of
+   rows. */
 typedef struct {
     int32_t words[CODE_WORDS];
     float scale;     /* NaN if a number of the part is not finite */
@@ -32,7 +32,7 @@ typedef struct {
     int32_t sums[2]; /* of the codes of each half of the part */
 } RoundedPart;
 
-/* Lane i has lane i ^ `mask` of x. */
+/* Lane i of the result is lane i ^ `mask` of x. */
 #define SWAPPED(x, mask) SHUFFLE(x, x, ALL_LANES(mask))
 #define FOUR_LANES(i, m) (i) ^ (m), ((i) + 1) ^ (m), ((i) + 2) ^ (m), ((i) + 3) ^ (m)
 #if WIDE == 16
@@ -72,7 +72,7 @@ static INLINE int32_t lane_sum(iwide x) {
     return x[0] + x[1];
 }
 
-/* Shifts each of 8 consecutive codes to its byte of the even or odd word of their group. */
+/* Shifts each code to its byte in the even or odd word of its group. `first`: input of the first lane. */
 static INLINE iwide in_word(iwide codes, int first) {
     iwide shifts;
     for (int i = 0; i < WIDE; i++) shifts[i] = (first + i) % GROUP / 2 * 8;
@@ -97,7 +97,7 @@ static INLINE void put_words(const iwide *codes, int32_t *to) {
 #endif
 }
 
-/* Rounds one part. Magnitudes compare like integers, and NaN and infinities exceed the others. */
+/* Rounds one part. The bits of magnitudes compare as integers; infinities and NaN exceed finite numbers. */
 static INLINE void round_part(const float *x, RoundedPart *to) {
     const float round = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     const int32_t infinite = 0x7f800000;
@@ -119,19 +119,19 @@ static INLINE void round_part(const float *x, RoundedPart *to) {
     to->total = to->scale * (float)(to->sums[0] + to->sums[1]);
 }
 
-/* Rounds row number `row` of `rows`, of `size` numbers; not those after the last whole part, which only dense panels
-   take. */
+/* Rounds row `row` of `rows`, with `size` numbers. Skips the numbers after the last whole part: only dense panels use
+   them. */
 static void round_row(const float *x, int64_t size, int64_t row, int64_t rows, RoundedPart *to) {
     for (int64_t i = 0; i + PART <= size; i += PART) round_part(x + i, to + i / PART * rows + row);
 }
 
-/* The zero point of codes as `add_products` takes them. */
+/* The zero point of the codes in `add_products`. */
 static INLINE int zero_point(int kind) {
     return bits_of(kind) == 8 ? UNSIGNED_CODES * 128 : middle_of(kind);
 }
 
-/* out [rows, PANEL] of one panel, for `rows` <= TILE rows of `parts` parts. `stride`: all rows. `kind` and `rows` are
-   constants at every call. */
+/* out [rows, PANEL] of one panel, for `rows` <= TILE rows of `parts` parts. `stride`: number of all rows. `kind` and
+   `rows` are constants at every call. */
 static INLINE void rounded_tile(int kind, int rows, const char *panel, int64_t parts, const RoundedPart *x,
                                 int64_t stride, const float *bias, float *out, int64_t outputs) {
     wide sums[TILE][PIECES];

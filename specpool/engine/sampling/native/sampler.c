@@ -37,7 +37,7 @@ static Extremes scan(Work *work) {
 
 static int has_changes(const Row *row) { return row->num_biases || row->num_masked || row->num_counted; }
 
-/* Lets `work` read the logits of a row, or a copy if they will change or need padding. */
+/* Points `work` to the logits of a row, or to a copy if they will change or need padding. */
 static Extremes load(Work *work, const Row *row) {
     int64_t padded = work->blocks * BLOCK;
     if (row->kind == GREEDY && !has_changes(row) && padded == work->outputs) {

@@ -1,4 +1,4 @@
-/* The rows of logits that `sample_batch` chooses tokens from. compiled.py mirrors the structs. */
+/* The arguments of `sample_batch`, which chooses a token for each row of logits. compiled.py mirrors the structs. */
 
 #include <stdint.h>
 

@@ -1,6 +1,6 @@
 """Weights as stored equal those of transformers, and give the logits of dequantized weights bit for bit.
 
-Engines have float32 activations unless a test says otherwise: int8 activations change the bits.
+Unless a test says otherwise, engines have float32 activations, because int8 activations change the bits.
 """
 
 from collections.abc import Callable

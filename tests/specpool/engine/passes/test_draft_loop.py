@@ -1,4 +1,4 @@
-"""The compiled draft loop drafts exactly like single steps: the same tokens, confidences, lengths and cached bits."""
+"""The compiled draft loop matches single steps: the same tokens, confidences, lengths and cached bits."""
 
 import ctypes
 import random
@@ -48,7 +48,7 @@ SAMPLED = (
 )  # fmt: skip
 CHANCES = ((), (0.9,), (0.8, 0.95), (0.92,), (0.1, 0.6, 0.8, 1.0), tuple(i / 20 for i in range(20)))
 SOUND_TOKENS = 64
-"""In a test, further tokens spoil all logits after them."""
+"""In one test, tokens from this one on make all later logits NaN."""
 
 
 def stepped_engine(folder: Path, **options: object) -> Engine:
@@ -121,7 +121,7 @@ class Rounds:
 
 
 def run_rounds(engines: Engines, seed: int, count: int = 4, **options: tuple[float, ...]) -> list[Proposal]:
-    """Run the same rounds on both engines, and compare all they do. Return the proposals."""
+    """Run the same rounds on both engines, and compare proposals, states, passes and caches. Return the proposals."""
     collected: list[Proposal] = []
     for engine in engines:
         forget_all(engine, SLOTS)
@@ -156,12 +156,12 @@ def states_of(engine: Engine) -> list[tuple[int, list[int]]]:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
 def test_drafts_match_single_steps(engines: Engines, seed: int) -> None:
-    """Greedy and sampled sequences, branches, ragged lengths and early ends in common passes."""
+    """Passes mix greedy and sampled sequences, branches, ragged lengths and early ends."""
     run_rounds(engines, seed)
 
 
-def test_rounds_end_early_and_late(engines: Engines) -> None:
-    """The random rounds cover every way to end."""
+def test_random_rounds_cover_all_lengths(engines: Engines) -> None:
+    """Short and long drafts, with confidences of sequences and branches."""
     proposals = [proposal for seed in range(30) for proposal in run_rounds(engines, seed)]
     lengths = {len(proposal.draft_token_ids) for proposal in proposals}
     assert lengths >= {0, 1, 2, 3, 4, 7}
@@ -180,7 +180,7 @@ def test_thread_counts_change_no_draft(engines: Engines, threads: int) -> None:
 
 
 def spoil_embeddings(engine: Engine) -> None:
-    """Replace the embeddings of tokens from `SOUND_TOKENS` on by NaN."""
+    """Replace the embeddings of tokens from `SOUND_TOKENS` on with NaN."""
     assert isinstance(engine.forward_pass, NativeModel)
     embedding = engine.forward_pass._model.embedding
     for panel in embedding.panels[SOUND_TOKENS // PANEL : embedding.outputs // PANEL]:
@@ -212,8 +212,7 @@ def test_a_head_without_all_tokens(tmp_path: Path) -> None:
         run_rounds(pair, seed)
 
 
-def test_long_drafts_of_one_token_at_a_time(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the first tokens take several passes."""
+def test_first_tokens_may_take_several_passes(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     for engine in engines:
         monkeypatch.setattr(engine, "max_num_batched_tokens", SLOTS * 4)
     run_rounds(engines, seed=7)

@@ -16,7 +16,7 @@ EMULATOR = "qemu-aarch64-static"
 CPUINFO = Path("/proc/cpuinfo")
 FEATURES = CPUINFO.read_text().split() if CPUINFO.exists() else []
 X86 = {"x86-64": "sse2", "x86-64-v3": "avx2", "skylake-avx512": "avx512bw"}
-"""Targets of -march, and the feature that they need."""
+"""Values of -march, and the CPU feature that each needs."""
 
 
 def logits(compiler: list[str], emulator: list[str], folder: Path, macros: list[str]) -> tuple[int, list[float]]:

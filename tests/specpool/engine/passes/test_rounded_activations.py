@@ -1,4 +1,4 @@
-"""GEMM with activations rounded to 8 bits: its definition, and the same bits on every processor."""
+"""GEMMs with activations rounded to 8 bits follow their definition, with the same bits on every processor."""
 
 import shutil
 from ctypes import CDLL
@@ -19,7 +19,7 @@ OUTPUTS = 3 * PANEL + 5
 CPUINFO = Path("/proc/cpuinfo")
 FLAGS = CPUINFO.read_text().split() if CPUINFO.exists() else []
 PROCESSORS = {"x86-64": "sse2", "x86-64-v3": "avx2", "skylake-avx512": "avx512bw"}
-"""Targets of -march, and the feature that they need. None has dot products of bytes."""
+"""Values of -march, and the CPU feature that each needs. None has byte dot products."""
 
 pytestmark = [
     pytest.mark.cpus,
@@ -69,14 +69,14 @@ def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def defined_gemm(rows: torch.Tensor, weight: Quantized, bias: torch.Tensor) -> torch.Tensor:
-    """The terms of each part, added one after another in float32."""
+    """Add the terms of each part in order, in float32."""
     fields = weight.fields()
     scale, offset = fields.scale.float(), None if fields.offset is None else fields.offset.float()
     if fields.scale_factors is not None:
         scale = (scale[..., None] * fields.scale_factors.float()).flatten(1)
     if offset is not None and fields.offset_factors is not None:
         offset = -(offset[..., None] * fields.offset_factors.float()).flatten(1)
-    runs = rows.shape[1] // 16 if weight.qtype.name == "Q6_K" else rows.shape[1] // PART  # inputs that share a scale
+    runs = rows.shape[1] // 16 if weight.qtype.name == "Q6_K" else rows.shape[1] // PART  # of inputs that share a scale
     scale = scale.expand(len(scale), runs)
     codes, scales = rounded(rows)
     per_run = codes.flatten(1).unflatten(1, (runs, -1)).double()
@@ -113,7 +113,7 @@ def test_every_processor_gives_the_same_bits(library: CDLL, kind: str, monkeypat
 
 @each_kind
 @pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
-def test_numbers_that_are_not_finite_stay_visible(library: CDLL, kind: str, number: float) -> None:
+def test_non_finite_inputs_give_nan(library: CDLL, kind: str, number: float) -> None:
     weight, rows = random_weight(kind, OUTPUTS), some_rows(3)
     expected = Gemm(library, segments_of([weight]))(rows)
     rows[1, 77] = number
@@ -123,7 +123,7 @@ def test_numbers_that_are_not_finite_stay_visible(library: CDLL, kind: str, numb
 
 
 def test_dense_panels_keep_their_activations(library: CDLL) -> None:
-    """In a layer of quantized weights, a panel that spans two of them is dense."""
+    """In a layer of quantized weights, a panel that spans two types is dense."""
     parts = [random_weight("Q4_1", 40), random_weight("Q8_0", 56)]
     segments, rows = segments_of(parts), some_rows(5)
     assert [segment.kind for segment in segments] == ["Q4_1", FLOAT32, "Q8_0"]

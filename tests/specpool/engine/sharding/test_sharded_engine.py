@@ -122,7 +122,7 @@ def test_ranks_have_the_same_activations(tmp_path: Path, sums: Literal["whole", 
 
 
 def test_rank_0_says_why_int8_activations_are_refused(tmp_path: Path) -> None:
-    """The other ranks do not end first, which would hide the reason."""
+    """No other rank exits first, which would hide the reason."""
     folder = save_model(tmp_path, small_config("llama"))
     reason = refusal(folder, device="cpu", tensor_parallel=2, activations="int8")
     assert reason.startswith("activations: int8 needs a trained draft, or a GGUF file")

@@ -1,4 +1,4 @@
-"""The format of activations: which one a pass gets, and where int8 is refused."""
+"""Which format of activations a pass has, and when int8 is refused."""
 
 import platform
 from pathlib import Path
@@ -40,7 +40,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"fused": False, "dtype": "bfloat16"}, "bfloat16"),
     ],
 )
-def test_engine_describes_its_activations(quantized: Path, options: dict[str, Any], activations: str) -> None:
+def test_engine_reports_its_activations(quantized: Path, options: dict[str, Any], activations: str) -> None:
     engine = load_engine(quantized, exact=False, device="cpu", **options)
     assert engine.forward_pass.activations == engine.info().activations == activations
     assert worker_info_response(engine.info()).model.activations == activations
@@ -55,7 +55,7 @@ def test_int8_activations_are_batch_invariant(quantized: Path) -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for other x86-64 processors")
 def test_numerics_are_the_same_on_every_processor(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a target may restart on another one, and its sequences continue."""
+    """A target may restart on another processor, and its sequences continue."""
     here = load_engine(quantized, device="cpu").numerics_fingerprint
     for processor in ("x86-64", "x86-64-v2"):
         monkeypatch.setenv("DECODER_CFLAGS", f"-march={processor}")
@@ -67,7 +67,7 @@ def test_dense_weights_have_float32_activations(dense: Path, activations: str) -
     assert load_engine(dense, device="cpu", activations=activations).forward_pass.activations == "float32"
 
 
-def test_an_embedding_is_no_gemm(tmp_path: Path) -> None:
+def test_a_quantized_embedding_needs_no_int8_activations(tmp_path: Path) -> None:
     file = save_random_gguf(tmp_path, lambda name: "Q8_0" if "embed" in name else None)
     engine = load_engine(file, device="cpu")
     assert isinstance(engine.forward_pass, NativeModel)
@@ -121,7 +121,7 @@ def test_models_without_quantized_weights_are_refused(dense: Path) -> None:
     assert reason.endswith("; use --activations auto or float32")
 
 
-def test_types_that_meet_within_a_panel_are_refused(tmp_path: Path) -> None:
+def test_panels_of_mixed_types_are_refused(tmp_path: Path) -> None:
     """The query weights have 96 outputs, and the key weights 48."""
     types = {"q_proj": "Q4_1", "k_proj": "Q8_0", "v_proj": "Q4_1"}
     changes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
@@ -129,7 +129,7 @@ def test_types_that_meet_within_a_panel_are_refused(tmp_path: Path) -> None:
         tmp_path, lambda name: next((types[part] for part in types if part in name), None), **changes
     )
     reason = refusal(file, device="cpu", activations="int8")
-    assert reason.startswith("activations: int8 needs weights of several types to meet at multiples of 32 outputs; use")
+    assert reason.startswith("activations: int8 needs weights of different types to begin at multiples of 32 outputs;")
     assert load_engine(file, device="cpu", exact=False).forward_pass.activations == "float32"
 
 
@@ -142,7 +142,7 @@ def test_models_without_a_compiled_pass_are_refused_before_weights_are_read(tmp_
     )
 
 
-def test_devices_other_than_cpus_are_refused(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_activations_on_a_gpu_are_refused(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device "auto" may be a GPU."""
     monkeypatch.setattr(loading, "use_device", lambda name: torch.device("cuda:0"))
     assert refusal(quantized, activations="int8").startswith(
@@ -150,7 +150,7 @@ def test_devices_other_than_cpus_are_refused(quantized: Path, monkeypatch: pytes
     )
 
 
-def test_machines_without_a_compiler_are_refused(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_activations_without_a_compiler_are_refused(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pass_selection, "compile_pass", lambda *_: None)
     reason = refusal(quantized, device="cpu", activations="int8")
     assert reason.startswith("activations: int8 needs the compiled pass, which this machine cannot build")

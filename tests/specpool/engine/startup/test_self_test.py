@@ -475,7 +475,7 @@ def test_correct_gemms_pass_the_self_test(tmp_path: Path, kind: str, activations
 
 @pytest.mark.parametrize("share", [0.0, 0.1])
 def test_wrong_int8_gemms_fail_the_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-    """An error of a tenth of the weights is larger than rounding to 8 bits allows."""
+    """An error of a tenth of the weights exceeds the rounding error of 8 bits."""
     model = model_with_panels(tmp_path / "model", "Q4_1", "int8")
     gemm = model._gemm
 
