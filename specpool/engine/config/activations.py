@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Literal
 
+from specpool.engine.config.sources import UnsupportedModelError
+
 Activations = Literal["auto", "float32", "int8"]
 
 FLOAT32: Literal["float32"] = "float32"
@@ -12,11 +14,22 @@ INT8: Literal["int8"] = "int8"
 def int8_refusal(needed: str, remedy: str = "", role: str = "") -> str:
     """Say what int8 activations need that is missing, and what to do.
 
-    `remedy`: what helps besides other activations. `role`: begins the names of the flags, such as "target-".
+    `remedy`: what helps besides other activations. `role`: begins the names of the settings, such as "target-".
     """
     return (
-        f"{role}activations: int8 needs {needed}; {remedy and f'{remedy}, or '}use --{role}activations auto or float32"
+        f"{role}activations: int8 needs {needed}; {remedy and f'{remedy}, or '}set {role}activations to auto or float32"
     )
+
+
+class Int8RefusedError(UnsupportedModelError):
+    """The model cannot have the int8 activations that are required. `needed`, `remedy`: as in `int8_refusal`."""
+
+    def __init__(self, needed: str, remedy: str = "") -> None:
+        super().__init__(needed, remedy)
+        self.needed, self.remedy = needed, remedy
+
+    def __str__(self) -> str:
+        return int8_refusal(self.needed, self.remedy)
 
 
 def check_int8(

@@ -6,7 +6,7 @@ The candidates, fastest first: compiled code, GPU kernels, fused torch operation
 import torch
 
 from specpool.engine.cache.memory import release_files
-from specpool.engine.config.activations import INT8, int8_refusal
+from specpool.engine.config.activations import INT8, Int8RefusedError
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line
 from specpool.engine.models.facts import ModelFacts
@@ -75,10 +75,10 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Singl
 
 
 def _refuse_int8(options: EngineOptions) -> None:
-    """Refuse int8 activations for a pass that is not compiled. UnsupportedModelError."""
+    """Refuse int8 activations for a pass that is not compiled. Int8RefusedError."""
     if options.activations == INT8:
         needed = "the compiled pass, which this machine cannot build for this model"
-        raise UnsupportedModelError(int8_refusal(needed, "install a C compiler"))
+        raise Int8RefusedError(needed, "install a C compiler")
 
 
 def runs_kernels(device: torch.device) -> bool:

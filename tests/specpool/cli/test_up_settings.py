@@ -48,7 +48,7 @@ def test_activations_reach_the_workers() -> None:
         ({"draft_activations": "int8", "draft_device": "cuda:1"}, "draft-activations: int8 needs --draft-device cpu"),
         (
             {"target_activations": "int8", "standby": True, "standby_devices": "cuda:1"},
-            "target-activations: int8 needs --target-device cpu; use --target-activations auto or float32",
+            "target-activations: int8 needs --target-device cpu; set target-activations to auto or float32",
         ),
     ],
 )

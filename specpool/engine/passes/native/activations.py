@@ -2,8 +2,7 @@
 
 from collections.abc import Set
 
-from specpool.engine.config.activations import FLOAT32, INT8, Activations, int8_refusal
-from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.config.activations import FLOAT32, INT8, Activations, Int8RefusedError
 from specpool.engine.passes.native.packed_weights import ModelPanels
 from specpool.engine.passes.native.panels import PANEL
 from specpool.engine.sharding.group import SINGLE_RANK, SingleRank
@@ -16,7 +15,7 @@ MIXED = "mixed"
 def resolve_activations(option: Activations, kinds: Set[str], group: SingleRank = SINGLE_RANK) -> str:
     """Return "int8" or "float32" for a compiled pass, the same on all ranks of a group.
 
-    `kinds`: of this rank's GEMM weights, from `gemm_kinds`. UnsupportedModelError: int8 is required, but no weights are
+    `kinds`: of this rank's GEMM weights, from `gemm_kinds`. Int8RefusedError: int8 is required, but no weights are
     quantized, or some had to be dequantized.
     """
     if option == FLOAT32:
@@ -24,11 +23,11 @@ def resolve_activations(option: Activations, kinds: Set[str], group: SingleRank 
     is_quantized = group.any_rank(not kinds.isdisjoint(QUANTIZATION_TYPES))
     if option == INT8 and not is_quantized:
         supported = ", ".join(kind for kind, qtype in QUANTIZATION_TYPES.items() if qtype.block > 1)
-        raise UnsupportedModelError(int8_refusal(f"a trained draft, or a GGUF file with weights in {supported}"))
+        raise Int8RefusedError(f"a trained draft, or a GGUF file with weights in {supported}")
     # A dequantized panel would keep float32 activations, and which outputs it has depends on the number of ranks.
     is_mixed = group.any_rank(MIXED in kinds)
     if option == INT8 and is_mixed:
-        raise UnsupportedModelError(int8_refusal(f"weights of several types to meet at multiples of {PANEL} outputs"))
+        raise Int8RefusedError(f"weights of several types to meet at multiples of {PANEL} outputs")
     return INT8 if is_quantized and not is_mixed else FLOAT32
 
 

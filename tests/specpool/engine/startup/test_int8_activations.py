@@ -105,7 +105,7 @@ def test_auto_follows_the_weights(kinds: set[str], activations: str) -> None:
     ],
 )
 def test_conflicting_options_are_refused_by_name(options: dict[str, Any], needed: str) -> None:
-    expected = f"activations: int8 needs {needed}; use --activations auto or float32"
+    expected = f"activations: int8 needs {needed}; set activations to auto or float32"
     with pytest.raises(ValidationError, match=expected):
         EngineOptions(model="m", activations="int8", **options)
     EngineOptions(model="m", **options)
@@ -118,7 +118,7 @@ def test_ranks_always_run_the_fused_pass() -> None:
 def test_models_without_quantized_weights_are_refused(dense: Path) -> None:
     reason = refusal(dense, device="cpu", activations="int8")
     assert reason.startswith("activations: int8 needs a trained draft, or a GGUF file with weights in Q4_0, ")
-    assert reason.endswith("; use --activations auto or float32")
+    assert reason.endswith("; set activations to auto or float32")
 
 
 def test_types_that_meet_within_a_panel_are_refused(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_types_that_meet_within_a_panel_are_refused(tmp_path: Path) -> None:
         tmp_path, lambda name: next((types[part] for part in types if part in name), None), **changes
     )
     reason = refusal(file, device="cpu", activations="int8")
-    assert reason.startswith("activations: int8 needs weights of several types to meet at multiples of 32 outputs; use")
+    assert reason.startswith("activations: int8 needs weights of several types to meet at multiples of 32 outputs; set")
     assert load_engine(file, device="cpu", exact=False).forward_pass.activations == "float32"
 
 
@@ -146,7 +146,7 @@ def test_devices_other_than_cpus_are_refused(quantized: Path, monkeypatch: pytes
     """The device "auto" may be a GPU."""
     monkeypatch.setattr(loading, "use_device", lambda name: torch.device("cuda:0"))
     assert refusal(quantized, activations="int8").startswith(
-        "activations: int8 needs a CPU, but the device is cuda:0; use --activations auto or float32"
+        "activations: int8 needs a CPU, but the device is cuda:0; set activations to auto or float32"
     )
 
 
@@ -154,5 +154,5 @@ def test_machines_without_a_compiler_are_refused(quantized: Path, monkeypatch: p
     monkeypatch.setattr(pass_selection, "compile_pass", lambda *_: None)
     reason = refusal(quantized, device="cpu", activations="int8")
     assert reason.startswith("activations: int8 needs the compiled pass, which this machine cannot build")
-    assert "install a C compiler, or use --activations auto or float32" in reason
+    assert "install a C compiler, or set activations to auto or float32" in reason
     assert load_engine(quantized, device="cpu", exact=False).forward_pass.activations == "float32"
