@@ -14,7 +14,6 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.models import loading
 from specpool.engine.passes.native.activations import resolve_activations
 from specpool.engine.passes.native.model import NativeModel
-from specpool.engine.run import pass_selection
 from specpool.protocol.codec import worker_info_response
 
 
@@ -150,9 +149,45 @@ def test_devices_other_than_cpus_are_refused(quantized: Path, monkeypatch: pytes
     )
 
 
-def test_machines_without_a_compiler_are_refused(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pass_selection, "compile_pass", lambda *_: None)
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({"PATH": ""}, "needs a C compiler; install a C compiler, or set"),
+        (
+            {"CC": "/nonexistent -m64"},
+            "needs a C compiler, and $CC (/nonexistent) does not exist; correct or unset CC, or set",
+        ),
+        ({"CC": ""}, "needs a C compiler, and $CC is empty; correct or unset CC, or set"),
+        (
+            {"CC": "cc '"},
+            "needs a C compiler, and $CC cannot be parsed (no closing quotation); correct or unset CC, or set",
+        ),
+        ({"CC": "false"}, "failed to compile (see the warning above); set"),
+    ],
+)
+def test_machines_that_cannot_compile_are_refused(
+    quantized: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], problem: str
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     reason = refusal(quantized, device="cpu", activations="int8")
-    assert reason.startswith("activations: int8 needs the compiled pass, which this machine cannot build")
-    assert "install a C compiler, or set activations to auto or float32" in reason
+    assert reason == f"activations: int8 needs the compiled pass, which {problem} activations to auto or float32"
     assert load_engine(quantized, device="cpu", exact=False).forward_pass.activations == "float32"
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({"head_dim": 8, "intermediate_size": 104}, "head_dim is 8"),
+        ({"intermediate_size": 104}, "intermediate size is 104"),
+    ],
+)
+def test_sizes_that_the_compiled_pass_does_not_support_are_refused(
+    tmp_path: Path, changes: dict[str, int], size: str
+) -> None:
+    folder = save_model(tmp_path, small_config("llama", **changes))
+    assert refusal(folder, device="cpu", activations="int8") == (
+        "activations: int8 needs the compiled pass, which needs sizes that are multiples of 16, and this model's "
+        f"{size}; set activations to auto or float32"
+    )
