@@ -250,14 +250,17 @@ def compile_pass(fused: FusedModel, pass_class: type[NativeModel], activations: 
         return None
     layer: Any = fused.layers[0]
     panels = panels_of(fused)
-    resolved = resolve_activations(activations, gemm_kinds(panels), fused.group)
+    notes: list[str] = []
+    resolved = resolve_activations(activations, gemm_kinds(panels), fused.group, notes.append)
     kinds = frozenset({FLOAT32, *panels.kinds})
     groups = layer.heads // layer.kv_heads
     compiler = partial(compile_decoder, layer.head_dim, groups, kinds, rounded=resolved == "int8")
     if compiler() is None:
         _refuse_int8(activations, *(compiler_problem() or ["failed to compile (see the warning above)"]))
         return None
-    return pass_class(fused, panels, compiler, resolved)
+    native = pass_class(fused, panels, compiler, resolved)
+    native.notes += notes
+    return native
 
 
 def _refuse_int8(activations: Activations, problem: str, remedy: str = "") -> None:

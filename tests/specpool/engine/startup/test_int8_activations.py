@@ -128,8 +128,15 @@ def test_types_that_meet_within_a_panel_are_refused(tmp_path: Path) -> None:
         tmp_path, lambda name: next((types[part] for part in types if part in name), None), **changes
     )
     reason = refusal(file, device="cpu", activations="int8")
-    assert reason.startswith("activations: int8 needs weights of several types to meet at multiples of 32 outputs; set")
-    assert load_engine(file, device="cpu", exact=False).forward_pass.activations == "float32"
+    assert reason == (
+        "activations: int8 needs weights that share a panel of 32 outputs to have one type, but this model mixes "
+        "several there; set activations to auto or float32"
+    )
+    note = "its activations stay float32, because weights of several types share a panel of 32 outputs"
+    for activations, notes in (("auto", [note]), ("float32", [])):
+        engine = load_engine(file, device="cpu", exact=False, activations=activations)
+        assert engine.forward_pass.activations == "float32"
+        assert [text for text in engine.notes if "activations" in text] == notes
 
 
 def test_models_without_a_compiled_pass_are_refused_before_weights_are_read(tmp_path: Path) -> None:
