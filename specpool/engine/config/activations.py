@@ -1,6 +1,6 @@
 """The option `activations`: in which format activations enter GEMMs with quantized weights."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from specpool.engine.config.sources import UnsupportedModelError
@@ -35,20 +35,23 @@ class Int8RefusedError(UnsupportedModelError):
 def check_int8(
     role: str = "",
     *,
+    devices: Mapping[str, Iterable[str]],
     native: bool = True,
     fused: bool = True,
     weights: str = "auto",
     dtype: str = "auto",
-    devices: Iterable[str] = (),
 ) -> None:
-    """Raise ValueError if other options rule out int8 activations. `role`: as in `int8_refusal`."""
+    """Raise ValueError if other options rule out int8 activations.
+
+    `role`: as in `int8_refusal`. `devices`: by flag, such as "--standby-devices".
+    """
     needed = {
-        "native": native,
-        "fused": fused,
-        "weights auto": weights == "auto",
-        "dtype float32": dtype in ("auto", "float32"),
-        "device cpu": not any(device.startswith("cuda") for device in devices),
+        f"--{role}native": native,
+        f"--{role}fused": fused,
+        f"--{role}weights auto": weights == "auto",
+        f"--{role}dtype float32": dtype in ("auto", "float32"),
+        **{f"{flag} cpu": not any(name.startswith("cuda") for name in names) for flag, names in devices.items()},
     }
     missing = next((option for option, is_met in needed.items() if not is_met), None)
     if missing is not None:
-        raise ValueError(int8_refusal(f"--{role}{missing}", role=role))
+        raise ValueError(int8_refusal(missing, role=role))
