@@ -23,6 +23,7 @@ from benchmarks.peers import Peers
 from benchmarks.prompts import add_prompts, load_prompts
 from benchmarks.report import finish, parser_of, progress, show, whole
 from specpool.cli.generate import sure_answers
+from specpool.cli.processes import ProcessFailedError
 from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
@@ -56,7 +57,10 @@ def main() -> None:
         pair = embedded_pair()
         options.target, options.draft = options.target or str(pair.target), options.draft or str(pair.draft)
     lines = load_prompts(options.prompts, options.num_prompts)
-    served, alone, info = asyncio.run(serve(lines, options))
+    try:
+        served, alone, info = asyncio.run(serve(lines, options))
+    except ProcessFailedError as error:
+        parser.error(str(error))
     device, dtype = reference_place(options.reference, info)
     generated, differences = generate(Peers(options.target, device, dtype), lines, served, options.max_tokens)
     show("against generate", differences)

@@ -21,7 +21,7 @@ from benchmarks.report import console, finish, output_folder, parser_of, progres
 from coordinator.prompts.templates import ChatTemplateError
 from coordinator.prompts.tokenizer import EncodingError
 from specpool.engine.cache.spans import Span
-from specpool.engine.config.activations import FLOAT32, INT8, Activations
+from specpool.engine.config.activations import FLOAT32, INT8, Activations, Int8RefusedError
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.embedded_pair import embedded_pair
@@ -72,6 +72,9 @@ def main() -> None:
     try:
         engines = load(model, INT8, options), load(model, FLOAT32, options)  # int8 first: it may be refused
         prompts = encode_prompts(engines[1], lines, options.tokens)
+    except Int8RefusedError as error:
+        remedy = error.remedy and f"; {error.remedy}"
+        parser.error(f"--model: int8 activations, which this benchmark compares, need {error.needed}{remedy}")
     except UnsupportedModelError as error:
         parser.error(f"--model: {error}")
     except (PromptError, ChatTemplateError, EncodingError) as error:

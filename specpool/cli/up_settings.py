@@ -113,10 +113,14 @@ class UpSettings(ListeningSettings):
         if self.standby_devices and len(self.standby_devices) != max(1, len(self.target_devices)):
             raise ValueError("standby_devices must be as many as the target's devices")
         if self.target_activations == INT8:
-            devices = (*self.target_devices, *self.standby_devices, self.target_device)
+            devices = {
+                "--target-device": [self.target_device],
+                "--target-devices": self.target_devices,
+                "--standby-devices": self.standby_devices,
+            }
             check_int8("target-", weights=self.target_weights, devices=devices)
         if self.draft_activations == INT8:
-            check_int8("draft-", devices=[self.draft_device])
+            check_int8("draft-", devices={"--draft-device": [self.draft_device]})
         for role, model in (("target", self.target), ("draft", self.draft)):
             if getattr(self, f"{role}_revision") is not None and model in (None, "none"):
                 raise ValueError(f"{role}_revision needs a {role} from the hub")

@@ -101,9 +101,9 @@ class PlanSettings(Settings, ClientSecurity):
     @model_validator(mode="after")
     def _check_activations(self) -> Self:
         if self.activations == INT8:
-            check_int8(dtype=self.dtype, devices=[self.device])
+            check_int8(dtype=self.dtype, devices={"--device": [self.device]})
         if self.draft_activations == INT8:
-            check_int8("draft-", dtype=self.draft_dtype, devices=[self.draft_device])
+            check_int8("draft-", dtype=self.draft_dtype, devices={"--draft-device": [self.draft_device]})
         return self
 
     @model_validator(mode="after")

@@ -38,6 +38,18 @@ def test_answers_are_compared_with_the_reference(
         assert (result["exact_match_alone"], result["differences"]) == (1, [])
 
 
+def test_activations_that_the_target_cannot_have_are_refused(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--target", model, "--draft", model, *ARGUMENTS, "--activations", "int8"]
+    monkeypatch.setattr("sys.argv", ["equality", *flags])
+    with pytest.raises(SystemExit, match="2"):
+        equality.main()
+    refusal = capsys.readouterr().err.splitlines()[-1]
+    assert refusal.startswith("equality: error: ")
+    assert "activations: int8 needs a trained draft, or a GGUF file" in refusal
+
+
 def test_reference_runs_where_the_target_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equality, "use_device", torch.device)
     info = common_pb2.ModelInfo(device="cuda:1 (NVIDIA H200)", dtype="bfloat16")

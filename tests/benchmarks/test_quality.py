@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_files import save_random_gguf
-from tiny_models import load_engine, random_tokens
+from tiny_models import load_engine, random_tokens, save_model, small_config
 
 from benchmarks import quality
 from specpool.engine.run.engine import Engine
@@ -68,6 +68,18 @@ def test_an_answer_ends_with_the_end_token(engine: Engine) -> None:
     ends = [token in engine.loaded.tokenizer.eos_token_ids for token in tokens]
     assert not any(ends[:-1])
     assert len(tokens) == 12 or ends[-1]
+
+
+def test_a_model_without_quantized_weights_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_model(tmp_path, small_config("llama"))
+    monkeypatch.setattr("sys.argv", ["quality", "--model", str(folder), "--threads", "1"])
+    with pytest.raises(SystemExit, match="2"):
+        quality.main()
+    refusal = capsys.readouterr().err.splitlines()[-1]
+    assert "--model: int8 activations, which this benchmark compares, need a trained draft, or a GGUF file" in refusal
+    assert "set activations" not in refusal
 
 
 def test_the_command_prints_a_table_and_json(

@@ -151,6 +151,6 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
                 fused=self.fused or self.tensor_parallel > 1,  # ranks always run the fused pass
                 weights=self.weights,
                 dtype=self.dtype,
-                devices=self.device.split(","),
+                devices={"--device": self.device.split(",")},
             )
         return self

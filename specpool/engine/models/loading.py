@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from specpool.engine.config.activations import INT8, int8_refusal
+from specpool.engine.config.activations import INT8, Int8RefusedError
 from specpool.engine.config.devices import use_device
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, source_of
@@ -79,13 +79,13 @@ def load_model(
 
 
 def _check_activations(options: EngineOptions, config: PreTrainedConfig, device: torch.device) -> None:
-    """Refuse unsupported int8 activations before reading weights. UnsupportedModelError."""
+    """Refuse int8 activations before any weight is read. Int8RefusedError."""
     if options.activations != INT8:
         return
     if device.type != "cpu":
-        raise UnsupportedModelError(int8_refusal(f"a CPU, but the device is {device}"))
+        raise Int8RefusedError(f"a CPU, but the device is {device}")
     if (reason := why_not_fusable(config)) is not None:
-        raise UnsupportedModelError(int8_refusal(f"the compiled pass, which cannot run this model: {reason}"))
+        raise Int8RefusedError(f"the compiled pass, which cannot run this model: {reason}")
 
 
 def _load(

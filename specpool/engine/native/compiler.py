@@ -31,6 +31,8 @@ FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-pthread", "-fPIC", "-shared",
 NATIVE = {"x86_64": "-march=native"}
 """Flags that select this machine's processor; -mcpu=native on machines that are not listed."""
 LIBRARY = "library.so"
+VARIABLES = ("CC", "DECODER_CFLAGS")
+"""Environment variables with the compiler and further flags."""
 HEADER_PATHS = ("CPATH", "C_INCLUDE_PATH")
 """Environment variables that add header folders."""
 COMPILE_SECONDS, QUERY_SECONDS = 60.0, 10.0
@@ -50,22 +52,42 @@ def compile_library(
     $DECODER_CFLAGS follow them: `-march=x86-64-v3` compiles for another processor. `flags`: the last flags, which
     nothing overrides.
     """
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    if platform.system() != "Linux":
-        log.info("%s is compiled only on Linux; using torch operations", purpose)
-        return None
-    if not compiler or shutil.which(compiler[0]) is None:
-        log.info("no C compiler found; %s runs on torch operations", purpose)
+    if (problem := compiler_problem()) is not None:
+        log.info("%s %s; using torch operations", purpose, problem[0])
         return None
     command = (
-        *compiler,
+        *_words("CC", "cc"),
         *FLAGS,
         NATIVE.get(platform.machine(), "-mcpu=native"),
         *macros,
-        *shlex.split(os.environ.get("DECODER_CFLAGS", "")),
+        *_words("DECODER_CFLAGS"),
         *flags,
     )
     return _compile(purpose, command, tuple((source.name, source.read_text()) for source in sources))
+
+
+def compiler_problem() -> tuple[str, str] | None:
+    """Say what keeps this machine from compiling, as a predicate, and what would help, if anything; None if it can."""
+    if platform.system() != "Linux":
+        return "is compiled only on Linux", ""
+    for name in VARIABLES:
+        try:
+            _words(name)
+        except ValueError as error:
+            reason = f"{str(error)[0].lower()}{str(error)[1:]}"
+            return f"needs a C compiler, and ${name} cannot be parsed ({reason})", f"correct or unset {name}"
+    compiler = _words("CC", "cc")
+    if compiler and shutil.which(compiler[0]) is not None:
+        return None
+    if "CC" not in os.environ:
+        return "needs a C compiler", "install a C compiler"
+    found = f"$CC ({compiler[0]}) does not exist" if compiler else "$CC is empty"
+    return f"needs a C compiler, and {found}", "correct or unset CC"
+
+
+def _words(name: str, default: str = "") -> list[str]:
+    """The words of an environment variable. ValueError: quotes or escapes that do not end."""
+    return shlex.split(os.environ.get(name, default))
 
 
 @functools.cache

@@ -6,7 +6,6 @@ The candidates, fastest first: compiled code, GPU kernels, fused torch operation
 import torch
 
 from specpool.engine.cache.memory import release_files
-from specpool.engine.config.activations import INT8, int8_refusal
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line
 from specpool.engine.models.facts import ModelFacts
@@ -54,7 +53,6 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Singl
             if native is not None:
                 release_files(loaded.model)
                 return native
-        _refuse_int8(options)
         fused.dequantize()
         if runs_kernels(device):
             fallback = why_no_kernels(fused)
@@ -66,19 +64,11 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Singl
                     f"a model cannot be sharded across GPUs that cannot run its kernels: {fallback}"
                 )
             fused.notes.append(f"runs slowly, on torch operations, because its kernels cannot run here: {fallback}")
-    _refuse_int8(options)
     if can_prepack(dtype, device):
         prepack_linears(forward_pass)
     if device == torch.device("cpu"):
         release_files(forward_pass)
     return forward_pass
-
-
-def _refuse_int8(options: EngineOptions) -> None:
-    """Refuse int8 activations for a pass that is not compiled. UnsupportedModelError."""
-    if options.activations == INT8:
-        needed = "the compiled pass, which this machine cannot build for this model"
-        raise UnsupportedModelError(int8_refusal(needed, "install a C compiler"))
 
 
 def runs_kernels(device: torch.device) -> bool:

@@ -44,11 +44,11 @@ def test_activations_reach_the_workers() -> None:
             "target-activations: int8 needs --target-weights",
         ),
         ({"target_activations": "int8", "target_device": "cuda"}, "target-activations: int8 needs --target-device cpu"),
-        ({"target_activations": "int8", "target_devices": "cuda:0,cuda:1"}, "int8 needs --target-device cpu"),
+        ({"target_activations": "int8", "target_devices": "cuda:0,cuda:1"}, "int8 needs --target-devices cpu"),
         ({"draft_activations": "int8", "draft_device": "cuda:1"}, "draft-activations: int8 needs --draft-device cpu"),
         (
             {"target_activations": "int8", "standby": True, "standby_devices": "cuda:1"},
-            "target-activations: int8 needs --target-device cpu; use --target-activations auto or float32",
+            "target-activations: int8 needs --standby-devices cpu; set target-activations to auto or float32",
         ),
     ],
 )

@@ -45,7 +45,7 @@ importlib.import_module(MODULE).main()
         (
             "target",
             ["--model", "{target}", "--activations", "int8", "--no-native"],
-            "activations: int8 needs --native; use --activations auto or float32",
+            "activations: int8 needs --native; set activations to auto or float32",
         ),
     ],
     ids=["device", "memory", "GGUF", "empty", "another node", "activations"],

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.config.activations import Activations
+from specpool.engine.config.activations import Activations, Int8RefusedError
+from specpool.engine.native.compiler import compiler_problem
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.passes.forward_pass import DraftLoop, ForwardPass
 from specpool.engine.passes.fused import FusedModel
@@ -242,27 +243,46 @@ class NativeModel(ForwardPass):
 def compile_pass(fused: FusedModel, pass_class: type[NativeModel], activations: Activations) -> NativeModel | None:
     """Compile a fused model and take over its weights; None if this machine cannot run it that way.
 
-    `activations`: the option. UnsupportedModelError: the weights do not support it.
+    `activations`: the option. Int8RefusedError: it is int8, but the weights do not suit it, or nothing is compiled.
     """
-    if not _is_supported(fused):
+    if (problem := _size_problem(fused)) is not None:
+        _refuse_int8(activations, problem)
         return None
     layer: Any = fused.layers[0]
     panels = panels_of(fused)
-    resolved = resolve_activations(activations, gemm_kinds(panels), fused.group)
+    notes: list[str] = []
+    resolved = resolve_activations(activations, gemm_kinds(panels), fused.group, notes.append)
     kinds = frozenset({FLOAT32, *panels.kinds})
     groups = layer.heads // layer.kv_heads
     compiler = partial(compile_decoder, layer.head_dim, groups, kinds, rounded=resolved == "int8")
-    return None if compiler() is None else pass_class(fused, panels, compiler, resolved)
+    if compiler() is None:
+        _refuse_int8(activations, *(compiler_problem() or ["failed to compile (see the warning above)"]))
+        return None
+    native = pass_class(fused, panels, compiler, resolved)
+    native.notes += notes
+    return native
 
 
-def _is_supported(fused: FusedModel) -> bool:
+def _refuse_int8(activations: Activations, problem: str, remedy: str = "") -> None:
+    if activations == "int8":
+        raise Int8RefusedError(f"the compiled pass, which {problem}", remedy)
+
+
+def _size_problem(fused: FusedModel) -> str | None:
+    """Say what rules out the compiled pass for this model, as a predicate; None if nothing does."""
     layers: list[Any] = list(fused.layers)
     # The size in the unsharded model, so all ranks agree.
     intermediate = fused.group.full_size(layers[0].gate_up.out_features // 2, "intermediate")
-    sizes = (layers[0].head_dim, fused.norm.numel(), intermediate)
+    sizes = {"head_dim": layers[0].head_dim, "hidden size": fused.norm.numel(), "intermediate size": intermediate}
     shapes = {
         tuple((getattr(layer, name).out_features, getattr(layer, name).in_features) for name in LINEARS)
         for layer in layers
     }
-    is_cpu = fused.norm.device.type == "cpu" and fused.norm.dtype in (torch.float32, torch.bfloat16)
-    return is_cpu and len(shapes) == 1 and all(size % LANES == 0 for size in sizes)
+    for name, size in sizes.items():
+        if size % LANES:
+            return f"needs sizes that are multiples of {LANES}, and this model's {name} is {size}"
+    if len(shapes) > 1:
+        return "needs layers of equal shapes, and this model's differ"
+    if fused.norm.device.type != "cpu" or fused.norm.dtype not in (torch.float32, torch.bfloat16):
+        return "runs only on CPUs, with float32 or bfloat16 weights"
+    return None

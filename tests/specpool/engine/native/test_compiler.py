@@ -234,6 +234,20 @@ def test_code_that_does_not_compile_is_tried_once(
     assert "no-such-flag" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["CC", "DECODER_CFLAGS"])
+def test_an_open_quote_is_logged(name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv(name, "cc '")
+    with caplog.at_level("INFO"):
+        assert compiler.compile_library("the forward pass", [compiler.POOL]) is None
+    expected = f"the forward pass needs a C compiler, and ${name} cannot be parsed (no closing quotation)"
+    assert expected in caplog.text
+
+
+def test_code_is_compiled_only_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler.platform, "system", lambda: "Darwin")
+    assert compiler.compiler_problem() == ("is compiled only on Linux", "")
+
+
 # --- Killed processes
 
 KILLED = """

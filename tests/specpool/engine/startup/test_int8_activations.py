@@ -14,7 +14,6 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.models import loading
 from specpool.engine.passes.native.activations import resolve_activations
 from specpool.engine.passes.native.model import NativeModel
-from specpool.engine.run import pass_selection
 from specpool.protocol.codec import worker_info_response
 
 
@@ -105,7 +104,7 @@ def test_auto_follows_the_weights(kinds: set[str], activations: str) -> None:
     ],
 )
 def test_conflicting_options_are_refused_by_name(options: dict[str, Any], needed: str) -> None:
-    expected = f"activations: int8 needs {needed}; use --activations auto or float32"
+    expected = f"activations: int8 needs {needed}; set activations to auto or float32"
     with pytest.raises(ValidationError, match=expected):
         EngineOptions(model="m", activations="int8", **options)
     EngineOptions(model="m", **options)
@@ -118,7 +117,7 @@ def test_ranks_always_run_the_fused_pass() -> None:
 def test_models_without_quantized_weights_are_refused(dense: Path) -> None:
     reason = refusal(dense, device="cpu", activations="int8")
     assert reason.startswith("activations: int8 needs a trained draft, or a GGUF file with weights in Q4_0, ")
-    assert reason.endswith("; use --activations auto or float32")
+    assert reason.endswith("; set activations to auto or float32")
 
 
 def test_panels_of_mixed_types_are_refused(tmp_path: Path) -> None:
@@ -129,8 +128,15 @@ def test_panels_of_mixed_types_are_refused(tmp_path: Path) -> None:
         tmp_path, lambda name: next((types[part] for part in types if part in name), None), **changes
     )
     reason = refusal(file, device="cpu", activations="int8")
-    assert reason.startswith("activations: int8 needs weights of different types to begin at multiples of 32 outputs;")
-    assert load_engine(file, device="cpu", exact=False).forward_pass.activations == "float32"
+    assert reason == (
+        "activations: int8 needs weights that share a panel of 32 outputs to have one type, but this model mixes "
+        "several there; set activations to auto or float32"
+    )
+    note = "its activations stay float32, because weights of several types share a panel of 32 outputs"
+    for activations, notes in (("auto", [note]), ("float32", [])):
+        engine = load_engine(file, device="cpu", exact=False, activations=activations)
+        assert engine.forward_pass.activations == "float32"
+        assert [text for text in engine.notes if "activations" in text] == notes
 
 
 def test_models_without_a_compiled_pass_are_refused_before_weights_are_read(tmp_path: Path) -> None:
@@ -146,13 +152,49 @@ def test_int8_activations_on_a_gpu_are_refused(quantized: Path, monkeypatch: pyt
     """The device "auto" may be a GPU."""
     monkeypatch.setattr(loading, "use_device", lambda name: torch.device("cuda:0"))
     assert refusal(quantized, activations="int8").startswith(
-        "activations: int8 needs a CPU, but the device is cuda:0; use --activations auto or float32"
+        "activations: int8 needs a CPU, but the device is cuda:0; set activations to auto or float32"
     )
 
 
-def test_int8_activations_without_a_compiler_are_refused(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pass_selection, "compile_pass", lambda *_: None)
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({"PATH": ""}, "needs a C compiler; install a C compiler, or set"),
+        (
+            {"CC": "/nonexistent -m64"},
+            "needs a C compiler, and $CC (/nonexistent) does not exist; correct or unset CC, or set",
+        ),
+        ({"CC": ""}, "needs a C compiler, and $CC is empty; correct or unset CC, or set"),
+        (
+            {"CC": "cc '"},
+            "needs a C compiler, and $CC cannot be parsed (no closing quotation); correct or unset CC, or set",
+        ),
+        ({"CC": "false"}, "failed to compile (see the warning above); set"),
+    ],
+)
+def test_machines_that_cannot_compile_are_refused(
+    quantized: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], problem: str
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     reason = refusal(quantized, device="cpu", activations="int8")
-    assert reason.startswith("activations: int8 needs the compiled pass, which this machine cannot build")
-    assert "install a C compiler, or use --activations auto or float32" in reason
+    assert reason == f"activations: int8 needs the compiled pass, which {problem} activations to auto or float32"
     assert load_engine(quantized, device="cpu", exact=False).forward_pass.activations == "float32"
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({"head_dim": 8, "intermediate_size": 104}, "head_dim is 8"),
+        ({"intermediate_size": 104}, "intermediate size is 104"),
+    ],
+)
+def test_sizes_that_the_compiled_pass_does_not_support_are_refused(
+    tmp_path: Path, changes: dict[str, int], size: str
+) -> None:
+    folder = save_model(tmp_path, small_config("llama", **changes))
+    assert refusal(folder, device="cpu", activations="int8") == (
+        "activations: int8 needs the compiled pass, which needs sizes that are multiples of 16, and this model's "
+        f"{size}; set activations to auto or float32"
+    )
