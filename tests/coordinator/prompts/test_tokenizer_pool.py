@@ -100,7 +100,7 @@ async def test_a_process_that_died_idle_is_replaced(pool: TokenizerPool, number:
         for pid in (pids := pool.pids):
             with suppress(ProcessLookupError):  # one that died idle is replaced when it is needed
                 os.kill(pid, number)
-        await until(lambda: not any(map(psutil.pid_exists, pids)))
+        await until(lambda: not any(link.is_usable and link.pid in pids for link in pool._links))
         assert await encode(pool, text("a")) == BYTES.encode("a").ids
 
 
