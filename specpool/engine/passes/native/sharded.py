@@ -8,10 +8,9 @@ import torch
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.fused import FusedModel
-from specpool.engine.passes.native import structs
 from specpool.engine.passes.native.model import Compiler, NativeModel
 from specpool.engine.passes.native.packed_weights import ModelPanels
-from specpool.engine.passes.native.structs import Linear
+from specpool.engine.passes.native.structs import Activations, Linear
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.sampling.head import Head
 from specpool.engine.sharding.group import Group
@@ -26,7 +25,7 @@ class ShardedNativeModel(NativeModel):
         super().__init__(fused, panels, compiler, activations)
         assert isinstance(fused.group, Group)
         self.group, self._branch_features = fused.group, branch_features
-        self._library.activations_of.restype = structs.Activations
+        self._library.activations_of.restype = Activations
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows."""

@@ -2,13 +2,13 @@
 
 import shutil
 from ctypes import CDLL
-from pathlib import Path
 
 import pytest
 import torch
 from gemms import Gemm, random_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processors import imitated
 
 from specpool.engine.passes.native.decoder import compile_decoder
 from specpool.engine.passes.native.panels import FLOAT32, KIND_NUMBERS, PANEL, PART, segments_of
@@ -16,10 +16,6 @@ from specpool.engine.weights.quantization_types import QUANTIZATION_TYPES
 from specpool.engine.weights.quantized import Quantized, as_tensor
 
 OUTPUTS = 3 * PANEL + 5
-CPUINFO = Path("/proc/cpuinfo")
-FLAGS = CPUINFO.read_text().split() if CPUINFO.exists() else []
-PROCESSORS = {"x86-64": "sse2", "x86-64-v3": "avx2", "skylake-avx512": "avx512bw"}
-"""Values of -march, and the CPU feature that each needs. None has byte dot products."""
 
 pytestmark = [
     pytest.mark.cpus,
@@ -105,10 +101,9 @@ def test_results_follow_the_definition_bit_for_bit(library: CDLL, kind: str) -> 
 def test_every_processor_gives_the_same_bits(library: CDLL, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, rows = extreme_weight(kind), some_rows(11)
     here = Gemm(library, segments_of([weight]))(rows)
-    for processor, feature in PROCESSORS.items():
-        if feature in FLAGS:
-            monkeypatch.setenv("DECODER_CFLAGS", f"-march={processor}")
-            assert torch.equal(Gemm(compiled(kind), segments_of([weight]))(rows), here), processor
+    for processor in imitated():
+        monkeypatch.setenv("DECODER_CFLAGS", f"-march={processor}")
+        assert torch.equal(Gemm(compiled(kind), segments_of([weight]))(rows), here), processor
 
 
 @each_kind
