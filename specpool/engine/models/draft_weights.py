@@ -1,6 +1,6 @@
 """File formats of a trained draft's weights: the one that is shipped, and the one that draft workers load.
 
-Both store matrices in int8 with a scale per row, and norms in bfloat16.
+Both store matrices in 4-bit blocks, or in int8 with a scale per row, and norms in bfloat16.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,13 @@ MAX_CODE = 127
 SCALE = ".scale"
 
 
-def save_compact(path: Path, trained: dict[str, torch.Tensor]) -> None:
-    """Write matrices [rows, columns] in int8, and other floats in bfloat16."""
+def save_compact(path: Path, trained: Mapping[str, Weight]) -> None:
+    """Write quantized matrices as they are, other matrices [rows, columns] in int8, and other floats in bfloat16."""
     stored = {}
     for name, weight in trained.items():
-        if weight.is_floating_point() and weight.dim() == 2:
+        if isinstance(weight, Quantized):
+            stored[_stored_name(name, weight)] = weight.data
+        elif weight.is_floating_point() and weight.dim() == 2:
             # Clamped to the smallest normal number, so that a row of zeros has a scale.
             scale = (weight.float().abs().amax(1) / MAX_CODE).clamp_min(torch.finfo(torch.float32).tiny)
             stored[name], stored[name + SCALE] = (weight / scale[:, None]).round().to(torch.int8), scale
@@ -30,13 +32,17 @@ def save_compact(path: Path, trained: dict[str, torch.Tensor]) -> None:
 
 
 def load_compact(path: Path) -> dict[str, Weight]:
-    """Load what `save_compact` wrote, with quantized matrices."""
+    """Load what `save_compact` wrote, with quantized matrices. Raises ValueError for invalid bytes."""
     stored = load_file(path)
     scales = {name: stored.pop(name) for name in list(stored) if name.endswith(SCALE)}
-    return {
-        name: _int8(weight, scales[name + SCALE]) if name + SCALE in scales else weight
-        for name, weight in stored.items()
-    }
+    loaded: dict[str, Weight] = {}
+    for name, weight in stored.items():
+        stem, _, suffix = name.rpartition(".")
+        if suffix in QUANTIZATION_TYPES:
+            loaded[stem] = _quantized(QUANTIZATION_TYPES[suffix], weight, name)
+        else:
+            loaded[name] = _int8(weight, scales[name + SCALE]) if name + SCALE in scales else weight
+    return loaded
 
 
 def load_trained(path: Path) -> dict[str, torch.Tensor]:
@@ -51,11 +57,12 @@ def _int8(codes: torch.Tensor, scale: torch.Tensor) -> Quantized:
 
 def save_named(path: Path, weights: Mapping[str, Weight]) -> None:
     """Write weights as they are, for `find_named`; names of quantized ones end with their type."""
-    tensors = {
-        f"{name}.{weight.qtype.name}" if isinstance(weight, Quantized) else name: weight.data.contiguous()
-        for name, weight in weights.items()
-    }
+    tensors = {_stored_name(name, weight): weight.data.contiguous() for name, weight in weights.items()}
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _stored_name(name: str, weight: Weight) -> str:
+    return f"{name}.{weight.qtype.name}" if isinstance(weight, Quantized) else name
 
 
 def find_named(tensors: Mapping[str, torch.Tensor], name: str) -> Weight | None:

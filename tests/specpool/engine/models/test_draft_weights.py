@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from specpool.engine.models.draft_weights import MAX_CODE, find_named, load_compact, load_trained, save_compact
-from specpool.engine.weights.quantization_types import INT8
+from specpool.engine.weights.quantization_types import INT8, QUANTIZATION_TYPES
 from specpool.engine.weights.quantized import Quantized
 
 
@@ -42,6 +43,21 @@ def test_int8_rounds_to_half_a_step(tmp_path_factory: pytest.TempPathFactory, se
     assert isinstance(quantized, Quantized)
     assert quantized.qtype is INT8
     assert torch.equal(quantized.dequantized(), loaded)
+
+
+def test_quantized_matrices_are_kept(tmp_path: Path) -> None:
+    blocks = Quantized(QUANTIZATION_TYPES["Q4_1"], torch.arange(80, dtype=torch.uint8).view(2, 40))
+    save_compact(tmp_path / "draft", {"body.weight": blocks, "norm": torch.ones(7)})
+    loaded = load_compact(tmp_path / "draft")
+    assert loaded.keys() == {"body.weight", "norm"}
+    weight = loaded["body.weight"]
+    assert isinstance(weight, Quantized)
+    assert weight.qtype is blocks.qtype
+    assert torch.equal(weight.data, blocks.data)
+    assert torch.equal(load_trained(tmp_path / "draft")["body.weight"], blocks.dequantized())
+    save_file({"body.weight.Q4_1": torch.full((2, 20), 255, dtype=torch.uint8)}, tmp_path / "broken")
+    with pytest.raises(ValueError, match=r"body\.weight\.Q4_1 has a scale that is infinite or NaN"):
+        load_compact(tmp_path / "broken")
 
 
 def test_vectors_ids_and_zeros_are_kept(tmp_path: Path) -> None:
