@@ -14,7 +14,7 @@ PROGRAM = "specpool distill"
 
 
 class DistillSettings(Settings):
-    """Train a small draft on dialogues that its target generates."""
+    """Train a small draft on dialogues that its target generates, and round its weights to 4 bits."""
 
     target: str | None = Field(None, description="folder of the target; default: the embedded one")
     output: Path = Field(Path("draft"), description="folder for dialogues, checkpoint and result")
@@ -32,7 +32,9 @@ class DistillSettings(Settings):
     output_tokens: int = Field(
         16_384, ge=256, description="number of tokens that the draft can propose: the most frequent ones"
     )
-    epochs: float = Field(4.0, gt=0, le=10_000, description="passes over the dialogues")
+    epochs: float = Field(
+        4.0, ge=0, le=10_000, description="passes over the dialogues; 0 only rounds the weights of --initial again"
+    )
     batch_tokens: int = Field(4096, ge=64, description="tokens of a training step")
     peak_rate: float = Field(5e-4, gt=0, le=1, description="maximum learning rate")
     evaluate_every: int = Field(200, ge=1, description="training steps between evaluations")
@@ -41,7 +43,9 @@ class DistillSettings(Settings):
     log_level: LogLevel = Field("warning", description="minimum level of logged messages")
 
     @model_validator(mode="after")
-    def _check_held_out(self) -> Self:
+    def _check(self) -> Self:
+        if self.epochs == 0 and self.initial is None:
+            raise ValueError("epochs: 0 needs --initial, a draft to round")
         if self.held_out >= self.dialogues:
             raise ValueError(f"held_out: {self.held_out} is not below the number of dialogues, {self.dialogues}")
         return self

@@ -7,7 +7,7 @@ from transformers import FineGrainedFP8Config, GgufConfig, PreTrainedConfig
 from specpool.engine.sharding.shares import head_dim_of
 
 HINT = "serve the unquantized model instead, or a GGUF file"
-INT8_METHOD = "specpool"  # `quant_method` in the configuration of a trained draft
+DRAFT_METHOD = "specpool"  # `quant_method` in the configuration of a trained draft
 # Name endings of tensors with the scales of quantized weights.
 SCALES = ("scale", "scale_inv", "scales", "qscale_weight", "SCB")
 
@@ -18,7 +18,7 @@ def why_unsupported_quantization(config: PreTrainedConfig) -> str | None:
     if quantization is None:
         return None
     method, model = method_of(config), f"this {config.model_type} model is quantized"
-    if method == INT8_METHOD:
+    if method == DRAFT_METHOD:
         return None
     if method != "fp8":
         return f"{model} by {method}, which is not supported; {HINT}"

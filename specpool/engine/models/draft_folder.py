@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import source_of
-from specpool.engine.models.checkpoint_quantization import INT8_METHOD
+from specpool.engine.models.checkpoint_quantization import DRAFT_METHOD
 from specpool.engine.models.config import load_config
 from specpool.engine.models.draft_weights import save_named
 from specpool.engine.models.output_head import OUTPUT_HEAD
@@ -42,7 +42,7 @@ def save_draft(folder: Path, target: str, trained: Mapping[str, Weight]) -> None
     names = [name for name in draft.state_dict() if name not in (EMBEDDING, HEAD)]
     weights = {name: trained["body." + name.removeprefix("model.")] for name in names}
     weights[EMBEDDING] = read_embeddings(options)
-    config.quantization_config = {"quant_method": INT8_METHOD}
+    config.quantization_config = {"quant_method": DRAFT_METHOD}
     config.save_pretrained(folder)
     draft.generation_config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source_of(target, None)).save_pretrained(folder)

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of
-from specpool.engine.models.checkpoint_quantization import INT8_METHOD, method_of
+from specpool.engine.models.checkpoint_quantization import DRAFT_METHOD, method_of
 from specpool.engine.models.draft_weights import find_named
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.weight_files import check_layers, stored_sizes
@@ -87,7 +87,7 @@ class GgufWeights(StoredWeights):
 class DraftWeights(StoredWeights):
     """The weights of a trained draft (`specpool.engine.models.draft_folder`)."""
 
-    method = "int8"
+    method = "quantized"
 
     def __init__(self, file: Path) -> None:
         """Raise ValueError or OSError for an invalid file."""
@@ -116,7 +116,7 @@ def stored_weights(options: EngineOptions, config: PreTrainedConfig) -> StoredWe
     stored = stored_sizes(options)
     if stored is not None:
         check_layers(config, stored.tensors)
-    return DraftWeights(Path(options.model) / "model.safetensors") if method_of(config) == INT8_METHOD else None
+    return DraftWeights(Path(options.model) / "model.safetensors") if method_of(config) == DRAFT_METHOD else None
 
 
 def _check_sizes(file: GgufFile, config: PreTrainedConfig) -> None:

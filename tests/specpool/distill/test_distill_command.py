@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from test_distill import student_of, target_of
-from tiny_models import save_model, small_config
+from tiny_models import load_engine, save_model, small_config
 from tiny_pair import make_tiny_pair
 from transformers import AutoConfig
 
 from specpool.distill import corpus, evaluate, main
 from specpool.distill.student import Student, check_weights
-from specpool.engine.models.draft_weights import load_trained
+from specpool.engine.models.draft_weights import load_trained, save_compact
+from specpool.engine.passes.native.model import NativeModel
 
 TINY = ["--held-out", "8", "--dialogues", "64", "--output-tokens", "256", "--epochs", "0.3", "--batch-tokens", "200"]
 
@@ -26,6 +27,13 @@ def run(monkeypatch: pytest.MonkeyPatch, command: Any, *arguments: object) -> in
     except SystemExit as end:
         return int(end.code or 0)
     return 0
+
+
+def kinds_of(model: Path) -> set[str]:
+    """The kinds of weights in the compiled pass of a draft."""
+    draft = load_engine(model, exact=False).forward_pass
+    assert isinstance(draft, NativeModel)
+    return set(draft.kinds)
 
 
 @pytest.fixture
@@ -56,10 +64,40 @@ def test_training_continues_with_new_dialogues(
     assert "output: " in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("short_answers")
+def test_an_existing_draft_is_rounded_without_training(
+    tmp_path: Path, tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = student_of(tiny_pair, torch.arange(100)).trained()
+    save_compact(tmp_path / "initial", trained)
+    output = tmp_path / "output"
+    arguments = ["--target", tiny_pair[0], *TINY, "--initial", tmp_path / "initial", "--epochs", 0, "--output", output]
+
+    monkeypatch.setattr(main, "MAX_LOSS", 1)
+    assert run(monkeypatch, main, *arguments) == 0
+    assert "4-bit weights: agreement 0." in capsys.readouterr().out
+    assert not (output / "checkpoint.pt").exists()
+    before, after = load_trained(tmp_path / "initial"), load_trained(output / "draft-4bit.safetensors")
+    assert before.keys() == after.keys()
+    assert torch.equal(after["output_ids"], before["output_ids"])
+    assert torch.equal(after["body.norm.weight"], before["body.norm.weight"])
+    assert 0.01 < (after["head"] - before["head"]).norm() / before["head"].norm() < 0.2
+    for name, weight in load_trained(output / "draft.safetensors").items():
+        torch.testing.assert_close(weight, before[name])
+    assert kinds_of(output / "model") == {"Q4_1", "INT8", "BFLOAT16"}
+
+    monkeypatch.setattr(main, "MAX_LOSS", -1)
+    assert run(monkeypatch, main, *arguments) == 0
+    assert "keeping int8: 4-bit weights lose more than" in capsys.readouterr().out
+    assert not (output / "draft-4bit.safetensors").exists()
+    assert kinds_of(output / "model") == {"INT8", "BFLOAT16"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--layers", "a,b"], "layers"),
+        (["--epochs", "0"], "epochs: 0 needs --initial"),
         (["--layers", "0,99"], "layers: 99 is not below 3"),
         (["--held-out", "64", "--dialogues", "64"], "held_out: 64 is not below"),
         (["--epochs", "inf"], "epochs"),

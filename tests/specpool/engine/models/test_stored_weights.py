@@ -14,6 +14,7 @@ from test_embedded_pair import random_trained
 from tiny_models import load_engine, random_tokens, rows_that_differ
 from transformers import AutoModelForCausalLM
 
+from specpool.distill.rounding import round_matrix
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.config import load_config
@@ -26,7 +27,7 @@ from specpool.engine.models.weights_fingerprint import named_weights
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run.engine import Engine
-from specpool.engine.weights.quantized import Quantized, as_tensor
+from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
 
 K_QUANTS = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 8}
 
@@ -191,23 +192,32 @@ def test_other_dtypes_dequantize_weights(mixed: Path) -> None:
 # --- Trained drafts
 
 
-def test_a_draft_keeps_its_weights_and_the_embeddings_of_its_target(tmp_path: Path) -> None:
-    target = save_random_gguf(tmp_path, lambda name: "Q4_1", num_hidden_layers=3)
-    save_compact(tmp_path / "trained", random_trained(target, 70))
+@pytest.mark.parametrize("kind", ["INT8", "Q4_1"])
+def test_a_draft_keeps_its_weights_and_the_embeddings_of_its_target(tmp_path: Path, kind: str) -> None:
+    target = save_random_gguf(tmp_path, lambda name: "Q8_0", num_hidden_layers=3)
+    trained: dict[str, Weight] = {**random_trained(target, 70)}
+    if kind == "Q4_1":
+        for name, weight in random_trained(target, 70).items():
+            if weight.dim() == 2:
+                trained[name] = round_matrix(weight, torch.eye(weight.shape[1]))
+    save_compact(tmp_path / "trained", trained)
     trained = load_compact(tmp_path / "trained")
     save_draft(tmp_path / "draft", str(target), trained)
     draft = load_engine(tmp_path / "draft", activations="float32")
     dense = load_engine(tmp_path / "draft", weights="float32")
+    rounded = load_engine(tmp_path / "draft", activations="int8")
     assert draft.loaded.output_ids is not None
     assert draft.loaded.output_ids.tolist() == list(range(70))
     assert isinstance(draft.forward_pass, NativeModel)
     assert isinstance(dense.forward_pass, NativeModel)
-    assert draft.forward_pass.kinds.keys() == {"INT8", "Q4_1"}
+    assert isinstance(rounded.forward_pass, NativeModel)
+    assert draft.forward_pass.kinds.keys() == rounded.forward_pass.kinds.keys() == {kind, "Q8_0"}
     assert dense.forward_pass.kinds.keys() == {"FLOAT32"}
     assert draft.notes == []
-    assert dense.notes == ["int8 weights were dequantized to float32: 4 bytes each"]
-    assert rows_that_differ(draft) == 0
+    assert dense.notes == ["quantized weights were dequantized to float32: 4 bytes each"]
+    assert rows_that_differ(draft) == rows_that_differ(rounded) == 0
     assert torch.equal(logits(draft), logits(dense))
+    assert 0 < (logits(rounded) - logits(draft)).norm() / logits(draft).norm() < 0.1
     assert draft.weights_fingerprint == dense.weights_fingerprint
 
     weights = our_stored_weights(tmp_path / "draft")
