@@ -158,4 +158,4 @@ def test_the_shipped_draft_loads_quantized() -> None:
     assert draft.bitwise
     assert draft.loaded.output_ids is not None
     assert isinstance(draft.forward_pass, NativeModel)
-    assert draft.forward_pass.kinds.keys() == {"INT8", "Q8_0"}, "Q8_0: the target's embeddings"
+    assert draft.forward_pass.kinds.keys() == {"Q4_1", "INT8", "Q8_0"}, "Q8_0: the target's embeddings"
