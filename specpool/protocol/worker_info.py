@@ -90,6 +90,8 @@ class WorkerInfo:
     """Maximum branches of an item of the draft worker."""
     selects_branches: bool = False
     """Whether an item of the target worker may have branches."""
+    supports_grammars: bool = False
+    """Whether sampling parameters may have a grammar."""
 
     @property
     def summary(self) -> str:
