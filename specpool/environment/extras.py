@@ -17,6 +17,7 @@ MODULES = {
     "bench": ("matplotlib",),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc"),
     "smg": ("smg_grpc_proto",),
+    "constraints": ("llguidance",),
 }
 """Modules that the distributions of each extra provide, one of each, in the order of pyproject.toml."""
 INCLUDED = {"coordinator": "cli", "worker": "coordinator"}

@@ -27,6 +27,7 @@ class ItemStatus(enum.Enum):
     NO_SLOT = "no slot"
     STALE_ROUND = "stale round"
     GRAMMAR_FAILED = "grammar failed"
+    GRAMMAR_NOT_READY = "grammar not ready"
 
 
 class Continuation(NamedTuple):

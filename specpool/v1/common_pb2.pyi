@@ -15,6 +15,7 @@ class ItemStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ITEM_STATUS_NO_SLOT: _ClassVar[ItemStatus]
     ITEM_STATUS_STALE_ROUND: _ClassVar[ItemStatus]
     ITEM_STATUS_GRAMMAR_FAILED: _ClassVar[ItemStatus]
+    ITEM_STATUS_GRAMMAR_NOT_READY: _ClassVar[ItemStatus]
 
 class Equivalence(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -27,6 +28,7 @@ ITEM_STATUS_CACHE_MISS: ItemStatus
 ITEM_STATUS_NO_SLOT: ItemStatus
 ITEM_STATUS_STALE_ROUND: ItemStatus
 ITEM_STATUS_GRAMMAR_FAILED: ItemStatus
+ITEM_STATUS_GRAMMAR_NOT_READY: ItemStatus
 EQUIVALENCE_UNSPECIFIED: Equivalence
 EQUIVALENCE_BITWISE: Equivalence
 EQUIVALENCE_NUMERIC: Equivalence
