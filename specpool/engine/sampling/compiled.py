@@ -38,7 +38,10 @@ class Row(Structure):
     """A row of logits, its sampling parameters, and the result."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("logits", "bias_ids", "masked_ids", "counted_ids", "biases", "counts")),
+        *(
+            (name, c_void_p)
+            for name in ("logits", "bias_ids", "masked_ids", "allowed", "counted_ids", "biases", "counts")
+        ),
         *((name, c_int64) for name in ("num_biases", "num_masked", "num_counted")),
         *((name, c_void_p) for name in ("top_ids", "top_logprobs")),
         ("num_top", c_int64),
@@ -145,6 +148,7 @@ def point_to_changes(row: Row, changes: Changes | None) -> None:
         row.num_counted = len(changes.counted_ids)
         for name in ("bias_ids", "biases", "masked_ids", "counted_ids", "counts"):
             setattr(row, name, getattr(changes, name).ctypes.data)
+        row.allowed = None if changes.allowed is None else changes.allowed.ctypes.data
 
 
 def noise(library: ctypes.CDLL, seed: int, position: int, count: int) -> NDArray[np.float32]:

@@ -35,7 +35,9 @@ static Extremes scan(Work *work) {
     return found;
 }
 
-static int has_changes(const Row *row) { return row->num_biases || row->num_masked || row->num_counted; }
+static int has_changes(const Row *row) {
+    return row->num_biases || row->num_masked || row->num_counted || row->allowed;
+}
 
 /* Points `work` to the logits of a row, or to a copy if they will change or need padding. */
 static Extremes load(Work *work, const Row *row) {
@@ -49,10 +51,17 @@ static Extremes load(Work *work, const Row *row) {
     return scan(work);
 }
 
-/* --- Bias, minimum length and penalties */
+/* --- Bias, masks and penalties */
 
 static int32_t output_of(const Batch *batch, int32_t token_id) {
     return token_id >= 0 && token_id < batch->vocabulary ? batch->outputs_of[token_id] : -1;
+}
+
+static void mask(Work *work, const uint32_t *allowed, const int32_t *token_ids) {
+    for (int64_t i = 0; i < work->outputs; i++) {
+        uint32_t word = allowed[token_ids[i] >> 5];
+        work->row[i] = word >> (token_ids[i] & 31) & 1 ? work->row[i] : -INFINITY;
+    }
 }
 
 static void adjust(Work *work, const Row *row, const Batch *batch) {
@@ -64,6 +73,7 @@ static void adjust(Work *work, const Row *row, const Batch *batch) {
         int32_t output = output_of(batch, row->masked_ids[i]);
         if (output >= 0) work->row[output] = -INFINITY;
     }
+    if (row->allowed) mask(work, row->allowed, batch->token_ids);
     for (int64_t i = 0; i < row->num_counted; i++) {
         int32_t output = output_of(batch, row->counted_ids[i]), count = row->counts[i];
         if (output < 0 || count < 0) continue;

@@ -8,7 +8,9 @@ enum { SAMPLED, GREEDY };
 
 typedef struct {
     const float *logits; /* [outputs] */
-    const int32_t *bias_ids, *masked_ids, *counted_ids;
+    const int32_t *bias_ids, *masked_ids;
+    const uint32_t *allowed; /* a bit for each token; null: all are allowed */
+    const int32_t *counted_ids;
     const float *biases;   /* [num_biases] */
     const int32_t *counts; /* [num_counted]: occurrences in the output; 0: only in the prompt, -1: nowhere */
     int64_t num_biases, num_masked, num_counted;
