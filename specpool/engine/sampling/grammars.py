@@ -46,7 +46,7 @@ class SequenceGrammar:
         self._computed: tuple[tuple[int, int], list[Words | None]] | None = None
         """Masks computed in advance, with the arguments that they belong to."""
         self.error = ""
-        """Why the grammar failed. Empty while it works."""
+        """Why the last masks are missing, apart from illegal draft tokens. Empty if they are not."""
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens of the sequence."""
@@ -96,8 +96,7 @@ class SequenceGrammar:
         self.truncate(first)
         masks: list[Words | None] = [None] * count
         can_read = self._advance(token_ids[:first])
-        if not can_read and not self.error:
-            self.error = "the text does not match the grammar"
+        self.error = "" if can_read else "the text does not match the grammar"
         for row in range(count):
             mask = np.empty(self._num_words, np.uint32)
             if not can_read or not self._fill(mask):
@@ -111,20 +110,22 @@ class SequenceGrammar:
         return self._read_all(token_ids[self._begin + self._read :])
 
     def _read_all(self, token_ids: Sequence[int]) -> bool:
-        for place, token in enumerate(token_ids):
-            if token in self._end_ids:
-                self._has_ended = True
-                return place == len(token_ids) - 1 and self._matcher.is_accepting()
-        if self._has_ended and token_ids:
+        end = next((place for place, token in enumerate(token_ids) if token in self._end_ids), len(token_ids))
+        if end and (self._has_ended or self._read_text(token_ids[:end]) < end):
             return False
-        num_read = self._matcher.try_consume_tokens(list(token_ids)) if token_ids else 0
+        if end < len(token_ids):
+            self._has_ended = self._matcher.is_accepting()
+            return self._has_ended and all(token in self._end_ids for token in token_ids[end:])
+        return True
+
+    def _read_text(self, token_ids: Sequence[int]) -> int:
+        """Read tokens up to the first that is not allowed. Return their number."""
+        num_read = self._matcher.try_consume_tokens(list(token_ids))
         self._read += num_read
-        return num_read == len(token_ids)
+        return num_read
 
     def _fill(self, mask: Words) -> bool:
         """Compute the mask after the tokens read. Return whether there is one; False sets `error`."""
-        if self.error:
-            return False
         if self._has_ended:
             mask[:] = 0
             for token in self._end_ids:
