@@ -57,10 +57,11 @@ static int32_t output_of(const Batch *batch, int32_t token_id) {
     return token_id >= 0 && token_id < batch->vocabulary ? batch->outputs_of[token_id] : -1;
 }
 
-static void mask(Work *work, const uint32_t *allowed, const int32_t *token_ids) {
-    for (int64_t i = 0; i < work->outputs; i++) {
-        uint32_t word = allowed[token_ids[i] >> 5];
-        work->row[i] = word >> (token_ids[i] & 31) & 1 ? work->row[i] : -INFINITY;
+static void mask(float *restrict row, int64_t outputs, const uint32_t *restrict allowed,
+                 const int32_t *restrict token_ids) {
+    for (int64_t i = 0; i < outputs; i++) {
+        uint32_t token = token_ids[i], is_allowed = allowed[token >> 5] >> (token & 31) & 1;
+        row[i] = is_allowed ? row[i] : -INFINITY;
     }
 }
 
@@ -73,7 +74,7 @@ static void adjust(Work *work, const Row *row, const Batch *batch) {
         int32_t output = output_of(batch, row->masked_ids[i]);
         if (output >= 0) work->row[output] = -INFINITY;
     }
-    if (row->allowed) mask(work, row->allowed, batch->token_ids);
+    if (row->allowed) mask(work->row, work->outputs, row->allowed, batch->token_ids);
     for (int64_t i = 0; i < row->num_counted; i++) {
         int32_t output = output_of(batch, row->counted_ids[i]), count = row->counts[i];
         if (output < 0 || count < 0) continue;
