@@ -24,7 +24,7 @@ from specpool.cli.processes import ProcessFailedError
 from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
-from specpool.errors import InvalidRequestError
+from specpool.errors import InvalidArgumentError
 from specpool.v1 import generation_pb2 as pb
 
 PROMPT = [{"role": "user", "content": "Write some JSON."}]
@@ -76,7 +76,7 @@ async def serve(schemas: Sequence[Any], options: argparse.Namespace) -> list[lis
                         )
                         for k in (0, None)
                     ]  # fmt: skip
-                except InvalidRequestError as error:
+                except InvalidArgumentError as error:
                     return str(error)
 
         tasks = [asyncio.create_task(one(schema)) for schema in schemas]

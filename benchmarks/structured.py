@@ -159,8 +159,8 @@ async def run(
 
     async def one(question: Question) -> pb.GenerateResponse:
         async with free:
-            chosen: GenerateOptions = {"json_schema": question.schema, "max_tokens": max_tokens}
-            return await client.generate(question.messages, **{**chosen, **KINDS[kind]})
+            options: GenerateOptions = {"json_schema": question.schema, "max_tokens": max_tokens, **KINDS[kind]}
+            return await client.generate(question.messages, **options)
 
     answers = await asyncio.gather(*map(one, questions))
     seconds = time.perf_counter() - began
