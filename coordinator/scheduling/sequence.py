@@ -60,6 +60,8 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     """Alternatives to report beside each chosen token; None disables log-probabilities."""
+    constraint: str = ""
+    """Path of the field that became the grammar of `sampling`. Empty: none."""
     n: int = 1
     adaptive: bool = False
     """Choose the number of draft tokens in each round, possibly zero."""
