@@ -250,7 +250,7 @@ def _length(item: Any) -> int:
     if is_proposal:
         drafts = 0 if item.num_branches else max(0, item.num_draft_tokens - 1)
     else:
-        drafts = len(item.draft_token_ids)
+        drafts = max(len(item.draft_token_ids), item.max_draft_tokens)
     return int(item.base_length + len(item.token_ids) + drafts)
 
 
