@@ -60,6 +60,8 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     """Alternatives to report beside each chosen token; None disables log-probabilities."""
+    constraint: str = ""
+    """Path of the field that became the grammar of `sampling`. Empty: none."""
     n: int = 1
     adaptive: bool = False
     """Choose the number of draft tokens in each round, possibly zero."""
@@ -176,6 +178,10 @@ class Sequence:
         """Positions reserved in the workers. None: all that it can need."""
         self.lacks_room = False
         """The target worker could not enlarge its reservation."""
+        self.grammar_error: str | None = None
+        """Why the target worker cannot follow the grammar any further."""
+        self.grammar_waits = 0
+        """Rounds in a row in which the target worker had not compiled the grammar."""
         self.overtaken = 0
         """Sequences that entered the window before it because they are shorter."""
         self.protected_until = 0
