@@ -104,8 +104,8 @@ def make(request: Request, k: int | None) -> pb.GenerateRequest:
 def outcome(response: pb.GenerateResponse) -> tuple[object, ...]:
     """Everything in a response that must not depend on drafts, batch and faults."""
     return (
-        list(response.token_ids), response.text, response.finish_reason, response.matched_stop_string,
-        response.matched_stop_token_id, [entry.SerializeToString() for entry in response.logprobs],
+        list(response.token_ids), response.text, response.finish_reason, response.matched_token_id, response.matched_stop_str,
+        [entry.SerializeToString() for entry in response.logprobs],
     )  # fmt: skip
 
 
@@ -246,7 +246,8 @@ def fuzzed_schema(pick: random.Random, depth: int) -> Any:
     simple: list[Any] = [
         {"type": "integer", "minimum": pick.randrange(-9, 9)}, {"type": "string", "maxLength": pick.randrange(5)},
         {"enum": [None, 1, "x"]}, {"const": [1]}, {"type": "boolean"}, {"type": "what"}, {"pattern": "["},
-        True, False, {}, {"$ref": "#"}, {"$ref": "#/nowhere"}, {"minLength": 10**9}, {"type": "number", "multipleOf": 0.01},
+        True, False, {}, {"$ref": "#"}, {"$ref": "#/nowhere"}, {"minLength": 10**9},
+        {"type": "number", "multipleOf": 0.01},
     ]  # fmt: skip
     if not depth:
         return pick.choice(simple)
