@@ -7,6 +7,9 @@ speculation; "default" with it; and "lookup" by prompt lookup instead of the dra
 drafts, too. Ratios are taken within a repeat; the table shows medians. An answer is exact if it equals the first plain
 answer, and valid if jsonschema accepts it; answers cut off by --max-tokens do not count as valid or invalid.
 
+Another client streams an unconstrained answer meanwhile: alone, and beside a client that sends large and hostile
+schemas one after the other; the table shows the times between its tokens.
+
 Then the plain answers are replayed on the target's tokenizer, and on one enlarged to --vocabulary tokens: microseconds
 of a position's mask, the share of positions where the grammar forces the next tokens, and the share of those tokens
 that the answer indeed has. Last, passes of the target that verify --draft-tokens draft tokens are timed with and
@@ -19,9 +22,10 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle, islice
+from itertools import count, cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +57,7 @@ from specpool.engine.run.sequences import SequenceEngine
 from specpool.engine.sampling.grammars import Grammars, SequenceGrammar
 from specpool.engine.sampling.rules import SequenceRules
 from specpool.engine.startup.loading import load_unproven_engine
+from specpool.errors import InvalidArgumentError
 from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.v1 import generation_pb2 as pb
@@ -67,6 +72,8 @@ KINDS: dict[str, GenerateOptions] = {
 LOAD = 3
 """Answers of a run per request in flight."""
 MAX_FORCED = 16
+STREAMED = 300
+"""Tokens of the unconstrained stream."""
 
 Row = dict[str, Any]
 
@@ -101,15 +108,16 @@ def main() -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         parser.error(f"--prompts: {error!r}")
     try:
-        rows, answers = asyncio.run(serve(questions, options))
+        rows, others, answers = asyncio.run(serve(questions, options))
     except ProcessFailedError as error:
         raise SystemExit(str(error)) from None
     show("constrained answers", rows)
+    show("an unconstrained stream", others)
     masks, passes = mask_rows(answers, options)
     show("masks", masks)
     show("passes of the target with and without masks", passes)
     result = {"max_tokens": options.max_tokens, "repeats": options.repeats, "rows": rows, "masks": masks}
-    finish("structured", {**result, "passes": passes}, options.output)
+    finish("structured", {**result, "passes": passes, "others": others}, options.output)
     if any(row["exact_match"] < 1 or row["valid"] < 1 for row in rows):
         raise SystemExit("some answers differ from plain decoding, or are not valid")
 
@@ -127,8 +135,8 @@ def read_questions(path: Path) -> list[Question]:
 
 async def serve(
     questions: list[Question], options: argparse.Namespace
-) -> tuple[list[Row], list[tuple[Question, list[int]]]]:
-    """A row for each concurrency and kind, and the plain answer to each question."""
+) -> tuple[list[Row], list[Row], list[tuple[Question, list[int]]]]:
+    """A row for each concurrency and kind, rows of an unconstrained stream, and the plain answer to each question."""
     settings = UpSettings(
         port=0, log_level="error", drain_seconds=1, prefix_caching=False, max_num_seqs=max(options.concurrencies)
     )
@@ -142,8 +150,9 @@ async def serve(
         for concurrency, kind in progress(cases * options.repeats, "runs"):
             asked = list(islice(cycle(questions), max(len(questions), LOAD * concurrency)))
             runs[concurrency, kind].append(await run(client, asked, concurrency, kind, options.max_tokens, truth))
+        others = [await stream_row(client, beside) for beside in ("nobody", "hostile schemas")]
     rows = [summary(*case, found, runs[case[0], PLAIN]) for case, found in runs.items()]
-    return rows, [(question, truth[question.name]) for question in questions]
+    return rows, others, [(question, truth[question.name]) for question in questions]
 
 
 async def run(
@@ -178,6 +187,30 @@ async def run(
         "valid": statistics.mean(is_valid(question, answer.text) for question, answer in ended) if ended else 1.0,
         "exact_match": statistics.mean(same),
     }
+
+
+async def stream_row(client: AsyncClient, beside: str) -> Row:
+    """Times between the tokens of an unconstrained answer."""
+    sent = asyncio.create_task(send_hostile(client)) if beside != "nobody" else None
+    times = []
+    async for message in client.stream("A story.", max_tokens=STREAMED, ignore_eos=True, num_speculative_tokens=0):
+        if message.chunk.token_ids:
+            times.append(time.perf_counter())
+    if sent is not None:
+        sent.cancel()
+    gaps = [1e3 * (after - before) for before, after in pairwise(times)]
+    shown = {"p50_ms": percentile(gaps, 0.5), "p99_ms": percentile(gaps, 0.99), "max_ms": max(gaps)}
+    return {"beside": beside, **{name: round(value or 0, 1) for name, value in shown.items()}}
+
+
+async def send_hostile(client: AsyncClient) -> None:
+    """Ask under large schemas, each a new one, until cancelled."""
+    for number in count():
+        branches = [{"type": "object", "properties": {f"k{number}_{i}": {"type": "integer"}}} for i in range(700)]
+        nested = '{"type":"array","items":' * 100 + f'{{"const":{number}}}' + "}" * 100
+        for schema in (json.dumps({"anyOf": branches}), nested, '{"type":"array","items":' * 5000):
+            with suppress(InvalidArgumentError):
+                await client.generate("JSON:", json_schema=schema, max_tokens=8)
 
 
 def is_valid(question: Question, text: str) -> bool:
