@@ -5,7 +5,9 @@
 Each line of the prompts is {"id", "messages", "json_schema"}. One service answers all prompts in turns: "plain" without
 speculation; "default" with it; and "lookup" by prompt lookup instead of the draft model. In the last two, the grammar
 drafts, too. Ratios are taken within a repeat; the table shows medians. An answer is exact if it equals the first plain
-answer, and valid if jsonschema accepts it; answers cut off by --max-tokens do not count as valid or invalid.
+answer, and valid if jsonschema accepts it; answers cut off by --max-tokens do not count as valid or invalid. With
+--vllm, vLLM for the CPU answers the same prompts afterwards, without speculation and by its prompt lookup, in the
+environment that SPECPOOL_VLLM_PYTHON names.
 
 Another client streams an unconstrained answer meanwhile: alone, and beside a client that sends large and hostile
 schemas one after the other; the table shows the times between its tokens.
@@ -32,7 +34,9 @@ from typing import Any
 import jsonschema
 import torch
 from llguidance import grammar_from
+from tokenizers import Tokenizer
 
+from benchmarks.prompts import token_ids
 from benchmarks.report import (
     console,
     finish,
@@ -46,13 +50,15 @@ from benchmarks.report import (
     whole,
     wholes,
 )
+from benchmarks.vllm_process import VllmEngine
 from specpool.cli.processes import ProcessFailedError
 from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
+from specpool.client.prompts import PromptLine
 from specpool.client.requests import GenerateOptions
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.models.embedded_pair import embedded_pair
+from specpool.engine.models.embedded_pair import embedded_pair, float32_copy
 from specpool.engine.run.sequences import SequenceEngine
 from specpool.engine.sampling.grammars import Grammars, SequenceGrammar
 from specpool.engine.sampling.rules import SequenceRules
@@ -101,6 +107,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=whole(1, 1000), default=3)
     parser.add_argument("--draft-tokens", type=whole(0, 64), default=4, help="of a timed pass")
     parser.add_argument("--vocabulary", type=whole(1000, 10**6), default=152_064, help="tokens of the larger tokenizer")
+    parser.add_argument("--vllm", action="store_true", help="also measure vLLM")
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
     try:
@@ -113,11 +120,13 @@ def main() -> None:
         raise SystemExit(str(error)) from None
     show("constrained answers", rows)
     show("an unconstrained stream", others)
+    peer = peer_rows(questions, options) if options.vllm else []
+    show("vLLM", peer)
     masks, passes = mask_rows(answers, options)
     show("masks", masks)
     show("passes of the target with and without masks", passes)
     result = {"max_tokens": options.max_tokens, "repeats": options.repeats, "rows": rows, "masks": masks}
-    finish("structured", {**result, "passes": passes, "others": others}, options.output)
+    finish("structured", {**result, "passes": passes, "others": others, "vllm": peer}, options.output)
     if any(row["exact_match"] < 1 or row["valid"] < 1 for row in rows):
         raise SystemExit("some answers differ from plain decoding, or are not valid")
 
@@ -230,6 +239,40 @@ def summary(concurrency: int, kind: str, runs: list[Row], plain: list[Row]) -> R
     length = median(runs, "acceptance_length")
     row["acceptance_length"] = None if length is None else round(length, 2)
     return row | {name: round(min(one[name] for one in runs), 3) for name in ("ended", "valid", "exact_match")}
+
+
+# --- vLLM
+
+
+def peer_rows(questions: list[Question], options: argparse.Namespace) -> list[Row]:
+    """The rows of vLLM."""
+    target, rows = float32_copy(), []
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    lines = [PromptLine(question.name, question.messages) for question in questions]
+    asked = list(zip(questions, token_ids(target, lines), strict=True))
+    for kind in ("plain", "ngram"):
+        with VllmEngine(target, kind, enforce_eager=True) as engine:
+            engine.wait_ready()
+            for concurrency in options.concurrencies:
+                runs = []
+                some = list(islice(cycle(asked), max(len(asked), LOAD * concurrency)))
+                for _ in progress(range(1 + options.repeats), f"vLLM, {kind}, {concurrency} at a time"):
+                    schemas = [question.schema for question, _ in some]
+                    run = engine.run([ids for _, ids in some], options.max_tokens, concurrency, schemas)
+                    texts = [
+                        (question, tokenizer.decode(ids))
+                        for (question, _), ids in zip(some, run["outputs"], strict=True)
+                    ]
+                    runs.append({"tokens_per_s": sum(map(len, run["outputs"])) / run["seconds"]})
+                    runs[-1]["valid"] = statistics.mean(is_valid(*each) for each in texts)
+                rows.append(
+                    {
+                        "concurrency": concurrency,
+                        "kind": kind,
+                        **{name: round(median(runs[1:], name) or 0, 3) for name in runs[0]},
+                    }
+                )
+    return rows
 
 
 # --- Masks
