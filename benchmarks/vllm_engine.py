@@ -1,11 +1,11 @@
 """A vLLM engine as a child process of tests and benchmarks, in vLLM's own environment.
 
 Standard input has one JSON object per line: first the arguments of `vllm.LLM`, then one object per run with "prompts"
-(token ids), "max_tokens", "at_a_time" (requests in flight; default: all) and "schemas" (a JSON Schema for each prompt;
-default: none). Standard output has a line once the engine
-is ready, then one per run: {"outputs", "seconds", "steps", "draft_tokens", "accepted", "preemptions", and the fields of
-`Clock`}. Decoding is greedy. Without schemas, it ignores the end of sequence. The process must import `main` from this module: vLLM
-imports the drafters from here, and both must share one clock.
+(token ids), "max_tokens", "at_a_time" (requests in flight; default: all) and "schemas" (the JSON Schema of each answer;
+default: none). Standard output has a line once the engine is ready, then one per run: {"outputs", "seconds", "steps",
+"draft_tokens", "accepted", "preemptions", and the fields of `Clock`}. Decoding is greedy. Without schemas, it ignores
+the end of sequence. The process must import `main` from this module: vLLM imports the drafters from here, and both must
+share one clock.
 """
 
 import copy
