@@ -3,10 +3,10 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -18,6 +18,7 @@ from rich.progress import track
 from coordinator.scheduling.sequence import DraftMethod
 from specpool.cli.waiting import waiting
 from specpool.client import AsyncClient, GenerateOptions
+from specpool.client.constraints import CONSTRAINTS
 from specpool.client.prompts import PromptLine, read_prompt_file, read_standard_input, reason_of
 from specpool.client.requests import CHAT_OPTIONS
 from specpool.errors import RequestError, SpecpoolError
@@ -45,6 +46,19 @@ def _json_object(value: object) -> object:
     return parsed
 
 
+def _file_text(path: object) -> object:
+    """Read the file of a setting."""
+    if not isinstance(path, str | Path):
+        return path
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {reason_of(error)}") from None
+
+
+FileText = Annotated[str | None, BeforeValidator(_file_text)]
+
+
 class GenerateSettings(Settings, ClientSecurity):
     """Generate text for a PROMPT, for each line of a JSONL file, or for standard input."""
 
@@ -69,6 +83,10 @@ class GenerateSettings(Settings, ClientSecurity):
     repetition_penalty: float | None = Field(None, description="above 1: earlier tokens become less likely")
     frequency_penalty: float | None = Field(None, description="above 0: each occurrence makes a token less likely")
     presence_penalty: float | None = Field(None, description="above 0: generated tokens become less likely")
+    json_schema: FileText = Field(None, description="file of a JSON Schema that the answer must be valid under")
+    regex: str | None = Field(None, description="regular expression that the answer must match")
+    grammar: FileText = Field(None, description="file of a Lark or GBNF grammar that the answer must match")
+    choice: list[str] | None = Field(None, description="text that the answer may be; repeat the flag for others")
     seed: int | None = Field(
         None, ge=0, le=UINT64_MAX, description="seed of sampling; default: a random one, shown by --json"
     )
@@ -83,6 +101,13 @@ class GenerateSettings(Settings, ClientSecurity):
     retry_seconds: Seconds = Field(0.0, ge=0, description="how long to retry requests while the server is unavailable")
     json_lines: bool = Field(False, alias="json", description="print one JSON object per prompt, in input order")
 
+    @classmethod
+    def load(cls, program: str, arguments: list[str] | None = None, other_settings: Iterable[str] = ()) -> Self:
+        """Load the settings. Each `--choice` is one text: pydantic would split it at commas."""
+        choices, others = _split_choices(sys.argv[1:] if arguments is None else arguments)
+        settings = super().load(program, [*(["--choice", "checked"] if choices else []), *others], other_settings)
+        return settings.model_copy(update={"choice": choices}) if choices else settings
+
     @model_validator(mode="after")
     def _check_source(self) -> "GenerateSettings":
         if self.prompt is not None and self.prompts is not None:
@@ -91,7 +116,24 @@ class GenerateSettings(Settings, ClientSecurity):
             raise ValueError('chat is for a prompt; a chat in a file has "messages" instead of "prompt"')
         if self.chat_template_kwargs is not None and not self.chat and self.prompts is None:
             raise ValueError("chat_template_kwargs needs chat, or a file of prompts with chats")
+        given = [name for name in CONSTRAINTS if getattr(self, name, None) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give only one of {', '.join(given)}")
         return self
+
+
+def _split_choices(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return the texts of `--choice`, and the other arguments."""
+    choices, others, rest = list[str](), list[str](), iter(arguments)
+    for argument in rest:
+        flag, equals, text = argument.partition("=")
+        if argument == "--":
+            return choices, [*others, argument, *rest]
+        if flag == "--choice" and (equals or (text := next(rest, ""))):
+            choices.append(text)
+        else:
+            others.append(argument)
+    return choices, others
 
 
 def generate(settings: GenerateSettings) -> int:
