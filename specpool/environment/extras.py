@@ -14,7 +14,7 @@ MODULES = {
     "coordinator": ("grpc_reflection", "jinja2", "prometheus_client", "tokenizers", "transformers"),
     "worker": ("torch", "accelerate", "gguf", "numpy", "psutil"),
     "vllm": ("grpc_health", "pydantic", "pydantic_settings"),
-    "bench": ("matplotlib",),
+    "bench": ("jsonschema", "matplotlib"),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc"),
     "smg": ("smg_grpc_proto",),
     "constraints": ("llguidance",),
