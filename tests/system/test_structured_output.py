@@ -104,7 +104,8 @@ def make(request: Request, k: int | None) -> pb.GenerateRequest:
 def outcome(response: pb.GenerateResponse) -> tuple[object, ...]:
     """Everything in a response that must not depend on drafts, batch and faults."""
     return (
-        list(response.token_ids), response.text, response.finish_reason, response.matched_token_id, response.matched_stop_str,
+        list(response.token_ids), response.text, response.finish_reason,
+        response.matched_token_id, response.matched_stop_str,
         [entry.SerializeToString() for entry in response.logprobs],
     )  # fmt: skip
 
