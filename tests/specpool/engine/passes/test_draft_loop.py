@@ -92,7 +92,9 @@ class Rounds:
 
     def _params_of(self, prompt: list[int]) -> SamplingParams | None:
         params = self._chance.choice(SAMPLED)
-        return replace(params, prompt_length=len(prompt)) if params is not None and params.grammar else params
+        if params is None or not params.grammar:
+            return params
+        return replace(params, prompt_length=max(0, len(prompt) - 2))  # the target never verifies prompts
 
     def next(self) -> list[ProposeRound]:
         self._number += 1
