@@ -1,7 +1,7 @@
 """Grammars of generated text, compiled by llguidance. Needs the extra `constraints`.
 
-The coordinator and both workers compile a grammar with the same limits, so what the coordinator accepts also compiles in
-the workers.
+The coordinator and both workers compile a grammar with the same limits, so what the coordinator accepts also compiles
+in the workers.
 """
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
