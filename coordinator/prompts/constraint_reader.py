@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from coordinator.prompts.tokenizer_pool import Check, Constraint, PromptError, TokenizerPool
 from specpool.environment.extras import explain_missing
@@ -31,7 +32,7 @@ def read_constraint(params: pb.SamplingParams) -> Constraint | None:
         refusal = f"cannot be combined with {kind}: only an end token can end an answer that matches completely"
         raise InvalidArgumentError("sampling_params.ignore_eos", refusal)
     if kind == "choice":
-        text = json.dumps(_choices(list(params.choice.choices)), ensure_ascii=False)
+        text = json.dumps(_choices(params.choice.choices), ensure_ascii=False)
     elif kind == "json_object":
         if not params.json_object:
             raise InvalidArgumentError(constraint_field(kind), "must be true; leave it unset for any text")
@@ -86,7 +87,7 @@ class ConstraintReader:
         return grammar
 
 
-def _choices(choices: list[str]) -> list[str]:
+def _choices(choices: Sequence[str]) -> list[str]:
     field = f"{constraint_field('choice')}.choices"
     if not 1 <= len(choices) <= MAX_CHOICES:
         refusal = f"has {len(choices)} entries: it must have from 1 to {MAX_CHOICES}"
@@ -98,4 +99,4 @@ def _choices(choices: list[str]) -> list[str]:
         if choice in seen:
             raise InvalidArgumentError(f"{field}[{index}]", "repeats an earlier entry")
         seen.add(choice)
-    return choices
+    return list(choices)

@@ -46,19 +46,6 @@ def _json_object(value: object) -> object:
     return parsed
 
 
-def _file_text(path: object) -> object:
-    """Read the file of a setting."""
-    if not isinstance(path, str | Path):
-        return path
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {path}: {reason_of(error)}") from None
-
-
-FileText = Annotated[str | None, BeforeValidator(_file_text)]
-
-
 class GenerateSettings(Settings, ClientSecurity):
     """Generate text for a PROMPT, for each line of a JSONL file, or for standard input."""
 
@@ -83,9 +70,9 @@ class GenerateSettings(Settings, ClientSecurity):
     repetition_penalty: float | None = Field(None, description="above 1: earlier tokens become less likely")
     frequency_penalty: float | None = Field(None, description="above 0: each occurrence makes a token less likely")
     presence_penalty: float | None = Field(None, description="above 0: generated tokens become less likely")
-    json_schema: FileText = Field(None, description="file of a JSON Schema that the answer must be valid under")
+    json_schema: Path | None = Field(None, description="file of a JSON Schema that the answer must be valid under")
     regex: str | None = Field(None, description="regular expression that the answer must match")
-    grammar: FileText = Field(None, description="file of a Lark or GBNF grammar that the answer must match")
+    grammar: Path | None = Field(None, description="file of a Lark or GBNF grammar that the answer must match")
     choice: list[str] | None = Field(None, description="text that the answer may be; repeat the flag for others")
     seed: int | None = Field(
         None, ge=0, le=UINT64_MAX, description="seed of sampling; default: a random one, shown by --json"
@@ -138,12 +125,15 @@ def _split_choices(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def generate(settings: GenerateSettings) -> int:
     """Run the command; return its exit status."""
+    source = settings.prompts
     try:
         lines = _lines(settings)
+        source = settings.json_schema or settings.grammar
+        constraint = source.read_text(encoding="utf-8") if source is not None else None
     except (OSError, ValueError) as error:
-        print(f"specpool generate: {settings.prompts or 'standard input'}: {reason_of(error)}", file=sys.stderr)
+        print(f"specpool generate: {source or 'standard input'}: {reason_of(error)}", file=sys.stderr)
         return 2
-    return asyncio.run(_generate(settings, lines))
+    return asyncio.run(_generate(settings, lines, constraint))
 
 
 async def answers(
@@ -220,13 +210,16 @@ def _with_template_options(line: PromptLine, options: dict[str, Any] | None) -> 
     return replace(line, options={"chat_template_kwargs": options, **line.options})
 
 
-def _options(settings: GenerateSettings) -> dict[str, Any]:
+def _options(settings: GenerateSettings, constraint: str | None) -> dict[str, Any]:
+    """The options of requests. `constraint`: text of the file with a schema or grammar."""
     names = GenerateOptions.__annotations__.keys() & type(settings).model_fields.keys() - set(CHAT_OPTIONS)
+    read = {name: constraint for name in ("json_schema", "grammar") if getattr(settings, name) is not None}
     stop = None if settings.stop is None else [settings.stop]
-    return {name: getattr(settings, name) for name in (*names, "timeout_seconds")} | {"stop": stop}
+    return {name: getattr(settings, name) for name in (*names, "timeout_seconds")} | {"stop": stop} | read
 
 
-async def _generate(settings: GenerateSettings, lines: list[PromptLine]) -> int:
+async def _generate(settings: GenerateSettings, lines: list[PromptLine], constraint: str | None) -> int:
+    options = _options(settings, constraint)
     async with AsyncClient(settings.address, settings.retry_seconds, **settings.security) as client:
         if settings.wait_seconds:
             try:
@@ -236,14 +229,16 @@ async def _generate(settings: GenerateSettings, lines: list[PromptLine]) -> int:
                 print(f"specpool generate: {error}", file=sys.stderr)
                 return 1
         if settings.prompts is None and not settings.json_lines:
-            return await _stream_one(client, settings, lines[0])
-        return await _print_all(client, settings, lines)
+            return await _stream_one(client, settings, lines[0], options)
+        return await _print_all(client, settings, lines, options)
 
 
-async def _stream_one(client: AsyncClient, settings: GenerateSettings, line: PromptLine) -> int:
+async def _stream_one(
+    client: AsyncClient, settings: GenerateSettings, line: PromptLine, options: dict[str, Any]
+) -> int:
     reason: str | None = None
     try:
-        async for message in client.stream(line.prompt, **{**_options(settings), **line.options}):
+        async for message in client.stream(line.prompt, **{**options, **line.options}):
             print(message.chunk.text, end="", flush=True)
             reason = why_cut(message.complete, settings.max_tokens)
     except SpecpoolError as error:
@@ -255,11 +250,13 @@ async def _stream_one(client: AsyncClient, settings: GenerateSettings, line: Pro
     return 0
 
 
-async def _print_all(client: AsyncClient, settings: GenerateSettings, lines: list[PromptLine]) -> int:
+async def _print_all(
+    client: AsyncClient, settings: GenerateSettings, lines: list[PromptLine], options: dict[str, Any]
+) -> int:
     failed = False
     console = Console(stderr=True)
     bar = track(lines, "generating", console=console, disable=len(lines) < 2 or not console.is_terminal, transient=True)
-    responses = answers(client, lines, settings.concurrency, **_options(settings))
+    responses = answers(client, lines, settings.concurrency, **options)
     for line in bar:
         response = await anext(responses)
         if isinstance(response, RequestError):

@@ -20,6 +20,8 @@ Model = TypeVar("Model", bound=PydanticModel)
 JsonSchema = Mapping[str, Any] | str | bool | type[PydanticModel]
 """A schema as a dict or as JSON text, or the class of a pydantic model."""
 
+# Keywords of a schema whose values are no schemas, and those whose values are schemas by name.
+VALUES, NAMED = {"const", "default", "enum", "examples"}, {"properties", "$defs"}
 CONSTRAINTS = tuple(field.name for field in pb.SamplingParams.DESCRIPTOR.oneofs_by_name["constraint"].fields)
 
 
@@ -52,11 +54,26 @@ def read_constraint(given: dict[str, Any]) -> None:
             given[name] = _json_text(name, given[name])
 
 
+def _closed(schema: Any) -> Any:
+    """Return a schema whose objects have no other properties unless it says so. Pydantic would ignore them."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {}
+    for key, value in schema.items():
+        if key in NAMED:
+            closed[key] = {name: _closed(each) for name, each in value.items()}
+        else:
+            closed[key] = value if key in VALUES else _closed(value)
+    return {"additionalProperties": False, **closed} if "properties" in closed else closed
+
+
 def _json_text(name: str, value: Any) -> str:
     if isinstance(value, str):
         return value
     if hasattr(value, "model_json_schema"):
-        value = value.model_json_schema()
+        value = _closed(value.model_json_schema())
     elif not isinstance(value, Mapping | bool):
         raise TypeError(f"{name}: must be a dict, JSON text or a pydantic model, not {type(value).__name__}")
     try:

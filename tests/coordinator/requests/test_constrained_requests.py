@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest_asyncio
 from grpc import StatusCode
 from serving import RecordingTarget, Serving, make_request, serving, stream, violated_fields
 
-from coordinator.prompts import constraint_reader
+from coordinator.prompts import constraint_reader, tokenizer_pool
 from specpool.v1 import generation_pb2 as pb
 
 SCHEMA = json.dumps(
@@ -137,6 +138,20 @@ async def test_results_are_kept_up_to_a_maximum(served: Serving, monkeypatch: py
         await served.stub.Generate(constrained(regex=pattern))
     await refusal(served, constrained(regex="(b"))
     assert compiled == ["a", "(b", "c", "(b"]
+
+
+async def test_a_constraint_that_takes_too_long_delays_nobody(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    await served.stub.Generate(constrained(regex="a"))
+    monkeypatch.setattr(tokenizer_pool, "MAX_CONSTRAINT_SECONDS", 0.2)
+    hostile = served.stub.Generate(constrained(regex="(a{1000}){1000}"))
+    began = time.monotonic()
+    await served.expect(make_request())
+    assert time.monotonic() - began < 5.0
+    with pytest.raises(grpc.aio.AioRpcError, match="compiling it takes more than") as refused:
+        await hostile
+    assert refused.value.code() is StatusCode.INVALID_ARGUMENT
+    monkeypatch.setattr(tokenizer_pool, "MAX_CONSTRAINT_SECONDS", 0.0)  # the refusal is kept
+    assert (await refusal(served, constrained(regex="(a{1000}){1000}"))).details() == refused.value.details()
 
 
 async def test_processes_without_llguidance_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

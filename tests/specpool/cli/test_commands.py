@@ -170,7 +170,7 @@ async def test_answers_can_be_constrained(specpool: Specpool, served: Serving, t
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--json-schema", "/nowhere"], "json-schema: cannot read /nowhere: No such file or directory"),
+        (["--json-schema", "/nowhere"], "specpool generate: /nowhere: No such file or directory"),
         (["--choice", "a", "--regex", "b"], "give only one of regex, choice"),
         (["--choice"], "argument --choice: expected one argument"),
     ],

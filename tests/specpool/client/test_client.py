@@ -329,6 +329,20 @@ class Switch(BaseModel, extra="forbid"):
     level: Literal[1, 2] = 1
 
 
+class Lamp(BaseModel):
+    """A model that ignores other properties."""
+
+    on: bool
+
+
+class Room(BaseModel):
+    """A model with models in it."""
+
+    lamps: list[Lamp]
+    switch: Switch
+    properties: dict[str, int] = {"properties": 1}
+
+
 def constraint_of(**options: Any) -> tuple[str | None, Any]:
     params = library.make_request("a", **options).sampling_params
     kind = params.WhichOneof("constraint")
@@ -340,6 +354,10 @@ def test_constraints_become_request_fields() -> None:
         kind, text = constraint_of(json_schema=schema)
         assert (kind, json.loads(text)) == ("json_schema", SCHEMA)
     assert json.loads(constraint_of(json_schema=Switch)[1]) == Switch.model_json_schema()
+    open_, closed = Room.model_json_schema(), json.loads(constraint_of(json_schema=Room)[1])
+    assert closed != open_
+    assert [closed.pop("additionalProperties"), closed["$defs"]["Lamp"].pop("additionalProperties")] == [False, False]
+    assert closed == open_
     assert constraint_of(json_schema=True) == ("json_schema", "true")
     tag = {"structures": [], "triggers": []}
     assert constraint_of(structural_tag=tag) == ("structural_tag", json.dumps(tag))
