@@ -25,6 +25,12 @@ TEXTS = 'start: "red" | "grey goose"'
 GRAMMAR_FAILED, GRAMMAR_NOT_READY = common_pb2.ITEM_STATUS_GRAMMAR_FAILED, common_pb2.ITEM_STATUS_GRAMMAR_NOT_READY
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for grammars, however busy the machine is."""
+    monkeypatch.setattr("specpool.engine.run.sequences.GRAMMAR_SECONDS", 60.0)
+
+
 def sampled(grammar: str = OBJECT, temperature: float = 0.0) -> common_pb2.Sampling:
     return common_pb2.Sampling(grammar=grammar, prompt_length=len(PROMPT), temperature=temperature, seed=7)
 

@@ -71,6 +71,12 @@ def looped_engine(folder: Path, **options: object) -> Engine:
 Engines = tuple[Engine, Engine]
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for grammars, however busy the machine is."""
+    monkeypatch.setattr("specpool.engine.run.sequences.GRAMMAR_SECONDS", 60.0)
+
+
 @pytest.fixture(scope="module")
 def engines(tiny_pair: tuple[Path, Path]) -> Engines:
     return looped_engine(tiny_pair[1], threads=2), stepped_engine(tiny_pair[1], threads=2)
