@@ -1,11 +1,11 @@
-"""Answer under every schema of the JSON Schema Test Suite: how many compile, and how many answers are valid.
+"""Answer under every schema of the JSON Schema Test Suite. Count schemas that compile and answers that are valid.
 
     pip download --no-deps --no-binary :all: jsonschema==4.25.1 && tar xzf jsonschema-4.25.1.tar.gz
     python -m benchmarks.schema_suite jsonschema-4.25.1/json/tests/draft2020-12 [--max-tokens 48] [--output FOLDER]
 
-Each schema is asked twice, without and with speculation; the answers must be equal. A schema that is refused counts
-once, with the reason. An answer that ended by itself is checked by jsonschema; one cut off by --max-tokens is not
-JSON yet. Exit status 1: an answer was not valid, or differed. The last line printed is JSON.
+Each schema gets two requests, without and with speculation; the answers must be equal. Refused schemas are counted by
+reason. jsonschema checks complete answers; those cut off by --max-tokens are not checked. Exit status 1: an answer was
+invalid, or the answers differed. The last line printed is JSON.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def read_schemas(folder: Path) -> list[Any]:
 
 
 async def serve(schemas: Sequence[Any], options: argparse.Namespace) -> list[list[pb.GenerateResponse] | str]:
-    """The plain and the speculative answer to each schema, or why it was refused."""
+    """The plain and the speculative answer to each schema, or the reason for its refusal."""
     settings = UpSettings(port=0, log_level="error", drain_seconds=1, max_num_seqs=CONCURRENCY)
     console.print("starting the service")
     async with running(settings) as address, AsyncClient(address) as client:
@@ -101,12 +101,12 @@ def report(
     }
     show("JSON Schema Test Suite", [row])
     reasons = [{"refused": count, "reason": reason} for reason, count in refused.most_common(REASONS_SHOWN)]
-    show("why schemas are refused", reasons)
+    show("reasons for refusals", reasons)
     for schema, text in invalid:
-        console.print(f"not valid: {text} under {json.dumps(schema)}", markup=False)
+        console.print(f"invalid: {text} under {json.dumps(schema)}", markup=False)
     finish("schema_suite", {**row, "max_tokens": options.max_tokens, "reasons": reasons}, options.output)
     if invalid or different:
-        raise SystemExit("some answers are not valid, or differ with speculation")
+        raise SystemExit("some answers are invalid, or differ with speculation")
 
 
 def reason_of(message: str) -> str:

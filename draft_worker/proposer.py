@@ -63,7 +63,7 @@ class Proposer(SequenceEngine):
         ]
 
     def _forced(self, key: SequenceKey, item: ProposeItem) -> tuple[int, ...]:
-        """The draft tokens that need no model, because the grammar allows no other text."""
+        """The forced tokens of an item, which need no model."""
         self.span(key, item.token_ids, 0)
         return self.forced(key, item.num_draft_tokens)
 

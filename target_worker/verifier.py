@@ -68,7 +68,7 @@ class Verifier(SequenceEngine):
         return Verdict(item.sequence_id, state, error=error)
 
     def _extend(self, key: SequenceKey, item: VerifyItem) -> int:
-        """Append the tokens that the grammar forces to the draft. Return their number."""
+        """Append forced tokens to an item's draft tokens. Return their number."""
         limit = item.max_draft_tokens - len(item.draft_token_ids)
         if item.prefill_only or limit <= 0:
             return 0

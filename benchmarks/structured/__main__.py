@@ -1,21 +1,21 @@
-"""Measure structured output: what masks cost, and how fast constrained answers are.
+"""Measure structured output: the cost of masks, and the speed of constrained answers.
 
     python -m benchmarks.structured [--prompts FILE] [--concurrencies 1,8] [--repeats 3] [--output FOLDER]
 
 Each line of the prompts is {"id", "messages", "json_schema"}. One service answers all prompts in turns: "plain" without
-speculation; "default" with it; and "lookup" by prompt lookup instead of the draft model. In the last two, the grammar
-drafts, too. Ratios are taken within a repeat; the table shows medians. An answer is exact if it equals the first plain
-answer, and valid if jsonschema accepts it; answers cut off by --max-tokens do not count as valid or invalid. With
---vllm, vLLM for the CPU answers the same prompts afterwards, without speculation and by its prompt lookup, in the
+speculation; "default" with it; and "lookup" with prompt lookup instead of the draft model. The last two also verify
+forced tokens. Ratios are taken within a repeat; the table shows medians. An answer is exact if it equals the first
+plain answer, and valid if jsonschema accepts it; answers cut off by --max-tokens do not count as valid or invalid. With
+--vllm, vLLM for the CPU then answers the same prompts, without speculation and with its own prompt lookup, in the
 environment that SPECPOOL_VLLM_PYTHON names.
 
-Another client streams an unconstrained answer meanwhile: alone, and beside a client that sends large and hostile
-schemas one after the other; the table shows the times between its tokens.
+Afterwards, a client streams an unconstrained answer: first alone, then beside a client that sends large and hostile
+schemas. The table shows the times between its tokens.
 
-Then the plain answers are replayed on the target's tokenizer, and on one enlarged to --vocabulary tokens: microseconds
-of a position's mask, the share of positions where the grammar forces the next tokens, and the share of those tokens
-that the answer indeed has. Last, passes of the target that verify --draft-tokens draft tokens are timed with and
-without masks, interleaved. Exit status 1: an answer was not exact or not valid. The last line printed is JSON.
+Then the plain answers are replayed on the target's tokenizer, and on one enlarged to --vocabulary tokens. The table
+shows the microseconds of a mask, the share of positions with forced tokens, and the share of forced tokens that the
+answer contains. Last, passes of the target that verify --draft-tokens draft tokens are timed with and without masks,
+interleaved. Exit status 1: an answer was not exact or not valid. The last line printed is JSON.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--concurrencies", type=wholes(1, 1000), default=[1, 8], metavar="1,8,...")
     parser.add_argument("--max-tokens", type=whole(1, 4000), default=160)
     parser.add_argument("--repeats", type=whole(1, 1000), default=3)
-    parser.add_argument("--draft-tokens", type=whole(0, 64), default=4, help="of a timed pass")
+    parser.add_argument("--draft-tokens", type=whole(0, 64), default=4, help="draft tokens of a timed pass")
     parser.add_argument("--vocabulary", type=whole(1000, 10**6), default=152_064, help="tokens of the larger tokenizer")
     parser.add_argument("--vllm", action="store_true", help="also measure vLLM")
     parser.add_argument("--output", type=output_folder, help="folder for the result")
@@ -59,7 +59,7 @@ def main() -> None:
     result = {"max_tokens": options.max_tokens, "repeats": options.repeats, "rows": rows, "masks": masks}
     finish("structured", {**result, "passes": passes, "others": others, "vllm": peer}, options.output)
     if any(row["exact_match"] < 1 or row["valid"] < 1 for row in rows):
-        raise SystemExit("some answers differ from plain decoding, or are not valid")
+        raise SystemExit("some answers differ from plain decoding, or are invalid")
 
 
 if __name__ == "__main__":

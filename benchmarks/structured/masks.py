@@ -1,4 +1,4 @@
-"""What masks cost, by vocabulary and in a pass of the target."""
+"""The cost of masks, by vocabulary and in a pass of the target."""
 
 import argparse
 import json
@@ -41,7 +41,7 @@ def mask_rows(answers: list[tuple[Question, list[int]]], options: argparse.Names
 
 
 def enlarged(files: TokenizerFiles, size: int) -> TokenizerFiles:
-    """The tokenizer with merges of its first tokens, until it has `size` tokens. Answers keep their tokens."""
+    """The tokenizer with merges of its first tokens added, up to `size` tokens. Answers keep their tokens."""
     tokenizer = json.loads(files.tokenizer_json)
     vocab, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
     common = sorted(vocab, key=vocab.__getitem__)[300:1200]
@@ -58,7 +58,7 @@ def enlarged(files: TokenizerFiles, size: int) -> TokenizerFiles:
 
 
 def replayed(grammars: Grammars, size: int, answers: list[tuple[Question, list[int]]]) -> Row:
-    """The cost of the masks of all positions of the answers, and what the grammars force."""
+    """The cost of the masks at all positions of the answers, and the share of forced tokens."""
     began = time.perf_counter()
     grammars.error_of("start: /x/")
     loaded = time.perf_counter()
@@ -91,7 +91,7 @@ def replayed(grammars: Grammars, size: int, answers: list[tuple[Question, list[i
 def pass_row(
     engine: SequenceEngine, answers: list[tuple[Question, list[int]]], sequences: int, drafts: int, repeats: int
 ) -> Row:
-    """The time of passes that verify drafts in the middle of answers, with and without grammars."""
+    """The time of passes that verify drafts in the middle of answers, with and without masks."""
     texts = [token_ids[: len(token_ids) // 2 + drafts + 1] for _, token_ids in islice(cycle(answers), sequences)]
     questions = [question for question, _ in islice(cycle(answers), sequences)]
     slots = engine.engine.slots

@@ -10,7 +10,7 @@ from llguidance import grammar_from
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 LOAD = 3
-"""Answers of a run per request in flight."""
+"""Minimum answers of a run, per request in flight."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Question:
 
     @property
     def grammar(self) -> str:
-        """The schema as the workers get it."""
+        """The grammar that workers get."""
         return grammar_from("json_schema", json.dumps(self.schema))
 
 
 def read_questions(path: Path) -> list[Question]:
-    """All questions of a file. OSError, ValueError, KeyError, TypeError: it is not such a file."""
+    """All questions of a file. OSError, ValueError, KeyError, TypeError: the file is invalid."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
         raise ValueError("no prompts")

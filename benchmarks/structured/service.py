@@ -41,7 +41,7 @@ async def serve(
     console.print("starting the service")
     truth: dict[str, list[int]] = {}
     async with running(settings) as address, AsyncClient(address) as client:
-        for kind in KINDS:  # learn what rounds cost
+        for kind in KINDS:  # learn the costs of rounds
             await run(client, questions, max(options.concurrencies), kind, options.max_tokens, truth)
         cases = [(concurrency, kind) for concurrency in options.concurrencies for kind in KINDS]
         runs: dict[tuple[int, str], list[Row]] = {case: [] for case in cases}
@@ -102,7 +102,7 @@ async def stream_row(client: AsyncClient, beside: str) -> Row:
 
 
 async def send_hostile(client: AsyncClient) -> None:
-    """Ask under large schemas, each a new one, until cancelled."""
+    """Send requests with large schemas, each of them new, until cancelled."""
     for number in count():
         branches = [{"type": "object", "properties": {f"k{number}_{i}": {"type": "integer"}}} for i in range(700)]
         nested = '{"type":"array","items":' * 100 + f'{{"const":{number}}}' + "}" * 100

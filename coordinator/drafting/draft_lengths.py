@@ -102,7 +102,7 @@ class DraftLengths:
         self.acceptance = AcceptanceRates(self.first_rate)
         self.guard = Guard(self.costs)
         self.measures_plain = False
-        """Whether the last round was planned without drafts to measure its time."""
+        """Whether the last planned round has no drafts, to measure the time of plain decoding."""
         self.branching = Branching(self.costs)
 
     @property

@@ -1,14 +1,14 @@
-"""Decides whether the target worker may append tokens that a grammar forces. Pure.
+"""Decides whether the target worker may append forced tokens. Pure.
 
-Only one text is legal there, but the target may tokenize it otherwise. Each forced token costs a row of the
-verification.
+Forced tokens spell the only text that a grammar allows. The target rejects them if it tokenizes that text differently,
+and each of them costs a row of the verification.
 """
 
 from coordinator.drafting.acceptance import OVERALL_DECAY, Acceptance
 
 # Initial acceptance rate.
 FIRST_RATE = 0.9
-# While forced tokens cost more than they gain, one of this many rounds allows them.
+# While forced tokens cost more than they gain, one in this many rounds allows them.
 TRIAL_EVERY = 64
 
 
@@ -24,7 +24,7 @@ class ForcedTokens:
         return self._acceptance.rate(FIRST_RATE)
 
     def observe(self, forced: int, accepted: int) -> None:
-        """Learn from forced tokens that followed accepted draft tokens."""
+        """Learn from forced tokens after a fully accepted draft."""
         self._acceptance.add(forced, accepted)
 
     def are_allowed(self, row: float, measures_plain: bool) -> bool:

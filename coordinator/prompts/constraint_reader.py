@@ -1,4 +1,4 @@
-"""Converts the constraint of a request to a grammar. Cheap checks run before anything is compiled."""
+"""Converts a request's constraint to a grammar, after cheap checks."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from specpool.v1 import generation_pb2 as pb
 
 MAX_BYTES = 65_536
 MAX_CHOICES = 1024
-# Results of compilations to keep.
+# Maximum number of cached grammars and refusals.
 MAX_RESULTS = 256
 ANY_OBJECT = '{"type": "object"}'
 
@@ -24,18 +24,18 @@ def constraint_field(kind: str) -> str:
 
 
 def read_constraint(params: pb.SamplingParams) -> Constraint | None:
-    """Return the constraint of a request, if any, after cheap checks. Raises InvalidArgumentError."""
+    """Return a request's constraint, if any, after cheap checks. Raises InvalidArgumentError."""
     kind = params.WhichOneof("constraint")
     if kind is None:
         return None
     if params.ignore_eos:
-        refusal = f"cannot be combined with {kind}: only an end token can end an answer that matches completely"
+        refusal = f"cannot be combined with {kind}: a complete answer ends with the end-of-sequence token"
         raise InvalidArgumentError("sampling_params.ignore_eos", refusal)
     if kind == "choice":
         text = json.dumps(_choices(params.choice.choices), ensure_ascii=False)
     elif kind == "json_object":
         if not params.json_object:
-            raise InvalidArgumentError(constraint_field(kind), "must be true; leave it unset for any text")
+            raise InvalidArgumentError(constraint_field(kind), "must be true or unset")
         text = ANY_OBJECT
     else:
         text = getattr(params, kind)
@@ -45,7 +45,7 @@ def read_constraint(params: pb.SamplingParams) -> Constraint | None:
 
 
 class ConstraintReader:
-    """Compiles constraints in prompt processes, and keeps the latest results."""
+    """Compiles constraints in prompt processes, and caches the results."""
 
     def __init__(self, pool: TokenizerPool) -> None:
         self._pool = pool

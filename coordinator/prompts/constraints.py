@@ -1,6 +1,6 @@
-"""Converts clients' constraints to grammars of llguidance, and compiles them. Needs the extra `constraints`.
+"""Converts clients' constraints to llguidance grammars, and compiles them. Needs the extra `constraints`.
 
-Constraints are untrusted, and some take long to compile: the coordinator uses this module in prompt processes only.
+Constraints are untrusted and may compile slowly: the coordinator uses this module in prompt processes only.
 """
 
 import json
@@ -19,30 +19,30 @@ FORMATS = (
     '{"structures": [{"begin", "schema", "end"}], "triggers": []} or '
     '{"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": [], "tags": []}}'
 )
-# Options of llguidance that would accept answers that do not validate.
+# Turns off llguidance options that would allow invalid answers.
 STRICT = {"coerce_one_of": False, "lenient": False}
 
 
 class ConstraintError(ValueError):
-    """A constraint cannot be used. The message says why, in one short line."""
+    """An invalid constraint. The message gives the reason in one short line."""
 
 
 @dataclass(frozen=True)
 class Tag:
-    """A part of a text that begins with `begin` and ends with `end`, with JSON between them."""
+    """A tagged part of the text: `begin`, JSON and `end`."""
 
     trigger: str
-    """The beginning of `begin`. No free text contains it."""
+    """The start of `begin`. Free text cannot contain it."""
     begin: str
     schema: Any
     end: str
 
 
 def compile_constraint(tokenizer: LLTokenizer, kind: str, text: str) -> str:
-    """Return the grammar of a constraint that compiles and matches some text. Raises ConstraintError.
+    """Convert a constraint to a grammar, which compiles and matches some text. Raises ConstraintError.
 
-    `kind`: name of the field of `SamplingParams`. `text`: of the field. For `choice`, a JSON list; for `json_object`, a
-    schema.
+    `kind`: name of the field in `SamplingParams`. `text`: the field's text; for `choice`, a JSON list; for
+    `json_object`, a schema.
     """
     try:
         grammar = _convert(tokenizer, kind, text)
@@ -51,7 +51,7 @@ def compile_constraint(tokenizer: LLTokenizer, kind: str, text: str) -> str:
         raise
     except GrammarError as error:
         raise ConstraintError(f"does not compile: {_shortened(str(error))}") from None
-    except BaseException as error:  # the library's panics are no exceptions
+    except BaseException as error:  # llguidance's panics do not derive from Exception
         raise ConstraintError(f"is invalid: {_shortened(str(error))}") from None
     matcher.compute_bitmask()
     if matcher.is_error():
@@ -80,19 +80,19 @@ def _parsed(text: str) -> Any:
     except ValueError as error:
         raise ConstraintError(f"is not JSON: {error}") from None
     except RecursionError:
-        raise ConstraintError("has too many levels") from None
+        raise ConstraintError("is nested too deeply") from None
     return value
 
 
 def _strict(schema: Any) -> str:
-    """Return the text of a schema, without options that would accept answers that do not validate."""
+    """Return a schema as JSON text, with the options in `STRICT` turned off."""
     if isinstance(schema, dict) and isinstance(options := schema.get("x-guidance"), dict):
         schema = {**schema, "x-guidance": {**options, **STRICT}}
     return json.dumps(schema, ensure_ascii=False)
 
 
 def _tags_grammar(value: Any, tokenizer: LLTokenizer) -> str:
-    """Return the grammar of a structural tag, in the format of vLLM and SGLang, or in that of xgrammar."""
+    """Return the grammar of a structural tag in the format of vLLM and SGLang, or in xgrammar's."""
     options: Mapping[str, Any] = value if isinstance(value, dict) else {}
     if options.get("type") == "structural_tag":
         options = options["format"] if isinstance(options.get("format"), dict) else {}
@@ -115,7 +115,7 @@ def _read_tag(tag: Any, triggers: list[str]) -> Tag:
             raise ConstraintError('the content of a tag must be {"type": "json_schema", "json_schema": ...}')
         schema = content.get("json_schema")
     if schema is None or not _is_text(begin) or not isinstance(end, str):
-        raise ConstraintError('a tag must have the texts "begin" and "end", and a schema')
+        raise ConstraintError('a tag must have a "begin" text and a schema, and may have an "end" text')
     trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
     if trigger is None:
         raise ConstraintError(f"{_shortened(json.dumps(begin))} begins with none of the triggers")
@@ -127,7 +127,10 @@ def _is_text(value: Any) -> bool:
 
 
 def _lark(tags: list[Tag], at_least_one: bool, stop_after_first: bool, tokenizer: LLTokenizer) -> str:
-    """Return free text with tags, in Lark's syntax. `at_least_one`: begin with one. `stop_after_first`: end there."""
+    """Return a Lark grammar of free text with tags.
+
+    `at_least_one`: the text begins with a tag. `stop_after_first`: it ends after the first tag.
+    """
     later, first = (" | ".join(f"{name}_{index}" for index in range(len(tags))) for name in ("tag", "first"))
     rest = "" if stop_after_first else f"({later})* text"
     start = f"({first}) {rest}" if at_least_one else rest or f"{later} | text"
@@ -150,12 +153,12 @@ def _lark(tags: list[Tag], at_least_one: bool, stop_after_first: bool, tokenizer
 
 
 def _quoted(text: str) -> str:
-    """Return a text as a literal of Lark. An empty one is left out."""
+    """Return a text as a Lark literal, or nothing if it is empty."""
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def _shortened(message: str) -> str:
-    """Return the line of the library's message that says what is wrong."""
+    """Return the line of llguidance's message with the reason, truncated."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or [""]
     errors = [line for line in lines if line.startswith("error: ")]
     line = f"invalid regex: {errors[0].removeprefix('error: ')}" if errors else lines[0]

@@ -25,7 +25,7 @@ class Kind(IntEnum):
     TEMPLATE = 4
     """Compile a template."""
     GRAMMARS = 5
-    """Load the tokenizer in the form that constraints need."""
+    """Load the tokenizer for llguidance."""
     CONSTRAINT = 6
     """Convert a constraint to a grammar, and compile it."""
     # Replies

@@ -75,7 +75,7 @@ class Constraint:
     kind: str
     """Name of its field in `SamplingParams`."""
     text: str
-    """Text of the field. For `choice`, a JSON list; for `json_object`, a schema."""
+    """The field's text. For `choice`, a JSON list; for `json_object`, a schema."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class TokenizerPool:
                     worker = "the tokenizer" if error.is_rendered else request.first_worker
                     raise PromptError(f"{worker} {error.reason}") from None
                 log.warning("a prompt process was killed; starting another one")
-        raise UnavailableError("the process that works on this prompt was killed; try again")
+        raise UnavailableError("the prompt process was killed; try again")
 
     async def _prepare(self, link: ProcessLink) -> None:
         """Start a process if it is not running, and load the tokenizer. Raises OSError, ProcessDiedError."""
@@ -230,7 +230,7 @@ class TokenizerPool:
             link.loaded = self._load
 
     async def _load_grammars(self, link: ProcessLink) -> None:
-        """Let a process compile constraints. Raises ProcessDiedError, UnimplementedError."""
+        """Prepare a process for constraints. Raises ProcessDiedError, UnimplementedError."""
         kind, reply = await link.ask(Kind.GRAMMARS, marshal.dumps(()), self._load_allowance, MAX_REASON_BYTES)
         if kind is not Kind.DONE:
             raise UnimplementedError(f"the model's tokenizer does not support constraints: {_text(reply)}")

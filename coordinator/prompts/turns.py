@@ -66,7 +66,7 @@ class Turns(Generic[Place]):
             raise
 
     def restart(self, turn: Turn[Place]) -> None:
-        """Forget the time that a turn has taken so far, which is not due to its client."""
+        """Do not charge the time that a turn has taken so far to its client."""
         turn.began = self._clock()
 
     def end(self, turn: Turn[Place]) -> None:

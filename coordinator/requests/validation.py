@@ -37,7 +37,7 @@ class Limits:
     max_num_seqs: int
     constraints: ConstraintReader
     grammar_refusal: str | None = None
-    """Why the target worker cannot follow grammars; None if it can."""
+    """Why the target worker does not follow grammars; None if it does."""
 
     @property
     def max_model_len(self) -> int:

@@ -27,7 +27,7 @@ from specpool.rpc.observability import logs
 
 log = logging.getLogger(__name__)
 
-# Rounds in a row in which the target worker may be compiling a sequence's grammar, which takes it a second at most.
+# Maximum consecutive rounds in which a sequence waits for the target worker to compile its grammar.
 MAX_GRAMMAR_WAITS = 2000
 
 
@@ -199,10 +199,10 @@ class RoundLoop:
             self.wake()
 
     def _fail_if_without_grammar(self, sequence: Sequence) -> None:
-        """Fail a sequence if the target worker cannot follow its grammar any further."""
+        """Fail a sequence if its grammar failed, or is never ready."""
         field = sequence.request.constraint
         if sequence.grammar_error is not None:
-            reason = f"it ends in an error after {sequence.num_generated} tokens: {shortened(sequence.grammar_error)}"
+            reason = f"failed after {sequence.num_generated} tokens: {shortened(sequence.grammar_error)}"
             self._fail(sequence, InvalidArgumentError(field, reason))
         elif sequence.grammar_waits >= MAX_GRAMMAR_WAITS:
             reason = f"the target worker has not compiled it after {MAX_GRAMMAR_WAITS} rounds"

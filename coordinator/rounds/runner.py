@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 MAX_ROUNDS, MAX_ROUNDS_WITH_NEWCOMERS = 2, 3
 RETRY_SECONDS = 0.05
 UNSERVED = (ItemStatus.NO_SLOT, ItemStatus.GRAMMAR_NOT_READY)
-"""Statuses of sequences that made no progress, and may make none in the next round either."""
+"""Statuses of sequences without progress. An immediate retry may fail again."""
 # How long to wait for branches after a verification, relative to its duration.
 MAX_LATENESS = 1.0
 

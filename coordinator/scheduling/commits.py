@@ -10,7 +10,7 @@ from specpool.protocol.rounds import Proposal
 from specpool.protocol.sampling import NO_LOGPROBS, Logprobs
 
 GRAMMAR = "grammar"
-"""Source of forced tokens in counters of draft methods. Requests cannot choose it."""
+"""Name of forced tokens in counters by draft method. Not a method that requests can choose."""
 
 
 class LookupSource(enum.StrEnum):
@@ -49,7 +49,7 @@ class DraftPlan:
     lookup: Lookup = Lookup()
     """What prompt lookup found. Its acceptance counts whether the tokens are verified or not."""
     allows_forced_tokens: bool = True
-    """Whether the target worker may append tokens that the sequence's grammar forces."""
+    """Whether the target worker may append forced tokens."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Commit:
     drafted: int = 0
     """Draft tokens of the draft method."""
     accepted: int = 0
-    """How many of them were accepted."""
+    """How many of `drafted` were accepted."""
     method: DraftMethod | None = None
     """Draft method used; None if nothing was drafted."""
     proposal: Proposal | None = None
@@ -75,7 +75,7 @@ class Commit:
     num_branches: int = 0
     """Number of branches that were drafted during the verification."""
     forced: int = 0
-    """Draft tokens that the target worker appended because the grammar forces them."""
+    """Forced tokens that the target worker appended."""
     accepted_forced: int = 0
 
     @cached_property

@@ -61,7 +61,7 @@ class GenerationRequest:
     logprobs: int | None = None
     """Alternatives to report beside each chosen token; None disables log-probabilities."""
     constraint: str = ""
-    """Path of the field that became the grammar of `sampling`. Empty: none."""
+    """Field with the constraint, such as "sampling_params.regex". `sampling` has its grammar. Empty: none."""
     n: int = 1
     adaptive: bool = False
     """Choose the number of draft tokens in each round, possibly zero."""
@@ -179,9 +179,9 @@ class Sequence:
         self.lacks_room = False
         """The target worker could not enlarge its reservation."""
         self.grammar_error: str | None = None
-        """Why the target worker cannot follow the grammar any further."""
+        """Why the grammar failed; None if it did not."""
         self.grammar_waits = 0
-        """Rounds in a row in which the target worker had not compiled the grammar."""
+        """Consecutive rounds in which the target worker had not compiled the grammar yet."""
         self.overtaken = 0
         """Sequences that entered the window before it because they are shorter."""
         self.protected_until = 0

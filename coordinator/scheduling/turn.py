@@ -275,7 +275,7 @@ class Turn:
 
     @property
     def _max_draft_tokens(self) -> int:
-        """Maximum number of draft tokens, including those that the target worker appends. 0: it appends none."""
+        """Maximum number of draft tokens, including forced tokens. 0: no forced tokens."""
         sequence = self.sequence
         if not sequence.request.sampling.grammar or not self._plan.allows_forced_tokens:
             return 0

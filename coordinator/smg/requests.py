@@ -22,7 +22,7 @@ CONVERTED = {"top_k", "seed", "stop", "stop_token_ids", "logit_bias", "choice"}
 # Detokenization options, which the gateway applies itself.
 DETOKENIZATION = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
 CONSTRAINTS = {"json_schema", "regex", "grammar", "structural_tag", "json_object"}
-# Options that ask for what this server does anyway.
+# Options that describe what this server always does.
 GIVEN = {"grammar_from_first_token"}
 
 UNSET_TEMPERATURE = 1.0

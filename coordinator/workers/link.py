@@ -140,7 +140,7 @@ class WorkerLink:
 
     @property
     def grammar_refusal(self) -> str | None:
-        """Why the worker cannot follow grammars; None if it can. Known once the worker was ready."""
+        """Why the worker does not follow grammars; None if it does. Known once the worker was ready."""
         if self.load_at_start.supports_grammars:
             return None
         return f"the {self.role} worker at {self.address} needs llguidance: install the extra `constraints` there"

@@ -70,10 +70,10 @@ class GenerateSettings(Settings, ClientSecurity):
     repetition_penalty: float | None = Field(None, description="above 1: earlier tokens become less likely")
     frequency_penalty: float | None = Field(None, description="above 0: each occurrence makes a token less likely")
     presence_penalty: float | None = Field(None, description="above 0: generated tokens become less likely")
-    json_schema: Path | None = Field(None, description="file of a JSON Schema that the answer must be valid under")
+    json_schema: Path | None = Field(None, description="file with a JSON Schema of the answer")
     regex: str | None = Field(None, description="regular expression that the answer must match")
-    grammar: Path | None = Field(None, description="file of a Lark or GBNF grammar that the answer must match")
-    choice: list[str] | None = Field(None, description="text that the answer may be; repeat the flag for others")
+    grammar: Path | None = Field(None, description="file with a Lark or GBNF grammar of the answer")
+    choice: list[str] | None = Field(None, description="allowed answer; repeat the flag for more")
     seed: int | None = Field(
         None, ge=0, le=UINT64_MAX, description="seed of sampling; default: a random one, shown by --json"
     )
@@ -211,7 +211,7 @@ def _with_template_options(line: PromptLine, options: dict[str, Any] | None) -> 
 
 
 def _options(settings: GenerateSettings, constraint: str | None) -> dict[str, Any]:
-    """The options of requests. `constraint`: text of the file with a schema or grammar."""
+    """The options of requests. `constraint`: contents of the file with the schema or grammar."""
     names = GenerateOptions.__annotations__.keys() & type(settings).model_fields.keys() - set(CHAT_OPTIONS)
     read = {name: constraint for name in ("json_schema", "grammar") if getattr(settings, name) is not None}
     stop = None if settings.stop is None else [settings.stop]

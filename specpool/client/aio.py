@@ -96,9 +96,9 @@ class AsyncClient(Connected[grpc.aio.Channel]):
         timeout_seconds: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Model:
-        """Return the answer as an instance of a pydantic model, whose JSON Schema constrains it.
+        """Return an answer constrained by a pydantic model, as an instance of that model.
 
-        ValueError if the answer is cut off, such as by `max_tokens`.
+        ValueError if the answer is incomplete, such as when cut off by `max_tokens`.
         """
         options["json_schema"] = model
         return parsed(await self.generate(prompt, timeout_seconds=timeout_seconds, **options), model)

@@ -1,4 +1,4 @@
-"""Options that constrain an answer, and answers as objects of pydantic models. Needs no pydantic itself."""
+"""Constraints of requests, and answers as pydantic objects. Does not import pydantic."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from specpool.v1 import generation_pb2 as pb
 
 
 class PydanticModel(Protocol):
-    """What this module uses of a pydantic model."""
+    """The methods of a pydantic model that this module uses."""
 
     @classmethod
     def model_json_schema(cls) -> dict[str, Any]: ...
@@ -20,13 +20,13 @@ Model = TypeVar("Model", bound=PydanticModel)
 JsonSchema = Mapping[str, Any] | str | bool | type[PydanticModel]
 """A schema as a dict or as JSON text, or the class of a pydantic model."""
 
-# Keywords of a schema whose values are no schemas, and those whose values are schemas by name.
+# Schema keywords whose values are not schemas, and keywords that map names to schemas.
 VALUES, NAMED = {"const", "default", "enum", "examples"}, {"properties", "$defs"}
 CONSTRAINTS = tuple(field.name for field in pb.SamplingParams.DESCRIPTOR.oneofs_by_name["constraint"].fields)
 
 
 def parsed(response: pb.GenerateResponse, model: type[Model]) -> Model:
-    """Return an answer as an instance of the pydantic model that was its `json_schema`.
+    """Return an answer as an instance of the pydantic model given as `json_schema`.
 
     ValueError, such as pydantic's ValidationError, if the answer is incomplete or invalid.
     """
@@ -37,7 +37,7 @@ def parsed(response: pb.GenerateResponse, model: type[Model]) -> Model:
 
 
 def read_constraint(given: dict[str, Any]) -> None:
-    """Convert the constraint among these options to a protobuf field. TypeError and ValueError name the option."""
+    """Convert the constraint in these options to a protobuf field. TypeError and ValueError name the option."""
     names = [name for name in CONSTRAINTS if name in given]
     if len(names) > 1:
         raise ValueError(f"{names[0]}: cannot be combined with {', '.join(names[1:])}")
@@ -55,7 +55,7 @@ def read_constraint(given: dict[str, Any]) -> None:
 
 
 def _closed(schema: Any) -> Any:
-    """Return a schema whose objects have no other properties unless it says so. Pydantic would ignore them."""
+    """Forbid undeclared properties, which pydantic would ignore, unless the schema allows them."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):

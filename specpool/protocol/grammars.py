@@ -1,7 +1,7 @@
 """Grammars of generated text, compiled by llguidance. Needs the extra `constraints`.
 
-The coordinator and both workers compile a grammar with the same limits, so what the coordinator accepts also compiles
-in the workers.
+The coordinator and the workers compile with the same limits, so a grammar that the coordinator accepts also compiles in
+the workers.
 """
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -10,17 +10,17 @@ from tokenizers import Tokenizer
 from specpool.protocol.tokenizer import TokenizerFiles
 
 LIMITS = LLParserLimits(max_grammar_size=200_000, verbose_errors=False)
-"""Limits of a grammar. They bound its compilation to some tenths of a second, and a mask to some hundredths."""
+"""Limits of a grammar. They keep its compilation within tenths of a second, and a mask within hundredths."""
 
 
 class GrammarError(ValueError):
-    """A grammar does not compile. The message is the library's."""
+    """A grammar does not compile. The message is llguidance's."""
 
 
 def load_grammar_tokenizer(files: TokenizerFiles, vocab_size: int) -> LLTokenizer:
-    """Load the tokenizer in the form that grammars need, which takes half a second. ValueError if it has none.
+    """Load the tokenizer for llguidance, in about half a second. ValueError if llguidance does not support it.
 
-    `vocab_size`: of the model. Masks have a bit for each of its tokens.
+    `vocab_size`: the model's, which sets the size of masks.
     """
     tokenizer = Tokenizer.from_str(files.tokenizer_json.decode())
     tokenizer.no_padding()

@@ -147,7 +147,7 @@ class VerifyItem(SequenceItem):
     branches: tuple[Branch, ...] = ()
     """Draft tokens for possible outcomes of that round. Cleared once the outcome is known."""
     max_draft_tokens: int = 0
-    """Maximum draft tokens, including those that the worker appends because the grammar allows no other text."""
+    """Maximum number of draft tokens, including forced tokens. 0: no forced tokens."""
 
     @property
     def end(self) -> int:
@@ -192,7 +192,7 @@ class Verdict:
     logprobs: Logprobs = NO_LOGPROBS
     """Log-probabilities for each of `token_ids`, if requested."""
     num_forced_tokens: int = 0
-    """Draft tokens that the worker appended, because the grammar allows no other text."""
+    """Number of forced tokens that the worker appended to the draft tokens."""
     error: str = ""
     """Why the grammar failed."""
 

@@ -42,7 +42,7 @@ class SamplingParams:
     prompt_length: int = 0
     """Number of prompt tokens at the start of the sequence."""
     grammar: str = ""
-    """Grammar of the generated text, in a format of llguidance. Empty: none."""
+    """Grammar of the generated text, in one of llguidance's formats. Empty: none."""
 
     @property
     def leaves_logits(self) -> bool:

@@ -91,7 +91,7 @@ class WorkerInfo:
     selects_branches: bool = False
     """Whether an item of the target worker may have branches."""
     supports_grammars: bool = False
-    """Whether sampling parameters may have a grammar."""
+    """Whether the worker follows the grammar in sampling parameters."""
 
     @property
     def summary(self) -> str:

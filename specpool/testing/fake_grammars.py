@@ -1,4 +1,4 @@
-"""The tokenizer of the fakes, and what a grammar allows after some of its tokens. Grammars need llguidance."""
+"""The fakes' tokenizer, and the tokens that a grammar allows or forces. Grammars need llguidance."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -23,7 +23,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def legal_tokens(grammar: str, token_ids: Sequence[int]) -> list[int]:
-    """Tokens that a grammar allows after these. ValueError if it allows none, or not even these."""
+    """Tokens that a grammar allows after `token_ids`. ValueError if there are none, or if `token_ids` are illegal."""
     matcher = _matcher_after(grammar, token_ids)
     mask = matcher.compute_bitmask()
     if matcher.is_error():
@@ -32,7 +32,7 @@ def legal_tokens(grammar: str, token_ids: Sequence[int]) -> list[int]:
 
 
 def forced_tokens(grammar: str, token_ids: Sequence[int]) -> list[int]:
-    """Tokens that follow these because the grammar allows no others. None after illegal ones."""
+    """The forced tokens after `token_ids`, or none if `token_ids` are illegal."""
     matcher = _matcher_after(grammar, token_ids)
     return [] if matcher.is_error() else list(matcher.compute_ff_tokens())
 

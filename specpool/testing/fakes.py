@@ -60,7 +60,7 @@ class FakeWorker:
         `kv_positions`: capacity of the cache; 0: only `slots` limits it. `kv_reservations_grow`: whether later items
         may reserve more, which workers of earlier versions ignore. `max_rounds_ahead`, `selects_branches`: see
         `WorkerLoad`; draft workers ignore them. `max_branches`: likewise; target workers ignore it.
-        `supports_grammars`: whether to follow the grammars of constrained requests, which needs llguidance.
+        `supports_grammars`: whether to follow grammars, which needs llguidance.
         """
         self.selects_branches = selects_branches
         self.max_branches = max_branches
@@ -371,14 +371,14 @@ class FakeTarget(FakeWorker):
         )
 
     def _is_compiling(self, key: tuple[str, int], item: target_worker_pb2.VerifyItem) -> bool:
-        """Whether the grammar of a sequence, if it has one, is not ready yet."""
+        """Whether a sequence has a grammar that is not ready yet."""
         if not item.sampling.grammar:
             return False
         self._compiling[key] = self._compiling.get(key, 0) + 1
         return self._compiling[key] <= self.rounds_to_compile
 
     def _forced(self, key: tuple[str, int], tokens: Sequence[int], item: target_worker_pb2.VerifyItem) -> list[int]:
-        """The tokens that a grammar forces after legal draft tokens."""
+        """The forced tokens after an item's draft tokens."""
         (grammar, prompt_length), room = self.grammars[key], item.max_draft_tokens - len(item.draft_token_ids)
         if not grammar or room <= 0:
             return []
@@ -497,7 +497,7 @@ class FakeDraft(FakeWorker):
         )
 
     def _choose(self, key: tuple[str, int], context: Sequence[int]) -> int:
-        """The target's choice after a context; any token if the context is illegal."""
+        """The target's choice after a context, or an arbitrary token if the context is illegal."""
         try:
             return self._target.choose_legal(context, *self.grammars[key])
         except ValueError:

@@ -45,7 +45,7 @@ TAGS = {
 
 @dataclass(frozen=True)
 class Constraint:
-    """A field of `SamplingParams`, and what a complete answer must be."""
+    """A field of `SamplingParams`, and the check of a complete answer."""
 
     field: str
     value: Any
@@ -102,7 +102,7 @@ def make(request: Request, k: int | None) -> pb.GenerateRequest:
 
 
 def outcome(response: pb.GenerateResponse) -> tuple[object, ...]:
-    """Everything in a response that must not depend on drafts, batch and faults."""
+    """The parts of a response that must not depend on drafts, batches or faults."""
     return (
         list(response.token_ids), response.text, response.finish_reason,
         response.matched_token_id, response.matched_stop_str,
@@ -265,7 +265,7 @@ def fuzzed_schema(pick: random.Random, depth: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_fuzzed_constraints_are_refused_or_followed(service: Service, seed: int) -> None:
-    """1,000 in all. Another client's answers stay complete meanwhile."""
+    """Send 1,000 constraints in all, beside another client whose answers stay complete."""
 
     async def one(number: int) -> bool:
         pick = random.Random(1000 * seed + number)

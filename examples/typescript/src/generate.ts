@@ -51,7 +51,7 @@ try {
   console.log(`\n[${answer.finish_reason}, ${usage?.completion_tokens} tokens, seed ${answer.seed}]`);
   console.log(`[${speculation?.num_accepted_draft_tokens} of ${speculation?.num_draft_tokens} draft tokens accepted]`);
 
-  // Constrained answers follow a JSON Schema, or one of `regex`, `grammar`, `choice`, `json_object` and `structural_tag`.
+  // Constrain the answer by JSON Schema. Other constraints: `regex`, `grammar`, `choice`, `json_object`, `structural_tag`.
   const schema = { enum: ["short", "long"] };
   const rating = await stream(
     client,

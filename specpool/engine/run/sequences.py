@@ -22,7 +22,7 @@ from specpool.protocol.worker_info import CacheLoad, WorkerInfo
 ITEMS_PER_SLOT = 4
 """A round may name more sequences than there are slots; the rest get NO_SLOT."""
 GRAMMAR_SECONDS = 0.01
-"""How long a round waits for a new grammar. Others need not wait for one that takes longer."""
+"""How long a round waits for a new grammar. Afterwards, the round continues without its sequence."""
 LOGITS_PER_SLOT = 1 + 4 * MAX_DRAFT_TOKENS
 """Bounds the logits of a round: drafts of four times the usual length in all sequences at once."""
 
@@ -47,7 +47,7 @@ class SequenceEngine:
     """An engine whose slots belong to sequences. Base class of both workers' backends."""
 
     requires_grammars = False
-    """Whether to refuse a sequence whose grammar cannot be used, instead of ignoring the grammar."""
+    """Whether to fail a sequence whose grammar is unusable, instead of ignoring the grammar."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -187,7 +187,7 @@ class SequenceEngine:
         return dict(zip(spans, rank_rows(logits, self._rows_of(spans, {}), self.engine.head, count), strict=True))
 
     def forced(self, key: SequenceKey, limit: int) -> tuple[int, ...]:
-        """At most `limit` tokens that must follow a sequence's span, because its grammar allows no other text."""
+        """At most `limit` forced tokens after a sequence's span."""
         slot = self.engine.slots[key]
         if slot.sampling is None or slot.sampling.grammar is None:
             return ()

@@ -130,7 +130,12 @@ class NativeSampler:
         size = threads * self.library.workspace_floats(c_int64(self.outputs))
         if size > len(self._workspace):
             self._workspace = np.empty(size, np.float32)
-        arrays = {"token_ids": self._token_ids, "outputs_of": self._outputs_of, "runs": self._runs, "rejected": rejected}
+        arrays = {
+            "token_ids": self._token_ids,
+            "outputs_of": self._outputs_of,
+            "runs": self._runs,
+            "rejected": rejected,
+        }
         return Batch(
             rows=rows,
             num_rows=len(rows),
@@ -151,7 +156,7 @@ def point_to_changes(row: Row, changes: Changes | None) -> None:
     row.num_counted = len(changes.counted_ids)
     for name in ("bias_ids", "biases", "masked_ids", "allowed", "counted_ids", "counts"):
         numbers = getattr(changes, name)
-        if numbers is not None and len(numbers):  # an address takes a microsecond
+        if numbers is not None and len(numbers):  # reading an address takes a microsecond
             setattr(row, name, numbers.ctypes.data)
 
 

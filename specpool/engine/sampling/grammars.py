@@ -1,7 +1,7 @@
-"""The grammars of sequences: which tokens may follow, as masks for the samplers, and which text must follow.
+"""Grammars of sequences: masks of allowed tokens for the samplers, and forced tokens.
 
-llguidance compiles grammars and computes masks without the interpreter lock, so both run beside a forward pass. A mask
-depends only on the tokens before it. So masked choices are the same in every batch and with every draft.
+llguidance compiles grammars and computes masks without the interpreter lock, so both overlap with forward passes. A
+mask depends only on the tokens before it, so masked choices are the same in every batch and with every draft.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ BITS = 32
 
 
 class SequenceGrammar:
-    """The grammar of one sequence, and how much of the sequence it has read."""
+    """The grammar of one sequence, and its position in the sequence."""
 
     def __init__(self, start: LLMatcher, prompt_length: int, end_ids: frozenset[int], vocab_size: int) -> None:
-        """`start`: a matcher that has read nothing. `end_ids`: tokens that end a text."""
+        """`start`: a matcher that has read nothing. `end_ids`: end-of-sequence tokens."""
         self._matcher, self._begin, self._end_ids = start.deep_copy(), prompt_length, end_ids
         self._num_words = -(-vocab_size // BITS)
         self._read = 0
-        """Tokens that the matcher has read."""
+        """Number of tokens that the matcher has read."""
         self._has_ended = False
-        """Whether a token that ends the text follows them."""
+        """Whether an end-of-sequence token follows them."""
         self._computed: tuple[tuple[int, int], list[Words | None]] | None = None
-        """Masks computed in advance, with the arguments that they belong to."""
+        """Masks computed in advance, with the length and count they are for."""
         self.error = ""
-        """Why the last masks are missing, apart from illegal draft tokens. Empty if they are not."""
+        """Why the grammar failed for the last masks. Empty if it did not; illegal draft tokens are not failures."""
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens of the sequence."""
@@ -72,8 +72,8 @@ class SequenceGrammar:
     def masks(self, token_ids: Sequence[int], count: int) -> list[Words | None]:
         """The mask of each of `count` rows, which follow the last tokens of the sequence.
 
-        The sequence has grown since the last call, or was truncated to what both have in common. None: the row follows
-        a draft token that is not allowed, or the grammar has failed.
+        Apart from `truncate`, a sequence may only grow between calls. None: the row follows an illegal draft token, or
+        the grammar failed.
         """
         computed, self._computed = self._computed, None
         if computed is not None and computed[0] == (len(token_ids), count):
@@ -81,13 +81,13 @@ class SequenceGrammar:
         return self._masks(token_ids, count)
 
     def forced(self, token_ids: Sequence[int], limit: int) -> tuple[int, ...]:
-        """At most `limit` tokens of the only text that may follow the sequence, as the tokenizer would split it."""
+        """At most `limit` tokens of the only text that may follow the sequence, as the tokenizer splits it."""
         if limit <= 0 or not self._advance(token_ids) or self._has_ended:
             return ()
         return tuple(self._matcher.compute_ff_tokens()[:limit])
 
     def read_token(self, token_id: int, mask: Words) -> None:
-        """Read the next token, and replace `mask` with that of the token after it. Leaves it if there is none."""
+        """Read the next token, and replace `mask` with the mask after it."""
         self._read_all([token_id])
         self._fill(mask)
 
@@ -125,7 +125,7 @@ class SequenceGrammar:
         return num_read
 
     def _fill(self, mask: Words) -> bool:
-        """Compute the mask after the tokens read. Return whether there is one; False sets `error`."""
+        """Compute the mask after the tokens read. Return whether it succeeded; failure sets `error`."""
         if self._has_ended:
             mask[:] = 0
             for token in self._end_ids:
@@ -141,7 +141,7 @@ class SequenceGrammar:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer, on a thread of its own."""
+    """Compiles grammars and computes masks for one tokenizer, each on its own thread."""
 
     def __init__(self, files: TokenizerFiles, vocab_size: int) -> None:
         self._vocab_size, self._end_ids = vocab_size, frozenset(files.eos_token_ids)
@@ -151,10 +151,10 @@ class Grammars:
         self._compiling = ThreadPoolExecutor(1, "grammars")
         self._masking = ThreadPoolExecutor(1, "masks")
         self.why_unsupported = explain_missing("constraints")
-        """Why there are no grammars; None if there are."""
+        """Why grammars are unsupported; None if they are supported."""
 
     def wait(self, grammar: str, seconds: float) -> bool:
-        """Whether a grammar has been compiled, or cannot be, after waiting for up to `seconds`."""
+        """Wait up to `seconds` for a grammar. Return whether its compilation has succeeded or failed."""
         if self.why_unsupported:
             return True
         with suppress(TimeoutError):
@@ -174,7 +174,7 @@ class Grammars:
         return SequenceGrammar(self._compile(grammar).result(), prompt_length, self._end_ids, self._vocab_size)
 
     def compute(self, work: Iterable[tuple[SequenceGrammar, Sequence[int], int]]) -> Future[None] | None:
-        """Start to compute masks on another thread: `SequenceGrammar.compute` with these arguments. None: no work."""
+        """Call `SequenceGrammar.compute` with these arguments on another thread. None: no work."""
         listed = list(work)
         if not listed:
             return None

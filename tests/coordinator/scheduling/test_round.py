@@ -41,7 +41,7 @@ def decode_plainly(request: GenerationRequest) -> list[int]:
 
 
 def forced_after(context: Iterable[int], limit: int) -> list[int]:
-    """At most `limit` tokens that a grammar forces after a context. The target tokenizes some texts otherwise."""
+    """At most `limit` forced tokens after a context. The target tokenizes some texts differently."""
     context, forced = list(context), list[int]()
     digest = zlib.crc32(bytes([*context, 255]))
     for index in range(min(digest % 4, limit)):

@@ -1,4 +1,4 @@
-"""OpenAI's client and the real gateway, with structured output: whatever smg passes on is obeyed."""
+"""Structured output through OpenAI's client and the real gateway."""
 
 import json
 import re

@@ -70,7 +70,7 @@ def tokens_in(results: Sequence[Any]) -> list[int]:
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("logprobs", [None, 3])
 async def test_drafts_do_not_change_the_tokens(target: Worker, temperature: float, logprobs: int | None) -> None:
-    """Drafts are right, wrong and illegal. The log-probabilities have the same bits, too."""
+    """Drafts are right, wrong and illegal. Log-probabilities have the same bits."""
     sampling = sampled(temperature=temperature)
     expected = await plain(target, sampling, logprobs=logprobs)
     truth = tokens_in(expected)

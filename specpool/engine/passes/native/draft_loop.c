@@ -41,7 +41,7 @@ typedef struct {
     int64_t num_drafts, num_rounds, max_draft_tokens;
     int32_t *draft_token_ids;  /* result, [num_drafts, max_draft_tokens] */
     double *confidences;       /* result, like the token ids */
-    void (*read_token)(int64_t draft, int64_t token); /* updates the mask of a draft with a grammar */
+    void (*read_token)(int64_t draft, int64_t token); /* updates the mask of a constrained draft */
     int64_t num_passes, num_tokens; /* result: passes and rows run */
 } Loop;
 

@@ -194,7 +194,7 @@ READ_TOKEN = CFUNCTYPE(None, c_int64, c_int64)
 
 
 def _reader(drafts: Sequence[Draft], changes: Sequence[Changes | None]) -> Any:
-    """The function that updates the mask of a draft after each token. Grammars of branches read on separately."""
+    """The function that updates a draft's mask after each token. Each draft reads a fork of its sequence's grammar."""
     grammars: dict[int, tuple[SequenceGrammar, Words]] = {}
     for number, (draft, change) in enumerate(zip(drafts, changes, strict=True)):
         if change is not None and change.allowed is not None:

@@ -39,7 +39,7 @@ static int has_changes(const Row *row) {
     return row->num_biases || row->num_masked || row->num_counted || row->allowed;
 }
 
-/* Whether the largest allowed logit wins. Other rows need a copy to change. */
+/* Whether the largest allowed logit wins. Such rows need no copy of the logits. */
 static int is_masked_argmax(const Row *row) {
     return row->allowed && row->temperature == 0 && !(row->num_biases || row->num_masked || row->num_counted);
 }
@@ -159,7 +159,7 @@ static int64_t output_with_noise(const Work *work, const Row *row, int64_t start
     return found;
 }
 
-/* The output with the largest allowed logit. The smallest token wins ties. -1 if all of them are -inf. */
+/* The output with the largest allowed logit. The smallest token id wins ties. -1 if all of them are -inf. */
 static int64_t largest_allowed(const Work *work, const uint32_t *allowed, const Batch *batch) {
     int64_t found = -1;
     float best = -INFINITY;

@@ -30,7 +30,7 @@ typedef struct {
     Row *rows;
     int64_t num_rows, outputs, vocabulary, threads;
     const int32_t *token_ids;  /* of each output, padded to whole blocks */
-    const uint8_t *runs;       /* for each block: whether its tokens are consecutive, from a multiple of 32 on */
+    const uint8_t *runs;       /* for each block: whether its tokens are consecutive, starting at a multiple of 32 */
     const int32_t *outputs_of; /* of each token; -1: none */
     int32_t *rejected;         /* for each sequence: its first row that rejected a draft token; INT32_MAX: none */
     float *workspace;          /* [threads, workspace_floats] */
