@@ -21,7 +21,7 @@ from tiny_tokenizers import BYTES
 from tokenizers import Regex, decoders, models, normalizers
 from tokenizers import Tokenizer as Library
 
-from coordinator.prompts import process_link, tokenizer_pool, turns
+from coordinator.prompts import process_link, tokenizer_pool
 from coordinator.prompts.description import TokenizerError
 from coordinator.prompts.frames import Allowance, Kind
 from coordinator.prompts.tokenizer_pool import Constraint, Prompt, PromptError, TokenizerPool, TooLongError
@@ -395,16 +395,21 @@ async def test_a_constraint_that_takes_too_long_harms_only_itself(pool: Tokenize
 
 async def test_loading_the_tokenizer_for_constraints_is_not_charged_to_a_client(pool: TokenizerPool) -> None:
     await pool.load(files(), VOCAB_SIZE)
-    with mock.patch.multiple(turns, SLOW_SECONDS=0.2), mock.patch.object(pool, "_load_grammars", slow(pool)):
+    now = [0.0]
+    pool._turns._slow_until.clear()
+    pool._turns._clock = lambda: now[0]
+    with mock.patch.object(pool, "_load_grammars", slow(pool, now)):
         await compile_(pool, "json_schema", POINT)
+    assert now == [100.0]
     assert not pool._turns._slow_until
 
 
-def slow(pool: TokenizerPool) -> Any:
+def slow(pool: TokenizerPool, now: list[float]) -> Any:
+    """Loading that takes 100 seconds of this clock."""
     load = pool._load_grammars
 
     async def load_slowly(link: process_link.ProcessLink) -> None:
         await load(link)
-        await asyncio.sleep(0.4)
+        now[0] += 100.0
 
     return load_slowly
