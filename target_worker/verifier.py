@@ -85,9 +85,10 @@ class Verifier(SequenceEngine):
         if not choices.finite:
             raise WorkerFailedError(f"sequence {item.sequence_id}: the model's logits are not finite")
         rules = self.engine.slots[key].sampling
-        if rules is not None and rules.grammar is not None and rules.grammar.error:
+        grammar = None if rules is None else rules.grammar
+        if grammar is not None and (error := grammar.error_in(len(choices.token_ids))):
             self.keep(key, item.base_length)
-            return Verdict(item.sequence_id, ItemStatus.GRAMMAR_FAILED, error=rules.grammar.error)
+            return Verdict(item.sequence_id, ItemStatus.GRAMMAR_FAILED, error=error)
         gained = [] if item.prefill_only else accept(item.draft_token_ids, choices.token_ids)
         # Rejected positions stay in the slot until overwritten. `num_cached_tokens` marks the valid ones.
         num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(gained) - 1)

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 
 from specpool.protocol.tokenizer import TokenizerFiles
 
-LIMITS = LLParserLimits(max_grammar_size=200_000, verbose_errors=False)
-"""Limits of a grammar. They keep its compilation within tenths of a second, and a mask within hundredths."""
+LIMITS = LLParserLimits(max_grammar_size=200_000, step_max_items=2000, verbose_errors=False)
+"""Limits of a grammar. They keep its compilation within tenths of a second, and nearly all masks within hundredths."""
 
 
 class GrammarError(ValueError):

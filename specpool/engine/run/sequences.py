@@ -1,6 +1,7 @@
 """Sequences of many coordinators in one engine: the base of drafting and verification."""
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -58,6 +59,8 @@ class SequenceEngine:
             engine.notes.append("samples slowly, row by row, because its sampling kernels cannot run here")
         self._sampler = Sampler(engine.head, facts.device, engine.native)
         self.grammars = Grammars(engine.loaded.tokenizer, engine.vocab_size)
+        self._grammar_deadline = 0.0
+        """Until when the current round waits for new grammars, in seconds of `time.monotonic`."""
 
     def info(self) -> WorkerInfo:
         """Description of the model and its load."""
@@ -113,6 +116,7 @@ class SequenceEngine:
         """
         for index, item in enumerate(items):
             self._check_room(coordinator_id, index, item)
+        self._grammar_deadline = time.monotonic() + GRAMMAR_SECONDS
         with self.engine.realigning():
             return [self._realign(coordinator_id, round_id, item) for item in items]
 
@@ -153,9 +157,11 @@ class SequenceEngine:
             for each in rows
             if each.rules is not None and each.rules.grammar is not None and each.prefix_length is None and each.count
         )
-        logits = self.engine.forward(spans)
-        if masks is not None:
-            masks.result()
+        try:
+            logits = self.engine.forward(spans)
+        finally:  # the next pass uses the same matchers
+            if masks is not None:
+                masks.result()
         choices = []
         for each, chosen in zip(rows, self._sampler(logits, rows), strict=True):
             sure = [*map(math.exp, chosen.logprobs.logprobs)] if confidences and each.rules is None else []
@@ -256,7 +262,7 @@ class SequenceEngine:
     def _grammar_status(self, sampling: SamplingParams | None) -> ItemStatus:
         if sampling is None or not sampling.grammar or (self.grammars.why_unsupported and not self.requires_grammars):
             return ItemStatus.OK
-        if not self.grammars.wait(sampling.grammar, GRAMMAR_SECONDS):
+        if not self.grammars.wait(sampling.grammar, max(0.0, self._grammar_deadline - time.monotonic())):
             return ItemStatus.GRAMMAR_NOT_READY
         failed = self.requires_grammars and self.grammars.error_of(sampling.grammar)
         return ItemStatus.GRAMMAR_FAILED if failed else ItemStatus.OK

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,7 +38,7 @@ class SequenceGrammar:
 
     def __init__(self, start: LLMatcher, prompt_length: int, end_ids: frozenset[int], vocab_size: int) -> None:
         """`start`: a matcher that has read nothing. `end_ids`: end-of-sequence tokens."""
-        self._matcher, self._begin, self._end_ids = start.deep_copy(), prompt_length, end_ids
+        self._start, self._matcher, self._begin, self._end_ids = start, start.deep_copy(), prompt_length, end_ids
         self._num_words = -(-vocab_size // BITS)
         self._read = 0
         """Number of tokens that the matcher has read."""
@@ -45,8 +46,8 @@ class SequenceGrammar:
         """Whether an end-of-sequence token follows them."""
         self._computed: tuple[tuple[int, int], list[Words | None]] | None = None
         """Masks computed in advance, with the length and count they are for."""
-        self.error = ""
-        """Why the grammar failed for the last masks. Empty if it did not; illegal draft tokens are not failures."""
+        self._failure: tuple[int, str] | None = None
+        """The row of the last masks for which the grammar failed, and why. Illegal draft tokens are not failures."""
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens of the sequence."""
@@ -54,9 +55,19 @@ class SequenceGrammar:
         kept = max(0, length - self._begin)
         if kept <= self._read:
             self._has_ended = False
-        if kept < self._read:
+        if self._matcher.is_error():  # it never recovers
+            self._matcher, self._read, self._has_ended = self._start.deep_copy(), 0, False
+        elif kept < self._read:
             self._matcher.rollback(self._read - kept)
             self._read = kept
+
+    def error_in(self, count: int) -> str:
+        """Why the grammar failed in one of the first `count` rows of the last masks. Empty if it did not."""
+        return self._failure[1] if self._failure is not None and self._failure[0] < count else ""
+
+    def fail(self, reason: str) -> None:
+        """Record that there are no masks."""
+        self._failure = 0, reason
 
     def fork(self, token_ids: Sequence[int]) -> SequenceGrammar:
         """A copy that has read this continuation of the sequence, for a draft."""
@@ -84,7 +95,7 @@ class SequenceGrammar:
         """At most `limit` tokens of the only text that may follow the sequence, as the tokenizer splits it."""
         if limit <= 0 or not self._advance(token_ids) or self._has_ended:
             return ()
-        return tuple(self._matcher.compute_ff_tokens()[:limit])
+        return tuple(takewhile(lambda token: token not in self._end_ids, self._matcher.compute_ff_tokens()[:limit]))
 
     def read_token(self, token_id: int, mask: Words) -> None:
         """Read the next token, and replace `mask` with the mask after it."""
@@ -96,10 +107,13 @@ class SequenceGrammar:
         self.truncate(first)
         masks: list[Words | None] = [None] * count
         can_read = self._advance(token_ids[:first])
-        self.error = "" if can_read else "the text does not match the grammar"
+        self._failure = None if can_read else (0, "the text does not match the grammar")
         for row in range(count):
             mask = np.empty(self._num_words, np.uint32)
-            if not can_read or not self._fill(mask):
+            if not can_read:
+                break
+            if reason := self._fill(mask):
+                self._failure = row, reason
                 break
             masks[row] = mask
             can_read = self._read_all(token_ids[first + row : first + row + 1])
@@ -124,20 +138,21 @@ class SequenceGrammar:
         self._read += num_read
         return num_read
 
-    def _fill(self, mask: Words) -> bool:
-        """Compute the mask after the tokens read. Return whether it succeeded; failure sets `error`."""
+    def _fill(self, mask: Words) -> str:
+        """Compute the mask after the tokens read. Return why it failed; empty if it did not."""
         if self._has_ended:
             mask[:] = 0
             for token in self._end_ids:
                 mask[token // BITS] |= np.uint32(1 << token % BITS)
-            return True
+            return ""
         with suppress(ValueError, RuntimeError):  # the matcher keeps the reason
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
-            self.error = self._matcher.get_error() or "the grammar failed"
-        elif not mask.any():
-            self.error = "the grammar allows no token after this text"
-        return not self.error
+            return self._matcher.get_error() or "the grammar failed"
+        if not self._matcher.is_accepting():  # the grammar itself may name tokens that end the text
+            for token in self._end_ids:
+                mask[token // BITS] &= ~np.uint32(1 << token % BITS)
+        return "" if mask.any() else "the grammar allows no token after this text"
 
 
 class Grammars:
@@ -157,10 +172,21 @@ class Grammars:
         """Wait up to `seconds` for a grammar. Return whether its compilation has succeeded or failed."""
         if self.why_unsupported:
             return True
+        if grammar not in self._compiled and not self._has_room():
+            return False
         with suppress(TimeoutError):
             self._compile(grammar).exception(seconds)
             return True
         return False
+
+    def _has_room(self) -> bool:
+        """Whether another grammar can be kept. Those being compiled are never dropped."""
+        if len(self._compiled) < MAX_GRAMMARS:
+            return True
+        oldest = next((each for each, future in self._compiled.items() if future.done()), None)
+        if oldest is not None:
+            del self._compiled[oldest]
+        return oldest is not None
 
     def error_of(self, grammar: str) -> str:
         """Why a grammar cannot be used. Empty if it can. Waits until it is compiled."""
@@ -181,7 +207,11 @@ class Grammars:
 
         def run() -> None:
             for grammar, token_ids, count in listed:
-                grammar.compute(token_ids, count)
+                try:
+                    grammar.compute(token_ids, count)
+                except Exception as error:  # fails its own sequence only
+                    log.exception("a mask failed")
+                    grammar.fail(f"the grammar failed: {error}")
 
         return self._masking.submit(run)
 
@@ -189,8 +219,6 @@ class Grammars:
         future = self._compiled.pop(grammar, None)
         if future is None:
             future = self._compiling.submit(self._compiled_with, self._loaded(), grammar)
-            while len(self._compiled) >= MAX_GRAMMARS:
-                self._compiled.popitem(last=False)
         self._compiled[grammar] = future
         return future
 

@@ -2,17 +2,17 @@
 
 import random
 from collections.abc import Sequence
-from concurrent.futures import wait
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLParserLimits
 
 from specpool.engine.sampling.batch import Sampler
 from specpool.engine.sampling.compiled import BLOCK
-from specpool.engine.sampling.grammars import BITS, MAX_GRAMMARS, Grammars, SequenceGrammar, Words
+from specpool.engine.sampling.grammars import BITS, Grammars, SequenceGrammar, Words
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.rows import SequenceRows
 from specpool.engine.sampling.rules import SequenceRules
@@ -67,7 +67,7 @@ def test_masks_are_those_of_a_grammar_that_reads_all_at_once(grammars: Grammars,
         masks = kept.masks([*tokens, *drafts], len(drafts) + 1)
         expected = fresh_masks(grammars, grammar, [*tokens, *drafts], len(drafts) + 1)
         assert [None if mask is None else allowed_by(mask) for mask in masks] == expected
-        assert not kept.error
+        assert not kept.error_in(len(drafts) + 1)
         kept.truncate(len(tokens))
 
 
@@ -96,7 +96,8 @@ def test_rows_after_an_illegal_draft_token_have_no_mask(grammars: Grammars) -> N
 def test_a_committed_text_outside_the_grammar_is_an_error(grammars: Grammars) -> None:
     sequence = grammars.start(COLORS, len(PROMPT))
     assert sequence.masks([*PROMPT, *ids_of("x")], 1) == [None]
-    assert "does not match" in sequence.error
+    assert "does not match" in sequence.error_in(1)
+    assert sequence.error_in(0) == ""
 
 
 def test_forced_tokens_are_the_only_continuation(grammars: Grammars) -> None:
@@ -133,13 +134,56 @@ def test_slow_compilation_makes_nobody_wait(grammars: Grammars) -> None:
     assert grammars.wait(slow, 60)
 
 
-def test_grammars_are_forgotten_in_the_order_of_their_use(grammars: Grammars) -> None:
-    for number in range(MAX_GRAMMARS):
-        grammars.wait(f'start: "{number}"', 0)
-        grammars.wait(COLORS, 0)
-    assert len(grammars._compiled) == MAX_GRAMMARS
-    assert COLORS in grammars._compiled
-    wait(grammars._compiled.values())
+AMBIGUOUS = 'start: "y" | "x" s\ns: s s s | s s | T\nT: /[a-z ]/'
+"""Harmless after "y", and beyond the limits after "x"."""
+
+
+def test_a_failure_after_a_draft_token_concerns_only_that_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specpool.protocol.grammars.LIMITS", LLParserLimits(step_max_items=120, verbose_errors=False))
+    sequence = Grammars(FILES, VOCAB).start(AMBIGUOUS, len(PROMPT))
+    draft = [*PROMPT, *ids_of("x" + 30 * "a")]
+    masks = sequence.masks(draft, 32)
+    failed = [mask is None for mask in masks].index(True)
+    assert 0 < failed < 31
+    assert sequence.error_in(failed) == ""
+    assert "items" in sequence.error_in(failed + 1)
+    sequence.truncate(len(PROMPT))
+    assert [allowed_by(mask) for mask in sequence.masks([*PROMPT, *ids_of("y")], 2)] == [
+        {*ids_of("xy")},
+        {EOS_TOKEN_ID},
+    ]
+    assert sequence.error_in(2) == ""
+
+
+def test_a_grammar_cannot_end_the_text_in_its_middle(grammars: Grammars) -> None:
+    sequence = grammars.start('start: "a" (<eos> "b" | "c")', 0)
+    (mask,) = sequence.masks(ids_of("a"), 1)
+    assert allowed_by(mask) == {*ids_of("c")}
+    only_end = grammars.start('start: "a" <eos> "b"', 0)
+    assert only_end.forced(ids_of("a"), 9) == ()
+    assert only_end.masks(ids_of("a"), 1) == [None]
+    assert "no token" in only_end.error_in(1)
+
+
+def test_grammars_being_compiled_are_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specpool.engine.sampling.grammars.MAX_GRAMMARS", 3)
+    own = Grammars(FILES, VOCAB)
+    slow = ["start: " + " | ".join(f'"{n}" /[a-z]{{1,9}}{i}x{n}/' for n in range(300)) for i in range(5)]
+    for _ in range(3):
+        assert not any(own.wait(each, 0.0) for each in slow[3:])
+        own.wait(slow[0], 0.0)
+    assert len(own._compiled) == 3
+    assert all(own.wait(each, 60) for each in [*own._compiled])
+    assert all(own.wait(each, 60) for each in slow)
+
+
+def test_grammars_are_forgotten_in_the_order_of_their_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specpool.engine.sampling.grammars.MAX_GRAMMARS", 5)
+    own = Grammars(FILES, VOCAB)
+    for number in range(9):
+        assert own.wait(f'start: "{number}"', 60)
+        assert own.wait(COLORS, 60)
+    assert [*own._compiled] == [*(f'start: "{number}"' for number in range(5, 9)), COLORS]
 
 
 def test_without_the_library_a_grammar_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +210,7 @@ class RandomMasks(SequenceGrammar):
     """Allows random tokens, the same ones in every object with this seed."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
-        self._size, self._seed, self.error = -(-vocab_size // BITS), seed, ""
+        self._size, self._seed = -(-vocab_size // BITS), seed
 
     def truncate(self, length: int) -> None:
         pass
