@@ -33,7 +33,7 @@ from specpool.protocol.rounds import MAX_ITEM_BRANCHES
 from specpool.protocol.sampling import NO_LOGPROBS
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import CacheLoad, WorkerInfo
-from specpool.testing.fakes import CHAT_TEMPLATE, EOS_TOKEN_ID, MEASURED_ROWS, VOCAB_SIZE, byte_tokenizer
+from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, MEASURED_ROWS, VOCAB_SIZE, byte_tokenizer
 from specpool.v1 import draft_worker_pb2_grpc, target_worker_pb2_grpc
 from specpool.worker.process import run_worker
 from specpool.worker.servicer import WorkerServicer

@@ -1,10 +1,11 @@
 """A vLLM engine as a child process of tests and benchmarks, in vLLM's own environment.
 
 Standard input has one JSON object per line: first the arguments of `vllm.LLM`, then one object per run with "prompts"
-(token ids), "max_tokens" and "at_a_time" (requests in flight; default: all). Standard output has a line once the engine
-is ready, then one per run: {"outputs", "seconds", "steps", "draft_tokens", "accepted", "preemptions", and the fields of
-`Clock`}. Decoding is greedy and ignores the end of sequence. The process must import `main` from this module: vLLM
-imports the drafters from here, and both must share one clock.
+(token ids), "max_tokens", "at_a_time" (requests in flight; default: all) and "schemas" (the JSON Schema of each answer;
+default: none). Standard output has a line once the engine is ready, then one per run: {"outputs", "seconds", "steps",
+"draft_tokens", "accepted", "preemptions", and the fields of `Clock`}. Decoding is greedy. Without schemas, it ignores
+the end of sequence. The process must import `main` from this module: vLLM imports the drafters from here, and both must
+share one clock.
 """
 
 import copy
@@ -100,13 +101,23 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints to standard output
     from vllm import LLM, SamplingParams  # imported late: it prints
+    from vllm.sampling_params import StructuredOutputsParams
 
     engine = LLM(**json.loads(sys.stdin.readline()), disable_log_stats=False)
     _answer(answers, {"ready": True})
     counted = _counts(engine)
     for line in sys.stdin:
         run = json.loads(line)
-        sampling = SamplingParams(temperature=0.0, max_tokens=run["max_tokens"], ignore_eos=True, detokenize=False)
+        sampling = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=run["max_tokens"],
+                ignore_eos=schema is None,
+                detokenize=False,
+                structured_outputs=schema and StructuredOutputsParams(json=schema),
+            )
+            for schema in run.get("schemas") or [None] * len(run["prompts"])
+        ]
         prompts: Any = [{"prompt_token_ids": token_ids} for token_ids in run["prompts"]]
         began = time.perf_counter()
         outputs, steps = _generate(engine.llm_engine, prompts, sampling, run.get("at_a_time") or len(prompts))
@@ -116,13 +127,13 @@ def main() -> None:
         _answer(answers, {"outputs": outputs, "seconds": seconds, "steps": steps, **counts})
 
 
-def _generate(engine: Any, prompts: list[Any], sampling: Any, at_a_time: int) -> tuple[list[list[int]], int]:
+def _generate(engine: Any, prompts: list[Any], sampling: list[Any], at_a_time: int) -> tuple[list[list[int]], int]:
     """The tokens of each answer, and the number of steps."""
     outputs: list[list[int]] = [[] for _ in prompts]
     begun = finished = steps = 0
     while finished < len(prompts):
         for prompt in prompts[begun : finished + at_a_time]:
-            engine.add_request(str(begun), prompt, sampling)
+            engine.add_request(str(begun), prompt, sampling[begun])
             begun += 1
         steps += 1
         for output in engine.step():

@@ -39,14 +39,18 @@ class Proposer(SequenceEngine):
             }
             for round_, own in zip(rounds, states, strict=True)
         ]
-        drafts = [
-            {key: self._draft_of(key, item) for key, item in own.items() if not item.num_branches} for own in served
-        ]
+        plain = [{key: item for key, item in own.items() if not item.num_branches} for own in served]
+        forced = {key: self._forced(key, item) for own in plain for key, item in own.items()}
+        drafts = [{key: self._draft_of(key, item, forced[key]) for key, item in own.items()} for own in plain]
         self._draft(rounds, drafts)
         branching = {key: item for own in served for key, item in own.items() if item.num_branches}
         chances = {key: round_.chances for round_, own in zip(rounds, served, strict=True) for key in own}
         branches = draft_branches(self, branching, chances)
-        proposals = {key: self._proposal(key, draft) for own in drafts for key, draft in own.items()}
+        proposals = {
+            key: self._proposal(key, item, (*forced[key], *draft.token_ids), draft)
+            for own, own_drafts in zip(plain, drafts, strict=True)
+            for (key, item), draft in zip(own.items(), own_drafts.values(), strict=True)
+        }
         for key, own_branches in branches.items():
             cached = self.engine.slots[key].num_cached_tokens
             proposals[key] = Proposal(key[1], ItemStatus.OK, (), cached, branches=own_branches)
@@ -58,24 +62,30 @@ class Proposer(SequenceEngine):
             for round_, own_states in zip(rounds, states, strict=True)
         ]
 
-    def _draft_of(self, key: SequenceKey, item: ProposeItem) -> Draft:
-        """The draft of an item. Its span takes every token that is not cached yet.
+    def _forced(self, key: SequenceKey, item: ProposeItem) -> tuple[int, ...]:
+        """The forced tokens of an item, which need no model."""
+        self.span(key, item.token_ids, 0)
+        return self.forced(key, item.num_draft_tokens)
 
-        After full acceptance, this includes the draft's own last token.
+    def _draft_of(self, key: SequenceKey, item: ProposeItem, forced: tuple[int, ...]) -> Draft:
+        """The draft after an item's forced tokens. Its span takes every token that is not cached yet.
+
+        After full acceptance, this includes the draft's own last token. The last draft token is never cached.
         """
-        span, slot = self.span(key, item.token_ids, min(1, item.num_draft_tokens)), self.engine.slots[key]
+        num_draft_tokens, slot = item.num_draft_tokens - len(forced), self.engine.slots[key]
+        token_ids = item.token_ids + (forced if num_draft_tokens else forced[:-1])
         return Draft(
-            span,
+            self.span(key, token_ids, min(1, num_draft_tokens)),
             slot.sampling,
             slot.token_ids,
-            item.num_draft_tokens,
+            num_draft_tokens,
             needs_confidences=bool(item.min_chance),
             min_chance=item.min_chance,
             next_chance=item.next_chance,
         )
 
     def _draft(self, rounds: Sequence[ProposeRound], drafts: Sequence[Mapping[SequenceKey, Draft]]) -> None:
-        """Draft for all rounds, and record the cached positions."""
+        """Draft for all rounds."""
         if not any(drafts):
             return
         self.draft(
@@ -85,15 +95,16 @@ class Proposer(SequenceEngine):
             ]
         )
         for key, draft in chain.from_iterable(own.items() for own in drafts):
-            self.keep(key, draft.span.end)
             if draft.is_broken:
                 log.warning("sequence %d: logits are not finite; shortening its draft", key[1])
 
-    def _proposal(self, key: SequenceKey, draft: Draft) -> Proposal:
+    def _proposal(self, key: SequenceKey, item: ProposeItem, token_ids: tuple[int, ...], draft: Draft) -> Proposal:
+        num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(token_ids) - 1)
+        self.keep(key, num_cached_tokens)
         return Proposal(
             sequence_id=key[1],
             status=ItemStatus.OK,
-            draft_token_ids=tuple(draft.token_ids),
-            num_cached_tokens=self.engine.slots[key].num_cached_tokens,
+            draft_token_ids=token_ids,
+            num_cached_tokens=num_cached_tokens,
             confidences=tuple(draft.confidences),
         )

@@ -14,6 +14,8 @@ from target_worker.acceptance import accept
 class Verifier(SequenceEngine):
     """The target worker's backend."""
 
+    requires_grammars = True
+
     def tokenizer(self) -> TokenizerFiles:
         """The target's tokenizer."""
         return self.engine.loaded.tokenizer
@@ -33,12 +35,13 @@ class Verifier(SequenceEngine):
         }
         for key in continued.keys() & ready.keys():
             self.engine.slots[key].continued = continued[key]
+        forced = {key: self._extend(key, item) for key, item in ready.items()}
         spans = {key: self._span(key, item) for key, item in ready.items()}
         choices = self.choose(spans, num_logprobs={key: item.logprobs for key, item in ready.items()})
-        verdicts = {key: self._judge(key, item, choices[key]) for key, item in ready.items()}
+        verdicts = {key: self._judge(key, item, choices[key], forced[key]) for key, item in ready.items()}
         return [
             [
-                verdicts.get((round_.coordinator_id, item.sequence_id), Verdict(item.sequence_id, state))
+                verdicts.get((round_.coordinator_id, item.sequence_id)) or self._refusal(item, state)
                 for item, state in zip(round_.items, states, strict=True)
             ]
             for round_, states in zip(rounds, realigned, strict=True)
@@ -59,15 +62,35 @@ class Verifier(SequenceEngine):
                 item.select_branch(found.num_accepted, found.token_id)
                 yield key, (item.after_round_id, found)
 
+    def _refusal(self, item: VerifyItem, state: ItemStatus) -> Verdict:
+        failed = state is ItemStatus.GRAMMAR_FAILED and item.sampling is not None
+        error = self.grammars.error_of(item.sampling.grammar) if failed and item.sampling is not None else ""
+        return Verdict(item.sequence_id, state, error=error)
+
+    def _extend(self, key: SequenceKey, item: VerifyItem) -> int:
+        """Append forced tokens to an item's draft tokens. Return their number."""
+        limit = item.max_draft_tokens - len(item.draft_token_ids)
+        if item.prefill_only or limit <= 0:
+            return 0
+        self.span(key, item.token_ids + item.draft_token_ids, 0)
+        forced = self.forced(key, limit)
+        item.draft_token_ids += forced
+        return len(forced)
+
     def _span(self, key: SequenceKey, item: VerifyItem) -> Span:
         num_logits = 0 if item.prefill_only else len(item.draft_token_ids) + 1
         return self.span(key, item.token_ids + item.draft_token_ids, num_logits)
 
-    def _judge(self, key: SequenceKey, item: VerifyItem, choices: Choices) -> Verdict:
+    def _judge(self, key: SequenceKey, item: VerifyItem, choices: Choices, num_forced: int) -> Verdict:
         if not choices.finite:
             raise WorkerFailedError(f"sequence {item.sequence_id}: the model's logits are not finite")
+        rules = self.engine.slots[key].sampling
+        grammar = None if rules is None else rules.grammar
+        if grammar is not None and (error := grammar.error_in(len(choices.token_ids))):
+            self.keep(key, item.base_length)
+            return Verdict(item.sequence_id, ItemStatus.GRAMMAR_FAILED, error=error)
         gained = [] if item.prefill_only else accept(item.draft_token_ids, choices.token_ids)
         # Rejected positions stay in the slot until overwritten. `num_cached_tokens` marks the valid ones.
         num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(gained) - 1)
         self.keep(key, num_cached_tokens, gained[-1] if gained else None, max(0, len(gained) - 1))
-        return Verdict(item.sequence_id, ItemStatus.OK, tuple(gained), num_cached_tokens, choices.logprobs)
+        return Verdict(item.sequence_id, ItemStatus.OK, tuple(gained), num_cached_tokens, choices.logprobs, num_forced)

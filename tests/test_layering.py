@@ -57,6 +57,7 @@ MAY_NAME_STATUS_CODES = {
 # The edges, where protobuf messages are allowed.
 EDGES = (
     "coordinator/prompts/chat_reader.py",
+    "coordinator/prompts/constraint_reader.py",
     "coordinator/prompts/prompt_reader.py",
     "coordinator/requests/validation.py",
     "coordinator/server.py",

@@ -74,4 +74,23 @@ def attacks(results: Results) -> str:
     return table(("attack", "median ms", "95%", "new connection: median ms", "95%"), *body)
 
 
-RECORDS = {"attacks": attacks, "throughput": throughput, "realign": realign, "vllm": vllm}
+def structured(results: Results) -> str:
+    """Tokens/s of constrained answers by requests in flight, here and in vLLM."""
+    found = results["structured"]
+    rows = {(row["concurrency"], row["kind"]): row for row in found["rows"]}
+    peer = {(row["concurrency"], row["kind"]): row for row in found["vllm"]}
+    body = [
+        (
+            *(str(n), f"{rows[n, 'plain']['tokens_per_s']:.1f}"),
+            *(f"{rows[n, kind]['ratio']:.2f}x ({rows[n, kind]['ratio_min']:.2f})" for kind in ("default", "lookup")),
+            *(f"{peer[n, kind]['tokens_per_s']:.1f}" for kind in ("plain", "ngram")),
+        )
+        for n in dict.fromkeys(n for n, _ in rows)
+    ]
+    headings = ("at a time", "plain tokens/s", "default", "prompt lookup", "vLLM tokens/s", "vLLM n-gram tokens/s")
+    return table(headings, *body)
+
+
+RECORDS = {
+    "attacks": attacks, "throughput": throughput, "realign": realign, "vllm": vllm, "structured": structured,
+}  # fmt: skip

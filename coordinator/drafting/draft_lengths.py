@@ -101,6 +101,8 @@ class DraftLengths:
     def __post_init__(self) -> None:
         self.acceptance = AcceptanceRates(self.first_rate)
         self.guard = Guard(self.costs)
+        self.measures_plain = False
+        """Whether the last planned round has no drafts, to measure the time of plain decoding."""
         self.branching = Branching(self.costs)
 
     @property
@@ -127,7 +129,8 @@ class DraftLengths:
         plans = {i: self._plan_sequence(i, option) for i, option in options.items()}
         self._num_lookup_tokens = {i: len(plan.lookup_ids) for i, plan in plans.items() if not plan.num_draft_tokens}
         self._since_plain += 1
-        if self._is_plain_due(batch):
+        self.measures_plain = self._is_plain_due(batch)
+        if self.measures_plain:
             plans = dict.fromkeys(options, DraftPlan())
         elif self.branches.num_branches:
             plans = {i: self._plan_branches(i, option, plans[i]) for i, option in options.items()}

@@ -8,12 +8,13 @@ from coordinator.drafting.acceptance import Calibration, expected_tokens
 from coordinator.drafting.branching import BranchPlan
 from coordinator.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes
 from coordinator.drafting.draft_lengths import DraftLengths, DraftOptions
+from coordinator.drafting.forced_tokens import ForcedTokens
 from coordinator.drafting.lookup import PromptLookup
 from coordinator.drafting.outcome import RoundOutcome
 from coordinator.scheduling.commits import Commit, DraftPlan, Lookup, LookupSource
 from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.sequence import MAX_DRAFT_LAG, DraftMethod, Sequence
-from specpool.protocol.rounds import Proposal, ProposeItem, VerifyItem
+from specpool.protocol.rounds import Proposal, ProposeItem
 
 # Maximum rounds over which to spread the cost of catching up the draft worker.
 MAX_CATCH_UP_ROUNDS = 32
@@ -73,6 +74,7 @@ class Drafting:
         self.lengths = DraftLengths(costs, max_num_draft_tokens)
         self.lookup = PromptLookup(lookup_store_tokens)
         self.calibration = Calibration()
+        self.forced_tokens = ForcedTokens()
         self._draft_steps = 0
         """Draft steps of the last round."""
 
@@ -135,6 +137,9 @@ class Drafting:
             plans |= self._fixed_branches(fixed, plans, len(group), max_branches, bool(adaptive))
         if not any(plan.num_draft_tokens for plan in plans.values()):
             self._draft_steps = 0
+        if constrained := [s.sequence_id for s in drafting if s.request.adaptive and s.request.sampling.grammar]:
+            allowed = self.forced_tokens.are_allowed(self.lengths.plan.row, self.lengths.measures_plain)
+            plans |= {i: replace(plans[i], allows_forced_tokens=allowed) for i in constrained}
         looked_up = {i: replace(plans[i], lookup=lookup) for i, lookup in lookups.items() if lookup.run}
         return plans | looked_up
 
@@ -148,7 +153,7 @@ class Drafting:
         if not outcome.continues:  # a continued round waits at the worker, which is not message latency
             self._observe_exchange(outcome.verified)
         if outcome.is_quiet and outcome.all_decode:
-            self.costs.verify.observe(_rows(outcome.verify_items), outcome.verified.forward)
+            self.costs.verify.observe(sum(outcome.rows.values()), outcome.verified.forward)
         for commit in outcome.commits:
             self.observe(commit)
             self.lengths.branching.observe(commit)
@@ -172,6 +177,8 @@ class Drafting:
         sequence_id, proposal = commit.sequence.sequence_id, commit.proposal
         self.lookup.observe(commit.sequence, commit.lookup)
         self.lookup.store_answer(commit.sequence)
+        if commit.forced and commit.accepted == commit.drafted:
+            self.forced_tokens.observe(commit.forced, commit.accepted_forced)
         if proposal is None or not proposal.draft_token_ids:
             return
         drafted, accepted = (commit.drafted, commit.accepted) if commit.method is DraftMethod.MODEL else (0, 0)
@@ -333,8 +340,3 @@ def _can_draft(sequence: Sequence, worker: DraftWorker | None) -> bool:
         and len(sequence.token_ids) < worker.max_model_len
         and worker.round_id >= sequence.draft_backoff_until
     )
-
-
-def _rows(items: Items[VerifyItem]) -> int:
-    """Rows of a verification in which all sequences decode."""
-    return sum(1 + len(item.draft_token_ids) for item in items)

@@ -42,7 +42,8 @@ class RoundOutcome:
     def is_comparable(self) -> bool:
         """Whether the gain over a plain round is due to adaptive draft lengths alone."""
         fixed = any(commit.drafted and not commit.sequence.request.adaptive for commit in self.commits)
-        return bool(self.commits) and self.all_decode and not fixed
+        forced = any(commit.forced for commit in self.commits)
+        return bool(self.commits) and self.all_decode and not fixed and not forced
 
     @property
     def method(self) -> DraftMethod | None:
@@ -50,6 +51,15 @@ class RoundOutcome:
         if self.called_draft or any(commit.method is DraftMethod.MODEL for commit in self.commits):
             return DraftMethod.MODEL
         return DraftMethod.NGRAM if any(item.draft_token_ids for item in self.verify_items) else None
+
+    @property
+    def rows(self) -> dict[int, int]:
+        """Rows of the verification by sequence id."""
+        forced = {commit.sequence.sequence_id: commit.forced for commit in self.commits}
+        return {
+            item.sequence_id: len(item.token_ids) + len(item.draft_token_ids) + forced.get(item.sequence_id, 0)
+            for item in self.verify_items
+        }
 
     @property
     def num_tokens(self) -> int:

@@ -24,12 +24,16 @@ class Kind(IntEnum):
     CHAT = 3
     TEMPLATE = 4
     """Compile a template."""
+    GRAMMARS = 5
+    """Load the tokenizer for llguidance."""
+    CONSTRAINT = 6
+    """Convert a constraint to a grammar, and compile it."""
     # Replies
     DONE = 16
-    """Success. After LOAD, the body is a description in JSON."""
+    """Success. After LOAD, the body is a description in JSON; after CONSTRAINT, the grammar."""
     TOKEN_IDS = 17
     REFUSED = 18
-    """The process refuses the prompt or the files. The body is the reason."""
+    """The process refuses the prompt, the constraint or the files. The body is the reason."""
     TOO_LONG = 19
     """The prompt has too many tokens. The body is their number."""
     ENDS = 20
@@ -56,6 +60,11 @@ class Allowance:
     def prompt(cls, size: int, seconds: float) -> Self:
         """For rendering or tokenizing `size` bytes. Ordinary text needs 1 us and 200 bytes of memory per byte."""
         return cls(seconds + size * 1e-5, 256 * MIB + 256 * size)
+
+    @classmethod
+    def constraint(cls, seconds: float) -> Self:
+        """For compiling a constraint."""
+        return cls(seconds, 256 * MIB)
 
     @property
     def shown_memory(self) -> str:

@@ -1,7 +1,8 @@
-"""A prompt process: renders chats and tokenizes text, within limits on memory and processor time.
+"""A prompt process: renders chats, tokenizes text and compiles constraints, within limits on memory and processor time.
 
-Tokenizers and chat templates come from strangers. They run here, where they can harm only their own request. The
-coordinator starts this module as `python -m coordinator.prompts.process`; it exits when its standard input closes.
+Tokenizers, chat templates and constraints come from strangers. They run here, where they can harm only their own
+request. The coordinator starts this module as `python -m coordinator.prompts.process`; it exits when its standard input
+closes.
 """
 
 import json
@@ -12,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, BinaryIO
 
 from coordinator.prompts.frames import HEADER, MAX_REASON_CHARACTERS, Allowance, Kind, frame, pack_ids
@@ -30,6 +32,8 @@ class PromptProcess:
     def __init__(self, replies: BinaryIO) -> None:
         self._replies = replies
         self._tokenizer: TargetTokenizer | None = None
+        self._vocab_size = 0
+        self._compile_constraint: Callable[[str, str], str] | None = None
         self._memory_at_start = _memory()
         self.ends = False
         """Whether the process has kept too much memory and must exit."""
@@ -41,6 +45,8 @@ class PromptProcess:
             Kind.TEXT: self._tokenize_text,
             Kind.CHAT: self._tokenize_chat,
             Kind.TEMPLATE: self._compile,
+            Kind.GRAMMARS: self._load_grammars,
+            Kind.CONSTRAINT: self._compile_grammar,
         }
         try:
             kind, body = handlers[kind](*request)
@@ -53,7 +59,7 @@ class PromptProcess:
 
     def _load(self, files: tuple[Any, ...], vocab_size: int) -> tuple[Kind, bytes]:
         with _limited(Allowance.load(len(files[0])), "the tokenizer"):
-            self._tokenizer = TargetTokenizer(TokenizerFiles(*files), vocab_size)
+            self._tokenizer, self._vocab_size = TargetTokenizer(TokenizerFiles(*files), vocab_size), vocab_size
             description = json.dumps(self._tokenizer.describe()).encode()
         self._memory_at_start = _memory()
         return Kind.DONE, description
@@ -62,6 +68,22 @@ class PromptProcess:
         with _limited(Allowance.prompt(len(source), seconds), "the chat template"):
             ChatTemplate(source, {})
         return Kind.DONE, b""
+
+    def _load_grammars(self) -> tuple[Kind, bytes]:
+        from coordinator.prompts.constraints import compile_constraint, load_grammar_tokenizer  # an extra
+
+        assert self._tokenizer is not None
+        files = self._tokenizer.files
+        with _limited(Allowance.load(len(files.tokenizer_json)), "the tokenizer"):
+            tokenizer = load_grammar_tokenizer(files, self._vocab_size)
+        self._compile_constraint = partial(compile_constraint, tokenizer)
+        self._memory_at_start = _memory()
+        return Kind.DONE, b""
+
+    def _compile_grammar(self, kind: str, text: str, seconds: float) -> tuple[Kind, bytes]:
+        assert self._compile_constraint is not None
+        with _limited(Allowance.constraint(seconds), "compiling it"):
+            return Kind.DONE, self._compile_constraint(kind, text).encode()
 
     def _tokenize_text(self, text: str, max_tokens: int, max_characters: int, seconds: float) -> tuple[Kind, bytes]:
         assert self._tokenizer is not None

@@ -40,6 +40,8 @@ class ProcessLink:
         self._is_usable = False
         self.loaded: bytes | None = None
         """The request that loaded its tokenizer."""
+        self.has_grammars = False
+        """Whether it can compile constraints."""
 
     @property
     def is_usable(self) -> bool:
@@ -57,7 +59,7 @@ class ProcessLink:
     async def start(self) -> None:
         """Start the process, in place of an earlier one. Raises OSError."""
         await self.close()
-        self.loaded = None
+        self.loaded, self.has_grammars = None, False
         self._process = await asyncio.create_subprocess_exec(
             *COMMAND, stdin=PIPE, stdout=PIPE, env=environment(), start_new_session=True, limit=MIB
         )

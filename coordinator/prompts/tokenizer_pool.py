@@ -13,7 +13,7 @@ from coordinator.prompts.description import TokenizerDescription, TokenizerError
 from coordinator.prompts.frames import MAX_REASON_CHARACTERS, MIB, Allowance, Kind, unpack_ids
 from coordinator.prompts.process_link import ProcessDiedError, ProcessLink
 from coordinator.prompts.turns import Turn, Turns
-from specpool.protocol.errors import UnavailableError
+from specpool.protocol.errors import UnavailableError, UnimplementedError
 from specpool.protocol.tokenizer import TokenizerFiles
 
 PROCESSES = 2
@@ -21,10 +21,13 @@ PROCESSES = 2
 LARGE_BYTES = 16_384
 # Processor time to render a chat or to tokenize a short text.
 MAX_SECONDS = 3.0
+# Processor time to compile a constraint.
+MAX_CONSTRAINT_SECONDS = 1.0
 # Pause before another attempt to start a process.
 RESTART_SECONDS = 1.0
 MAX_DESCRIPTION_BYTES = 64 * MIB
 MAX_REASON_BYTES = 4 * MAX_REASON_CHARACTERS
+MAX_GRAMMAR_BYTES = MIB
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +68,32 @@ class Prompt:
         return Kind.TEXT, marshal.dumps((self.content(), *limits))
 
 
+@dataclass(frozen=True)
+class Constraint:
+    """A constraint to compile."""
+
+    kind: str
+    """Name of its field in `SamplingParams`."""
+    text: str
+    """The field's text. For `choice`, a JSON list; for `json_object`, a schema."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A request to a prompt process."""
+
+    kind: Kind
+    body: bytes
+    first_stage: Allowance
+    max_reply: int
+    seconds: float = 0.0
+    """Processor time of a later stage."""
+    first_worker: str = "the tokenizer"
+    """What to blame if the first stage ends the process."""
+
+
 class TokenizerPool:
-    """Tokenizes prompts in prompt processes."""
+    """Tokenizes prompts and compiles constraints in prompt processes."""
 
     def __init__(self, max_waiting: int) -> None:
         """`max_waiting`: maximum number of waiting prompts of a client; others are refused."""
@@ -124,6 +151,14 @@ class TokenizerPool:
         # An abandoned prompt keeps its process busy, but only for a limited time.
         return await asyncio.shield(self._in_background(self._encode(prompt, before, turn, link)))
 
+    async def compile(self, client: str, constraint: Constraint, before: Check = lambda: None) -> str:
+        """Return the grammar of a client's constraint. `before`: see `encode`.
+
+        Raises PromptError, QueueFullError, UnavailableError, UnimplementedError, and the errors of `before`.
+        """
+        turn, link = await self._turns.take(client, len(constraint.text) > LARGE_BYTES)
+        return await asyncio.shield(self._in_background(self._compile(constraint, before, turn, link)))
+
     async def close(self) -> None:
         """End all processes."""
         self._is_closed = True
@@ -139,28 +174,48 @@ class TokenizerPool:
                 kind, body = await asyncio.to_thread(prompt.request, MAX_SECONDS)
             else:
                 kind, body = prompt.request(MAX_SECONDS)
-            return _token_ids(*await self._ask(turn, link, kind, body, prompt))
+            stage, max_reply = Allowance.prompt(prompt.size, MAX_SECONDS), 4 * prompt.max_tokens + MAX_REASON_BYTES
+            worker = "the model's chat template" if prompt.is_chat else "the tokenizer"
+            return _token_ids(*await self._ask(turn, link, _Request(kind, body, stage, max_reply, MAX_SECONDS, worker)))
         finally:
             self._release(turn, link)
 
-    async def _ask(
-        self, turn: Turn[ProcessLink], link: ProcessLink, kind: Kind, body: bytes, prompt: Prompt
-    ) -> tuple[Kind, bytes]:
-        """Ask a process, and retry once if somebody else killed it. Raises PromptError, UnavailableError."""
-        stage, max_reply = Allowance.prompt(prompt.size, MAX_SECONDS), 4 * prompt.max_tokens + MAX_REASON_BYTES
+    async def _compile(self, constraint: Constraint, before: Check, turn: Turn[ProcessLink], link: ProcessLink) -> str:
+        try:
+            before()
+            body = marshal.dumps((constraint.kind, constraint.text, MAX_CONSTRAINT_SECONDS))
+            stage = Allowance.constraint(MAX_CONSTRAINT_SECONDS)
+            request = _Request(Kind.CONSTRAINT, body, stage, MAX_GRAMMAR_BYTES, first_worker="compiling it")
+            kind, reply = await self._ask(turn, link, request)
+            if kind is not Kind.DONE:
+                raise PromptError(_text(reply))
+            return reply.decode()
+        finally:
+            self._release(turn, link)
+
+    async def _ask(self, turn: Turn[ProcessLink], link: ProcessLink, request: _Request) -> tuple[Kind, bytes]:
+        """Ask a process, and retry once if somebody else killed it.
+
+        Raises PromptError, UnavailableError, UnimplementedError.
+        """
         for _ in range(2):
             try:
                 await self._prepare(link)
-                return await link.ask(kind, body, stage, max_reply, MAX_SECONDS)
+                if request.kind is Kind.CONSTRAINT and not link.has_grammars:
+                    await self._load_grammars(link)
+                    self._turns.restart(turn)
+                return await link.ask(
+                    request.kind, request.body, request.first_stage, request.max_reply, request.seconds
+                )
             except OSError as error:
                 raise UnavailableError(f"cannot start a prompt process: {error.strerror}") from None
             except ProcessDiedError as error:
                 if not error.is_killed:
                     turn.is_slow = True
-                    worker = "the tokenizer" if error.is_rendered or not prompt.is_chat else "the model's chat template"
+                    worker = "the tokenizer" if error.is_rendered else request.first_worker
                     raise PromptError(f"{worker} {error.reason}") from None
                 log.warning("a prompt process was killed; starting another one")
-        raise UnavailableError("the process that tokenizes this prompt was killed; try again")
+        raise UnavailableError("the prompt process was killed; try again")
 
     async def _prepare(self, link: ProcessLink) -> None:
         """Start a process if it is not running, and load the tokenizer. Raises OSError, ProcessDiedError."""
@@ -173,6 +228,13 @@ class TokenizerPool:
                 await link.close()
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             link.loaded = self._load
+
+    async def _load_grammars(self, link: ProcessLink) -> None:
+        """Prepare a process for constraints. Raises ProcessDiedError, UnimplementedError."""
+        kind, reply = await link.ask(Kind.GRAMMARS, marshal.dumps(()), self._load_allowance, MAX_REASON_BYTES)
+        if kind is not Kind.DONE:
+            raise UnimplementedError(f"the model's tokenizer does not support constraints: {_text(reply)}")
+        link.has_grammars = True
 
     async def _revive(self, link: ProcessLink) -> None:
         """Prepare a process, retrying until it succeeds, and offer it to the next prompts."""

@@ -65,6 +65,10 @@ class Turns(Generic[Place]):
                 self.add(turn.granted.result())
             raise
 
+    def restart(self, turn: Turn[Place]) -> None:
+        """Do not charge the time that a turn has taken so far to its client."""
+        turn.began = self._clock()
+
     def end(self, turn: Turn[Place]) -> None:
         """End a prompt. Its place stays occupied until it is added again."""
         self._num_large -= turn.is_large

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.prompts.constraint_reader import ConstraintReader, constraint_field, read_constraint
 from coordinator.prompts.prompt_reader import PromptReader
-from coordinator.prompts.tokenizer_pool import TokenizerPool
+from coordinator.prompts.tokenizer_pool import Constraint, TokenizerPool
 from coordinator.scheduling.sequence import DraftMethod, GenerationRequest
-from specpool.protocol.errors import InvalidArgumentError
+from specpool.protocol.errors import InvalidArgumentError, UnimplementedError
 from specpool.protocol.sampling import RANGES, SamplingParams, in_range
 from specpool.rpc.observability import logs
 from specpool.v1 import generation_pb2 as pb
@@ -34,6 +35,9 @@ class Limits:
     settings: CoordinatorSettings
     prompts: PromptReader
     max_num_seqs: int
+    constraints: ConstraintReader
+    grammar_refusal: str | None = None
+    """Why the target worker does not follow grammars; None if it does."""
 
     @property
     def max_model_len(self) -> int:
@@ -53,13 +57,18 @@ async def read_request(
 ) -> GenerationRequest:
     """Validate a client's request. `check_queue` runs before expensive work, and may raise.
 
-    Raises InvalidArgumentError, QueueFullError, UnavailableError.
+    Raises InvalidArgumentError, QueueFullError, UnavailableError, UnimplementedError.
     """
     request = _parse(message, client, limits)
+    constraint = _constraint(message, limits)
     logs.bind_request(request.request_id)
     limits.prompts.check(message)
     check_queue(request)
     prompt_ids = await limits.prompts.read(message, client, pool, before=lambda: check_queue(request))
+    if constraint is not None:
+        grammar = await limits.constraints.read(constraint, client, before=lambda: check_queue(request))
+        sampling = replace(request.sampling, grammar=grammar)
+        request = replace(request, sampling=sampling, constraint=constraint_field(constraint.kind))
     params, remaining = message.sampling_params, limits.max_model_len - len(prompt_ids)
     if params.HasField("max_tokens"):
         _check_max_tokens(params.max_tokens, remaining, limits)
@@ -104,6 +113,15 @@ def _parse(message: pb.GenerateRequest, client: str, limits: Limits) -> Generati
         cache_salt=message.cache_salt,
         client=client,
     )
+
+
+def _constraint(message: pb.GenerateRequest, limits: Limits) -> Constraint | None:
+    constraint = read_constraint(message.sampling_params)
+    if constraint is not None:
+        limits.constraints.check(constraint)
+        if limits.grammar_refusal is not None:
+            raise UnimplementedError(f"{constraint_field(constraint.kind)}: {limits.grammar_refusal}")
+    return constraint
 
 
 def _sampling(params: pb.SamplingParams) -> SamplingParams:

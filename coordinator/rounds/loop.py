@@ -15,10 +15,20 @@ from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.ready import ReadySet
 from coordinator.scheduling.sequence import Sequence
 from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError
-from specpool.protocol.errors import ServiceError, UnavailableError, WorkerFailedError
+from coordinator.workers.link import shortened
+from specpool.protocol.errors import (
+    InvalidArgumentError,
+    ServiceError,
+    UnavailableError,
+    UnimplementedError,
+    WorkerFailedError,
+)
 from specpool.rpc.observability import logs
 
 log = logging.getLogger(__name__)
+
+# Maximum consecutive rounds in which a sequence waits for the target worker to compile its grammar.
+MAX_GRAMMAR_WAITS = 2000
 
 
 class RoundLoop:
@@ -43,7 +53,7 @@ class RoundLoop:
         """Forget the caches of the previous target process.
 
         Unless the new process certainly runs the same model, fail the requests that have tokens: two models must not
-        contribute to one response.
+        contribute to one response. Fail constrained requests if it cannot follow grammars.
         """
         begun = [] if is_same_model else [*filter(self._in_flight.has_begun, self._pool.in_flight)]
         if begun:
@@ -51,6 +61,10 @@ class RoundLoop:
             log.error("failing %d sequences: %s", len(begun), reason, extra=logs.about(*_request_ids(begun)))
         for sequence in begun:
             self._fail(sequence, UnavailableError(f"{reason}; send the request again"))
+        if (refusal := self._target.grammar_refusal) is not None:
+            for sequence in self._pool.in_flight:
+                if sequence.request.constraint:
+                    self._fail(sequence, UnimplementedError(f"{sequence.request.constraint}: {refusal}"))
         self._pool.forget_target_caches()
         self.wake()
 
@@ -145,6 +159,7 @@ class RoundLoop:
             for sequence in group.sequences:
                 sequence.blame.clear(sequence.progress)
                 self._fail_if_poisonous(sequence)
+                self._fail_if_without_grammar(sequence)
         except WorkerUnreachableError as error:
             progressed = True  # nothing is lost; the loop waits for the target
             if error.cause is Cause.FAILED:
@@ -182,6 +197,16 @@ class RoundLoop:
             log.error("failing request %r: %s %s", request_id, why, reason, extra=logs.about(request_id))
             self._fail(sequence, WorkerFailedError(f"{why}{reason and f': {reason}'}"))
             self.wake()
+
+    def _fail_if_without_grammar(self, sequence: Sequence) -> None:
+        """Fail a sequence if its grammar failed, or is never ready."""
+        field = sequence.request.constraint
+        if sequence.grammar_error is not None:
+            reason = f"failed after {sequence.num_generated} tokens: {shortened(sequence.grammar_error)}"
+            self._fail(sequence, InvalidArgumentError(field, reason))
+        elif sequence.grammar_waits >= MAX_GRAMMAR_WAITS:
+            reason = f"the target worker has not compiled it after {MAX_GRAMMAR_WAITS} rounds"
+            self._fail(sequence, UnavailableError(f"{field}: {reason}"))
 
     async def _run_or_split(self, group: Group, may_join: bool) -> bool:
         """Run a round. If the target refuses it, run each sequence alone and fail the ones refused again."""

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 # round of newcomers may join the waiting one.
 MAX_ROUNDS, MAX_ROUNDS_WITH_NEWCOMERS = 2, 3
 RETRY_SECONDS = 0.05
+UNSERVED = (ItemStatus.NO_SLOT, ItemStatus.GRAMMAR_NOT_READY)
+"""Statuses of sequences without progress. An immediate retry may fail again."""
 # How long to wait for branches after a verification, relative to its duration.
 MAX_LATENESS = 1.0
 
@@ -258,7 +260,7 @@ class RoundRunner:
         flight.proposed = Timed(elapsed=time.perf_counter() - began)
 
     async def _verify(self, flight: Flight) -> bool:
-        """Verify and commit. Meanwhile the draft worker may draft ahead. Return whether any sequence had a slot."""
+        """Verify and commit. Meanwhile the draft worker may draft ahead. Return whether any sequence was served."""
         drafting_ahead: asyncio.Task[None] | None = None
         previous, self._last_sent = self._last_sent, flight
         if previous is not None:
@@ -287,7 +289,7 @@ class RoundRunner:
             if self._last_sent is flight:
                 self._last_sent = None
         await asyncio.sleep(0)  # let the next round draft its branches first
-        return any(verdict.status is not ItemStatus.NO_SLOT for verdict in verdicts)
+        return any(verdict.status not in UNSERVED for verdict in verdicts)
 
     def _usual_seconds(self, outcome: RoundOutcome) -> float:
         """Seconds of the verification, or its usual duration if longer: `elapsed` is short if it was read late."""
@@ -377,8 +379,8 @@ class RoundRunner:
             self._measured_times, self._plain_times = self.target.step_times, copy.deepcopy(self.target.step_times)
         sequences = {sequence.sequence_id: sequence for sequence in flight.group.sequences}
         parts: dict[str, Part] = {}
-        for item in flight.outcome.verify_items:
-            request, rows = sequences[item.sequence_id].request, len(item.token_ids) + len(item.draft_token_ids)
+        for sequence_id, rows in flight.outcome.rows.items():
+            request = sequences[sequence_id].request
             part = parts.setdefault(request.client, Part())
             part.rows += rows
             part.costly_rows += rows * request.is_costly

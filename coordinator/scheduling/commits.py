@@ -9,6 +9,9 @@ from coordinator.scheduling.text import ShownText
 from specpool.protocol.rounds import Proposal
 from specpool.protocol.sampling import NO_LOGPROBS, Logprobs
 
+GRAMMAR = "grammar"
+"""Name of forced tokens in counters by draft method. Not a method that requests can choose."""
+
 
 class LookupSource(enum.StrEnum):
     """What prompt lookup searches: the sequence's own tokens, or earlier answers of its namespace."""
@@ -45,6 +48,8 @@ class DraftPlan:
     """Prompt-lookup tokens, verified if the draft worker proposes none."""
     lookup: Lookup = Lookup()
     """What prompt lookup found. Its acceptance counts whether the tokens are verified or not."""
+    allows_forced_tokens: bool = True
+    """Whether the target worker may append forced tokens."""
 
 
 @dataclass
@@ -56,7 +61,9 @@ class Commit:
     shown: ShownText
     logprobs: Logprobs = NO_LOGPROBS
     drafted: int = 0
+    """Draft tokens of the draft method."""
     accepted: int = 0
+    """How many of `drafted` were accepted."""
     method: DraftMethod | None = None
     """Draft method used; None if nothing was drafted."""
     proposal: Proposal | None = None
@@ -67,6 +74,9 @@ class Commit:
     """Index of the branch that matched the verification; None without one."""
     num_branches: int = 0
     """Number of branches that were drafted during the verification."""
+    forced: int = 0
+    """Forced tokens that the target worker appended."""
+    accepted_forced: int = 0
 
     @cached_property
     def text(self) -> str:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from coordinator.scheduling.commits import Commit
+from coordinator.scheduling.commits import GRAMMAR, Commit
 from coordinator.scheduling.grouping import Group
 
 
@@ -68,19 +68,25 @@ class Counters:
     accepted_lengths: list[int] = field(default_factory=list)
     """At index i: verifications with draft tokens that accepted i of them."""
     drafts: dict[str, DraftCounters] = field(default_factory=dict)
-    """By draft method."""
+    """By draft method, and for `GRAMMAR`."""
 
     def add_commit(self, commit: Commit) -> None:
         self.completion_tokens += len(commit.token_ids)
-        self.draft_tokens += commit.drafted
-        self.accepted_draft_tokens += commit.accepted
-        _increment(self.draft_lengths, commit.drafted)
-        if commit.drafted:
-            _increment(self.accepted_lengths, commit.accepted)
+        drafted, accepted = commit.drafted + commit.forced, commit.accepted + commit.accepted_forced
+        self.draft_tokens += drafted
+        self.accepted_draft_tokens += accepted
+        _increment(self.draft_lengths, drafted)
+        if drafted:
+            _increment(self.accepted_lengths, accepted)
         if commit.method is not None:
-            drafts = self.drafts.setdefault(commit.method, DraftCounters())
-            drafts.draft_tokens += commit.drafted
-            drafts.accepted_draft_tokens += commit.accepted
+            self._add_drafts(commit.method, commit.drafted, commit.accepted)
+        if commit.forced:
+            self._add_drafts(GRAMMAR, commit.forced, commit.accepted_forced)
+
+    def _add_drafts(self, source: str, drafted: int, accepted: int) -> None:
+        drafts = self.drafts.setdefault(source, DraftCounters())
+        drafts.draft_tokens += drafted
+        drafts.accepted_draft_tokens += accepted
 
     def add_times(self, proposed: Timed, verified: Timed, elapsed: float) -> None:
         """Count the seconds of a round by stage. `elapsed`: of the whole round."""

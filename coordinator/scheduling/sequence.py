@@ -60,6 +60,8 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     """Alternatives to report beside each chosen token; None disables log-probabilities."""
+    constraint: str = ""
+    """Field with the constraint, such as "sampling_params.regex". `sampling` has its grammar. Empty: none."""
     n: int = 1
     adaptive: bool = False
     """Choose the number of draft tokens in each round, possibly zero."""
@@ -176,6 +178,10 @@ class Sequence:
         """Positions reserved in the workers. None: all that it can need."""
         self.lacks_room = False
         """The target worker could not enlarge its reservation."""
+        self.grammar_error: str | None = None
+        """Why the grammar failed; None if it did not."""
+        self.grammar_waits = 0
+        """Consecutive rounds in which the target worker had not compiled the grammar yet."""
         self.overtaken = 0
         """Sequences that entered the window before it because they are shorter."""
         self.protected_until = 0

@@ -266,11 +266,20 @@ class Turn:
             max_length=sequence.reserved_length if sampling or sequence.reserved is not None else None,
             after_round_id=after,
             branches=tuple(Branch(*outcome, ids) for outcome, (_, ids) in self._by_outcome.items() if ids),
+            max_draft_tokens=0 if prefill_only else self._max_draft_tokens,
         )
         num_cached_tokens = base + len(tokens) if prefill_only else None
         self._pending = PendingRound(self._round_id, self._item, num_cached_tokens)
         sequence.pending.append(self._pending)
         return self._item
+
+    @property
+    def _max_draft_tokens(self) -> int:
+        """Maximum number of draft tokens, including forced tokens. 0: no forced tokens."""
+        sequence = self.sequence
+        if not sequence.request.sampling.grammar or not self._plan.allows_forced_tokens:
+            return 0
+        return max(0, sequence.max_num_draft_tokens)
 
     @property
     def _is_valid(self) -> bool:
@@ -304,8 +313,9 @@ class Turn:
         sequence.had_no_slot = verdict.status is ItemStatus.NO_SLOT
         if verdict.status is not ItemStatus.OK:
             sequence.pending.clear()
-            self._reset_target_cache(verdict.status)
+            self._handle_failure(verdict)
             return None
+        sequence.grammar_waits = 0
         if sequence.target_prefix is not None:
             sequence.target_prefix = None
             if not sequence.num_generated:  # a preempted sequence copies more than its prompt
@@ -315,6 +325,14 @@ class Turn:
             return self._commit(verdict)
         sequence.num_cached_tokens = verdict.num_cached_tokens
         return None
+
+    def _handle_failure(self, verdict: Verdict) -> None:
+        if verdict.status is ItemStatus.GRAMMAR_FAILED:
+            self.sequence.grammar_error = verdict.error or "unknown reason"
+        elif verdict.status is ItemStatus.GRAMMAR_NOT_READY:  # the cache is intact
+            self.sequence.grammar_waits += 1
+        else:
+            self._reset_target_cache(verdict.status)
 
     def _reset_target_cache(self, status: ItemStatus) -> None:
         sequence = self.sequence
@@ -341,8 +359,9 @@ class Turn:
         kept, shown = sequence.commit(gained)
         if sequence.finish is not None:
             sequence.pending.clear()
-        accepted = min(len(gained) - 1, len(kept))  # tokens after a stop do not count
-        sequence.speculation.add(drafted, accepted)
+        all_accepted, forced = min(len(gained) - 1, len(kept)), verdict.num_forced_tokens  # none after a stop
+        accepted = min(all_accepted, drafted)
+        sequence.speculation.add(drafted + forced, all_accepted)
         return Commit(
             sequence,
             tuple(kept),
@@ -355,6 +374,8 @@ class Turn:
             self._plan.lookup,
             index,
             self._num_branches if self._ahead is not None else 0,
+            forced,
+            all_accepted - accepted,
         )
 
     def _choose_branch(self, gained: tuple[int, ...]) -> int | None:

@@ -10,6 +10,7 @@ from itertools import count
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.drafting.drafting import Drafting
+from coordinator.prompts.constraint_reader import ConstraintReader
 from coordinator.prompts.description import TokenizerDescription
 from coordinator.prompts.template_file import read_template
 from coordinator.prompts.tokenizer_pool import TokenizerPool
@@ -36,6 +37,7 @@ from specpool.protocol.errors import (
     NotFoundError,
     QueueFullError,
     UnavailableError,
+    UnimplementedError,
 )
 from specpool.protocol.model_name import readable_name
 from specpool.rpc.observability.tracing import Tracer
@@ -56,6 +58,7 @@ class Coordinator:
         # Unique to this process, so that no worker confuses its sequences with those of an earlier one.
         coordinator_id = uuid.uuid4().hex
         self.tokenizers = TokenizerPool(max_waiting=settings.usable_window + settings.queue_size)
+        self.constraints = ConstraintReader(self.tokenizers)
         addresses, model = [settings.target_address, settings.target_standby_address], TargetModel()
         self.targets = TargetPair(*(self._target_link(each, coordinator_id, model) for each in addresses if each))
         self.draft: DraftLink | None = None
@@ -156,8 +159,12 @@ class Coordinator:
     async def generate(self, request: GenerationRequest, arrived: float) -> AsyncIterator[Generation]:
         """Context manager that runs a request. Leaving it early aborts the request.
 
-        Raises QueueFullError, and AlreadyExistsError if the client has a request with this id in flight.
+        Raises QueueFullError, UnimplementedError, and AlreadyExistsError if the client has a request with this id in
+        flight.
         """
+        refusal = self.targets.grammar_refusal
+        if request.constraint and refusal is not None:  # the target worker was replaced since the request was read
+            raise UnimplementedError(f"{request.constraint}: {refusal}")
         sequences = self._sequences(request)
         with self._refusals(request):
             self.pool.submit(sequences)

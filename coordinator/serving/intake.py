@@ -34,7 +34,7 @@ class Intake:
     ) -> AsyncIterator[tuple[Generation, Fail]]:
         """Context manager that yields the generation for a call, and a function that fails the call.
 
-        Raises InvalidArgumentError, AlreadyExistsError, QueueFullError, UnavailableError.
+        Raises InvalidArgumentError, AlreadyExistsError, QueueFullError, UnavailableError, UnimplementedError.
         """
         coordinator = self._coordinator
         with coordinator.traces.request(partial(_describe, message, context, stream)) as trace:
@@ -42,7 +42,13 @@ class Intake:
                 raise UnavailableError("the server is shutting down")
             arrived = time.monotonic()
             prompts = PromptReader(coordinator.tokenizer, coordinator.max_model_len, coordinator.target.vocab_size)
-            limits = Limits(coordinator.settings, prompts, coordinator.pool.max_num_seqs)
+            limits = Limits(
+                coordinator.settings,
+                prompts,
+                coordinator.pool.max_num_seqs,
+                coordinator.constraints,
+                coordinator.targets.grammar_refusal,
+            )
             request = await read_request(
                 message, client_of(context), limits, coordinator.tokenizers, coordinator.check_queue
             )

@@ -7,6 +7,7 @@ from itertools import islice
 
 from smg_grpc_proto import vllm_engine_pb2 as smg
 
+from coordinator.prompts.constraint_reader import MAX_CHOICES
 from coordinator.requests.validation import MAX_LOGIT_BIASES
 from specpool.protocol.errors import InvalidArgumentError
 from specpool.v1 import generation_pb2 as pb
@@ -17,10 +18,12 @@ SAME = {
     "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "max_tokens",
     "min_tokens", "ignore_eos", "n", "logprobs",
 }  # fmt: skip
-CONVERTED = {"top_k", "seed", "stop", "stop_token_ids", "logit_bias"}
+CONVERTED = {"top_k", "seed", "stop", "stop_token_ids", "logit_bias", "choice"}
 # Detokenization options, which the gateway applies itself.
 DETOKENIZATION = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
-STRUCTURED = {"json_schema", "regex", "grammar", "structural_tag", "json_object", "choice", "grammar_from_first_token"}
+CONSTRAINTS = {"json_schema", "regex", "grammar", "structural_tag", "json_object"}
+# Options that describe what this server always does.
+GIVEN = {"grammar_from_first_token"}
 
 UNSET_TEMPERATURE = 1.0
 """Default temperature of OpenAI's API and vLLM. In our own API the default is 0."""
@@ -48,14 +51,14 @@ def _sampling_params(message: smg.SamplingParams) -> pb.SamplingParams:
     params.stop.MergeFrom(message.stop)
     params.stop_token_ids.MergeFrom(message.stop_token_ids)
     for field, value in message.ListFields():
-        if field.name in SAME:
+        if field.name in SAME | CONSTRAINTS:
             setattr(params, field.name, value)
-        elif field.name in STRUCTURED:
-            raise InvalidArgumentError(f"sampling_params.{field.name}", "structured outputs are not supported")
-        elif field.name not in CONVERTED | DETOKENIZATION:
+        elif field.name not in CONVERTED | DETOKENIZATION | GIVEN:
             raise InvalidArgumentError(f"sampling_params.{field.name}", "is not supported")
     if message.top_k:
         params.top_k = min(message.top_k, INT32_MAX)  # above any vocabulary size
+    if message.HasField("choice"):
+        params.choice.choices.extend(islice(message.choice.choices, MAX_CHOICES + 1))  # validation rejects more
     if message.HasField("seed"):
         params.seed = message.seed % 2**64
     for token, bias in islice(message.logit_bias.items(), MAX_LOGIT_BIASES + 1):  # validation rejects more

@@ -6,6 +6,7 @@ from prometheus_client.metrics_core import Metric
 
 from coordinator.drafting.drafting import SpeculationState
 from coordinator.requests.latencies import Histogram, Latencies
+from coordinator.scheduling.commits import GRAMMAR
 from coordinator.scheduling.counters import DraftCounters
 from coordinator.scheduling.sequence import DraftMethod, FinishReason
 from coordinator.serving.coordinator import Coordinator
@@ -13,7 +14,7 @@ from coordinator.workers.states import LinkState
 from specpool.rpc.observability.metrics import Families
 
 ENDS = (*FinishReason, "error")
-DRAFT_METHODS = (DraftMethod.MODEL, DraftMethod.NGRAM)
+DRAFT_METHODS = (DraftMethod.MODEL, DraftMethod.NGRAM, GRAMMAR)
 SIZES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64, 128, 256)
 """Buckets of draft lengths and of group sizes."""
 

@@ -110,8 +110,10 @@ class RoundTrace:
             {
                 "specpool.round.id": round_id,
                 "specpool.round.tokens": sum(len(commit.token_ids) for commit in commits),
-                "specpool.round.draft_tokens": sum(commit.drafted for commit in commits),
-                "specpool.round.accepted_draft_tokens": sum(commit.accepted for commit in commits),
+                "specpool.round.draft_tokens": sum(commit.drafted + commit.forced for commit in commits),
+                "specpool.round.accepted_draft_tokens": sum(
+                    commit.accepted + commit.accepted_forced for commit in commits
+                ),
                 "specpool.round.draft_methods": sorted({str(commit.method) for commit in commits if commit.method}),
                 "specpool.round.cache_misses": cache_misses,
             }

@@ -139,6 +139,13 @@ class WorkerLink:
         return self.load_at_start.selects_branches and self.max_rounds_ahead > 0
 
     @property
+    def grammar_refusal(self) -> str | None:
+        """Why the worker does not follow grammars; None if it does. Known once the worker was ready."""
+        if self.load_at_start.supports_grammars:
+            return None
+        return f"the {self.role} worker at {self.address} needs llguidance: install the extra `constraints` there"
+
+    @property
     def is_ready(self) -> bool:
         return self.state is LinkState.READY
 

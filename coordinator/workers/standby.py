@@ -81,6 +81,10 @@ class TargetPair:
     def selects_branches(self) -> bool:
         return self.active.selects_branches
 
+    @property
+    def grammar_refusal(self) -> str | None:
+        return self.active.grammar_refusal
+
     async def verify(
         self, round_id: int, items: list[VerifyItem], traceparent: str, complete: Complete, may_join: bool
     ) -> tuple[list[Verdict], Timed]:

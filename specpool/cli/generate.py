@@ -3,10 +3,10 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -18,6 +18,7 @@ from rich.progress import track
 from coordinator.scheduling.sequence import DraftMethod
 from specpool.cli.waiting import waiting
 from specpool.client import AsyncClient, GenerateOptions
+from specpool.client.constraints import CONSTRAINTS
 from specpool.client.prompts import PromptLine, read_prompt_file, read_standard_input, reason_of
 from specpool.client.requests import CHAT_OPTIONS
 from specpool.errors import RequestError, SpecpoolError
@@ -69,6 +70,10 @@ class GenerateSettings(Settings, ClientSecurity):
     repetition_penalty: float | None = Field(None, description="above 1: earlier tokens become less likely")
     frequency_penalty: float | None = Field(None, description="above 0: each occurrence makes a token less likely")
     presence_penalty: float | None = Field(None, description="above 0: generated tokens become less likely")
+    json_schema: Path | None = Field(None, description="file with a JSON Schema of the answer")
+    regex: str | None = Field(None, description="regular expression that the answer must match")
+    grammar: Path | None = Field(None, description="file with a Lark or GBNF grammar of the answer")
+    choice: list[str] | None = Field(None, description="allowed answer; repeat the flag for more")
     seed: int | None = Field(
         None, ge=0, le=UINT64_MAX, description="seed of sampling; default: a random one, shown by --json"
     )
@@ -83,6 +88,13 @@ class GenerateSettings(Settings, ClientSecurity):
     retry_seconds: Seconds = Field(0.0, ge=0, description="how long to retry requests while the server is unavailable")
     json_lines: bool = Field(False, alias="json", description="print one JSON object per prompt, in input order")
 
+    @classmethod
+    def load(cls, program: str, arguments: list[str] | None = None, other_settings: Iterable[str] = ()) -> Self:
+        """Load the settings. Each `--choice` is one text: pydantic would split it at commas."""
+        choices, others = _split_choices(sys.argv[1:] if arguments is None else arguments)
+        settings = super().load(program, [*(["--choice", "checked"] if choices else []), *others], other_settings)
+        return settings.model_copy(update={"choice": choices}) if choices else settings
+
     @model_validator(mode="after")
     def _check_source(self) -> "GenerateSettings":
         if self.prompt is not None and self.prompts is not None:
@@ -91,17 +103,37 @@ class GenerateSettings(Settings, ClientSecurity):
             raise ValueError('chat is for a prompt; a chat in a file has "messages" instead of "prompt"')
         if self.chat_template_kwargs is not None and not self.chat and self.prompts is None:
             raise ValueError("chat_template_kwargs needs chat, or a file of prompts with chats")
+        given = [name for name in CONSTRAINTS if getattr(self, name, None) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give only one of {', '.join(given)}")
         return self
+
+
+def _split_choices(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return the texts of `--choice`, and the other arguments."""
+    choices, others, rest = list[str](), list[str](), iter(arguments)
+    for argument in rest:
+        flag, equals, text = argument.partition("=")
+        if argument == "--":
+            return choices, [*others, argument, *rest]
+        if flag == "--choice" and (equals or (text := next(rest, ""))):
+            choices.append(text)
+        else:
+            others.append(argument)
+    return choices, others
 
 
 def generate(settings: GenerateSettings) -> int:
     """Run the command; return its exit status."""
+    source = settings.prompts
     try:
         lines = _lines(settings)
+        source = settings.json_schema or settings.grammar
+        constraint = source.read_text(encoding="utf-8") if source is not None else None
     except (OSError, ValueError) as error:
-        print(f"specpool generate: {settings.prompts or 'standard input'}: {reason_of(error)}", file=sys.stderr)
+        print(f"specpool generate: {source or 'standard input'}: {reason_of(error)}", file=sys.stderr)
         return 2
-    return asyncio.run(_generate(settings, lines))
+    return asyncio.run(_generate(settings, lines, constraint))
 
 
 async def answers(
@@ -178,13 +210,16 @@ def _with_template_options(line: PromptLine, options: dict[str, Any] | None) -> 
     return replace(line, options={"chat_template_kwargs": options, **line.options})
 
 
-def _options(settings: GenerateSettings) -> dict[str, Any]:
+def _options(settings: GenerateSettings, constraint: str | None) -> dict[str, Any]:
+    """The options of requests. `constraint`: contents of the file with the schema or grammar."""
     names = GenerateOptions.__annotations__.keys() & type(settings).model_fields.keys() - set(CHAT_OPTIONS)
+    read = {name: constraint for name in ("json_schema", "grammar") if getattr(settings, name) is not None}
     stop = None if settings.stop is None else [settings.stop]
-    return {name: getattr(settings, name) for name in (*names, "timeout_seconds")} | {"stop": stop}
+    return {name: getattr(settings, name) for name in (*names, "timeout_seconds")} | {"stop": stop} | read
 
 
-async def _generate(settings: GenerateSettings, lines: list[PromptLine]) -> int:
+async def _generate(settings: GenerateSettings, lines: list[PromptLine], constraint: str | None) -> int:
+    options = _options(settings, constraint)
     async with AsyncClient(settings.address, settings.retry_seconds, **settings.security) as client:
         if settings.wait_seconds:
             try:
@@ -194,14 +229,16 @@ async def _generate(settings: GenerateSettings, lines: list[PromptLine]) -> int:
                 print(f"specpool generate: {error}", file=sys.stderr)
                 return 1
         if settings.prompts is None and not settings.json_lines:
-            return await _stream_one(client, settings, lines[0])
-        return await _print_all(client, settings, lines)
+            return await _stream_one(client, settings, lines[0], options)
+        return await _print_all(client, settings, lines, options)
 
 
-async def _stream_one(client: AsyncClient, settings: GenerateSettings, line: PromptLine) -> int:
+async def _stream_one(
+    client: AsyncClient, settings: GenerateSettings, line: PromptLine, options: dict[str, Any]
+) -> int:
     reason: str | None = None
     try:
-        async for message in client.stream(line.prompt, **{**_options(settings), **line.options}):
+        async for message in client.stream(line.prompt, **{**options, **line.options}):
             print(message.chunk.text, end="", flush=True)
             reason = why_cut(message.complete, settings.max_tokens)
     except SpecpoolError as error:
@@ -213,11 +250,13 @@ async def _stream_one(client: AsyncClient, settings: GenerateSettings, line: Pro
     return 0
 
 
-async def _print_all(client: AsyncClient, settings: GenerateSettings, lines: list[PromptLine]) -> int:
+async def _print_all(
+    client: AsyncClient, settings: GenerateSettings, lines: list[PromptLine], options: dict[str, Any]
+) -> int:
     failed = False
     console = Console(stderr=True)
     bar = track(lines, "generating", console=console, disable=len(lines) < 2 or not console.is_terminal, transient=True)
-    responses = answers(client, lines, settings.concurrency, **_options(settings))
+    responses = answers(client, lines, settings.concurrency, **options)
     for line in bar:
         response = await anext(responses)
         if isinstance(response, RequestError):

@@ -2,6 +2,7 @@
 
 from specpool.client.aio import AsyncClient
 from specpool.client.chats import Chat
+from specpool.client.constraints import parsed
 from specpool.client.requests import GenerateOptions, Prompt, make_request
 from specpool.client.sync import Client
 from specpool.errors import DivergedError, NotReadyError
@@ -15,4 +16,5 @@ __all__ = [
     "NotReadyError",
     "Prompt",
     "make_request",
+    "parsed",
 ]

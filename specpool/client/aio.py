@@ -10,6 +10,7 @@ from typing import Self, Unpack
 import grpc
 
 from specpool.client.connections import Connected
+from specpool.client.constraints import Model, parsed
 from specpool.client.failures import failure
 from specpool.client.readiness import POLL_SECONDS, ProgressCallback, Readiness
 from specpool.client.requests import GenerateOptions, Prompt, make_request
@@ -86,6 +87,21 @@ class AsyncClient(Connected[grpc.aio.Channel]):
             except RequestError as error:
                 pause = retries.pause(error)
             await asyncio.sleep(pause)
+
+    async def parse(
+        self,
+        prompt: Prompt,
+        model: type[Model],
+        *,
+        timeout_seconds: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Model:
+        """Return an answer constrained by a pydantic model, as an instance of that model.
+
+        ValueError if the answer is incomplete, such as when cut off by `max_tokens`.
+        """
+        options["json_schema"] = model
+        return parsed(await self.generate(prompt, timeout_seconds=timeout_seconds, **options), model)
 
     async def stream(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict, Unpack, cast, get_args
 from google.protobuf.message import Message
 
 from specpool.client.chats import Chat, make_chat
+from specpool.client.constraints import JsonSchema, read_constraint
 from specpool.v1 import generation_pb2 as pb
 
 CHAT_OPTIONS = ("tools", "chat_template_kwargs")
@@ -40,6 +41,12 @@ class GenerateOptions(TypedDict, total=False):
     seed: int | None
     logprobs: int | None
     n: int | None
+    json_schema: JsonSchema | None
+    regex: str | None
+    grammar: str | None
+    structural_tag: Mapping[str, Any] | str | None
+    json_object: bool | None
+    choice: Sequence[str] | None
     num_speculative_tokens: int | None
     draft_method: DraftMethodName | None
     request_id: str | None
@@ -59,6 +66,7 @@ def make_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gener
         raise TypeError(f"unknown option: {', '.join(sorted(unknown))}")
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
+    read_constraint(given)
     if given.get("temperature"):
         given.setdefault("seed", secrets.randbits(64))
     if "draft_method" in given:

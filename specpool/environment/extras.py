@@ -14,9 +14,10 @@ MODULES = {
     "coordinator": ("grpc_reflection", "jinja2", "prometheus_client", "tokenizers", "transformers"),
     "worker": ("torch", "accelerate", "gguf", "numpy", "psutil"),
     "vllm": ("grpc_health", "pydantic", "pydantic_settings"),
-    "bench": ("matplotlib",),
+    "bench": ("jsonschema", "matplotlib"),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc"),
     "smg": ("smg_grpc_proto",),
+    "constraints": ("llguidance",),
 }
 """Modules that the distributions of each extra provide, one of each, in the order of pyproject.toml."""
 INCLUDED = {"coordinator": "cli", "worker": "coordinator"}

@@ -36,6 +36,7 @@ MAX_COORDINATOR_ID_LENGTH = 128
 MAX_ITEM_DRAFT_TOKENS = 1024
 MAX_ITEM_LOGPROBS = 256
 MAX_SAMPLING_TOKENS = 2048
+MAX_GRAMMAR_LENGTH = 2**18
 MAX_CHANCES = 1024
 MAX_RELEASED = 2**20
 
@@ -146,6 +147,7 @@ def read_verify_items(request: target_worker_pb2.VerifyRequest, limits: RoundLim
         _check_item(field, item, limits, seen)
         _check_maximum(f"{field}.draft_token_ids", len(drafts), MAX_ITEM_DRAFT_TOKENS)
         _check_maximum(f"{field}.logprobs", item.logprobs, MAX_ITEM_LOGPROBS)
+        _check_maximum(f"{field}.max_draft_tokens", item.max_draft_tokens, MAX_ITEM_DRAFT_TOKENS)
         if drafts and item.prefill_only:
             raise InvalidArgumentError(f"{field}.draft_token_ids", "must be empty with prefill_only")
         _check_token_ids(f"{field}.draft_token_ids", drafts, limits)
@@ -156,13 +158,15 @@ def read_verify_items(request: target_worker_pb2.VerifyRequest, limits: RoundLim
                 branches=_read_branches(field, item, limits),
                 prefill_only=item.prefill_only,
                 logprobs=_optional(item, "logprobs"),
+                max_draft_tokens=item.max_draft_tokens,
             )
         )
     return items
 
 
 def _max_num_draft_tokens(item: target_worker_pb2.VerifyItem) -> int:
-    return max([len(item.draft_token_ids), *(len(branch.draft_token_ids) for branch in item.branches)])
+    drafted = max([len(item.draft_token_ids), *(len(branch.draft_token_ids) for branch in item.branches)])
+    return max(drafted, item.max_draft_tokens)
 
 
 def _read_branches(field: str, item: target_worker_pb2.VerifyItem, limits: RoundLimits) -> tuple[Branch, ...]:
@@ -325,6 +329,7 @@ def _continued_fields(field: str, item: target_worker_pb2.VerifyItem, round_id: 
 def _read_sampling(field: str, sampling: common_pb2.Sampling) -> SamplingParams:
     for name in ("stop_token_ids", "logit_bias"):
         _check_maximum(f"{field}.{name}", len(getattr(sampling, name)), MAX_SAMPLING_TOKENS)
+    _check_maximum(f"{field}.grammar", len(sampling.grammar), MAX_GRAMMAR_LENGTH)
     numbers: dict[str, Any] = {name: getattr(sampling, name) for name in RANGES if name != "logit_bias"}
     numbers |= {name: numbers[name] or 1.0 for name in _UNSET_MEANS_ONE}
     checked: dict[str, Any] = {name: in_range(f"{field}.{name}", numbers[name], RANGES[name]) for name in numbers}
@@ -338,6 +343,7 @@ def _read_sampling(field: str, sampling: common_pb2.Sampling) -> SamplingParams:
         ),
         seed=sampling.seed,
         prompt_length=sampling.prompt_length,
+        grammar=sampling.grammar,
     )
 
 

@@ -16,6 +16,7 @@ from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
 STATUSES = {common_pb2.ItemStatus.Value(f"ITEM_STATUS_{status.name}"): status for status in ItemStatus}
 MAX_VOCAB_SIZE, MAX_POSITIONS, MAX_SLOTS = 2**24, 2**31, 2**16
 MAX_DESCRIPTION_BYTES = 2**16
+MAX_ERROR_CHARACTERS = 1000
 # Tolerance of a probability above 1, or of a log-probability above 0.
 ROUNDING = 1e-3
 
@@ -37,23 +38,27 @@ def read_verdicts(
 
 def _read_verdict(result: Any, status: ItemStatus, item: VerifyItem, vocab_size: int) -> Verdict:
     if status is not ItemStatus.OK or not item.token_ids:  # nobody waits for a sequence that did not continue
-        return Verdict(item.sequence_id, status)
-    tokens, drafts = tuple(result.token_ids), item.draft_token_ids
+        return Verdict(item.sequence_id, status, error=result.error[:MAX_ERROR_CHARACTERS])
+    tokens, drafts, forced = tuple(result.token_ids), item.draft_token_ids, result.num_forced_tokens
     accepted = max(0, len(tokens) - 1)
     # Messages are built only on failure: this runs for every sequence of every round.
     if item.prefill_only:
         _require(not tokens, "a prompt chunk gained a token")
     else:
-        if not 0 < len(tokens) <= len(drafts) + 1:
-            raise InvalidResponseError(f"{len(tokens)} tokens gained from {len(drafts)} draft tokens")
+        if forced > max(0, item.max_draft_tokens - len(drafts)):
+            raise InvalidResponseError(f"{forced} tokens appended to {len(drafts)} draft tokens")
+        if not 0 < len(tokens) <= len(drafts) + forced + 1:
+            raise InvalidResponseError(f"{len(tokens)} tokens gained from {len(drafts) + forced} draft tokens")
         if (largest := max(tokens)) >= vocab_size:
             raise InvalidResponseError(f"token id {largest} is outside the vocabulary")
-        _require(tokens[:accepted] == drafts[:accepted], "the accepted tokens differ from the draft tokens")
+        known = min(accepted, len(drafts))
+        _require(tokens[:known] == drafts[:known], "the accepted tokens differ from the draft tokens")
         recovered, rejected = tokens[accepted:], drafts[accepted : accepted + 1]
         _require(recovered != rejected, "the recovered token equals the rejected draft token")
     expected = item.base_length + len(item.token_ids) + accepted
     _check_cached(result, expected)
-    return Verdict(item.sequence_id, status, tokens, expected, _read_logprobs(result, item, vocab_size))
+    logprobs = _read_logprobs(result, item, vocab_size)
+    return Verdict(item.sequence_id, status, tokens, expected, logprobs, forced)
 
 
 def _read_logprobs(result: Any, item: VerifyItem, vocab_size: int) -> Logprobs:

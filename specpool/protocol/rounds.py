@@ -26,6 +26,8 @@ class ItemStatus(enum.Enum):
     CACHE_MISS = "cache miss"
     NO_SLOT = "no slot"
     STALE_ROUND = "stale round"
+    GRAMMAR_FAILED = "grammar failed"
+    GRAMMAR_NOT_READY = "grammar not ready"
 
 
 class Continuation(NamedTuple):
@@ -144,6 +146,8 @@ class VerifyItem(SequenceItem):
     result is known, and if the round yielded no token."""
     branches: tuple[Branch, ...] = ()
     """Draft tokens for possible outcomes of that round. Cleared once the outcome is known."""
+    max_draft_tokens: int = 0
+    """Maximum number of draft tokens, including forced tokens. 0: no forced tokens."""
 
     @property
     def end(self) -> int:
@@ -153,7 +157,8 @@ class VerifyItem(SequenceItem):
     @property
     def max_num_draft_tokens(self) -> int:
         """Maximum number of draft tokens, whatever the outcome of the previous round."""
-        return max((len(branch.draft_token_ids) for branch in self.branches), default=len(self.draft_token_ids))
+        drafted = max((len(branch.draft_token_ids) for branch in self.branches), default=len(self.draft_token_ids))
+        return max(drafted, self.max_draft_tokens)
 
     def select_branch(self, num_accepted: int, token_id: int) -> None:
         """Take the draft tokens of the branch that matches this outcome, if any, and clear `branches`."""
@@ -186,6 +191,10 @@ class Verdict:
     num_cached_tokens: int = 0
     logprobs: Logprobs = NO_LOGPROBS
     """Log-probabilities for each of `token_ids`, if requested."""
+    num_forced_tokens: int = 0
+    """Number of forced tokens that the worker appended to the draft tokens."""
+    error: str = ""
+    """Why the grammar failed."""
 
 
 @dataclass(frozen=True)

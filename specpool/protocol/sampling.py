@@ -41,11 +41,13 @@ class SamplingParams:
     seed: int = 0
     prompt_length: int = 0
     """Number of prompt tokens at the start of the sequence."""
+    grammar: str = ""
+    """Grammar of the generated text, in one of llguidance's formats. Empty: none."""
 
     @property
     def leaves_logits(self) -> bool:
         """Whether the parameters never change a logit."""
-        return not (self.has_penalties or self.min_tokens or self.logit_bias)
+        return not (self.has_penalties or self.min_tokens or self.logit_bias or self.grammar)
 
     @property
     def has_penalties(self) -> bool:

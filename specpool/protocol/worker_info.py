@@ -90,6 +90,8 @@ class WorkerInfo:
     """Maximum branches of an item of the draft worker."""
     selects_branches: bool = False
     """Whether an item of the target worker may have branches."""
+    supports_grammars: bool = False
+    """Whether the worker follows the grammar in sampling parameters."""
 
     @property
     def summary(self) -> str:

@@ -13,17 +13,16 @@ import uuid
 import zlib
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specpool.rpc.status import ANSWERED
+from specpool.testing.fake_grammars import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer, forced_tokens, legal_tokens
 from specpool.v1 import common_pb2, draft_worker_pb2, draft_worker_pb2_grpc, target_worker_pb2, target_worker_pb2_grpc
 
-VOCAB_SIZE = 257
-EOS_TOKEN_ID = 256
 KV_MULTIPLE = 16
 """Each sequence reserves a multiple of this many positions."""
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -32,16 +31,6 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if enable_thinking is defined %}thinking: {{ enable_thinking }}\n{% endif %}"
 )
-
-
-def byte_tokenizer() -> Tokenizer:
-    """A tokenizer with one token per byte and an end-of-sequence token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<eos>"])
-    return tokenizer
 
 
 class FakeWorker:
@@ -63,6 +52,7 @@ class FakeWorker:
         max_rounds_ahead: int = 2,
         max_branches: int = 64,
         selects_branches: bool = True,
+        supports_grammars: bool = find_spec("llguidance") is not None,
     ) -> None:
         """`pass_seconds`: duration of a pass with a number of new tokens; None: no delay.
 
@@ -70,11 +60,15 @@ class FakeWorker:
         `kv_positions`: capacity of the cache; 0: only `slots` limits it. `kv_reservations_grow`: whether later items
         may reserve more, which workers of earlier versions ignore. `max_rounds_ahead`, `selects_branches`: see
         `WorkerLoad`; draft workers ignore them. `max_branches`: likewise; target workers ignore it.
+        `supports_grammars`: whether to follow grammars, which needs llguidance.
         """
         self.selects_branches = selects_branches
         self.max_branches = max_branches
+        self.supports_grammars = supports_grammars
         self.max_rounds_ahead = max_rounds_ahead
         self.kv_positions, self.kv_reservations_grow = kv_positions, kv_reservations_grow
+        self.grammars: dict[tuple[str, int], tuple[str, int]] = {}
+        """Grammar and prompt length of each constrained sequence."""
         self.reserved: dict[tuple[str, int], int] = {}
         """Positions reserved for each cached sequence."""
         self.notes, self.rank_devices = notes, rank_devices
@@ -167,6 +161,7 @@ class FakeWorker:
                 max_rounds_ahead=self.max_rounds_ahead if isinstance(self, FakeTarget) else 0,
                 max_branches=self.max_branches if isinstance(self, FakeDraft) else 0,
                 selects_branches=self.selects_branches and isinstance(self, FakeTarget),
+                supports_grammars=self.supports_grammars,
                 ranks=[common_pb2.RankMemory(device=device) for device in self.rank_devices],
             ),
             costs=common_pb2.StepCosts(rows=MEASURED_ROWS, seconds=map(self.pass_seconds, MEASURED_ROWS))
@@ -219,6 +214,9 @@ class FakeWorker:
             return common_pb2.ITEM_STATUS_NO_SLOT, []
         tokens = [*(cache or [])[: item.base_length], *item.token_ids]
         self.caches[key] = tokens
+        if item.HasField("sampling"):
+            grammar = item.sampling.grammar if self.supports_grammars else ""
+            self.grammars[key] = grammar, item.sampling.prompt_length
         return common_pb2.ITEM_STATUS_OK, tokens
 
     @property
@@ -252,7 +250,7 @@ def _length(item: Any) -> int:
     if is_proposal:
         drafts = 0 if item.num_branches else max(0, item.num_draft_tokens - 1)
     else:
-        drafts = len(item.draft_token_ids)
+        drafts = max(len(item.draft_token_ids), item.max_draft_tokens)
     return int(item.base_length + len(item.token_ids) + drafts)
 
 
@@ -266,6 +264,9 @@ class FakeTarget(FakeWorker):
     def __init__(self, eos_rate: float = 0.0, has_fingerprints: bool = True, **knobs: Any) -> None:
         """`eos_rate`: share of contexts that end the sequence. `has_fingerprints`: whether to prove the weights."""
         super().__init__(**knobs)
+        self.rounds_to_compile = 0
+        """Rounds during which the grammar of a new sequence is not ready."""
+        self._compiling: dict[tuple[str, int], int] = {}
         self._eos_rate, self._has_fingerprints = eos_rate, has_fingerprints
 
     @property
@@ -277,16 +278,23 @@ class FakeTarget(FakeWorker):
         target_worker_pb2_grpc.add_TargetWorkerServiceServicer_to_server(self, server)  # type: ignore[arg-type]
 
     def choose(self, context: Sequence[int]) -> int:
-        """The next token after a context."""
+        """The next token after a context, without a grammar."""
         digest = zlib.crc32(array("I", context))
         return EOS_TOKEN_ID if digest % 10_000 < self._eos_rate * 10_000 else digest // 10_000 % EOS_TOKEN_ID
 
-    def continuation(self, prompt: Sequence[int], count: int) -> list[int]:
+    def continuation(self, prompt: Sequence[int], count: int, grammar: str = "") -> list[int]:
         """The tokens of plain decoding: `count`, or fewer if the sequence ends."""
         tokens = list(prompt)
         while len(tokens) < len(prompt) + count and EOS_TOKEN_ID not in tokens[len(prompt) :]:
-            tokens.append(self.choose(tokens))
+            tokens.append(self.choose_legal(tokens, grammar, len(prompt)))
         return tokens[len(prompt) :]
+
+    def choose_legal(self, context: Sequence[int], grammar: str, prompt_length: int) -> int:
+        """The next token that a grammar allows after a context. ValueError if it allows none."""
+        if not grammar:
+            return self.choose(context)
+        legal = legal_tokens(grammar, context[prompt_length:])
+        return legal[zlib.crc32(array("I", context)) // 10_000 % len(legal)]
 
     async def GetTokenizer(self, request: Any, context: Any) -> target_worker_pb2.GetTokenizerResponse:
         """Return the byte tokenizer."""
@@ -331,18 +339,27 @@ class FakeTarget(FakeWorker):
             )
             continued.MergeFrom(item)
             item = continued
+        if self._is_compiling(key, item):
+            status = common_pb2.ITEM_STATUS_GRAMMAR_NOT_READY
+            return target_worker_pb2.VerifyResult(sequence_id=item.sequence_id, status=status)
         status, tokens = self._realign(key, item)
         self.yielded.pop(key, None)
         if status != common_pb2.ITEM_STATUS_OK:
             return target_worker_pb2.VerifyResult(sequence_id=item.sequence_id, status=status)
         gained: list[int] = []
+        forced: list[int] = []
         if not item.prefill_only:
-            for draft in item.draft_token_ids:
-                if draft != self.choose(tokens):
-                    break
-                tokens.append(draft)
-                gained.append(draft)
-            gained.append(self.choose(tokens))
+            forced = self._forced(key, tokens, item)
+            try:
+                for draft in (*item.draft_token_ids, *forced):
+                    if draft != self.choose_legal(tokens, *self.grammars[key]):
+                        break
+                    tokens.append(draft)
+                    gained.append(draft)
+                gained.append(self.choose_legal(tokens, *self.grammars[key]))
+            except ValueError as error:
+                status = common_pb2.ITEM_STATUS_GRAMMAR_FAILED
+                return target_worker_pb2.VerifyResult(sequence_id=item.sequence_id, status=status, error=str(error))
             self.yielded[key] = round_id, gained
         return target_worker_pb2.VerifyResult(
             sequence_id=item.sequence_id,
@@ -350,7 +367,22 @@ class FakeTarget(FakeWorker):
             token_ids=gained,
             cached_length=len(tokens),
             logprobs=[_logprobs(item.logprobs)] * len(gained) if item.HasField("logprobs") else [],
+            num_forced_tokens=len(forced),
         )
+
+    def _is_compiling(self, key: tuple[str, int], item: target_worker_pb2.VerifyItem) -> bool:
+        """Whether a sequence has a grammar that is not ready yet."""
+        if not item.sampling.grammar:
+            return False
+        self._compiling[key] = self._compiling.get(key, 0) + 1
+        return self._compiling[key] <= self.rounds_to_compile
+
+    def _forced(self, key: tuple[str, int], tokens: Sequence[int], item: target_worker_pb2.VerifyItem) -> list[int]:
+        """The forced tokens after an item's draft tokens."""
+        (grammar, prompt_length), room = self.grammars[key], item.max_draft_tokens - len(item.draft_token_ids)
+        if not grammar or room <= 0:
+            return []
+        return forced_tokens(grammar, [*tokens[prompt_length:], *item.draft_token_ids])[:room]
 
     def _continues(self, key: tuple[str, int], item: target_worker_pb2.VerifyItem) -> bool:
         """Whether the item continues the sequence's last round."""
@@ -450,11 +482,11 @@ class FakeDraft(FakeWorker):
         if status != common_pb2.ITEM_STATUS_OK:
             return draft_worker_pb2.ProposeResult(sequence_id=item.sequence_id, status=status)
         if item.num_branches:
-            branches = self._branches(tokens, item)
+            branches = self._branches(key, tokens, item)
             return draft_worker_pb2.ProposeResult(
                 sequence_id=item.sequence_id, status=status, cached_length=len(tokens), branches=branches
             )
-        draft = self._draft(tokens, length)
+        draft = self._draft(key, tokens, length)
         self.caches[key] = [*tokens, *draft[:-1]]
         return draft_worker_pb2.ProposeResult(
             sequence_id=item.sequence_id,
@@ -464,28 +496,37 @@ class FakeDraft(FakeWorker):
             confidences=[self._acceptance] * len(draft) if item.min_chance else [],
         )
 
-    def _draft(self, context: Sequence[int], length: int) -> list[int]:
+    def _choose(self, key: tuple[str, int], context: Sequence[int]) -> int:
+        """The target's choice after a context, or an arbitrary token if the context is illegal."""
+        try:
+            return self._target.choose_legal(context, *self.grammars[key])
+        except ValueError:
+            return EOS_TOKEN_ID
+
+    def _draft(self, key: tuple[str, int], context: Sequence[int], length: int) -> list[int]:
         draft: list[int] = []
         for _ in range(length):
-            choice = self._target.choose([*context, *draft])
+            choice = self._choose(key, [*context, *draft])
             draft.append(choice if self._rng.random() < self._acceptance else (choice + 1) % VOCAB_SIZE)
         return draft
 
-    def _branches(self, tokens: Sequence[int], item: draft_worker_pb2.ProposeItem) -> list[common_pb2.Branch]:
+    def _branches(
+        self, key: tuple[str, int], tokens: Sequence[int], item: draft_worker_pb2.ProposeItem
+    ) -> list[common_pb2.Branch]:
         """Branches of different outcomes, of which at most one matches."""
         start = len(tokens) - item.num_unverified
         num_accepted = next(
-            (i for i, token in enumerate(tokens[start:]) if token != self._target.choose(tokens[: start + i])),
+            (i for i, token in enumerate(tokens[start:]) if token != self._choose(key, tokens[: start + i])),
             item.num_unverified,
         )
         context = tokens[: start + num_accepted]
-        truth, rank = self._target.choose(context), 0
+        truth, rank = self._choose(key, context), 0
         while rank < item.num_branches and self._rng.random() >= (self._acceptance if rank == 0 else 0.5):
             rank += 1
         branches = []
         for index in range(item.num_branches):
             token_id = truth if index == rank else (truth + 1 + index) % VOCAB_SIZE
-            draft = self._draft([*context, token_id], item.num_draft_tokens)
+            draft = self._draft(key, [*context, token_id], item.num_draft_tokens)
             confidences = [self._acceptance] * len(draft) if item.min_chance else []
             branch = common_pb2.Branch(
                 num_accepted=num_accepted, token_id=token_id, draft_token_ids=draft, confidences=confidences

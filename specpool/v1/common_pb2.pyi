@@ -14,6 +14,8 @@ class ItemStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ITEM_STATUS_CACHE_MISS: _ClassVar[ItemStatus]
     ITEM_STATUS_NO_SLOT: _ClassVar[ItemStatus]
     ITEM_STATUS_STALE_ROUND: _ClassVar[ItemStatus]
+    ITEM_STATUS_GRAMMAR_FAILED: _ClassVar[ItemStatus]
+    ITEM_STATUS_GRAMMAR_NOT_READY: _ClassVar[ItemStatus]
 
 class Equivalence(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -25,12 +27,14 @@ ITEM_STATUS_OK: ItemStatus
 ITEM_STATUS_CACHE_MISS: ItemStatus
 ITEM_STATUS_NO_SLOT: ItemStatus
 ITEM_STATUS_STALE_ROUND: ItemStatus
+ITEM_STATUS_GRAMMAR_FAILED: ItemStatus
+ITEM_STATUS_GRAMMAR_NOT_READY: ItemStatus
 EQUIVALENCE_UNSPECIFIED: Equivalence
 EQUIVALENCE_BITWISE: Equivalence
 EQUIVALENCE_NUMERIC: Equivalence
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens", "stop_token_ids", "logit_bias", "seed", "prompt_length")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens", "stop_token_ids", "logit_bias", "seed", "prompt_length", "grammar")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +54,7 @@ class Sampling(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -62,7 +67,8 @@ class Sampling(_message.Message):
     logit_bias: _containers.ScalarMap[int, float]
     seed: int
     prompt_length: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., prompt_length: _Optional[int] = ...) -> None: ...
+    grammar: str
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., prompt_length: _Optional[int] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs")
@@ -142,7 +148,7 @@ class Branch(_message.Message):
     def __init__(self, num_accepted: _Optional[int] = ..., token_id: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("slots_total", "slots_in_use", "kv_bytes_per_token", "kv_bytes_total", "kv_layout", "weight_bytes", "activation_bytes", "kv_positions_total", "kv_positions_free", "kv_positions_multiple", "ranks", "kv_reservations_grow", "max_rounds_ahead", "max_branches", "selects_branches")
+    __slots__ = ("slots_total", "slots_in_use", "kv_bytes_per_token", "kv_bytes_total", "kv_layout", "weight_bytes", "activation_bytes", "kv_positions_total", "kv_positions_free", "kv_positions_multiple", "ranks", "kv_reservations_grow", "max_rounds_ahead", "max_branches", "selects_branches", "supports_grammars")
     SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     SLOTS_IN_USE_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +164,7 @@ class WorkerLoad(_message.Message):
     MAX_ROUNDS_AHEAD_FIELD_NUMBER: _ClassVar[int]
     MAX_BRANCHES_FIELD_NUMBER: _ClassVar[int]
     SELECTS_BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_GRAMMARS_FIELD_NUMBER: _ClassVar[int]
     slots_total: int
     slots_in_use: int
     kv_bytes_per_token: int
@@ -173,7 +180,8 @@ class WorkerLoad(_message.Message):
     max_rounds_ahead: int
     max_branches: int
     selects_branches: bool
-    def __init__(self, slots_total: _Optional[int] = ..., slots_in_use: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_total: _Optional[int] = ..., kv_layout: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ..., kv_positions_total: _Optional[int] = ..., kv_positions_free: _Optional[int] = ..., kv_positions_multiple: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankMemory, _Mapping]]] = ..., kv_reservations_grow: _Optional[bool] = ..., max_rounds_ahead: _Optional[int] = ..., max_branches: _Optional[int] = ..., selects_branches: _Optional[bool] = ...) -> None: ...
+    supports_grammars: bool
+    def __init__(self, slots_total: _Optional[int] = ..., slots_in_use: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_total: _Optional[int] = ..., kv_layout: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ..., kv_positions_total: _Optional[int] = ..., kv_positions_free: _Optional[int] = ..., kv_positions_multiple: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankMemory, _Mapping]]] = ..., kv_reservations_grow: _Optional[bool] = ..., max_rounds_ahead: _Optional[int] = ..., max_branches: _Optional[int] = ..., selects_branches: _Optional[bool] = ..., supports_grammars: _Optional[bool] = ...) -> None: ...
 
 class StepCosts(_message.Message):
     __slots__ = ("rows", "seconds", "cached", "seconds_per_cached", "max_rows")

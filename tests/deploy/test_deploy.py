@@ -66,7 +66,7 @@ def test_requirements_come_from_the_project(tmp_path: Path) -> None:
     written = {path.stem: path.read_text().splitlines() for path in tmp_path.glob("*.txt")}
     (cli, *coordinator), (included, *worker) = extras["coordinator"], extras["worker"]
     assert (cli, included) == ("specpool[cli]", "specpool[coordinator]")
-    both = [*base, *extras["cli"], *coordinator, *extras["otel"]]
+    both = [*base, *extras["cli"], *coordinator, *extras["constraints"], *extras["otel"]]
     assert written == {"base": both, "coordinator": extras["smg"], "worker": worker}
 
 

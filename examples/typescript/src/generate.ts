@@ -50,6 +50,18 @@ try {
   const { usage, speculative_decoding: speculation } = answer;
   console.log(`\n[${answer.finish_reason}, ${usage?.completion_tokens} tokens, seed ${answer.seed}]`);
   console.log(`[${speculation?.num_accepted_draft_tokens} of ${speculation?.num_draft_tokens} draft tokens accepted]`);
+
+  // Constrain the answer by JSON Schema. Other constraints: `regex`, `grammar`, `choice`, `json_object`, `structural_tag`.
+  const schema = { enum: ["short", "long"] };
+  const rating = await stream(
+    client,
+    {
+      chat: { messages: [{ role: "user", content: `Is this short or long? ${answer.text}` }] },
+      sampling_params: { json_schema: JSON.stringify(schema) },
+    },
+    () => {},
+  );
+  console.log(`[rated ${JSON.parse(rating.text)}]`);
 } catch (error) {
   const { code, details } = error as grpc.ServiceError;
   console.error(`${grpc.status[code]}: ${details}`);

@@ -1,6 +1,7 @@
 """Sequences of many coordinators in one engine: the base of drafting and verification."""
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -9,6 +10,7 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.passes.drafts import Choice, Draft, DraftRound, drafts_of, extend_drafts
 from specpool.engine.run.engine import Engine
 from specpool.engine.sampling.batch import Sampler
+from specpool.engine.sampling.grammars import Grammars
 from specpool.engine.sampling.ranking import Ranking, rank_rows
 from specpool.engine.sampling.rows import SequenceRows
 from specpool.engine.sampling.rules import SequenceRules
@@ -20,6 +22,8 @@ from specpool.protocol.worker_info import CacheLoad, WorkerInfo
 
 ITEMS_PER_SLOT = 4
 """A round may name more sequences than there are slots; the rest get NO_SLOT."""
+GRAMMAR_SECONDS = 0.01
+"""How long a round waits for a new grammar. Afterwards, the round continues without its sequence."""
 LOGITS_PER_SLOT = 1 + 4 * MAX_DRAFT_TOKENS
 """Bounds the logits of a round: drafts of four times the usual length in all sequences at once."""
 
@@ -43,6 +47,9 @@ class Choices:
 class SequenceEngine:
     """An engine whose slots belong to sequences. Base class of both workers' backends."""
 
+    requires_grammars = False
+    """Whether to fail a sequence whose grammar is unusable, instead of ignoring the grammar."""
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         # Compile the kernels now, not in the first round that samples.
@@ -51,10 +58,13 @@ class SequenceEngine:
         if facts.device.type == "cuda" and not kernels:
             engine.notes.append("samples slowly, row by row, because its sampling kernels cannot run here")
         self._sampler = Sampler(engine.head, facts.device, engine.native)
+        self.grammars = Grammars(engine.loaded.tokenizer, engine.vocab_size)
+        self._grammar_deadline = 0.0
+        """Until when the current round waits for new grammars, in seconds of `time.monotonic`."""
 
     def info(self) -> WorkerInfo:
         """Description of the model and its load."""
-        return self.engine.info()
+        return replace(self.engine.info(), supports_grammars=self.grammars.why_unsupported is None)
 
     @property
     def load(self) -> CacheLoad:
@@ -106,6 +116,7 @@ class SequenceEngine:
         """
         for index, item in enumerate(items):
             self._check_room(coordinator_id, index, item)
+        self._grammar_deadline = time.monotonic() + GRAMMAR_SECONDS
         with self.engine.realigning():
             return [self._realign(coordinator_id, round_id, item) for item in items]
 
@@ -141,8 +152,18 @@ class SequenceEngine:
         """Run the spans in one forward pass, and choose the tokens of their rows of logits."""
         if confidences:
             rows = [replace(each, num_logprobs=0) if each.rules is None else each for each in rows]
+        masks = self.grammars.compute(
+            (each.rules.grammar, each.token_ids, each.count)
+            for each in rows
+            if each.rules is not None and each.rules.grammar is not None and each.prefix_length is None and each.count
+        )
+        try:
+            logits = self.engine.forward(spans)
+        finally:  # the next pass uses the same matchers
+            if masks is not None:
+                masks.result()
         choices = []
-        for each, chosen in zip(rows, self._sampler(self.engine.forward(spans), rows), strict=True):
+        for each, chosen in zip(rows, self._sampler(logits, rows), strict=True):
             sure = [*map(math.exp, chosen.logprobs.logprobs)] if confidences and each.rules is None else []
             choices.append(Choices(chosen.token_ids, sure, chosen.logprobs, chosen.finite))
         return choices
@@ -170,6 +191,14 @@ class SequenceEngine:
         """
         logits = self.engine.forward(list(spans.values()))
         return dict(zip(spans, rank_rows(logits, self._rows_of(spans, {}), self.engine.head, count), strict=True))
+
+    def forced(self, key: SequenceKey, limit: int) -> tuple[int, ...]:
+        """At most `limit` forced tokens after a sequence's span."""
+        slot = self.engine.slots[key]
+        if slot.sampling is None or slot.sampling.grammar is None:
+            return ()
+        room = min(slot.capacity, self.engine.max_model_len) - len(slot.token_ids)
+        return slot.sampling.grammar.forced(slot.token_ids, min(limit, room))
 
     def keep(
         self, key: SequenceKey, num_cached_tokens: int, next_token: int | None = None, num_accepted: int = 0
@@ -219,6 +248,8 @@ class SequenceEngine:
 
     def _realign_admitted(self, key: SequenceKey, round_id: int, item: SequenceItem) -> ItemStatus:
         slots = self.engine.slots
+        if self._is_first_contact(item) and (status := self._grammar_status(item.sampling)) is not ItemStatus.OK:
+            return status
         if item.prefix_sequence_id is not None and key not in slots:
             copied = self._copy(key, (key[0], item.prefix_sequence_id), item)
             if copied is not ItemStatus.OK:
@@ -227,6 +258,14 @@ class SequenceEngine:
         if state is ItemStatus.OK and self._is_first_contact(item):
             slots[key].sampling = self._rules_of(item.sampling)
         return state
+
+    def _grammar_status(self, sampling: SamplingParams | None) -> ItemStatus:
+        if sampling is None or not sampling.grammar or (self.grammars.why_unsupported and not self.requires_grammars):
+            return ItemStatus.OK
+        if not self.grammars.wait(sampling.grammar, max(0.0, self._grammar_deadline - time.monotonic())):
+            return ItemStatus.GRAMMAR_NOT_READY
+        failed = self.requires_grammars and self.grammars.error_of(sampling.grammar)
+        return ItemStatus.GRAMMAR_FAILED if failed else ItemStatus.OK
 
     def _copy(self, key: SequenceKey, source_key: SequenceKey, item: SequenceItem) -> ItemStatus:
         """Start a sequence from another sequence's cache."""
@@ -261,7 +300,11 @@ class SequenceEngine:
 
     def _rules_of(self, sampling: SamplingParams | None) -> SequenceRules | None:
         """Drop token ids outside the vocabulary, since a draft may have a smaller one. None: greedy."""
-        if sampling is None or sampling.is_argmax:
+        if sampling is None:
+            return None
+        if sampling.grammar and self.grammars.error_of(sampling.grammar):
+            sampling = replace(sampling, grammar="")
+        if sampling.is_argmax:
             return None
         vocab = range(self.engine.vocab_size)
         known = replace(
@@ -269,7 +312,8 @@ class SequenceEngine:
             stop_token_ids=tuple(token for token in sampling.stop_token_ids if token in vocab),
             logit_bias=tuple((token, bias) for token, bias in sampling.logit_bias if token in vocab),
         )
-        return SequenceRules(known)
+        start = self.grammars.start
+        return SequenceRules(known, start(known.grammar, known.prompt_length) if known.grammar else None)
 
 
 def _single(choices: Choices) -> Choice | None:

@@ -38,7 +38,10 @@ class Row(Structure):
     """A row of logits, its sampling parameters, and the result."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("logits", "bias_ids", "masked_ids", "counted_ids", "biases", "counts")),
+        *(
+            (name, c_void_p)
+            for name in ("logits", "bias_ids", "masked_ids", "allowed", "counted_ids", "biases", "counts")
+        ),
         *((name, c_int64) for name in ("num_biases", "num_masked", "num_counted")),
         *((name, c_void_p) for name in ("top_ids", "top_logprobs")),
         ("num_top", c_int64),
@@ -55,7 +58,7 @@ class Batch(Structure):
     _fields_ = (
         ("rows", POINTER(Row)),
         *((name, c_int64) for name in ("num_rows", "outputs", "vocabulary", "threads")),
-        *((name, c_void_p) for name in ("token_ids", "outputs_of", "rejected", "workspace", "pool")),
+        *((name, c_void_p) for name in ("token_ids", "runs", "outputs_of", "rejected", "workspace", "pool")),
     )
 
 
@@ -68,6 +71,8 @@ class NativeSampler:
         self.outputs = len(tokens)
         self._token_ids = np.zeros(round_up(self.outputs, BLOCK), np.int32)
         self._token_ids[: self.outputs] = tokens
+        blocks = self._token_ids.reshape(-1, BLOCK)
+        self._runs = ((np.diff(blocks) == 1).all(1) & (blocks[:, 0] % 32 == 0)).astype(np.uint8)
         self._outputs_of = np.full(head.vocab_size, NO_TOKEN, np.int32)
         self._outputs_of[tokens] = np.arange(self.outputs)
         self._workspace = np.empty(0, np.float32)
@@ -125,7 +130,12 @@ class NativeSampler:
         size = threads * self.library.workspace_floats(c_int64(self.outputs))
         if size > len(self._workspace):
             self._workspace = np.empty(size, np.float32)
-        arrays = {"token_ids": self._token_ids, "outputs_of": self._outputs_of, "rejected": rejected}
+        arrays = {
+            "token_ids": self._token_ids,
+            "outputs_of": self._outputs_of,
+            "runs": self._runs,
+            "rejected": rejected,
+        }
         return Batch(
             rows=rows,
             num_rows=len(rows),
@@ -140,11 +150,14 @@ class NativeSampler:
 
 def point_to_changes(row: Row, changes: Changes | None) -> None:
     """Point a row to its changes, which must outlive it."""
-    if changes is not None:
-        row.num_biases, row.num_masked = len(changes.bias_ids), len(changes.masked_ids)
-        row.num_counted = len(changes.counted_ids)
-        for name in ("bias_ids", "biases", "masked_ids", "counted_ids", "counts"):
-            setattr(row, name, getattr(changes, name).ctypes.data)
+    if changes is None:
+        return
+    row.num_biases, row.num_masked = len(changes.bias_ids), len(changes.masked_ids)
+    row.num_counted = len(changes.counted_ids)
+    for name in ("bias_ids", "biases", "masked_ids", "allowed", "counted_ids", "counts"):
+        numbers = getattr(changes, name)
+        if numbers is not None and len(numbers):  # reading an address takes a microsecond
+            setattr(row, name, numbers.ctypes.data)
 
 
 def noise(library: ctypes.CDLL, seed: int, position: int, count: int) -> NDArray[np.float32]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from specpool.engine.sampling.grammars import BITS, SequenceGrammar, Words
 from specpool.protocol.sampling import SamplingParams
 
 Ids = NDArray[np.int32]
@@ -22,6 +23,8 @@ class Changes:
     bias_ids: Ids = field(default_factory=lambda: NO_IDS)
     biases: Floats = field(default_factory=lambda: np.empty(0, np.float32))
     masked_ids: Ids = field(default_factory=lambda: NO_IDS)
+    allowed: Words | None = None
+    """Bits of the tokens that the grammar allows. None: all tokens."""
     counted_ids: Ids = field(default_factory=lambda: NO_IDS)
     counts: Ids = field(default_factory=lambda: NO_IDS)
     """How often each of `counted_ids` occurs in the output, for penalties."""
@@ -78,10 +81,10 @@ class TokenCounts:
 
 
 class SequenceRules:
-    """The sampling parameters of a sequence, and the state of its penalties."""
+    """The sampling parameters of a sequence, and the state of its penalties and its grammar."""
 
-    def __init__(self, params: SamplingParams) -> None:
-        self.params = params
+    def __init__(self, params: SamplingParams, grammar: SequenceGrammar | None = None) -> None:
+        self.params, self.grammar = params, grammar
         self._bias_ids = np.array([token for token, _ in params.logit_bias], np.int32)
         self._biases = np.array([bias for _, bias in params.logit_bias], np.float32)
         self._stop_ids = np.array(params.stop_token_ids, np.int32)
@@ -91,6 +94,8 @@ class SequenceRules:
         """Forget all but the first `length` tokens of the sequence."""
         if self._counts is not None:
             self._counts.truncate(length)
+        if self.grammar is not None:
+            self.grammar.truncate(length)
 
     def changes(self, token_ids: Sequence[int], count: int) -> list[Changes | None]:
         """Return the changes of each of `count` rows, which follow the last tokens of the sequence. None: no change.
@@ -102,13 +107,24 @@ class SequenceRules:
             return [None] * count
         first = len(token_ids) - count + 1
         ids, rows = (NO_IDS, [NO_IDS] * count) if self._counts is None else self._counts.rows(token_ids, count)
+        masks = [None] * count if self.grammar is None else self.grammar.masks(token_ids, count)
         return [
-            Changes(
-                self._bias_ids,
-                self._biases,
-                self._stop_ids if max(0, length - params.prompt_length) < params.min_tokens else NO_IDS,
-                ids,
-                counts,
-            )
-            for length, counts in enumerate(rows, first)
+            Changes(self._bias_ids, self._biases, self._masked_ids(length, allowed), allowed, ids, counts)
+            for length, (counts, allowed) in enumerate(zip(rows, masks, strict=True), first)
         ]
+
+    def _masked_ids(self, length: int, allowed: Words | None) -> Ids:
+        """The stop tokens before `min_tokens`, unless the grammar allows nothing else."""
+        params = self.params
+        if max(0, length - params.prompt_length) >= params.min_tokens:
+            return NO_IDS
+        if allowed is not None and not without(allowed, self._stop_ids).any():
+            return NO_IDS
+        return self._stop_ids
+
+
+def without(allowed: Words, token_ids: Ids) -> Words:
+    """The mask without these tokens."""
+    rest = allowed.copy()
+    np.bitwise_and.at(rest, token_ids // BITS, ~(np.uint32(1) << (token_ids % BITS).astype(np.uint32)))
+    return rest

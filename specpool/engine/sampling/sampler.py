@@ -87,7 +87,7 @@ def choose_token(logits: torch.Tensor, params: SamplingParams, context: Sequence
 
 
 def adjust(logits: torch.Tensor, params: SamplingParams, context: Sequence[int]) -> torch.Tensor:
-    """Apply bias, minimum length and penalties to logits [vocab_size]; copies them if anything changes."""
+    """Apply bias, masks and penalties to logits [vocab_size]; copies them if anything changes."""
     (changes,) = SequenceRules(params).changes(context, 1)
     return changed(logits, params, changes)
 
@@ -124,7 +124,7 @@ def changed_rows(sequences: Sequence[SequenceRows]) -> list[ChangedRow]:
 
 
 def change(logits: torch.Tensor, rows: Sequence[ChangedRow]) -> None:
-    """Apply bias, minimum length and penalties in place to float32 logits [n, vocab_size], all rows at once."""
+    """Apply bias, masks and penalties in place to float32 logits [n, vocab_size], all rows at once."""
     device = logits.device
 
     def gathered(arrays: list[NDArray[Any]]) -> torch.Tensor:
@@ -137,6 +137,10 @@ def change(logits: torch.Tensor, rows: Sequence[ChangedRow]) -> None:
     biased = places([changes.bias_ids for _, _, changes in rows])
     logits[biased] += gathered([changes.biases for _, _, changes in rows])
     logits[places([changes.masked_ids for _, _, changes in rows])] = -torch.inf
+    for row, _, changes in rows:
+        if changes.allowed is not None:
+            bits = torch.from_numpy(np.unpackbits(changes.allowed.view(np.uint8), bitorder="little")).to(device)
+            logits[row, bits[: logits.shape[1]] == 0] = -torch.inf
     counted = places([changes.counted_ids for _, _, changes in rows])
     counts, values = gathered([changes.counts for _, _, changes in rows]), logits[counted]
     parameters = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for _, p, _ in rows]

@@ -10,6 +10,7 @@ from coordinator.drafting.acceptance import Calibration
 from coordinator.drafting.costs import StepTimes
 from coordinator.drafting.draft_lengths import PLAIN_EVERY, PLAN_ROUNDS
 from coordinator.drafting.drafting import Drafting, DraftWorker
+from coordinator.drafting.forced_tokens import TRIAL_EVERY
 from coordinator.drafting.outcome import RoundOutcome
 from coordinator.drafting.trials import FREE_TRIALS
 from coordinator.scheduling.commits import Commit, DraftPlan, Lookup, LookupSource
@@ -322,3 +323,47 @@ def test_calibrated_chances_are_probabilities(rounds: list[tuple[list[float], in
     for confidences, accepted in rounds:
         calibration.add(confidences, min(accepted, len(confidences)))
     assert all(0 <= chance <= 1 for chance in calibration.chances)
+
+
+# --- Tokens that a grammar forces
+
+
+def make_constrained(**fields: object) -> Sequence:
+    return make_sequence(sampling=SamplingParams(grammar="g"), **fields)
+
+
+def forced_commit(sequence: Sequence, accepted: int) -> Commit:
+    return Commit(sequence, (0,) * (accepted + 1), str, forced=3, accepted_forced=accepted)
+
+
+def test_forced_tokens_are_asked_for_while_they_pay() -> None:
+    drafting = make_drafting(0.9)
+    assert plan_of(drafting, make_constrained()).allows_forced_tokens
+    drafting.costs.verify = StepTimes({1: 0.02, 64: 1.2})  # a row costs almost as much as a pass
+    for _ in range(100):
+        drafting.observe(forced_commit(make_constrained(), 0))
+    rounds = [plan_of(drafting, make_constrained()).allows_forced_tokens for _ in range(2 * TRIAL_EVERY + PLAN_ROUNDS)]
+    assert 1 <= sum(rounds[PLAN_ROUNDS:]) <= 3  # trials
+    assert plan_of(drafting, make_constrained(adaptive=False)).allows_forced_tokens
+    for _ in range(200):
+        drafting.observe(forced_commit(make_constrained(), 3))
+    assert plan_of(drafting, make_constrained()).allows_forced_tokens
+
+
+def test_forced_tokens_say_nothing_about_the_draft_model_nor_about_plain_rounds() -> None:
+    drafting, sequence = make_drafting(0.9), make_constrained()
+    before = drafting.lengths.acceptance.overall_rate
+    commit = forced_commit(sequence, 0)
+    drafting.observe(commit)
+    assert drafting.lengths.acceptance.overall_rate == before
+    item = VerifyItem(sequence.sequence_id, 2, (3,), max_draft_tokens=8)
+    outcome = RoundOutcome([item], Timed(0.02, 0.02), [commit])
+    assert outcome.rows == {sequence.sequence_id: 4}
+    assert not outcome.is_comparable
+
+
+def test_a_round_that_measures_plain_decoding_has_no_forced_tokens() -> None:
+    drafting = make_drafting(0.9)
+    drafting.lengths.guard.is_active = True  # no plain round was measured yet
+    plan = plan_of(drafting, make_constrained())
+    assert (plan.num_draft_tokens, plan.allows_forced_tokens) == (0, False)

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer as Library
 from coordinator.prompts import process_link, tokenizer_pool
 from coordinator.prompts.description import TokenizerError
 from coordinator.prompts.frames import Allowance, Kind
-from coordinator.prompts.tokenizer_pool import Prompt, PromptError, TokenizerPool, TooLongError
+from coordinator.prompts.tokenizer_pool import Constraint, Prompt, PromptError, TokenizerPool, TooLongError
 from specpool.protocol.errors import UnavailableError
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.testing import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
@@ -363,3 +363,53 @@ async def test_malformed_replies_end_the_process(pool: TokenizerPool) -> None:
     with pytest.raises(UnavailableError), mock.patch.object(tokenizer_pool, "MAX_REASON_BYTES", -2):
         await encode(pool, text("aaa", max_tokens=0))
     assert await encode(pool, text("a")) == BYTES.encode("a").ids
+
+
+# --- Constraints
+
+POINT = '{"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}'
+
+
+async def compile_(pool: TokenizerPool, kind: str, text: str, client: str = "a") -> str:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        return await pool.compile(client, Constraint(kind, text))
+
+
+async def test_constraints_become_grammars_or_refusals(pool: TokenizerPool) -> None:
+    await pool.load(files(), VOCAB_SIZE)
+    for _ in range(4):
+        assert "json_schema" in await compile_(pool, "json_schema", POINT)
+        with pytest.raises(PromptError, match="does not compile: Invalid type: foo"):
+            await compile_(pool, "json_schema", '{"type": "foo"}')
+    assert await encode(pool, text("a")) == BYTES.encode("a").ids
+
+
+async def test_a_constraint_that_takes_too_long_harms_only_itself(pool: TokenizerPool) -> None:
+    await pool.load(files(), VOCAB_SIZE)
+    await compile_(pool, "json_schema", POINT)
+    with mock.patch.object(tokenizer_pool, "MAX_CONSTRAINT_SECONDS", 0.05):
+        with pytest.raises(PromptError, match=r"compiling it takes more than (0.05 s|256 MiB)"):
+            await compile_(pool, "regex", "(a{1000}){1000}")
+        assert "json_schema" in await compile_(pool, "json_schema", POINT, client="b")
+
+
+async def test_loading_the_tokenizer_for_constraints_is_not_charged_to_a_client(pool: TokenizerPool) -> None:
+    await pool.load(files(), VOCAB_SIZE)
+    now = [0.0]
+    pool._turns._slow_until.clear()
+    pool._turns._clock = lambda: now[0]
+    with mock.patch.object(pool, "_load_grammars", slow(pool, now)):
+        await compile_(pool, "json_schema", POINT)
+    assert now == [100.0]
+    assert not pool._turns._slow_until
+
+
+def slow(pool: TokenizerPool, now: list[float]) -> Any:
+    """Loading that takes 100 seconds of this clock."""
+    load = pool._load_grammars
+
+    async def load_slowly(link: process_link.ProcessLink) -> None:
+        await load(link)
+        now[0] += 100.0
+
+    return load_slowly

@@ -2,19 +2,21 @@
 
 import random
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.scheduling.commits import DraftPlan, Lookup
+from coordinator.scheduling.commits import Commit, DraftPlan, Lookup
+from coordinator.scheduling.counters import Counters, DraftCounters
 from coordinator.scheduling.prefill import MAX_UNCHUNKED_TOKENS
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import DraftMethod, Finish, FinishReason, GenerationRequest, Prefix, Sequence
 from coordinator.scheduling.turn import DRAFT_BACKOFF_ROUNDS, DraftLimits
 from specpool.protocol.rounds import Branch, ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
+from specpool.protocol.sampling import SamplingParams
 
 VOCAB_SIZE = 11
 DRAFT_VOCAB_SIZE = 13
@@ -36,6 +38,16 @@ def decode_plainly(request: GenerationRequest) -> list[int]:
         if tokens[-1] in request.stop_token_ids:
             break
     return tokens[len(request.prompt_ids) :]
+
+
+def forced_after(context: Iterable[int], limit: int) -> list[int]:
+    """At most `limit` forced tokens after a context. The target tokenizes some texts differently."""
+    context, forced = list(context), list[int]()
+    digest = zlib.crc32(bytes([*context, 255]))
+    for index in range(min(digest % 4, limit)):
+        forced.append((choose(context) + (digest >> 8 + index) % 2) % VOCAB_SIZE)
+        context.append(forced[-1])
+    return forced
 
 
 @dataclass
@@ -80,7 +92,8 @@ class Worker:
         if status is not ItemStatus.OK:
             return Verdict(item.sequence_id, status, (), 0)
         tokens, gained = self.caches[item.sequence_id], []
-        for draft in item.draft_token_ids:
+        forced = forced_after([*tokens, *item.draft_token_ids], item.max_draft_tokens - len(item.draft_token_ids))
+        for draft in (*item.draft_token_ids, *forced):
             if item.prefill_only or draft != choose(tokens):
                 break
             tokens.append(draft)
@@ -88,7 +101,7 @@ class Worker:
         if not item.prefill_only:
             gained.append(choose(tokens))
             self.last[item.sequence_id] = round_id, gained
-        return Verdict(item.sequence_id, status, tuple(gained), len(tokens))
+        return Verdict(item.sequence_id, status, tuple(gained), len(tokens), num_forced_tokens=len(forced))
 
     def propose(self, item: ProposeItem, is_right: list[bool]) -> Proposal:
         status = self.realign(item)
@@ -163,6 +176,9 @@ def send(round_: Round, group: list[Sequence], budget: int) -> list[VerifyItem]:
         end = item.base_length + len(item.token_ids)
         assert len(pending) <= 1, "two rounds are pending"
         assert len(item.draft_token_ids) <= max(0, sequence.remaining - pending_gain - 1)
+        assert item.max_draft_tokens <= max(0, sequence.remaining - pending_gain - 1)
+        assert item.max_draft_tokens <= sequence.request.num_speculative_tokens
+        assert sequence.request.sampling.grammar or not item.max_draft_tokens
         assert all(token < VOCAB_SIZE for token in item.token_ids + item.draft_token_ids)
         assert sequence.pending[-1].max_gain == (0 if item.prefill_only else item.max_num_draft_tokens + 1)
         assert item.after_round_id is not None or not item.branches
@@ -276,6 +292,7 @@ class Simulation:
                     min_chance=self.rng.choice([0.0, 0.5, 1.0]),
                     lookup_ids=looked_up[: self.rng.randint(0, max(0, sequence.max_num_draft_tokens))],
                     lookup=Lookup(looked_up),
+                    allows_forced_tokens=self.rng.random() < 0.8,
                 )
         return plans
 
@@ -345,7 +362,12 @@ class Simulation:
         if self.rng.random() < self.cancel:
             self.cancel_one(group)
         items = send(round_, group, self.budget)
-        return [self.target.verify(item, round_.round_id) for item in items]
+        return [self.verdict(item, round_.round_id) for item in items]
+
+    def verdict(self, item: VerifyItem, round_id: int) -> Verdict:
+        if item.sampling is not None and item.sampling.grammar and self.fails():
+            return Verdict(item.sequence_id, ItemStatus.GRAMMAR_NOT_READY)
+        return self.target.verify(item, round_id)
 
     def commit(self, round_: Round, group: list[Sequence], verdicts: list[Verdict]) -> None:
         if self.fails():  # the response is lost
@@ -366,8 +388,12 @@ class Simulation:
             assert sequence.token_ids == before[sequence.sequence_id] + gained.get(sequence.sequence_id, [])
         answered = {verdict.sequence_id for verdict in verdicts if verdict.status is ItemStatus.OK}
         assert decoding & answered <= set(gained)
-        self.drafted += sum(commit.drafted for commit in commits)
-        self.accepted += sum(commit.accepted for commit in commits)
+        self.drafted += sum(commit.drafted + commit.forced for commit in commits)
+        self.accepted += sum(commit.accepted + commit.accepted_forced for commit in commits)
+        for commit in commits:
+            assert commit.sequence.request.sampling.grammar or not commit.forced
+            assert commit.accepted <= commit.drafted
+            assert commit.accepted_forced <= (commit.forced if commit.accepted == commit.drafted else 0)
 
     def cancel_one(self, group: list[Sequence]) -> None:
         sequence = self.rng.choice(group)
@@ -398,6 +424,7 @@ REQUESTS = st.builds(
     max_tokens=st.integers(1, 24),
     stop_token_ids=st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=1),
     num_speculative_tokens=st.integers(0, 8),
+    sampling=st.sampled_from([SamplingParams(), SamplingParams(grammar="g")]),
 )
 
 
@@ -703,3 +730,75 @@ def test_a_sequence_without_branches_keeps_its_draft_cache() -> None:
         before = second.num_draft_cached_tokens
         round_.commit([target.verify(each) for each in verified])
     assert second.num_draft_cached_tokens == before > 0
+
+
+# --- Grammars
+
+
+def make_constrained(max_tokens: int = 40, k: int = 4) -> Sequence:
+    request = GenerationRequest("r", (1, 2, 3), max_tokens, frozenset(), k, SamplingParams(grammar="g"))
+    return Sequence(0, request)
+
+
+def verify_once(sequence: Sequence, answer: Callable[[VerifyItem], Verdict], plan: DraftPlan) -> Commit | None:
+    round_ = Round(1, [sequence], 100, {0: plan})
+    (item,) = round_.verify_items()
+    return next(iter(round_.commit([answer(item)])), None)
+
+
+def test_forced_tokens_count_apart_from_those_of_the_draft_method() -> None:
+    lookup = DraftPlan(lookup_ids=(5, 6))
+    cases: list[tuple[tuple[int, ...], tuple[int, int, int, int]]] = [
+        ((5, 6, 7, 8, 9), (2, 2, 2, 2)),
+        ((5, 6, 7, 3), (2, 2, 2, 1)),
+        ((5, 6, 3), (2, 2, 2, 0)),
+        ((5, 3), (2, 1, 2, 0)),
+        ((3,), (2, 0, 2, 0)),
+    ]
+    for gained, expected in cases:
+        sequence = make_constrained()
+        sequence.num_cached_tokens = 2
+
+        def answer(item: VerifyItem, gained: tuple[int, ...] = gained) -> Verdict:
+            assert (item.draft_token_ids, item.max_draft_tokens) == ((5, 6), 4)
+            return Verdict(0, ItemStatus.OK, gained, 2 + len(gained), num_forced_tokens=2)
+
+        commit = verify_once(sequence, answer, lookup)
+        assert commit is not None
+        assert commit.method is DraftMethod.NGRAM
+        assert (commit.drafted, commit.accepted, commit.forced, commit.accepted_forced) == expected
+        assert sequence.speculation.draft_tokens == 4
+        assert sequence.speculation.accepted_tokens == len(gained) - 1
+        counters = Counters()
+        counters.add_commit(commit)
+        assert counters.drafts["grammar"] == DraftCounters(*expected[2:])
+        assert counters.drafts["ngram"] == DraftCounters(*expected[:2])
+        assert (counters.draft_tokens, counters.accepted_draft_tokens) == (4, len(gained) - 1)
+        assert (counters.draft_lengths[4], counters.accepted_lengths[len(gained) - 1]) == (1, 1)
+
+
+@pytest.mark.parametrize(("max_tokens", "k", "expected"), [(40, 4, 4), (3, 4, 2), (1, 4, 0), (40, 0, 0)])
+def test_forced_tokens_keep_to_the_limits_of_the_request(max_tokens: int, k: int, expected: int) -> None:
+    (item,) = Round(1, [make_constrained(max_tokens, k)], 100).verify_items()
+    assert item.max_draft_tokens == expected
+    plan = DraftPlan(allows_forced_tokens=False)
+    (item,) = Round(1, [make_constrained(max_tokens, k)], 100, {0: plan}).verify_items()
+    assert item.max_draft_tokens == 0
+
+
+def test_a_grammar_that_is_not_ready_costs_no_cache() -> None:
+    sequence = make_constrained()
+    for waits in (1, 2):
+        assert verify_once(sequence, lambda item: Verdict(0, ItemStatus.GRAMMAR_NOT_READY), DraftPlan()) is None
+        assert (sequence.grammar_waits, sequence.pending, sequence.blame.cache_misses) == (waits, [], 0)
+    assert verify_once(sequence, Worker().verify, DraftPlan()) is not None
+    assert (sequence.grammar_waits, sequence.num_cached_tokens > 0) == (0, True)
+    cached = sequence.num_cached_tokens
+    verify_once(sequence, lambda item: Verdict(0, ItemStatus.GRAMMAR_NOT_READY), DraftPlan())
+    assert (sequence.num_cached_tokens, sequence.is_decoding) == (cached, True)
+
+
+def test_a_grammar_that_failed_has_a_reason() -> None:
+    sequence = make_constrained()
+    verify_once(sequence, lambda item: Verdict(0, ItemStatus.GRAMMAR_FAILED, error="too complex"), DraftPlan())
+    assert (sequence.grammar_error, sequence.blame.cache_misses) == ("too complex", 0)

@@ -41,11 +41,31 @@ def test_numbers_of_other_ranges_are_mapped() -> None:
     ("field", "value"),
     [
         ("json_schema", "{}"),
+        ("json_schema", ""),
         ("regex", "a"),
-        ("grammar", "a"),
-        ("structural_tag", "a"),
+        ("grammar", "start: /a/"),
+        ("structural_tag", "{}"),
         ("json_object", True),
-        ("choice", smg.ChoiceConstraint()),
+        ("json_object", False),
+    ],
+)
+def test_constraints_keep_their_names_and_texts(field: str, value: Any) -> None:
+    converted = params(**{field: value}, grammar_from_first_token=True)
+    assert converted == pb.SamplingParams(temperature=1, **{field: value})
+    assert converted.WhichOneof("constraint") == field
+
+
+def test_choices_are_converted() -> None:
+    converted = params(choice=smg.ChoiceConstraint(choices=["a", "b"]))
+    assert converted.choice == pb.ChoiceConstraint(choices=["a", "b"])
+    assert params(choice=smg.ChoiceConstraint()).WhichOneof("constraint") == "choice"  # validation rejects it
+    many = params(choice=smg.ChoiceConstraint(choices=map(str, range(2000))))
+    assert len(many.choice.choices) == 1025
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
         ("prompt_logprobs", 0),
         ("truncate_prompt_tokens", 3),
         ("logit_bias", {-1: 1.0}),

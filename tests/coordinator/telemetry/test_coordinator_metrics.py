@@ -53,6 +53,7 @@ async def test_counters_agree_with_the_responses() -> None:
     assert seen.value("specpool:requests_total") == len(requests)
     assert seen.value("specpool:draft_tokens_total", method="model") == seen.value(f"{SPEC}draft_tokens_total")
     assert seen.value("specpool:accepted_draft_tokens_total", method="ngram") == 0
+    assert seen.value("specpool:accepted_draft_tokens_total", method="grammar") == 0
 
     histogram = {le: seen.value("specpool:draft_length_bucket", le=le) for le in ("0", "1", "2", "4", "+Inf")}
     lengths = dict(enumerate(accumulate(info.counters.draft_lengths)))

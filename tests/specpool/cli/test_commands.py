@@ -147,6 +147,40 @@ async def test_template_options_apply_to_chats(specpool: Specpool, tmp_path: Pat
         assert 'the chat template has no option "y"; its options: x' in err
 
 
+async def test_answers_can_be_constrained(specpool: Specpool, served: Serving, tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"enum": ["yes", "no"]}')
+    grammar.write_text('start: "left" | "right"')
+    cases = [
+        (["--json-schema", str(schema)], ('"yes"', '"no"')),
+        (["--grammar", str(grammar)], ("left", "right")),
+        (["--regex", "[ab]c"], ("ac", "bc")),
+        (["--choice", "first, second", "--choice=[third]"], ("first, second", "[third]")),
+        (["--choice", 'say "5"\\'], ('say "5"\\',)),
+    ]
+    for options, answers in cases:
+        status, out, err = await specpool("generate", "--address", served.address, *options, "hello")
+        assert (status, err) == (0, "")
+        assert out.removesuffix("\n") in answers
+    status, _, err = await specpool("generate", "--address", served.address, "--regex", "(a", "hello")
+    assert status == 1
+    assert "sampling_params.regex: does not compile: invalid regex: unclosed group" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--json-schema", "/nowhere"], "specpool generate: /nowhere: No such file or directory"),
+        (["--choice", "a", "--regex", "b"], "give only one of regex, choice"),
+        (["--choice"], "argument --choice: expected one argument"),
+    ],
+)
+async def test_invalid_constraints_are_refused(specpool: Specpool, arguments: list[str], reason: str) -> None:
+    status, out, err = await specpool("generate", "hi", *arguments)
+    assert (status, out) == (2, "")
+    assert reason in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

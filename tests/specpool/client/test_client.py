@@ -2,15 +2,18 @@
 
 import asyncio
 import itertools
+import json
 import math
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 from unittest import mock
 
 import grpc
 import pytest
+from pydantic import BaseModel
 from serving import RecordingTarget, Serving, expected_tokens, make_request, serving
 
 from coordinator.server import CoordinatorServer
@@ -307,3 +310,92 @@ def test_a_closed_client_does_not_retry() -> None:
             return caught.value.code()
 
     assert asyncio.run(serve()) is grpc.StatusCode.CANCELLED
+
+
+# --- Constraints
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"on": {"type": "boolean"}},
+    "required": ["on"],
+    "additionalProperties": False,
+}
+
+
+class Switch(BaseModel, extra="forbid"):
+    """A model whose answers are short."""
+
+    on: bool
+    level: Literal[1, 2] = 1
+
+
+class Lamp(BaseModel):
+    """A model that ignores other properties."""
+
+    on: bool
+
+
+class Room(BaseModel):
+    """A model with models in it."""
+
+    lamps: list[Lamp]
+    switch: Switch
+    properties: dict[str, int] = {"properties": 1}
+
+
+def constraint_of(**options: Any) -> tuple[str | None, Any]:
+    params = library.make_request("a", **options).sampling_params
+    kind = params.WhichOneof("constraint")
+    return kind, getattr(params, kind) if kind else None
+
+
+def test_constraints_become_request_fields() -> None:
+    for schema in (SCHEMA, json.dumps(SCHEMA), MappingProxyType(SCHEMA)):
+        kind, text = constraint_of(json_schema=schema)
+        assert (kind, json.loads(text)) == ("json_schema", SCHEMA)
+    assert json.loads(constraint_of(json_schema=Switch)[1]) == Switch.model_json_schema()
+    open_, closed = Room.model_json_schema(), json.loads(constraint_of(json_schema=Room)[1])
+    assert closed != open_
+    assert [closed.pop("additionalProperties"), closed["$defs"]["Lamp"].pop("additionalProperties")] == [False, False]
+    assert closed == open_
+    assert constraint_of(json_schema=True) == ("json_schema", "true")
+    tag = {"structures": [], "triggers": []}
+    assert constraint_of(structural_tag=tag) == ("structural_tag", json.dumps(tag))
+    assert constraint_of(structural_tag="{}") == ("structural_tag", "{}")
+    assert constraint_of(regex="a+") == ("regex", "a+")
+    assert constraint_of(grammar="start: /a/") == ("grammar", "start: /a/")
+    assert constraint_of(json_object=True) == ("json_object", True)
+    assert constraint_of(choice=("a", "b")) == ("choice", pb.ChoiceConstraint(choices=["a", "b"]))
+    assert constraint_of(regex=None, choice=None) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"json_schema": 5}, "json_schema: must be a dict, JSON text or a pydantic model, not int"),
+        ({"json_schema": {"a": {1}}}, "json_schema: Object of type set"),
+        ({"json_schema": {"a": float("nan")}}, "json_schema: Out of range"),
+        ({"structural_tag": []}, "structural_tag: must be a dict"),
+        ({"choice": "ab"}, "choice: must be a list of texts, not str"),
+        ({"choice": [1]}, "choice: "),
+        ({"regex": 5}, "regex: "),
+        ({"regex": "a", "json_schema": {}}, "json_schema: cannot be combined with regex"),
+    ],
+    ids=str,
+)
+def test_invalid_constraints_are_named(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(reason)}"):
+        library.make_request("a", **options)
+
+
+async def test_answers_are_parsed_as_pydantic_models() -> None:
+    async with serving(with_draft=False) as served, AsyncClient(served.address) as client:
+        switch = await client.parse(PROMPT, Switch, max_tokens=200)
+        assert isinstance(switch, Switch)
+        with Client(served.address) as blocking:
+            assert await asyncio.to_thread(blocking.parse, PROMPT, Switch, max_tokens=200) == switch
+        response = await client.generate(PROMPT, json_schema=Switch, n=2, temperature=1.0, max_tokens=200)
+        for sample in (response, *response.other_samples):
+            assert library.parsed(sample, Switch).level in (1, 2)
+        with pytest.raises(ValueError, match="the answer is incomplete: it ended after 3 tokens with reason 'length'"):
+            await client.parse(PROMPT, Switch, max_tokens=3)

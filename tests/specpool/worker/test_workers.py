@@ -411,6 +411,7 @@ async def test_a_worker_describes_itself(worker: Worker) -> None:
         max_rounds_ahead=MAX_ROUNDS_AHEAD if worker.role is TARGET else 0,
         max_branches=0 if worker.role is TARGET else MAX_ITEM_BRANCHES,
         selects_branches=worker.role is TARGET,
+        supports_grammars=True,
     )
 
 

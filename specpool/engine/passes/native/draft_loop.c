@@ -41,6 +41,7 @@ typedef struct {
     int64_t num_drafts, num_rounds, max_draft_tokens;
     int32_t *draft_token_ids;  /* result, [num_drafts, max_draft_tokens] */
     double *confidences;       /* result, like the token ids */
+    void (*read_token)(int64_t draft, int64_t token); /* updates the mask of a constrained draft */
     int64_t num_passes, num_tokens; /* result: passes and rows run */
 } Loop;
 
@@ -99,6 +100,7 @@ static void append(const Loop *loop, Draft *draft, const Row *chosen) {
         draft->chance *= acceptance_chance(loop->rounds + draft->round, loop->confidences[place]);
     }
     if (draft->counted_ids) count_token(draft, chosen->token);
+    if (draft->row.allowed) loop->read_token(draft - loop->drafts, chosen->token);
     draft->count++;
 }
 

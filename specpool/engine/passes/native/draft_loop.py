@@ -2,7 +2,20 @@
 
 from array import array
 from collections.abc import Callable, Sequence
-from ctypes import CDLL, POINTER, Structure, addressof, byref, c_char, c_double, c_int64, c_uint64, c_void_p, cast
+from ctypes import (
+    CDLL,
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    addressof,
+    byref,
+    c_char,
+    c_double,
+    c_int64,
+    c_uint64,
+    c_void_p,
+    cast,
+)
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +31,7 @@ from specpool.engine.passes.packing import NUMBERS_PER_ROW, PackedBatch
 from specpool.engine.sampling import compiled
 from specpool.engine.sampling.batch import compiled_is_exact
 from specpool.engine.sampling.compiled import NOTHING_REJECTED, NativeSampler, Row, compile_sampler, point_to_changes
+from specpool.engine.sampling.grammars import SequenceGrammar, Words
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.rules import Changes
 
@@ -62,7 +76,7 @@ class Loop(Structure):
         ("drafts", POINTER(DraftState)),
         ("rounds", POINTER(RoundState)),
         *((name, c_int64) for name in ("num_drafts", "num_rounds", "max_draft_tokens")),
-        *((name, c_void_p) for name in ("draft_token_ids", "confidences")),
+        *((name, c_void_p) for name in ("draft_token_ids", "confidences", "read_token")),
         *((name, c_int64) for name in ("num_passes", "num_tokens")),
     )
 
@@ -103,7 +117,7 @@ class NativeDraftLoop:
             RoundState(own.ctypes.data, len(own), each.step_cost) for own, each in zip(chances, rounds, strict=True)
         ]
         token_ids, confidences = np.empty((count, size), np.int32), np.empty((count, size), np.float64)
-        rejected, batch = np.array([NOTHING_REJECTED], np.int32), self._batch(drafts)
+        rejected, batch, reader = np.array([NOTHING_REJECTED], np.int32), self._batch(drafts), _reader(drafts, changes)
         arguments, pass_logits = self._prepare(batch)
         loop = Loop(
             **self._code,
@@ -121,11 +135,12 @@ class NativeDraftLoop:
             max_draft_tokens=size,
             draft_token_ids=token_ids.ctypes.data,
             confidences=confidences.ctypes.data,
+            read_token=cast(reader, c_void_p),
         )
         self._in_progress = loop
         self._run(byref(loop))
         self._in_progress = None
-        del batch, changes, chances  # the loop read their memory
+        del batch, changes, chances, reader  # the loop used their memory
         for of_draft in zip(states, drafts, token_ids.tolist(), confidences.tolist(), strict=True):
             _end(*of_draft)
         return loop.num_passes, loop.num_tokens
@@ -173,6 +188,25 @@ class NativeDraftLoop:
             num_logits=count,
             numbers=torch.frombuffer(numbers, dtype=torch.int64),
         )
+
+
+READ_TOKEN = CFUNCTYPE(None, c_int64, c_int64)
+
+
+def _reader(drafts: Sequence[Draft], changes: Sequence[Changes | None]) -> Any:
+    """The function that updates a draft's mask after each token. Each draft reads a fork of its sequence's grammar."""
+    grammars: dict[int, tuple[SequenceGrammar, Words]] = {}
+    for number, (draft, change) in enumerate(zip(drafts, changes, strict=True)):
+        if change is not None and change.allowed is not None:
+            assert draft.rules is not None
+            assert draft.rules.grammar is not None
+            grammars[number] = draft.rules.grammar.fork(draft.context), change.allowed
+
+    def read_token(number: int, token_id: int) -> None:
+        grammar, allowed = grammars[number]
+        grammar.read_token(token_id, allowed)
+
+    return READ_TOKEN(read_token)
 
 
 def _end(state: Any, draft: Draft, token_ids: list[int], confidences: list[float]) -> None:

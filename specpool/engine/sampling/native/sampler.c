@@ -35,12 +35,20 @@ static Extremes scan(Work *work) {
     return found;
 }
 
-static int has_changes(const Row *row) { return row->num_biases || row->num_masked || row->num_counted; }
+static int has_changes(const Row *row) {
+    return row->num_biases || row->num_masked || row->num_counted || row->allowed;
+}
+
+/* Whether the largest allowed logit wins. Such rows need no copy of the logits. */
+static int is_masked_argmax(const Row *row) {
+    return row->allowed && row->temperature == 0 && !(row->num_biases || row->num_masked || row->num_counted);
+}
 
 /* Points `work` to the logits of a row, or to a copy if they will change or need padding. */
 static Extremes load(Work *work, const Row *row) {
     int64_t padded = work->blocks * BLOCK;
-    if (row->kind == GREEDY && !has_changes(row) && padded == work->outputs) {
+    int is_argmax = is_masked_argmax(row) || (row->kind == GREEDY && !has_changes(row));
+    if (is_argmax && padded == work->outputs) {
         work->row = (float *)row->logits;
         return scan(work);
     }
@@ -49,10 +57,29 @@ static Extremes load(Work *work, const Row *row) {
     return scan(work);
 }
 
-/* --- Bias, minimum length and penalties */
+/* --- Bias, masks and penalties */
 
 static int32_t output_of(const Batch *batch, int32_t token_id) {
     return token_id >= 0 && token_id < batch->vocabulary ? batch->outputs_of[token_id] : -1;
+}
+
+/* Writes the logits of a block's allowed tokens, and -inf for the others. Returns whether any is allowed. */
+static int mask(const Batch *batch, int64_t block, const uint32_t *allowed, const float *logits, float *masked) {
+    const int32_t *ids = batch->token_ids + block * BLOCK;
+    uint32_t any = 0;
+    if (batch->runs[block]) {
+        for (int w = 0; w < BLOCK / 32; w++) {
+            uint32_t word = allowed[(ids[0] >> 5) + w];
+            any |= word;
+            for (int i = 0; i < 32; i++) masked[32 * w + i] = word >> i & 1 ? logits[32 * w + i] : -INFINITY;
+        }
+    } else
+        for (int i = 0; i < BLOCK; i++) {
+            uint32_t is_allowed = allowed[ids[i] >> 5] >> (ids[i] & 31) & 1;
+            any |= is_allowed;
+            masked[i] = is_allowed ? logits[i] : -INFINITY;
+        }
+    return any != 0;
 }
 
 static void adjust(Work *work, const Row *row, const Batch *batch) {
@@ -64,6 +91,8 @@ static void adjust(Work *work, const Row *row, const Batch *batch) {
         int32_t output = output_of(batch, row->masked_ids[i]);
         if (output >= 0) work->row[output] = -INFINITY;
     }
+    for (int64_t b = 0; row->allowed && b < work->blocks; b++)
+        mask(batch, b, row->allowed, work->row + b * BLOCK, work->row + b * BLOCK);
     for (int64_t i = 0; i < row->num_counted; i++) {
         int32_t output = output_of(batch, row->counted_ids[i]), count = row->counts[i];
         if (output < 0 || count < 0) continue;
@@ -130,6 +159,28 @@ static int64_t output_with_noise(const Work *work, const Row *row, int64_t start
     return found;
 }
 
+/* The output with the largest allowed logit. The smallest token id wins ties. -1 if all of them are -inf. */
+static int64_t largest_allowed(const Work *work, const uint32_t *allowed, const Batch *batch) {
+    int64_t found = -1;
+    float best = -INFINITY;
+    for (int64_t b = 0; b < work->blocks; b++) {
+        if (work->largest[b] < best) continue;
+        float masked[BLOCK];
+        const int32_t *ids = batch->token_ids + b * BLOCK;
+        if (!mask(batch, b, allowed, work->row + b * BLOCK, masked)) continue; /* padding is -inf */
+        wide most = (wide){0} - INFINITY;
+        for (int i = 0; i < BLOCK; i += WIDE) most = larger(at(masked + i, 0), most);
+        if (max_lane(most) < best) continue;
+        for (int i = 0; i < BLOCK; i++) {
+            if (masked[i] < best || masked[i] == -INFINITY) continue;
+            if (masked[i] == best && ids[i] >= batch->token_ids[found]) continue;
+            best = masked[i];
+            found = b * BLOCK + i;
+        }
+    }
+    return found;
+}
+
 static float minimum_of(Work *work, const Row *row, float best) {
     float minimum = -INFINITY;
     if (!isfinite(best)) return minimum;
@@ -144,6 +195,7 @@ static float minimum_of(Work *work, const Row *row, float best) {
 
 /* The chosen output. `extremes`: of the unchanged logits, which are in `row`. -1: all logits are -inf. */
 static int64_t choose(Work *work, const Row *row, Extremes extremes, const Batch *batch) {
+    if (is_masked_argmax(row) && !extremes.has_nan) return largest_allowed(work, row->allowed, batch);
     if (has_changes(row)) {
         adjust(work, row, batch);
         extremes = scan(work);

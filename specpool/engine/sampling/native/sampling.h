@@ -8,7 +8,9 @@ enum { SAMPLED, GREEDY };
 
 typedef struct {
     const float *logits; /* [outputs] */
-    const int32_t *bias_ids, *masked_ids, *counted_ids;
+    const int32_t *bias_ids, *masked_ids;
+    const uint32_t *allowed; /* a bit for each token; null: all are allowed */
+    const int32_t *counted_ids;
     const float *biases;   /* [num_biases] */
     const int32_t *counts; /* [num_counted]: occurrences in the output; 0: only in the prompt, -1: nowhere */
     int64_t num_biases, num_masked, num_counted;
@@ -28,6 +30,7 @@ typedef struct {
     Row *rows;
     int64_t num_rows, outputs, vocabulary, threads;
     const int32_t *token_ids;  /* of each output, padded to whole blocks */
+    const uint8_t *runs;       /* for each block: whether its tokens are consecutive, starting at a multiple of 32 */
     const int32_t *outputs_of; /* of each token; -1: none */
     int32_t *rejected;         /* for each sequence: its first row that rejected a draft token; INT32_MAX: none */
     float *workspace;          /* [threads, workspace_floats] */

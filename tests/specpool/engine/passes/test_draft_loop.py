@@ -3,6 +3,7 @@
 import ctypes
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +33,8 @@ from specpool.protocol.sampling import SamplingParams
 pytestmark = [pytest.mark.cpus]
 
 SLOTS, MAX_LENGTH = 8, 120
+ANY_TEXT = 'start: (/[\\x21-\\x60]/ | "~" /[\\x21-\\x52]/)*'
+"""Allows the tokens of the prompts and of the target, and a few others."""
 SAMPLED = (
     None,
     None,
@@ -45,6 +48,8 @@ SAMPLED = (
         logit_bias=((5, 1.0), (17, 90.0)), top_p=0.9, seed=8, prompt_length=4,
     ),
     SamplingParams(repetition_penalty=1.6, prompt_length=6),
+    SamplingParams(grammar=ANY_TEXT),
+    SamplingParams(temperature=0.9, grammar=ANY_TEXT, presence_penalty=0.2, seed=9),
 )  # fmt: skip
 CHANCES = ((), (0.9,), (0.8, 0.95), (0.92,), (0.1, 0.6, 0.8, 1.0), tuple(i / 20 for i in range(20)))
 SOUND_TOKENS = 64
@@ -66,6 +71,12 @@ def looped_engine(folder: Path, **options: object) -> Engine:
 Engines = tuple[Engine, Engine]
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for grammars, however busy the machine is."""
+    monkeypatch.setattr("specpool.engine.run.sequences.GRAMMAR_SECONDS", 60.0)
+
+
 @pytest.fixture(scope="module")
 def engines(tiny_pair: tuple[Path, Path]) -> Engines:
     return looped_engine(tiny_pair[1], threads=2), stepped_engine(tiny_pair[1], threads=2)
@@ -79,11 +90,17 @@ class Rounds:
         count = self._chance.randrange(1, SLOTS + 1)
         self._tokens = {number: self._prompt(number) for number in range(count)}
         self._cached = dict.fromkeys(self._tokens, 0)
-        self._params = {number: self._chance.choice(SAMPLED) for number in self._tokens}
+        self._params = {number: self._params_of(tokens) for number, tokens in self._tokens.items()}
         self._number = 0
 
     def _prompt(self, number: int) -> list[int]:
         return [token % SOUND_TOKENS for token in random_tokens(self._chance.randrange(1, 20), seed=number)]
+
+    def _params_of(self, prompt: list[int]) -> SamplingParams | None:
+        params = self._chance.choice(SAMPLED)
+        if params is None or not params.grammar:
+            return params
+        return replace(params, prompt_length=max(0, len(prompt) - 2))  # the target never verifies prompts
 
     def next(self) -> list[ProposeRound]:
         self._number += 1

@@ -1,0 +1,36 @@
+"""Grammars of generated text, compiled by llguidance. Needs the extra `constraints`.
+
+The coordinator and the workers compile with the same limits, so a grammar that the coordinator accepts also compiles in
+the workers.
+"""
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer
+
+from specpool.protocol.tokenizer import TokenizerFiles
+
+LIMITS = LLParserLimits(max_grammar_size=200_000, step_max_items=2000, verbose_errors=False)
+"""Limits of a grammar. They keep its compilation within tenths of a second, and nearly all masks within hundredths."""
+
+
+class GrammarError(ValueError):
+    """A grammar does not compile. The message is llguidance's."""
+
+
+def load_grammar_tokenizer(files: TokenizerFiles, vocab_size: int) -> LLTokenizer:
+    """Load the tokenizer for llguidance, in about half a second. ValueError if llguidance does not support it.
+
+    `vocab_size`: the model's, which sets the size of masks.
+    """
+    tokenizer = Tokenizer.from_str(files.tokenizer_json.decode())
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(files.eos_token_ids) or None)
+
+
+def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Return a matcher at the start of the text. Raises GrammarError. Releases the interpreter lock."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        raise GrammarError(matcher.get_error())
+    return matcher

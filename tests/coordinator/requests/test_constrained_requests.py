@@ -1,0 +1,166 @@
+"""Constrained requests: valid constraints reach the target worker as grammars, invalid ones are refused by name."""
+
+import json
+import re
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from grpc import StatusCode
+from serving import RecordingTarget, Serving, make_request, serving, stream, violated_fields
+
+from coordinator.prompts import constraint_reader, tokenizer_pool
+from specpool.v1 import generation_pb2 as pb
+
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"answer": {"enum": ["yes", "no"]}, "count": {"type": "integer", "maximum": 99, "minimum": 0}},
+        "required": ["answer", "count"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    }
+)
+TAG = json.dumps({"structures": [{"begin": "<a>", "schema": {"const": 1}, "end": "</a>"}], "triggers": ["<a>"]})
+CHOICES = pb.ChoiceConstraint(choices=["left", "right", "left or right"])
+
+
+def constrained(max_tokens: int = 80, k: int | None = None, prompt: Any = (1,), **params: Any) -> pb.GenerateRequest:
+    return make_request(prompt, max_tokens, k, **params)
+
+
+@pytest_asyncio.fixture
+async def served() -> AsyncIterator[Serving]:
+    async with serving(RecordingTarget()) as serving_:
+        yield serving_
+        await serving_.expect(make_request())
+        await serving_.until_idle()
+
+
+async def refusal(served: Serving, request: pb.GenerateRequest) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await served.stub.Generate(request)
+    return refused.value
+
+
+ACCEPTED: dict[str, tuple[dict[str, Any], str]] = {
+    "json_schema": ({"json_schema": SCHEMA}, r'\{"answer":"(yes|no)","count":\d{1,2}\}'),
+    "regex": ({"regex": "[ab]{3,5}c?"}, "[ab]{3,5}c?"),
+    "lark": ({"grammar": 'start: "x" /[0-9]+/'}, "x[0-9]+"),
+    "gbnf": ({"grammar": 'root ::= "x" [0-9]'}, "x[0-9]"),
+    "choice": ({"choice": CHOICES}, "left|right|left or right"),
+}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+@pytest.mark.parametrize("k", [0, 3, None])
+async def test_answers_match_the_constraint(served: Serving, case: str, k: int | None) -> None:
+    params, pattern = ACCEPTED[case]
+    for seed in range(4):
+        response = await served.stub.Generate(constrained(k=k, prompt=[seed], **params))
+        assert response.finish_reason in ("stop", "length")
+        if response.finish_reason == "stop":
+            assert re.fullmatch(pattern, response.text), response.text
+        (sent, *_) = (item.sampling.grammar for request in served.target.requests for item in request.items)
+        assert list(response.token_ids) == served.target.continuation([seed], 80, sent)
+
+
+async def test_free_text_may_have_constrained_parts(served: Serving) -> None:
+    for params in ({"structural_tag": TAG}, {"json_object": True}):
+        response = await served.stub.Generate(constrained(20, **params))
+        assert response.usage.completion_tokens
+
+
+async def test_constraints_combine_with_other_parameters(served: Serving) -> None:
+    params = {"choice": CHOICES, "temperature": 1.0, "seed": 5, "n": 3, "logprobs": 2, "min_tokens": 2}
+    response = await served.stub.Generate(constrained(**params, logit_bias={3: 1.0}, presence_penalty=0.5))
+    for sample in (response, *response.other_samples):
+        assert sample.text in CHOICES.choices
+        assert len(sample.logprobs) == len(sample.token_ids)
+    _, complete = await stream(served, constrained(choice=CHOICES, stop=["t"]))
+    assert complete.text in ("lef", "righ")
+    assert (complete.finish_reason, complete.matched_stop_str) == ("stop", "t")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "broken JSON": ({"json_schema": "{"}, "json_schema", "is not JSON"),
+    "no schema": ({"json_schema": ""}, "json_schema", "must not be empty"),
+    "unknown type": ({"json_schema": '{"type": "foo"}'}, "json_schema", "does not compile: Invalid type: foo"),
+    "open group": ({"regex": "(a"}, "regex", "does not compile: invalid regex: unclosed group"),
+    "unknown rule": ({"grammar": "start: foo"}, "grammar", "does not compile"),
+    "dead end": ({"grammar": "start: start"}, "grammar", "matches no text"),
+    "no format": ({"structural_tag": "{}"}, "structural_tag", "must be"),
+    "not an object": ({"json_object": False}, "json_object", "must be true"),
+    "large": ({"regex": "a" * 65_537}, "regex", "has 65537 bytes, more than 65536"),
+    "no choices": ({"choice": pb.ChoiceConstraint()}, "choice.choices", "has 0 entries"),
+    "empty choice": ({"choice": pb.ChoiceConstraint(choices=["a", ""])}, "choice.choices[1]", "must not be empty"),
+    "equal choices": ({"choice": pb.ChoiceConstraint(choices=["a", "a"])}, "choice.choices[1]", "repeats"),
+    "many choices": (
+        {"choice": pb.ChoiceConstraint(choices=map(str, range(1025)))}, "choice.choices", "has 1025 entries",
+    ),
+    "no end": ({"regex": "a", "ignore_eos": True}, "ignore_eos", "cannot be combined with regex"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+async def test_invalid_constraints_are_refused_by_name(served: Serving, case: str) -> None:
+    params, name, reason = REFUSED[case]
+    for _ in range(2):
+        error = await refusal(served, constrained(**params))
+        assert error.code() is StatusCode.INVALID_ARGUMENT
+        assert violated_fields(error) == [f"sampling_params.{name}"]
+        assert error.details().startswith(f"sampling_params.{name}: {reason}")
+        assert len(error.details()) < 400
+    assert served.target.requests == []
+
+
+async def test_results_are_kept_up_to_a_maximum(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    pool = served.process.coordinator.tokenizers
+    compile_ = pool.compile
+
+    async def record(client: str, constraint: Any, before: Any) -> str:
+        compiled.append(constraint.text)
+        return await compile_(client, constraint, before)
+
+    monkeypatch.setattr(pool, "compile", record)
+    monkeypatch.setattr(constraint_reader, "MAX_RESULTS", 2)
+    for pattern in ("a", "a", "(b", "(b", "a"):
+        if pattern == "a":
+            assert (await served.stub.Generate(constrained(regex=pattern))).text == "a"
+        else:
+            await refusal(served, constrained(regex=pattern))
+    assert compiled == ["a", "(b"]
+    for pattern in ("c", "a", "c"):  # "c" evicts "(b", the least recently used
+        await served.stub.Generate(constrained(regex=pattern))
+    await refusal(served, constrained(regex="(b"))
+    assert compiled == ["a", "(b", "c", "(b"]
+
+
+async def test_a_constraint_that_takes_too_long_delays_nobody(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    await served.stub.Generate(constrained(regex="a"))
+    monkeypatch.setattr(tokenizer_pool, "MAX_CONSTRAINT_SECONDS", 0.2)
+    hostile = served.stub.Generate(constrained(regex="(a{1000}){1000}"))
+    began = time.monotonic()
+    await served.expect(make_request())
+    assert time.monotonic() - began < 5.0
+    with pytest.raises(grpc.aio.AioRpcError, match="compiling it takes more than") as refused:
+        await hostile
+    assert refused.value.code() is StatusCode.INVALID_ARGUMENT
+    monkeypatch.setattr(tokenizer_pool, "MAX_CONSTRAINT_SECONDS", 0.0)  # the refusal is kept
+    assert (await refusal(served, constrained(regex="(a{1000}){1000}"))).details() == refused.value.details()
+
+
+async def test_processes_without_llguidance_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(RecordingTarget(supports_grammars=False), with_draft=False) as served:
+        error = await refusal(served, constrained(regex="a"))
+        assert error.code() is StatusCode.UNIMPLEMENTED
+        assert error.details().startswith(f"sampling_params.regex: the target worker at {served.target_address} needs ")
+        await served.expect(make_request())
+        monkeypatch.setattr(served.process.coordinator.constraints, "_missing", "needs llguidance: pip install it")
+        error = await refusal(served, constrained(regex="a"))
+        assert error.code() is StatusCode.UNIMPLEMENTED
+        assert error.details() == "sampling_params.regex: the coordinator needs llguidance: pip install it"
