@@ -2,10 +2,13 @@
 
 import hashlib
 import json
+import math
+import time
+from asyncio import Event
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from coordinator.prompts.tokenizer_pool import Check, Constraint, PromptError, TokenizerPool
+from coordinator.prompts.tokenizer_pool import Check, Constraint, LimitError, PromptError, TokenizerPool
 from specpool.environment.extras import explain_missing
 from specpool.protocol.codec import MAX_GRAMMAR_LENGTH
 from specpool.protocol.errors import InvalidArgumentError, UnimplementedError
@@ -15,6 +18,8 @@ MAX_BYTES = 65_536
 MAX_CHOICES = 1024
 # Maximum number of cached grammars and refusals.
 MAX_RESULTS = 256
+# How long a refusal is cached that may depend on the load of the machine.
+LIMIT_SECONDS = 60.0
 ANY_OBJECT = '{"type": "object"}'
 
 
@@ -47,11 +52,13 @@ def read_constraint(params: pb.SamplingParams) -> Constraint | None:
 class ConstraintReader:
     """Compiles constraints in prompt processes, and caches the results."""
 
-    def __init__(self, pool: TokenizerPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: TokenizerPool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pool, self._clock = pool, clock
         self._missing = explain_missing("constraints")
-        self._results: OrderedDict[bytes, str | PromptError] = OrderedDict()
-        """Grammars and refusals by digest of the constraint, least recently used first."""
+        self._results: OrderedDict[bytes, tuple[str | PromptError, float]] = OrderedDict()
+        """Grammars and refusals with their expiry, by digest of the constraint, least recently used first."""
+        self._compiling: dict[tuple[str, bytes], Event] = {}
+        """Running compilations by client and digest. Clients do not wait for each other's turns."""
 
     def check(self, constraint: Constraint) -> None:
         """Check a constraint without compiling it. Raises InvalidArgumentError, UnimplementedError."""
@@ -67,15 +74,34 @@ class ConstraintReader:
         Raises InvalidArgumentError, QueueFullError, UnavailableError, UnimplementedError, and the errors of `before`.
         """
         key = hashlib.sha256(f"{constraint.kind}\0{constraint.text}".encode()).digest()
-        result = self._results.pop(key, None)
-        if result is None:
-            result = await self._compile(constraint, client, before)
-        self._results[key] = result
-        if len(self._results) > MAX_RESULTS:
-            self._results.popitem(last=False)
+        while (result := self._cached(key)) is None:
+            if (done := self._compiling.get((client, key))) is not None:
+                await done.wait()
+                continue
+            done = self._compiling[client, key] = Event()
+            try:
+                self._keep(key, await self._compile(constraint, client, before))
+            finally:
+                del self._compiling[client, key]
+                done.set()
         if isinstance(result, PromptError):
             raise InvalidArgumentError(constraint_field(constraint.kind), str(result))
         return result
+
+    def _cached(self, key: bytes) -> str | PromptError | None:
+        result, expires = self._results.get(key, (None, math.inf))
+        if self._clock() >= expires:
+            del self._results[key]
+            return None
+        if result is not None:
+            self._results.move_to_end(key)
+        return result
+
+    def _keep(self, key: bytes, result: str | PromptError) -> None:
+        seconds = LIMIT_SECONDS if isinstance(result, LimitError) else math.inf
+        self._results[key] = result, self._clock() + seconds
+        if len(self._results) > MAX_RESULTS:
+            self._results.popitem(last=False)
 
     async def _compile(self, constraint: Constraint, client: str, before: Check) -> str | PromptError:
         try:

@@ -154,7 +154,8 @@ def _lark(tags: list[Tag], at_least_one: bool, stop_after_first: bool, tokenizer
 
 def _quoted(text: str) -> str:
     """Return a text as a Lark literal, or nothing if it is empty."""
-    return json.dumps(text, ensure_ascii=False) if text else ""
+    # JSON allows a raw DEL in a string, llguidance's lexer does not.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f") if text else ""
 
 
 def _shortened(message: str) -> str:

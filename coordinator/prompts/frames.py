@@ -40,6 +40,8 @@ class Kind(IntEnum):
     """The process exits after its next reply."""
     BEGINS = 21
     """The next stage of a request begins. The body is the number of bytes to work on. Another reply follows."""
+    EXHAUSTED = 22
+    """The request takes too much memory. The body is the reason."""
 
 
 @dataclass(frozen=True)

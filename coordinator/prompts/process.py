@@ -26,6 +26,10 @@ PAGE_BYTES = resource.getpagesize()
 MAX_KEPT = 512 * 2**20
 
 
+class OutOfMemoryError(ValueError):
+    """The work takes more memory than it may."""
+
+
 class PromptProcess:
     """Answers requests one at a time."""
 
@@ -51,7 +55,8 @@ class PromptProcess:
         try:
             kind, body = handlers[kind](*request)
         except ValueError as error:
-            kind, body = Kind.REFUSED, str(error)[:MAX_REASON_CHARACTERS].encode(errors="replace")
+            kind = Kind.EXHAUSTED if isinstance(error, OutOfMemoryError) else Kind.REFUSED
+            body = str(error)[:MAX_REASON_CHARACTERS].encode(errors="replace")
         if _memory() > self._memory_at_start + MAX_KEPT:
             self.ends = True
             self._send(Kind.ENDS, b"")
@@ -116,7 +121,7 @@ def _token_ids(ids: list[int], max_tokens: int) -> tuple[Kind, bytes]:
 
 @contextmanager
 def _limited(allowance: Allowance, worker: str) -> Iterator[None]:
-    """Limit memory and processor time. Raises ValueError if the work runs out of memory.
+    """Limit memory and processor time. Raises OutOfMemoryError.
 
     A signal ends the process when its processor time is up, and so does a failed allocation of a Rust library.
     """
@@ -126,7 +131,7 @@ def _limited(allowance: Allowance, worker: str) -> Iterator[None]:
     try:
         yield
     except MemoryError:
-        raise ValueError(f"{worker} takes more than {allowance.shown_memory}") from None
+        raise OutOfMemoryError(f"{worker} takes more than {allowance.shown_memory}") from None
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         _limit_memory(hard, hard)

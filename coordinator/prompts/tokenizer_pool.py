@@ -38,6 +38,10 @@ class PromptError(ValueError):
     """The prompt cannot be rendered or tokenized."""
 
 
+class LimitError(PromptError):
+    """The work takes too much time or memory. It may succeed later, when the machine is less busy."""
+
+
 class TooLongError(PromptError):
     """The prompt has too many tokens."""
 
@@ -188,7 +192,7 @@ class TokenizerPool:
             request = _Request(Kind.CONSTRAINT, body, stage, MAX_GRAMMAR_BYTES, first_worker="compiling it")
             kind, reply = await self._ask(turn, link, request)
             if kind is not Kind.DONE:
-                raise PromptError(_text(reply))
+                raise (LimitError if kind is Kind.EXHAUSTED else PromptError)(_text(reply))
             return reply.decode()
         finally:
             self._release(turn, link)
@@ -196,7 +200,7 @@ class TokenizerPool:
     async def _ask(self, turn: Turn[ProcessLink], link: ProcessLink, request: _Request) -> tuple[Kind, bytes]:
         """Ask a process, and retry once if somebody else killed it.
 
-        Raises PromptError, UnavailableError, UnimplementedError.
+        Raises LimitError, UnavailableError, UnimplementedError.
         """
         for _ in range(2):
             try:
@@ -213,7 +217,7 @@ class TokenizerPool:
                 if not error.is_killed:
                     turn.is_slow = True
                     worker = "the tokenizer" if error.is_rendered else request.first_worker
-                    raise PromptError(f"{worker} {error.reason}") from None
+                    raise LimitError(f"{worker} {error.reason}") from None
                 log.warning("a prompt process was killed; starting another one")
         raise UnavailableError("the prompt process was killed; try again")
 

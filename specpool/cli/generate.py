@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -21,7 +22,7 @@ from specpool.client import AsyncClient, GenerateOptions
 from specpool.client.constraints import CONSTRAINTS
 from specpool.client.prompts import PromptLine, read_prompt_file, read_standard_input, reason_of
 from specpool.client.requests import CHAT_OPTIONS
-from specpool.errors import RequestError, SpecpoolError
+from specpool.errors import InvalidArgumentError, RequestError, SpecpoolError
 from specpool.rpc.config.settings import (
     INT32_MAX,
     INT32_MIN,
@@ -30,17 +31,22 @@ from specpool.rpc.config.settings import (
     CoordinatorAddress,
     Seconds,
     Settings,
+    naming,
 )
 from specpool.rpc.security.settings import ClientSecurity
 from specpool.v1 import generation_pb2 as pb
 
 
-def _json_object(value: object) -> object:
-    """Parse JSON text. A TOML file may have a table instead."""
+def _parsed(text: str) -> Any:
     try:
-        parsed = json.loads(value) if isinstance(value, str) else value
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
+
+
+def _json_object(value: object) -> object:
+    """Parse JSON text. A TOML file may have a table instead."""
+    parsed = _parsed(value) if isinstance(value, str) else value
     if not isinstance(parsed, dict | None):
         raise ValueError("must be a JSON object")
     return parsed
@@ -92,6 +98,8 @@ class GenerateSettings(Settings, ClientSecurity):
     def load(cls, program: str, arguments: list[str] | None = None, other_settings: Iterable[str] = ()) -> Self:
         """Load the settings. Each `--choice` is one text: pydantic would split it at commas."""
         choices, others = _split_choices(sys.argv[1:] if arguments is None else arguments)
+        with naming(program, "", ValueError):
+            _check_repeats(others)
         settings = super().load(program, [*(["--choice", "checked"] if choices else []), *others], other_settings)
         return settings.model_copy(update={"choice": choices}) if choices else settings
 
@@ -123,6 +131,14 @@ def _split_choices(arguments: list[str]) -> tuple[list[str], list[str]]:
     return choices, others
 
 
+def _check_repeats(arguments: list[str]) -> None:
+    """Raise ValueError for a repeated constraint, of which argparse would silently take the last."""
+    flags = [argument.partition("=")[0] for argument in takewhile(lambda argument: argument != "--", arguments)]
+    for flag in ("--json-schema", "--regex", "--grammar"):
+        if flags.count(flag) > 1:
+            raise ValueError(f"{flag}: give it only once")
+
+
 def generate(settings: GenerateSettings) -> int:
     """Run the command; return its exit status."""
     source = settings.prompts
@@ -130,6 +146,8 @@ def generate(settings: GenerateSettings) -> int:
         lines = _lines(settings)
         source = settings.json_schema or settings.grammar
         constraint = source.read_text(encoding="utf-8") if source is not None else None
+        if constraint is not None and settings.json_schema is not None:
+            _parsed(constraint)
     except (OSError, ValueError) as error:
         print(f"specpool generate: {source or 'standard input'}: {reason_of(error)}", file=sys.stderr)
         return 2
@@ -218,6 +236,13 @@ def _options(settings: GenerateSettings, constraint: str | None) -> dict[str, An
     return {name: getattr(settings, name) for name in (*names, "timeout_seconds")} | {"stop": stop} | read
 
 
+def _with_file(error: SpecpoolError, settings: GenerateSettings) -> str:
+    """The message of an error. It names the file of a refused constraint."""
+    files = {"sampling_params.json_schema": settings.json_schema, "sampling_params.grammar": settings.grammar}
+    file = files.get(error.field) if isinstance(error, InvalidArgumentError) else None
+    return f"{error}" if file is None else f"{file}: {error}"
+
+
 async def _generate(settings: GenerateSettings, lines: list[PromptLine], constraint: str | None) -> int:
     options = _options(settings, constraint)
     async with AsyncClient(settings.address, settings.retry_seconds, **settings.security) as client:
@@ -242,7 +267,7 @@ async def _stream_one(
             print(message.chunk.text, end="", flush=True)
             reason = why_cut(message.complete, settings.max_tokens)
     except SpecpoolError as error:
-        print(f"specpool generate: {error}", file=sys.stderr)
+        print(f"specpool generate: {_with_file(error, settings)}", file=sys.stderr)
         return 1
     print(flush=True)
     if reason is not None:
@@ -261,7 +286,7 @@ async def _print_all(
         response = await anext(responses)
         if isinstance(response, RequestError):
             failed = True
-            print(f"specpool generate: {json.dumps(line.id)}: {response}", file=sys.stderr)
+            print(f"specpool generate: {json.dumps(line.id)}: {_with_file(response, settings)}", file=sys.stderr)
             if settings.json_lines:
                 print(json.dumps({"id": line.id, "error": str(response)}), flush=True)
         elif settings.json_lines:

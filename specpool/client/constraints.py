@@ -1,6 +1,7 @@
 """Constraints of requests, and answers as pydantic objects. Does not import pydantic."""
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
@@ -36,22 +37,41 @@ def parsed(response: pb.GenerateResponse, model: type[Model]) -> Model:
     return model.model_validate_json(response.text)
 
 
+def check_model(model: object) -> None:
+    """Raise TypeError unless `model` is the class of a pydantic model."""
+    if not _is_model(model):
+        raise TypeError(f"model: must be a pydantic model class, not {reprlib.repr(model)}")
+
+
 def read_constraint(given: dict[str, Any]) -> None:
     """Convert the constraint in these options to a protobuf field. TypeError and ValueError name the option."""
     names = [name for name in CONSTRAINTS if name in given]
     if len(names) > 1:
         raise ValueError(f"{names[0]}: cannot be combined with {', '.join(names[1:])}")
     if "choice" in given:
-        choices = given["choice"]
-        if isinstance(choices, str | bytes) or not isinstance(choices, Sequence):
-            raise TypeError(f"choice: must be a list of texts, not {type(choices).__name__}")
-        try:
-            given["choice"] = pb.ChoiceConstraint(choices=choices)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"choice: {error}") from None
+        given["choice"] = _choice(given["choice"])
     for name in ("json_schema", "structural_tag"):
         if name in given:
             given[name] = _json_text(name, given[name])
+
+
+def _choice(choices: object) -> pb.ChoiceConstraint:
+    if isinstance(choices, str):
+        choices = [choices]
+    if isinstance(choices, bytes) or not isinstance(choices, Sequence):
+        raise TypeError(f"choice: must be a list of texts, not {type(choices).__name__}")
+    for index, text in enumerate(choices):
+        if not isinstance(text, str):
+            raise TypeError(f"choice[{index}]: must be a text, not {type(text).__name__}")
+    try:
+        return pb.ChoiceConstraint(choices=choices)
+    except ValueError as error:
+        raise ValueError(f"choice: {error}") from None
+
+
+def _is_model(value: object) -> bool:
+    methods = ("model_json_schema", "model_validate_json")
+    return isinstance(value, type) and all(hasattr(value, method) for method in methods)
 
 
 def _closed(schema: Any) -> Any:
@@ -72,11 +92,18 @@ def _closed(schema: Any) -> Any:
 def _json_text(name: str, value: Any) -> str:
     if isinstance(value, str):
         return value
-    if hasattr(value, "model_json_schema"):
+    if _is_model(value):
         value = _closed(value.model_json_schema())
     elif not isinstance(value, Mapping | bool):
-        raise TypeError(f"{name}: must be a dict, JSON text or a pydantic model, not {type(value).__name__}")
+        raise TypeError(f"{name}: must be a dict, JSON text or a pydantic model class, not {reprlib.repr(value)}")
     try:
-        return json.dumps(value if isinstance(value, bool) else dict(value), ensure_ascii=False, allow_nan=False)
+        return json.dumps(value, default=_as_dict, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from None
+
+
+def _as_dict(value: object) -> dict[Any, Any]:
+    """Convert a mapping that `json` does not know."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")

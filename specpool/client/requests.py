@@ -46,7 +46,7 @@ class GenerateOptions(TypedDict, total=False):
     grammar: str | None
     structural_tag: Mapping[str, Any] | str | None
     json_object: bool | None
-    choice: Sequence[str] | None
+    choice: str | Sequence[str] | None
     num_speculative_tokens: int | None
     draft_method: DraftMethodName | None
     request_id: str | None

@@ -10,7 +10,7 @@ from typing import Self, Unpack
 import grpc
 
 from specpool.client.connections import Connected
-from specpool.client.constraints import Model, parsed
+from specpool.client.constraints import Model, check_model, parsed
 from specpool.client.failures import failure
 from specpool.client.readiness import POLL_SECONDS, ProgressCallback, Readiness
 from specpool.client.requests import GenerateOptions, Prompt, make_request
@@ -100,8 +100,10 @@ class Client(Connected[grpc.Channel]):
     ) -> Model:
         """Return an answer constrained by a pydantic model, as an instance of that model.
 
-        ValueError if the answer is incomplete, such as when cut off by `max_tokens`.
+        TypeError if `model` is not such a class. ValueError if the answer is incomplete, such as when cut off by
+        `max_tokens`.
         """
+        check_model(model)
         options["json_schema"] = model
         return parsed(self.generate(prompt, timeout_seconds=timeout_seconds, **options), model)
 

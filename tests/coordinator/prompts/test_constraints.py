@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from llguidance import LLTokenizer
 from tiny_tokenizers import BYTES
 
@@ -30,7 +32,9 @@ def matches(tokenizer: LLTokenizer, kind: str, constraint: Any, text: str, speci
     """Whether a text matches, or None if it is the beginning of a match."""
     source = constraint if isinstance(constraint, str) else json.dumps(constraint)
     matcher = compile_grammar(tokenizer, compile_constraint(tokenizer, kind, source))
-    token_ids = tokenizer.tokenize_str(text, parse_special=special)
+    # Even without `parse_special`, the text "<eos>" as a whole is tokenized as the special token.
+    parts = [text] if special else text
+    token_ids = [token_id for part in parts for token_id in tokenizer.tokenize_str(part, parse_special=special)]
     if matcher.try_consume_tokens(token_ids) < len(token_ids):
         return False
     return True if matcher.is_accepting() else None
@@ -63,6 +67,38 @@ def test_grammars_match_what_the_constraint_allows(
     tokenizer: LLTokenizer, kind: str, constraint: Any, text: str, expected: bool | None
 ) -> None:
     assert matches(tokenizer, kind, constraint, text) is expected
+
+
+# Line separators, quotes, escapes, and the ends of the ranges of characters.
+AWKWARD = "\"'\\/\r\n\t\x00\x1f\x7f\x80\x85\xa0\u2028\u2029\ufeff\ufffd\uffff\U00010000\U0010ffff#{}[]<>%$"
+CHARACTERS = st.characters(exclude_categories=["Cs"]) | st.sampled_from(AWKWARD)
+
+
+def test_choices_may_contain_any_character(tokenizer: LLTokenizer) -> None:
+    characters = [chr(code) for code in range(0x10000) if not 0xD800 <= code < 0xE000]
+    for begin in range(0, len(characters), 2048):
+        text = "".join(characters[begin : begin + 2048])
+        assert matches(tokenizer, "choice", [text], text) is True
+
+
+@given(st.lists(st.text(CHARACTERS, min_size=1, max_size=8), min_size=1, max_size=4))
+@example(["\x7f"])
+@settings(max_examples=50)
+def test_choices_match_themselves_only(tokenizer: LLTokenizer, choices: list[str]) -> None:
+    for choice in choices:
+        assert matches(tokenizer, "choice", choices, choice) is True
+    assert matches(tokenizer, "choice", choices, f"{max(choices, key=len)}x") is False
+
+
+@given(st.text(CHARACTERS, max_size=8))
+@example("\x7f")
+@settings(max_examples=50)
+def test_tags_may_contain_any_character(tokenizer: LLTokenizer, text: str) -> None:
+    schema = {"const": text}
+    tag = {"structures": [{"begin": f"<{text}", "schema": schema, "end": f"{text}>"}], "triggers": [f"<{text}"]}
+    value = json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # as llguidance requires in answers
+    answer = f"<{text}{value}{text}>"
+    assert matches(tokenizer, "structural_tag", tag, answer) is True
 
 
 LEGACY = {"structures": [{"begin": "<fn=a>", "schema": POINT, "end": "</fn>"}], "triggers": ["<fn="]}

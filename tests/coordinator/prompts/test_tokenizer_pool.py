@@ -1,6 +1,7 @@
 """The tokenizer pool: its processes are limited, replaced when they die, and leave nothing behind."""
 
 import asyncio
+import io
 import os
 import random
 import signal
@@ -23,8 +24,9 @@ from tokenizers import Tokenizer as Library
 
 from coordinator.prompts import process_link, tokenizer_pool
 from coordinator.prompts.description import TokenizerError
-from coordinator.prompts.frames import Allowance, Kind
-from coordinator.prompts.tokenizer_pool import Constraint, Prompt, PromptError, TokenizerPool, TooLongError
+from coordinator.prompts.frames import Allowance, Kind, frame
+from coordinator.prompts.process import PromptProcess
+from coordinator.prompts.tokenizer_pool import Constraint, LimitError, Prompt, PromptError, TokenizerPool, TooLongError
 from specpool.protocol.errors import UnavailableError
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.testing import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
@@ -388,9 +390,30 @@ async def test_a_constraint_that_takes_too_long_harms_only_itself(pool: Tokenize
     await pool.load(files(), VOCAB_SIZE)
     await compile_(pool, "json_schema", POINT)
     with mock.patch.object(tokenizer_pool, "MAX_CONSTRAINT_SECONDS", 0.05):
-        with pytest.raises(PromptError, match=r"compiling it takes more than (0.05 s|256 MiB)"):
+        with pytest.raises(LimitError, match=r"compiling it takes more than (0.05 s|256 MiB)"):
             await compile_(pool, "regex", "(a{1000}){1000}")
         assert "json_schema" in await compile_(pool, "json_schema", POINT, client="b")
+
+
+async def test_running_out_of_memory_is_told_from_an_invalid_constraint(pool: TokenizerPool) -> None:
+    replies = io.BytesIO()
+    process = PromptProcess(replies)
+    for error in (MemoryError, ValueError):
+        process._compile_constraint = mock.Mock(side_effect=error("why"))
+        process.answer(Kind.CONSTRAINT, ("regex", "a", 60.0))
+    assert replies.getvalue() == frame(Kind.EXHAUSTED, b"compiling it takes more than 256 MiB") + frame(
+        Kind.REFUSED, b"why"
+    )
+    await pool.load(files(), VOCAB_SIZE)
+    await compile_(pool, "regex", "a")
+    for link in pool._links:
+        link.has_grammars = True
+    reply = Kind.EXHAUSTED, b"takes more"
+    with (
+        mock.patch.object(process_link.ProcessLink, "ask", return_value=reply),
+        pytest.raises(LimitError, match="takes more"),
+    ):
+        await compile_(pool, "regex", "a")
 
 
 async def test_loading_the_tokenizer_for_constraints_is_not_charged_to_a_client(pool: TokenizerPool) -> None:

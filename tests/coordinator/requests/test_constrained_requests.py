@@ -1,10 +1,12 @@
 """Constrained requests: valid constraints reach the target worker as grammars, invalid ones are refused by name."""
 
+import asyncio
 import json
 import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
@@ -13,6 +15,8 @@ from grpc import StatusCode
 from serving import RecordingTarget, Serving, make_request, serving, stream, violated_fields
 
 from coordinator.prompts import constraint_reader, tokenizer_pool
+from coordinator.prompts.tokenizer_pool import Constraint, LimitError, PromptError
+from specpool.protocol.errors import QueueFullError
 from specpool.v1 import generation_pb2 as pb
 
 SCHEMA = json.dumps(
@@ -152,6 +156,65 @@ async def test_a_constraint_that_takes_too_long_delays_nobody(served: Serving, m
     assert refused.value.code() is StatusCode.INVALID_ARGUMENT
     monkeypatch.setattr(tokenizer_pool, "MAX_CONSTRAINT_SECONDS", 0.0)  # the refusal is kept
     assert (await refusal(served, constrained(regex="(a{1000}){1000}"))).details() == refused.value.details()
+
+
+async def test_refusals_by_limits_are_kept_for_a_while(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(served.process.coordinator.constraints, "_clock", lambda: now)
+    outcomes = [PromptError("is wrong"), LimitError("compiling it takes more than 1 s"), "start: /a/"]
+    compile_ = mock.AsyncMock(side_effect=outcomes)
+    monkeypatch.setattr(served.process.coordinator.tokenizers, "compile", compile_)
+    for _ in range(2):
+        assert "is wrong" in str((await refusal(served, constrained(regex="("))).details())
+        assert "takes more than 1 s" in str((await refusal(served, constrained(regex="a"))).details())
+        now += constraint_reader.LIMIT_SECONDS - 1
+    assert compile_.await_count == 2
+    assert (await served.stub.Generate(constrained(regex="a"))).text == "a"
+    assert "is wrong" in str((await refusal(served, constrained(regex="("))).details())
+    assert compile_.await_count == 3
+
+
+async def test_equal_constraints_of_a_client_share_a_compilation() -> None:
+    pool, gate = mock.Mock(), asyncio.Event()
+    results = iter([QueueFullError("full", 1.0), "grammar"])
+
+    async def compile_(*_: Any) -> str:
+        result = next(results)
+        await gate.wait()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    pool.compile = mock.Mock(side_effect=compile_)
+    reader = constraint_reader.ConstraintReader(pool)
+    tasks = [asyncio.create_task(reader.read(Constraint("regex", "a"), "client", mock.Mock())) for _ in range(4)]
+    await asyncio.sleep(0)
+    assert pool.compile.call_count == 1
+    tasks[3].cancel()
+    gate.set()
+    failed, *shared, cancelled = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(failed, QueueFullError)
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert shared == ["grammar", "grammar"]
+    assert pool.compile.call_count == 2
+    assert reader._compiling == {}
+
+
+async def test_clients_do_not_wait_for_each_others_compilations() -> None:
+    pool, gate = mock.Mock(), asyncio.Event()
+
+    async def compile_(client: str, *_: Any) -> str:
+        if client == "slow":
+            await gate.wait()
+        return client
+
+    pool.compile = compile_
+    reader = constraint_reader.ConstraintReader(pool)
+    slow = asyncio.create_task(reader.read(Constraint("regex", "a"), "slow", mock.Mock()))
+    await asyncio.sleep(0)
+    assert await reader.read(Constraint("regex", "a"), "fast", mock.Mock()) == "fast"
+    gate.set()
+    assert await slow == "slow"
 
 
 async def test_processes_without_llguidance_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

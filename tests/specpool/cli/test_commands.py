@@ -165,6 +165,26 @@ async def test_answers_can_be_constrained(specpool: Specpool, served: Serving, t
     status, _, err = await specpool("generate", "--address", served.address, "--regex", "(a", "hello")
     assert status == 1
     assert "sampling_params.regex: does not compile: invalid regex: unclosed group" in err
+    schema.write_text('{"type": "foo"}')
+    for options, prefix in ([], f"{schema}: "), (["--json"], f"0: {schema}: "):
+        arguments = [*options, "--json-schema", str(schema), "hello"]
+        status, _, err = await specpool("generate", "--address", served.address, *arguments)
+        assert status == 1
+        assert err.startswith(f"specpool generate: {prefix}INVALID_ARGUMENT: sampling_params.json_schema: does not")
+
+
+@pytest.mark.parametrize("flag", ["--json-schema", "--grammar"])
+async def test_files_that_cannot_be_read_are_named(specpool: Specpool, tmp_path: Path, flag: str) -> None:
+    binary, broken = tmp_path / "binary", tmp_path / "broken.json"
+    binary.write_bytes(b'"\xff"')
+    broken.write_text("{")
+    cases = [(tmp_path, "Is a directory"), (tmp_path / "none", "No such file"), (binary, "'utf-8' codec can't decode")]
+    if flag == "--json-schema":
+        cases.append((broken, "not JSON (Expecting property name"))
+    for path, reason in cases:
+        status, out, err = await specpool("generate", flag, str(path), "hi")
+        assert (status, out, len(err.splitlines())) == (2, "", 1)
+        assert err.startswith(f"specpool generate: {path}: {reason}")
 
 
 @pytest.mark.parametrize(
@@ -173,6 +193,8 @@ async def test_answers_can_be_constrained(specpool: Specpool, served: Serving, t
         (["--json-schema", "/nowhere"], "specpool generate: /nowhere: No such file or directory"),
         (["--choice", "a", "--regex", "b"], "give only one of regex, choice"),
         (["--choice"], "argument --choice: expected one argument"),
+        (["--regex", "a", "--regex=b"], "specpool generate: --regex: give it only once"),
+        (["--json-schema", "a", "--json-schema", "b"], "specpool generate: --json-schema: give it only once"),
     ],
 )
 async def test_invalid_constraints_are_refused(specpool: Specpool, arguments: list[str], reason: str) -> None:

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import reprlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import MappingProxyType
@@ -14,7 +15,7 @@ from unittest import mock
 import grpc
 import pytest
 from pydantic import BaseModel
-from serving import RecordingTarget, Serving, expected_tokens, make_request, serving
+from serving import RecordingTarget, Serving, expected_tokens, free_address, make_request, serving
 
 from coordinator.server import CoordinatorServer
 from specpool import client as library
@@ -350,7 +351,8 @@ def constraint_of(**options: Any) -> tuple[str | None, Any]:
 
 
 def test_constraints_become_request_fields() -> None:
-    for schema in (SCHEMA, json.dumps(SCHEMA), MappingProxyType(SCHEMA)):
+    nested = MappingProxyType({**SCHEMA, "properties": MappingProxyType({"on": MappingProxyType({"type": "boolean"})})})
+    for schema in (SCHEMA, json.dumps(SCHEMA), MappingProxyType(SCHEMA), nested):
         kind, text = constraint_of(json_schema=schema)
         assert (kind, json.loads(text)) == ("json_schema", SCHEMA)
     assert json.loads(constraint_of(json_schema=Switch)[1]) == Switch.model_json_schema()
@@ -366,18 +368,26 @@ def test_constraints_become_request_fields() -> None:
     assert constraint_of(grammar="start: /a/") == ("grammar", "start: /a/")
     assert constraint_of(json_object=True) == ("json_object", True)
     assert constraint_of(choice=("a", "b")) == ("choice", pb.ChoiceConstraint(choices=["a", "b"]))
+    assert constraint_of(choice="ab") == ("choice", pb.ChoiceConstraint(choices=["ab"]))
     assert constraint_of(regex=None, choice=None) == (None, None)
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"json_schema": 5}, "json_schema: must be a dict, JSON text or a pydantic model, not int"),
+        ({"json_schema": 5}, "json_schema: must be a dict, JSON text or a pydantic model class, not 5"),
+        (
+            {"json_schema": Lamp(on=True)},
+            "json_schema: must be a dict, JSON text or a pydantic model class, not Lamp(on",
+        ),
         ({"json_schema": {"a": {1}}}, "json_schema: Object of type set"),
         ({"json_schema": {"a": float("nan")}}, "json_schema: Out of range"),
         ({"structural_tag": []}, "structural_tag: must be a dict"),
-        ({"choice": "ab"}, "choice: must be a list of texts, not str"),
-        ({"choice": [1]}, "choice: "),
+        ({"choice": b"ab"}, "choice: must be a list of texts, not bytes"),
+        ({"choice": {"ab"}}, "choice: must be a list of texts, not set"),
+        ({"choice": ["a", 1]}, "choice[1]: must be a text, not int"),
+        ({"choice": [b"a"]}, "choice[0]: must be a text, not bytes"),
+        ({"choice": ["\ud800"]}, "choice: "),
         ({"regex": 5}, "regex: "),
         ({"regex": "a", "json_schema": {}}, "json_schema: cannot be combined with regex"),
     ],
@@ -386,6 +396,17 @@ def test_constraints_become_request_fields() -> None:
 def test_invalid_constraints_are_named(options: dict[str, Any], reason: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(reason)}"):
         library.make_request("a", **options)
+
+
+@pytest.mark.parametrize("model", [None, {"type": "object"}, int, Lamp(on=True), list[Lamp]], ids=str)
+async def test_parse_needs_a_model_class(model: Any) -> None:
+    reason = "^" + re.escape(f"model: must be a pydantic model class, not {reprlib.repr(model)}")
+    # Without a server, a request would fail with another error.
+    with Client(free_address()) as blocking, pytest.raises(TypeError, match=reason):
+        blocking.parse("a", model)
+    async with AsyncClient(free_address()) as client:
+        with pytest.raises(TypeError, match=reason):
+            await client.parse("a", model)
 
 
 async def test_answers_are_parsed_as_pydantic_models() -> None:
