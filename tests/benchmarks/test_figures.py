@@ -103,6 +103,8 @@ def test_measuring_saves_the_last_line_and_keeps_the_result_of_a_failure(
     folder = Path(shutil.copytree(FOLDER, tmp_path / "results"))
     monkeypatch.setattr(results, "FOLDER", folder)
     earlier = (folder / "equality.json").read_text()
+    measured_on = json.loads(earlier)["run"]["machine"]
+    monkeypatch.setattr("benchmarks.provenance.machine", lambda: measured_on)
     change = 'import json; d = json.load(open("benchmarks/results/demo.json")); print(); d["prompts"] = 3; '
     change += "print(json.dumps(d))"
     monkeypatch.setitem(COMMANDS, "demo", f"python -c '{change}'")
