@@ -10,7 +10,7 @@ SUMMARIES = {
     "generate": "Generate text for a PROMPT, for each line of a JSONL file, or for standard input.",
     "top": "Show a live view of a server: pool, acceptance, groups, workers and rates. Ctrl-C exits.",
     "demo": "Run prompts with and without speculation, and compare the results. Default: the embedded pair.",
-    "distill": "Train a small draft on dialogues that its target generates.",
+    "distill": "Train a small draft on dialogues that its target generates, and round its weights to 4 bits.",
     "plan": "Measure a pair and predict its speed by batch and draft length.",
 }
 
