@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-
 from benchmarks.report import console, finish, output_folder, parser_of, progress, show, whole
+from benchmarks.structured.questions import is_valid
 from specpool.cli.processes import ProcessFailedError
 from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
@@ -112,15 +111,6 @@ def report(
 def reason_of(message: str) -> str:
     """The reason of a refusal, without the names and numbers of the schema."""
     return re.sub(r'"[^"]*"|\d+', "...", message)[:100]
-
-
-def is_valid(schema: Any, text: str) -> bool:
-    """Whether a complete answer is valid under its schema."""
-    try:
-        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
-    except (ValueError, jsonschema.ValidationError):
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -40,7 +40,9 @@ class Proposer(SequenceEngine):
             for round_, own in zip(rounds, states, strict=True)
         ]
         plain = [{key: item for key, item in own.items() if not item.num_branches} for own in served]
-        forced = {key: self._forced(key, item) for own in plain for key, item in own.items()}
+        forced = {
+            key: self.forced(key, item.token_ids, item.num_draft_tokens) for own in plain for key, item in own.items()
+        }
         drafts = [{key: self._draft_of(key, item, forced[key]) for key, item in own.items()} for own in plain]
         self._draft(rounds, drafts)
         branching = {key: item for own in served for key, item in own.items() if item.num_branches}
@@ -61,11 +63,6 @@ class Proposer(SequenceEngine):
             ]
             for round_, own_states in zip(rounds, states, strict=True)
         ]
-
-    def _forced(self, key: SequenceKey, item: ProposeItem) -> tuple[int, ...]:
-        """The forced tokens of an item, which need no model."""
-        self.span(key, item.token_ids, 0)
-        return self.forced(key, item.num_draft_tokens)
 
     def _draft_of(self, key: SequenceKey, item: ProposeItem, forced: tuple[int, ...]) -> Draft:
         """The draft after an item's forced tokens. Its span takes every token that is not cached yet.

@@ -72,8 +72,7 @@ class Verifier(SequenceEngine):
         limit = item.max_draft_tokens - len(item.draft_token_ids)
         if item.prefill_only or limit <= 0:
             return 0
-        self.span(key, item.token_ids + item.draft_token_ids, 0)
-        forced = self.forced(key, limit)
+        forced = self.forced(key, item.token_ids + item.draft_token_ids, limit)
         item.draft_token_ids += forced
         return len(forced)
 

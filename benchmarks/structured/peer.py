@@ -40,6 +40,7 @@ def run(engine: VllmEngine, asked: list[tuple[Question, list[int]]], concurrency
     found = engine.run([ids for _, ids in asked], max_tokens, concurrency, schemas)
     tokenizer = Tokenizer.from_file(str(float32_copy() / "tokenizer.json"))
     valid = [
-        is_valid(question, tokenizer.decode(ids)) for (question, _), ids in zip(asked, found["outputs"], strict=True)
+        is_valid(question.schema, tokenizer.decode(ids))
+        for (question, _), ids in zip(asked, found["outputs"], strict=True)
     ]
     return {"tokens_per_s": sum(map(len, found["outputs"])) / found["seconds"], "valid": statistics.mean(valid)}

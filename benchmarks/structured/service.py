@@ -82,7 +82,9 @@ async def run(
         "tokens_per_s": sum(len(answer.token_ids) for answer in answers) / seconds,
         "acceptance_length": 1 + accepted / rounds if rounds else None,
         "ended": len(ended) / len(answers),
-        "valid": statistics.mean(is_valid(question, answer.text) for question, answer in ended) if ended else 1.0,
+        "valid": statistics.mean(is_valid(question.schema, answer.text) for question, answer in ended)
+        if ended
+        else 1.0,
         "exact_match": statistics.mean(same),
     }
 

@@ -192,11 +192,12 @@ class SequenceEngine:
         logits = self.engine.forward(list(spans.values()))
         return dict(zip(spans, rank_rows(logits, self._rows_of(spans, {}), self.engine.head, count), strict=True))
 
-    def forced(self, key: SequenceKey, limit: int) -> tuple[int, ...]:
-        """At most `limit` forced tokens after a sequence's span."""
+    def forced(self, key: SequenceKey, token_ids: Sequence[int], limit: int) -> tuple[int, ...]:
+        """At most `limit` forced tokens after new tokens of a sequence."""
         slot = self.engine.slots[key]
         if slot.sampling is None or slot.sampling.grammar is None:
             return ()
+        self.span(key, token_ids, 0)
         room = min(slot.capacity, self.engine.max_model_len) - len(slot.token_ids)
         return slot.sampling.grammar.forced(slot.token_ids, min(limit, room))
 

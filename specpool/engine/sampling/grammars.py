@@ -33,13 +33,21 @@ MAX_GRAMMARS = 256
 BITS = 32
 
 
+def mask_of(token_ids: Iterable[int], vocab_size: int) -> Words:
+    """The mask that allows only these tokens."""
+    mask = np.zeros(-(-vocab_size // BITS), np.uint32)
+    for token in token_ids:
+        mask[token // BITS] |= np.uint32(1 << token % BITS)
+    return mask
+
+
 class SequenceGrammar:
     """The grammar of one sequence, and its position in the sequence."""
 
-    def __init__(self, start: LLMatcher, prompt_length: int, end_ids: frozenset[int], vocab_size: int) -> None:
-        """`start`: a matcher that has read nothing. `end_ids`: end-of-sequence tokens."""
-        self._start, self._matcher, self._begin, self._end_ids = start, start.deep_copy(), prompt_length, end_ids
-        self._num_words = -(-vocab_size // BITS)
+    def __init__(self, start: LLMatcher, prompt_length: int, end_ids: frozenset[int], end_mask: Words) -> None:
+        """`start`: a matcher that has read nothing. `end_ids`, `end_mask`: end-of-sequence tokens."""
+        self._start, self._matcher, self._begin = start, start.deep_copy(), prompt_length
+        self._end_ids, self._end_mask = end_ids, end_mask
         self._read = 0
         """Number of tokens that the matcher has read."""
         self._has_ended = False
@@ -109,9 +117,9 @@ class SequenceGrammar:
         can_read = self._advance(token_ids[:first])
         self._failure = None if can_read else (0, "the text does not match the grammar")
         for row in range(count):
-            mask = np.empty(self._num_words, np.uint32)
             if not can_read:
                 break
+            mask = np.empty_like(self._end_mask)
             if reason := self._fill(mask):
                 self._failure = row, reason
                 break
@@ -141,17 +149,14 @@ class SequenceGrammar:
     def _fill(self, mask: Words) -> str:
         """Compute the mask after the tokens read. Return why it failed; empty if it did not."""
         if self._has_ended:
-            mask[:] = 0
-            for token in self._end_ids:
-                mask[token // BITS] |= np.uint32(1 << token % BITS)
+            mask[:] = self._end_mask
             return ""
         with suppress(ValueError, RuntimeError):  # the matcher keeps the reason
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
             return self._matcher.get_error() or "the grammar failed"
         if not self._matcher.is_accepting():  # the grammar itself may name tokens that end the text
-            for token in self._end_ids:
-                mask[token // BITS] &= ~np.uint32(1 << token % BITS)
+            mask &= ~self._end_mask
         return "" if mask.any() else "the grammar allows no token after this text"
 
 
@@ -159,8 +164,8 @@ class Grammars:
     """Compiles grammars and computes masks for one tokenizer, each on its own thread."""
 
     def __init__(self, files: TokenizerFiles, vocab_size: int) -> None:
-        self._vocab_size, self._end_ids = vocab_size, frozenset(files.eos_token_ids)
-        self._files = files
+        self._files, self._vocab_size = files, vocab_size
+        self._end_ids, self._end_mask = frozenset(files.eos_token_ids), mask_of(files.eos_token_ids, vocab_size)
         self._tokenizer: Future[LLTokenizer] | None = None
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # least recently used first
         self._compiling = ThreadPoolExecutor(1, "grammars")
@@ -197,7 +202,7 @@ class Grammars:
 
     def start(self, grammar: str, prompt_length: int) -> SequenceGrammar:
         """The grammar for a new sequence. Waits until it is compiled. Raises GrammarError."""
-        return SequenceGrammar(self._compile(grammar).result(), prompt_length, self._end_ids, self._vocab_size)
+        return SequenceGrammar(self._compile(grammar).result(), prompt_length, self._end_ids, self._end_mask)
 
     def compute(self, work: Iterable[tuple[SequenceGrammar, Sequence[int], int]]) -> Future[None] | None:
         """Call `SequenceGrammar.compute` with these arguments on another thread. None: no work."""

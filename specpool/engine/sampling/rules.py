@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from specpool.engine.sampling.grammars import BITS, SequenceGrammar, Words
+from specpool.engine.sampling.grammars import BITS, SequenceGrammar, Words, mask_of
 from specpool.protocol.sampling import SamplingParams
 
 Ids = NDArray[np.int32]
@@ -118,13 +118,8 @@ class SequenceRules:
         params = self.params
         if max(0, length - params.prompt_length) >= params.min_tokens:
             return NO_IDS
-        if allowed is not None and not without(allowed, self._stop_ids).any():
-            return NO_IDS
+        if allowed is not None:
+            stop_mask = mask_of(params.stop_token_ids, BITS * len(allowed))
+            if not (allowed & ~stop_mask).any():
+                return NO_IDS
         return self._stop_ids
-
-
-def without(allowed: Words, token_ids: Ids) -> Words:
-    """The mask without these tokens."""
-    rest = allowed.copy()
-    np.bitwise_and.at(rest, token_ids // BITS, ~(np.uint32(1) << (token_ids % BITS).astype(np.uint32)))
-    return rest
