@@ -9,12 +9,15 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.passes.gpu import attention, gemm, model
+from specpool.engine.passes.gpu import attention, draft_loop, gemm, model
+from specpool.engine.passes.gpu.choice import REMAINING, SIZES
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.rows import Addend
+from specpool.engine.passes.packing import COLUMNS, INPUT_IDS, POSITIONS
 from specpool.engine.passes.rotary import rotate
 from specpool.engine.probes import kernels
 from specpool.engine.run import pass_selection as forward
+from specpool.engine.sampling.head import Head
 from specpool.engine.startup import loading as startup
 from specpool.engine.startup import self_test
 
@@ -57,6 +60,7 @@ def imitate_kernels(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(model, name, globals()[name])
     patch.setattr(kernels, "attend_extents", attend_extents)
     patch.setattr(gemm, "split_k_gemm", split_k_gemm)
+    patch.setattr(draft_loop, "choose", choose)
 
 
 class FakeGraphs:
@@ -120,6 +124,19 @@ def attend_extents(
 def activate(partials: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     gate, up = _summed(partials, bias).chunk(2, -1)
     return torch.cat([silu(row) for row in gate.split(1)]) * up
+
+
+def choose(logits: torch.Tensor, head: Head, numbers: torch.Tensor | None = None) -> torch.Tensor:
+    largest, outputs = logits.float().max(-1)
+    token_ids = head.token_ids(outputs)
+    if numbers is not None:
+        numbers[REMAINING] -= 1
+        alive = numbers[REMAINING] > 0
+        numbers[INPUT_IDS] = token_ids
+        numbers[POSITIONS] += alive
+        numbers[COLUMNS] = torch.where(alive, numbers[COLUMNS] + 1, -1)
+        numbers[SIZES] = alive.long()
+    return torch.stack([token_ids.double(), (largest - logits.float().logsumexp(-1)).exp().double()])
 
 
 def _summed(partials: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

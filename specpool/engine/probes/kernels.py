@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,8 +17,10 @@ from specpool.engine.probes.inputs import ProbeInputs
 
 log = logging.getLogger(__name__)
 
-# Row counts to time: plain decoding of one and of eight sequences, and verification of many drafts.
-TIMED_ROWS = (1, 8, 40, 320)
+# Row counts to time: from plain decoding of a few sequences to verification of many drafts.
+TIMED_ROWS = (8, 40, 64, 128, 320)
+# cuBLAS must save this share of the time.
+MIN_SAVING = 0.03
 REPEATS = 3
 # Rows are also shifted by this number, which is not a multiple of any tile height.
 SHIFT = 3
@@ -31,7 +32,9 @@ POSITIONS = (0, 3, 70, 1100)
 def choose_gemms(
     model: GpuModel, max_rows: int, exact: bool, preferred: GemmBackend | None = None, capture: Capture | None = None
 ) -> bool:
-    """Set the backend of every GEMM. Return False if `exact` and some GEMM has no batch-invariant backend.
+    """Set the backends of every GEMM. Return False if `exact` and some GEMM has no batch-invariant backend.
+
+    Where both backends give a row the same bits, cuBLAS multiplies from the number of rows from which it is faster.
 
     `max_rows`: tokens of the largest pass. `exact`: allow batch-invariant backends only. `preferred`: use this backend
     where allowed. The default is the fastest one; if the backends give different bits, it is the first, because times
@@ -41,14 +44,12 @@ def choose_gemms(
     with the bits of the first one, which adds terms in the order of the unsharded weight.
     """
     sizes = sorted({model.padded_rows(count) for count in range(1, max_rows + 1)})
-    timed_sizes = [model.padded_rows(rows) for rows in TIMED_ROWS]
+    timed_sizes = [size for size in map(model.padded_rows, TIMED_ROWS) if size <= sizes[-1]]
     all_found, whole_sums = True, model.group.ranks > 1 and not model.group.in_parts
     for (outputs, inputs), gemms in _by_shape(model).items():
-        # Ranks exchange results of equal shapes, and only the first backend has split-K.
-        backends = GEMM_BACKENDS if not whole_sums or gemms[0].split_k == 1 else GEMM_BACKENDS[:1]
-        allowed = dict.fromkeys(backends)
+        allowed: dict[GemmBackend, bytes | None] = dict.fromkeys(GEMM_BACKENDS)
         if exact:
-            digests = {backend: _digest_if_exact(gemms[0], backend, sizes) for backend in backends}
+            digests = {backend: _digest_if_exact(gemms[0], backend, sizes) for backend in GEMM_BACKENDS}
             first = digests[GEMM_BACKENDS[0]]
             allowed = {
                 name: digest for name, digest in digests.items() if digest and (digest == first or not whole_sums)
@@ -56,15 +57,23 @@ def choose_gemms(
             all_found &= bool(allowed)
         same_bits = not exact or len(set(allowed.values())) == 1
         if preferred in allowed:
-            chosen: GemmBackend = preferred
+            cublas_rows = _cublas_rows(preferred)
         elif same_bits and len(allowed) > 1:
-            chosen = _fastest(gemms, list(allowed), timed_sizes, capture)
+            cublas_rows = _fastest(gemms, timed_sizes, capture)
         else:
-            chosen = next(iter(allowed), GEMM_BACKENDS[0])
+            cublas_rows = _cublas_rows(next(iter(allowed), GEMM_BACKENDS[0]))
         for gemm in gemms:
-            gemm.backend = chosen
-        log.info("GEMM with %d outputs, %d inputs: %s, of %s", outputs, inputs, chosen, ", ".join(allowed) or "none")
+            gemm.cublas_rows = cublas_rows
+        log.info(
+            "GEMM with %d outputs, %d inputs: %s, of %s",
+            outputs, inputs, gemms[0].backends, ", ".join(allowed) or "none",
+        )  # fmt: skip
     return all_found
+
+
+def _cublas_rows(backend: GemmBackend) -> int | None:
+    """The value of `Gemm.cublas_rows` with which this backend multiplies all passes."""
+    return 0 if backend == "cublas" else None
 
 
 def _by_shape(model: GpuModel) -> dict[tuple[int, int], list[Gemm]]:
@@ -81,7 +90,7 @@ def _digest_if_exact(gemm: Gemm, backend: GemmBackend, sizes: Sequence[int]) -> 
     """
     weight, x = ProbeInputs(gemm.weight).gemm(gemm.out_features, gemm.in_features, sizes[-1])
     probe = Gemm(weight)
-    probe.backend, probe.split_k = backend, gemm.split_k
+    probe.cublas_rows, probe.split_k = _cublas_rows(backend), gemm.split_k
     try:
         reference = probe(x)
         agrees = torch.equal(probe(x.roll(SHIFT, 0)), reference.roll(SHIFT, 1)) and all(
@@ -99,19 +108,22 @@ def _digest_if_exact(gemm: Gemm, backend: GemmBackend, sizes: Sequence[int]) -> 
     return hashlib.sha256(summed.view(torch.uint8).cpu().numpy().tobytes()).digest()
 
 
-def _fastest(
-    gemms: Sequence[Gemm], backends: Sequence[GemmBackend], sizes: Sequence[int], capture: Capture | None
-) -> GemmBackend:
-    """The backend with the smallest geometric mean of times over these row counts."""
-    return min(backends, key=lambda backend: _log_times(gemms, backend, sizes, capture))
+def _fastest(gemms: Sequence[Gemm], sizes: Sequence[int], capture: Capture | None) -> int | None:
+    """The number of rows from which cuBLAS is the faster backend; None: it never is."""
+    fastest = None
+    for rows in sorted(sizes, reverse=True):
+        seconds = {backend: _seconds_of(gemms, backend, rows, capture) for backend in GEMM_BACKENDS}
+        if seconds["cublas"] > (1 - MIN_SAVING) * seconds["triton"]:
+            break
+        fastest = rows
+    return fastest
 
 
-def _log_times(gemms: Sequence[Gemm], backend: GemmBackend, sizes: Sequence[int], capture: Capture | None) -> float:
-    """The sum of the logarithms of a GEMM's seconds over row counts, so none dominates."""
+def _seconds_of(gemms: Sequence[Gemm], backend: GemmBackend, rows: int, capture: Capture | None) -> float:
+    """Seconds of one of these GEMMs with a backend."""
     for gemm in gemms:
-        gemm.backend = backend
-    inputs = [torch.zeros(rows, gemms[0].in_features).to(gemms[0].weight) for rows in sizes]
-    return sum(math.log(_seconds_each(gemms, x, capture)) for x in inputs)
+        gemm.cublas_rows = _cublas_rows(backend)
+    return _seconds_each(gemms, torch.zeros(rows, gemms[0].in_features).to(gemms[0].weight), capture)
 
 
 def _seconds_each(gemms: Sequence[Gemm], x: torch.Tensor, capture: Capture | None) -> float:

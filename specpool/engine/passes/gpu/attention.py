@@ -7,7 +7,17 @@ row does not see adds exactly nothing to it.
 
 import torch
 
-from specpool.engine.numerics.triton_compat import UNFUSED, is_wide, power_of_two, tl, triton
+from specpool.engine.numerics.triton_compat import (
+    HOPPER,
+    architecture,
+    gdc_launch_dependents,
+    gdc_wait,
+    is_wide,
+    launch_options,
+    power_of_two,
+    tl,
+    triton,
+)
 
 # Positions of a split, and positions loaded at a time. Splits are combined in order.
 SPLIT, BLOCK = 256, 64
@@ -55,6 +65,7 @@ def attend_extents(
     groups = heads // kv_heads
     width, height = power_of_two(dim), tile_height(query.dtype, groups)
     shape = {"HEADS": heads, "GROUPS": groups, "DIM": dim, "WIDTH": width, "SPLIT": SPLIT}
+    options = launch_options(query.device)
     tiles = len(tile_begins)
     serial = width <= MAX_SERIAL_WIDTH and (
         splits == 1 or tiles * kv_heads >= BUSY_PROGRAMS or _partial_bytes(rows, splits, heads, dim) > MAX_PARTIAL_BYTES
@@ -67,11 +78,12 @@ def attend_extents(
         query, keys, values, tile_begins, tile_sizes, positions, columns, prefix_lengths, offsets, partials, stats,
         scaling, total, splits, rows,
         **shape, HEIGHT=height, BLOCK=_block(query.dtype, width), SERIAL=serial,
-        **UNFUSED, num_warps=_warps(query.dtype, width), num_stages=_stages(query.dtype, width),
+        **options, num_warps=_warps(query.dtype, width, architecture(query.device)),
+        num_stages=_stages(query.dtype, width),
     )  # fmt: skip
     if not serial:
         _combine_splits[(rows, heads)](
-            partials, stats, positions, columns, query, splits, **shape, **UNFUSED, num_warps=1
+            partials, stats, positions, columns, query, splits, **shape, **options, num_warps=1
         )  # fmt: skip
     return query
 
@@ -92,8 +104,9 @@ def _partial_bytes(rows: int, splits: int, heads: int, dim: int) -> int:
     return rows * splits * heads * (dim + 2) * torch.float32.itemsize
 
 
-def _warps(dtype: torch.dtype, width: int) -> int:
-    return 8 if is_wide(dtype) or width > 64 else 4  # larger heads need 8 to fit into registers
+def _warps(dtype: torch.dtype, width: int, arch: int) -> int:
+    """Warps of a program: as few as its registers allow, so that more programs share an SM."""
+    return 8 if is_wide(dtype) or width > (MAX_SERIAL_WIDTH if arch == HOPPER else 64) else 4
 
 
 def _block(dtype: torch.dtype, width: int) -> int:
@@ -110,12 +123,13 @@ if triton is not None:
 
     @triton.jit
     def _attend_split(
-        q, keys, values, first, prefix, shift, begin, end, visible, scaling,
+        q, keys, values, prefix, shift, begin, end, visible, scaling,
         DIM: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """A tile over one split: unnormalized sums of values, maximum scores, and softmax denominators.
 
-        Positions from `prefix` on lie `shift` columns further right.
+        `keys` and `values` point to the first position of the sequence. Positions from `prefix` on lie `shift` columns
+        further right.
         """
         feature = tl.arange(0, WIDTH)
         peak = tl.full([HEIGHT], LOWEST, tl.float32)
@@ -123,7 +137,7 @@ if triton is not None:
         acc = tl.zeros([HEIGHT, WIDTH], tl.float32)
         for start in range(begin, end, BLOCK):
             position = start + tl.arange(0, BLOCK)
-            column = first + position + tl.where(position < prefix, 0, shift)
+            column = position + tl.where(position < prefix, 0, shift)
             offset = column[:, None] * DIM + feature[None, :]
             mask = (position[:, None] < end) & (feature[None, :] < DIM)
             k = tl.load(keys + offset, mask=mask, other=0.0)
@@ -143,16 +157,20 @@ if triton is not None:
         query, keys, values, tile_begins, tile_sizes, positions, columns, prefix_lengths, offsets, partials, stats,
         scaling, total, splits, rows,
         HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
-        HEIGHT: tl.constexpr, BLOCK: tl.constexpr, SERIAL: tl.constexpr,
+        HEIGHT: tl.constexpr, BLOCK: tl.constexpr, SERIAL: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """The query heads of one KV head and the rows of one tile, over one split or all of them."""
+        if OVERLAP:
+            gdc_launch_dependents()
+            gdc_wait()
         tile, kv_head = tl.program_id(0), tl.program_id(1)
         count = tl.load(tile_sizes + tile).to(tl.int32)
         if count > 0:
             row = tl.load(tile_begins + tile)
             position = tl.load(positions + row).to(tl.int32)
             prefix, shift = tl.load(prefix_lengths + row).to(tl.int32), tl.load(offsets + row).to(tl.int32)
-            first = kv_head.to(tl.int64) * total + tl.load(columns + row) - position - shift
+            first = (kv_head.to(tl.int64) * total + tl.load(columns + row) - position - shift) * DIM
+            keys, values = keys + first, values + first
             line, feature = tl.arange(0, HEIGHT), tl.arange(0, WIDTH)
             own, head = line // GROUPS, kv_head * GROUPS + line % GROUPS
             visible = position + own
@@ -166,7 +184,7 @@ if triton is not None:
                 for begin in range(0, position + count, SPLIT):
                     end = tl.minimum(begin + SPLIT, position + count)
                     split_acc, split_peak, split_denominator = _attend_split(
-                        q, keys, values, first, prefix, shift, begin, end, visible, scaling, DIM, WIDTH, HEIGHT, BLOCK
+                        q, keys, values, prefix, shift, begin, end, visible, scaling, DIM, WIDTH, HEIGHT, BLOCK
                     )
                     new_peak = tl.maximum(peak, split_peak)
                     rescale, split_rescale = tl.exp(peak - new_peak), tl.exp(split_peak - new_peak)
@@ -180,7 +198,7 @@ if triton is not None:
                 if begin < position + count:
                     end = tl.minimum(begin + SPLIT, position + count)
                     acc, peak, denominator = _attend_split(
-                        q, keys, values, first, prefix, shift, begin, end, visible, scaling, DIM, WIDTH, HEIGHT, BLOCK
+                        q, keys, values, prefix, shift, begin, end, visible, scaling, DIM, WIDTH, HEIGHT, BLOCK
                     )
                     index = ((row + own) * splits + split) * HEADS + head
                     tl.store(partials + index[:, None] * DIM + feature[None, :], acc, mask=mask)
@@ -192,8 +210,12 @@ if triton is not None:
     def _combine_splits(
         partials, stats, positions, columns, attended, splits,
         HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """Combine the splits of one query head of one row, in order."""
+        if OVERLAP:
+            gdc_launch_dependents()
+            gdc_wait()
         row, head, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
         if tl.load(columns + row) >= 0:
             denominators = stats + tl.num_programs(0).to(tl.int64) * splits * HEADS

@@ -10,24 +10,10 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.passes.drafts import Choice, Draft, DraftRound, drafts_of, extend_drafts
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.gpu.attention import num_splits
+from specpool.engine.passes.gpu.choice import BEGINS, LOGIT_ROWS, REMAINING, SIZES, choose
 from specpool.engine.passes.gpu.graphs import Capture, CapturedGraphs, Run
-from specpool.engine.passes.packing import (
-    COLUMNS,
-    INPUT_IDS,
-    NUMBERS_PER_ROW,
-    OFFSETS,
-    POSITIONS,
-    PREFIX_LENGTHS,
-    TILE_BEGINS,
-    TILE_SIZES,
-    PackedBatch,
-)
+from specpool.engine.passes.packing import COLUMNS, INPUT_IDS, OFFSETS, POSITIONS, PREFIX_LENGTHS, PackedBatch
 from specpool.engine.sampling.head import Head
-
-# Rows of `Step.numbers`: the arrays of a packed batch in which each row is a tile and has logits, then the number of
-# tokens that each span still needs.
-BEGINS, SIZES = NUMBERS_PER_ROW + TILE_BEGINS, NUMBERS_PER_ROW + TILE_SIZES
-LOGIT_ROWS, REMAINING = SIZES + 1, SIZES + 2
 
 
 @dataclass(frozen=True)
@@ -52,22 +38,15 @@ class GpuDraftLoop:
         """Extend the drafts; see `DraftLoop`."""
         drafts = drafts_of(rounds)
         remaining = [draft.num_draft_tokens - 1 for draft in drafts]
-        chosen = self._run(self._choose(logits), [draft.span for draft in drafts], columns, remaining)
+        chosen = self._run(choose(logits, self._head), [draft.span for draft in drafts], columns, remaining)
         found = dict(zip(drafts, chosen.permute(2, 1, 0).tolist(), strict=True))  # tokens, then probabilities
 
-        def choose(drafting: Sequence[Draft]) -> list[Choice | None]:
+        def read(drafting: Sequence[Draft]) -> list[Choice | None]:
             steps = [(*found[draft], len(draft.token_ids)) for draft in drafting]
             return [Choice(int(tokens[step]), probabilities[step]) for tokens, probabilities, step in steps]
 
-        extend_drafts(rounds, choose)
+        extend_drafts(rounds, read)
         return max(remaining), sum(remaining)
-
-    def _choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """The most probable tokens after logits [n, rows of the head], and their probabilities: [2, n], as float64."""
-        values = logits.float()
-        largest, rows = values.max(-1)
-        probabilities = (largest - values.logsumexp(-1)).exp()
-        return torch.stack([self._head.token_ids(rows).double(), probabilities.double()])
 
     def _run(
         self, chosen: torch.Tensor, spans: Sequence[Span], columns: Sequence[int], remaining: Sequence[int]
@@ -124,13 +103,6 @@ class GpuDraftLoop:
         step = Step(own, torch.zeros(2, rows, dtype=torch.float64, device=numbers.device))
 
         def run() -> torch.Tensor:
-            chosen = step.result.copy_(self._choose(self._model(batch)))
-            own[REMAINING] -= 1
-            alive = own[REMAINING] > 0
-            own[INPUT_IDS] = chosen[0].long()
-            own[POSITIONS] += alive.long()
-            own[COLUMNS] = torch.where(alive, own[COLUMNS] + 1, -1)
-            own[SIZES] = alive.long()
-            return chosen
+            return step.result.copy_(choose(self._model(batch), self._head, own))
 
         return step, run

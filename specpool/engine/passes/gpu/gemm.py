@@ -1,27 +1,69 @@
 """Batch-invariant GEMM with the weights of a layer: a row has the same bits whatever the other rows are.
 
-Tiles along the weight depend on the weight alone, never on the number of rows, so each output adds its terms in one
-order. Weights with few outputs are split along their inputs too (split-K) to occupy the GPU. The next kernel adds the
-partial sums in order.
+An output adds its terms along the inputs in one order, whatever the tile: tiles only decide which outputs and rows are
+computed together. Weights with few outputs are split along their inputs (split-K) to occupy the GPU. The number of
+splits depends on the weight alone, and the next kernel adds the partial sums in order.
 """
 
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 
-from specpool.engine.numerics.triton_compat import UNFUSED, is_wide, power_of_two, tl, triton
+from specpool.engine.numerics.triton_compat import (
+    gdc_launch_dependents,
+    gdc_wait,
+    is_wide,
+    launch_options,
+    power_of_two,
+    tl,
+    triton,
+)
 
 GemmBackend = Literal["triton", "cublas"]
 GEMM_BACKENDS: tuple[GemmBackend, ...] = get_args(GemmBackend)
 
-# Outputs of a tile: the M of one sm_90 tensor core instruction.
-TILE_OUTPUTS = 64
+# Outputs per program by which split-K is chosen: the M of one sm_90 tensor core instruction.
+SPLIT_OUTPUTS = 64
 # Split-K stops at about one program per SM of a large GPU, and never makes a split short.
 TARGET_PROGRAMS, MAX_SPLIT_K, MIN_SPLIT_INPUTS = 128, 8, 128
-# Minimum and maximum rows of a tile, by whether numbers take four bytes.
-TILE_ROWS = {False: (16, 256), True: (16, 32)}
+# More programs than this need more than two per SM to run at once.
+MANY_PROGRAMS = 2 * 132
+# Rows up to which weights take most of the time, and up to which few tiles of rows exist.
+FEW_ROWS, MANY_ROWS = 64, 1024
+# A program of few rows asks for this many bytes of each of its outputs before the previous kernel has ended.
+LINE_BYTES, PREFETCHED_LINES = 128, 8
+
+
+@dataclass(frozen=True)
+class GemmTile:
+    """What a program computes at a time, and its resources. None of it changes a bit of the result."""
+
+    outputs: int
+    rows: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+def tile_of(rows: int, outputs: int, split_k: int, wide: bool) -> GemmTile:
+    """The tile for a number of rows. `wide`: numbers take four bytes, and tensor cores cannot multiply them.
+
+    Chosen on an H200 (docs/kernels.md): with few rows, enough bytes must be in flight; with more, each byte must serve
+    more products.
+    """
+    if wide:
+        return GemmTile(SPLIT_OUTPUTS, min(32, max(16, power_of_two(rows))), 32, warps=4, stages=2)
+    programs = -(-outputs // SPLIT_OUTPUTS) * split_k
+    if rows <= 16:
+        stages = 3 if programs > MANY_PROGRAMS else 4 if programs > TARGET_PROGRAMS else 5
+        return GemmTile(SPLIT_OUTPUTS, 16, 128, warps=4, stages=stages)
+    if rows <= FEW_ROWS:
+        return GemmTile(SPLIT_OUTPUTS, power_of_two(rows), 128, warps=4, stages=2 if programs > MANY_PROGRAMS else 3)
+    if rows <= MANY_ROWS:
+        return GemmTile(128, 64, 64, warps=4, stages=4)
+    return GemmTile(128, 256, 64, warps=8, stages=3)
 
 
 class Gemm(nn.Module):
@@ -40,12 +82,20 @@ class Gemm(nn.Module):
         self.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
         self.out_features, self.in_features = weight.shape
         self.split_k = split_k_of(total_outputs or self.out_features, self.in_features) if split else 1
-        self.backend: GemmBackend = "triton"
+        self.cublas_rows: int | None = None
+        """Rows from which cuBLAS multiplies; None: never."""
+
+    @property
+    def backends(self) -> str:
+        """The backends in use, such as "triton, cublas from 128 rows"."""
+        if not self.cublas_rows:
+            return GEMM_BACKENDS[self.cublas_rows is not None]
+        return f"triton, cublas from {self.cublas_rows} rows"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply the rows of `x` by the weight."""
-        if self.backend == "cublas":
-            return linear(x, self.weight)[None]
+        if self.cublas_rows is not None and len(x) >= self.cublas_rows:
+            return cublas_gemm(x, self.weight, self.split_k)
         return split_k_gemm(x, self.weight, self.split_k)
 
     def scratch_bytes(self, rows: int) -> int:
@@ -58,35 +108,40 @@ def split_k_of(outputs: int, inputs: int) -> int:
     splits = 1
     while (
         splits < MAX_SPLIT_K
-        and -(-outputs // TILE_OUTPUTS) * splits < TARGET_PROGRAMS
+        and -(-outputs // SPLIT_OUTPUTS) * splits < TARGET_PROGRAMS
         and inputs % (2 * splits * MIN_SPLIT_INPUTS) == 0
     ):
         splits *= 2
     return splits
 
 
-def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Tensor:
-    """Partial sums [split_k, n, outputs] of rows [n, inputs] times a weight [outputs, inputs]."""
-    (rows, inputs), outputs, wide = x.shape, len(weight), is_wide(x.dtype)
-    tile_rows = _tile_rows(rows, wide)
-    tile_inputs = 32 if wide else 128 if tile_rows < 64 else 64
-    partials = torch.empty(split_k, rows, outputs, dtype=x.dtype if split_k == 1 else torch.float32, device=x.device)
-    # Row tiles vary fastest: programs that share a part of the weight run together and read it once.
-    _split_k_gemm[(-(-rows // tile_rows), -(-outputs // TILE_OUTPUTS), split_k)](
-        x.contiguous(), weight, partials, rows,
-        N=outputs, K=inputs, SPLIT_K=-(-inputs // split_k),
-        TILE_N=TILE_OUTPUTS, TILE_ROWS=tile_rows, TILE_K=tile_inputs,
-        # The largest tile needs 8 warps to fit into registers.
-        **UNFUSED, num_warps=4 if tile_rows <= 128 else 8, num_stages=2 if wide else 4 if tile_rows <= 128 else 3,
-    )  # fmt: skip
+def cublas_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Tensor:
+    """The partial sums of `split_k_gemm`, by cuBLAS, which may add terms in another order."""
+    if split_k == 1:
+        return torch.mm(x, weight.T)[None]
+    pieces = zip(x.chunk(split_k, 1), weight.chunk(split_k, 1), strict=True)
+    if x.device.type == "cpu":  # cannot add half precision in float32
+        return torch.stack([own.float() @ part.float().T for own, part in pieces])
+    partials = torch.empty(split_k, len(x), len(weight), dtype=torch.float32, device=x.device)
+    for partial, (own, part) in zip(partials, pieces, strict=True):
+        torch.mm(own, part.T, out_dtype=torch.float32, out=partial)
     return partials
 
 
-def _tile_rows(rows: int, wide: bool) -> int:
-    """Rows of a tile: the largest tile whose last one is not mostly padding."""
-    minimum, maximum = TILE_ROWS[wide]
-    tile = min(maximum, max(minimum, power_of_two(rows)))
-    return tile // 2 if tile > minimum and 0 < rows % tile <= tile // 2 else tile
+def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int, tile: GemmTile | None = None) -> torch.Tensor:
+    """Partial sums [split_k, n, outputs] of rows [n, inputs] times a weight [outputs, inputs]."""
+    (rows, inputs), outputs, wide = x.shape, len(weight), is_wide(x.dtype)
+    tile = tile or tile_of(rows, outputs, split_k, wide)
+    partials = torch.empty(split_k, rows, outputs, dtype=x.dtype if split_k == 1 else torch.float32, device=x.device)
+    # Row tiles vary fastest: programs that share a part of the weight run together and read it once.
+    _split_k_gemm[(-(-rows // tile.rows), -(-outputs // tile.outputs), split_k)](
+        x.contiguous(), weight, partials, rows,
+        N=outputs, K=inputs, SPLIT_K=-(-inputs // split_k),
+        TILE_N=tile.outputs, TILE_ROWS=tile.rows, TILE_K=tile.inputs,
+        LINES=PREFETCHED_LINES if rows <= FEW_ROWS else 0, LINE=LINE_BYTES // x.itemsize,
+        **launch_options(x.device), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return partials
 
 
 if triton is not None:
@@ -96,11 +151,16 @@ if triton is not None:
         x, weight, partials, rows,
         N: tl.constexpr, K: tl.constexpr, SPLIT_K: tl.constexpr,
         TILE_N: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_K: tl.constexpr,
+        LINES: tl.constexpr, LINE: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """One tile of outputs for one tile of rows, over one split of the inputs."""
         row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
         output = tl.program_id(1).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
         split = tl.program_id(2)
+        if OVERLAP:
+            for line in tl.static_range(0, LINES):
+                _prefetch(weight + tl.minimum(output, N - 1) * K + split * SPLIT_K + line * LINE)
+            gdc_wait()
         acc = tl.zeros([TILE_N, TILE_ROWS], tl.float32)
         for start in range(split * SPLIT_K, split * SPLIT_K + SPLIT_K, TILE_K):
             inputs = start + tl.arange(0, TILE_K)
@@ -110,5 +170,14 @@ if triton is not None:
             a = tl.load(weight + output[:, None] * K + inputs[None, :], mask=weight_mask, other=0.0)
             b = tl.load(x + row[None, :] * K + inputs[:, None], mask=row_mask, other=0.0)
             acc = tl.dot(a, b, acc, input_precision="ieee")
+        if OVERLAP:
+            gdc_launch_dependents()
         place = partials + (split * rows.to(tl.int64) + row)[None, :] * N + output[:, None]
         tl.store(place, acc.to(partials.dtype.element_ty), mask=(output < N)[:, None] & (row < rows)[None, :])
+
+    @triton.jit
+    def _prefetch(place):
+        """Read the lines at these addresses into the L2 cache."""
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
+        )

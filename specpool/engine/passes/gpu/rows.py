@@ -9,7 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.numerics.triton_compat import UNFUSED, power_of_two, tl, triton
+from specpool.engine.numerics.triton_compat import (
+    gdc_launch_dependents,
+    gdc_wait,
+    launch_options,
+    power_of_two,
+    tl,
+    triton,
+)
 
 # Features of the intermediate state that one program computes.
 ACTIVATED = 1024
@@ -32,7 +39,7 @@ def add_and_norm(hidden: torch.Tensor, added: Addend | None, weight: torch.Tenso
     _add_and_norm[(rows,)](
         hidden, _or(partials, hidden), _or(bias, hidden), _or(norm, hidden), weight, normed, eps, rows,
         SIZE=size, WIDTH=power_of_two(size), SPLITS=0 if partials is None else len(partials), BIASED=bias is not None,
-        INNER=norm is not None, **UNFUSED, num_warps=min(16, max(1, power_of_two(size) // 512)),
+        INNER=norm is not None, **launch_options(hidden.device), num_warps=min(16, max(1, power_of_two(size) // 512)),
     )  # fmt: skip
     return normed
 
@@ -61,7 +68,7 @@ def rotate_and_cache(
         partials, _or(bias, partials), _or(norms, partials), *rotary, positions, columns,
         query, keys, values, rows, columns_total, eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=power_of_two(dim), SPLITS=len(partials),
-        BIASED=bias is not None, NORMED=norms is not None, **UNFUSED, num_warps=1,
+        BIASED=bias is not None, NORMED=norms is not None, **launch_options(query.device), num_warps=1,
     )  # fmt: skip
     return query
 
@@ -76,7 +83,8 @@ def activate(
     activated = torch.empty(rows, size, dtype=dtype, device=partials.device)
     _activate[(rows, -(-size // ACTIVATED))](
         partials, _or(bias, partials), activated, rows,
-        SIZE=size, WIDTH=ACTIVATED, SPLITS=len(partials), BIASED=bias is not None, **UNFUSED, num_warps=4,
+        SIZE=size, WIDTH=ACTIVATED, SPLITS=len(partials), BIASED=bias is not None,
+        **launch_options(partials.device), num_warps=4,
     )  # fmt: skip
     return activated
 
@@ -115,7 +123,11 @@ if triton is not None:
     def _add_and_norm(
         hidden, partials, bias, norm, weight, normed, eps, rows,
         SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, INNER: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):  # fmt: skip
+        if OVERLAP:
+            gdc_launch_dependents()
+            gdc_wait()
         row, feature = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
         mask = feature < SIZE
         own = hidden + row * SIZE + feature
@@ -134,8 +146,11 @@ if triton is not None:
     def _rotate_and_cache(
         partials, bias, norms, cosines, sines, positions, columns, query, keys, values, rows, total, eps,
         HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
-        BIASED: tl.constexpr, NORMED: tl.constexpr,
+        BIASED: tl.constexpr, NORMED: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
+        if OVERLAP:
+            gdc_launch_dependents()
+            gdc_wait()
         row, head, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
         mask, size = feature < DIM, (HEADS + 2 * KV_HEADS) * DIM
         column = tl.load(columns + row)
@@ -167,8 +182,11 @@ if triton is not None:
     @triton.jit(do_not_specialize=["rows"])
     def _activate(
         partials, bias, activated, rows,
-        SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr,
+        SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
+        if OVERLAP:
+            gdc_launch_dependents()
+            gdc_wait()
         row, feature = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
         mask = feature < SIZE
         gate = _summed(partials, bias, row, feature, mask, rows, 2 * SIZE, SPLITS, BIASED)

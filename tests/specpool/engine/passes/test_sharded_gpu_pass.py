@@ -115,7 +115,7 @@ def chosen_backends(folder: Path, sums: Sums, preferred: GemmBackend | None = No
         model = GpuModel(fused, MAX_LENGTH)
         assert choose_gemms(model, 16, exact=True, preferred=preferred)
         assert not group.exchanged
-        return {gemm.backend for gemm in model.gemms()}
+        return {gemm.backends for gemm in model.gemms()}
 
     return set.union(*run_ranks(folder, 2, sums, choose))
 
@@ -125,22 +125,24 @@ def test_whole_sums_use_backends_with_the_bits_of_the_unsharded_weight(
 ) -> None:
     folder = save_random(tmp_path, "llama", ONE_LAYER)
     imitate_kernels(monkeypatch)
-    monkeypatch.setattr(kernels, "_log_times", lambda gemms, backend, *_: 2.0 if backend == "cublas" else 3.0)
+    monkeypatch.setattr(kernels, "_seconds_of", lambda gemms, backend, *_: 2.0 if backend == "cublas" else 3.0)
     exact = gpu_gemm.split_k_gemm
-    monkeypatch.setattr(gpu_gemm, "linear", lambda x, weight: exact(x.flip(-1), weight.flip(-1), 1)[0])
+    monkeypatch.setattr(gpu_gemm, "cublas_gemm", lambda x, weight, split: exact(x.flip(-1), weight.flip(-1), split))
     assert chosen_backends(folder, "whole", preferred="cublas") == {"triton"}
     assert chosen_backends(folder, "parts", preferred="cublas") == {"cublas"}
-    monkeypatch.setattr(gpu_gemm, "linear", lambda x, weight: exact(x, weight, 1)[0])
-    assert chosen_backends(folder, "whole") == {"cublas"}
+    monkeypatch.setattr(gpu_gemm, "cublas_gemm", exact)
+    assert chosen_backends(folder, "whole") == {"triton, cublas from 8 rows"}
 
 
-def test_split_k_never_has_the_bits_of_cublas() -> None:
-    """The next kernel adds the partial sums without rounding them first."""
-    gemm = Gemm(torch.randn(64, 256).half())
+def test_cublas_returns_the_partial_sums_of_split_k() -> None:
+    """The next kernel adds them in order, so both backends can have the same bits."""
+    gemm, x = Gemm(torch.randn(64, 256).half()), torch.randn(3, 256).half()
     assert gemm.split_k == 2
-    digests = {backend: kernels._digest_if_exact(gemm, backend, [8, 16]) for backend in gpu_gemm.GEMM_BACKENDS}
-    assert digests["triton"] is not None
-    assert digests["triton"] != digests["cublas"]
+    gemm.cublas_rows = 3
+    partials = gemm(x)
+    assert partials.dtype == torch.float32
+    for half, partial in zip((slice(128), slice(128, 256)), partials, strict=True):
+        torch.testing.assert_close(partial, x[:, half].float() @ gemm.weight[:, half].float().T)
 
 
 # --- CUDA graphs

@@ -19,7 +19,7 @@ from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes import fused
 from specpool.engine.passes.gpu import attention as gpu_attention
 from specpool.engine.passes.gpu import gemm as gpu_gemm
-from specpool.engine.passes.gpu.gemm import Gemm
+from specpool.engine.passes.gpu.gemm import Gemm, GemmBackend
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.native import decoder
 from specpool.engine.passes.native.model import NativeModel
@@ -298,31 +298,54 @@ def gemms_of(folder: Path, exact: bool = True, **options: Any) -> list[Gemm]:
 def test_batch_dependent_gemms_are_not_chosen(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, differs: Callable[[int], bool]
 ) -> None:
-    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x.flip(-1) @ weight.flip(-1).T if differs(len(x)) else gpu_gemm.split_k_gemm(x, weight, 1)[0]
+    def multiply(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Tensor:
+        exact = gpu_gemm.split_k_gemm(x, weight, split_k)
+        return (x.flip(-1) @ weight.flip(-1).T)[None] if differs(len(x)) else exact
 
     imitate_kernels(monkeypatch)
     monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
-    monkeypatch.setattr(gpu_gemm, "linear", linear)
-    assert {gemm.backend for gemm in gemms_of(tmp_path)} == {"triton"}
+    monkeypatch.setattr(gpu_gemm, "cublas_gemm", multiply)
+    assert {gemm.backends for gemm in gemms_of(tmp_path)} == {"triton"}
+
+
+def make_cublas_faster(patch: pytest.MonkeyPatch, from_rows: int = 1) -> None:
+    def seconds(gemms: object, backend: GemmBackend, rows: int, capture: object) -> float:
+        return 2.0 if backend == "cublas" and rows >= from_rows else 3.0 if backend == "triton" else 4.0
+
+    patch.setattr(kernels, "_seconds_of", seconds)
+
+
+def reversed_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Tensor:
+    return gpu_gemm.split_k_gemm(x.flip(-1), weight.flip(-1), split_k)
+
+
+@pytest.mark.parametrize(("from_rows", "chosen"), [(1, 8), (40, 40), (41, 64), (100, 128), (320, 320), (321, None)])
+def test_cublas_multiplies_as_many_rows_as_make_it_faster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, from_rows: int, chosen: int | None
+) -> None:
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
+    monkeypatch.setattr(gpu_gemm, "cublas_gemm", gpu_gemm.split_k_gemm)
+    make_cublas_faster(monkeypatch, from_rows)
+    assert {gemm.cublas_rows for gemm in gemms_of(tmp_path)} == {chosen}
 
 
 def test_the_fastest_exact_gemm_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     imitate_kernels(monkeypatch)
     monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
-    monkeypatch.setattr(gpu_gemm, "linear", lambda x, weight: gpu_gemm.split_k_gemm(x, weight, 1)[0])
-    monkeypatch.setattr(kernels, "_log_times", lambda gemms, backend, *_: 2.0 if backend == "cublas" else 3.0)
-    assert {gemm.backend for gemm in gemms_of(tmp_path)} == {"cublas"}
+    monkeypatch.setattr(gpu_gemm, "cublas_gemm", gpu_gemm.split_k_gemm)
+    make_cublas_faster(monkeypatch)
+    assert {gemm.backends for gemm in gemms_of(tmp_path)} == {"triton, cublas from 8 rows"}
 
 
 def test_gemms_with_different_bits_are_chosen_consistently(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     imitate_kernels(monkeypatch)
     monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
-    monkeypatch.setattr(gpu_gemm, "linear", lambda x, weight: gpu_gemm.split_k_gemm(x.flip(-1), weight.flip(-1), 1)[0])
-    monkeypatch.setattr(kernels, "_log_times", lambda gemms, backend, *_: 2.0 if backend == "cublas" else 3.0)
-    assert {gemm.backend for gemm in gemms_of(tmp_path)} == {"triton"}
-    assert {gemm.backend for gemm in gemms_of(tmp_path, gemm="cublas")} == {"cublas"}
-    assert {gemm.backend for gemm in gemms_of(tmp_path, exact=False)} == {"cublas"}
+    monkeypatch.setattr(gpu_gemm, "cublas_gemm", reversed_gemm)
+    make_cublas_faster(monkeypatch)
+    assert {gemm.backends for gemm in gemms_of(tmp_path)} == {"triton"}
+    assert {gemm.backends for gemm in gemms_of(tmp_path, gemm="cublas")} == {"cublas"}
+    assert {gemm.backends for gemm in gemms_of(tmp_path, exact=False)} == {"triton, cublas from 8 rows"}
 
 
 def test_failing_gemms_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -333,8 +356,8 @@ def test_failing_gemms_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
     exact = gpu_gemm.split_k_gemm
     monkeypatch.setattr(gpu_gemm, "split_k_gemm", refuse)
-    monkeypatch.setattr(gpu_gemm, "linear", lambda x, weight: exact(x, weight, 1)[0])
-    assert {gemm.backend for gemm in gemms_of(tmp_path)} == {"cublas"}
+    monkeypatch.setattr(gpu_gemm, "cublas_gemm", exact)
+    assert {gemm.backends for gemm in gemms_of(tmp_path)} == {"cublas"}
 
 
 def test_without_an_exact_gemm_all_passes_have_one_shape(

@@ -1,0 +1,61 @@
+"""The draft loop's choice of tokens, on interpreted kernels, against torch."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from specpool.engine.passes.gpu import choice
+from specpool.engine.passes.gpu.choice import REMAINING, SIZES, choose
+from specpool.engine.passes.packing import COLUMNS, INPUT_IDS, POSITIONS
+from specpool.engine.sampling.head import Head
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "PART", 16)
+
+
+@pytest.mark.parametrize("outputs", [1, 15, 16, 17, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_most_probable_token_and_its_probability(outputs: int, dtype: torch.dtype) -> None:
+    logits = (torch.randn(5, outputs) * 4).to(dtype)
+    tokens, probabilities = choose(logits, Head(outputs))
+    assert tokens.long().tolist() == logits.argmax(-1).tolist()
+    torch.testing.assert_close(probabilities, logits.double().softmax(-1).amax(-1), rtol=1e-5, atol=0)
+
+
+def test_the_smallest_of_equally_probable_tokens_is_chosen() -> None:
+    logits = torch.zeros(1, 60)
+    logits[0, [7, 20, 21, 59]] = 3
+    assert choose(logits, Head(60))[0].tolist() == [7]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_logits_that_are_not_numbers_give_a_token_of_the_vocabulary() -> None:
+    logits = torch.full((3, 40), math.nan)
+    logits[1] = -math.inf
+    logits[2, 3] = 0
+    tokens = choose(logits, Head(40))[0].tolist()
+    assert all(0 <= token < 40 for token in tokens)
+
+
+def test_outputs_of_a_reduced_head_become_tokens() -> None:
+    logits = torch.zeros(2, 3)
+    logits[0, 2] = logits[1, 1] = 1
+    assert choose(logits, Head(50, torch.tensor([4, 17, 30])))[0].tolist() == [30, 17]
+
+
+def test_numbers_move_on_to_the_next_step() -> None:
+    numbers = torch.zeros(REMAINING + 1, 3, dtype=torch.int64)
+    numbers[POSITIONS], numbers[COLUMNS] = torch.tensor([10, 20, 0]), torch.tensor([110, 220, -1])
+    numbers[REMAINING], numbers[SIZES] = torch.tensor([2, 1, 0]), torch.tensor([1, 1, 0])
+    logits = torch.eye(3, 40)
+    choose(logits, Head(40), numbers)
+    assert numbers[INPUT_IDS].tolist() == [0, 1, 2]
+    assert numbers[POSITIONS].tolist() == [11, 20, 0]
+    assert numbers[COLUMNS].tolist() == [111, -1, -1]
+    assert numbers[SIZES].tolist() == [1, 0, 0]
+    assert numbers[REMAINING].tolist() == [1, 0, -1]
