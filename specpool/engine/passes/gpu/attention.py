@@ -11,8 +11,8 @@ from specpool.engine.numerics.triton_compat import UNFUSED, is_wide, power_of_tw
 
 # Positions of a split, and positions loaded at a time. Splits are combined in order.
 SPLIT, BLOCK = 256, 64
-# Programs that keep a GPU busy. From here on, one program handles all splits of a tile, which saves a kernel. Below, the
-# programs of a tile share its splits, so their number does not depend on the lengths of the sequences.
+# Programs that keep a GPU busy. From here on, one program handles all splits of a tile, which saves a kernel. Below,
+# several programs of a tile take turns with its splits, so their number does not depend on lengths of sequences.
 BUSY_PROGRAMS = 512
 # Maximum size of the partial results of small heads. They grow with rows times splits, so above this size, too, one
 # program handles all splits.
@@ -60,7 +60,7 @@ def attend_extents(
     serial = width <= MAX_SERIAL_WIDTH and (
         splits == 1 or tiles * kv_heads >= BUSY_PROGRAMS or _partial_bytes(rows, splits, heads, dim) > MAX_PARTIAL_BYTES
     )
-    programs = 1 if serial else min(splits, max(1, 2 * BUSY_PROGRAMS // (tiles * kv_heads)))
+    programs = 1 if serial else min(splits, -(-BUSY_PROGRAMS // (tiles * kv_heads)))
     partials = stats = query  # unused by serial programs
     if not serial:
         partials = torch.empty(rows, splits, heads, dim, dtype=torch.float32, device=query.device)

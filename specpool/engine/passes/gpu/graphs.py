@@ -33,7 +33,7 @@ class CapturedGraph(Generic[Input]):
 
 
 class CapturedGraphs(Generic[Key, Input]):
-    """Graphs by shape, captured at start. They are never captured while serving: that takes as long as several passes."""
+    """Graphs by shape, captured at start. A capture takes as long as several passes, too long while serving."""
 
     def __init__(self, capture: Capture | None, any_rank: Callable[[bool], bool] = bool) -> None:
         """`capture`: None captures nothing. `any_rank`: whether a flag is set on any rank of the model."""

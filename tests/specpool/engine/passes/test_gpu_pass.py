@@ -132,7 +132,8 @@ def test_passes_are_captured_at_start_only(
 ) -> None:
     """Each number of rows with a tile per row and per four rows, and each number of drafting sequences."""
     caplog.set_level("INFO")
-    engine = load_captured(tmp_path, exact=False, max_sequences=12, max_model_len=600)
+    monkeypatch.setattr(attention, "SPLIT", 64)
+    engine = load_captured(tmp_path, exact=False, max_sequences=12, max_model_len=160)
     assert fake_graphs.captured == 4 * 2 + 2
     assert "capturing CUDA graphs" in caplog.text
     assert "captured 10 CUDA graphs in" in caplog.text
@@ -144,9 +145,7 @@ def test_passes_are_captured_at_start_only(
 
     assert [replays(1), replays(1, 1, 1), replays(9, 1), replays(*[1] * 12), replays(32)] == [1] * 5
     assert [replays(33), replays(30, 2, 1)] == [0, 0]
-    assert [replays(1, 3, cached=cached) for cached in (250, 256, 300, 511, 512)] == [1] * 5  # more and more splits
-    monkeypatch.setattr(attention, "MAX_PARTIAL_BYTES", 0)
-    assert replays(3, cached=500) == 1
+    assert [replays(1, 3, cached=cached) for cached in (60, 64, 100, 127, 128)] == [1] * 5  # more and more splits
     assert fake_graphs.captured == 10
     assert not engine.notes
 
@@ -171,12 +170,12 @@ def test_padding_to_a_captured_shape_changes_no_bits(tmp_path: Path, fake_graphs
 def test_long_sequences_run_eagerly_if_partial_results_are_large(
     tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = load_captured(tmp_path, exact=False, max_sequences=1, max_model_len=600)
-    heads, dim, rows = engine.loaded.config.num_attention_heads, engine.facts.head_dim, 8
-    monkeypatch.setattr(attention, "MAX_PARTIAL_BYTES", attention._partial_bytes(rows, 2, heads, dim))
-    engine = load_captured(tmp_path, exact=False, max_sequences=1, max_model_len=600)
+    monkeypatch.setattr(attention, "SPLIT", 64)
+    monkeypatch.setattr(attention, "_partial_bytes", lambda rows, splits, *_: splits)
+    monkeypatch.setattr(attention, "MAX_PARTIAL_BYTES", 2)
+    engine = load_captured(tmp_path, exact=False, max_sequences=1, max_model_len=160)
     replayed = []
-    for cached in (0, 511, 512):
+    for cached in (0, 127, 128):
         before = fake_graphs.replayed
         engine.forward([Span(0, cached, [5], 1)])
         replayed.append(fake_graphs.replayed - before)

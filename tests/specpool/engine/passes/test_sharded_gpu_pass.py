@@ -20,6 +20,7 @@ from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu import gemm as gpu_gemm
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.gemm import Gemm, GemmBackend
+from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel, try_kernels
 from specpool.engine.probes import kernels
 from specpool.engine.probes.kernels import choose_gemms
@@ -173,7 +174,8 @@ def test_no_rank_captures_what_fails_on_another(monkeypatch: pytest.MonkeyPatch,
     imitate_kernels(monkeypatch)
     folder = save_random(tmp_path, "llama", UNEVEN)
 
-    def refuse(*_: object) -> Any:
+    def refuse(run: Run) -> Any:
+        run()
         raise RuntimeError("operation not permitted when stream is capturing")
 
     def capture(fused: FusedModel, group: GroupInTurns) -> tuple[torch.Tensor, int, list[str]]:
