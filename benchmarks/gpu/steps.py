@@ -167,7 +167,7 @@ def backend_switches(engine: Engine, settings: Settings) -> dict[str, Callable[[
         engine.forward_pass = engine.runner.forward_pass = forward_pass
 
     before = [gemm.backend for gemm in gemms]
-    switches = {CHOSEN: partial(use, before, chosen)}
+    switches: dict[str, Callable[[], None]] = {CHOSEN: partial(use, before, chosen)}
     rows = product(settings.sizes.batches, (1, 1 + settings.sizes.num_draft_tokens))
     sizes = {model.padded_rows(batch * tokens) for batch, tokens in rows}
     for backend in GEMM_BACKENDS:

@@ -1,6 +1,8 @@
 """The GPU pass of a sharded model, on interpreted kernels: whole sums match one device, parts add in rank order."""
 
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +26,11 @@ from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel, try_kernels
 from specpool.engine.probes import kernels
 from specpool.engine.probes.kernels import choose_gemms
+from specpool.engine.run.leader import Leader
+from specpool.engine.run.messages import Command, encode
 from specpool.engine.run.runner import PassRunner
 from specpool.engine.sharding.shares import Sums
+from specpool.engine.startup import follower
 
 pytest.importorskip("triton")
 
@@ -188,6 +193,17 @@ def test_no_rank_captures_what_fails_on_another(monkeypatch: pytest.MonkeyPatch,
     note = "runs slowly: CUDA graph capture failed for 2 of 2 shapes, which run eagerly: "
     assert own == [0, [f"{note}it failed on another rank"]]
     assert same == [0, [f"{note}operation not permitted when stream is capturing"]]
+
+
+def test_rank_0_tells_the_others_to_capture() -> None:
+    own, other = Pipe()
+    sizes = []
+    runner = SimpleNamespace(capture_graphs=lambda *arguments: sizes.append(arguments))
+    leader = SimpleNamespace(_tell=own.send_bytes)
+    Leader.tell_to_capture(leader, 2048, 40_960, 16)  # type: ignore[arg-type]
+    own.send_bytes(encode(Command.END))
+    assert not follower._obey(other, runner, None)  # type: ignore[arg-type]
+    assert sizes == [(2048, 40_960, 16)]
 
 
 def test_exchanged_tensors_count_as_scratch(tmp_path: Path) -> None:
