@@ -13,7 +13,7 @@ from google.protobuf.json_format import MessageToDict
 
 from benchmarks.engine import finished
 from benchmarks.gpu.part import Findings, Row, Settings
-from benchmarks.pair import partly_wrong, path_through, save_model
+from benchmarks.pair import save_model, successors_of_pair
 from benchmarks.peers import Peers
 from benchmarks.report import seconds_of
 from benchmarks.shapes import SHAPES
@@ -65,10 +65,9 @@ def make_pair(settings: Settings) -> Path:
     if not done.exists():
         device = pick_device(settings.device)
         torch.manual_seed(0)
-        follows = path_through(SHAPES[settings.target]["vocab_size"])
-        save_model(folder / "target", settings.target, follows, device, settings.torch_dtype)
-        mostly_follows = partly_wrong(follows, 1 - ACCEPTANCE)
-        save_model(folder / "draft", settings.draft, mostly_follows, device, settings.torch_dtype)
+        target, draft = successors_of_pair(SHAPES[settings.target]["vocab_size"], ACCEPTANCE)
+        save_model(folder / "target", settings.target, target, device, settings.torch_dtype)
+        save_model(folder / "draft", settings.draft, draft, device, settings.torch_dtype)
         done.touch()
         gc.collect()
         if device.type == "cuda":

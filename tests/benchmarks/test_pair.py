@@ -20,8 +20,8 @@ TEXTS = ("Why?", "Why me?", "Tell me why.")
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes.SHAPES, "large", {**SHAPE, "hidden_size": 128})
-    monkeypatch.setitem(shapes.SHAPES, "little", {**SHAPE, "hidden_size": 96})
+    monkeypatch.setitem(shapes.SHAPES, "large", {**SHAPE, "hidden_size": 256})
+    monkeypatch.setitem(shapes.SHAPES, "little", {**SHAPE, "hidden_size": 192})
 
 
 @pytest.mark.usefixtures("small")
