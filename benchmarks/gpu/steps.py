@@ -29,6 +29,8 @@ from specpool.engine.run.engine import Engine
 from specpool.engine.startup.loading import start_engine
 
 CHOSEN = "chosen"
+Tokens = list[list[int]]
+"""Draft tokens of each sequence."""
 # A shape runs eagerly the first time and is captured the second time.
 WARM_UPS = 4
 # Minimum seconds left to start a shape.
@@ -91,10 +93,12 @@ def seconds_each(settings: Settings, work: Callable[[], object]) -> float:
 # --- Engines
 
 
-def start(settings: Settings, findings: Findings, shape: str, exact: bool) -> Engine:
+def start(
+    settings: Settings, findings: Findings, shape: str, exact: bool, max_length: int | None = None
+) -> Engine:  # fmt: skip
     """An engine for a random model, with room for the largest step, and random numbers in the cache."""
     torch.manual_seed(0)
-    max_length = max(settings.sizes.lengths) + 16
+    max_length = max_length or max(settings.sizes.lengths) + 16
     options = EngineOptions.model_validate({
         "model": shape, "device": settings.device, "dtype": settings.dtype, "max_model_len": max_length,
         "max_sequences": max(settings.sizes.batches),
@@ -230,13 +234,12 @@ def add_drafts(findings: Findings, engine: Engine, settings: Settings, cached: i
     """Add a row: milliseconds of the drafts of all sequences."""
     count = settings.sizes.num_draft_tokens
     limit_ms = count * limit.milliseconds(batch * cached)
-    ways: dict[str, Callable[[], object]] = {"steps_ms": lambda: draft_by_steps(engine, cached, batch, count)}
-
-    def drafts() -> list[Draft]:
-        return [Draft(Span(slot, cached, [5], 1), None, [5] * (cached + 1), count) for slot in range(batch)]
-
-    if engine.can_draft(drafts()):
-        ways["ms"] = lambda: engine.draft([DraftRound(drafts())])
+    ways: dict[str, Callable[[], Tokens | None]] = {
+        name: partial(way, engine, cached, batch, count)
+        for name, way in (("steps_ms", draft_by_steps), ("ms", draft_by_loop))
+    }
+    if ways["ms"]() is None:
+        del ways["ms"]
     times: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(WARM_UPS + settings.sizes.repeats):
         for name, way in ways.items():
@@ -247,10 +250,20 @@ def add_drafts(findings: Findings, engine: Engine, settings: Settings, cached: i
     findings.add_row("drafts", {
         "cached": cached, "sequences": batch, "drafted": count, "ms": ms.get("ms"), "steps_ms": ms["steps_ms"],
         "limit_ms": round(limit_ms, 3), "of_limit": round(limit_ms / ms["ms"], 3) if "ms" in ms else None,
+        "same_tokens": ways["ms"]() == ways["steps_ms"]() if "ms" in ms else None,
     })  # fmt: skip
 
 
-def draft_by_steps(engine: Engine, cached: int, batch: int, num_draft_tokens: int) -> list[list[int]]:
+def draft_by_loop(engine: Engine, cached: int, batch: int, num_draft_tokens: int) -> Tokens | None:
+    """Draft with the loop on the device; None if the engine has none."""
+    drafts = [Draft(Span(slot, cached, [5], 1), None, [5] * (cached + 1), num_draft_tokens) for slot in range(batch)]
+    if not engine.can_draft(drafts):
+        return None
+    engine.draft([DraftRound(drafts)])
+    return [draft.token_ids for draft in drafts]
+
+
+def draft_by_steps(engine: Engine, cached: int, batch: int, num_draft_tokens: int) -> Tokens:
     """Draft with one pass per token. The host reads each token before the next pass."""
     drafts = [[5] for _ in range(batch)]
     for step in range(num_draft_tokens):
