@@ -7,26 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted_kernels import FakeGraphs, attend_extents, imitate_kernels
+from interpreted_kernels import FakeGraphs, StaleGraphs, attend_extents, imitate_kernels
 
 from benchmarks import shapes
 from benchmarks.gpu import exactness, part, steps
 from benchmarks.gpu.part import Findings, Settings
 from specpool.engine.passes.gpu import draft_loop, model
-from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.run import pass_selection as forward
 
 pytest.importorskip("triton")
 
 Bug = Callable[[pytest.MonkeyPatch], object]
-
-
-class StaleGraphs(FakeGraphs):
-    """Replays leave the result of the capture."""
-
-    def __call__(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
-        self.captured += 1
-        return lambda: None, run()
 
 
 def _round_otherwise_in_batches(patch: pytest.MonkeyPatch) -> None:
