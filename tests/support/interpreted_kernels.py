@@ -31,6 +31,7 @@ def run_by_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attention, "BUSY_PROGRAMS", 8)
     patch.setattr(kernels, "POSITIONS", (20,))
     patch.setattr(self_test, "LONG_PASSES", (20,))
+    patch.setattr(self_test, "LONG_PROMPTS", ())
     patch.setattr(self_test, "PROBED_PASSES", (1,))
     patch.setattr(startup, "measure_step_times", lambda _: {})
     patch.setattr(startup, "measure_seconds_per_cached", lambda _: 0.0)
@@ -78,6 +79,14 @@ class FakeGraphs:
             result.copy_(run())
 
         return replay, result
+
+
+class StaleGraphs(FakeGraphs):
+    """Replays leave the result of the capture."""
+
+    def __call__(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
+        self.captured += 1
+        return lambda: None, run()
 
 
 def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Tensor:
