@@ -8,16 +8,21 @@ from benchmarks.gpu.part import Row
 
 Results = Mapping[str, Mapping[str, Any]]
 
-MAX_LINES, WIDTH = 60, 130
-# Lines for one list of rows, and for all failures.
-ROWS, FAILURES = 7, 8
+MAX_LINES, MAX_WIDTH = 60, 160
+# Lines of one list of rows, and of all failures.
+ROWS, FAILURES = 6, 8
+# What each part notes about its own run.
+BOOKKEEPING = {"attempted", "failed", "left_out", "notes", "seconds", "error"}
 
 
 def print_summary(results: Results) -> None:
     """Print goals, failures, and the most telling rows of each part, in at most MAX_LINES lines."""
     lines = [*goal_lines(results), *part_lines(results), *failure_lines(results), *row_lines(results)]
     for line in lines[:MAX_LINES]:
-        print(line[:WIDTH])
+        print(line[:MAX_WIDTH])
+
+
+# --- Lines
 
 
 def goal_lines(results: Results) -> Iterator[str]:
@@ -25,7 +30,7 @@ def goal_lines(results: Results) -> Iterator[str]:
     marks = {True: "met", False: "MISSED", None: "not measured"}
     for goal in goals(results):
         measured = "" if goal["measured"] is None else goal["measured"]
-        yield f"goal  {goal['goal']:44} {goal['target']:>7} {measured:>7} {marks[goal['met']]}"
+        yield f"goal    {goal['goal']:44} {goal['target']:>7} {measured:>7} {marks[goal['met']]}"
 
 
 def part_lines(results: Results) -> Iterator[str]:
@@ -33,66 +38,103 @@ def part_lines(results: Results) -> Iterator[str]:
     outcomes = []
     for name, result in results.items():
         status = result.get("error") or ("skipped" if "skipped" in result else "done")
-        outcomes.append(f"{name}: {status}" + (f" ({result['seconds']:.0f} s)" if "seconds" in result else ""))
+        left_out = f", {len(result['left_out'])} left out" if "left_out" in result else ""
+        outcomes.append(f"{name}: {status}{left_out}, {result.get('seconds', 0):.0f} s")
     for first in range(0, len(outcomes), 4):
-        yield "parts " + "; ".join(outcomes[first : first + 4])
+        yield "parts   " + "; ".join(outcomes[first : first + 4])
 
 
 def failure_lines(results: Results) -> list[str]:
     """Failed measurements, and checks of kernels that found a difference."""
     failed = [
-        f"FAIL  {name}: {row['failed']}: {row['error']}"
-        for name, part in results.items()
-        for row in part.get("failed", ())
-    ]
+        f"FAILED  {name}: {row['failed']}: {row['error']}"
+        for name, part in results.items() for row in part.get("failed", ())
+    ]  # fmt: skip
     checks = [row for part in results.values() for row in part.get("kernels", ())]
     wrong = [
-        f"WRONG {row['kernel']}, {row['case']}: error {row['error']}, differs {row['differs']}"
+        f"WRONG   {row['kernel']}, {row['case']}: error {row['error']}, differs {row['differs']}"
         for row in checks if not row["same_bits"] or row["near"] is False
     ]  # fmt: skip
-    lines = [*failed, *wrong]
-    more = [f"FAIL  and {len(lines) - FAILURES} more"] if len(lines) > FAILURES else []
-    good = [f"kernels: {len(checks) - len(wrong)} of {len(checks)} checks passed"] if checks else []
-    return [*good, *lines[:FAILURES], *more]
+    lines = [*wrong, *failed]
+    more = [f"FAILED  and {len(lines) - FAILURES} more"] if len(lines) > FAILURES else []
+    passed = [f"checks  {len(checks) - len(wrong)} of {len(checks)} kernels passed"] if checks else []
+    return [*passed, *lines[:FAILURES], *more]
 
 
 def row_lines(results: Results) -> Iterator[str]:
-    """The most telling rows, by part."""
+    """The most telling rows of each part, most important first."""
+
+    def rows(part: str, name: str) -> list[Row]:
+        found: list[Row] = results.get(part, {}).get(name, [])
+        return found
+
     facts = results.get("preflight", {})
     names = ("name", "torch", "triton", "captures", "captures_after_failure", "read_gb_s", "copy_gb_s", "gemm_tflops")
-    yield from _lines("preflight", [{name: facts[name] for name in names if name in facts}] if facts else [])
-    for name in results.keys() & {"exactness"}:
-        yield from _lines(
-            name, [{key: fact for key, fact in results[name].items() if isinstance(fact, str | int | float)}]
-        )
-    steps = [row for row in results.get("steps", {}).get("steps", ()) if row["backend"] == "chosen"]
-    yield from _lines("step", _columns(steps, "cached", "rows", "captured", "passes", "ms", "limit_ms", "of_limit"), 12)
-    gemms = results.get("gemm", {}).get("gemm", ())
-    yield from _lines("gemm", _without(gemms, "outputs", "inputs", "differs", "error", "as_triton"), 20)
-    yield from _lines("draft", results.get("draft", {}).get("drafts", ()), 6)
-    yield from _lines("answer", _columns(results.get("pair", {}).get("runs", ()), "concurrency", "kind", "tokens_per_s",
-                                         "ratio", "exact_match"), 12)  # fmt: skip
-    yield from _lines("transformers", results.get("transformers", {}).get("runs", ()))
-    profile = [row for row in results.get("profile", {}).get("names", ()) if row["how"] == "captured"]
-    yield from _lines("kernel", _columns(profile, "rows", "share", "times", "us_each", "name"))
-    yield from _lines("tile", best_tiles(results.get("sweep", {}).get("gemm", ())), 20)
-    yield from _lines("warps", results.get("sweep", {}).get("attention", ()))
+    yield from _lines("machine", [facts] if facts else [], names)
+    for name, fact in results.get("exactness", {}).items():
+        if name not in BOOKKEEPING:
+            has_rows = isinstance(fact, list) and all(isinstance(row, dict) for row in fact)
+            yield from _lines("exact", fact if has_rows else [{name: fact}])
+    steps = [row for row in rows("steps", "steps") if row["backend"] == "chosen"]
+    yield from _lines("step", steps, ("cached", "rows", "captured", "passes", "ms", "limit_ms", "of_limit"), 12)
+    yield from gemm_lines(rows("gemm", "gemm"))
+    yield from _lines("draft", rows("draft", "drafts"))
+    yield from _lines(
+        "answer", rows("pair", "runs"), ("concurrency", "kind", "tokens_per_s", "ratio", "exact_match"), 12
+    )
+    yield from _lines("peer", rows("transformers", "runs"))
+    captured = [row for row in rows("profile", "names") if row["how"] == "captured"]
+    yield from _lines("kernel", captured, ("rows", "share", "times", "us_each", "name"))
+    yield from tile_lines(rows("sweep", "gemm"))
+    yield from warp_lines(rows("sweep", "attention"))
 
 
-def best_tiles(rows: Iterable[Row]) -> list[Row]:
-    """The fastest tile of each GEMM and row count, beside the chosen one."""
-    times: dict[tuple[str, str], list[tuple[float, str, bool]]] = {}
+def gemm_lines(rows: Iterable[Row]) -> Iterator[str]:
+    """A line for each shape: whether each backend is exact, and its microseconds by row count."""
+    shapes: dict[str, list[str]] = {}
     for row in rows:
-        for name in row:
-            if name.startswith("us_of_"):
-                times.setdefault((row["gemm"], name), []).append((row[name], row["tile"], row["same_bits"]))
-    best = []
-    for (gemm, name), cases in times.items():
-        chosen = next((us for us, tile, _ in cases if tile == "chosen"), None)
-        us, tile, same_bits = min(cases)
-        best.append({"gemm": gemm, "rows": int(name.removeprefix("us_of_")), "chosen_us": chosen, "best_us": us,
-                     "tile": tile, "same_bits": same_bits})  # fmt: skip
-    return best
+        times = " ".join(str(us) for _, us in _times(row))
+        state = ("exact" if row["exact"] else "INEXACT") + ("" if row["near"] else " WRONG")
+        shapes.setdefault(row["gemm"], []).append(f"{row['backend']} {state} {times}")
+    for shape, backends in shapes.items():
+        yield f"gemm    {shape}, us: {'; '.join(backends)}"
+
+
+def tile_lines(rows: Iterable[Row]) -> Iterator[str]:
+    """A line for each GEMM: the chosen and the fastest tile by row count, and whether their bits are the same."""
+    cases: dict[str, dict[int, list[tuple[float, Row]]]] = {}
+    for row in rows:
+        for count, us in _times(row):
+            cases.setdefault(row["gemm"], {}).setdefault(count, []).append((us, row))
+    for gemm, counts in cases.items():
+        parts = []
+        for count, timed in counts.items():
+            chosen = next((us for us, row in timed if row["tile"] == "chosen"), None)
+            us, best = min(timed, key=lambda case: case[0])
+            bits = "" if best["same_bits"] else " OTHER BITS"
+            parts.append(f"{count} rows: {chosen}, {us} by {best['tile']}{bits}")
+        yield f"tile    {gemm}, us: {'; '.join(parts)}"
+
+
+def warp_lines(rows: Iterable[Row]) -> list[str]:
+    """A line for each shape of attention: microseconds by number of warps."""
+    shapes: dict[str, list[str]] = {}
+    for row in rows:
+        bits = "" if row["same_bits"] else " OTHER BITS"
+        shapes.setdefault(f"{row['rows']} rows, {row['cached']} cached", []).append(f"{row['warps']} {row['us']}{bits}")
+    return [f"warps   {shape}, us: {'; '.join(times)}" for shape, times in shapes.items()]
+
+
+def _times(row: Row) -> list[tuple[int, float]]:
+    return [(int(name.removeprefix("us_of_")), us) for name, us in row.items() if name.startswith("us_of_")]
+
+
+def _lines(title: str, rows: Iterable[Row], names: Iterable[str] | None = None, maximum: int = ROWS) -> list[str]:
+    shown = [{name: row[name] for name in names or row if name in row} for row in rows]
+    return [f"{title:7} {' '.join(f'{name}={value}' for name, value in row.items())}" for row in shown][:maximum]
+
+
+# --- Goals
 
 
 def goals(results: Results) -> list[Row]:
@@ -123,15 +165,3 @@ def goals(results: Results) -> list[Row]:
         goal("adaptive of plain, 8 at a time", speedups, at_least=2),
         goal("exact match", [row["exact_match"] for row in runs], at_least=1),
     ]
-
-
-def _lines(title: str, rows: Iterable[Row], maximum: int = ROWS) -> list[str]:
-    return [f"{title:5} {' '.join(f'{name}={value}' for name, value in row.items())}" for row in rows][:maximum]
-
-
-def _columns(rows: Iterable[Row], *names: str) -> list[Row]:
-    return [{name: row.get(name) for name in names} for row in rows]
-
-
-def _without(rows: Iterable[Row], *names: str) -> list[Row]:
-    return [{name: value for name, value in row.items() if name not in names} for row in rows]
