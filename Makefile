@@ -83,6 +83,7 @@ gpu-bundle: .venv/ready
 	$(BIN)/pip install --quiet --target build/gpu-bundle --constraint constraints.txt --no-deps --no-compile \
 		--only-binary :all: --implementation cp --python-version 3.12 --platform manylinux_2_31_x86_64 \
 		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 $(GPU_BUNDLE)
+	touch build/gpu-bundle/google/__init__.py  # hides the google packages of the machine
 	@size=$$(du -sm build/gpu-bundle | cut -f1); echo "build/gpu-bundle: $$size MB"; test $$size -le $(GPU_BUNDLE_MB)
 
 # Update constraints.txt. PINS are options of `uv pip compile`: PINS=--upgrade, PINS='--upgrade-package grpcio'.

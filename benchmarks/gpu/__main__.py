@@ -44,7 +44,7 @@ from specpool.engine.config.sources import UnsupportedModelError
 DTYPES = ("bfloat16", "float16", "float32")
 # The minimum and maximum seconds of each part: it is skipped below the first, and stopped after the second.
 PARTS = {
-    "preflight": (10, 60), "gemm": (20, 90), "attention": (15, 50), "rows": (15, 40), "sampling": (15, 40),
+    "preflight": (10, 60), "gemm": (20, 120), "attention": (15, 50), "rows": (15, 40), "sampling": (15, 40),
     "exactness": (30, 90), "steps": (40, 100), "profile": (30, 60), "sweep": (20, 90), "draft": (30, 70),
     "pair": (90, 210), "transformers": (40, 100),
 }  # fmt: skip

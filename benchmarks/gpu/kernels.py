@@ -1,6 +1,6 @@
 """Checks the GPU kernels other than GEMM at the target's sizes: error against float64, and batch invariance."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,9 @@ ORIGIN = 7
 def measure_attention(settings: Settings, findings: Findings) -> None:
     """Check attention at the edges of its splits, and the verdict of the engine's self-test."""
     kernels = Kernels(settings)
-    checks = {f"position {position}": partial(kernels.attention, position) for position in settings.sizes.positions}
+    checks: dict[str, Callable[[], Row]] = {
+        f"position {position}": partial(kernels.attention, position) for position in settings.sizes.positions
+    }
     if not settings.rehearse:  # the interpreter takes minutes
         checks["self-test"] = kernels.attention_probe
     check(settings, findings, checks)
@@ -51,11 +53,15 @@ def measure_sampling(settings: Settings, findings: Findings) -> None:
 
 
 @torch.inference_mode()
-def check(settings: Settings, findings: Findings, checks: dict[str, Callable[[], Row]]) -> None:
+def check(settings: Settings, findings: Findings, checks: Mapping[str, Callable[[], Row]]) -> None:
     """Add the row of each check."""
     torch.manual_seed(0)
+
+    def add_row(run: Callable[[], Row]) -> None:
+        findings.add_row("kernels", run())
+
     for what, run in checks.items():
-        findings.attempt(settings, what, CHECK_SECONDS, lambda run=run: findings.add_row("kernels", run()))
+        findings.attempt(settings, what, CHECK_SECONDS, partial(add_row, run))
 
 
 class Kernels:

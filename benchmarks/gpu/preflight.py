@@ -1,6 +1,7 @@
 """Checks within seconds that the machine can run the other parts: packages, graph capture, rates."""
 
 import platform
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -22,8 +23,8 @@ def measure_preflight(settings: Settings, findings: Findings) -> None:
     findings.add(**description(torch.device(settings.device)))
     findings.add(missing=[module for extra in EXTRAS for module in missing_modules(extra)])
     if torch.device(settings.device).type == "cuda":
-        for name, check in (("captures", check_capture), ("captures_after_failure", check_failing_capture)):
-            findings.attempt(settings, name, CHECK_SECONDS, lambda name=name, check=check: findings.add(**check(name)))
+        findings.attempt(settings, "a capture", CHECK_SECONDS, partial(add_capture, findings))
+        findings.attempt(settings, "a capture after a failure", CHECK_SECONDS, partial(add_failing_capture, findings))
     findings.add(**{name: round(rate / 1e9, 1) for name, rate in bandwidths(settings)})
     findings.add(gemm_tflops=round(gemm_rate(settings) / 1e12, 2))
 
@@ -42,25 +43,28 @@ def description(device: torch.device) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def check_capture(name: str) -> dict[str, Any]:
-    """Replay a captured graph."""
+def add_capture(findings: Findings) -> None:
+    """Capture a graph and replay it."""
+    findings.add(captures=_captures())
+
+
+def add_failing_capture(findings: Findings) -> None:
+    """Fail a capture, empty the cache, and capture again, as an engine does."""
+    x = torch.zeros(4, device="cuda")
+    try:
+        CudaGraphs()(lambda: x + x.sum().item())  # a capture cannot wait
+    except RuntimeError as error:
+        findings.add(failed_capture=describe(error))
+    torch.cuda.empty_cache()
+    findings.add(captures_after_failure=_captures())
+
+
+def _captures() -> bool:
     x = torch.zeros(4, device="cuda")
     replay, result = CudaGraphs()(lambda: x + 1)
     x.fill_(2)
     replay()
-    return {name: result.tolist() == [3.0] * 4}
-
-
-def check_failing_capture(name: str) -> dict[str, Any]:
-    """Fail a capture, empty the cache, and capture again: the sequence that follows a failure in an engine."""
-    x = torch.zeros(4, device="cuda")
-    reason = None
-    try:
-        CudaGraphs()(lambda: x + x.sum().item())  # capture forbids to wait
-    except RuntimeError as error:
-        reason = describe(error)
-    torch.cuda.empty_cache()
-    return {"failed_capture": reason, **check_capture(name)}
+    return result.tolist() == [3.0] * 4
 
 
 def _version_of(package: str) -> tuple[str, str | None]:

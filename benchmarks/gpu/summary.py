@@ -129,7 +129,9 @@ def _times(row: Row) -> list[tuple[int, float]]:
     return [(int(name.removeprefix("us_of_")), us) for name, us in row.items() if name.startswith("us_of_")]
 
 
-def _lines(title: str, rows: Iterable[Row], names: Iterable[str] | None = None, maximum: int = ROWS) -> list[str]:
+def _lines(
+    title: str, rows: Iterable[Mapping[str, Any]], names: Iterable[str] | None = None, maximum: int = ROWS
+) -> list[str]:
     shown = [{name: row[name] for name in names or row if name in row} for row in rows]
     return [f"{title:7} {' '.join(f'{name}={value}' for name, value in row.items())}" for row in shown][:maximum]
 
