@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count, product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 import triton
@@ -32,7 +32,7 @@ from specpool.engine.cache.spans import Location, Span
 from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu.model import GpuModel
-from specpool.engine.passes.packing import pack
+from specpool.engine.passes.packing import PackedBatch, pack
 from specpool.engine.sampling.kernel import sample_rows
 from specpool.engine.sharding.group import SINGLE_RANK, Group, SingleRank
 from specpool.engine.sharding.shares import Share, Sums, piece_of, shard
@@ -144,11 +144,11 @@ class Compiler:
         """The properties that Triton reads."""
         return {"max_shared_mem": SHARED[self.arch], "multiprocessor_count": 132}
 
-    def load_binary(self, name: str, binary: bytes, shared: int, *_: Any) -> tuple[object, None, int, int, int]:
-        """Record the resources of a compiled kernel."""
-        registers, stack = resources(binary)
-        self.compiled.append(Compiled(name, registers, stack, shared))
-        return self, None, registers, stack, 1024
+    def load_binary(self, name: str, binary: bytes, shared: int, *_: Any) -> tuple[object, Compiled, int, int, int]:
+        """Record the resources of a compiled kernel, and return them as its handle."""
+        kernel = Compiled(name, *resources(binary), shared)
+        self.compiled.append(kernel)
+        return self, kernel, kernel.registers, kernel.stack, 1024
 
     def __hash__(self) -> int:
         return id(self)
@@ -165,10 +165,12 @@ def resources(binary: bytes) -> tuple[int, int]:
     return usage["REG"], usage["STACK"]
 
 
+AnyCompiler = TypeVar("AnyCompiler", bound=Compiler)
+
+
 @contextmanager
-def compiling(arch: int) -> Iterator[Compiler]:
-    """Compile kernels for this architecture instead of launching them."""
-    compiler = Compiler(arch)
+def compiling(compiler: AnyCompiler) -> Iterator[AnyCompiler]:
+    """Compile kernels with this driver instead of launching them."""
     triton.runtime.driver.set_active(compiler)
     try:
         yield compiler
@@ -190,10 +192,10 @@ class FakeGroup(Group):
 
 
 def model_of(
-    shape: dict[str, Any], dtype: torch.dtype, layers: int = 1, ranks: int = 1, sums: Sums = "whole"
+    shape: dict[str, Any], dtype: torch.dtype, layers: int | None = 1, ranks: int = 1, sums: Sums = "whole"
 ) -> GpuModel:
-    """A pass of this shape, or of its last rank, on the meta device."""
-    sizes = {**shape, "num_hidden_layers": layers}
+    """A pass of this shape, or of its last rank, on the meta device. `layers`: None: all."""
+    sizes = {**shape, "num_hidden_layers": layers or shape["num_hidden_layers"]}
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
@@ -214,12 +216,17 @@ def model_of(
 @torch.inference_mode()
 def run(model: GpuModel, tokens: Sequence[int], cached: int) -> None:
     """Run a pass with these new tokens in each sequence, after `cached` cached ones."""
+    model(batch_of(model, tokens, cached))
+
+
+def batch_of(model: GpuModel, tokens: Sequence[int], cached: int) -> PackedBatch:
+    """The input of a pass with these new tokens in each sequence, after `cached` cached ones."""
     layers, extent = len(model.layers), cached + max(tokens)
     columns, device = extent * len(tokens), torch.device("meta")
     arena = KVArena(layers, model.kv_heads, columns, model.head_dim, model.compute_dtype, device)
     spans = [Span(slot, cached, [0] * count, count if count < 64 else 1) for slot, count in enumerate(tokens)]
     locations = [Location(slot * extent) for slot in range(len(tokens))]
-    model(pack(spans, locations, arena, model.padded_rows, model.rows_per_tile, repeats=False))
+    return pack(spans, locations, arena, model.padded_rows, model.rows_per_tile, repeats=False)
 
 
 def sample(vocab_size: int, dtype: torch.dtype) -> None:
@@ -233,7 +240,7 @@ def measure(
     arch: int, dtype: str, shape: str, ranks: int = 1, sums: Sums = "whole", passes: Sequence[list[int]] = PASSES
 ) -> Row:
     """The resources of the kernels of a shape's passes."""
-    with compiling(arch) as compiler:
+    with compiling(Compiler(arch)) as compiler:
         one, two = (model_of(ALL_SHAPES[shape], getattr(torch, dtype), layers, ranks, sums) for layers in (1, 2))
         launches = {1: 0, 2: 0}
         for tokens, cached in product(passes, CONTEXTS):

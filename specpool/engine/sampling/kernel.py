@@ -1,6 +1,6 @@
-"""Batch sampling on a GPU in two kernel launches, with the same choices as `specpool.engine.sampling.sampler`.
+"""Batch sampling on a GPU with two Triton kernels, with the same choices as `specpool.engine.sampling.sampler`.
 
-The first launch finds the smallest logit that min_p, top_k and top_p keep, with one program per row. The second adds
+The first finds the smallest logit that min_p, top_k and top_p keep, with one program per row. The second adds
 noise and finds the largest sum, with as many programs per row as the vocabulary needs. Both are batch-invariant and
 match the CPU bit for bit: they use unfused float32 operations and add up probability masses as integers.
 """
