@@ -226,7 +226,7 @@ def batch_of(model: GpuModel, tokens: Sequence[int], cached: int) -> PackedBatch
     arena = KVArena(layers, model.kv_heads, columns, model.head_dim, model.compute_dtype, device)
     spans = [Span(slot, cached, [0] * count, count if count < 64 else 1) for slot, count in enumerate(tokens)]
     locations = [Location(slot * extent) for slot in range(len(tokens))]
-    return pack(spans, locations, arena, model.padded_rows, model.rows_per_tile, repeats=False)
+    return pack(spans, locations, arena, model.padded_shape, model.rows_per_tile, repeats=False)
 
 
 def sample(vocab_size: int, dtype: torch.dtype) -> None:

@@ -16,8 +16,8 @@ from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup.loading import start_engine
 
-# A shape runs eagerly the first time and is captured the second time.
-WARM_UPS = 4
+# The first run of a shape may compile kernels.
+WARM_UPS = 2
 # Minimum seconds left to start a shape.
 SHAPE_SECONDS = 5
 
@@ -55,7 +55,7 @@ def gpu_model(engine: Engine) -> GpuModel | None:
 
 def is_captured(engine: Engine) -> bool:
     """Whether the engine captures its passes."""
-    return isinstance(engine.forward_pass, CapturedModel) and engine.forward_pass.capture is not None
+    return isinstance(engine.forward_pass, CapturedModel) and engine.forward_pass.num_graphs > 0
 
 
 class Limit:

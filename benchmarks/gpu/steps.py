@@ -5,13 +5,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 
+import torch
+
 from benchmarks.engine import Step, engine_step, finished
 from benchmarks.gpu.engines import SHAPE_SECONDS, WARM_UPS, Limit, gpu_model, is_captured, start
 from benchmarks.gpu.part import Findings, Settings
 from benchmarks.report import seconds_of
+from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, GemmBackend
-from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.run.engine import Engine
 
 CHOSEN = "chosen"
@@ -22,31 +24,37 @@ def measure_steps(settings: Settings, findings: Findings) -> None:
     engine = start(settings, findings, settings.target, exact=True)
     limit = Limit(engine, settings)
     findings.add(bandwidth_gb_s=round(limit.bandwidth / 1e9, 1), gemm_tflops=round(limit.operations / 1e12, 2))
-    switches = backend_switches(engine)
+    switches = backend_switches(engine, settings)
     for cached, batch in product(settings.sizes.lengths, settings.sizes.batches):
         rows = partial(add_steps, findings, engine, settings, switches, cached, batch, limit)
         findings.attempt(settings, f"{batch} sequences, {cached} cached", SHAPE_SECONDS, rows)
 
 
-def backend_switches(engine: Engine) -> dict[str, Callable[[], None]]:
+def backend_switches(engine: Engine, settings: Settings) -> dict[str, Callable[[], None]]:
     """Functions that switch all GEMMs to one backend, or to the chosen ones. Each has separate graphs."""
-    model = gpu_model(engine)
+    model, chosen = gpu_model(engine), engine.forward_pass
     if model is None:
         return {CHOSEN: lambda: None}
-    capture = engine.forward_pass.capture if isinstance(engine.forward_pass, CapturedModel) else None
     gemms = model.gemms()
 
-    def use(backends: Sequence[GemmBackend], forward_pass: CapturedModel | GpuModel) -> None:
+    def use(backends: Sequence[GemmBackend], forward_pass: ForwardPass) -> None:
         for gemm, backend in zip(gemms, backends, strict=True):
             gemm.backend = backend
-        engine.forward_pass = forward_pass
+        engine.forward_pass = engine.runner.forward_pass = forward_pass
 
-    choices: dict[str, list[GemmBackend]] = {CHOSEN: [gemm.backend for gemm in gemms]}
-    choices |= {backend: [backend] * len(gemms) for backend in GEMM_BACKENDS}
-    return {
-        name: partial(use, backends, model if capture is None else CapturedModel(model, capture))
-        for name, backends in choices.items()
-    }
+    before = [gemm.backend for gemm in gemms]
+    switches: dict[str, Callable[[], None]] = {CHOSEN: partial(use, before, chosen)}
+    rows = product(settings.sizes.batches, (1, 1 + settings.sizes.num_draft_tokens))
+    sizes = {model.padded_rows(batch * tokens) for batch, tokens in rows}
+    for backend in GEMM_BACKENDS:
+        forward_pass = CapturedModel(model, chosen.capture) if isinstance(chosen, CapturedModel) else model
+        switches[backend] = partial(use, [backend] * len(gemms), forward_pass)
+        switches[backend]()
+        captured = [size for size in sizes if size <= forward_pass.captured_rows]
+        with torch.inference_mode():
+            forward_pass.capture_graphs(engine.layout.arena, captured, engine.max_model_len, 0)
+    switches[CHOSEN]()
+    return switches
 
 
 def add_steps(
@@ -83,7 +91,7 @@ def add_steps(
 
 
 def warm_up(use: Callable[[], None], steps: Sequence[Step]) -> None:
-    """Compile and capture steps with one backend."""
+    """Compile the kernels of steps with one backend."""
     use()
     for step in steps:
         for _ in range(WARM_UPS):

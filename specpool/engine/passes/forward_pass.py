@@ -12,7 +12,7 @@ from torch import nn
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.memory import weights_of
 from specpool.engine.passes.drafts import DraftRound
-from specpool.engine.passes.packing import PackedBatch
+from specpool.engine.passes.packing import PackedBatch, Shape
 from specpool.engine.sampling.head import Head
 from specpool.engine.weights.quantized import Weight
 
@@ -70,6 +70,8 @@ class ForwardPass(nn.Module, ABC):
     """Whether the pass is batch-invariant without padding, so no tiles need to be chosen."""
     rows_per_tile: int = 1
     """Maximum rows of a sequence that share a tile of attention, in a pass without an attention plan."""
+    captured_rows: int = 0
+    """Maximum rows of captured passes, which have memory of their own; 0: the pass captures none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,12 +82,19 @@ class ForwardPass(nn.Module, ABC):
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows, possibly followed by padding."""
 
-    def padded_rows(self, count: int) -> int:
-        """Padded size of `count` tokens or logit rows. Few distinct sizes mean few shapes to capture.
+    def padded_shape(self, needed: Shape) -> Shape:
+        """The shape in which to run a pass that needs at least these sizes.
 
         Only a pass without an attention plan may pad: its padding is neither cached nor attended.
         """
-        return count
+        return needed
+
+    def capture_graphs(self, arena: KVArena, sizes: Sequence[int], max_length: int, max_sequences: int) -> int:
+        """Capture passes on this cache, before serving. Return the number of graphs. Failures become `notes`.
+
+        `sizes`: padded numbers of rows. `max_length`: positions of a sequence. `max_sequences`: sequences of a draft.
+        """
+        return 0
 
     def scratch_bytes(self, rows: int, length: int) -> int:
         """Scratch bytes, beyond activations, of a pass of `rows` rows over sequences of `length` positions."""

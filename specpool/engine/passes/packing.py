@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +15,14 @@ from specpool.engine.passes.attention_plan import AttentionPlan
 INPUT_IDS, POSITIONS, COLUMNS, PREFIX_LENGTHS, OFFSETS = range(5)
 TILE_BEGINS, TILE_SIZES = range(2)
 NUMBERS_PER_ROW = OFFSETS + 1
+
+
+class Shape(NamedTuple):
+    """Sizes of a pass. A captured graph serves all passes of its shape."""
+
+    rows: int
+    tiles: int  # of attention, in a pass without an attention plan
+    logits: int
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,19 @@ class PackedBatch:
     numbers: torch.Tensor  # everything that differs between passes of one shape, copied to the device at once
     attention: AttentionPlan | None = None
     """The attention calls; None if the pass attends without a plan."""
+
+    @classmethod
+    def of_padding(cls, arena: KVArena, shape: Shape, max_length: int) -> "PackedBatch":
+        """A batch without tokens, whose padding is neither cached nor attended."""
+        rows, tiles, logits = shape
+        numbers = torch.zeros(NUMBERS_PER_ROW * rows + 2 * tiles + logits, dtype=torch.int64, device=arena.device)
+        numbers[COLUMNS * rows : (COLUMNS + 1) * rows] = -1
+        return cls(arena, 0, rows, tiles, max_length, 0, numbers)
+
+    @property
+    def shape(self) -> Shape:
+        """The padded sizes of the pass."""
+        return Shape(self.rows, self.tiles, len(self.numbers) - self._first_logit_row)
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -67,7 +89,7 @@ class PackedBatch:
 
     @property
     def logit_rows(self) -> torch.Tensor:
-        """Packed index of each row of logits, [R, padded like rows]."""
+        """Packed index of each row of logits, [R, padded]."""
         return self.numbers[self._first_logit_row :]
 
     @property
@@ -89,13 +111,13 @@ def pack(
     spans: Sequence[Span],
     locations: Sequence[Location],
     arena: KVArena,
-    padded: Callable[[int], int],
+    padded: Callable[[Shape], Shape],
     rows_per_tile: int = 1,
     repeats: bool = True,
 ) -> PackedBatch:
     """Concatenate the spans in order. `locations`: one per span.
 
-    `padded`: rounds up a number of tokens, tiles or logit rows. `rows_per_tile`: maximum rows of a tile of attention.
+    `padded`: the padded shape of a pass that needs this one. `rows_per_tile`: maximum rows of a tile of attention.
     `repeats`: padding repeats the first token, for passes that plan attention; otherwise it is neither cached nor
     attended.
     """
@@ -116,13 +138,12 @@ def pack(
         sizes += [rows_per_tile] * (count // rows_per_tile) + [count % rows_per_tile] * (count % rows_per_tile > 0)
         logit_rows += range(first + count - span.num_logits, first + count)
     tokens, num_logits = len(input_ids), len(logit_rows)
-    rows, tiles = padded(tokens), padded(len(begins))
+    rows, tiles, logits = padded(Shape(tokens, len(begins), num_logits))
     for numbers, padding in ((input_ids, 0), (positions, 0), (columns, -1)):
         numbers.extend([numbers[0] if repeats else padding] * (rows - tokens))
     for numbers in (begins, sizes):
         numbers.extend([0] * (tiles - len(numbers)))
-    if logit_rows:
-        logit_rows += logit_rows[:1] * (padded(num_logits) - num_logits)
+    logit_rows += (logit_rows[:1] or [0]) * (logits - num_logits)
     of_rows = array("q", input_ids + positions + columns) + _branches(spans, rows)
     packed = torch.frombuffer(of_rows + array("q", begins + sizes + logit_rows), dtype=torch.int64)
     if arena.device.type == "cuda":

@@ -68,7 +68,7 @@ class Engine:
         self.slots, self.layout, self.footprint = reserved.slots, reserved.layout, reserved.footprint
         self.leader = leader
         """Rank 0's connection to the other ranks; None unless the model is sharded."""
-        self._runner = PassRunner(forward_pass, self.layout.arena, self.tiles, facts.query_groups)
+        self.runner = PassRunner(forward_pass, self.layout.arena, self.tiles, facts.query_groups)
         self._ranks: tuple[RankMemory, ...] = ()
         self._weight_kinds = Counter(forward_pass.weight_kinds)
         if leader is not None:
@@ -106,6 +106,16 @@ class Engine:
         if len(logits) == 1:
             return logits[0]
         return torch.cat(logits) if logits else torch.empty(0, self.facts.outputs, device=self.facts.device)
+
+    @torch.inference_mode()
+    def capture_graphs(self) -> int:
+        """Capture the passes that CUDA graphs can hold, before serving. Return the number of graphs."""
+        sizes, known = (self.max_num_batched_tokens, self.max_model_len, self.slots.total), len(self.forward_pass.notes)
+        if self.leader is not None:
+            self.leader.tell_to_capture(*sizes)
+        count = self.runner.capture_graphs(*sizes)
+        self.notes += self.forward_pass.notes[known:]
+        return count
 
     @property
     def supports_branches(self) -> bool:
@@ -219,9 +229,9 @@ class Engine:
         locations = [Location(self.layout.origin(span.slot), start) for span, start in zip(spans, starts, strict=True)]
         began = time.perf_counter()
         if self.leader is None:
-            logits = self._runner.run(spans, locations)
+            logits = self.runner.run(spans, locations)
         else:
-            logits = self.leader.run(self._runner, spans, locations)
+            logits = self.leader.run(self.runner, spans, locations)
         rows = sum(len(span.token_ids) for span in spans)
         self._passes += 1
         self.tokens += rows

@@ -111,6 +111,10 @@ class Leader:
             log.exception("forward pass failed on rank 0")
             end_process("rank 0 has failed")
 
+    def tell_to_capture(self, *sizes: int) -> None:
+        """Let all other ranks run `PassRunner.capture_graphs`. This rank must run it too."""
+        self._tell(encode(Command.CAPTURE, *sizes))
+
     @contextmanager
     def probing(self) -> Iterator[dict[str, None]]:
         """Let all other ranks probe the operations of passes. At the end of the context, the dictionary names the

@@ -73,6 +73,8 @@ class Command(IntEnum):
     """Run a pass: `encode_run`."""
     MOVE = auto()
     """Move columns of the cache: the arguments of `KVArena.move`."""
+    CAPTURE = auto()
+    """Capture passes as CUDA graphs: the arguments of `PassRunner.capture_graphs`."""
     PROBE = auto()
     """Begin to probe the operations of passes."""
     END_PROBE = auto()

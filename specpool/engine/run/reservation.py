@@ -35,10 +35,15 @@ class ReservedCache:
 
 
 def footprint_of(loaded: LoadedModel, facts: ModelFacts, forward_pass: ForwardPass, rows: int) -> Footprint:
-    """Memory of the weights, and of the activations of a pass of `rows` rows."""
-    activations = activation_bytes(loaded.config, forward_pass.compute_dtype, facts.vocab_size, rows)
-    scratch = forward_pass.scratch_bytes(rows, facts.max_model_len)
-    return Footprint(weights=weight_bytes(forward_pass), activations=activations + scratch)
+    """Memory of the weights, and of the activations of a pass of `rows` rows and of captured passes."""
+
+    def of_pass(rows: int) -> int:
+        activations = activation_bytes(loaded.config, forward_pass.compute_dtype, facts.vocab_size, rows)
+        return activations + forward_pass.scratch_bytes(rows, facts.max_model_len)
+
+    captured = min(rows, forward_pass.captured_rows)
+    activations = of_pass(rows) + (of_pass(captured) if captured else 0)
+    return Footprint(weights=weight_bytes(forward_pass), activations=activations)
 
 
 def reserve_cache(

@@ -10,7 +10,7 @@ from specpool.engine.cache.spans import Location, Span
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.attention_plan import plan_attention
 from specpool.engine.passes.forward_pass import ForwardPass
-from specpool.engine.passes.packing import pack
+from specpool.engine.passes.packing import Shape, pack
 
 
 class PassRunner:
@@ -28,7 +28,7 @@ class PassRunner:
         """
         arena, forward_pass = self.arena, self.forward_pass
         planned = forward_pass.plans_attention
-        batch = pack(spans, locations, arena, self._padded_rows, forward_pass.rows_per_tile, repeats=planned)
+        batch = pack(spans, locations, arena, self._padded, forward_pass.rows_per_tile, repeats=planned)
         if planned:
             gather = arena.device.type != "cpu"
             plan = plan_attention(spans, locations, arena, self._tiles, self._query_groups, gather)
@@ -36,5 +36,12 @@ class PassRunner:
         logits: torch.Tensor = forward_pass(batch)
         return logits[: batch.num_logits]
 
-    def _padded_rows(self, count: int) -> int:
-        return self._tiles.rows(self.forward_pass.padded_rows(count))
+    def capture_graphs(self, max_rows: int, max_length: int, max_sequences: int) -> int:
+        """Capture passes of up to `max_rows` rows, before serving; see `ForwardPass.capture_graphs`."""
+        counts = range(1, min(max_rows, self.forward_pass.captured_rows) + 1)
+        sizes = sorted({self._padded(Shape(count, 1, 0)).rows for count in counts})
+        return self.forward_pass.capture_graphs(self.arena, sizes, max_length, max_sequences)
+
+    def _padded(self, needed: Shape) -> Shape:
+        rows, logits = self._tiles.rows(needed.rows), self._tiles.rows(needed.logits) if needed.logits else 0
+        return self.forward_pass.padded_shape(Shape(rows, needed.tiles, logits))

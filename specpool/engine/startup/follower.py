@@ -142,6 +142,8 @@ def _obey(connection: Connection, runner: PassRunner, facts: ModelFacts) -> bool
                 runner.run(*decode_run(arguments))
             elif command is Command.MOVE:
                 runner.arena.move(*arguments)
+            elif command is Command.CAPTURE:
+                runner.capture_graphs(*arguments)
             elif command is Command.PROBE:
                 probe = context.enter_context(probing(runner.forward_pass, runner.arena))
             elif command is Command.END:

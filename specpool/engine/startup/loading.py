@@ -11,12 +11,12 @@ from specpool.engine.models.facts import read_facts
 from specpool.engine.models.loading import LoadedModel, load_model
 from specpool.engine.models.weights_fingerprint import weights_fingerprint
 from specpool.engine.numerics.tiles import Tiles
-from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.cublas import restrict_cublas
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run.contention import ContentionMonitor
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.pass_selection import build_exact_pass
+from specpool.engine.startup.capturing import capture_graphs
 from specpool.engine.startup.library_logits import library_logits, refuse_other_logits
 from specpool.engine.startup.numerics_fingerprint import logits_digest, numerics_fingerprint
 from specpool.engine.startup.proofs import Proof, measuring_alone, proof_key, read_proof, write_proof
@@ -57,9 +57,6 @@ def load_engine(
             engine = start_engine(loaded, options, exact, report)
             _measure(engine, report)
     engine.layout.arena.clear()  # the tests above have used much of it
-    captured = engine.forward_pass
-    if isinstance(captured, CapturedModel) and captured.capture is None:
-        engine.notes.append("runs slowly: CUDA graph capture failed, so its kernels run eagerly")
     _log_notes(engine)
     if engine.facts.device.type == "cpu":
         waits = not isinstance(engine.forward_pass, NativeModel) and torch.get_num_threads() > 1
@@ -90,6 +87,7 @@ def start_engine(
     report(COMPILING)
     forward_pass, tiles = build_exact_pass(loaded, facts, options, exact)
     engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), options)
+    capture_graphs(engine, report)
     if exact:
         report(TESTING)
     refuse_other_logits(engine, expected)
@@ -111,6 +109,7 @@ def load_unproven_engine(options: EngineOptions, exact: bool) -> Engine:
         restrict_cublas()
     forward_pass, tiles = build_exact_pass(loaded, facts, options, exact)
     engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), options)
+    capture_graphs(engine)
     _log_notes(engine)
     return engine
 

@@ -26,6 +26,7 @@ from specpool.engine.run.engine import Engine
 from specpool.engine.run.leader import Leader
 from specpool.engine.run.pass_selection import build_exact_pass
 from specpool.engine.sharding.shares import Sharding, Share, Sums, shard
+from specpool.engine.startup.capturing import capture_graphs
 from specpool.engine.startup.numerics_fingerprint import numerics_fingerprint
 from specpool.engine.startup.self_test import self_test
 
@@ -75,6 +76,7 @@ def _start_rank_0(
         _check_same("activations", forward_pass.activations, other.activations)
     tiles = common_tiles([tiles, *(other.tiles for other in leader.reports)])
     engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), own, leader)
+    capture_graphs(engine, report)
     if exact:
         report(TESTING)
     engine.bitwise = exact and tiles is not None and self_test(engine)

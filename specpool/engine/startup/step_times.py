@@ -22,8 +22,6 @@ REPEATS, ENOUGH_SECONDS = 3, 0.1
 # Further row counts to measure on a CPU, besides powers of two: the first row of a GEMM tile costs as much as several
 # later rows.
 STEPS_ON_CPU = (9, 12, 17, 24)
-MIN_REPEATS_ON_GPU = 4
-"""The second pass of a shape captures its graph."""
 # Above ALWAYS_ROWS rows, stop measuring once a pass takes LONG_SECONDS: beyond, times grow linearly.
 ALWAYS_ROWS, LONG_SECONDS = 64, 0.1
 
@@ -103,8 +101,6 @@ def _spans(slots: Sequence[Slot], rows: int) -> list[Span]:
 
 def _fastest(engine: Engine, spans: Sequence[Span], min_repeats: int = 2) -> float:
     """Seconds of the fastest of at least `min_repeats` passes."""
-    if engine.facts.device.type != "cpu":
-        min_repeats = max(min_repeats, MIN_REPEATS_ON_GPU)
     times: list[float] = []
     while len(times) < min_repeats or (len(times) < REPEATS and sum(times) < ENOUGH_SECONDS):
         times.append(_seconds(engine, spans))

@@ -11,7 +11,8 @@ from specpool.engine.numerics.triton_compat import UNFUSED, is_wide, power_of_tw
 
 # Positions of a split, and positions loaded at a time. Splits are combined in order.
 SPLIT, BLOCK = 256, 64
-# Programs that keep a GPU busy. From here on, one program handles all splits of a tile, which saves a kernel.
+# Programs that keep a GPU busy. From here on, one program handles all splits of a tile, which saves a kernel. Below,
+# several programs of a tile take turns with its splits, so their number does not depend on lengths of sequences.
 BUSY_PROGRAMS = 512
 # Maximum size of the partial results of small heads. They grow with rows times splits, so above this size, too, one
 # program handles all splits.
@@ -59,11 +60,12 @@ def attend_extents(
     serial = width <= MAX_SERIAL_WIDTH and (
         splits == 1 or tiles * kv_heads >= BUSY_PROGRAMS or _partial_bytes(rows, splits, heads, dim) > MAX_PARTIAL_BYTES
     )
+    programs = 1 if serial else min(splits, -(-BUSY_PROGRAMS // (tiles * kv_heads)))
     partials = stats = query  # unused by serial programs
     if not serial:
         partials = torch.empty(rows, splits, heads, dim, dtype=torch.float32, device=query.device)
         stats = torch.empty(2, rows, splits, heads, dtype=torch.float32, device=query.device)
-    _attend[(tiles, kv_heads, 1 if serial else splits)](
+    _attend[(tiles, kv_heads, programs)](
         query, keys, values, tile_begins, tile_sizes, positions, columns, prefix_lengths, offsets, partials, stats,
         scaling, total, splits, rows,
         **shape, HEIGHT=height, BLOCK=_block(query.dtype, width), SERIAL=serial,
@@ -74,6 +76,16 @@ def attend_extents(
             partials, stats, positions, columns, query, splits, **shape, **UNFUSED, num_warps=1
         )  # fmt: skip
     return query
+
+
+def captured_length(rows: int, tiles: int, length: int, heads: int, kv_heads: int, dim: int) -> int:
+    """Maximum positions of sequences in a captured pass: `length`, or fewer if partial results would take too much."""
+    splits, is_busy = num_splits(length), tiles * kv_heads >= BUSY_PROGRAMS
+    if is_busy and power_of_two(dim) <= MAX_SERIAL_WIDTH:
+        return length
+    while splits > 1 and _partial_bytes(rows, splits, heads, dim) > MAX_PARTIAL_BYTES:
+        splits //= 2
+    return min(length, splits * SPLIT)
 
 
 def scratch_bytes(rows: int, length: int, heads: int, kv_heads: int, dim: int, tile_rows: int) -> int:
@@ -145,7 +157,7 @@ if triton is not None:
         HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
         HEIGHT: tl.constexpr, BLOCK: tl.constexpr, SERIAL: tl.constexpr,
     ):  # fmt: skip
-        """The query heads of one KV head and the rows of one tile, over one split or all of them."""
+        """The query heads of one KV head and the rows of one tile, over all splits or some of them."""
         tile, kv_head = tl.program_id(0), tl.program_id(1)
         count = tl.load(tile_sizes + tile).to(tl.int32)
         if count > 0:
@@ -175,9 +187,9 @@ if triton is not None:
                     peak = new_peak
                 tl.store(query + place, (acc / denominator[:, None]).to(query.dtype.element_ty), mask=mask)
             else:
-                split = tl.program_id(2)
-                begin = split * SPLIT
-                if begin < position + count:
+                end_split = tl.cdiv(position + count, SPLIT)
+                for split in range(tl.program_id(2), end_split, tl.num_programs(2)):
+                    begin = split * SPLIT
                     end = tl.minimum(begin + SPLIT, position + count)
                     acc, peak, denominator = _attend_split(
                         q, keys, values, first, prefix, shift, begin, end, visible, scaling, DIM, WIDTH, HEIGHT, BLOCK

@@ -1,87 +1,107 @@
-"""A GPU model whose passes are captured as CUDA graphs, and replayed."""
+"""A GPU model whose passes are captured as CUDA graphs at start, and replayed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.forward_pass import ForwardPass
-from specpool.engine.passes.gpu.attention import num_splits
 from specpool.engine.passes.gpu.draft_loop import GpuDraftLoop
 from specpool.engine.passes.gpu.graphs import Capture, CapturedGraphs, Run
 from specpool.engine.passes.gpu.model import GpuModel
-from specpool.engine.passes.packing import PackedBatch
+from specpool.engine.passes.packing import PackedBatch, Shape
 from specpool.engine.sampling.head import Head
 
 MAX_CAPTURED_ROWS = 512
 """Larger passes run eagerly: GEMM dominates their time."""
+ROWS_PER_TILE = (4, 1)
+"""Each size is captured with few tiles of attention, for drafts and prompts, and with a tile per row."""
 
 
 class CapturedModel(ForwardPass):
-    """Captures the passes of a model by shape. Passes of one shape differ only in `PackedBatch.numbers`."""
+    """Replays passes that fit into a captured shape. Such passes differ only in `PackedBatch.numbers`."""
 
     plans_attention = False
+    captured_rows = MAX_CAPTURED_ROWS
 
     def __init__(self, model: GpuModel, capture: Capture) -> None:
         super().__init__()
         self.model, self.compute_dtype, self.rows_per_tile = model, model.compute_dtype, model.rows_per_tile
-        self._graphs: CapturedGraphs[PackedBatch] = CapturedGraphs(capture, required=model.group.ranks > 1)
+        self.capture = capture
+        """The capture function of the device."""
+        self._graphs: CapturedGraphs[Shape, PackedBatch] = CapturedGraphs(capture, model.group.any_rank)
         model.group.on_leave(self._graphs.clear)
+        self._draft_loop: GpuDraftLoop | None = None
         self._logits: torch.Tensor | None = None
         """Memory for logits that all graphs share."""
 
-    @property
-    def capture(self) -> Capture | None:
-        """The capture function of the device; None if passes run eagerly."""
-        return self._graphs.capture
-
     def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Logits [R, rows of the head] of the requested rows, padding included."""
-        graph = None
-        if batch.rows <= MAX_CAPTURED_ROWS:
-            shape = batch.rows, batch.tiles, len(batch.logit_rows), num_splits(batch.max_length)
-            graph = self._graphs.find(shape, lambda: self._prepare(batch))
-        if graph is None:
-            return self._run_eagerly(batch)
+        """Logits [R, rows of the head] of the requested rows, possibly followed by padding."""
+        graph = self._graphs.find(batch.shape)
+        if graph is None or batch.max_length > graph.input.max_length:
+            logits: torch.Tensor = self.model(batch)
+            return logits
         graph.input.numbers.copy_(batch.numbers, non_blocking=True)
         graph.replay()
-        return graph.result.clone()  # the next pass overwrites it
+        return graph.result[: batch.num_logits].clone()  # the next pass overwrites it
 
-    def padded_rows(self, count: int) -> int:
-        """Padded rows of the captured model."""
-        return self.model.padded_rows(count)
+    def padded_shape(self, needed: Shape) -> Shape:
+        """The smallest captured shape of this number of rows that fits; otherwise that of the model."""
+        rows = self.model.padded_rows(needed.rows)
+        fitting = (shape for shape in _shapes(rows) if needed.tiles <= shape.tiles and self._graphs.find(shape))
+        return next(fitting, self.model.padded_shape(needed))
+
+    def capture_graphs(self, arena: KVArena, sizes: Sequence[int], max_length: int, max_sequences: int) -> int:
+        """Capture passes of these sizes, largest first, then the steps of drafts."""
+        shapes = [shape for rows in sorted(sizes, reverse=True) for shape in reversed(_shapes(rows))]
+        length_of = self.model.captured_length
+
+        def prepare(shape: Shape) -> tuple[PackedBatch, Run]:
+            batch = PackedBatch.of_padding(arena, shape, length_of(shape, max_length))
+            return batch, lambda: self._run(batch)
+
+        self._graphs.capture_all(shapes, prepare)
+        self.notes += self._graphs.notes
+        loop = self._draft_loop
+        if loop is not None and len(self._graphs):
+            counts = {self.model.padded_rows(count) for count in range(1, min(max_sequences, MAX_CAPTURED_ROWS) + 1)}
+            rows_of = sorted(counts, reverse=True)
+            loop.capture_graphs({rows: length_of(Shape(rows, rows, rows), max_length) for rows in rows_of})
+            self.notes += loop.graphs.notes
+        return self.num_graphs
+
+    @property
+    def num_graphs(self) -> int:
+        """Captured graphs, those of the draft loop included."""
+        return len(self._graphs) + (0 if self._draft_loop is None else len(self._draft_loop.graphs))
 
     def scratch_bytes(self, rows: int, length: int) -> int:
         """Scratch bytes of the captured model."""
         return self.model.scratch_bytes(rows, length)
 
     def draft_loop(self, arena: KVArena, head: Head) -> GpuDraftLoop | None:
-        """The draft loop with captured steps; None if the model is sharded."""
-        return self.model.draft_loop(arena, head, self.capture)
+        """The draft loop, whose steps `capture_graphs` captures; None if the model is sharded."""
+        self._draft_loop = self.model.draft_loop(arena, head, self.capture)
+        return self._draft_loop
 
     @contextmanager
     def eager(self) -> Iterator[None]:
         """Run passes eagerly within this context, so probes see every operation."""
-        capture, self._graphs.capture = self._graphs.capture, None
+        self._graphs.enabled = False
         try:
             yield
         finally:
-            self._graphs.capture = capture
+            self._graphs.enabled = True
 
-    def _run_eagerly(self, batch: PackedBatch) -> torch.Tensor:
+    def _run(self, batch: PackedBatch) -> torch.Tensor:
+        """A pass whose logits are in the shared memory. The first, eager pass has the most rows."""
         logits: torch.Tensor = self.model(batch)
         if self._logits is None:
-            self._logits = logits.new_empty(MAX_CAPTURED_ROWS, logits.shape[1])
-        return logits
+            self._logits = torch.empty_like(logits)
+        return self._logits[: len(logits)].copy_(logits)
 
-    def _prepare(self, batch: PackedBatch) -> tuple[PackedBatch, Run]:
-        own, shared = replace(batch, numbers=batch.numbers.clone()), self._logits
-        assert shared is not None
 
-        def run() -> torch.Tensor:
-            logits = self._run_eagerly(own)
-            return shared[: len(logits)].copy_(logits)
-
-        return own, run
+def _shapes(rows: int) -> list[Shape]:
+    """The shapes to capture for a size, smallest first."""
+    return [Shape(rows, -(-rows // per_tile), rows) for per_tile in ROWS_PER_TILE]

@@ -1,6 +1,6 @@
 """The draft loop on the device: each step feeds the next one, and the host reads all tokens at once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,6 @@ from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.drafts import Choice, Draft, DraftRound, drafts_of, extend_drafts
 from specpool.engine.passes.forward_pass import ForwardPass
-from specpool.engine.passes.gpu.attention import num_splits
 from specpool.engine.passes.gpu.graphs import Capture, CapturedGraphs, Run
 from specpool.engine.passes.packing import (
     COLUMNS,
@@ -21,6 +20,7 @@ from specpool.engine.passes.packing import (
     TILE_BEGINS,
     TILE_SIZES,
     PackedBatch,
+    Shape,
 )
 from specpool.engine.sampling.head import Head
 
@@ -34,6 +34,7 @@ LOGIT_ROWS, REMAINING = SIZES + 1, SIZES + 2
 class Step:
     """A step of one token per span. The device computes everything that changes between steps."""
 
+    max_length: int  # positions of the longest sequence after all steps
     numbers: torch.Tensor  # [REMAINING + 1, rows]
     result: torch.Tensor  # [2, rows] chosen tokens and their probabilities, as float64
 
@@ -46,7 +47,18 @@ class GpuDraftLoop:
     def __init__(self, model: ForwardPass, arena: KVArena, head: Head, capture: Capture | None) -> None:
         """`capture`: captures steps; None: they run eagerly."""
         self._model, self._arena, self._head = model, arena, head
-        self._graphs: CapturedGraphs[Step] = CapturedGraphs(capture)
+        self.graphs: CapturedGraphs[int, Step] = CapturedGraphs(capture)
+        """Captured steps by their padded number of sequences."""
+
+    def capture_graphs(self, lengths: Mapping[int, int]) -> None:
+        """Capture steps. `lengths`: maximum positions of a sequence by padded number of sequences."""
+
+        def prepare(rows: int) -> tuple[Step, Run]:
+            numbers = torch.zeros(REMAINING + 1, rows, dtype=torch.int64, device=self._arena.device)
+            numbers[COLUMNS] = -1
+            return self._prepare(numbers, lengths[rows])
+
+        self.graphs.capture_all(list(lengths), prepare)
 
     def __call__(self, logits: torch.Tensor, rounds: Sequence[DraftRound], columns: Sequence[int]) -> tuple[int, int]:
         """Extend the drafts; see `DraftLoop`."""
@@ -81,10 +93,9 @@ class GpuDraftLoop:
             return chosen[None]
         numbers = self._numbers(chosen, spans, columns, remaining)
         max_length = max(span.end + steps for span, steps in zip(spans, remaining, strict=True))
-        shape = numbers.shape[1], num_splits(max_length)
-        graph = self._graphs.find(shape, lambda: self._prepare(numbers, max_length))
+        graph = self.graphs.find(numbers.shape[1])
         run_step: Callable[[], object]
-        if graph is None:
+        if graph is None or max_length > graph.input.max_length:
             step, run_step = self._prepare(numbers, max_length)
         else:
             step, run_step = graph.input, graph.replay
@@ -100,7 +111,7 @@ class GpuDraftLoop:
     ) -> torch.Tensor:
         """The numbers of the first step, on the device."""
         count = len(spans)
-        rows = self._model.padded_rows(count)
+        rows = self._model.padded_shape(Shape(count, count, count)).rows
         numbers = torch.zeros(REMAINING + 1, rows, dtype=torch.int64)
         numbers[BEGINS] = numbers[LOGIT_ROWS] = torch.arange(rows)
         numbers[POSITIONS, :count] = torch.tensor([span.end for span in spans])
@@ -121,7 +132,7 @@ class GpuDraftLoop:
         """A step with its own memory, and the function that runs it."""
         rows, own = numbers.shape[1], numbers.clone()
         batch = PackedBatch(self._arena, rows, rows, rows, max_length, rows, own[:REMAINING].view(-1))
-        step = Step(own, torch.zeros(2, rows, dtype=torch.float64, device=numbers.device))
+        step = Step(max_length, own, torch.zeros(2, rows, dtype=torch.float64, device=numbers.device))
 
         def run() -> torch.Tensor:
             chosen = step.result.copy_(self._choose(self._model(batch)))

@@ -1,15 +1,17 @@
-"""CUDA graph capture and replay: a recurring shape takes one launch instead of hundreds."""
+"""CUDA graph capture and replay: a captured pass takes one launch instead of hundreds."""
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
+from specpool.engine.config.sources import first_line
+
 log = logging.getLogger(__name__)
 
+Key = TypeVar("Key", bound=Hashable)
 Input = TypeVar("Input")
 Run = Callable[[], torch.Tensor]
 Capture = Callable[[Run], tuple[Callable[[], None], torch.Tensor]]
@@ -17,8 +19,8 @@ Capture = Callable[[Run], tuple[Callable[[], None], torch.Tensor]]
 
 # Ignore CUDA calls of other threads during capture, such as NCCL's watchdog.
 CAPTURE_MODE = "thread_local"
-MAX_GRAPHS = 64
-"""Graphs take memory: beyond this number, the least recently used one is dropped."""
+OUT_OF_MEMORY = "out of memory"
+"""Part of the messages of torch's allocator and of CUDA."""
 
 
 @dataclass(frozen=True)
@@ -30,47 +32,57 @@ class CapturedGraph(Generic[Input]):
     result: torch.Tensor
 
 
-class CapturedGraphs(Generic[Input]):
-    """Up to MAX_GRAPHS captured graphs, by shape."""
+class CapturedGraphs(Generic[Key, Input]):
+    """Graphs by shape, captured at start. A capture takes as long as several passes, too long while serving."""
 
-    def __init__(self, capture: Capture | None, required: bool = False) -> None:
-        """`capture`: None disables capture. `required`: raise if capture fails, instead of running eagerly. The ranks
-        of a sharded model need this: all of them capture a collective, or none does."""
-        self.capture, self._required = capture, required
-        self._seen: set[Hashable] = set()
-        self._graphs: OrderedDict[Hashable, CapturedGraph[Input]] = OrderedDict()
+    def __init__(self, capture: Capture | None, any_rank: Callable[[bool], bool] = bool) -> None:
+        """`capture`: None captures nothing. `any_rank`: whether a flag is set on any rank of the model."""
+        self.enabled = True
+        self.notes: list[str] = []
+        self._capture, self._any_rank = capture, any_rank
+        self._graphs: dict[Key, CapturedGraph[Input]] = {}
 
-    def find(self, shape: Hashable, prepare: Callable[[], tuple[Input, Run]]) -> CapturedGraph[Input] | None:
-        """Return the graph of a shape, capturing it the second time the shape occurs. None: run eagerly.
+    def capture_all(self, keys: Sequence[Key], prepare: Callable[[Key], tuple[Input, Run]]) -> None:
+        """Capture the work of each key, largest first, so that smaller graphs reuse memory.
 
-        The first, eager run compiles the kernels. `prepare` returns the input and the work on it. RuntimeError:
-        capture is required and failed.
+        `prepare` returns the input and the work on it. All ranks keep the same graphs, since they may contain
+        collectives. A note tells which graphs are missing. Without memory for a graph, smaller ones may still fit;
+        after any other error, capture stops.
         """
-        if self.capture is None:
-            return None
-        if shape in self._graphs:
-            self._graphs.move_to_end(shape)
-            return self._graphs[shape]
-        if shape not in self._seen:
-            self._seen.add(shape)
-            return None
-        graph_input, run = prepare()
-        try:
-            graph = CapturedGraph(graph_input, *self.capture(run))
-        except RuntimeError as error:
-            if self._required:
-                raise RuntimeError(f"CUDA graph capture failed; cuda_graphs=false disables it: {error}") from error
-            log.warning("CUDA graph capture failed (%s); running eagerly", error)
-            self.capture = None
-            return None
-        self._graphs[shape] = graph
-        if len(self._graphs) > MAX_GRAPHS:
-            self._graphs.popitem(last=False)
-        return graph
+        if self._capture is None:
+            return
+        reason = "it failed on another rank"
+        for key in keys:
+            graph, error = self._try(self._capture, *prepare(key))
+            reason = error or reason
+            if not self._any_rank(graph is None):
+                assert graph is not None
+                self._graphs[key] = graph
+            elif self._any_rank(graph is None and OUT_OF_MEMORY not in error):
+                break
+        if missing := len(keys) - len(self._graphs):
+            note = f"CUDA graph capture failed for {missing} of {len(keys)} shapes, which run eagerly: {reason}"
+            self.notes.append(f"runs slowly: {note}")
+
+    def find(self, key: Key) -> CapturedGraph[Input] | None:
+        """The graph of a shape. None: run eagerly."""
+        return self._graphs.get(key) if self.enabled else None
 
     def clear(self) -> None:
         """Drop all graphs."""
         self._graphs.clear()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def _try(self, capture: Capture, graph_input: Input, run: Run) -> tuple[CapturedGraph[Input] | None, str]:
+        """The graph of this work, or the reason why it has none."""
+        run()  # compiles the kernels
+        try:
+            return CapturedGraph(graph_input, *capture(run)), ""
+        except RuntimeError as error:
+            log.warning("CUDA graph capture failed (%s)", error)
+            return None, first_line(error)  # the error itself would keep the tensors of its traceback
 
 
 class CudaGraphs:
@@ -79,19 +91,41 @@ class CudaGraphs:
     def __init__(self) -> None:
         # A stream and pool per engine: cuBLAS workspaces belong to a stream, and engines drop their graphs at any time.
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-        # A graph that is never dropped keeps the pool alive.
-        self._keeper = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._keeper, pool=self._pool, stream=self._stream, capture_error_mode=CAPTURE_MODE):
-            self._pooled = torch.zeros(1, device="cuda")
+        self._keeper: tuple[torch.cuda.CUDAGraph, torch.Tensor] | None = None
+        """A graph that is never dropped keeps the pool alive."""
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
-        """Capture work. RuntimeError if a graph cannot hold it."""
+        """Capture work. RuntimeError if a graph cannot hold it; later captures may succeed."""
+        if self._keeper is None:
+            self._keeper = self._record(lambda: torch.zeros(1, device="cuda"))
+        graph, result = self._record(run)
+        return graph.replay, result
+
+    def _record(self, run: Run) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         stream, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=CAPTURE_MODE):
                 result = run()
-        except RuntimeError:
+        except RuntimeError as error:
             torch.cuda.set_stream(stream)  # a failed capture does not restore it
+            self._end(graph)
+            if isinstance(cause := error.__context__, RuntimeError):
+                raise cause from None  # the end of a broken capture hides what broke it
             raise
-        return graph.replay, result
+        return graph, result
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Make the process usable after a failed capture.
+
+        Before 2.12, torch raises at the end of a broken capture before it tells its allocators (pytorch #180395). The
+        next `empty_cache` then fails an internal assertion. The allocator of pinned memory has no such assertion, but
+        accepts no further capture into this pool, and still refers to the graph.
+        """
+        try:
+            torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+        except RuntimeError:  # torch has told its allocators
+            return
+        self._failed.append(graph)
+        self._pool, self._keeper = torch.cuda.graph_pool_handle(), None

@@ -24,7 +24,7 @@ from specpool.engine.passes.gpu.draft_loop import GpuDraftLoop
 from specpool.engine.passes.gpu.gemm import Gemm
 from specpool.engine.passes.gpu.graphs import Capture
 from specpool.engine.passes.gpu.rows import Addend, activate, add_and_norm, rotate_and_cache
-from specpool.engine.passes.packing import PackedBatch, pack
+from specpool.engine.passes.packing import PackedBatch, Shape, pack
 from specpool.engine.sampling.head import Head
 from specpool.engine.sharding.shares import Dimension
 
@@ -39,7 +39,7 @@ def try_kernels(fused: FusedModel) -> None:
     layer, rows = GpuLayer(fused.layers[0], 0), 1
     weight, kv_heads = fused.dense_embedding, fused.kv_heads
     arena = KVArena(1, kv_heads, rows, fused.head_dim, weight.dtype, weight.device)
-    batch = pack([Span(0, 0, [0], 1)], [Location(0)], arena, lambda count: count)
+    batch = pack([Span(0, 0, [0], 1)], [Location(0)], arena, lambda needed: needed)
     layer(fused.group.embed(weight, batch.input_ids), None, batch, fused.rotary(rows)).partials.sum().item()
 
 
@@ -79,6 +79,15 @@ class GpuModel(ForwardPass):
     def padded_rows(self, count: int) -> int:
         """Round up to one of a few sizes: multiples of 8, coarser for large batches."""
         return round_up(count, 8 if count <= 64 else 32 if count <= 256 else 64)
+
+    def padded_shape(self, needed: Shape) -> Shape:
+        """Round every size up."""
+        return Shape(*map(self.padded_rows, needed))
+
+    def captured_length(self, shape: Shape, length: int) -> int:
+        """Maximum positions of sequences, up to `length`, in a captured pass of this shape."""
+        rows, tiles, _ = shape
+        return attention.captured_length(rows, tiles, length, self.heads, self.kv_heads, self.head_dim)
 
     def draft_loop(self, arena: KVArena, head: Head, capture: Capture | None = None) -> GpuDraftLoop | None:
         """The draft loop, captured or eager; None if the model is sharded: ranks synchronize once per pass."""

@@ -1,7 +1,10 @@
 """The GPU pass on a CPU: interpreted kernels, CUDA graph replay, and the draft loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from tiny_models import load_engine, random_tokens, rows_that_differ, transforme
 
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
-from specpool.engine.passes.gpu import cublas, graphs, model
+from specpool.engine.passes.gpu import attention, cublas, graphs, model
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel
@@ -95,20 +98,26 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     fake = FakeGraphs()
     imitate_kernels(monkeypatch)
     monkeypatch.setattr(forward, "CudaGraphs", lambda: fake)
+    monkeypatch.setattr(CapturedModel, "captured_rows", 32)
     return fake
 
 
-def test_replayed_passes_are_batch_invariant(tmp_path: Path, fake_graphs: FakeGraphs) -> None:
-    folder = save_random(tmp_path, *VARIANTS["qwen3"])
-    engine = load_engine(folder, native=False, max_sequences=6, max_model_len=128)
+def load_captured(tmp_path: Path, name: str = "llama", **options: object) -> Engine:
+    """An engine that replays captured passes of up to 32 rows."""
+    engine = load_engine(save_random(tmp_path, *VARIANTS[name]), native=False, **options)
     assert isinstance(engine.forward_pass, CapturedModel)
+    return engine
+
+
+def test_replayed_passes_are_batch_invariant(tmp_path: Path, fake_graphs: FakeGraphs) -> None:
+    engine = load_captured(tmp_path, "qwen3", max_sequences=6, max_model_len=128)
     assert engine.bitwise
     assert rows_that_differ(engine, lengths=(2, 9, 40), drafts=3) == 0
     assert fake_graphs.replayed > 3 * fake_graphs.captured > 0
 
 
 def test_logits_outlive_the_next_pass_of_their_shape(tmp_path: Path, fake_graphs: FakeGraphs) -> None:
-    engine = load_engine(save_random(tmp_path, *VARIANTS["llama"]), native=False, max_sequences=2, max_model_len=64)
+    engine = load_captured(tmp_path, max_sequences=2, max_model_len=64)
     engine.max_num_batched_tokens = 4
     tokens = random_tokens(16)
     first = engine.forward([Span(0, 0, tokens, 16)])
@@ -118,40 +127,155 @@ def test_logits_outlive_the_next_pass_of_their_shape(tmp_path: Path, fake_graphs
     assert torch.equal(first, second)
 
 
-def test_an_engine_runs_eagerly_if_capture_fails(
+def test_passes_are_captured_at_start_only(
     tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(run: Run) -> tuple[Callable[[], None], torch.Tensor]:
-        raise RuntimeError("operation not permitted when stream is capturing")
+    """Each number of rows with a tile per row and per four rows, and each number of drafting sequences."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(attention, "SPLIT", 64)
+    engine = load_captured(tmp_path, exact=False, max_sequences=12, max_model_len=160)
+    assert fake_graphs.captured == 4 * 2 + 2
+    assert "capturing CUDA graphs" in caplog.text
+    assert "captured 10 CUDA graphs in" in caplog.text
 
-    monkeypatch.setattr(forward, "CudaGraphs", lambda: refuse)
-    engine = load_engine(save_random(tmp_path, *VARIANTS["llama"]), native=False, max_sequences=4, max_model_len=64)
-    assert engine.bitwise
-    assert "CUDA graph capture failed (operation not permitted" in caplog.text
-    assert "CUDA graph capture failed" in engine.info().notes[0]
+    def replays(*lengths: int, cached: int = 0) -> int:
+        before = fake_graphs.replayed
+        engine.forward([Span(slot, cached, [5] * length, 1) for slot, length in enumerate(lengths)])
+        return fake_graphs.replayed - before
+
+    assert [replays(1), replays(1, 1, 1), replays(9, 1), replays(*[1] * 12), replays(32)] == [1] * 5
+    assert [replays(33), replays(30, 2, 1)] == [0, 0]
+    assert [replays(1, 3, cached=cached) for cached in (60, 64, 100, 127, 128)] == [1] * 5  # more and more splits
+    assert fake_graphs.captured == 10
+    assert not engine.notes
 
 
-def test_batches_have_few_shapes_and_recent_ones_stay_captured(
+def test_padding_to_a_captured_shape_changes_no_bits(tmp_path: Path, fake_graphs: FakeGraphs) -> None:
+    """Tokens with and without logits, and a branch."""
+    engine = load_captured(tmp_path, "qwen3", max_sequences=3, max_model_len=40)
+    tokens = random_tokens(9)
+    engine.forward([Span(1, 0, tokens, 1)])
+    spans = [Span(0, 0, tokens[:6], 0), Span(2, 0, tokens, 2), Span(1, 4, tokens[:2], 2, 4, 6)]
+    replayed = fake_graphs.replayed
+    together = engine.forward(spans)
+    assert fake_graphs.replayed == replayed + 1
+    caches = (*engine.layout.arena.keys, *engine.layout.arena.values)
+    before = [cache.clone() for cache in caches]
+    with engine.forward_pass.eager():
+        assert torch.equal(engine.forward(spans), together)
+    assert all(map(torch.equal, caches, before))
+    assert engine.forward([Span(0, 6, tokens[:1], 0)]).shape[0] == 0
+
+
+def test_long_sequences_run_eagerly_if_partial_results_are_large(
     tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
-    folder = save_random(tmp_path, *VARIANTS["llama"])
-    draft = load_engine(folder, exact=False, native=False, max_sequences=24, max_model_len=64)
+    monkeypatch.setattr(attention, "SPLIT", 64)
+    monkeypatch.setattr(attention, "_partial_bytes", lambda rows, splits, *_: splits)
+    monkeypatch.setattr(attention, "MAX_PARTIAL_BYTES", 2)
+    engine = load_captured(tmp_path, exact=False, max_sequences=1, max_model_len=160)
+    replayed = []
+    for cached in (0, 127, 128):
+        before = fake_graphs.replayed
+        engine.forward([Span(0, cached, [5], 1)])
+        replayed.append(fake_graphs.replayed - before)
+    assert replayed == [1, 1, 0]
 
-    def captures(*rows: int) -> int:
-        before = fake_graphs.captured
-        for count in rows:
-            draft.forward([Span(slot, 0, [5], 1) for slot in range(count)])
-        return fake_graphs.captured - before
 
-    captures(1, 9, 17)
-    captures(1, 9)
-    assert captures(2, 3, 5, 8, 10, 16) == 0
-    assert captures(17) == 1  # evicts the graph of 8 rows
-    assert captures(9, 16, 24, 20) == 0
-    assert captures(1) == 1
-    sizes = {draft.forward_pass.padded_rows(count) for count in range(1, 513)}
-    assert len(sizes) == 18
+@pytest.mark.parametrize(
+    ("error", "max_rows", "missing"),
+    [("operation not permitted when stream is capturing", 0, "8 of 8"), ("CUDA out of memory. Tried", 16, "4 of 8")],
+)
+def test_shapes_whose_capture_fails_run_eagerly(
+    tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, error: str, max_rows: int, missing: str
+) -> None:
+    """Without memory for a graph, smaller graphs are captured."""
+
+    def capture(run: Run) -> tuple[Callable[[], None], torch.Tensor]:
+        if len(run()) > max_rows:
+            raise RuntimeError(error)
+        return fake_graphs(run)
+
+    monkeypatch.setattr(forward, "CudaGraphs", lambda: capture)
+    engine = load_captured(tmp_path, max_sequences=6, max_model_len=64)
+    assert engine.bitwise
+    (note,) = engine.info().notes
+    assert note == f"runs slowly: CUDA graph capture failed for {missing} shapes, which run eagerly: {error}"
+    replayed, tokens = fake_graphs.replayed, random_tokens(24)
+    logits = engine.forward([Span(0, 0, tokens, 1)])
+    assert fake_graphs.replayed == replayed
+    for token in range(24):
+        last = engine.forward([Span(1, token, tokens[token : token + 1], 1)])
+    assert torch.equal(logits, last)
+    assert (fake_graphs.replayed > replayed) == (max_rows > 0)
+
+
+def test_batches_have_few_sizes(fake_graphs: FakeGraphs) -> None:
+    assert len({GpuModel.padded_rows(None, count) for count in range(1, 513)}) == 18  # type: ignore[arg-type]
+
+
+class BrokenTorch:
+    """Stands in for `torch.cuda` before 2.12: the end of a broken capture raises before it tells the allocator."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.pools, self.underway, self.stream = count(), list[int](), "default"
+        names = ("Stream", "CUDAGraph", "graph_pool_handle", "current_stream", "set_stream", "synchronize", "graph")
+        for name in names:
+            patch.setattr(torch.cuda, name, getattr(self, name))
+        patch.setattr(torch, "zeros", lambda *_, **__: "kept")
+        patch.setattr(torch._C, "_cuda_endAllocateToPool", self.end, raising=False)
+
+    def Stream(self) -> SimpleNamespace:
+        return SimpleNamespace(device_index=0)
+
+    def CUDAGraph(self) -> SimpleNamespace:
+        return SimpleNamespace(replay=lambda: None)
+
+    def graph_pool_handle(self) -> int:
+        return next(self.pools)
+
+    def current_stream(self) -> str:
+        return self.stream
+
+    def set_stream(self, stream: str) -> None:
+        self.stream = stream
+
+    def synchronize(self) -> None:
+        assert not self.underway
+
+    @contextmanager
+    def graph(self, graph: object, pool: int, stream: object, capture_error_mode: str) -> Iterator[None]:
+        self.synchronize()
+        self.stream = "capture"
+        self.underway.append(pool)
+        try:
+            yield
+        except RuntimeError:
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
+        self.underway.remove(pool)
+        self.stream = "default"
+
+    def end(self, device: int, pool: int) -> None:
+        if pool not in self.underway:
+            raise RuntimeError("not currently recording to mempool_id")
+        self.underway.remove(pool)
+
+
+def test_a_failed_capture_leaves_a_usable_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> torch.Tensor:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    broken = BrokenTorch(monkeypatch)
+    capture = graphs.CudaGraphs()
+    result = torch.ones(1)
+    assert capture(lambda: result)[1] is result
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="operation not permitted"):
+            capture(refuse)
+        torch.cuda.synchronize()
+        assert broken.stream == "default"
+    assert capture(lambda: result)[1] is result
+    assert next(broken.pools) == 3  # a new one after each failure
 
 
 # --- The draft loop

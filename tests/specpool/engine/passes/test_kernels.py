@@ -142,6 +142,33 @@ def test_branches_match_contiguous_sequences(
         assert torch.equal(attend(contiguous, query[index : index + 1], [0]), results)
 
 
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("dim", [16, 256])
+def test_padding_of_a_captured_pass_changes_no_bits(
+    dim: int, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Empty tiles, and a maximum length above that of the sequences."""
+    cache = Cache(2, 1, dim, torch.float32)
+    tiles = [(sequence, range(end, end + 1)) for sequence, end in enumerate(ENDS)]
+    expected = cache.attend(tiles, ENDS[-1] + 1)
+    for name, limit in limits.items():
+        monkeypatch.setattr(attention, name, limit)
+    padded = cache.attend([*tiles, *[(0, range(0))] * 5], 16 * SPLIT)
+    assert torch.equal(padded, expected)
+
+
+def test_captured_passes_have_a_maximum_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Qwen3-8B and of Llama-3.1-8B."""
+    monkeypatch.setattr(attention, "BUSY_PROGRAMS", 512)  # as on a GPU
+
+    def splits(rows: int, tiles: int, length: int) -> float:
+        return attention.captured_length(rows, tiles, length * SPLIT, 32, 8, 128) / SPLIT
+
+    assert [splits(8, 8, length) for length in (1, 5, 160, 512)] == [1, 5, 160, 512]
+    assert [splits(64, tiles, 512) for tiles in (16, 64)] == [256, 512]  # with a tile per row, there are no partials
+    assert splits(256, 63, 512) == 64
+
+
 def test_split_counts_are_powers_of_two() -> None:
     lengths = [1, SPLIT, SPLIT + 1, 2 * SPLIT, 2 * SPLIT + 1, 8 * SPLIT]
     assert [num_splits(length) for length in lengths] == [1, 1, 2, 2, 4, 8]

@@ -24,7 +24,7 @@ from specpool.engine.cache.spans import Location, Span
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.attention_plan import plan_attention
 from specpool.engine.passes.native.model import NativeModel
-from specpool.engine.passes.packing import pack
+from specpool.engine.passes.packing import Shape, pack
 from specpool.engine.run.engine import Engine, _chunks
 
 # Lengths on both sides of the attention tiles that CPUs need (64, 128, 256), and small ones.
@@ -353,7 +353,7 @@ def test_a_packed_token_attends_to_its_own_prefix(
     start_of = dict(zip([span.slot for span in spans], starts, strict=True))
     arena = KVArena(1, 1, origins[7] + 1024, 1, torch.float32, torch.device("cpu"))
     arena.keys[0][0, :, 0] = torch.arange(arena.columns)
-    batch = pack(spans, where, arena, tiles.rows)
+    batch = pack(spans, where, arena, lambda needed: Shape(tiles.rows(needed.rows), needed.tiles, needed.logits + 1))
     plan = plan_attention(spans, where, arena, tiles, query_groups=3, gather=gather)
     places = [(span.slot, position) for span in spans for position in range(span.start, span.end)]
     assert batch.tokens == len(places)
@@ -431,7 +431,9 @@ def test_unevenly_spaced_sequences_are_split_or_gathered(engine: Engine) -> None
 def test_attention_tiles_cover_the_rows_of_each_sequence(spans: list[Span], rows_per_tile: int) -> None:
     arena = KVArena(1, 1, 1, 1, torch.float32, torch.device("cpu"))
     where = [Location(1000 * i) for i in range(len(spans))]
-    batch = pack(spans, where, arena, lambda count: count + 3, rows_per_tile, repeats=False)
+    batch = pack(
+        spans, where, arena, lambda needed: Shape(*(size + 3 for size in needed)), rows_per_tile, repeats=False
+    )
     assert (batch.columns[batch.tokens :] == -1).all()
     origins = batch.columns - batch.positions - batch.offsets
     for i, tokens in enumerate(span.token_ids for span in spans):
