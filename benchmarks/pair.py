@@ -3,13 +3,16 @@
     python -m benchmarks.pair --output FOLDER [--acceptance 0.7] [--target qwen3-8b] [--draft qwen3-0.6b]
     python -m benchmarks.throughput --target FOLDER/target --draft FOLDER/draft
 
-In the target, each token has a fixed successor, on a path through the whole vocabulary. The last token's embedding
-outweighs the layers, and the output head maps each embedding to the successor. The draft has the same successors for
-most tokens and wrong ones for the rest. No token repeats, so prompt lookup finds nothing. The chat template ends in a
-letter that depends on the prompt's length, so answers start with different tokens.
+The target walks a random path through the whole vocabulary. Half of the hidden features hold the last token's
+embedding, which no layer changes; the output head maps them to the token's successors. Most steps of the path have two
+successors. The layers alone decide between those, on the other half of the features, so another order of summation
+anywhere changes about one token in a hundred in bfloat16. The draft has the same successors, but layers of its own: it
+is right about half of these steps, and about all others. No token repeats, so prompt lookup finds nothing. The chat
+template ends in a letter that depends on the prompt's length, so answers start with different tokens.
 """
 
 import argparse
+import math
 import string
 from pathlib import Path
 from typing import Any
@@ -26,8 +29,8 @@ from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, VOCAB_SIZE, byte_token
 
 MAX_MODEL_LEN = 512
 """Maximum length of the tiny pair."""
-SCALE_OF_LAYERS = 0.01
-"""Factor for the output of the random layers."""
+MARGIN = 3.0
+"""Logits of successors, as a multiple of the largest other logit to expect."""
 STARTS = string.ascii_letters + string.digits
 TEMPLATE = (
     "{%- set text = messages[-1]['content'] -%}{{ text }}{{ 'STARTS'[text | length % COUNT] }}"
@@ -47,11 +50,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     device = _prepare(parser, options)
-    follows = path_through(SHAPES[options.target]["vocab_size"])
-    for name, shape, successors in (
-        ("target", options.target, follows),
-        ("draft", options.draft, partly_wrong(follows, 1 - options.acceptance)),
-    ):
+    target, draft = successors_of_pair(SHAPES[options.target]["vocab_size"], options.acceptance)
+    for name, shape, successors in (("target", options.target, target), ("draft", options.draft, draft)):
         with console.status(f"making the {name}"):
             save_model(options.output / name, shape, successors, device, getattr(torch, options.dtype))
         print(options.output / name)
@@ -78,41 +78,74 @@ def _prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> to
     return device
 
 
-def path_through(vocab_size: int) -> torch.Tensor:
-    """[vocab_size]: the successor of each token, on a random path through all tokens but end-of-sequence."""
+def successors_of_pair(vocab_size: int, acceptance: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Successors of each token in the target and in the draft, each [vocab_size, 2].
+
+    The draft guesses which of two successors the target takes, so at most half of such steps may be wrong. With an
+    acceptance below a half, it also has wrong successors.
+    """
+    contested = min(1.0, 2 * (1 - acceptance))
+    successors = path_through(vocab_size, contested)
+    return successors, partly_wrong(successors, 1 - acceptance / (1 - contested / 2))
+
+
+def path_through(vocab_size: int, contested: float) -> torch.Tensor:
+    """[vocab_size, 2]: the successors of each token, on a random path through all tokens but end-of-sequence.
+
+    A share of the steps is contested, and leads to one of two tokens, with the same successors. Others have equal ones.
+    """
     order = torch.randperm(vocab_size)
     order = order[order != EOS_TOKEN_ID]
-    follows = torch.full((vocab_size,), EOS_TOKEN_ID)
-    follows[order] = order.roll(-1)
-    return follows
+    ends = (1 + (torch.rand(len(order)) < contested).long()).cumsum(0).clamp(max=len(order)).unique()
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    steps = torch.stack([order[starts], order[ends - 1]], 1)
+    successors = torch.full((vocab_size, 2), EOS_TOKEN_ID)
+    successors[order] = steps.roll(-1, 0).repeat_interleave(ends - starts, 0)
+    return successors
 
 
-def partly_wrong(follows: torch.Tensor, share: float) -> torch.Tensor:
-    """`follows` with wrong successors for a random share of the tokens."""
-    wrong = torch.randperm(len(follows))[: round(share * len(follows))]
-    other = follows.clone()
-    other[wrong] = follows[wrong.roll(1)]
+def partly_wrong(successors: torch.Tensor, share: float) -> torch.Tensor:
+    """`successors` with those of other tokens for a random share of the tokens."""
+    wrong = torch.randperm(len(successors))[: round(share * len(successors))]
+    other = successors.clone()
+    other[wrong] = successors[wrong.roll(1)]
     return other
 
 
-def save_model(folder: Path, shape: str, follows: torch.Tensor, device: torch.device, dtype: torch.dtype) -> None:
+def save_model(folder: Path, shape: str, successors: torch.Tensor, device: torch.device, dtype: torch.dtype) -> None:
     """Save a model of this shape with these successors, and a byte tokenizer."""
     model = random_model(shape, device, dtype, "eager", tie_word_embeddings=False)
-    lead(model, follows.to(device))
+    lead(model, successors.to(device))
     model.save_pretrained(folder)
     save_tokenizer(folder, template=TEMPLATE)
 
 
 @torch.no_grad()
-def lead(model: PreTrainedModel, follows: torch.Tensor) -> None:
-    """Make a model choose the successor of the last token."""
+def lead(model: PreTrainedModel, successors: torch.Tensor) -> None:
+    """Make a model choose a successor of the last token; its layers choose which."""
     body: Any = model.model
+    led = model.config.hidden_size // 2  # features that layers read, but do not change
     for layer in body.layers:
-        layer.self_attn.o_proj.weight.mul_(SCALE_OF_LAYERS)
-        layer.mlp.down_proj.weight.mul_(SCALE_OF_LAYERS)
-    embeddings, head = body.embed_tokens.weight, model.get_output_embeddings().weight
-    embeddings.normal_()
-    head[follows] = embeddings
+        for weight in (weight for weight in layer.parameters() if weight.dim() > 1):
+            weight.normal_(std=weight.shape[1] ** -0.5)
+        layer.self_attn.o_proj.weight[:led] = layer.mlp.down_proj.weight[:led] = 0
+    embeddings, head = body.embed_tokens.weight.normal_(), model.get_output_embeddings().weight.normal_()
+    first, second = successors.T
+    contested = first != second
+    head[:, :led] = 0
+    head[:, :led].index_add_(0, first, embeddings[:, :led])
+    head[:, :led].index_add_(0, second[contested], embeddings[contested, :led])
+    head[:, :led] *= _scale_of_path(body, led)
+
+
+def _scale_of_path(body: Any, led: int) -> float:
+    """Scale of the head's leading features, so that the logits of successors have the margin."""
+    vocab_size, hidden_size = body.embed_tokens.weight.shape
+    tokens = torch.randint(vocab_size, (1, 64), device=body.embed_tokens.weight.device)
+    state = body(tokens).last_hidden_state.float()
+    kept, added = state[..., :led].square().mean().sqrt(), state[..., led:].square().mean().sqrt()
+    others = added * math.sqrt(2 * math.log(vocab_size) * (hidden_size - led))  # the largest of so many normal numbers
+    return float(MARGIN * others / (kept * led))
 
 
 def save_tokenizer(folder: Path, tokenizer: Tokenizer | None = None, template: str = CHAT_TEMPLATE) -> None:

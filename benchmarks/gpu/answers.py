@@ -1,7 +1,9 @@
-"""Throughput of the whole service and of `generate`, for a pair whose draft agrees on about 70% of tokens."""
+"""Answers of the whole service and of `generate`, for a pair whose draft agrees on about 70% of tokens."""
 
 import asyncio
 import gc
+import json
+import operator
 import statistics
 import time
 from functools import partial
@@ -13,19 +15,25 @@ from google.protobuf.json_format import MessageToDict
 
 from benchmarks.engine import finished
 from benchmarks.gpu.part import Findings, Row, Settings
-from benchmarks.pair import partly_wrong, path_through, save_model
+from benchmarks.pair import save_model, successors_of_pair
 from benchmarks.peers import Peers
 from benchmarks.report import seconds_of
 from benchmarks.shapes import SHAPES
+from benchmarks.throughput import KINDS as OPTIONS
 from benchmarks.throughput import PLAIN, Load, run, summary
 from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
 from specpool.client.prompts import own_prompts
+from specpool.client.requests import GenerateOptions
 from specpool.engine.config.devices import pick_device
+from specpool.v1 import common_pb2
 
 ACCEPTANCE = 0.7
+Logprobs = list[common_pb2.TokenLogprobs]
 KINDS = [PLAIN, "k2", "k4", "adaptive"]
+# Kinds whose log-probabilities are compared, and the most probable tokens of each position to compare.
+COMPARED, TOP_LOGPROBS = [PLAIN, "k4"], 5
 # Minimum seconds left to start another run.
 RUN_SECONDS = 10
 
@@ -35,6 +43,9 @@ def measure_pair(settings: Settings, findings: Findings) -> None:
     folder = make_pair(settings)
     findings.add(acceptance=ACCEPTANCE, max_tokens=settings.sizes.max_tokens, prompts_per_request=settings.sizes.load)
     asyncio.run(serve(settings, findings, folder))
+    rows = [*findings.result.get("runs", ()), *findings.result.get("logprobs", ())]
+    if any(row["exact_match"] < 1 for row in rows):
+        raise RuntimeError("some answers differ from plain decoding")
 
 
 def measure_transformers(settings: Settings, findings: Findings) -> None:
@@ -65,10 +76,9 @@ def make_pair(settings: Settings) -> Path:
     if not done.exists():
         device = pick_device(settings.device)
         torch.manual_seed(0)
-        follows = path_through(SHAPES[settings.target]["vocab_size"])
-        save_model(folder / "target", settings.target, follows, device, settings.torch_dtype)
-        mostly_follows = partly_wrong(follows, 1 - ACCEPTANCE)
-        save_model(folder / "draft", settings.draft, mostly_follows, device, settings.torch_dtype)
+        target, draft = successors_of_pair(SHAPES[settings.target]["vocab_size"], ACCEPTANCE)
+        save_model(folder / "target", settings.target, target, device, settings.torch_dtype)
+        save_model(folder / "draft", settings.draft, draft, device, settings.torch_dtype)
         done.touch()
         gc.collect()
         if device.type == "cuda":
@@ -90,10 +100,13 @@ async def serve(settings: Settings, findings: Findings, folder: Path) -> None:
         for name, model in (("target", info.target), ("draft", info.draft)):
             findings.add(**{name: MessageToDict(model, preserving_proto_field_name=True)})
         truth: dict[str, list[int]] = {}
+        probabilities: dict[str, Logprobs] = {}
         for concurrency in settings.sizes.batches:
             if findings.fits(settings, f"{concurrency} at a time", RUN_SECONDS):
                 for row in await rows_of(client, settings, concurrency, truth):
                     findings.add_row("runs", row)
+                for row in await logprobs_rows(client, settings, concurrency, probabilities):
+                    findings.add_row("logprobs", row)
 
 
 async def rows_of(client: AsyncClient, settings: Settings, concurrency: int, truth: dict[str, list[int]]) -> list[Row]:
@@ -109,3 +122,18 @@ async def rows_of(client: AsyncClient, settings: Settings, concurrency: int, tru
         for kind in KINDS:
             runs[kind].append(await run(client, load, kind, sizes.max_tokens, truth))
     return [{**summary(load, kind, own, runs[PLAIN]), "runs": len(own)} for kind, own in runs.items()]
+
+
+async def logprobs_rows(
+    client: AsyncClient, settings: Settings, concurrency: int, truth: dict[str, Logprobs]
+) -> list[Row]:  # fmt: skip
+    """One row per kind: share of answers whose log-probabilities have the bits of the plain ones, kept in `truth`."""
+    lines, rows = list(islice(cycle(own_prompts()), concurrency)), []
+    for kind in COMPARED:
+        options: GenerateOptions = {"max_tokens": settings.sizes.max_tokens, "logprobs": TOP_LOGPROBS, **OPTIONS[kind]}
+        answers = await asyncio.gather(*(client.generate(line.prompt, **options) for line in lines))
+        found = [list(answer.logprobs) for answer in answers]
+        known = [truth.setdefault(json.dumps(line.prompt), own) for line, own in zip(lines, found, strict=True)]
+        equal = sum(map(operator.eq, found, known)) / concurrency
+        rows.append({"concurrency": concurrency, "kind": kind, "tokens": sum(map(len, found)), "exact_match": equal})
+    return rows

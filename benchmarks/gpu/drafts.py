@@ -1,16 +1,20 @@
 """Times drafts of the draft model: by the draft loop on the device, and step by step."""
 
 import statistics
-import time
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 
 from benchmarks.engine import finished
 from benchmarks.gpu.engines import SHAPE_SECONDS, WARM_UPS, Limit, start
 from benchmarks.gpu.part import Findings, Settings
+from benchmarks.report import seconds_of
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.drafts import Draft, DraftRound
 from specpool.engine.run.engine import Engine
+
+Tokens = list[list[int]]
+"""Draft tokens of each sequence."""
 
 
 def measure_drafts(settings: Settings, findings: Findings) -> None:
@@ -26,39 +30,36 @@ def add_drafts(findings: Findings, engine: Engine, settings: Settings, cached: i
     """Add a row: milliseconds of the drafts of all sequences, and whether both ways draft the same tokens."""
     count = settings.sizes.num_draft_tokens
     limit_ms = count * limit.milliseconds(batch * cached, batch)
-    ways = {"steps_ms": partial(draft_by_steps, engine, cached, batch, count)}
-    if engine.can_draft(drafts_of(cached, batch, count)):
-        ways["ms"] = partial(draft_on_device, engine, cached, batch, count)
-    tokens: dict[str, list[list[int]]] = {}
+    ways: dict[str, Callable[[], Tokens | None]] = {
+        name: partial(way, engine, cached, batch, count)
+        for name, way in (("steps_ms", draft_by_steps), ("ms", draft_by_loop))
+    }
+    if ways["ms"]() is None:
+        del ways["ms"]
     times: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(WARM_UPS + settings.sizes.repeats):
         for name, way in ways.items():
-            began = time.perf_counter()
-            tokens[name] = way()
-            finished(lambda: None)
+            seconds = seconds_of(partial(finished, way))
             if repeat >= WARM_UPS:
-                times[name].append(time.perf_counter() - began)
+                times[name].append(seconds)
     ms = {name: round(statistics.median(seconds) * 1000, 3) for name, seconds in times.items()}
     findings.add_row("drafts", {
         "cached": cached, "sequences": batch, "drafted": count, "ms": ms.get("ms"), "steps_ms": ms["steps_ms"],
         "limit_ms": round(limit_ms, 3), "of_limit": round(limit_ms / ms["ms"], 3) if "ms" in ms else None,
-        "same_tokens": tokens["ms"] == tokens["steps_ms"] if "ms" in ms else None,
+        "same_tokens": ways["ms"]() == ways["steps_ms"]() if "ms" in ms else None,
     })  # fmt: skip
 
 
-def drafts_of(cached: int, batch: int, num_draft_tokens: int) -> list[Draft]:
-    """A greedy draft for each of the first `batch` slots."""
-    return [Draft(Span(slot, cached, [5], 1), None, [5] * (cached + 1), num_draft_tokens) for slot in range(batch)]
-
-
-def draft_on_device(engine: Engine, cached: int, batch: int, num_draft_tokens: int) -> list[list[int]]:
-    """Draft with the draft loop. The host waits once."""
-    drafts = drafts_of(cached, batch, num_draft_tokens)
+def draft_by_loop(engine: Engine, cached: int, batch: int, num_draft_tokens: int) -> Tokens | None:
+    """Draft with the loop on the device, which waits once; None if the engine has none."""
+    drafts = [Draft(Span(slot, cached, [5], 1), None, [5] * (cached + 1), num_draft_tokens) for slot in range(batch)]
+    if not engine.can_draft(drafts):
+        return None
     engine.draft([DraftRound(drafts)])
     return [draft.token_ids for draft in drafts]
 
 
-def draft_by_steps(engine: Engine, cached: int, batch: int, num_draft_tokens: int) -> list[list[int]]:
+def draft_by_steps(engine: Engine, cached: int, batch: int, num_draft_tokens: int) -> Tokens:
     """Draft with one pass per token. The host reads each token before the next pass."""
     drafts = [[5] for _ in range(batch)]
     for step in range(num_draft_tokens):

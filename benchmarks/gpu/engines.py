@@ -22,10 +22,12 @@ WARM_UPS = 2
 SHAPE_SECONDS = 5
 
 
-def start(settings: Settings, findings: Findings, shape: str, exact: bool) -> Engine:
+def start(
+    settings: Settings, findings: Findings, shape: str, exact: bool, max_length: int | None = None
+) -> Engine:  # fmt: skip
     """An engine for a random model, with room for the largest step, and random numbers in the cache."""
     torch.manual_seed(0)
-    max_length = max(settings.sizes.lengths) + 16
+    max_length = max_length or max(settings.sizes.lengths) + 16
     options = EngineOptions.model_validate({
         "model": shape, "device": settings.device, "dtype": settings.dtype, "max_model_len": max_length,
         "max_sequences": max(settings.sizes.batches),

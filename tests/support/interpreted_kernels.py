@@ -28,6 +28,7 @@ def run_by_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attention, "BUSY_PROGRAMS", 8)
     patch.setattr(kernels, "POSITIONS", (20,))
     patch.setattr(self_test, "LONG_PASSES", (20,))
+    patch.setattr(self_test, "LONG_PROMPTS", ())
     patch.setattr(self_test, "PROBED_PASSES", (1,))
     patch.setattr(startup, "measure_step_times", lambda _: {})
     patch.setattr(startup, "measure_seconds_per_cached", lambda _: 0.0)

@@ -11,6 +11,7 @@ from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Span
 from specpool.engine.models.facts import ModelFacts
 from specpool.engine.passes.forward_pass import ForwardPass
+from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.probes.kernels import attention_agrees
 from specpool.engine.probes.native_gemm import gemms_agree
 from specpool.engine.probes.operations import OperationProbe
@@ -22,6 +23,10 @@ log = logging.getLogger(__name__)
 SHORT_PASS, LONG_PASSES = 15, (97, 271)
 # Tokens of the passes whose operations are probed, besides the maximum of one pass.
 PROBED_PASSES = (1, 2, 7, SHORT_PASS, *LONG_PASSES)
+# Tokens of prompts that take several splits of attention.
+LONG_PROMPTS = (300, 1100)
+# A shape is launched the first time, unless the start has captured it; captured the second time; and then replayed.
+REPLAYS = 3
 
 
 def self_test(engine: Engine) -> bool:
@@ -61,8 +66,7 @@ def attention_suits(forward_pass: ForwardPass, cache: torch.Tensor, facts: Model
 
     `cache`: keys of a layer. `facts`: of the model, or of a rank's shard.
     """
-    runs_kernels = not forward_pass.plans_attention and forward_pass.compiled_gemms is None
-    return not runs_kernels or attention_agrees(cache, facts.query_groups, facts.max_model_len)
+    return not _runs_kernels(forward_pass) or attention_agrees(cache, facts.query_groups, facts.max_model_len)
 
 
 @contextmanager
@@ -75,33 +79,54 @@ def probing(forward_pass: ForwardPass, arena: KVArena) -> Iterator[OperationProb
 
 def _rounds_agree(engine: Engine) -> bool:
     """Whether sequences decoded alone, token by token, have the same logits in a ragged batch with drafts."""
-    rng = random.Random(0)
-    steps, max_length = 5, engine.max_model_len - 8
-    lengths = [3, 17, max(2, engine.tiles.kv - 2), engine.tiles.kv + 40]
-    lengths = [n for n in lengths if n <= max_length]
+    rng, steps = random.Random(0), 5
+    lengths = _prompt_lengths(engine, engine.max_model_len - 8)
     truth = [[rng.randrange(engine.vocab_size) for _ in range(n + steps)] for n in lengths]
 
     alone = []
-    for length, tokens in zip(lengths, truth, strict=True):
-        spans = [Span(0, 0, tokens[:length], 1)]
-        spans += [Span(0, p, tokens[p : p + 1], 1) for p in range(length, length + steps)]
-        alone.append(torch.cat([engine.forward([span]) for span in spans]))
+    # All ranks of a sharded model capture a collective, or none does.
+    with engine.forward_pass.eager() if engine.leader is None else nullcontext():
+        for length, tokens in zip(lengths, truth, strict=True):
+            spans = [Span(0, 0, tokens[:length], 1)]
+            spans += [Span(0, p, tokens[p : p + 1], 1) for p in range(length, length + steps)]
+            alone.append(torch.cat([engine.forward([span]) for span in spans]))
 
     # Extents without a spare column, in random order, for as many sequences as fit.
     keys = [("self-test", i) for i in range(len(lengths))]
     taken = {i: engine.slots.take(keys[i], len(truth[i])) for i in rng.sample(range(len(keys)), len(keys))}
     members = [(slot.index, lengths[i], truth[i], alone[i]) for i, slot in taken.items() if slot is not None]
-    # One pass for the prompts without their last tokens, then one round with drafts.
+    # One pass for the prompts without their last tokens, then rounds with drafts, and without.
     engine.forward([Span(slot, 0, tokens[: n - 1], 0) for slot, n, tokens, _ in members])
-    drafts = [rng.randint(1, steps) for _ in members]
-    spans = [
-        Span(slot, n - 1, tokens[n - 1 : n + d], d + 1) for (slot, n, tokens, _), d in zip(members, drafts, strict=True)
-    ]
-    together = engine.forward(spans).split([span.num_logits for span in spans])
-    agree = all(torch.equal(rows, single[: len(rows)]) for rows, (*_, single) in zip(together, members, strict=True))
+    drafts, agree = [rng.randint(1, steps) for _ in members], True
+    for drafted in (drafts, [0] * len(members)):
+        for _ in range(REPLAYS if _is_captured(engine) else 1):
+            spans = [
+                Span(slot, n - 1, tokens[n - 1 : n + d], d + 1)
+                for (slot, n, tokens, _), d in zip(members, drafted, strict=True)
+            ]
+            together = engine.forward(spans).split([span.num_logits for span in spans])
+            pairs = zip(together, members, strict=True)
+            agree = agree and all(torch.equal(rows, single[: len(rows)]) for rows, (*_, single) in pairs)
+            rng.shuffle(members)  # other numbers in the same shape
     engine.slots.release(keys)
     engine.slots.drop_released()
     return agree
+
+
+def _prompt_lengths(engine: Engine, max_length: int) -> list[int]:
+    """Lengths of prompts around a tile of the cache. Those of kernels also take several splits of attention."""
+    lengths = [3, 17, max(2, engine.tiles.kv - 2), engine.tiles.kv + 40]
+    if _runs_kernels(engine.forward_pass):
+        lengths += sorted({min(length, max_length) for length in LONG_PROMPTS})
+    return [n for n in lengths if n <= max_length]
+
+
+def _runs_kernels(forward_pass: ForwardPass) -> bool:
+    return not forward_pass.plans_attention and forward_pass.compiled_gemms is None
+
+
+def _is_captured(engine: Engine) -> bool:
+    return isinstance(engine.forward_pass, CapturedModel) and engine.forward_pass.capture is not None
 
 
 def _long_passes_agree(engine: Engine) -> bool:

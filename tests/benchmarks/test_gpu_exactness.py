@@ -1,0 +1,97 @@
+"""The exactness part succeeds with exact passes, and finds planted bugs."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interpreted_kernels import FakeGraphs, attend_extents, imitate_kernels
+
+from benchmarks import shapes
+from benchmarks.gpu import drafts, exactness, part
+from benchmarks.gpu.part import Findings, Settings
+from specpool.engine.passes.gpu import draft_loop, model
+from specpool.engine.passes.gpu.graphs import Run
+from specpool.engine.run import pass_selection as forward
+
+pytest.importorskip("triton")
+
+Bug = Callable[[pytest.MonkeyPatch], object]
+
+
+class StaleGraphs(FakeGraphs):
+    """Replays leave the result of the capture."""
+
+    def __call__(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
+        self.captured += 1
+        return lambda: None, run()
+
+
+def _round_otherwise_in_batches(patch: pytest.MonkeyPatch) -> None:
+    """Make attention round long sequences in another way if the pass has many rows."""
+
+    def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *others: Any) -> torch.Tensor:
+        attended = attend_extents(query, keys, values, *others)
+        is_long, has_many_rows = others[2].max() > 60, len(query) > 8
+        return attended * (1 + 1e-6 * bool(is_long and has_many_rows))
+
+    patch.setattr(model, "attend_extents", attend)
+
+
+def _replay_stale_results(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(forward, "CudaGraphs", StaleGraphs)
+
+
+def _draft_at_one_position(patch: pytest.MonkeyPatch) -> None:
+    """Make the draft loop start all drafts at position 0."""
+    patch.setattr(draft_loop, "POSITIONS", draft_loop.PREFIX_LENGTHS)
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    for name, shape in part.TINY_SHAPES.items():
+        monkeypatch.setitem(shapes.SHAPES, name, shape)
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(forward, "CudaGraphs", FakeGraphs)
+    monkeypatch.setattr(forward, "compile_pass", lambda *_: None)
+    deadline = time.monotonic() + 1e9
+    return Settings("cpu", "float32", *part.TINY_SHAPES, True, str(tmp_path), str(tmp_path), deadline)
+
+
+def test_exact_passes_have_equal_bits(settings: Settings) -> None:
+    findings = Findings(Path(settings.output) / "exactness.json")
+    exactness.measure_exactness(settings, findings)
+    assert not {"failed", "left_out"} & findings.result.keys()
+    rows = findings.result["exactness"]
+    assert all(row["equal"] and row["rows"] for row in rows)
+    assert {(row["what"], row["how"]) for row in rows} >= {
+        (what, how) for what in ("step", "verification", "ragged") for how in ("launched", "replayed")
+    }
+    assert {row["positions"] for row in rows} == set(exactness.REHEARSED_POSITIONS)
+    assert {row["what"] for row in rows if row["model"] == settings.draft} > {"draft loop", "single steps"}
+
+
+@pytest.mark.parametrize(
+    ("bug", "found"),
+    [
+        (_round_otherwise_in_batches, {"verification"}),
+        (_replay_stale_results, {"step", "ragged"}),
+        (_draft_at_one_position, {"draft loop"}),
+    ],
+)
+def test_planted_bugs_are_found(settings: Settings, monkeypatch: pytest.MonkeyPatch, bug: Bug, found: set[str]) -> None:
+    bug(monkeypatch)
+    findings = Findings(Path(settings.output) / "exactness.json")
+    with pytest.raises(exactness.DifferentBitsError, match="comparisons found different bits"):
+        exactness.measure_exactness(settings, findings)
+    assert {row["what"] for row in findings.result["exactness"] if not row["equal"]} >= found
+
+
+def test_drafts_are_compared_with_single_steps(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = Findings(Path(settings.output) / "draft.json")
+    for same in (True, False):
+        drafts.measure_drafts(settings, findings)
+        assert all(row["same_tokens"] is same for row in findings.result.pop("drafts"))
+        monkeypatch.setattr(drafts, "draft_by_loop", lambda *sizes: [[0, 0, 0, 0]] * sizes[2])
