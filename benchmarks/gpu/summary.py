@@ -11,8 +11,6 @@ Results = Mapping[str, Mapping[str, Any]]
 MAX_LINES, MAX_WIDTH = 60, 160
 # Lines of one list of rows, and of all failures.
 ROWS, FAILURES = 6, 8
-# What each part notes about its own run.
-BOOKKEEPING = {"attempted", "failed", "left_out", "notes", "seconds", "error"}
 
 
 def print_summary(results: Results) -> None:
@@ -71,10 +69,11 @@ def row_lines(results: Results) -> Iterator[str]:
     facts = results.get("preflight", {})
     names = ("name", "torch", "triton", "captures", "captures_after_failure", "read_gb_s", "copy_gb_s", "gemm_tflops")
     yield from _lines("machine", [facts] if facts else [], names)
-    for name, fact in results.get("exactness", {}).items():
-        if name not in BOOKKEEPING:
-            has_rows = isinstance(fact, list) and all(isinstance(row, dict) for row in fact)
-            yield from _lines("exact", fact if has_rows else [{name: fact}])
+    compared = rows("exactness", "exactness")
+    different = [row for row in compared if not row["equal"]]
+    if compared:
+        yield f"exact   {len(compared) - len(different)} of {len(compared)} comparisons by bits are equal"
+    yield from _lines("differs", different)
     steps = [row for row in rows("steps", "steps") if row["backend"] == "chosen"]
     yield from _lines("step", steps, ("cached", "rows", "captured", "passes", "ms", "limit_ms", "of_limit"), 12)
     yield from gemm_lines(rows("gemm", "gemm"))
@@ -158,7 +157,9 @@ def goals(results: Results) -> list[Row]:
 
     speedups = [row["ratio"] for row in runs if (row["kind"], row["concurrency"]) == ("adaptive", 8)]
     draft_ms = [row["ms"] for row in drafts if row["sequences"] == 8]
+    compared = [float(row["equal"]) for row in results.get("exactness", {}).get("exactness", ())]
     return [
+        goal("passes equal bit for bit", compared, at_least=1),
         goal("share of the limit, step of 1", of_steps("of_limit", 1, False), at_least=0.7),
         goal("share of the limit, step of 8", of_steps("of_limit", 8, False), at_least=0.7),
         goal("verification of 8 x 5 rows, of a plain step", of_steps("over_plain", 8, True), at_most=1.1),

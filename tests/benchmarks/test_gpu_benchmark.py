@@ -26,7 +26,8 @@ pytest.importorskip("triton")
 BACKENDS = ("chosen", "triton", "cublas")
 # Lists of rows that each part finds.
 ROWS = {
-    "gemm": ("gemm",), "attention": ("kernels",), "rows": ("kernels",), "sampling": ("kernels",), "steps": ("steps",),
+    "gemm": ("gemm",), "attention": ("kernels",), "rows": ("kernels",), "sampling": ("kernels",),
+    "exactness": ("exactness",), "steps": ("steps",),
     "profile": ("steps", "names"), "sweep": ("gemm", "attention"), "draft": ("drafts",), "pair": ("runs",),
     "transformers": ("runs",),
 }  # fmt: skip
@@ -73,12 +74,12 @@ def settings_for(folder: Path) -> Settings:
 def test_a_rehearsal_measures_all_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_main(monkeypatch, tmp_path, "--parts", ",".join(("preflight", *ROWS)))
+    run_main(monkeypatch, tmp_path, "--minutes", "30")
     assert {file.name for file in tmp_path.iterdir()} == {"report.json", "gpu.png"}
     report = read_report(tmp_path)
     results = report["parts"]
     assert (report["device"], report["dtype"], report["rehearsed"]) == ("cpu", "float32", True)
-    assert list(results) == [name for name in gpu.PARTS if name in {"preflight", *ROWS}]
+    assert list(results) == list(gpu.PARTS) == ["preflight", *ROWS]
     for name, result in results.items():
         assert not {"error", "failed", "left_out", "skipped"} & result.keys(), result
         assert all(result[rows] for rows in ROWS.get(name, ()))
@@ -90,6 +91,7 @@ def test_a_rehearsal_measures_all_parts(
     assert len(ours) == 10
     assert all(row["near"] and row["exact"] for row in ours)
     assert all(row["same_bits"] for rows in ("gemm", "attention") for row in results["sweep"][rows])
+    assert all(row["equal"] for row in results["exactness"]["exactness"])
     assert results["steps"]["bitwise"]
     assert [row["rows"] for row in results["steps"]["steps"]] == [1, 5, 2, 10]
     assert all(row["limit_ms"] > 0 and row["same_tokens"] is not False for row in results["draft"]["drafts"])
