@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 Bug = Callable[[pytest.MonkeyPatch], object]
 
 
-class StaleGraphs(FakeGraphs):
+class GraphsTurningStale(FakeGraphs):
     """Replays leave an earlier result, once the engine has started: the self-test would find them."""
 
     is_stale = False
@@ -45,12 +45,12 @@ def _round_otherwise_in_batches(patch: pytest.MonkeyPatch) -> None:
 
 def _replay_stale_results(patch: pytest.MonkeyPatch) -> None:
     def start(*arguments: Any, **options: Any) -> Engine:
-        patch.setattr(StaleGraphs, "is_stale", False)
+        patch.setattr(GraphsTurningStale, "is_stale", False)
         engine = engines.start(*arguments, **options)
-        patch.setattr(StaleGraphs, "is_stale", True)
+        patch.setattr(GraphsTurningStale, "is_stale", True)
         return engine
 
-    patch.setattr(forward, "CudaGraphs", StaleGraphs)
+    patch.setattr(forward, "CudaGraphs", GraphsTurningStale)
     patch.setattr(exactness, "start", start)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_files import save_random_gguf
-from interpreted_kernels import imitate_kernels
+from interpreted_kernels import FakeGraphs, StaleGraphs, attend_extents, imitate_kernels
 from tiny_models import load_engine, random_tokens, round_weights, save_model, small_config
 from torch.nn.functional import silu
 
@@ -19,7 +19,9 @@ from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes import fused
 from specpool.engine.passes.gpu import attention as gpu_attention
 from specpool.engine.passes.gpu import gemm as gpu_gemm
+from specpool.engine.passes.gpu import model
 from specpool.engine.passes.gpu.gemm import Gemm
+from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.native import decoder
 from specpool.engine.passes.native.model import NativeModel
@@ -30,6 +32,7 @@ from specpool.engine.probes.native_gemm import gemms_agree
 from specpool.engine.probes.operations import OperationProbe
 from specpool.engine.run import pass_selection as forward
 from specpool.engine.run.engine import Engine
+from specpool.engine.startup import self_test
 
 Undo = Callable[[pytest.MonkeyPatch], None]
 
@@ -356,6 +359,48 @@ def test_the_self_test_probes_attention_kernels(tmp_path: Path, monkeypatch: pyt
     real = kernels.attend_extents
     monkeypatch.setattr(kernels, "attend_extents", lambda *a: real(*a) * (1 + 1e-6 * (len(a[0]) > 1)))
     assert not load_engine(folder, **options).bitwise
+
+
+# --- Captured passes, and several splits of attention
+
+
+class StaleBatches(FakeGraphs):
+    """Passes of more than 8 rows compute what they were captured with."""
+
+    def __call__(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
+        replay, result = super().__call__(run)
+        return (lambda: None) if len(result) > 8 else replay, result
+
+
+@pytest.mark.parametrize(("graphs", "bitwise"), [(FakeGraphs, True), (StaleGraphs, False), (StaleBatches, False)])
+def test_stale_replays_fail_the_self_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: type[FakeGraphs], bitwise: bool
+) -> None:
+    pytest.importorskip("triton")
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(forward, "CudaGraphs", graphs)
+    folder = save_model(tmp_path, small_config("llama"))
+    assert load_engine(folder, native=False, max_sequences=4, max_model_len=64).bitwise is bitwise
+
+
+@pytest.mark.parametrize("rows", [None, 1, 8])
+def test_batch_dependent_attention_to_several_splits_fails_the_self_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int | None
+) -> None:
+    """The probe of attention sees intact kernels. `rows`: passes of more rows round long sequences otherwise."""
+    pytest.importorskip("triton")
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(self_test, "LONG_PROMPTS", (gpu_attention.SPLIT + 44,))
+
+    def attend(query: torch.Tensor, *others: Any) -> torch.Tensor:
+        attended, positions = attend_extents(query, *others), others[4]
+        is_other = rows is not None and int((others[5] >= 0).sum()) > rows
+        return torch.where((positions >= gpu_attention.SPLIT)[:, None, None] & is_other, attended * 1.000001, attended)
+
+    monkeypatch.setattr(model, "attend_extents", attend)
+    folder = save_model(tmp_path, small_config("llama"))
+    engine = load_engine(folder, native=False, cuda_graphs=False, max_sequences=6, max_model_len=320)
+    assert engine.bitwise is (rows is None)
 
 
 # --- The compiled pass
