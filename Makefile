@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TOOLS := .venv/tools
-.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm soak attacks lint snapshots protos reference bench pins sbom clean
+.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm soak attacks lint snapshots protos reference bench gpu-bundle pins sbom clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -71,6 +71,20 @@ reference: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python -m benchmarks.cost --of coordinator
+
+# Write build/gpu-bundle: the pinned packages that `benchmarks.gpu` needs on a machine that has torch, Triton and
+# transformers for Python 3.12, but no pip and no network. PYTHONPATH=build/gpu-bundle:. makes it import them.
+GPU_BUNDLE := grpcio protobuf googleapis-common-protos grpcio-health-checking grpcio-reflection platformdirs \
+	pydantic pydantic-core pydantic-settings annotated-types typing-inspection typing-extensions python-dotenv \
+	accelerate gguf llguidance jsonschema jsonschema-specifications referencing rpds-py attrs
+GPU_BUNDLE_MB := 60
+gpu-bundle: .venv/ready
+	rm -rf build/gpu-bundle
+	$(BIN)/pip install --quiet --target build/gpu-bundle --constraint constraints.txt --no-deps --no-compile \
+		--only-binary :all: --implementation cp --python-version 3.12 --platform manylinux_2_31_x86_64 \
+		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 $(GPU_BUNDLE)
+	touch build/gpu-bundle/google/__init__.py  # hides the google packages of the machine
+	@size=$$(du -sm build/gpu-bundle | cut -f1); echo "build/gpu-bundle: $$size MB"; test $$size -le $(GPU_BUNDLE_MB)
 
 # Update constraints.txt. PINS are options of `uv pip compile`: PINS=--upgrade, PINS='--upgrade-package grpcio'.
 pins: $(TOOLS)/ready

@@ -210,7 +210,7 @@ def gpu_figure(results: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Steps of the target as shares of their limit, by GEMM backend; tokens/s of plain decoding, by concurrency."""
     figure = Figure(figsize=(9.5, 3.8), layout="constrained")
     steps, speed = figure.subplots(1, 2)
-    rows = results.get("target", {}).get("steps", ())
+    rows = results.get("steps", {}).get("steps", ())
     for kind in dict.fromkeys(row["backend"] for row in rows):
         selected = [row for row in rows if row["backend"] == kind]
         names = [f"{row['sequences']} x {row['drafted'] + 1}\n{row['cached']}" for row in selected]

@@ -13,8 +13,9 @@ from itertools import cycle, product
 
 import torch
 
+from benchmarks.gpu.drafts import draft_by_loop, draft_by_steps
+from benchmarks.gpu.engines import is_captured, start
 from benchmarks.gpu.part import Findings, Row, Settings
-from benchmarks.gpu.steps import draft_by_loop, draft_by_steps, is_captured, start
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import Engine
 

@@ -1,72 +1,67 @@
-"""Checks every GPU kernel at the target's sizes: error against float64, and batch invariance."""
+"""Checks the GPU kernels other than GEMM at the target's sizes: error against float64, and batch invariance."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from benchmarks.gpu.compare import EPS, TOLERANCES, counts_that_differ, error, rms_norm, row_counts
 from benchmarks.gpu.part import Findings, Row, Settings
-from benchmarks.gpu.steps import seconds_each
 from benchmarks.sampling import RULES
 from benchmarks.shapes import SHAPES
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.gpu.attention import attend_extents, num_splits, rows_per_tile
-from specpool.engine.passes.gpu.cublas import restrict_cublas
-from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, Gemm
-from specpool.engine.passes.gpu.graphs import CudaGraphs
 from specpool.engine.passes.gpu.rows import Addend, activate, add_and_norm, rotate_and_cache
 from specpool.engine.passes.rotary import rotate
-from specpool.engine.probes.inputs import ProbeInputs
 from specpool.engine.probes.kernels import attention_agrees
 from specpool.engine.sampling.kernel import sample_rows
 from specpool.engine.sampling.sampler import choose_token
 from specpool.protocol.sampling import SamplingParams
 
-# Maximum relative error: about twice what rounding the inputs and the result causes.
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-EPS = 1e-6
-# Minimum seconds left to start a check, and to start a shape of GEMM.
-CHECK_SECONDS, GEMM_SECONDS = 5, 15
+# Minimum seconds left to start a check.
+CHECK_SECONDS = 2
 # The attended sequence begins at this column of the cache.
 ORIGIN = 7
-# Rows and outputs of a GEMM that are compared with float64.
-COMPARED = 64, 8192
-# Bytes of distinct weights to multiply in turn when timing, so no cache holds them.
-TIMED_BYTES = 2**28
 
 
-# --- Kernels
+def measure_attention(settings: Settings, findings: Findings) -> None:
+    """Check attention at the edges of its splits, and the verdict of the engine's self-test."""
+    kernels = Kernels(settings)
+    checks: dict[str, Callable[[], Row]] = {
+        f"position {position}": partial(kernels.attention, position) for position in settings.sizes.positions
+    }
+    if not settings.rehearse:  # the interpreter takes minutes
+        checks["self-test"] = kernels.attention_probe
+    check(settings, findings, checks)
+
+
+def measure_rows(settings: Settings, findings: Findings) -> None:
+    """Check the kernels that handle each row alone."""
+    kernels = Kernels(settings)
+    checks = {"add_and_norm": kernels.adding, "rotate_and_cache": kernels.rotating, "activate": kernels.activating}
+    cases = {f"{name}, split_k: {splits}": partial(run, splits) for name, run in checks.items() for splits in (1, 2)}
+    check(settings, findings, cases)
+
+
+def measure_sampling(settings: Settings, findings: Findings) -> None:
+    """Check sampling with each set of rules. Penalties apply before the kernel."""
+    kernels = Kernels(settings)
+    names = [name for name, rules in RULES.items() if SamplingParams(**rules).leaves_logits]
+    check(settings, findings, {name: partial(kernels.sampling, name) for name in names})
 
 
 @torch.inference_mode()
-def measure_kernels(settings: Settings, findings: Findings) -> None:
-    """Check every kernel, then check and time every GEMM of both models."""
-    if torch.device(settings.device).type == "cuda":
-        restrict_cublas()
+def check(settings: Settings, findings: Findings, checks: Mapping[str, Callable[[], Row]]) -> None:
+    """Add the row of each check."""
     torch.manual_seed(0)
-    kernels = Kernels(settings)
 
-    def attempt(what: str, check: Callable[[], Row]) -> None:
-        findings.attempt(settings, what, CHECK_SECONDS, lambda: findings.add_row("kernels", check()))
+    def add_row(run: Callable[[], Row]) -> None:
+        findings.add_row("kernels", run())
 
-    for position in settings.sizes.positions:
-        attempt(f"attention at position {position}", partial(kernels.attention, position))
-    if not settings.rehearse:  # the interpreter takes minutes
-        attempt("the probe of attention", kernels.attention_probe)
-    checks = {"add_and_norm": kernels.adding, "rotate_and_cache": kernels.rotating, "activate": kernels.activating}
-    for name, check in checks.items():
-        for splits in (1, 2):
-            attempt(f"{name}, split_k: {splits}", partial(check, splits))
-    for name, rules in RULES.items():
-        if SamplingParams(**rules).leaves_logits:  # penalties apply before the kernels
-            attempt(f"sampling, {name}", partial(kernels.sampling, name))
-    for model in dict.fromkeys((settings.target, settings.draft)):
-        for name, (outputs, inputs) in gemm_shapes(model).items():
-            case = f"{model}, {name}"
-            add_rows = partial(add_gemm_rows, settings, findings, case, outputs, inputs, name != "head")
-            findings.attempt(settings, f"GEMM: {case}", GEMM_SECONDS, add_rows)
+    for what, run in checks.items():
+        findings.attempt(settings, what, CHECK_SECONDS, partial(add_row, run))
 
 
 class Kernels:
@@ -186,98 +181,3 @@ class Kernels:
     def _partials(self, splits: int, size: int) -> torch.Tensor:
         partials = torch.randn(splits, self._rows, size, device=self._device)
         return partials.to(self._dtype) if splits == 1 else partials
-
-
-# --- GEMM
-
-
-def gemm_shapes(model: str) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of the GEMMs of a model, by name."""
-    sizes = SHAPES[model]
-    hidden, intermediate, dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
-    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
-    return {
-        "qkv": ((heads + 2 * kv_heads) * dim, hidden), "out": (hidden, heads * dim),
-        "gate_up": (2 * intermediate, hidden), "down": (hidden, intermediate), "head": (sizes["vocab_size"], hidden),
-    }  # fmt: skip
-
-
-def add_gemm_rows(settings: Settings, findings: Findings, case: str, outputs: int, inputs: int, split: bool) -> None:
-    """Add a row for each backend of a shape, including whether it matches the first backend bit for bit."""
-    gemm = Gemm(settings.randn(outputs, inputs) * inputs**-0.5, split)
-    weight, x = ProbeInputs(gemm.weight).gemm(outputs, inputs, settings.sizes.rows)
-    probe = Gemm(weight, split)
-    first: torch.Tensor | None = None
-    for backend in GEMM_BACKENDS:
-        gemm.backend = probe.backend = backend
-        bits = probe(x[: COMPARED[0]].clone()).float().sum(0).to(x.dtype)
-        first = bits if first is None else first
-        findings.add_row("gemm", {
-            "gemm": case, "outputs": outputs, "inputs": inputs, "backend": backend, "split_k": gemm.split_k,
-            **check_gemm(settings, gemm, probe, x), **gemm_microseconds(settings, gemm),
-            f"as_{GEMM_BACKENDS[0]}": torch.equal(bits, first),
-        })  # fmt: skip
-
-
-def check_gemm(settings: Settings, gemm: Gemm, probe: Gemm, x: torch.Tensor) -> Row:
-    """The error and batch invariance of a GEMM. `probe`: a GEMM of this shape. `x`: rows whose dot products cancel."""
-
-    def run(rows: slice) -> torch.Tensor:
-        partials: torch.Tensor = probe(x[rows].clone())  # aligned as in a pass
-        return partials.transpose(0, 1)  # [rows, split_k, outputs]
-
-    differs = counts_that_differ(run, run(slice(0, len(x))), row_counts(len(x)))
-    rows, outputs = COMPARED
-    ordinary = settings.randn(rows, gemm.in_features)
-    expected = ordinary.double() @ gemm.weight[-outputs:].double().T
-    relative_error = error(gemm(ordinary).double().sum(0)[:, -outputs:], expected)
-    near = relative_error <= TOLERANCES[settings.torch_dtype]
-    return {"error": relative_error, "near": near, "exact": not differs, "differs": differs}
-
-
-def gemm_microseconds(settings: Settings, gemm: Gemm) -> dict[str, float]:
-    """The time of a GEMM by row count, captured as in a pass."""
-    copies = min(settings.sizes.weights, -(-TIMED_BYTES // gemm.weight.nbytes))
-    gemms = [Gemm(gemm.weight.clone(), split=gemm.split_k > 1) for _ in range(copies)]
-    for each in gemms:
-        each.backend = gemm.backend
-    capture = None if gemm.weight.device.type == "cpu" else CudaGraphs()
-    microseconds = {}
-    for rows in settings.sizes.timed_rows:
-        x = settings.randn(rows, gemm.in_features)
-
-        def run(x: torch.Tensor = x) -> torch.Tensor:
-            results: list[torch.Tensor] = [each(x) for each in gemms]
-            return results[-1]
-
-        run()  # compiles
-        timed: Callable[[], object] = run if capture is None else capture(run)[0]
-        microseconds[f"us_of_{rows}"] = round(seconds_each(settings, timed) / copies * 1e6, 1)
-    return microseconds
-
-
-# --- Comparisons
-
-
-def row_counts(maximum: int) -> list[int]:
-    """Row counts to compare: all small ones, then multiples of 32 and their neighbours."""
-    near = (count + step for count in range(96, maximum + 1, 32) for step in (-1, 0, 1))
-    return sorted({*range(1, min(64, maximum)), *(count for count in near if count <= maximum), maximum})
-
-
-def counts_that_differ(
-    run: Callable[[slice], torch.Tensor], together: torch.Tensor, counts: Sequence[int]
-) -> list[int]:
-    """Row counts at which the last rows differ from the same rows in the largest batch."""
-    total = len(together)
-    return [count for count in counts if not torch.equal(run(slice(total - count, total)), together[total - count :])]
-
-
-def error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the error, relative to the norm of the float64 result."""
-    return float((result.double() - expected).norm() / expected.norm())
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """RMSNorm in float64."""
-    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()

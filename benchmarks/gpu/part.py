@@ -1,7 +1,8 @@
 """One part of `benchmarks.gpu`, in its own process: `python -m benchmarks.gpu.part NAME SETTINGS`, as JSON.
 
-A part that fails or hangs does not affect the others, even if it breaks the CUDA context. Each process can also
-configure the GPU libraries differently: they read their settings once. Findings are written to a file immediately.
+A part that fails or hangs does not affect the others, even if it breaks the CUDA context: then the process exits with
+status BROKEN, and the next one continues behind the failed measurement. Each process can also configure the GPU
+libraries differently: they read their settings once. Findings are written to a file immediately.
 """
 
 import json
@@ -10,24 +11,32 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from benchmarks.shapes import SHAPES
 from specpool.engine.config.sources import first_line
+from specpool.engine.numerics.triton_compat import triton
 from specpool.engine.probes.kernels import TIMED_ROWS
 
 Row = dict[str, Any]
 
 MEASURES = {
-    "device": "steps:measure_device", "kernels": "kernels:measure_kernels", "target": "steps:measure_target",
-    "draft": "steps:measure_drafts", "pair": "answers:measure_pair", "transformers": "answers:measure_transformers",
-    "profile": "steps:measure_profile",
+    "preflight": "preflight:measure_preflight", "gemm": "gemms:measure_gemms", "attention": "kernels:measure_attention",
+    "rows": "kernels:measure_rows", "sampling": "kernels:measure_sampling", "exactness": "exactness:measure_exactness",
+    "steps": "steps:measure_steps", "profile": "profiles:measure_profile", "sweep": "sweep:measure_sweep",
+    "draft": "drafts:measure_drafts", "pair": "answers:measure_pair", "transformers": "answers:measure_transformers",
 }  # fmt: skip
 """The function of each part, most important first."""
+BROKEN = 3
+"""Exit status of a process whose CUDA context is broken: every later call would fail."""
+
+
+class BrokenDeviceError(Exception):
+    """An error that no later call on the device survives."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,7 @@ class Sizes:
     """Rows, inputs and outputs of the GEMM whose rate is measured."""
     # Kernels.
     rows: int = 2048
+    """Maximum rows whose bits are compared."""
     positions: tuple[int, ...] = (0, 63, 64, 255, 256, 257, 511, 512, 513, 1023, 1024, 1500, 2048, 8191, 8192, 9000)
     beside: int = 256
     """Tiles beside a probed row; with this many, a program handles all splits of a tile."""
@@ -108,6 +118,10 @@ class Settings:
         """Random numbers on the device."""
         return torch.randn(*shape, device=self.device).to(self.torch_dtype)
 
+    def until(self, deadline: float) -> Self:
+        """These settings with another deadline."""
+        return replace(self, deadline=deadline)
+
     def as_argument(self) -> str:
         """The command line argument of the process."""
         return json.dumps(asdict(self))
@@ -117,8 +131,9 @@ class Findings:
     """The result of a part, in a file that is always complete JSON."""
 
     def __init__(self, file: Path) -> None:
+        """Continue the findings of an earlier process, if there was one."""
         self._file = file
-        self.result: dict[str, Any] = {}
+        self.result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
 
     def add(self, **facts: Any) -> None:
         """Add facts."""
@@ -139,15 +154,34 @@ class Findings:
         return True
 
     def attempt(self, settings: Settings, what: str, seconds: float, measure: Callable[[], object]) -> bool:
-        """Measure something if enough time is left. Note a failure and continue. Return whether it succeeded."""
-        if not self.fits(settings, what, seconds):
+        """Measure something, unless time is short or an earlier process tried. Return whether it succeeded.
+
+        Note a failure and continue. BrokenDeviceError if the device cannot continue.
+        """
+        if what in self.result.get("attempted", ()) or not self.fits(settings, what, seconds):
             return False
+        self.add(attempted=[*self.result.get("attempted", ()), what])
         try:
             measure()
+        except BrokenDeviceError:
+            raise
         except Exception as error:  # a failure is a result too
             self.add_row("failed", {"failed": what, "error": describe(error)})
+            if is_broken(settings.device):
+                raise BrokenDeviceError(what) from error
             return False
         return True
+
+
+def is_broken(device: str) -> bool:
+    """Whether an earlier CUDA error fails every later call."""
+    if torch.device(device).type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def describe(error: Exception) -> str:
@@ -156,17 +190,19 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def run(name: str, settings: Settings) -> bool:
-    """Measure a part. False if any of it failed; the result says why."""
+def run(name: str, settings: Settings) -> int:
+    """Measure a part. Return the exit status: 0, BROKEN, or 1 if any of it failed; the result says why."""
     findings = Findings(Path(settings.output) / f"{name}.json")
     try:
         pkgutil.resolve_name(f"benchmarks.gpu.{MEASURES[name]}")(settings, findings)
+    except BrokenDeviceError:
+        return BROKEN
     except Exception as error:  # a failure is a result too
         findings.add(error=describe(error))
     else:
         failed = findings.result.get("failed", [])
         findings.add(**({"error": f"{len(failed)} measurements failed"} if failed else {}))
-    return "error" not in findings.result
+    return int("error" in findings.result)
 
 
 def main() -> None:
@@ -174,7 +210,24 @@ def main() -> None:
     settings = Settings(**json.loads(sys.argv[2]))
     if settings.rehearse:
         SHAPES.update(TINY_SHAPES)
-    raise SystemExit(not run(sys.argv[1], settings))
+    if torch.device(settings.device).type == "cpu":
+        let_loops_use_arrays()
+    raise SystemExit(run(sys.argv[1], settings))
+
+
+def let_loops_use_arrays() -> None:
+    """Let Triton before 3.7 interpret loops with NumPy from 2.5 on, which converts no array of one element to int."""
+    if triton is None:
+        return
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
 
 
 if __name__ == "__main__":

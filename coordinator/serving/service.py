@@ -11,10 +11,10 @@ from coordinator.serving.coordinator import Coordinator
 from coordinator.serving.intake import Intake
 from coordinator.workers.link import WorkerLink
 from coordinator.workers.recent import Recent
+from specpool.environment.version import package_version
 from specpool.protocol.codec import logprobs_message
 from specpool.rpc.server.callers import client_of
 from specpool.rpc.server.server import Server
-from specpool.rpc.version import package_version
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 

@@ -15,10 +15,10 @@ from coordinator.smg.requests import generate_request
 from coordinator.smg.responses import chunk, complete, end, loads, model_info
 from coordinator.smg.tokenizer import TokenizerArchive
 from coordinator.workers.recent import Recent
+from specpool.environment.version import package_version
 from specpool.protocol.errors import InvalidArgumentError, NotFoundError, UnimplementedError
 from specpool.rpc.server.callers import client_of
 from specpool.rpc.server.server import Server
-from specpool.rpc.version import package_version
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 MAX_ABORTED = 1024

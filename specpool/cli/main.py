@@ -14,6 +14,7 @@ from specpool.cli.up import up
 from specpool.cli.up_settings import SecureUpSettings
 from specpool.cli.usage import answer
 from specpool.engine.config.options import EngineOptions
+from specpool.environment.version import python_path
 from specpool.rpc.config.settings import Settings, names_of_settings
 from specpool.worker.settings import WorkerSettings
 
@@ -62,7 +63,8 @@ def run(name: str, arguments: list[str]) -> int:
         except ProcessFailedError as error:
             print(f"specpool {name}: {error}", file=sys.stderr)
             return 1
-        environment = {"GOMP_SPINCOUNT": SPIN_COUNT, **os.environ}  # as in the workers that `up` starts
+        # as in the workers that `up` starts
+        environment = {"GOMP_SPINCOUNT": SPIN_COUNT, **os.environ, **python_path(os.environ)}
         os.execve(sys.executable, [*run_module(MODULES[name]), *arguments], environment)
     settings, command = COMMANDS[name]
     return command(settings.load(f"specpool {name}", arguments, other_settings=known_keys()))

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specpool.cli.child_log import ChildLog
 from specpool.environment.extras import explain_missing
+from specpool.environment.version import python_path
 from specpool.rpc.config.inputs import ENV_PREFIX
 from specpool.rpc.security.channel import Connector, SecurityOptions
 from specpool.rpc.server.health import process_name
@@ -133,7 +134,7 @@ def require_torch() -> None:
 
 
 def run_module(module: str) -> list[str]:
-    """Command line of an installed module. It imports nothing from the current directory."""
+    """Command line of a module of Specpool. It imports nothing from the current directory."""
     return [sys.executable, "-P", "-m", module]
 
 
@@ -175,4 +176,5 @@ def worker_environment() -> dict[str, str]:
     (docs/decisions.md).
     """
     inherited = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
-    return {"GOMP_SPINCOUNT": SPIN_COUNT, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **inherited}
+    defaults = {"GOMP_SPINCOUNT": SPIN_COUNT, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    return {**defaults, **inherited, **python_path(inherited)}

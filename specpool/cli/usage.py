@@ -2,8 +2,8 @@
 
 import sys
 
+from specpool.environment.version import package_version
 from specpool.rpc.config.spelling import suggest
-from specpool.rpc.version import package_version
 
 SUMMARIES = {
     "up": "Serve a pair on this machine: coordinator, draft worker and target worker. Default: the embedded pair.",

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from interpreted_kernels import FakeGraphs, imitate_kernels, make_dot_batch_inva
 
 from benchmarks import shapes
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import part, steps
-from benchmarks.gpu.kernels import counts_that_differ, row_counts
-from benchmarks.gpu.part import Findings, Settings
+from benchmarks.gpu import drafts, part, preflight, processes, profiles, steps
+from benchmarks.gpu.compare import counts_that_differ, row_counts
+from benchmarks.gpu.part import BROKEN, Findings, Settings
+from benchmarks.gpu.summary import MAX_LINES, goals, print_summary
+from benchmarks.report import gpu_figure
 from specpool.engine.run import pass_selection as forward
 
 pytest.importorskip("triton")
@@ -23,8 +26,10 @@ pytest.importorskip("triton")
 BACKENDS = ("chosen", "triton", "cublas")
 # Lists of rows that each part finds.
 ROWS = {
-    "kernels": ("kernels", "gemm"), "target": ("steps",), "draft": ("drafts",), "pair": ("runs",),
-    "transformers": ("runs",), "profile": ("steps", "names"),
+    "gemm": ("gemm",), "attention": ("kernels",), "rows": ("kernels",), "sampling": ("kernels",),
+    "exactness": ("exactness",), "steps": ("steps",),
+    "profile": ("steps", "names"), "sweep": ("gemm", "attention"), "draft": ("drafts",), "pair": ("runs",),
+    "transformers": ("runs",),
 }  # fmt: skip
 
 
@@ -41,12 +46,12 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run parts here, to save their imports."""
 
-    def run(command: list[str], environment: Mapping[str, str], seconds: float) -> str | None:
+    def run(command: list[str], environment: Mapping[str, str], seconds: float) -> int | None:
         assert environment == {"TRITON_INTERPRET": "1"}
-        return None if part.run(command[3], Settings(**json.loads(command[4]))) else "status 1"
+        return part.run(command[3], Settings(**json.loads(command[4])))
 
     make_dot_batch_invariant(monkeypatch)
-    monkeypatch.setattr(gpu, "run_process", run)
+    monkeypatch.setattr(processes, "run_process", run)
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> None:
@@ -54,8 +59,8 @@ def run_main(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> 
     gpu.main()
 
 
-def read_results(folder: Path) -> dict[str, dict[str, Any]]:
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in gpu.PARTS}
+def read_report(folder: Path) -> Any:
+    return json.loads((folder / "report.json").read_text())
 
 
 def settings_for(folder: Path) -> Settings:
@@ -69,27 +74,33 @@ def settings_for(folder: Path) -> Settings:
 def test_a_rehearsal_measures_all_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_main(monkeypatch, tmp_path)
-    report, results = json.loads(capsys.readouterr().out.splitlines()[-1]), read_results(tmp_path)
-    assert report["parts"] == results
+    run_main(monkeypatch, tmp_path, "--minutes", "30")
+    assert {file.name for file in tmp_path.iterdir()} == {"report.json", "gpu.png"}
+    report = read_report(tmp_path)
+    results = report["parts"]
     assert (report["device"], report["dtype"], report["rehearsed"]) == ("cpu", "float32", True)
-    assert (tmp_path / "gpu.png").stat().st_size > 0
+    assert list(results) == list(gpu.PARTS) == ["preflight", *ROWS]
     for name, result in results.items():
         assert not {"error", "failed", "left_out", "skipped"} & result.keys(), result
         assert all(result[rows] for rows in ROWS.get(name, ()))
-    assert results["device"].keys() > {"torch", "triton", "read_gb_s", "copy_gb_s", "gemm_tflops"}
-    assert all(row["near"] and row["same_bits"] for row in results["kernels"]["kernels"])
-    ours = [row for row in results["kernels"]["gemm"] if row["backend"] == "triton"]
+    assert results["preflight"].keys() > {"torch", "triton", "read_gb_s", "copy_gb_s", "gemm_tflops"}
+    assert results["preflight"]["missing"] == []
+    kernels = [row for name in ("attention", "rows", "sampling") for row in results[name]["kernels"]]
+    assert all(row["near"] and row["same_bits"] for row in kernels)
+    ours = [row for row in results["gemm"]["gemm"] if row["backend"] == "triton"]
     assert len(ours) == 10
     assert all(row["near"] and row["exact"] for row in ours)
-    assert results["target"]["bitwise"]
-    assert [row["rows"] for row in results["target"]["steps"]] == [1, 5, 2, 10]
-    assert all(row["limit_ms"] > 0 for row in results["draft"]["drafts"])
+    assert all(row["same_bits"] for rows in ("gemm", "attention") for row in results["sweep"][rows])
+    assert all(row["equal"] for row in results["exactness"]["exactness"])
+    assert results["steps"]["bitwise"]
+    assert [row["rows"] for row in results["steps"]["steps"]] == [1, 5, 2, 10]
+    assert all(row["limit_ms"] > 0 and row["same_tokens"] is not False for row in results["draft"]["drafts"])
     runs = [(row["concurrency"], row["kind"]) for row in results["pair"]["runs"]]
     assert runs == [(concurrency, kind) for concurrency in (1, 2) for kind in ("plain", "k2", "k4", "adaptive")]
     assert all(row["exact_match"] == 1 for row in results["pair"]["runs"])
     assert [row["sequences"] for row in results["transformers"]["runs"]] == [1, 2]
     assert {goal["goal"]: goal["met"] for goal in report["goals"]}["exact match"] is True
+    assert "checks  14 of 14 kernels passed" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -101,18 +112,21 @@ def test_the_gpu_pass_is_measured_by_backend_captured_and_eager(
     monkeypatch.setattr(forward, "CudaGraphs", FakeGraphs)
     settings = settings_for(tmp_path)
     results = {}
-    for name in ("target", "draft", "profile"):
-        assert part.run(name, settings)
+    for name in ("steps", "draft", "profile"):
+        assert part.run(name, settings) == 0
         results[name] = json.loads((tmp_path / f"{name}.json").read_text())
-    assert all(row["captured"] for row in results["target"]["steps"])
-    assert len(results["target"]["gemm_backends"]) == 5
-    assert [(row["rows"], row["backend"]) for row in results["target"]["steps"]] == [
+    assert all(row["captured"] for row in results["steps"]["steps"])
+    assert len(results["steps"]["gemm_backends"]) == 5
+    assert [(row["rows"], row["backend"]) for row in results["steps"]["steps"]] == [
         (rows, backend) for pair in ((1, 5), (2, 10)) for backend in BACKENDS for rows in pair
     ]
-    assert all(row["ms"] > 0 and row["steps_ms"] > 0 for row in results["draft"]["drafts"])
+    assert all(row["ms"] > 0 and row["steps_ms"] > 0 and row["same_tokens"] for row in results["draft"]["drafts"])
     assert [(row["rows"], row["how"]) for row in results["profile"]["steps"]] == [
         (rows, how) for rows in (1, 2, 10) for how in ("captured", "eager")
     ]
+
+
+# --- Failures
 
 
 @pytest.mark.usefixtures("_in_this_process")
@@ -128,16 +142,67 @@ def test_a_failing_part_does_not_stop_the_others(
         findings.attempt(settings, "another", 1, lambda: 1 // 0)
         findings.attempt(settings, "a long one", 1e6, lambda: 1 // 0)
 
-    monkeypatch.setattr(steps, "measure_device", broken)
-    monkeypatch.setattr(steps, "measure_drafts", partly_broken)
-    with pytest.raises(SystemExit, match="failed: device, draft"):
-        run_main(monkeypatch, tmp_path, "--parts", "draft,device")
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    device, draft = report["parts"]["device"], report["parts"]["draft"]
-    assert (device["name"], device["error"]) == ("a GPU", "RuntimeError: no such instruction")
+    monkeypatch.setattr(preflight, "measure_preflight", broken)
+    monkeypatch.setattr(drafts, "measure_drafts", partly_broken)
+    with pytest.raises(SystemExit, match="failed: preflight, draft"):
+        run_main(monkeypatch, tmp_path, "--parts", "draft,preflight")
+    report = read_report(tmp_path)
+    first, draft = report["parts"]["preflight"], report["parts"]["draft"]
+    assert (first["name"], first["error"]) == ("a GPU", "RuntimeError: no such instruction")
     assert (draft["error"], draft["left_out"]) == ("1 measurements failed", [{"left out": "a long one"}])
     assert draft["failed"] == [{"failed": "another", "error": "ZeroDivisionError: integer division or modulo by zero"}]
     assert [goal["met"] for goal in report["goals"] if goal["measured"] is not None] == [True]
+    assert "FAILED  draft: another: ZeroDivisionError" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("_in_this_process")
+def test_a_part_continues_behind_the_measurement_that_broke_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def measure(settings: Settings, findings: Findings) -> None:
+        for name in ("one", "two", "three"):
+            findings.attempt(settings, name, 1, lambda name=name: break_in_two(name))
+
+    def break_in_two(name: str) -> None:
+        calls.append(name)
+        if name == "two":
+            raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(drafts, "measure_drafts", measure)
+    monkeypatch.setattr(part, "is_broken", lambda device: True)
+    result = processes.run_part("draft", settings_for(tmp_path), 100, 1)
+    assert calls == result["attempted"] == ["one", "two", "three"]
+    assert result["failed"] == [{"failed": "two", "error": "RuntimeError: illegal memory access"}]
+    assert result["error"] == "1 measurements failed"
+
+
+def test_a_part_continues_behind_the_measurement_that_crashed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses = [-11, 0]
+
+    def run(*_: object) -> int:
+        Findings(tmp_path / "gemm.json").add_row("attempted", f"case {len(statuses)}")
+        return statuses.pop(0)
+
+    monkeypatch.setattr(processes, "run_process", run)
+    result = processes.run_part("gemm", settings_for(tmp_path), 100, 1)
+    assert result["attempted"] == ["case 2", "case 1"]
+    assert result["failed"] == [{"failed": "case 2", "error": "exited with status -11"}]
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [(-9, "exited with status -9"), (BROKEN, "exited with status 3"), (None, "not done after 100 s")],
+)
+def test_a_part_without_progress_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int | None, reason: str
+) -> None:
+    statuses = [status]
+    monkeypatch.setattr(processes, "run_process", lambda *_: statuses.pop())
+    assert processes.run_part("gemm", settings_for(tmp_path), 100, 1)["error"] == reason
 
 
 def test_parts_without_time_are_skipped(
@@ -145,33 +210,54 @@ def test_parts_without_time_are_skipped(
 ) -> None:
     (tmp_path / "pair.json").write_text('{"runs": []}')
     run_main(monkeypatch, tmp_path, "--minutes", "0.1")
-    results = read_results(tmp_path)
+    results = read_report(tmp_path)["parts"]
+    assert list(results) == list(gpu.PARTS)
     assert all(result["skipped"].startswith("needs ") for result in results.values())
     assert results["pair"]["skipped"] in {f"needs 90 s, but {left} s were left" for left in range(7)}
     assert "pair: needs 90 s" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("_in_this_process")
+def test_a_resumed_run_keeps_results_and_continues_the_part_that_was_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, skipped = {"name": "a GPU"}, {"skipped": "needs 20 s, but 0 s were left"}
+    (tmp_path / "report.json").write_text(json.dumps({"parts": {"preflight": kept, "gemm": skipped}}))
+    (tmp_path / "draft.json").write_text('{"attempted": ["one"], "drafts": []}')
+
+    def measure(settings: Settings, findings: Findings) -> None:
+        for name in ("one", "two"):
+            findings.attempt(settings, name, 1, lambda: None)
+
+    for module in ("gemms:measure_gemms", "drafts:measure_drafts"):
+        monkeypatch.setattr(f"benchmarks.gpu.{module.replace(':', '.')}", measure)
+    run_main(monkeypatch, tmp_path, "--resume", "--parts", "preflight,gemm,draft")
+    results = read_report(tmp_path)["parts"]
+    assert results["preflight"] == kept
+    assert results["gemm"]["attempted"] == ["one", "two"]
+    assert results["draft"]["attempted"] == ["one", "two"]
+    assert "drafts" in results["draft"]
+
+
 @pytest.mark.rehearsal
 def test_a_part_runs_in_its_own_process(tmp_path: Path) -> None:
-    options = gpu.parse(["--rehearse", "--output", str(tmp_path)])
-    result = gpu.run("device", options, str(tmp_path), gpu.time.monotonic() + 600)
-    assert result == json.loads((tmp_path / "device.json").read_text())
-    assert result["torch"] == torch.__version__
+    result = processes.run_part("rows", settings_for(tmp_path), 600, 1)
+    assert len(result["kernels"]) == 6
     assert "error" not in result
 
 
 @pytest.mark.parametrize(
-    ("program", "failure"),
+    ("program", "status"),
     [
-        ("import os; raise SystemExit(int(os.environ['STATUS']))", "exited with status 3"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "exited with status -9"),
-        ("import signal, time; signal.signal(signal.SIGTERM, print); time.sleep(60)", "not done after 1 s"),
-        ("", None),
+        ("import os; raise SystemExit(int(os.environ['STATUS']))", 3),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9),
+        ("import signal, time; signal.signal(signal.SIGTERM, print); time.sleep(60)", None),
+        ("", 0),
     ],
 )
-def test_failures_of_a_process_are_reported(monkeypatch: pytest.MonkeyPatch, program: str, failure: str | None) -> None:
-    monkeypatch.setattr(gpu, "ENDING", 0.2)
-    assert gpu.run_process([sys.executable, "-c", program], {"STATUS": "3"}, 1) == failure
+def test_a_process_has_a_time_limit(monkeypatch: pytest.MonkeyPatch, program: str, status: int | None) -> None:
+    monkeypatch.setattr(processes, "ENDING", 0.2)
+    assert processes.run_process([sys.executable, "-c", program], {"STATUS": "3"}, 1) == status
 
 
 # --- Figures
@@ -179,12 +265,12 @@ def test_failures_of_a_process_are_reported(monkeypatch: pytest.MonkeyPatch, pro
 
 def test_gaps_of_a_profile_are_times_when_nothing_runs() -> None:
     events = [("b", 20.0, 30.0), ("a", 0.0, 10.0), ("a", 5.0, 12.0), ("b", 29.0, 31.0)]
-    row, names = steps.summarize(events, layers=2)
+    row, names = profiles.summarize(events, layers=2)
     assert (row["kernels"], row["kernels_a_layer"], row["device_us"]) == (4, 2, 31)
     assert (row["idle_us"], row["longest_gap_us"]) == (8, 8)
     assert [(name["name"], name["times"], name["us"]) for name in names] == [("a", 2, 17), ("b", 2, 12)]
     with pytest.raises(RuntimeError, match="nothing run"):
-        steps.summarize([], 2)
+        profiles.summarize([], 2)
 
 
 def test_row_counts_that_change_bits_are_found() -> None:
@@ -200,13 +286,54 @@ def test_goals_are_judged_by_the_worst_case() -> None:
              (1, 0, 0.1, 1, "cublas")]  # fmt: skip
     measured_steps = [{**dict(zip(columns, case, strict=True)), "passes": 1} for case in cases]
     runs = [{"concurrency": 8, "kind": "adaptive", "ratio": 2.5, "exact_match": 1.0}]
-    results = {"target": {"steps": measured_steps}, "pair": {"runs": runs}}
-    goals = {goal["goal"]: (goal["measured"], goal["met"]) for goal in gpu.goals(results)}
-    assert goals["share of the limit, step of 1"] == (0.8, True)
-    assert goals["share of the limit, step of 8"] == (0.6, False)
-    assert goals["verification of 8 x 5 rows, of a plain step"] == (1.05, True)
-    assert goals["adaptive of plain, 8 at a time"] == (2.5, True)
-    assert goals["passes of 64 x 5 rows"] == (None, None)
+    results = {"steps": {"steps": measured_steps}, "pair": {"runs": runs}}
+    judged = {goal["goal"]: (goal["measured"], goal["met"]) for goal in goals(results)}
+    assert judged["share of the limit, step of 1"] == (0.8, True)
+    assert judged["share of the limit, step of 8"] == (0.6, False)
+    assert judged["verification of 8 x 5 rows, of a plain step"] == (1.05, True)
+    assert judged["adaptive of plain, 8 at a time"] == (2.5, True)
+    assert judged["passes of 64 x 5 rows"] == (None, None)
+
+
+def test_steps_are_measured_without_a_backend_that_fails(tmp_path: Path) -> None:
+    state = {"backend": "chosen"}
+
+    def step(_: object) -> None:
+        if state["backend"] == "chosen":
+            raise RuntimeError("does not compile")
+
+    engine: Any = SimpleNamespace(forward=step, forward_pass=None, max_num_batched_tokens=512)
+    limit: Any = SimpleNamespace(milliseconds=lambda positions, rows: 1.0)
+    switches = {name: (lambda name=name: state.update(backend=name)) for name in ("chosen", "triton")}
+    findings = Findings(tmp_path / "steps.json")
+    steps.add_steps(findings, engine, settings_for(tmp_path), switches, 24, 8, limit)
+    assert state["backend"] == "chosen"
+    assert [(row["backend"], row["rows"]) for row in findings.result["steps"]] == [("triton", 8), ("triton", 40)]
+    results = {"steps": findings.result}
+    assert all(goal["met"] is None for goal in goals(results))
+    assert gpu_figure(results).axes
+
+
+def test_the_summary_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = [{"failed": f"case {i}", "error": "x" * 500} for i in range(50)]
+    times = {f"us_of_{rows}": 12.5 for rows in (1, 8, 40, 320)}
+    gemms = [{"gemm": f"shape {i // 2}", "backend": "triton", "exact": True, "near": True, **times} for i in range(20)]
+    tiles = [
+        {"gemm": "down", "tile": tile, "same_bits": tile == "chosen", **times} for tile in ("chosen", "64 16 64 4 4")
+    ]
+    tiles[1]["us_of_1"] = 10.0
+    runs = [{"concurrency": 8, "kind": "k4", "ratio": 1.5, "tokens_per_s": 1.0, "exact_match": 1.0}] * 40
+    results: dict[str, Any] = {name: {"failed": failed, "error": "50 measurements failed"} for name in gpu.PARTS}
+    results["gemm"]["gemm"], results["sweep"]["gemm"], results["pair"]["runs"] = gemms, tiles, runs
+    print_summary(results)
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert len(lines) <= MAX_LINES
+    assert len(text) < 12_000
+    assert "gemm    shape 9, us: triton exact 12.5 12.5 12.5 12.5; triton exact 12.5 12.5 12.5 12.5" in lines
+    assert any(
+        line.startswith("tile    down, us: 1 rows: 12.5, 10.0 by 64 16 64 4 4 OTHER BITS; 8 rows") for line in lines
+    )
 
 
 # --- Options

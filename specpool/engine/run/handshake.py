@@ -8,12 +8,12 @@ import asyncio
 import hmac
 import secrets
 import socket
-from importlib.metadata import version
 from typing import Literal
 
 from pydantic import BaseModel
 
 from specpool.engine.config.options import EngineOptions
+from specpool.environment.version import package_version
 
 HELLO_BYTES = 1 << 16
 NONCE_BYTES = PROOF_BYTES = 32
@@ -42,7 +42,7 @@ class Hello(Version):
     @classmethod
     def of(cls, options: EngineOptions, rank: str = "", channel: Literal["commands", "data"] = "commands") -> "Hello":
         """The hello of this version with these options."""
-        return cls(version=version("specpool"), options=options, rank=rank, channel=channel)
+        return cls(version=package_version(), options=options, rank=rank, channel=channel)
 
     def differs_from(self, other: "Hello") -> str | None:
         """The first option that must be equal on both nodes but differs; None if there is none."""

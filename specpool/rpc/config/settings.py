@@ -33,6 +33,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from specpool.environment.version import package_version
 from specpool.rpc.config.help import names_of, show_options
 from specpool.rpc.config.inputs import (
     ENV_PREFIX,
@@ -47,7 +48,6 @@ from specpool.rpc.observability.logs import LogFormat
 from specpool.rpc.observability.trace_settings import TraceSettings
 from specpool.rpc.security.channel import COORDINATOR_PORT, DRAFT_WORKER_PORT, TARGET_WORKER_PORT, check_address
 from specpool.rpc.security.settings import ServerSecurity
-from specpool.rpc.version import package_version
 
 # Means "no value" on a command line. It cannot be typed, since any word may be a real value.
 NO_VALUE = "\0"

@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from specpool.environment.version import package_version
 from specpool.rpc.status import code_name
-from specpool.rpc.version import package_version
 
 PREFIX = "specpool:"
 NO_LABELS: Mapping[str, str] = {}

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
+from specpool.environment.version import package_version
 from specpool.rpc.observability.trace_settings import TraceSettings
 from specpool.rpc.status import error_type
-from specpool.rpc.version import package_version
 
 Kind: TypeAlias = Literal["internal", "server", "client"]
 Attributes: TypeAlias = Mapping[str, str | bool | int | float | list[str]]

@@ -1,0 +1,94 @@
+"""Checks and times the GEMMs of both models: error against float64, batch invariance, microseconds by row count."""
+
+from functools import partial
+
+import torch
+
+from benchmarks.gpu.compare import TOLERANCES, counts_that_differ, error, row_counts
+from benchmarks.gpu.part import Findings, Row, Settings
+from benchmarks.gpu.timing import captured_microseconds
+from benchmarks.shapes import SHAPES
+from specpool.engine.passes.gpu.cublas import restrict_cublas
+from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, Gemm
+from specpool.engine.probes.inputs import ProbeInputs
+
+# Minimum seconds left to start a shape.
+GEMM_SECONDS = 5
+# Rows and outputs that are compared with float64.
+COMPARED = 64, 8192
+# Bytes of distinct weights to multiply in turn when timing, so no cache holds them.
+TIMED_BYTES = 2**28
+
+
+@torch.inference_mode()
+def measure_gemms(settings: Settings, findings: Findings) -> None:
+    """Check and time every GEMM of both models."""
+    if torch.device(settings.device).type == "cuda":
+        restrict_cublas()
+    torch.manual_seed(0)
+    for model in dict.fromkeys((settings.target, settings.draft)):
+        for name, (outputs, inputs) in gemm_shapes(model).items():
+            case = f"{model}, {name}"
+            add_rows = partial(add_gemm_rows, settings, findings, case, outputs, inputs, name != "head")
+            findings.attempt(settings, case, GEMM_SECONDS, add_rows)
+
+
+def gemm_shapes(model: str) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the GEMMs of a model, by name."""
+    sizes = SHAPES[model]
+    hidden, intermediate, dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
+    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    return {
+        "qkv": ((heads + 2 * kv_heads) * dim, hidden), "out": (hidden, heads * dim),
+        "gate_up": (2 * intermediate, hidden), "down": (hidden, intermediate), "head": (sizes["vocab_size"], hidden),
+    }  # fmt: skip
+
+
+def add_gemm_rows(settings: Settings, findings: Findings, case: str, outputs: int, inputs: int, split: bool) -> None:
+    """Add a row for each backend of a shape, including whether it matches the first backend bit for bit."""
+    gemm = Gemm(settings.randn(outputs, inputs) * inputs**-0.5, split)
+    weight, x = ProbeInputs(gemm.weight).gemm(outputs, inputs, settings.sizes.rows)
+    probe = Gemm(weight, split)
+    first: torch.Tensor | None = None
+    for backend in GEMM_BACKENDS:
+        gemm.backend = probe.backend = backend
+        bits = probe(x[: COMPARED[0]].clone()).float().sum(0).to(x.dtype)
+        first = bits if first is None else first
+        findings.add_row("gemm", {
+            "gemm": case, "outputs": outputs, "inputs": inputs, "backend": backend, "split_k": gemm.split_k,
+            **check_gemm(settings, gemm, probe, x), **gemm_microseconds(settings, gemm),
+            f"as_{GEMM_BACKENDS[0]}": torch.equal(bits, first),
+        })  # fmt: skip
+
+
+def check_gemm(settings: Settings, gemm: Gemm, probe: Gemm, x: torch.Tensor) -> Row:
+    """The error and batch invariance of a GEMM. `probe`: a GEMM of this shape. `x`: rows whose dot products cancel."""
+
+    def run(rows: slice) -> torch.Tensor:
+        partials: torch.Tensor = probe(x[rows].clone())  # aligned as in a pass
+        return partials.transpose(0, 1)  # [rows, split_k, outputs]
+
+    differs = counts_that_differ(run, run(slice(0, len(x))), row_counts(len(x)))
+    rows, outputs = COMPARED
+    ordinary = settings.randn(rows, gemm.in_features)
+    expected = ordinary.double() @ gemm.weight[-outputs:].double().T
+    relative_error = error(gemm(ordinary).double().sum(0)[:, -outputs:], expected)
+    near = relative_error <= TOLERANCES[settings.torch_dtype]
+    return {"error": relative_error, "near": near, "exact": not differs, "differs": differs}
+
+
+def gemm_microseconds(settings: Settings, gemm: Gemm) -> dict[str, float]:
+    """The time of a GEMM by row count, captured as in a pass."""
+    gemms = [Gemm(weight, split=gemm.split_k > 1) for weight in timed_weights(settings, gemm.weight)]
+    for each in gemms:
+        each.backend = gemm.backend
+    microseconds = {}
+    for rows in settings.sizes.timed_rows:
+        x = settings.randn(rows, gemm.in_features)
+        microseconds[f"us_of_{rows}"] = captured_microseconds(settings, [partial(each, x) for each in gemms])
+    return microseconds
+
+
+def timed_weights(settings: Settings, weight: torch.Tensor) -> list[torch.Tensor]:
+    """Copies of a weight to multiply in turn, so no cache holds them."""
+    return [weight.clone() for _ in range(min(settings.sizes.weights, -(-TIMED_BYTES // weight.nbytes)))]
