@@ -37,7 +37,7 @@ def start(
     made = time.perf_counter()
     engine = start_engine(replace(loaded, max_model_len=max_length), options, exact)
     model = gpu_model(engine)
-    gemms = {} if model is None else {f"{g.out_features} x {g.in_features}": g.backend for g in model.gemms()}
+    gemms = {} if model is None else {f"{g.out_features} x {g.in_features}": g.backends for g in model.gemms()}
     findings.add(
         model=shape, weights_made_s=round(made - began, 1), started_s=round(time.perf_counter() - made, 1),
         bitwise=engine.bitwise, notes=engine.notes, gemm_backends=gemms,

@@ -9,7 +9,7 @@ from benchmarks.gpu.part import Findings, Row, Settings
 from benchmarks.gpu.timing import captured_microseconds
 from benchmarks.shapes import SHAPES
 from specpool.engine.passes.gpu.cublas import restrict_cublas
-from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, Gemm
+from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, Gemm, cublas_rows_of
 from specpool.engine.probes.inputs import ProbeInputs
 
 # Minimum seconds left to start a shape.
@@ -51,8 +51,8 @@ def add_gemm_rows(settings: Settings, findings: Findings, case: str, outputs: in
     probe = Gemm(weight, split)
     first: torch.Tensor | None = None
     for backend in GEMM_BACKENDS:
-        gemm.backend = probe.backend = backend
-        bits = probe(x[: COMPARED[0]].clone()).float().sum(0).to(x.dtype)
+        gemm.cublas_rows = probe.cublas_rows = cublas_rows_of(backend)
+        bits = probe(x[: COMPARED[0]].clone())
         first = bits if first is None else first
         findings.add_row("gemm", {
             "gemm": case, "outputs": outputs, "inputs": inputs, "backend": backend, "split_k": gemm.split_k,
@@ -81,7 +81,7 @@ def gemm_microseconds(settings: Settings, gemm: Gemm) -> dict[str, float]:
     """The time of a GEMM by row count, captured as in a pass."""
     gemms = [Gemm(weight, split=gemm.split_k > 1) for weight in timed_weights(settings, gemm.weight)]
     for each in gemms:
-        each.backend = gemm.backend
+        each.cublas_rows = gemm.cublas_rows
     microseconds = {}
     for rows in settings.sizes.timed_rows:
         x = settings.randn(rows, gemm.in_features)

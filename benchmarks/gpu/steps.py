@@ -13,7 +13,7 @@ from benchmarks.gpu.part import Findings, Settings
 from benchmarks.report import seconds_of
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.gpu.captured import CapturedModel
-from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, GemmBackend
+from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, cublas_rows_of
 from specpool.engine.run.engine import Engine
 
 CHOSEN = "chosen"
@@ -37,18 +37,18 @@ def backend_switches(engine: Engine, settings: Settings) -> dict[str, Callable[[
         return {CHOSEN: lambda: None}
     gemms = model.gemms()
 
-    def use(backends: Sequence[GemmBackend], forward_pass: ForwardPass) -> None:
-        for gemm, backend in zip(gemms, backends, strict=True):
-            gemm.backend = backend
+    def use(cublas_rows: Sequence[int | None], forward_pass: ForwardPass) -> None:
+        for gemm, rows in zip(gemms, cublas_rows, strict=True):
+            gemm.cublas_rows = rows
         engine.forward_pass = engine.runner.forward_pass = forward_pass
 
-    before = [gemm.backend for gemm in gemms]
+    before = [gemm.cublas_rows for gemm in gemms]
     switches: dict[str, Callable[[], None]] = {CHOSEN: partial(use, before, chosen)}
     rows = product(settings.sizes.batches, (1, 1 + settings.sizes.num_draft_tokens))
     sizes = {model.padded_rows(batch * tokens) for batch, tokens in rows}
     for backend in GEMM_BACKENDS:
         forward_pass = CapturedModel(model, chosen.capture) if isinstance(chosen, CapturedModel) else model
-        switches[backend] = partial(use, [backend] * len(gemms), forward_pass)
+        switches[backend] = partial(use, [cublas_rows_of(backend)] * len(gemms), forward_pass)
         switches[backend]()
         captured = [size for size in sizes if size <= forward_pass.captured_rows]
         with torch.inference_mode():

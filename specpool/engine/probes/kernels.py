@@ -10,7 +10,7 @@ import torch
 
 from specpool.engine.passes.gpu import attention
 from specpool.engine.passes.gpu.attention import attend_extents, num_splits
-from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, Gemm, GemmBackend
+from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, Gemm, GemmBackend, cublas_rows_of
 from specpool.engine.passes.gpu.graphs import Capture
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.probes.inputs import ProbeInputs
@@ -57,11 +57,11 @@ def choose_gemms(
             all_found &= bool(allowed)
         same_bits = not exact or len(set(allowed.values())) == 1
         if preferred in allowed:
-            cublas_rows = _cublas_rows(preferred)
+            cublas_rows = cublas_rows_of(preferred)
         elif same_bits and len(allowed) > 1:
             cublas_rows = _fastest(gemms, timed_sizes, capture)
         else:
-            cublas_rows = _cublas_rows(next(iter(allowed), GEMM_BACKENDS[0]))
+            cublas_rows = cublas_rows_of(next(iter(allowed), GEMM_BACKENDS[0]))
         for gemm in gemms:
             gemm.cublas_rows = cublas_rows
         log.info(
@@ -69,11 +69,6 @@ def choose_gemms(
             outputs, inputs, gemms[0].backends, ", ".join(allowed) or "none",
         )  # fmt: skip
     return all_found
-
-
-def _cublas_rows(backend: GemmBackend) -> int | None:
-    """The value of `Gemm.cublas_rows` with which this backend multiplies all passes."""
-    return 0 if backend == "cublas" else None
 
 
 def _by_shape(model: GpuModel) -> dict[tuple[int, int], list[Gemm]]:
@@ -90,7 +85,7 @@ def _digest_if_exact(gemm: Gemm, backend: GemmBackend, sizes: Sequence[int]) -> 
     """
     weight, x = ProbeInputs(gemm.weight).gemm(gemm.out_features, gemm.in_features, sizes[-1])
     probe = Gemm(weight)
-    probe.cublas_rows, probe.split_k = _cublas_rows(backend), gemm.split_k
+    probe.cublas_rows, probe.split_k = cublas_rows_of(backend), gemm.split_k
     try:
         reference = probe(x)
         agrees = torch.equal(probe(x.roll(SHIFT, 0)), reference.roll(SHIFT, 1)) and all(
@@ -122,7 +117,7 @@ def _fastest(gemms: Sequence[Gemm], sizes: Sequence[int], capture: Capture | Non
 def _seconds_of(gemms: Sequence[Gemm], backend: GemmBackend, rows: int, capture: Capture | None) -> float:
     """Seconds of one of these GEMMs with a backend."""
     for gemm in gemms:
-        gemm.cublas_rows = _cublas_rows(backend)
+        gemm.cublas_rows = cublas_rows_of(backend)
     return _seconds_each(gemms, torch.zeros(rows, gemms[0].in_features).to(gemms[0].weight), capture)
 
 

@@ -59,6 +59,7 @@ def attend_extents(
     offsets: torch.Tensor,  # [rows] columns by which later positions lie further right; 0: no branch
     scaling: float,
     splits: int,
+    warps: int | None = None,
 ) -> torch.Tensor:
     """Attend from every row in a tile to all positions up to its own, in place. Return `query`."""
     rows, heads, dim = query.shape
@@ -80,7 +81,7 @@ def attend_extents(
         query, keys, values, tile_begins, tile_sizes, positions, columns, prefix_lengths, offsets, partials, stats,
         scaling, total, splits, rows,
         **shape, HEIGHT=height, BLOCK=_block(query.dtype, width), SERIAL=serial,
-        **options, num_warps=_warps(query.dtype, width, architecture(query.device)),
+        **options, num_warps=warps or _warps(query.dtype, width, architecture(query.device)),
         num_stages=_stages(query.dtype, width),
     )  # fmt: skip
     if not serial:

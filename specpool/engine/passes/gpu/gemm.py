@@ -36,6 +36,11 @@ FEW_ROWS, MANY_ROWS = 64, 1024
 LINE_BYTES, PREFETCHED_LINES = 128, 8
 
 
+def cublas_rows_of(backend: GemmBackend) -> int | None:
+    """The value of `Gemm.cublas_rows` with which this backend multiplies all passes."""
+    return 0 if backend == "cublas" else None
+
+
 @dataclass(frozen=True)
 class GemmTile:
     """What a program computes at a time, and its resources. None of it changes a bit of the result."""
