@@ -45,23 +45,23 @@ def description(device: torch.device) -> dict[str, Any]:
 
 def add_capture(findings: Findings) -> None:
     """Capture a graph and replay it."""
-    findings.add(captures=_captures())
+    findings.add(captures=_captures(CudaGraphs()))
 
 
 def add_failing_capture(findings: Findings) -> None:
     """Fail a capture, empty the cache, and capture again, as an engine does."""
-    x = torch.zeros(4, device="cuda")
+    graphs, x = CudaGraphs(), torch.zeros(4, device="cuda")
     try:
-        CudaGraphs()(lambda: x + x.sum().item())  # a capture cannot wait
+        graphs(lambda: x + x.sum().item())  # a capture cannot wait
     except RuntimeError as error:
         findings.add(failed_capture=describe(error))
     torch.cuda.empty_cache()
-    findings.add(captures_after_failure=_captures())
+    findings.add(captures_after_failure=_captures(graphs))
 
 
-def _captures() -> bool:
+def _captures(graphs: CudaGraphs) -> bool:
     x = torch.zeros(4, device="cuda")
-    replay, result = CudaGraphs()(lambda: x + 1)
+    replay, result = graphs(lambda: x + 1)
     x.fill_(2)
     replay()
     return result.tolist() == [3.0] * 4

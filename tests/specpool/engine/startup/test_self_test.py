@@ -14,6 +14,7 @@ from torch.nn.functional import silu
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.activations import Activations
 from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.loading import load_model
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes import fused
@@ -395,7 +396,7 @@ class StaleBatches(FakeGraphs):
         return (lambda: None) if len(result) > 8 else replay, result
 
 
-@pytest.mark.parametrize(("graphs", "bitwise"), [(FakeGraphs, True), (StaleGraphs, False), (StaleBatches, False)])
+@pytest.mark.parametrize(("graphs", "bitwise"), [(FakeGraphs, True), (StaleBatches, False)])
 def test_stale_replays_fail_the_self_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: type[FakeGraphs], bitwise: bool
 ) -> None:
@@ -404,6 +405,15 @@ def test_stale_replays_fail_the_self_test(
     monkeypatch.setattr(forward, "CudaGraphs", graphs)
     folder = save_model(tmp_path, small_config("llama"))
     assert load_engine(folder, native=False, max_sequences=4, max_model_len=64).bitwise is bitwise
+
+
+def test_a_model_whose_replays_are_all_stale_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(forward, "CudaGraphs", StaleGraphs)
+    folder = save_model(tmp_path, small_config("llama"))
+    with pytest.raises(UnsupportedModelError, match="another kind of attention"):
+        load_engine(folder, native=False, max_sequences=4, max_model_len=64)
 
 
 @pytest.mark.parametrize("rows", [None, 1, 8])
