@@ -10,7 +10,6 @@ import torch
 from specpool.engine.numerics.triton_compat import (
     HOPPER,
     architecture,
-    gdc_launch_dependents,
     gdc_wait,
     is_wide,
     launch_options,
@@ -174,7 +173,6 @@ if triton is not None:
     ):  # fmt: skip
         """The query heads of one KV head and the rows of one tile, over all splits or some of them."""
         if OVERLAP:
-            gdc_launch_dependents()
             gdc_wait()
         tile, kv_head = tl.program_id(0), tl.program_id(1)
         count = tl.load(tile_sizes + tile).to(tl.int32)
@@ -227,7 +225,6 @@ if triton is not None:
     ):  # fmt: skip
         """Combine the splits of one query head of one row, in order."""
         if OVERLAP:
-            gdc_launch_dependents()
             gdc_wait()
         row, head, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
         if tl.load(columns + row) >= 0:

@@ -7,7 +7,6 @@ to its next position, so that a step takes no further kernels.
 import torch
 
 from specpool.engine.numerics.triton_compat import (
-    gdc_launch_dependents,
     gdc_wait,
     launch_options,
     power_of_two,
@@ -55,7 +54,6 @@ if triton is not None:
     def _reduce_parts(logits, largest, places, sums, outputs, parts, PART: tl.constexpr, OVERLAP: tl.constexpr):
         """The largest logit of a part, its first place, and the sum of exponentials relative to it."""
         if OVERLAP:
-            gdc_launch_dependents()
             gdc_wait()
         row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
         place = part * PART + tl.arange(0, PART)
@@ -75,7 +73,6 @@ if triton is not None:
     ):  # fmt: skip
         """The choice of a row, and the numbers of its next step."""
         if OVERLAP:
-            gdc_launch_dependents()
             gdc_wait()
         row, part = tl.program_id(0), tl.arange(0, WIDTH)
         index, mask = row * parts + part, part < parts

@@ -32,9 +32,6 @@ TARGET_PROGRAMS, MAX_SPLIT_K, MIN_SPLIT_INPUTS = 128, 8, 128
 MANY_PROGRAMS = 2 * 132
 # Rows up to which weights take most of the time, and up to which few tiles of rows exist.
 FEW_ROWS, MANY_ROWS = 64, 1024
-# Before the previous kernel has ended, a program of few rows reads this many bytes of each of its outputs into the L2
-# cache.
-PREFETCHED_BYTES = 1024
 
 
 def cublas_rows_of(backend: GemmBackend) -> int | None:
@@ -144,7 +141,6 @@ def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int, tile: Gemm
         x.contiguous(), weight, partials, rows,
         N=outputs, K=inputs, SPLIT_K=-(-inputs // split_k),
         TILE_N=tile.outputs, TILE_ROWS=tile.rows, TILE_K=tile.inputs,
-        PREFETCHED=min(PREFETCHED_BYTES, inputs // split_k * x.itemsize) // 16 * 16 if rows <= FEW_ROWS else 0,
         **launch_options(x.device), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return partials
@@ -157,15 +153,13 @@ if triton is not None:
         x, weight, partials, rows,
         N: tl.constexpr, K: tl.constexpr, SPLIT_K: tl.constexpr,
         TILE_N: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_K: tl.constexpr,
-        PREFETCHED: tl.constexpr, OVERLAP: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """One tile of outputs for one tile of rows, over one split of the inputs."""
         row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
         output = tl.program_id(1).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
         split = tl.program_id(2)
         if OVERLAP:
-            if PREFETCHED > 0:
-                _prefetch(weight + tl.minimum(output, N - 1) * K + split * SPLIT_K, PREFETCHED)
             gdc_wait()
         acc = tl.zeros([TILE_N, TILE_ROWS], tl.float32)
         for start in range(split * SPLIT_K, split * SPLIT_K + SPLIT_K, TILE_K):
@@ -180,11 +174,3 @@ if triton is not None:
             gdc_launch_dependents()
         place = partials + (split * rows.to(tl.int64) + row)[None, :] * N + output[:, None]
         tl.store(place, acc.to(partials.dtype.element_ty), mask=(output < N)[:, None] & (row < rows)[None, :])
-
-    @triton.jit
-    def _prefetch(places, BYTES: tl.constexpr):
-        """Read bytes from these addresses on into the L2 cache."""
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [places, BYTES],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip

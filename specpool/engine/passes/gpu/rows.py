@@ -10,7 +10,6 @@ import torch
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.numerics.triton_compat import (
-    gdc_launch_dependents,
     gdc_wait,
     launch_options,
     power_of_two,
@@ -18,8 +17,8 @@ from specpool.engine.numerics.triton_compat import (
     triton,
 )
 
-# Features of the intermediate state that one program computes.
-ACTIVATED = 1024
+# Features of the intermediate state that one program computes, and of the hidden states that one warp computes.
+ACTIVATED, FEATURES_PER_WARP = 1024, 256
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,8 @@ def add_and_norm(hidden: torch.Tensor, added: Addend | None, weight: torch.Tenso
     _add_and_norm[(rows,)](
         hidden, _or(partials, hidden), _or(bias, hidden), _or(norm, hidden), weight, normed, eps, rows,
         SIZE=size, WIDTH=power_of_two(size), SPLITS=0 if partials is None else len(partials), BIASED=bias is not None,
-        INNER=norm is not None, **launch_options(hidden.device), num_warps=min(16, max(1, power_of_two(size) // 512)),
+        INNER=norm is not None, **launch_options(hidden.device),
+        num_warps=min(16, max(1, power_of_two(size) // FEATURES_PER_WARP)),
     )  # fmt: skip
     return normed
 
@@ -115,9 +115,9 @@ if triton is not None:
         return tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
 
     @triton.jit
-    def _normed(x, weight, feature, mask, eps, SIZE: tl.constexpr):
+    def _normed(x, weight, eps, SIZE: tl.constexpr):
         """The RMSNorm of a row, whose masked features are 0."""
-        return x * _scale(x, eps, SIZE) * tl.load(weight + feature, mask=mask, other=0.0).to(tl.float32)
+        return x * _scale(x, eps, SIZE) * weight.to(tl.float32)
 
     @triton.jit(do_not_specialize=["rows"])
     def _add_and_norm(
@@ -125,21 +125,23 @@ if triton is not None:
         SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, INNER: tl.constexpr,
         OVERLAP: tl.constexpr,
     ):  # fmt: skip
-        if OVERLAP:
-            gdc_launch_dependents()
-            gdc_wait()
         row, feature = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
         mask = feature < SIZE
+        factors = tl.load(weight + feature, mask=mask, other=0.0)
+        if INNER:
+            inner_factors = tl.load(norm + feature, mask=mask, other=0.0)
+        if OVERLAP:
+            gdc_wait()
         own = hidden + row * SIZE + feature
         x = tl.load(own, mask=mask, other=0.0).to(tl.float32)
         if SPLITS > 0:
             added = _summed(partials, bias, row, feature, mask, rows, SIZE, SPLITS, BIASED)
             if INNER:
-                added = _normed(added, norm, feature, mask, eps, SIZE)
+                added = _normed(added, inner_factors, eps, SIZE)
             rounded = (x + added).to(hidden.dtype.element_ty)
             tl.store(own, rounded, mask=mask)
             x = rounded.to(tl.float32)
-        result = _normed(x, weight, feature, mask, eps, SIZE)
+        result = _normed(x, factors, eps, SIZE)
         tl.store(normed + row * SIZE + feature, result.to(normed.dtype.element_ty), mask=mask)
 
     @triton.jit(do_not_specialize=["rows", "total"])
@@ -149,7 +151,6 @@ if triton is not None:
         BIASED: tl.constexpr, NORMED: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         if OVERLAP:
-            gdc_launch_dependents()
             gdc_wait()
         row, head, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
         mask, size = feature < DIM, (HEADS + 2 * KV_HEADS) * DIM
@@ -185,7 +186,6 @@ if triton is not None:
         SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         if OVERLAP:
-            gdc_launch_dependents()
             gdc_wait()
         row, feature = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
         mask = feature < SIZE
