@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -17,8 +18,13 @@ if TYPE_CHECKING:
 def check_structures(simulation: "Simulation") -> None:
     """Check the bookkeeping of the pool and of all caches."""
     pool = simulation.coordinator.pool
-    window = max(pool.max_num_seqs, pool.occupied)  # a target that restarts with fewer slots shrinks the window
-    with mock.patch.object(pool, "max_num_seqs", window):
+    # A target that restarts with fewer slots shrinks the window and the cache below what is in use.
+    window, capacity = max(pool.max_num_seqs, pool.occupied), pool.reservations.capacity
+    positions = max(capacity.positions, round(pool.reservations.usage(1) * capacity.positions))
+    with (
+        mock.patch.object(pool, "max_num_seqs", window),
+        mock.patch.object(pool.reservations, "capacity", replace(capacity, positions=positions)),
+    ):
         _check(simulation, pool.check_integrity)
     for worker in simulation.workers:
         if worker.engine is not None:
@@ -58,13 +64,14 @@ def leaks(simulation: "Simulation", after_lease: bool = False) -> list[str]:
     """
     coordinator = simulation.coordinator
     links = [*coordinator.targets.links, *([coordinator.draft] if coordinator.draft is not None else [])]
-    owners = {link._coordinator_id for link in links}
+    owners = {link.address: link._coordinator_id for link in links}
     found = [] if simulation.coordinator.pool.is_empty else ["the pool is not empty"]
     for worker in simulation.workers:
+        address = worker.setup.address
         if worker.engine is None:
-            found.append(f"{worker.setup.address} is down")
-        elif count := sum(after_lease or owner in owners for owner, _ in worker.engine.slots._slots):
-            found.append(f"the {worker.setup.role} at {worker.setup.address} still holds {count} slots")
+            found.append(f"the {worker.setup.role} at {address} is down")
+        elif count := sum(after_lease or owner == owners[address] for owner, _ in worker.engine.slots._slots):
+            found.append(f"the {worker.setup.role} at {address} still holds {count} slots")
     return found
 
 

@@ -4,10 +4,12 @@ import asyncio
 import gc
 import logging
 import random
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from unittest import mock
 
 from coordinator.config.settings import CoordinatorSettings
@@ -209,7 +211,7 @@ def _errors_logged() -> Iterator[list[str]]:
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.exc_info:
-                logged.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
+                logged.append(f"{record.getMessage()}: {record.exc_info[1]!r}{_place(record.exc_info[1])}")
 
     root, handler = logging.getLogger(), Handler(logging.ERROR)
     before, level = root.handlers, root.level
@@ -220,3 +222,9 @@ def _errors_logged() -> Iterator[list[str]]:
     finally:
         root.handlers = before
         root.setLevel(level)
+
+
+def _place(error: BaseException | None) -> str:
+    """Where an error was raised."""
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    return "".join(f" < {frame.name} ({Path(frame.filename).name}:{frame.lineno})" for frame in reversed(frames))
