@@ -2,8 +2,7 @@
 
 import inspect
 import random
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -22,7 +21,7 @@ _LOGPROBS = {name for name in VERDICTS if "logprobs" in name or "top_tokens" in 
 TARGET_GARBAGE = sorted((ROUNDS | VERDICTS).keys() - _OTHERS - _LOGPROBS)
 DRAFT_GARBAGE = sorted((ROUNDS | PROPOSALS).keys() - _OTHERS)
 """Names of faults in `lab.faults`."""
-LOST = "lost"
+LOST, REPEATED = "lost", "repeated"
 ANOTHER_ROUND, EARLIER_LIFE = "another_round", "earlier_life"
 
 
@@ -33,7 +32,7 @@ class Tampering:
         self.spoiled = 0
         """Number of spoiled answers."""
         self._worker, self._rng = worker, rng
-        self._next: deque[str] = deque()
+        self._next: list[str] = []
         self._previous: Any = None
         self._number = 0
 
@@ -44,8 +43,13 @@ class Tampering:
     def clear(self) -> None:
         self._next.clear()
 
-    async def answer(self, request: Any, response: Any) -> Any:
+    async def answer(self, request: Any, serve: Callable[[Any], Awaitable[Any]]) -> Any:
         """The answer to a round: a message, or bytes. Raises AbortedError."""
+        response = await serve(request)
+        if self._next[:1] == [REPEATED]:
+            self._next.pop(0)
+            self.spoiled += 1
+            return await serve(request)
         previous, self._previous = self._previous, response
         self._number += 1
         if not self._next:
@@ -53,7 +57,7 @@ class Tampering:
         self.spoiled += 1
         answer = Answer(request, type(response).FromString(response.SerializeToString()), previous, self._number)
         try:
-            spoiled = self._fault(self._next.popleft())(answer)
+            spoiled = self._fault(self._next.pop(0))(answer)
             spoiled = await spoiled if inspect.isawaitable(spoiled) else spoiled
         except RefusedError as refusal:
             trailing = (ANSWERED,) if refusal.by_worker else ()

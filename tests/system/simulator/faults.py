@@ -39,8 +39,10 @@ class Faults:
             endpoint.delay, endpoint.delayed = fault.seconds, fault.number
         elif fault.kind == "crash":
             worker.crash(fault.seconds, fault.number or None)
+            return life is not None
         elif fault.kind == "spoil":
             worker.tampering.spoil(fault.name, fault.number)
+            return False  # counted once it spoils an answer
         elif fault.kind == "forget":
             return worker.forget()
         elif life is None:

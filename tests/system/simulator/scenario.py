@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from simulator.answers import ANOTHER_ROUND, DRAFT_GARBAGE, EARLIER_LIFE, LOST, TARGET_GARBAGE
+from simulator.answers import ANOTHER_ROUND, DRAFT_GARBAGE, EARLIER_LIFE, LOST, REPEATED, TARGET_GARBAGE
 from simulator.model import EOS, ToyPair
 from simulator.setup import Event, Fault, Request, Scenario, WorkerSetup
 
@@ -27,6 +27,7 @@ KINDS = (
     "forget",
     "garbage",
     LOST,
+    REPEATED,
     ANOTHER_ROUND,
     EARLIER_LIFE,
     "abort",
@@ -97,9 +98,7 @@ def _request(rng: random.Random, number: int, span: float) -> Request:
     )
 
 
-def _faults(
-    rng: random.Random, workers: list[WorkerSetup], requests: list[Request], span: float
-) -> Iterator[Fault]:
+def _faults(rng: random.Random, workers: list[WorkerSetup], requests: list[Request], span: float) -> Iterator[Fault]:
     kinds = rng.sample(KINDS, rng.randint(1, 5))
     for _ in range(rng.randint(10, 60)):
         kind, at, worker = rng.choice(kinds), rng.uniform(0, span), rng.randrange(len(workers))
@@ -107,7 +106,7 @@ def _faults(
         if kind == "garbage":
             name = rng.choice(TARGET_GARBAGE if workers[worker].role == "target" else DRAFT_GARBAGE)
             yield Fault(at, "spoil", worker, number=rng.choice([1, 1, 2]), name=name)
-        elif kind in (LOST, ANOTHER_ROUND, EARLIER_LIFE):
+        elif kind in (LOST, REPEATED, ANOTHER_ROUND, EARLIER_LIFE):
             yield Fault(at, "spoil", worker, name=kind)
         elif kind == "abort":
             yield Fault(at, "abort", name=rng.choice(requests).name)

@@ -56,6 +56,12 @@ class Result:
     digest: str = ""
     """Of all messages with their times, and of all outcomes."""
 
+    def add(self, other: "Result") -> None:
+        """Add the numbers of another result."""
+        for name in ("requests", "faults", "tokens", "messages", "virtual_seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.ends.update(other.ends)
+
 
 class Simulation:
     """One run of a scenario."""
@@ -161,6 +167,7 @@ class Simulation:
     def _conclude(self) -> None:
         result, outcomes = self.result, [client.outcome for client in self.clients.values()]
         result.requests = len(outcomes)
+        result.faults += sum(worker.tampering.spoiled for worker in self.workers)
         result.ends.update(outcome.end or "unfinished" for outcome in outcomes)
         result.tokens = sum(len(tokens) for outcome in outcomes for tokens in outcome.delivered)
         result.messages, result.virtual_seconds = self._network.messages, self._loop.time()

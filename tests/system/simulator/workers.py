@@ -237,6 +237,6 @@ def _tampered(kind: Any, host: WorkerHost, tampering: Tampering) -> Any:
 
     class Servicer(kind):  # type: ignore[misc]
         async def round(self, request: Any) -> Any:
-            return await tampering.answer(request, await super().round(request))
+            return await tampering.answer(request, super().round)
 
     return Servicer(host)
