@@ -61,11 +61,21 @@ class VirtualLoop(asyncio.BaseEventLoop):
 def virtual_time(loop: VirtualLoop, seed: int) -> Iterator[None]:
     """Let all code see the time of the loop, and draw ids from a seed."""
     rng = random.Random(f"ids {seed}")
+
+    def now() -> float:
+        return loop.now
+
+    def now_ns() -> int:
+        return round(loop.now * 1e9)
+
+    def new_id() -> uuid.UUID:
+        return uuid.UUID(int=rng.getrandbits(128), version=4)
+
     with ExitStack() as patches:
         for name in ("time.monotonic", "time.perf_counter", "time.time"):
-            patches.enter_context(mock.patch(name, lambda: loop.now))
-        patches.enter_context(mock.patch("time.perf_counter_ns", lambda: round(loop.now * 1e9)))
-        patches.enter_context(mock.patch("uuid.uuid4", lambda: uuid.UUID(int=rng.getrandbits(128), version=4)))
+            patches.enter_context(mock.patch(name, now))
+        patches.enter_context(mock.patch("time.perf_counter_ns", now_ns))
+        patches.enter_context(mock.patch("uuid.uuid4", new_id))
         asyncio.set_event_loop(loop)
         try:
             yield

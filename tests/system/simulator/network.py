@@ -63,8 +63,8 @@ class Network:
 
     def cut(self, address: str, lag: float = 0.0) -> bool:
         """Cut all connections to an address. The server notices `lag` seconds later. Return whether there were any."""
-        cut = self[address].connections
-        for connection in list(cut):
+        cut = list(self[address].connections)
+        for connection in cut:
             connection.cut("connection reset", lag)
         return bool(cut)
 

@@ -100,7 +100,7 @@ def _request(rng: random.Random, number: int, span: float) -> Request:
 
 def _faults(rng: random.Random, workers: list[WorkerSetup], requests: list[Request], span: float) -> Iterator[Fault]:
     kinds = rng.sample(KINDS, rng.randint(1, 5))
-    for _ in range(rng.randint(10, 60)):
+    for _ in range(rng.choice([10, 40, 80, 160])):
         kind, at, worker = rng.choice(kinds), rng.uniform(0, span), rng.randrange(len(workers))
         seconds = rng.choice([0.01, 0.1, 0.5]) * rng.random()
         if kind == "garbage":
