@@ -83,9 +83,8 @@ class Tampering:
 
     def _of_an_earlier_life(self, answer: Answer) -> None:
         """Answer like an earlier process, whose results happen to fit."""
-        if self._worker.former_ids:
-            self._choose_otherwise(answer)
-            answer.response.instance_id = self._worker.former_ids[-1]
+        self._choose_otherwise(answer)
+        answer.response.instance_id = self._worker.former_id
 
     def _choose_otherwise(self, answer: Answer) -> None:
         """Replace the last token of each result, which keeps its shape."""

@@ -76,8 +76,4 @@ def virtual_time(loop: VirtualLoop, seed: int) -> Iterator[None]:
             patches.enter_context(mock.patch(name, now))
         patches.enter_context(mock.patch("time.perf_counter_ns", now_ns))
         patches.enter_context(mock.patch("uuid.uuid4", new_id))
-        asyncio.set_event_loop(loop)
-        try:
-            yield
-        finally:
-            asyncio.set_event_loop(None)
+        yield

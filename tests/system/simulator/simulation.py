@@ -181,6 +181,14 @@ async def _load_tokenizer(files: TokenizerFiles, vocab_size: int) -> TokenizerDe
     return TOKENIZER
 
 
+async def _cancel_others() -> None:
+    """Cancel all tasks that a violation has left."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def simulate(scenario: Scenario) -> Result:
     """Run a scenario."""
     gc.disable()  # finalizers must not run at random times
@@ -189,10 +197,7 @@ def simulate(scenario: Scenario) -> Result:
         with virtual_time(loop, scenario.seed), _errors_logged() as logged, _few_unread():
             simulation = Simulation(scenario, loop)
             loop.run_until_complete(simulation.run())
-            remaining = asyncio.all_tasks(loop)
-            for task in remaining:
-                task.cancel()
-            loop.run_until_complete(asyncio.gather(*remaining, return_exceptions=True))
+            loop.run_until_complete(_cancel_others())
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
     finally:

@@ -171,8 +171,8 @@ class Worker:
     def __init__(self, setup: WorkerSetup, pair: ToyPair, network: Network, rng: random.Random) -> None:
         self.setup, self.network = setup, network
         self.life: Life | None = None
-        self.former_ids: list[str] = []
-        """Instance ids of earlier lives."""
+        self.former_id = "before the simulation"
+        """Instance id of the last life that has ended."""
         self.tampering = Tampering(self, rng)
         self._pair, self._slots = pair, setup.slots
         self._restart: asyncio.TimerHandle | None = None
@@ -193,7 +193,7 @@ class Worker:
         self.network[self.setup.address].handlers = None
         self.network.cut(self.setup.address)
         if self.life is not None:
-            self.former_ids.append(self.life.host.instance_id)
+            self.former_id = self.life.host.instance_id
             self.life.kill()
             self.life = None
         if self._restart is not None:
