@@ -215,8 +215,8 @@ class WorkerLink:
         """
         if not self.is_ready:  # the worker now at this address has not been checked
             raise WorkerUnreachableError(self.reason, Cause.NOT_SENT)
-        self._releases.see(item.sequence_id for item in request.items)
-        response, seconds = await self._returned(self._rounds(request, timeout_seconds))
+        with self._releases.in_round(item.sequence_id for item in request.items):
+            response, seconds = await self._returned(self._rounds(request, timeout_seconds))
         return self._decoded(response), seconds
 
     def _check_round(self, response: Any, is_bound: bool) -> None:

@@ -1,7 +1,9 @@
 """The sequences that a worker has seen, and the releases that it has not confirmed."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 # More pending releases become one release of all sequences. The worker then rebuilds the caches of running sequences.
 MAX_PENDING = 2**16
@@ -14,6 +16,8 @@ class Releases:
         """`send`: sends a release (None: of all sequences), and returns whether the worker confirmed it."""
         self._send = send
         self._seen: set[int] = set()
+        self._in_rounds: Counter[int] = Counter()
+        """Rounds in flight of each sequence."""
         self._pending: set[int] = set()
         self._frees_all = False
         self._sending: asyncio.Task[None] | None = None
@@ -36,9 +40,21 @@ class Releases:
         """Record sequences that are sent to the worker. Others need no release."""
         self._seen.update(sequence_ids)
 
+    @contextmanager
+    def in_round(self, sequence_ids: Iterable[int]) -> Iterator[None]:
+        """Record the sequences of a round, and that it is in flight."""
+        ids = list(sequence_ids)
+        self.see(ids)
+        self._in_rounds.update(ids)
+        try:
+            yield
+        finally:
+            self._in_rounds -= Counter(ids)
+
     def add(self, sequence_ids: Iterable[int]) -> None:
         released = self._seen.intersection(sequence_ids)
-        self._seen -= released
+        # The release may overtake a round in flight, which takes the slot again. It needs another release then.
+        self._seen -= released - self._in_rounds.keys()
         self._pending |= released
         if len(self._pending) > MAX_PENDING:
             self._pending.clear()

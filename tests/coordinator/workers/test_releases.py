@@ -45,6 +45,21 @@ async def test_only_seen_sequences_are_released_once() -> None:
     assert not releases.are_due
 
 
+async def test_release_that_a_round_in_flight_may_undo_is_repeated() -> None:
+    """A preempted sequence returns while the release of its old slot waits for earlier calls."""
+    worker = ReleaseLog()
+    releases = Releases(worker)
+    with releases.in_round([1, 2]):
+        with releases.in_round([1]):
+            pass
+        releases.add([1, 2])
+        assert await releases.send()
+    releases.add([1])
+    releases.add([1])
+    assert await releases.send()
+    assert worker.sent == [[1, 2], [1]]
+
+
 async def test_too_many_releases_become_one_of_all_sequences() -> None:
     worker = ReleaseLog()
     releases = Releases(worker)
