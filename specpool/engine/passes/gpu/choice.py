@@ -62,7 +62,8 @@ if triton is not None:
         first = tl.min(tl.where(x == peak, place, outputs - 1), 0)  # a valid place even if logits are not numbers
         tl.store(largest + row * parts + part, peak)
         tl.store(places + row * parts + part, first)
-        tl.store(sums + row * parts + part, tl.sum(tl.exp(x - peak), 0))
+        masses = tl.where(x == float("-inf"), 0.0, tl.exp(x - peak))  # -inf - -inf is not a number
+        tl.store(sums + row * parts + part, tl.sum(masses, 0))
 
     @triton.jit
     def _join_parts(
