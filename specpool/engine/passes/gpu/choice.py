@@ -65,7 +65,7 @@ if triton is not None:
         masses = tl.where(x == float("-inf"), 0.0, tl.exp(x - peak))  # -inf - -inf is not a number
         tl.store(sums + row * parts + part, tl.sum(masses, 0))
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["rows"])
     def _join_parts(
         largest, places, sums, output_ids, numbers, chosen, rows, parts,
         WIDTH: tl.constexpr, MAPPED: tl.constexpr, ADVANCES: tl.constexpr,
