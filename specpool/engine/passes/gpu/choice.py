@@ -33,7 +33,9 @@ def choose(logits: torch.Tensor, head: Head, numbers: torch.Tensor | None = None
     logits = logits.contiguous()
     rows, outputs = logits.shape
     parts = -(-outputs // PART)
-    largest, sums = torch.empty(2, rows, parts, dtype=torch.float32, device=logits.device)
+    # Separate memory is aligned for any number of rows, so one variant of each kernel is compiled.
+    largest = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    sums = torch.empty_like(largest)
     places = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     chosen = torch.empty(2, rows, dtype=torch.float64, device=logits.device)
     options = launch_options(logits.device)
