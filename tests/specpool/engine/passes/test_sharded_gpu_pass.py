@@ -19,11 +19,13 @@ from specpool.engine.models.loading import load_model
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.gpu import attention
 from specpool.engine.passes.gpu import gemm as gpu_gemm
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.gemm import Gemm, GemmBackend
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel, try_kernels
+from specpool.engine.passes.packing import Shape
 from specpool.engine.probes import kernels
 from specpool.engine.probes.kernels import choose_gemms
 from specpool.engine.run.leader import Leader
@@ -195,6 +197,20 @@ def test_no_rank_captures_what_fails_on_another(monkeypatch: pytest.MonkeyPatch,
     note = "runs slowly: CUDA graph capture failed for 2 of 2 shapes, which run eagerly: "
     assert own == [0, [f"{note}it failed on another rank"]]
     assert same == [0, [f"{note}operation not permitted when stream is capturing"]]
+
+
+def test_all_ranks_replay_passes_of_the_same_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder, dim = save_random(tmp_path, "llama", UNEVEN), 16
+    rows = tiles = 8
+    # Enough for 2 splits of the larger shard, or 4 of the smaller one.
+    monkeypatch.setattr(attention, "MAX_PARTIAL_BYTES", attention._partial_bytes(rows, 4, 2, dim))
+
+    def lengths(fused: FusedModel, group: GroupInTurns) -> tuple[int, int]:
+        assert fused.head_dim == dim
+        model = GpuModel(fused, MAX_LENGTH)
+        return model.heads, model.captured_length(Shape(rows, tiles, rows), 10**6)
+
+    assert run_ranks(folder, 2, "parts", lengths) == [(4, 2 * attention.SPLIT), (2, 2 * attention.SPLIT)]
 
 
 def test_rank_0_tells_the_others_to_capture() -> None:
