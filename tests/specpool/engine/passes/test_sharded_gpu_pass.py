@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted_kernels import FakeGraphs, imitate_kernels
+from interpreted_kernels import FakeGraphs, imitate_kernels, split_k_gemm
 from ranks_in_turns import GroupInTurns, run_ranks
 from test_fused import save_random
 from tiny_models import transformers_logits
@@ -140,6 +140,23 @@ def test_whole_sums_use_backends_with_the_bits_of_the_unsharded_weight(
     assert chosen_backends(folder, "parts", preferred="cublas") == {"cublas"}
     monkeypatch.setattr(gpu_gemm, "cublas_gemm", exact)
     assert chosen_backends(folder, "whole") == {"triton, cublas from 8 rows"}
+
+
+def test_gemms_of_one_shape_are_proven_for_each_split_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS is batch-invariant for whole sums, such as the head's, but not for partial sums."""
+    monkeypatch.setattr(gpu_gemm, "split_k_gemm", split_k_gemm)
+    exact = gpu_gemm.split_k_gemm
+
+    def cublas(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Tensor:
+        return exact(x, weight, split_k) + (len(x) if split_k > 1 else 0)
+
+    monkeypatch.setattr(gpu_gemm, "cublas_gemm", cublas)
+    gemms = [Gemm(torch.randn(64, 256), split=split) for split in (False, True)]
+    assert [gemm.split_k for gemm in gemms] == [1, 2]
+    group = SimpleNamespace(ranks=1, in_parts=False)
+    model = SimpleNamespace(gemms=lambda: gemms, group=group, padded_rows=lambda count: -(-count // 8) * 8)
+    assert choose_gemms(model, 16, exact=True, preferred="cublas")  # type: ignore[arg-type]
+    assert [gemm.backends for gemm in gemms] == ["cublas", "triton"]
 
 
 def test_cublas_returns_the_partial_sums_of_split_k() -> None:
