@@ -29,8 +29,9 @@ def launch_options(device: torch.device) -> dict[str, Any]:
     With OVERLAP, a kernel may begin before the previous one has ended (programmatic dependent launch). It must then
     call `gdc_wait` in every program, before it touches anything that an earlier kernel reads or writes.
     """
-    overlaps = architecture(device) >= HOPPER
-    return {**UNFUSED, "OVERLAP": overlaps, "launch_pdl": overlaps}
+    if architecture(device) < HOPPER:
+        return {**UNFUSED, "OVERLAP": False}  # some compilers do not know `launch_pdl`
+    return {**UNFUSED, "OVERLAP": True, "launch_pdl": True}
 
 
 def architecture(device: torch.device) -> int:
