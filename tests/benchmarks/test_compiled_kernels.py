@@ -4,10 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from specpool.engine.passes.gpu.gemm import GemmTile, tile_of
 
 pytest.importorskip("triton")
 
@@ -45,6 +49,16 @@ def assert_good(rows: list[dict[str, Any]]) -> None:
 
 def test_the_kernels_of_a_short_pass_compile() -> None:
     assert_good(compile_kernels(["90"], ["bfloat16"], ["qwen3-8b"], "--quick"))
+
+
+def test_the_passes_use_every_tile_of_a_gemm() -> None:
+    from benchmarks.kernels import PASSES
+
+    def tiles(counts: Iterable[int], outputs: int, wide: bool) -> set[GemmTile]:
+        return {tile_of(rows, outputs, 1, wide) for rows in counts}
+
+    for outputs, wide in product((1024, 10_240, 24_576), (False, True)):
+        assert tiles(map(sum, PASSES), outputs, wide) == tiles(range(8, 2049, 8), outputs, wide)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from tiny_models import load_engine, random_tokens, rows_that_differ, transforme
 
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
+from specpool.engine.passes.drafts import Draft, DraftRound
 from specpool.engine.passes.gpu import attention, cublas, draft_loop, graphs, model
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.graphs import Run
@@ -126,6 +127,20 @@ def test_logits_outlive_the_next_pass_of_their_shape(tmp_path: Path, fake_graphs
     second = engine.forward([Span(0, 0, tokens, 16)])
     assert fake_graphs.replayed >= replayed + 4
     assert torch.equal(first, second)
+
+
+def test_eager_passes_and_drafts_replay_nothing(tmp_path: Path, fake_graphs: FakeGraphs) -> None:
+    engine = load_captured(tmp_path, exact=False, max_sequences=2, max_model_len=64)
+
+    def replays() -> int:
+        before, draft = fake_graphs.replayed, Draft(Span(0, 0, [5], 1), None, [5, 5], 4)
+        engine.draft([DraftRound([draft])])
+        assert len(draft.token_ids) == 4
+        return fake_graphs.replayed - before
+
+    with engine.forward_pass.eager():
+        assert replays() == 0
+    assert replays() == 4
 
 
 def test_passes_are_captured_at_start_only(
