@@ -55,7 +55,7 @@ def test_the_passes_use_every_tile_of_a_gemm() -> None:
     from benchmarks.kernels import PASSES
 
     def tiles(counts: Iterable[int], outputs: int, wide: bool) -> set[GemmTile]:
-        return {tile_of(rows, outputs, 1, wide) for rows in counts}
+        return {tile_of(rows, outputs, 1, wide, arch=90) for rows in counts}
 
     for outputs, wide in product((1024, 10_240, 24_576), (False, True)):
         assert tiles(map(sum, PASSES), outputs, wide) == tiles(range(8, 2049, 8), outputs, wide)

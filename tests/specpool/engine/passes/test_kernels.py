@@ -223,7 +223,7 @@ def test_cublas_multiplies_from_a_number_of_rows(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_one_tile_holds_few_rows(wide: bool) -> None:
-    tiles = {rows: tile_of(rows, 4096, 2, wide) for rows in (1, 16, 17, 32, 33, 64, 65, 1024, 1025)}
+    tiles = {rows: tile_of(rows, 4096, 2, wide, arch=90) for rows in (1, 16, 17, 32, 33, 64, 65, 1024, 1025)}
     expected = [16, 16, 32, 32, *([32] * 5 if wide else [64] * 4 + [256])]
     assert [tile.rows for tile in tiles.values()] == expected
 
