@@ -65,6 +65,7 @@ class CoordinatorServer:
         waiting = asyncio.create_task(self._end_drain_without_target())
         await self.server.wait_stopped()
         waiting.cancel()
+        self.coordinator.auditor.stop()
         failed = self._running.done() and not self._running.cancelled()
         if not failed and self.coordinator.target.is_ready:
             # Cancelled requests hold slots that the next coordinator needs.

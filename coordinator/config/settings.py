@@ -134,6 +134,13 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         le=UINT32_MAX,
         description="maximum prompt tokens prefilled per round; fewer run while they would delay the tokens of others",
     )
+    audit_share: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="share of answers to replay by plain decoding, when there is room, and compare; default: 0.001 if "
+        "the target's equivalence is bitwise, otherwise 0",
+    )
     draft_timeout_seconds: Seconds = Field(5.0, gt=0, description="timeout of the draft worker")
     target_timeout_seconds: Seconds = Field(120.0, gt=0, description="timeout of the target worker")
     metrics_compat: Literal["vllm"] | None = Field(None, description="also serve metrics under vLLM's names")

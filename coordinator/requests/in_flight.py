@@ -65,8 +65,8 @@ class RequestsInFlight:
 
     def add(self, generation: Generation) -> None:
         """Start passing events to a generation."""
-        self.requests += 1
-        if not self._samples:
+        self.requests += not generation.is_background
+        if all(other.is_background for other, _ in self._samples.values()):
             self._ends.begin(time.monotonic())
         self._samples.update({sample.sequence.sequence_id: (generation, sample) for sample in generation.samples})
 
@@ -98,7 +98,7 @@ class RequestsInFlight:
             return
         generation, sample = self._samples[sequence.sequence_id]
         generation.publish(sample, commit)
-        if self.latencies is not None:
+        if self.latencies is not None and not generation.is_background:
             self.latencies.committed(sample)
         if finish is not None:
             self._end(sequence, finish.reason)
@@ -123,12 +123,14 @@ class RequestsInFlight:
         self._end(sequence, FinishReason.ABORT)
 
     def _end(self, sequence: Sequence, reason: str, error: ServiceError | None = None) -> None:
-        self.finished[reason] += 1
-        self._ends.add(time.monotonic())
-        self.prompt_tokens += sequence.prompt_length
-        self.cached_tokens += sequence.cached_tokens
+        is_counted = not sequence.request.is_background
+        if is_counted:
+            self.finished[reason] += 1
+            self._ends.add(time.monotonic())
+            self.prompt_tokens += sequence.prompt_length
+            self.cached_tokens += sequence.cached_tokens
         if sequence.sequence_id in self._samples:
             generation, sample = self._samples[sequence.sequence_id]
             generation.end(sample, error)
-            if self.latencies is not None and reason in COMPLETED:
+            if self.latencies is not None and is_counted and reason in COMPLETED:
                 self.latencies.ended(sample)

@@ -6,6 +6,7 @@ that keeps failing on the target worker runs alone, and then fails.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 
 from coordinator.requests.in_flight import RequestsInFlight
@@ -37,6 +38,8 @@ class RoundLoop:
     def __init__(self, pool: Pool, policy: Policy, runner: RoundRunner, in_flight: RequestsInFlight) -> None:
         self._pool, self._policy, self._runner, self._in_flight = pool, policy, runner, in_flight
         self._target = runner.target
+        self.on_admission: Callable[[], None] = lambda: None
+        """Called before sequences are admitted."""
         self._work = asyncio.Event()
         self._has_leaving = asyncio.Event()
         self._num_running = 0
@@ -111,6 +114,7 @@ class RoundLoop:
             return Group([])
 
     def _admit(self) -> None:
+        self.on_admission()
         pool = self._pool
         limit = 0
         if pool.queued and pool.capacity:
@@ -189,6 +193,8 @@ class RoundLoop:
     def _blame(self, group: Group, reason: str) -> None:
         for sequence in group.sequences:
             sequence.blame.record_failure(sequence.progress)
+            if sequence.request.is_background:
+                self._fail(sequence, UnavailableError(reason))
             self._fail_if_poisonous(sequence, reason)
 
     def _fail_if_poisonous(self, sequence: Sequence, reason: str = "") -> None:

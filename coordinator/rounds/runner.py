@@ -363,7 +363,8 @@ class RoundRunner:
         try:
             self._drafting.observe_round(flight.outcome)
             for commit in commits:
-                self.counters.add_commit(commit)
+                if not commit.sequence.request.is_background:
+                    self.counters.add_commit(commit)
             self.counters.rounds += 1
             self.counters.cache_misses += flight.round.cache_misses
             self.counters.grouping.add(flight.group, flight.same_length)

@@ -63,6 +63,8 @@ class Pool:
         self._open_rounds: dict[int, int] = {}
         """Rounds of each sequence that have begun and not ended."""
         self._leaving: set[int] = set()
+        self.background: set[int] = set()
+        """Background sequences in the window. Requests that wait for their places do not count against the queue."""
         self._prefixes = PrefixIndex()
         self._by_request: dict[tuple[str, str], dict[int, Sequence]] = {}
 
@@ -116,11 +118,17 @@ class Pool:
         """Ready sequences of the clients that may join the next round."""
         if not self._preempts:
             return self.ready
-        clients = {sequence.request.client for sequence in chain(self.ready, self._in_round.values())}
+        clients = self._active_clients
         allowed = self._worker_time.may_run(clients)
         if len(allowed) == len(clients):
             return self.ready
-        return ReadySet(sequence for sequence in self.ready if sequence.request.client in allowed)
+        return ReadySet(s for s in self.ready if s.request.client in allowed or s.request.is_background)
+
+    @property
+    def _active_clients(self) -> set[str]:
+        """Clients with sequences that are ready or in a round. Background sequences take no share of worker time."""
+        active = chain(self.ready, self._in_round.values())
+        return {sequence.request.client for sequence in active if not sequence.request.is_background}
 
     @property
     def newcomers(self) -> ReadySet:
@@ -130,13 +138,18 @@ class Pool:
 
     def add_round_time(self, parts: Mapping[str, Part], seconds: float, pass_seconds: Callable[[float], float]) -> None:
         """Count the time of a round that ends, by client: see `WorkerTime.add_round`."""
-        active = {sequence.request.client for sequence in chain(self.ready, self._in_round.values())}
+        active = self._active_clients
         self._worker_time.add_round(parts, seconds, pass_seconds, active | self._queue.clients_without_place())
 
     @property
     def in_flight(self) -> list[Sequence]:
         """All unfinished sequences, queued or in the window."""
         return [sequence for samples in self._by_request.values() for sequence in samples.values()]
+
+    @property
+    def is_cramped(self) -> bool:
+        """Whether a sequence waits for positions to continue."""
+        return bool(self._cramped)
 
     @property
     def entering(self) -> list[Sequence]:
@@ -182,6 +195,7 @@ class Pool:
 
     def _check_limits(self, client: str, samples: int, tokens: int, *, entering: int) -> None:
         preempted = sum(sequence.request.client == client for sequence in self._preempted.values())
+        entering += len(self.background)
         self.limits.check(
             self._queue, client, samples, tokens, entering=entering, reserve=self.max_num_seqs, preempted=preempted
         )
@@ -231,21 +245,26 @@ class Pool:
 
     def _enter(self, sequence: Sequence) -> None:
         self._find_prefix(sequence)
-        if self._prefix_caching:
+        if self._shares_prefixes(sequence):
             self._prefixes.add(sequence)
         self._queue.enter(sequence)  # last, so that an error above leaves the sequence queued
         if sequence.is_preempted:
             protect(sequence)
         sequence.is_preempted, sequence.overtaken = False, 0
         self.reservations.add(sequence)
+        if sequence.request.is_background:
+            self.background.add(sequence.sequence_id)
         self._park_or_make_ready(sequence)
         self._prefixes.trim(self.slots - self.max_num_seqs + self.capacity)
 
     def _find_prefix(self, sequence: Sequence) -> None:
         """Look for a prefix. Samples of one request start with a source, which may have finished since."""
         initial = sequence.target_prefix
-        if self._prefix_caching and (initial is None or initial.source.finish is not None):
+        if self._shares_prefixes(sequence) and (initial is None or initial.source.finish is not None):
             sequence.target_prefix = sequence.draft_prefix = self._prefixes.find(sequence) or initial
+
+    def _shares_prefixes(self, sequence: Sequence) -> bool:
+        return self._prefix_caching and not sequence.request.is_background
 
     def _park_or_make_ready(self, sequence: Sequence) -> None:
         if sequence.target_prefix is not None and sequence.target_prefix.is_pending:
@@ -336,7 +355,7 @@ class Pool:
         self._preempted[sequence_id] = sequence
         self._leaving.add(sequence_id)
         self._queue.leave(sequence_id)
-        if self._prefix_caching:
+        if self._shares_prefixes(sequence):
             cached = copy.copy(sequence)
             cached.finish, cached.target_prefix, cached.draft_prefix = Finish(FinishReason.ABORT), None, None
             self._prefixes.finish(cached)  # the workers keep it until they need the room
@@ -435,7 +454,7 @@ class Pool:
     def _leave(self, sequence: Sequence) -> None:
         self._leaving.add(sequence.sequence_id)
         sequence.target_prefix = sequence.draft_prefix = None  # otherwise chains of finished sequences stay in memory
-        if self._prefix_caching:
+        if self._shares_prefixes(sequence):
             self._prefixes.finish(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
@@ -469,6 +488,7 @@ class Pool:
         """Free the places of sequences whose slots the workers have released."""
         for sequence_id in self._leaving.intersection(sequence_ids):
             self._leaving.remove(sequence_id)
+            self.background.discard(sequence_id)
             self.reservations.remove(sequence_id)
             self._queue.leave(sequence_id)
             self._requeue(sequence_id)
@@ -489,4 +509,4 @@ class Pool:
         )
         assert not (self._preempted.keys() - self._leaving) & (set().union(*states)), "preempted and in the window"
         max_waiting = self.limits.samples + min(self.max_num_seqs, self.limits.samples)
-        assert self._queue.newcomers <= max_waiting + self.capacity, "the queue is exceeded"
+        assert self._queue.newcomers <= max_waiting + self.capacity + len(self.background), "the queue is exceeded"

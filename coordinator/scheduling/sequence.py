@@ -71,6 +71,8 @@ class GenerationRequest:
     cache_salt: str = ""
     client: str = ""
     """The caller, who owns its request ids and cached prefixes."""
+    is_background: bool = False
+    """Runs in room that other requests leave. Uses and leaves no cached prefixes, and counts in no statistics."""
 
     @property
     def key(self) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from itertools import count
 
+from coordinator.audit.spare_room import SpareRoom
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.drafting.drafting import Drafting
 from coordinator.prompts.constraint_reader import ConstraintReader
@@ -24,6 +25,7 @@ from coordinator.scheduling.grouping import POLICIES, GroupingLimits
 from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 from coordinator.scheduling.text import TextStream
+from coordinator.serving.auditor import DEFAULT_SHARE, Auditor
 from coordinator.tracing.traces import Traces
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.errors import MismatchError
@@ -42,6 +44,7 @@ from specpool.protocol.errors import (
 from specpool.protocol.model_name import readable_name
 from specpool.rpc.observability.tracing import Tracer
 from specpool.rpc.security.channel import Connector
+from specpool.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +94,10 @@ class Coordinator:
         )
         self._loop = RoundLoop(self.pool, POLICIES[settings.policy](limits), runner, self.in_flight)
         for link in self.targets.links:
-            link.on_replaced = self._loop.target_replaced
+            link.on_replaced = self._target_replaced
+        room = SpareRoom(self.pool, settings.max_batch_size, mixes_lengths=settings.policy == "ragged")
+        self.auditor = Auditor(room, self.generate, self._abort, lambda: self.audit_share)
+        self._loop.on_admission = self.auditor.yield_room
         self._sequence_ids = count(1)
 
     @property
@@ -119,6 +125,15 @@ class Coordinator:
             return self.settings.served_model_name
         return readable_name(self.target.info.model) if self.target.info is not None else ""
 
+    @property
+    def audit_share(self) -> float:
+        """Share of the answers to audit, 0 to 1."""
+        if self.settings.audit_share is not None:
+            return self.settings.audit_share
+        info = self.target.info
+        is_exact = info is not None and info.equivalence == common_pb2.EQUIVALENCE_BITWISE
+        return DEFAULT_SHARE if is_exact else 0.0
+
     async def run(self) -> None:
         """Run rounds. Raises MismatchError if the target worker restarts with another model; never returns."""
         try:
@@ -126,6 +141,7 @@ class Coordinator:
                 drafts = [] if self.draft is None else [self.draft.keep_connected()]
                 for probing in (*self.targets.probes(), *drafts):
                     tasks.create_task(probing)
+                tasks.create_task(self.auditor.run())
                 await self._loop.run()
         except* MismatchError as group:
             raise group.exceptions[0] from None
@@ -182,6 +198,7 @@ class Coordinator:
         finally:
             for sequence in sequences:
                 self._abort(sequence)
+                self.auditor.offer(sequence)
             self.in_flight.discard(generation)
             log.debug("request finished: %s", generation)
 
@@ -205,6 +222,11 @@ class Coordinator:
         if settings.chat_template is not None:
             link.chat_template = read_template(settings.chat_template)
         return link
+
+    def _target_replaced(self, is_same_model: bool) -> None:
+        if not is_same_model:
+            self.auditor.clear()
+        self._loop.target_replaced(is_same_model)
 
     @contextmanager
     def _refusals(self, request: GenerationRequest) -> Iterator[None]:

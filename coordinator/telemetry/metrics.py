@@ -9,6 +9,7 @@ from coordinator.requests.latencies import Histogram, Latencies
 from coordinator.scheduling.commits import GRAMMAR
 from coordinator.scheduling.counters import DraftCounters
 from coordinator.scheduling.sequence import DraftMethod, FinishReason
+from coordinator.serving.auditor import RESULTS
 from coordinator.serving.coordinator import Coordinator
 from coordinator.workers.states import LinkState
 from specpool.rpc.observability.metrics import Families
@@ -91,6 +92,8 @@ class CoordinatorMetrics:
         yield counter("requests", "Requests that entered the queue.", self._coordinator.in_flight.requests)
         text = "Times that the standby took over from the target worker."
         yield counter("target_takeovers", text, self._coordinator.targets.takeovers)
+        audits = {result: self._coordinator.auditor.results[result] for result in RESULTS}
+        yield counter("audited_requests", "Samples selected for an audit, by result.", audits, "result")
         yield from self._limits(families)
         yield from self._rounds(families)
         drafts = {method: counters.drafts.get(method, DraftCounters()) for method in map(str, DRAFT_METHODS)}

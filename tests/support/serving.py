@@ -23,8 +23,8 @@ from specpool.v1 import generation_pb2 as pb
 PATIENCE_SECONDS = 20
 # Default deadline of every call: a test fails rather than hangs.
 DEADLINES = json.dumps({"methodConfig": [{"name": [{}], "timeout": f"{PATIENCE_SECONDS}s"}]})
-# Settings that make draft lengths independent of the clock.
-DEFAULTS = {"port": 0, "drain_seconds": 5.0, "num_speculative_tokens": 4, "draft_method": "model"}
+# Settings that make draft lengths independent of the clock, and rounds of chance.
+DEFAULTS = {"port": 0, "drain_seconds": 5.0, "num_speculative_tokens": 4, "draft_method": "model", "audit_share": 0.0}
 
 
 async def info_with_loads(ask: Callable[[], Awaitable[pb.GetServerInfoResponse]]) -> pb.GetServerInfoResponse:
