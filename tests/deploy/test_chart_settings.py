@@ -290,7 +290,10 @@ def test_fixed_replicas_and_their_certificates() -> None:
         assert f"specpool-{worker}.default.svc" in names
 
 
-@pytest.mark.parametrize(("name", "kind"), [("many-workers", "ScaledObject"), ("hpa-workers", "HorizontalPodAutoscaler")])
+SCALED = [("many-workers", "ScaledObject"), ("hpa-workers", "HorizontalPodAutoscaler")]
+
+
+@pytest.mark.parametrize(("name", "kind"), SCALED)
 def test_each_role_scales_by_its_own_load(name: str, kind: str) -> None:
     manifests = render(name)
     scalers = {full_name: item["spec"] for full_name, item in of_kind(manifests, kind).items()}
