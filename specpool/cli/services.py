@@ -1,9 +1,11 @@
 """The processes that `specpool up` runs, with their flags."""
 
+import math
 from collections.abc import Mapping
 from itertools import chain, count
 from typing import Any
 
+from coordinator.config.settings import MAX_NUM_SEQS
 from specpool.cli.processes import Service, arguments_of
 from specpool.cli.tls_check import health_check_security
 from specpool.cli.up_settings import COORDINATOR, CPU, ENGINE, UpSettings
@@ -68,6 +70,12 @@ def _count(settings: UpSettings, role: str) -> int:
     return int(getattr(settings, f"{role}s", 1))
 
 
+def _slots(settings: UpSettings, role: str) -> int:
+    """Return the sequences of a worker: max_num_seqs, or a draft's share of the sequences of more targets."""
+    share = max(1, settings.targets / settings.drafts) if role == "draft" else 1
+    return min(MAX_NUM_SEQS, math.ceil(share * settings.max_num_seqs))
+
+
 def _worker(role: str, number: int, model: str, port: int, settings: UpSettings) -> Service:
     """Return the worker with this number, from 1."""
     like = "target" if role == "standby" else role  # a standby has the target's settings
@@ -75,7 +83,7 @@ def _worker(role: str, number: int, model: str, port: int, settings: UpSettings)
     server = {**ListeningSettings.model_fields, **TraceSettings.model_fields}
     flags = _common(settings, ENGINE | server) | own
     flags |= _device(getattr(settings, f"{like}_device"), number, _count(settings, role), settings.threads)
-    flags |= {"model": model, "port": port, "max_sequences": settings.max_num_seqs}
+    flags |= {"model": model, "port": port, "max_sequences": _slots(settings, role)}
     flags["startup_cache"] = None if settings.startup_cache else False
     if settings.metrics_port is not None:
         flags["metrics_port"] = settings.metrics_port + settings.metrics_offset(role, number)

@@ -211,6 +211,12 @@ def test_the_coordinator_gets_the_addresses_of_all_workers() -> None:
     assert [worker.settings["log_name"] for worker in workers] == [worker.name.replace(" ", "-") for worker in workers]
 
 
+def test_drafts_hold_the_sequences_of_all_targets() -> None:
+    flags = named_services(targets=3, drafts=2, max_num_seqs=5)
+    assert [flags[name]["--max-sequences"] for name in ("target worker 1", "draft worker 2")] == ["5", "8"]
+    assert named_services(drafts=3, max_num_seqs=8)["draft worker 1"]["--max-sequences"] == "8"
+
+
 def test_single_workers_have_no_numbers() -> None:
     flags = named_services()
     assert list(flags) == ["target worker", "draft worker", "coordinator"]
