@@ -10,6 +10,7 @@ from coordinator.scheduling.commits import GRAMMAR
 from coordinator.scheduling.counters import DraftCounters
 from coordinator.scheduling.sequence import DraftMethod, FinishReason
 from coordinator.serving.coordinator import Coordinator
+from coordinator.workers.link import WorkerLink
 from coordinator.workers.states import LinkState
 from specpool.rpc.observability.metrics import Families
 
@@ -42,14 +43,17 @@ class CoordinatorMetrics:
 
     def _links(self) -> Metric:
         coordinator = self._coordinator
-        links = {"target": coordinator.target, "draft": coordinator.draft, "standby": coordinator.targets.standby}
+        links: dict[str, list[WorkerLink]] = {"target": [coordinator.target]}
+        if coordinator.draft is not None:
+            links["draft"] = [*coordinator.draft.links]
+        if coordinator.targets.standby is not None:
+            links["standby"] = [coordinator.targets.standby]
         states = {
-            (worker, state.value): float(link.state is state)
-            for worker, link in links.items()
-            if link is not None
+            (worker, state.value): float(sum(link.state is state for link in own))
+            for worker, own in links.items()
             for state in LinkState
         }
-        text = "State of the link to a worker: 1 for the present state, else 0."
+        text = "Links to workers in each state."
         return Families().gauge("worker_link_state", text, states, "worker", "state")
 
     def _as_vllm(self, families: Families, latencies: Latencies) -> Iterator[Metric]:

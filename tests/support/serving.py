@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.server import CoordinatorServer
+from coordinator.workers.draft_link import DraftLink
 from specpool.rpc.ports import free_port
 from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import draft_worker_pb2, generation_pb2_grpc, target_worker_pb2
@@ -94,6 +95,12 @@ class Serving:
     def __post_init__(self) -> None:
         self.stub = generation_pb2_grpc.GenerationServiceStub(self.channel)
         self.health = health_pb2_grpc.HealthStub(self.channel)
+
+    @property
+    def draft_link(self) -> DraftLink:
+        """The link to the first draft worker."""
+        assert self.process.coordinator.draft is not None
+        return self.process.coordinator.draft.links[0]
 
     async def info(self) -> pb.GetServerInfoResponse:
         return await self.stub.GetServerInfo(pb.GetServerInfoRequest())

@@ -69,6 +69,14 @@ def check_address(address: str, port: int) -> str:
     return address
 
 
+def check_addresses(addresses: str, port: int) -> str:
+    """Return the addresses, separated by commas. Raises ValueError like `check_address`, and for duplicates."""
+    checked = [check_address(address.strip(), port) for address in addresses.split(",")]
+    if duplicates := [address for address in dict.fromkeys(checked) if checked.count(address) > 1]:
+        raise ValueError(f"{duplicates[0]} is given twice")
+    return ",".join(checked)
+
+
 def split_address(address: str) -> tuple[str, int] | None:
     """Return the host and the port of "host:port", or None for gRPC's other forms, such as "dns:///name:port"."""
     match = _HOST_AND_PORT.fullmatch(address)
