@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 
 RESOLVE_SECONDS = 5.0
 """Time between two resolutions of a name."""
+TIMEOUT_SECONDS = 5.0
+"""Time for a resolution."""
 _FOLLOWED = re.compile(r"dns:///([^/]+)")
 
 Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
@@ -59,8 +61,10 @@ class Discovery:
         """
         while True:
             await asyncio.gather(*map(self._follow, self._resolved))
-            found = [*self.fixed, *chain.from_iterable(self._resolved.values())]
-            yield [*{endpoint.address: endpoint for endpoint in reversed(found)}.values()]  # the first of duplicates
+            found: dict[str, Endpoint] = {}
+            for endpoint in chain(self.fixed, *self._resolved.values()):
+                found.setdefault(endpoint.address, endpoint)
+            yield [*found.values()]
             if not self._resolved:
                 await asyncio.Event().wait()
             await asyncio.sleep(RESOLVE_SECONDS)
@@ -68,7 +72,7 @@ class Discovery:
     async def _follow(self, name: tuple[str, int]) -> None:
         host, port = name
         try:
-            async with asyncio.timeout(RESOLVE_SECONDS):
+            async with asyncio.timeout(TIMEOUT_SECONDS):
                 records = await self._resolve(host, port)
         except (OSError, TimeoutError) as error:
             reason = str(error) or "no response"
