@@ -11,6 +11,7 @@ from coordinator.scheduling.sequence import DraftMethod
 from specpool.environment.extras import explain_missing
 from specpool.protocol.rounds import MAX_DRAFT_TOKENS
 from specpool.rpc.config.settings import UINT32_MAX, DraftAddresses, Seconds, ServerSettings, TargetAddress
+from specpool.rpc.security.channel import split_addresses
 
 MAX_NUM_SEQS = 4096
 """Limit of the flags: no worker has more slots."""
@@ -153,7 +154,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     @property
     def draft_addresses(self) -> list[str]:
         """The entries of `draft_address`."""
-        return self.draft_address.split(",") if self.draft_address is not None else []
+        return split_addresses(self.draft_address or "")
 
     @property
     def usable_window(self) -> int:

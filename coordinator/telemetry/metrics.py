@@ -43,18 +43,17 @@ class CoordinatorMetrics:
 
     def _links(self) -> Metric:
         coordinator = self._coordinator
-        links: dict[str, list[WorkerLink]] = {"target": [coordinator.target]}
-        if coordinator.draft is not None:
-            links["draft"] = [*coordinator.draft.links]
-        if coordinator.targets.standby is not None:
-            links["standby"] = [coordinator.targets.standby]
+        links: list[tuple[str, WorkerLink | None]] = [("target", coordinator.target)]
+        links += [("standby", coordinator.targets.standby)]
+        links += [("draft", link) for link in coordinator.draft.links] if coordinator.draft is not None else []
         states = {
-            (worker, state.value): float(sum(link.state is state for link in own))
-            for worker, own in links.items()
+            (worker, link.address, state.value): float(link.state is state)
+            for worker, link in links
+            if link is not None
             for state in LinkState
         }
-        text = "Links to workers in each state."
-        return Families().gauge("worker_link_state", text, states, "worker", "state")
+        text = "State of the link to a worker: 1 for the present state, else 0."
+        return Families().gauge("worker_link_state", text, states, "worker", "address", "state")
 
     def _as_vllm(self, families: Families, latencies: Latencies) -> Iterator[Metric]:
         """Metrics with the names and meanings of vLLM's."""

@@ -2,14 +2,13 @@
 
 import asyncio
 import logging
-import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from specpool.rpc.security.channel import SecurityOptions, join_address, split_address
+from specpool.rpc.security.channel import FOLLOWED, SecurityOptions, is_followed, join_address, split_address
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +16,6 @@ RESOLVE_SECONDS = 5.0
 """Time between two resolutions of a name."""
 TIMEOUT_SECONDS = 5.0
 """Time for a resolution."""
-_FOLLOWED = re.compile(r"dns:///([^/]+)")
 
 Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
 """Resolves a host and a port to IP addresses. Raises OSError."""
@@ -86,7 +84,7 @@ class Discovery:
 
 def _followed(entry: str) -> tuple[str, int] | None:
     """Return the name and port whose records an entry stands for. None for a fixed address."""
-    return split_address(match[1]) if (match := _FOLLOWED.fullmatch(entry)) is not None else None
+    return split_address(entry.removeprefix(FOLLOWED)) if is_followed(entry) else None
 
 
 async def _resolve(host: str, port: int) -> Iterable[str]:

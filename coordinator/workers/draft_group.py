@@ -153,9 +153,11 @@ class DraftGroup:
             if item.base_length and not is_cached:
                 answers[sequence_id] = Proposal(sequence_id, ItemStatus.CACHE_MISS)
             elif link.is_ready:
-                if not link.kv_reservations_grow:
-                    item.max_length = None
                 parts.setdefault(link, []).append(item)
+        for link, own in parts.items():
+            if not link.kv_reservations_grow:
+                for item in own:
+                    item.max_length = None
         return parts, answers
 
     def _place(self, item: ProposeItem, round_id: int) -> DraftLink | None:

@@ -152,18 +152,20 @@ async def serving(
     wait_for_draft: bool = True,
     probe_seconds: float = 0.05,
     others: Sequence[FakeDraft] = (),
+    further_draft_addresses: Sequence[str] = (),
     **settings: Any,
 ) -> AsyncIterator[Serving]:
     """Run everything and wait until it serves. Without `with_target`, the target does not answer yet.
 
-    `others`: further draft workers.
+    `others`: further draft workers. `further_draft_addresses`: of those that the caller runs.
     """
     target = target if target is not None else RecordingTarget()
     if draft is None and with_draft:
         draft = RecordingDraft(target)
     target_address = await target.start() if with_target else free_address()
     drafts = [*([draft] if draft is not None else []), *others]
-    draft_address = ",".join([await each.start() for each in drafts]) or None
+    addresses = [await each.start() for each in drafts]
+    draft_address = ",".join([*addresses, *further_draft_addresses]) or None
     with mock.patch("coordinator.workers.link.PROBE_SECONDS", probe_seconds):
         process = CoordinatorServer(
             CoordinatorSettings(

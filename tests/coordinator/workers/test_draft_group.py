@@ -76,7 +76,7 @@ class FakeLink:
             return Proposal(sequence_id, ItemStatus.NO_SLOT)
         cached = [*cache[: item.base_length], *item.token_ids]
         assert cached == self.tokens[sequence_id][: len(cached)], "the worker continues another text"
-        self.caches[sequence_id] = [*cached, WRONG_TOKEN, WRONG_TOKEN]  # drafted, and later rejected
+        self.caches[sequence_id] = [*cached, *[WRONG_TOKEN] * 8]  # drafted, and later rejected
         return Proposal(sequence_id, ItemStatus.OK, (1, 2, 3), len(cached) + 2)
 
     async def keep_connected(self) -> None:
@@ -330,7 +330,7 @@ def test_no_worker_continues_another_text(seed: int, workers: int, slots: int) -
         link.tokens = tokens
     for round_id in range(1, 60):
         for link in links:
-            if link.is_ready and chance.random() < 0.05:
+            if link.is_ready and chance.random() < 0.15:
                 link.error = WorkerUnreachableError("told to fail", Cause.LOST)
             elif not link.is_ready and chance.random() < 0.3:
                 link.is_ready, link.error = True, None
