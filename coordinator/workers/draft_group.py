@@ -39,6 +39,8 @@ class DraftGroup:
         """Workers that are no longer found, and get no new sequences."""
         self._probing: dict[DraftLink, asyncio.Task[None]] = {}
         self._placement: Placement[DraftLink] = Placement()
+        self._moved: set[int] = set()
+        """Sequences whose worker has not been told to begin at position 0 yet. It may have an old cache."""
         self._full_until: dict[DraftLink, int] = {}
         """First round that may place sequences again on a worker that had no free slot."""
         self._shared_times = StepTimes(UNKNOWN_DRAFT)
@@ -112,7 +114,7 @@ class DraftGroup:
     ) -> tuple[list[Proposal], Timed]:
         """Run a draft round on all workers with sequences in it, and return the proposals in the order of the items.
 
-        Without proposal: sequences of a worker that fails. Raises WorkerUnreachableError or WorkerRefusedError if all
+        Sequences of a worker that fails have no proposal. Raises WorkerUnreachableError or WorkerRefusedError if all
         fail. The duration is that of the slowest worker. For the arguments see `DraftLink.propose`.
         """
         if self._only is not None:
@@ -122,7 +124,7 @@ class DraftGroup:
         calls = (link.propose(round_id, own, chances, step_cost, traceparent) for link, own in parts.items())
         results = await asyncio.gather(*calls, return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
-        if failures and len(failures) == len(results):
+        if failures and len(failures) == len(results) and not answers:
             raise failures[0]
         slowest = Timed()
         for (link, own), result in zip(parts.items(), results, strict=True):
@@ -149,13 +151,19 @@ class DraftGroup:
                 if before is None:
                     answers[sequence_id] = Proposal(sequence_id, ItemStatus.NO_SLOT)
                 continue
-            is_cached = link is before if source_id is None else self._placement.has_cached(link, source_id)
-            if item.base_length and not is_cached:
+            if link is not before:
+                self._moved.add(sequence_id)
+            is_moved = (
+                sequence_id in self._moved if source_id is None else not self._placement.has_cached(link, source_id)
+            )
+            if item.base_length and is_moved:
                 answers[sequence_id] = Proposal(sequence_id, ItemStatus.CACHE_MISS)
             elif link.is_ready:
+                self._moved.discard(sequence_id)
                 parts.setdefault(link, []).append(item)
+        grow = self.kv_reservations_grow
         for link, own in parts.items():
-            if not link.kv_reservations_grow:
+            if grow and not link.kv_reservations_grow:
                 for item in own:
                     item.max_length = None
         return parts, answers
@@ -203,6 +211,7 @@ class DraftGroup:
             link.release_soon(sequence_ids)
         slots = sum(link.load_at_start.slots_total for link in self._links.values())
         self._placement.release(sequence_ids, slots)
+        self._moved.difference_update(sequence_ids)
 
     @property
     def is_releasing(self) -> bool:

@@ -47,7 +47,6 @@ async def test_tokens_equal_plain_decoding(tiny_pair: tuple[Path, Path]) -> None
             assert drafted > 0
             info = await client.server_info()
             assert [worker.state for worker in info.draft_workers] == ["ready", "ready"]
-            while any(
-                await asyncio.gather(*(host.run(lambda b: b.info().slots_in_use) for host in (other, pair.draft)))
-            ):
+            await pair.wait_idle()
+            while await other.run(lambda backend: backend.info().slots_in_use):  # noqa: ASYNC110 - polls a worker
                 await asyncio.sleep(0.01)
