@@ -100,10 +100,6 @@ class DraftGroup:
             self._times, self._shared_times = times, StepTimes.in_parallel(times)
         return self._shared_times
 
-    def num_sequences(self, link: DraftLink) -> int:
-        """Number of sequences whose drafts come from a worker."""
-        return self._placement.count(link)
-
     async def propose(
         self,
         round_id: int,
@@ -153,10 +149,11 @@ class DraftGroup:
                 continue
             if link is not before:
                 self._moved.add(sequence_id)
-            is_moved = (
-                sequence_id in self._moved if source_id is None else not self._placement.has_cached(link, source_id)
-            )
-            if item.base_length and is_moved:
+            if source_id is None:
+                lacks_cache = sequence_id in self._moved
+            else:
+                lacks_cache = not self._placement.has_cached(link, source_id)
+            if item.base_length and lacks_cache:
                 answers[sequence_id] = Proposal(sequence_id, ItemStatus.CACHE_MISS)
             elif link.is_ready:
                 self._moved.discard(sequence_id)
