@@ -10,7 +10,8 @@ from coordinator.prompts.template_file import check_template
 from coordinator.scheduling.sequence import DraftMethod
 from specpool.environment.extras import explain_missing
 from specpool.protocol.rounds import MAX_DRAFT_TOKENS
-from specpool.rpc.config.settings import UINT32_MAX, DraftAddress, Seconds, ServerSettings, TargetAddress
+from specpool.rpc.config.settings import UINT32_MAX, DraftAddresses, Seconds, ServerSettings, TargetAddress
+from specpool.rpc.security.channel import split_addresses
 
 MAX_NUM_SEQS = 4096
 """Limit of the flags: no worker has more slots."""
@@ -52,8 +53,10 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         description="host:port of a second target worker with the same model, which takes over if the first one is "
         "lost; default: none",
     )
-    draft_address: DraftAddress | None = Field(
-        None, description="host:port of the draft worker; default: prompt lookup only"
+    draft_address: DraftAddresses | None = Field(
+        None,
+        description="host:port of the draft worker, or several, separated by commas; dns:///host:port: every record "
+        "of the name, also new ones; default: prompt lookup only",
     )
     served_model_name: str | None = Field(
         None,
@@ -154,6 +157,11 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         False,
         description="also serve vllm.grpc.engine.VllmEngine, for the HTTP gateway smg",
     )
+
+    @property
+    def draft_addresses(self) -> list[str]:
+        """The entries of `draft_address`."""
+        return split_addresses(self.draft_address or "")
 
     @property
     def usable_window(self) -> int:

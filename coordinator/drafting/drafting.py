@@ -10,7 +10,7 @@ from coordinator.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts
 from coordinator.drafting.draft_lengths import DraftLengths, DraftOptions
 from coordinator.drafting.forced_tokens import ForcedTokens
 from coordinator.drafting.lookup import PromptLookup
-from coordinator.drafting.outcome import RoundOutcome
+from coordinator.drafting.outcome import RoundOutcome, draft_steps
 from coordinator.scheduling.commits import Commit, DraftPlan, Lookup, LookupSource
 from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.sequence import MAX_DRAFT_LAG, DraftMethod, Sequence
@@ -192,18 +192,9 @@ class Drafting:
     def observe_proposals(self, items: Items[ProposeItem], proposals: Items[Proposal], timed: Timed) -> None:
         """Learn from the time of a round's draft steps."""
         self._observe_exchange(timed)
-        if any(len(item.token_ids) - item.num_unverified > MAX_DRAFT_LAG for item in items):
-            return
-        branches = [branch.draft_token_ids for proposal in proposals for branch in proposal.branches]
-        has_branches = any(item.num_branches for item in items)
-        lengths = [len(drafted) for drafted in branches] or [len(proposal.draft_token_ids) for proposal in proposals]
-        steps = [sum(k > j for k in lengths) for j in range(max(lengths, default=0))]
-        if has_branches:
-            self.costs.draft.observe_steps([sum(len(item.token_ids) for item in items), *steps], timed.forward)
-            self._draft_steps = 0
-        elif steps:
+        if steps := draft_steps(items, proposals):
             self.costs.draft.observe_steps(steps, timed.forward)
-            self._draft_steps = len(steps)
+            self._draft_steps = 0 if any(item.num_branches for item in items) else len(steps)
 
     def _observe_exchange(self, timed: Timed) -> None:
         self.costs.exchange += EXCHANGE_WEIGHT * (timed.wire - self.costs.exchange)

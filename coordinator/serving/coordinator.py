@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from itertools import count
 
 from coordinator.audit.spare_room import SpareRoom
@@ -27,6 +28,8 @@ from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 from coordinator.scheduling.text import TextStream
 from coordinator.serving.auditor import DEFAULT_SHARE, Auditor
 from coordinator.tracing.traces import Traces
+from coordinator.workers.discovery import Discovery, Endpoint
+from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.errors import MismatchError
 from coordinator.workers.interface import Workers
@@ -64,10 +67,10 @@ class Coordinator:
         self.constraints = ConstraintReader(self.tokenizers)
         addresses, model = [settings.target_address, settings.target_standby_address], TargetModel()
         self.targets = TargetPair(*(self._target_link(each, coordinator_id, model) for each in addresses if each))
-        self.draft: DraftLink | None = None
-        if settings.draft_address is not None:
-            draft = Connector(settings.draft_address, **settings.worker_security)
-            self.draft = DraftLink(draft, coordinator_id, settings.draft_timeout_seconds, self.targets)
+        self.draft: DraftGroup | None = None
+        if settings.draft_addresses:
+            open_link = partial(self._draft_link, coordinator_id=coordinator_id)
+            self.draft = DraftGroup(Discovery(settings.draft_addresses), open_link)
         is_eqspec = settings.policy == "eqspec"  # a fixed batch neither preempts nor overlaps
         self.pool = Pool(
             settings.usable_window,
@@ -212,8 +215,10 @@ class Coordinator:
 
     async def close(self) -> None:
         await self.tokenizers.close()
-        for link in (*self.targets.links, *([self.draft] if self.draft is not None else [])):
+        for link in self.targets.links:
             await link.close()
+        if self.draft is not None:
+            await self.draft.close()
 
     def _target_link(self, address: str, coordinator_id: str, model: TargetModel) -> TargetLink:
         settings = self.settings
@@ -222,6 +227,10 @@ class Coordinator:
         if settings.chat_template is not None:
             link.chat_template = read_template(settings.chat_template)
         return link
+
+    def _draft_link(self, endpoint: Endpoint, coordinator_id: str) -> DraftLink:
+        connector = Connector(endpoint.address, **endpoint.secured(self.settings.worker_security))
+        return DraftLink(connector, coordinator_id, self.settings.draft_timeout_seconds, self.targets)
 
     def _target_replaced(self, is_same_model: bool) -> None:
         if not is_same_model:

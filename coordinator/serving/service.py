@@ -11,6 +11,7 @@ from coordinator.serving.coordinator import Coordinator
 from coordinator.serving.intake import Intake
 from coordinator.workers.link import WorkerLink
 from coordinator.workers.recent import Recent
+from coordinator.workers.states import LinkState
 from specpool.environment.version import package_version
 from specpool.protocol.codec import logprobs_message
 from specpool.rpc.server.callers import client_of
@@ -51,11 +52,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         coordinator, settings = self._coordinator, self._coordinator.settings
-        draft = coordinator.draft.info if coordinator.draft is not None else None
+        draft = coordinator.draft.first if coordinator.draft is not None else None
         return pb.GetModelInfoResponse(
             max_model_len=coordinator.max_model_len,
             target=coordinator.target.info,
-            draft=draft,
+            draft=draft.info if draft is not None else None,
             default_max_tokens=settings.default_max_tokens,
             num_speculative_tokens=settings.num_speculative_tokens,
             max_num_speculative_tokens=settings.max_num_speculative_tokens,
@@ -70,8 +71,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _server_info(self) -> pb.GetServerInfoResponse:
         coordinator, counters = self._coordinator, self._coordinator.counters
-        links = (coordinator.target, coordinator.draft, coordinator.targets.standby)
-        target, draft, standby = await asyncio.gather(*map(_worker_state, links))
+        drafts = coordinator.draft.links if coordinator.draft is not None else []
+        links = (coordinator.target, coordinator.targets.standby, *drafts)
+        target, standby, *draft_states = await asyncio.gather(*map(_worker_state, links))
+        draft_workers = [state for state in draft_states if state is not None]
         return pb.GetServerInfoResponse(
             version=package_version(),
             uptime_s=time.monotonic() - coordinator.started,
@@ -82,7 +85,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             running=coordinator.pool.running,
             queued=coordinator.pool.queued,
             target=target,
-            draft=draft,
+            draft=min(draft_workers, key=lambda worker: worker.state != LinkState.READY, default=None),
+            draft_workers=draft_workers,
             standby=standby,
             counters=pb.ServerCounters(
                 requests=coordinator.in_flight.requests,

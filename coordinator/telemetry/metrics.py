@@ -11,6 +11,7 @@ from coordinator.scheduling.counters import DraftCounters
 from coordinator.scheduling.sequence import DraftMethod, FinishReason
 from coordinator.serving.auditor import RESULTS
 from coordinator.serving.coordinator import Coordinator
+from coordinator.workers.link import WorkerLink
 from coordinator.workers.states import LinkState
 from specpool.rpc.observability.metrics import Families
 
@@ -43,15 +44,17 @@ class CoordinatorMetrics:
 
     def _links(self) -> Metric:
         coordinator = self._coordinator
-        links = {"target": coordinator.target, "draft": coordinator.draft, "standby": coordinator.targets.standby}
+        links: list[tuple[str, WorkerLink | None]] = [("target", coordinator.target)]
+        links += [("standby", coordinator.targets.standby)]
+        links += [("draft", link) for link in coordinator.draft.links] if coordinator.draft is not None else []
         states = {
-            (worker, state.value): float(link.state is state)
-            for worker, link in links.items()
+            (worker, link.address, state.value): float(link.state is state)
+            for worker, link in links
             if link is not None
             for state in LinkState
         }
         text = "State of the link to a worker: 1 for the present state, else 0."
-        return Families().gauge("worker_link_state", text, states, "worker", "state")
+        return Families().gauge("worker_link_state", text, states, "worker", "address", "state")
 
     def _as_vllm(self, families: Families, latencies: Latencies) -> Iterator[Metric]:
         """Metrics with the names and meanings of vLLM's."""

@@ -149,8 +149,9 @@ async def test_calls_and_links_have_metrics_before_the_target_is_ready() -> None
         if (by := dict(labels))
     }
     assert codes == {(service, "Generate", "Unavailable"): 1, (service, "Abort", "NotFound"): 1}
-    states = {labels: value for labels, value in seen.values("specpool:worker_link_state").items() if value}
-    assert states == {(("state", "connecting"), ("worker", worker)): 1 for worker in ("draft", "target")}
+    links = [dict(labels) for labels, value in seen.values("specpool:worker_link_state").items() if value]
+    assert {(link["worker"], link["state"]) for link in links} == {("target", "connecting"), ("draft", "connecting")}
+    assert {link["address"] for link in links} == {served.target_address, served.draft_address}
     assert "specpool:num_requests_running" not in seen.families
 
 

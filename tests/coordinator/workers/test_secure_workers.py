@@ -74,6 +74,30 @@ async def test_workers_can_use_another_ca_and_name(
         assert await generated(service, tls_ca=ca.path)
 
 
+async def test_certificates_of_followed_names_are_checked(
+    ca: Authority, certificates: dict[str, Certificate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name resolves to the address of a pod, which is not in the certificate."""
+
+    async def resolve(host: str, port: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr("coordinator.workers.discovery._resolve", resolve)
+    target, own = FakeTarget(), mutual(ca, certificates["coordinator"])
+    presented = mutual(ca, ca.issue("drafts", ["DNS:drafts.svc"]))
+    async with (
+        worker(target, **mutual(ca, certificates["worker"])) as target_address,
+        worker(FakeDraft(target), **presented) as draft_address,
+    ):
+        port = draft_address.rpartition(":")[2]
+        for name, is_trusted in {"drafts.svc": True, "other.svc": False}.items():
+            async with coordinator(target, target_address, f"dns:///{name}:{port}", **own) as service:
+                await until(lambda: service.links[0].is_ready)
+                await until(lambda: service.links[1:] and service.links[1].reason != "not connected yet")
+                await until(lambda: service.links[1].is_ready or "UNAVAILABLE" in service.links[1].reason)
+                assert service.links[1].is_ready == is_trusted
+
+
 async def test_worker_tls_can_be_disabled(ca: Authority, certificates: dict[str, Certificate]) -> None:
     own = mutual(ca, certificates["coordinator"])
     async with secure_service({}, **own, worker_tls=False) as service:

@@ -62,6 +62,16 @@ def test_rates_and_shares_cover_the_time_between_two_states() -> None:
     assert result.same_length_share == 0.75
 
 
+def test_every_draft_worker_is_shown() -> None:
+    one, other = pb.WorkerState(address="a:1", state="refused"), pb.WorkerState(address="b:1", state="ready")
+    info = pb.GetServerInfoResponse(target=pb.WorkerState(address="t:1"), draft=other)
+    earlier = view_of("c:1", info, None, None)
+    assert [(worker.role, worker.address) for worker in earlier.workers] == [("target", "t:1"), ("draft", "b:1")]
+    info.draft_workers.extend([one, other])
+    workers = view_of("c:1", info, None, None).workers
+    assert [worker.address for worker in workers] == ["t:1", "a:1", "b:1"]
+
+
 @pytest.mark.parametrize(
     "restarted",
     [
