@@ -54,7 +54,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         draft = coordinator.draft.info if coordinator.draft is not None else None
         return pb.GetModelInfoResponse(
             max_model_len=coordinator.max_model_len,
-            target=coordinator.target.info,
+            target=coordinator.model,
             draft=draft,
             default_max_tokens=settings.default_max_tokens,
             num_speculative_tokens=settings.num_speculative_tokens,
@@ -70,18 +70,22 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _server_info(self) -> pb.GetServerInfoResponse:
         coordinator, counters = self._coordinator, self._coordinator.counters
-        links = (coordinator.target, coordinator.draft, coordinator.targets.standby)
-        target, draft, standby = await asyncio.gather(*map(_worker_state, links))
+        links = [lane.targets.active for lane in coordinator.lanes]
+        draft, standby, *targets = await asyncio.gather(
+            *map(_worker_state, (coordinator.draft, coordinator.targets.standby, *links))
+        )
+        target = targets[links.index(coordinator.target)]
         return pb.GetServerInfoResponse(
             version=package_version(),
             uptime_s=time.monotonic() - coordinator.started,
             policy=coordinator.settings.policy,
-            window_size=coordinator.pool.max_num_seqs,
-            max_num_seqs=coordinator.pool.max_num_seqs,
+            window_size=coordinator.lanes.max_num_seqs,
+            max_num_seqs=coordinator.lanes.max_num_seqs,
             queue_size=coordinator.settings.queue_size,
-            running=coordinator.pool.running,
-            queued=coordinator.pool.queued,
+            running=coordinator.lanes.running,
+            queued=coordinator.queue.queued,
             target=target,
+            targets=targets,
             draft=draft,
             standby=standby,
             counters=pb.ServerCounters(
@@ -100,7 +104,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 refused=self._server.refusals.counts,
                 drafts={method: pb.DraftCounters(**vars(drafts)) for method, drafts in counters.drafts.items()},
             ),
-            speculation=pb.SpeculationState(**vars(coordinator.drafting.state())),
+            speculation=pb.SpeculationState(**vars(coordinator.lanes.speculation)),
         )
 
 
