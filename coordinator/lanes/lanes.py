@@ -53,6 +53,9 @@ class Lanes:
             raise UnavailableError(f"no address is known for {', '.join(self._discovery.names)}")
         return max(self, key=lambda lane: (lane.is_ready, lane.is_known))
 
+    def __len__(self) -> int:
+        return len(self._lanes)
+
     @property
     def is_ready(self) -> bool:
         """Whether any lane serves rounds."""
@@ -81,7 +84,7 @@ class Lanes:
 
     @property
     def speculation(self) -> SpeculationState:
-        """The estimates of the first lane, with the speeds of all lanes."""
+        """The estimates of the first lane, with the speeds of all lanes. Raises UnavailableError if there are none."""
         state = self.first.drafting.state()
         others = [lane.drafting.state() for lane in self if lane.pool.occupied and lane is not self.first]
         return replace(

@@ -51,11 +51,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         coordinator, settings = self._coordinator, self._coordinator.settings
-        draft = coordinator.draft.info if coordinator.draft is not None else None
+        max_model_len, draft = coordinator.max_model_len, coordinator.draft
         return pb.GetModelInfoResponse(
-            max_model_len=coordinator.max_model_len,
+            max_model_len=max_model_len,
             target=coordinator.model,
-            draft=draft,
+            draft=draft.info if draft is not None else None,
             default_max_tokens=settings.default_max_tokens,
             num_speculative_tokens=settings.num_speculative_tokens,
             max_num_speculative_tokens=settings.max_num_speculative_tokens,
@@ -70,11 +70,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _server_info(self) -> pb.GetServerInfoResponse:
         coordinator, counters = self._coordinator, self._coordinator.counters
-        links = [lane.targets.active for lane in coordinator.lanes]
-        draft, standby, *targets = await asyncio.gather(
-            *map(_worker_state, (coordinator.draft, coordinator.targets.standby, *links))
-        )
-        target = targets[links.index(coordinator.target)]
+        lanes = list(coordinator.lanes)
+        targets = await asyncio.gather(*(_worker_state(lane.targets.active) for lane in lanes))
+        draft = standby = None
+        if lanes:
+            first = coordinator.lanes.first
+            draft, standby = await asyncio.gather(*map(_optional_state, (first.draft, first.targets.standby)))
         return pb.GetServerInfoResponse(
             version=package_version(),
             uptime_s=time.monotonic() - coordinator.started,
@@ -84,7 +85,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             queue_size=coordinator.settings.queue_size,
             running=coordinator.lanes.running,
             queued=coordinator.queue.queued,
-            target=target,
+            target=targets[lanes.index(first)] if lanes else None,
             targets=targets,
             draft=draft,
             standby=standby,
@@ -104,7 +105,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 refused=self._server.refusals.counts,
                 drafts={method: pb.DraftCounters(**vars(drafts)) for method, drafts in counters.drafts.items()},
             ),
-            speculation=pb.SpeculationState(**vars(coordinator.lanes.speculation)),
+            speculation=pb.SpeculationState(**vars(coordinator.lanes.speculation)) if lanes else None,
         )
 
 
@@ -154,8 +155,10 @@ def _without_logprobs(sample: Sample) -> pb.GenerateResponse:
     )
 
 
-async def _worker_state(link: WorkerLink | None) -> pb.WorkerState | None:
-    if link is None:
-        return None
+async def _optional_state(link: WorkerLink | None) -> pb.WorkerState | None:
+    return await _worker_state(link) if link is not None else None
+
+
+async def _worker_state(link: WorkerLink) -> pb.WorkerState:
     load = await link.load() if link.is_ready else None
     return pb.WorkerState(address=link.address, state=link.state, reason=link.reason, model=link.info, load=load)

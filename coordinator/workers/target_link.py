@@ -71,20 +71,18 @@ class TargetLink(WorkerLink):
 
     async def _check(self, description: common_pb2.GetWorkerInfoResponse) -> None:
         self._model.check(description.model)
-        # Otherwise the other's process may have moved to this address.
-        for other in self._others:
+        if self.info is None:
+            async with self._model.reading_tokenizer:  # others may be described meanwhile
+                self._model.check(description.model)
+                described = next((other for other in self._others if other.info is not None), None)
+                if described is not None:
+                    self.tokenizer = described.tokenizer
+                else:
+                    await self._read_tokenizer(description)
+        for other in self._others:  # unless the other's process has moved to this address
             if other.is_ready and description.instance_id == other.instance_id != "":
                 known = "the target worker itself" if other is self.peer else "a target worker already in use"
                 raise MismatchError(f"the worker is {known}, known as {other.address}")
-        if self.info is not None:
-            return
-        async with self._model.reading_tokenizer:  # others may be described meanwhile
-            self._model.check(description.model)
-            described = next((other for other in self._others if other.info is not None), None)
-            if described is not None:
-                self.tokenizer = described.tokenizer
-            else:
-                await self._read_tokenizer(description)
 
     @property
     def _others(self) -> "list[TargetLink]":
