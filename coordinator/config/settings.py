@@ -10,8 +10,15 @@ from coordinator.prompts.template_file import check_template
 from coordinator.scheduling.sequence import DraftMethod
 from specpool.environment.extras import explain_missing
 from specpool.protocol.rounds import MAX_DRAFT_TOKENS
-from specpool.rpc.config.settings import UINT32_MAX, DraftAddresses, Seconds, ServerSettings, TargetAddress
-from specpool.rpc.security.channel import split_addresses
+from specpool.rpc.config.settings import (
+    UINT32_MAX,
+    DraftAddresses,
+    Seconds,
+    ServerSettings,
+    TargetAddress,
+    TargetAddresses,
+)
+from specpool.rpc.security.channel import is_followed, split_addresses
 
 MAX_NUM_SEQS = 4096
 """Limit of the flags: no worker has more slots."""
@@ -47,7 +54,11 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     """Serves generation: schedules requests, with a draft worker and a target worker."""
 
     port: int = Field(50050, ge=0, le=65535, description="port to listen on; 0: any free port")
-    target_address: TargetAddress = Field("127.0.0.1:50051", description="host:port of the target worker")
+    target_address: TargetAddresses = Field(
+        "127.0.0.1:50051",
+        description="host:port of the target worker, or a comma-separated list of replicas; dns:///host:port follows "
+        "all addresses of a DNS name",
+    )
     target_standby_address: TargetAddress | None = Field(
         None,
         description="host:port of a second target worker with the same model, which takes over if the first one is "
@@ -74,7 +85,8 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         ge=1,
         le=MAX_NUM_SEQS,
         validation_alias=AliasChoices("max_num_seqs", "window_size"),
-        description="maximum sequences running; the target's slots limit them too (deprecated name: window_size)",
+        description="maximum sequences running, for each target worker; its slots limit them too (deprecated name: "
+        "window_size)",
     )
     max_batch_size: int = Field(16, ge=1, le=MAX_NUM_SEQS, description="maximum sequences in one round")
     min_group_size: int | None = Field(
@@ -159,6 +171,11 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     )
 
     @property
+    def target_addresses(self) -> list[str]:
+        """The entries of `target_address`."""
+        return split_addresses(self.target_address)
+
+    @property
     def draft_addresses(self) -> list[str]:
         """The entries of `draft_address`."""
         return split_addresses(self.draft_address or "")
@@ -177,6 +194,9 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     def _check_combinations(self) -> Self:
         if self.target_standby_address == self.target_address:
             raise ValueError("target_standby_address must not be target_address")
+        is_list = len(self.target_addresses) > 1 or is_followed(self.target_address)
+        if self.target_standby_address is not None and is_list:
+            raise ValueError("target_standby_address needs a single target_address: replicas take over from each other")
         if self.default_group_size > self.max_batch_size:
             raise ValueError("min_group_size must not exceed max_batch_size")
         if self.metrics_compat is not None and self.metrics_port is None:

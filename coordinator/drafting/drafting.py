@@ -64,15 +64,12 @@ class Drafting:
     """Plans how rounds draft, and learns from them."""
 
     def __init__(
-        self, max_num_draft_tokens: int, costs: RoundCosts | None = None, lookup_store_tokens: int = 0
+        self, max_num_draft_tokens: int, costs: RoundCosts | None = None, lookup: PromptLookup | None = None
     ) -> None:
-        """`max_num_draft_tokens`: for sequences with adaptive draft lengths.
-
-        `lookup_store_tokens`: maximum tokens of finished answers that prompt lookup keeps; 0: none.
-        """
+        """`max_num_draft_tokens`: for sequences with adaptive draft lengths. `lookup`: may be shared."""
         costs = costs or RoundCosts(StepTimes(UNKNOWN_DRAFT), StepTimes(UNKNOWN_VERIFY), FIRST_EXCHANGE)
         self.lengths = DraftLengths(costs, max_num_draft_tokens)
-        self.lookup = PromptLookup(lookup_store_tokens)
+        self.lookup = lookup if lookup is not None else PromptLookup()
         self.calibration = Calibration()
         self.forced_tokens = ForcedTokens()
         self._draft_steps = 0

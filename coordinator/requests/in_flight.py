@@ -107,13 +107,6 @@ class RequestsInFlight:
         self._publish_all()
         self._end(sequence, "error", error)
 
-    def has_begun(self, sequence: Sequence) -> bool:
-        """Whether any sample of the sequence's request has tokens."""
-        if sequence.sequence_id not in self._samples:
-            return False
-        generation, _ = self._samples[sequence.sequence_id]
-        return any(sample.sequence.num_generated for sample in generation.samples)
-
     def aborted(self, sequence: Sequence) -> None:
         """Handle an abort by the caller. Publish the text held back."""
         self._publish_all()

@@ -34,7 +34,10 @@ class Releases:
 
     def see(self, sequence_ids: Iterable[int]) -> None:
         """Record sequences that are sent to the worker. Others need no release."""
-        self._seen.update(sequence_ids)
+        seen = set(sequence_ids)
+        self._seen |= seen
+        if self._pending:  # a sequence that moved away is back: it begins again with an empty cache
+            self._pending -= seen
 
     def add(self, sequence_ids: Iterable[int]) -> None:
         released = self._seen.intersection(sequence_ids)

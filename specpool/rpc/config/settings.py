@@ -71,6 +71,7 @@ Host = Annotated[str, Field(min_length=1), AfterValidator(lambda host: host.stri
 """A host name or address. Brackets around an IPv6 address are optional."""
 CoordinatorAddress = Annotated[str, Field(min_length=1), AfterValidator(partial(check_address, port=COORDINATOR_PORT))]
 TargetAddress = Annotated[str, Field(min_length=1), AfterValidator(partial(check_address, port=TARGET_WORKER_PORT))]
+TargetAddresses = Annotated[str, Field(min_length=1), AfterValidator(partial(check_addresses, port=TARGET_WORKER_PORT))]
 DraftAddress = Annotated[str, Field(min_length=1), AfterValidator(partial(check_address, port=DRAFT_WORKER_PORT))]
 DraftAddresses = Annotated[str, Field(min_length=1), AfterValidator(partial(check_addresses, port=DRAFT_WORKER_PORT))]
 """Addresses, separated by commas."""

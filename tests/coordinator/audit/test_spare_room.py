@@ -41,7 +41,7 @@ def pool_of(places: int = 16, users: int = 0, queue: int = 100, **options: int) 
 
 
 def room_of(pool: Pool, max_batch_size: int = 16, mixes_lengths: bool = True) -> SpareRoom:
-    return SpareRoom(pool, max_batch_size, mixes_lengths)
+    return SpareRoom(lambda: [pool], max_batch_size, mixes_lengths)
 
 
 @pytest.mark.parametrize(("users", "enters"), [(0, True), (11, True), (12, False), (16, False)])

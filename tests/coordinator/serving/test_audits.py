@@ -192,5 +192,5 @@ async def test_another_model_ends_audits() -> None:
     async with serving(target, audit_share=1.0, with_draft=False) as served:
         await asyncio.gather(*(served.stub.Generate(make_request([i], 50)) for i in range(2)))
         await until_replaying(served)
-        served.process.coordinator._target_replaced(is_same_model=False)
+        served.process.coordinator.lanes.first._target_replaced("other numerics")
         assert await audited(served, 2) == {"dropped": 1, "aborted": 1}
