@@ -73,7 +73,7 @@ class Lane:
         targets.on_change = self.update
         for link in targets.links:
             link.on_replaced = self._target_replaced
-        self._loop.on_admission, self._on_other_model = shared.on_admission, shared.on_other_model
+        self._loop.on_admission, self._on_other_numerics = shared.on_admission, shared.on_other_numerics
         self.pool.is_open = False
 
     @property

@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
+from typing import Any
 
 from coordinator.drafting.drafting import SpeculationState
 from coordinator.lanes.lane import Lane, Shared
@@ -94,9 +95,13 @@ class Lanes:
             plain_tokens_per_s=sum(each.plain_tokens_per_s for each in (state, *others)),
         )
 
-    async def run(self) -> None:
-        """Run all lanes. Raises MismatchError if no target worker serves the known model any more; never returns."""
+    async def run(self, beside: Coroutine[Any, Any, None]) -> None:
+        """Run all lanes. Raises MismatchError if no target worker serves the known model any more; never returns.
+
+        `beside`: runs at the same time.
+        """
         async with asyncio.TaskGroup() as self._tasks:
+            self._tasks.create_task(beside)
             for lane in self._lanes:
                 lane.start(self._tasks)
             async for endpoints in self._discovery.endpoints():

@@ -137,9 +137,7 @@ class Coordinator:
     async def run(self) -> None:
         """Run rounds. Raises MismatchError if the target worker restarts with another model; never returns."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self.auditor.run())
-                await self.lanes.run()
+            await self.lanes.run(self.auditor.run())
         except* MismatchError as group:
             raise group.exceptions[0] from None
 
