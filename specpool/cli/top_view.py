@@ -129,7 +129,8 @@ def view_of(
     plan = info.speculation
     fixed = models is not None and models.HasField("num_speculative_tokens")
     optional = [("draft", info.draft), ("standby", info.standby)]
-    workers = [("target", info.target), *((role, state) for role, state in optional if info.HasField(role))]
+    targets = [("target", state) for state in info.targets or [info.target]]  # earlier servers send one
+    workers = [*targets, *((role, state) for role, state in optional if info.HasField(role))]
     return View(
         address=address,
         version=info.version,

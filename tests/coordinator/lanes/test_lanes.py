@@ -240,7 +240,7 @@ async def test_requests_are_cancelled_and_aborted_in_either_lane(victim: int | N
 async def test_samples_of_a_request_on_both_workers() -> None:
     targets = [slow_target(), slow_target()]
     async with replicas(targets[1], first=targets[0]) as served:
-        request = make_request([5] * 3, 100, ignore_eos=True, n=6)
+        request = make_request([5] * 3, 100, ignore_eos=True, n=6, temperature=1.0, seed=3)
         running = asyncio.ensure_future(served.stub.Generate(request))
         await served.until(lambda info: info.counters.completion_tokens > 60)
         await targets[0].stop()
