@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from secure_service import SecureService, coordinator, secure_service, until, worker
 
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.lanes.discovery import Place
 from specpool.client import AsyncClient
 from specpool.rpc.security.channel import Connector
 from specpool.testing import FakeDraft, FakeTarget
@@ -41,6 +43,22 @@ async def generated(service: SecureService, **security: Any) -> bool:
     async with AsyncClient(service.address, **security) as client:
         response = await client.generate(PROMPT, max_tokens=24)
     return list(response.token_ids) == service.target.continuation(PROMPT, 24)
+
+
+async def test_a_followed_name_is_the_one_in_the_certificates(
+    ca: Authority, certificates: dict[str, Certificate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, named = FakeTarget(), ca.issue("replica", ["DNS:replica.specpool"])
+    async with AsyncExitStack() as stack:
+        address = await stack.enter_async_context(worker(target, **mutual(ca, named)))
+        draft = await stack.enter_async_context(worker(FakeDraft(target), **mutual(ca, certificates["worker"])))
+        places = {Place(address, "replica.specpool")}
+        monkeypatch.setattr("coordinator.lanes.discovery.resolve", mock.AsyncMock(return_value=places))
+        settings = mutual(ca, certificates["coordinator"])
+        running = coordinator(target, "dns:///replica.specpool:50051", draft, **settings)
+        service = await stack.enter_async_context(running)
+        await until(lambda: service.process.coordinator.lanes.is_ready)
+        assert await generated(service, **mutual(ca, certificates["client"]))
 
 
 async def test_mutual_tls_on_every_hop(ca: Authority, certificates: dict[str, Certificate]) -> None:
