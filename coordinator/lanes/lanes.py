@@ -176,7 +176,7 @@ class Lanes:
         while lane.is_draining and lane.pool.occupied and (lost_since is None or clock() < lost_since + LOST_SECONDS):
             lost_since = None if lane.is_ready else (lost_since or clock())
             await asyncio.sleep(POLL_SECONDS)
-        if lane.is_draining:
+        if lane.is_draining and lane in self._lanes:
             self._lanes.remove(lane)
             await lane.remove()
             log.info("removed the target worker at %s", lane.address)

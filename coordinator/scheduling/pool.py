@@ -212,6 +212,8 @@ class Pool:
         if self._preempts:
             self._make_places()
             self._make_room()
+        if not self._queue:
+            return []
         rooms = self._rooms(self.capacity if limit is None else min(limit, self.capacity))
         admitted, tokens = list[Sequence](), 0
         while self in rooms and self._queue:

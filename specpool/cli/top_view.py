@@ -128,9 +128,10 @@ def view_of(
     """The view of a server. `models`: None before the target is connected."""
     plan = info.speculation
     fixed = models is not None and models.HasField("num_speculative_tokens")
-    drafts = info.draft_workers or ([info.draft] if info.HasField("draft") else [])  # an earlier version sends one
+    targets = info.targets or [info.target]  # an earlier version sends one
+    drafts = info.draft_workers or ([info.draft] if info.HasField("draft") else [])
     standby = [("standby", info.standby)] if info.HasField("standby") else []
-    workers = [("target", info.target), *(("draft", state) for state in drafts), *standby]
+    workers = [*(("target", state) for state in targets), *(("draft", state) for state in drafts), *standby]
     return View(
         address=address,
         version=info.version,

@@ -1,7 +1,7 @@
 """Several target workers behind one coordinator: the load is balanced, and faults change no token."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 from unittest import mock
@@ -9,14 +9,13 @@ from unittest import mock
 import grpc
 import pytest
 from pydantic import ValidationError
-from serving import RecordingTarget, Serving, check_tokens, make_request, serving, stream
+from replicas import long_requests, replicas, slow_target, stream_all
+from serving import PATIENCE_SECONDS, RecordingTarget, Serving, check_tokens, make_request, serving, stream
 
 from coordinator.config.settings import CoordinatorSettings
 from specpool.rpc.ports import free_port
 from specpool.testing import FakeTarget
 from specpool.v1 import generation_pb2 as pb
-
-PASS_SECONDS = 0.002
 
 
 class OtherModel(RecordingTarget):
@@ -26,51 +25,10 @@ class OtherModel(RecordingTarget):
         return (super().choose(context) + 1) % 200
 
 
-def slow_target(**knobs: Any) -> RecordingTarget:
-    return RecordingTarget(pass_seconds=lambda _: PASS_SECONDS, **knobs)
-
-
-@asynccontextmanager
-async def replicas(*others: FakeTarget, first: FakeTarget | None = None, **settings: Any) -> AsyncIterator[Serving]:
-    """A coordinator with further targets. Their addresses follow that of `first`."""
-    first = first if first is not None else slow_target()
-    listening = [await other.start() for other in others]
-    start = first.start
-
-    async def start_and_list(*arguments: Any) -> str:
-        return ",".join([await start(*arguments), *listening])
-
-    try:
-        with mock.patch.object(first, "start", start_and_list):
-            async with serving(first, **settings) as served:
-                served.target_address = served.target_address.partition(",")[0]
-                await served.until(lambda info: all(t.state in ("ready", "refused") for t in info.targets))
-                first.start = start  # type: ignore[method-assign]
-                yield served
-    finally:
-        for other in others:
-            await other.stop()
-
-
 def sequence_ids(target: FakeTarget) -> set[int]:
     """The sequences that a target has served."""
     assert isinstance(target, RecordingTarget)
     return {item.sequence_id for request in target.requests for item in request.items}
-
-
-def long_requests(count: int, tokens: int = 200) -> list[pb.GenerateRequest]:
-    return [make_request([i, 2, 3], tokens, ignore_eos=True) for i in range(count)]
-
-
-async def stream_all(served: Serving, requests: list[pb.GenerateRequest], act: Callable[[], Any] | None = None) -> None:
-    """Stream requests, and call `act` in the middle. All answers must be right."""
-    streams = [asyncio.ensure_future(stream(served, request)) for request in requests]
-    if act is not None:
-        enough = (await served.info()).counters.completion_tokens + 30 * len(requests)
-        await served.until(lambda info: info.counters.completion_tokens > enough)
-        await act()
-    for request, (_, answer) in zip(requests, await asyncio.gather(*streams), strict=True):
-        check_tokens(served.target, request, answer)
 
 
 async def until_all_idle(served: Serving, *others: FakeTarget) -> None:
@@ -239,13 +197,36 @@ async def test_requests_are_cancelled_and_aborted_in_either_lane(victim: int | N
 async def test_samples_of_a_request_on_both_workers() -> None:
     targets = [slow_target(), slow_target()]
     async with replicas(targets[1], first=targets[0]) as served:
-        request = make_request([5] * 3, 100, ignore_eos=True, n=6)
+        request = make_request([5] * 3, 100, ignore_eos=True, n=6, temperature=1.0, seed=3)
         running = asyncio.ensure_future(served.stub.Generate(request))
         await served.until(lambda info: info.counters.completion_tokens > 60)
         await targets[0].stop()
         answer = await running
         for each in (answer, *answer.other_samples):
             check_tokens(served.target, request, each)
+
+
+async def test_unread_streams_pause_in_either_lane() -> None:
+    """A paused sequence of a lost worker continues on the other one once it is read."""
+    targets = [slow_target(), slow_target()]
+    async with replicas(targets[1], first=targets[0], num_speculative_tokens=0) as served:
+        queue, requests = served.process.coordinator.queue, long_requests(2, tokens=100)
+        calls = [served.stub.GenerateStream(request) for request in requests]
+        await served.until(lambda info: info.counters.completion_tokens > 20)
+        for sequence in queue.in_flight:
+            queue.pause(sequence)
+        paused = queue.in_flight
+        assert len(paused) == 2
+        await targets[0].stop()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while len(queue.preempted) != 1:  # noqa: ASYNC110 - the queue has no event for it
+                await asyncio.sleep(0.01)
+        for sequence in paused:
+            queue.resume(sequence)
+        queue.wake()
+        for request, call in zip(requests, calls, strict=True):
+            messages = [message async for message in call]
+            check_tokens(served.target, request, messages[-1].complete)
 
 
 # --- DNS names
@@ -329,6 +310,28 @@ async def test_a_worker_that_is_lost_and_removed_loses_nothing() -> None:
                 await served.until(lambda info: len(info.targets) == 1)
 
             await stream_all(served, long_requests(8), remove)
+    finally:
+        for target in targets:
+            await target.stop()
+
+
+async def test_an_address_that_comes_back_is_used_again() -> None:
+    targets, port = await started(2)
+    resolver, gone = Resolver(*HOSTS[:2]), f"{HOSTS[0]}:{port}"
+    try:
+        async with followed(resolver, port) as served:
+            await served.until(lambda info: [target.state for target in info.targets] == ["ready"] * 2)
+
+            async def come_and_go() -> None:
+                lanes = {lane.address: lane for lane in served.process.coordinator.lanes}
+                resolver.hosts = {HOSTS[1]}
+                await served.until(lambda _: lanes[gone].is_draining)
+                assert not lanes[gone].pool.is_open
+                resolver.hosts = set(HOSTS[:2])
+                await served.until(lambda _: lanes[gone].pool.is_open)
+
+            await stream_all(served, long_requests(8, tokens=1000), come_and_go)
+            assert len((await served.info()).targets) == 2
     finally:
         for target in targets:
             await target.stop()

@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
@@ -41,6 +42,21 @@ async def generated(service: SecureService, **security: Any) -> bool:
     async with AsyncClient(service.address, **security) as client:
         response = await client.generate(PROMPT, max_tokens=24)
     return list(response.token_ids) == service.target.continuation(PROMPT, 24)
+
+
+async def test_a_followed_name_is_the_one_in_the_certificates(
+    ca: Authority, certificates: dict[str, Certificate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, named = FakeTarget(), ca.issue("replica", ["DNS:replica.specpool"])
+    async with AsyncExitStack() as stack:
+        address = await stack.enter_async_context(worker(target, **mutual(ca, named)))
+        draft = await stack.enter_async_context(worker(FakeDraft(target), **mutual(ca, certificates["worker"])))
+        monkeypatch.setattr("coordinator.workers.discovery._resolve", mock.AsyncMock(return_value=["127.0.0.1"]))
+        settings, port = mutual(ca, certificates["coordinator"]), address.rpartition(":")[2]
+        running = coordinator(target, f"dns:///replica.specpool:{port}", draft, **settings)
+        service = await stack.enter_async_context(running)
+        await until(lambda: service.process.coordinator.lanes.is_ready)
+        assert await generated(service, **mutual(ca, certificates["client"]))
 
 
 async def test_mutual_tls_on_every_hop(ca: Authority, certificates: dict[str, Certificate]) -> None:

@@ -121,6 +121,16 @@ def test_unknown_values_of_a_worker_are_none() -> None:
     assert (unknown.role, unknown.model, unknown.equivalence, unknown.ranks) == ("target", "", "", None)
 
 
+def test_every_target_worker_is_shown() -> None:
+    refused = pb.WorkerState(address="t:2", state="refused", reason="another model")
+    info = server(targets=[pb.WorkerState(address="t:1", state="ready"), refused])
+    workers = view_of("a:1", info, None, None).workers
+    assert [(worker.role, worker.address) for worker in workers] == [
+        ("target", "t:1"), ("target", "t:2"), ("draft", "d:1"),
+    ]  # fmt: skip
+    assert "another model" in rendered(Panels(view_of("a:1", info, None, None)), 80)
+
+
 def rendered(view: Any, width: int) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(view)
