@@ -53,19 +53,20 @@ class Discovery:
         return len(self.fixed) == 1 and not self._resolved
 
     async def endpoints(self) -> AsyncIterator[list[Endpoint]]:
-        """Yield all endpoints after every resolution of the names; never returns.
+        """Yield the fixed endpoints at once, and all of them after every resolution of the names; never returns.
 
         A name that cannot be resolved keeps its last records, since the fault may be the DNS server's.
         """
-        while True:
+        if self.fixed:
+            yield self.fixed
+        while self._resolved:
             await asyncio.gather(*map(self._follow, self._resolved))
             found: dict[str, Endpoint] = {}
             for endpoint in chain(self.fixed, *self._resolved.values()):
                 found.setdefault(endpoint.address, endpoint)
             yield [*found.values()]
-            if not self._resolved:
-                await asyncio.Event().wait()
             await asyncio.sleep(RESOLVE_SECONDS)
+        await asyncio.Event().wait()
 
     async def _follow(self, name: tuple[str, int]) -> None:
         host, port = name

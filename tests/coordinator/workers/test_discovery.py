@@ -41,6 +41,7 @@ async def test_records_of_a_name_are_followed(caplog: pytest.LogCaptureFixture) 
 
     endpoints = Discovery(["dns:///one:7", "10.0.0.1:7", "dns:///two:8"], resolve).endpoints()
     first, second, other = Endpoint("10.0.0.1:7"), Endpoint("10.0.0.2:7", "one"), Endpoint("[::1]:8", "two")
+    assert await anext(endpoints) == [first], "without waiting for the names"
     assert {*await anext(endpoints)} == {first, second, other}, "each address once"
     records["one"] = ["10.0.0.3"]
     assert {*await anext(endpoints)} == {first, Endpoint("10.0.0.3:7", "one"), other}
