@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TOOLS := .venv/tools
-.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm soak attacks lint snapshots protos reference bench gpu-bundle pins sbom clean
+.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm simulate soak attacks lint snapshots protos reference bench gpu-bundle pins sbom clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -43,6 +43,11 @@ test-monitoring: .venv/ready
 # Draft for a real vLLM on the CPU, in a separate environment (5 minutes) or the one of SPECPOOL_VLLM_PYTHON.
 test-vllm: .venv/ready $(if $(SPECPOOL_VLLM_PYTHON),,.venv-vllm/ready)
 	$(BIN)/pytest -m vllm tests/specpool/vllm
+
+# Simulate faults on virtual time, one scenario for each seed (docs/faults.md).
+SEEDS ?= 0-99
+simulate: .venv/ready
+	PYTHONPATH=.:tests/system $(BIN)/python -m simulator --seeds $(SEEDS)
 
 # Run real processes under load, cancellations and cuts, or under hostile clients (docs/faults.md). SOAK and ATTACKS
 # are options, such as SOAK="--cuts 3000".

@@ -46,7 +46,7 @@ class RoundLoop:
         self._num_running = 0
         """Rounds in flight."""
         self._lost_rounds: list[tuple[str, Group, str]] = []
-        """Rounds during which the target worker was lost: (instance id, group, reason)."""
+        """Rounds during which a target worker was lost: (instance id, group, reason). It may not be back yet."""
 
     def wake(self) -> None:
         """Call after the pool has changed."""
@@ -212,9 +212,12 @@ class RoundLoop:
 
     def _blame_for_restart(self) -> None:
         """Blame the rounds that crashed the target worker. A lost connection alone blames no request."""
-        while self._lost_rounds:
-            instance_id, group, reason = self._lost_rounds.pop()
-            if instance_id != self._target.instance_id:
+        lost, self._lost_rounds = self._lost_rounds, []
+        for instance_id, group, reason in lost:
+            has_ended = self._target.has_ended(instance_id)
+            if has_ended is None:
+                self._lost_rounds.append((instance_id, group, reason))
+            elif has_ended:
                 self._blame(group, reason)
 
     def _blame(self, group: Group, reason: str) -> None:

@@ -549,6 +549,7 @@ class Pool:
         self.reservations.check_integrity(set().union(*states[1:]))
         assert self._open_rounds.keys() <= set().union(*states[1:]), "a sequence outside the window is in a round"
         assert self._in_round.keys() <= self._open_rounds.keys(), "a sequence is in no round"
+        assert not any(sequence.finish for sequence in self.ready), "a finished sequence is ready"
         assert all(sequence.paused for sequence in self._paused.values()), (
             "a sequence is parked as paused, but not paused"
         )

@@ -225,11 +225,13 @@ class Sequence:
     @property
     def can_continue(self) -> bool:
         """Whether another round can begin now, although one may be pending."""
+        if self.finish is not None:
+            return False
         if not self.pending:
             return True
         gain = sum(min(1, pending.max_gain) for pending in self.pending)
         is_last = self.num_generated + gain >= self.request.max_tokens
-        return len(self.pending) == 1 and not is_last and not self.blame.is_suspect and self.finish is None
+        return len(self.pending) == 1 and not is_last and not self.blame.is_suspect
 
     @property
     def is_decoding(self) -> bool:

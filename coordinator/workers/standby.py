@@ -67,6 +67,13 @@ class TargetPair:
     def hosts_and_devices(self) -> frozenset[tuple[str, str]]:
         return self.active.hosts_and_devices
 
+    def has_ended(self, instance_id: str) -> bool | None:
+        """Whether another process has replaced this one at its address. None: unknown until its link is back."""
+        links = [link for link in self.links if link.instance_id == instance_id]
+        if any(link.is_ready for link in links):
+            return False
+        return None if links else True
+
     async def wait_ready(self) -> None:
         await self._ready.wait()
 

@@ -545,6 +545,17 @@ def test_sequences_in_a_round_are_not_preempted() -> None:
     assert len(pool.leaving) == 1
 
 
+def test_an_aborted_sequence_is_not_ready_when_its_round_has_been_sent() -> None:
+    """It could be preempted and queued again, although nobody reads it."""
+    pool, sequences = filled(2, 2)
+    pool.admit()
+    pool.begin_round(sequences)
+    pool.abort(sequences[0])
+    pool.round_sent(sequences)
+    pool.check_integrity()
+    assert list(pool.ready) == sequences[1:]
+
+
 @settings(max_examples=50)
 @given(st.data())
 def test_all_sequences_finish_despite_preemption(data: st.DataObject) -> None:

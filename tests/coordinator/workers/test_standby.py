@@ -135,6 +135,15 @@ async def test_standby_takes_over_and_the_target_becomes_the_standby(settings: d
         assert first.overlaps == second.overlaps == 0  # type: ignore[attr-defined]
 
 
+async def test_lost_connections_do_not_count_against_a_request() -> None:
+    """Another process serves after each of them, but none has crashed."""
+    async with paired() as (served, standby, _):
+        for target in (served.target, standby):
+            target.fail_next = [grpc.StatusCode.UNAVAILABLE] * 3
+        await served.expect(make_request())
+        assert await takeovers(served) >= 4
+
+
 async def test_standby_takes_over_from_an_idle_target() -> None:
     async with paired(probe_seconds=3600.0, ready=False) as (served, standby, address):
         async with asyncio.timeout(10):

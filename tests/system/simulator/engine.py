@@ -1,0 +1,201 @@
+"""Both workers' real backends on a toy engine: a KV cache that holds tokens, without torch operations.
+
+Slots, extents, realignment, continuations, acceptance and branches are the workers' own code. The cache is an array of
+token ids, which the toy models read back, so that a wrong position leads to a wrong token.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from draft_worker.proposer import Proposer
+from simulator.model import EOS, VOCAB_SIZE, ToyPair
+from specpool.engine.cache.extents import Extents
+from specpool.engine.cache.slots import SequenceKey, SlotTable
+from specpool.engine.cache.spans import Span
+from specpool.engine.run.sequences import Choices, SequenceEngine
+from specpool.engine.sampling.ranking import Ranking
+from specpool.engine.sampling.rows import SequenceRows
+from specpool.protocol.rounds import MAX_ITEM_BRANCHES
+from specpool.protocol.tokenizer import TokenizerFiles
+from specpool.protocol.worker_info import CacheLoad, WorkerInfo
+from target_worker.verifier import Verifier
+
+MULTIPLE = 16
+MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+EMPTY = 2**32 - 1
+"""A column that nothing was written to."""
+
+
+class ToyEngine:
+    """A KV cache of token ids, with passes that take virtual time."""
+
+    supports_branches = True
+    vocab_size, max_num_batched_tokens = VOCAB_SIZE, 256
+    realign_ns = 0
+
+    def __init__(
+        self,
+        slots: int,
+        max_model_len: int,
+        columns: int,
+        device: str,
+        pass_seconds: Callable[[int], float],
+        spend: Callable[[float], None],
+    ) -> None:
+        """`columns`: of the cache. `pass_seconds`: of a pass with a number of rows. `spend`: takes this time."""
+        self.max_model_len, self.device = max_model_len, device
+        self.layout = SimpleNamespace(copy=self._copy)
+        self.passes = self.tokens = 0
+        self._total, self._pass_seconds, self._spend = slots, pass_seconds, spend
+        self._columns = [EMPTY] * columns
+        self.forget()
+
+    def forget(self) -> None:
+        """Lose all caches."""
+        self._columns = [EMPTY] * len(self._columns)
+        extents = Extents(self._total, self.max_model_len, len(self._columns), MULTIPLE)
+        extents.move = self._move
+        self.slots = SlotTable(self._total, extents)
+
+    def can_draft(self, drafts: Sequence[Any]) -> bool:
+        """There is no draft loop."""
+        return False
+
+    @property
+    def load(self) -> CacheLoad:
+        """How full the cache is."""
+        return CacheLoad(self.slots.in_use, self.slots.extents.free)
+
+    @contextmanager
+    def realigning(self) -> Iterator[None]:
+        """Realignment takes no time."""
+        yield
+
+    def forward(self, spans: Sequence[Span]) -> Iterator[Sequence[int]]:
+        """Cache the new tokens of all spans. Return the context of each requested row."""
+        for span in spans:
+            first = self._origin(span) + span.start + span.offset
+            self._columns[first : first + len(span.token_ids)] = span.token_ids
+        rows = sum(len(span.token_ids) for span in spans)
+        self.passes += 1
+        self.tokens += rows
+        self._spend(self._pass_seconds(rows))
+        return (context for span in spans for context in self._contexts(span))
+
+    def _contexts(self, span: Span) -> Iterator[Sequence[int]]:
+        origin, prefix = self._origin(span), span.prefix_length if span.offset else 0
+        own = self._columns[origin + prefix + span.offset : origin + span.end + span.offset]
+        tokens = [*self._columns[origin : origin + prefix], *own]
+        for length in range(span.end - span.num_logits + 1, span.end + 1):
+            yield tokens[:length]
+
+    def _origin(self, span: Span) -> int:
+        return self.slots.extents.origins[span.slot]
+
+    def _move(self, source: int, destination: int, count: int) -> None:
+        self._columns[destination : destination + count] = self._columns[source : source + count]
+
+    def _copy(self, source: int, destination: int, length: int) -> None:
+        origins = self.slots.extents.origins
+        self._move(origins[source], origins[destination], length)
+
+    def info(self) -> WorkerInfo:
+        """The description of a toy worker."""
+        return WorkerInfo(
+            model="toy",
+            architecture="toy",
+            dtype="float32",
+            device=self.device,
+            vocab_size=VOCAB_SIZE,
+            max_model_len=self.max_model_len,
+            tokenizer_fingerprint="toy",
+            bitwise=True,
+            parameters=1,
+            embedding_parameters=0,
+            slots_total=self.slots.total,
+            slots_in_use=self.slots.in_use,
+            kv_bytes_per_token=0,
+            kv_bytes_total=0,
+            kv_positions_total=self.slots.extents.columns,
+            kv_positions_free=self.slots.extents.free,
+            kv_positions_multiple=MULTIPLE,
+            kv_layout="slots",
+            weight_bytes=0,
+            activation_bytes=0,
+            step_seconds={rows: self._pass_seconds(rows) for rows in MEASURED_ROWS},
+            step_cached=0,
+            seconds_per_cached=0.0,
+            max_rows=self.max_num_batched_tokens,
+            weights_fingerprint="toy",
+            numerics_fingerprint="toy",
+            kv_reservations_grow=True,
+        )
+
+
+class ToyBackend(SequenceEngine):
+    """A worker's backend without grammars, torch and its sampler."""
+
+    def __init__(self, engine: ToyEngine, pair: ToyPair) -> None:
+        self.engine: Any = engine
+        self.grammars: Any = SimpleNamespace(start=None)
+        self._pair = pair
+
+    def info(self) -> WorkerInfo:
+        """Description of the toy."""
+        return self.engine.info()
+
+    def choose_rows(
+        self, spans: Sequence[Span], rows: Sequence[SequenceRows], confidences: bool = False
+    ) -> list[Choices]:
+        """Run the spans, and choose the tokens of their rows."""
+        contexts = self.engine.forward(spans)
+        choices = []
+        for each in rows:
+            token_ids = [self._choose(next(contexts), _seed(each)) for _ in range(each.count)]
+            choices.append(Choices(token_ids, [self._pair.agreement] * len(token_ids) if confidences else []))
+        return choices
+
+    def rank(self, spans: Mapping[SequenceKey, Span], count: int) -> dict[SequenceKey, list[Ranking]]:
+        """Run the spans, and rank the draft's best tokens."""
+        contexts, rows = self.engine.forward(list(spans.values())), self._rows_of(spans, {})
+        share = self._pair.agreement
+        chances = [share, *((1 - share) / 2**place for place in range(1, count))]
+        return {
+            key: [
+                list(zip(self._pair.rank((next(contexts), _seed(each))), chances, strict=False))
+                for _ in range(each.count)
+            ]
+            for key, each in zip(spans, rows, strict=True)
+        }
+
+    def _choose(self, context: Sequence[int], seed: int) -> int:
+        raise NotImplementedError
+
+
+class ToyVerifier(ToyBackend, Verifier):
+    """The target worker's backend."""
+
+    def tokenizer(self) -> TokenizerFiles:
+        """A stand-in, which the simulated tokenizer pool ignores."""
+        return TokenizerFiles(b"toy", "", {}, (EOS,))
+
+    def _choose(self, context: Sequence[int], seed: int) -> int:
+        return self._pair.choose((context, seed))
+
+
+class ToyProposer(ToyBackend, Proposer):
+    """The draft worker's backend."""
+
+    def info(self) -> WorkerInfo:
+        """Description of the toy."""
+        return replace(super().info(), max_branches=MAX_ITEM_BRANCHES)
+
+    def _choose(self, context: Sequence[int], seed: int) -> int:
+        return self._pair.draft((context, seed))
+
+
+def _seed(rows: SequenceRows) -> int:
+    return rows.params.seed if rows.params is not None else 0

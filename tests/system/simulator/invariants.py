@@ -1,0 +1,81 @@
+"""What must hold: after each event, at the end of each request, and once everything has ended."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+from unittest import mock
+
+from coordinator.scheduling.blame import FAILURES_TO_FAIL
+from specpool.protocol.errors import StalledStreamError, WorkerFailedError
+
+if TYPE_CHECKING:
+    from simulator.clients import Outcome
+    from simulator.faults import Faults
+    from simulator.simulation import Simulation
+
+
+def check_structures(simulation: "Simulation") -> None:
+    """Check the bookkeeping of the pool and of all caches."""
+    pool = simulation.coordinator.pool
+    # A target that restarts with fewer slots shrinks the window and the cache below what is in use.
+    window, capacity = max(pool.max_num_seqs, pool.occupied), pool.reservations.capacity
+    positions = max(capacity.positions, round(pool.reservations.usage(1) * capacity.positions))
+    with (
+        mock.patch.object(pool, "max_num_seqs", window),
+        mock.patch.object(pool.reservations, "capacity", replace(capacity, positions=positions)),
+    ):
+        _check(simulation, pool.check_integrity)
+    for worker in simulation.workers:
+        if worker.engine is not None:
+            _check(simulation, worker.engine.slots.check_integrity)
+
+
+def _check(simulation: "Simulation", check: Callable[[], None]) -> None:
+    try:
+        check()
+    except AssertionError as error:
+        simulation.fail(str(error))
+
+
+def check_ends(simulation: "Simulation", faults: "Faults") -> None:
+    """Check that all requests have ended, and that the faults justify every error."""
+    for name, client in simulation.clients.items():
+        outcome = client.outcome
+        if not outcome.end:
+            simulation.fail(f"{name} never ended; it has {sum(map(len, outcome.delivered))} tokens")
+        elif outcome.error is not None and not _is_justified(outcome, faults):
+            simulation.fail(f"{name} ended with {outcome.error!r}")
+
+
+def _is_justified(outcome: "Outcome", faults: "Faults") -> bool:
+    """Whether an error is documented for the faults that happened."""
+    if isinstance(outcome.error, StalledStreamError):
+        return bool(outcome.request.reads_slowly)
+    # A refusal is answered by a retry of each sequence alone, so two suffice to end a request.
+    enough = 2 if "refused" in str(outcome.error) else FAILURES_TO_FAIL
+    return isinstance(outcome.error, WorkerFailedError) and faults.number_since(outcome.sent) >= enough
+
+
+def leaks(simulation: "Simulation", after_lease: bool = False) -> list[str]:
+    """Sequences that are still in the pool or hold slots. None may remain after the last request.
+
+    `after_lease`: include those of a target that has become the standby, which its lease frees.
+    """
+    coordinator = simulation.coordinator
+    links = [*coordinator.targets.links, *([coordinator.draft] if coordinator.draft is not None else [])]
+    owners = {link.address: link._coordinator_id for link in links}
+    found = [] if simulation.coordinator.pool.is_empty else ["the pool is not empty"]
+    for worker in simulation.workers:
+        address = worker.setup.address
+        if worker.engine is None:
+            found.append(f"the {worker.setup.role} at {address} is down")
+        elif count := sum(after_lease or owner == owners[address] for owner, _ in worker.engine.slots._slots):
+            found.append(f"the {worker.setup.role} at {address} still holds {count} slots")
+    return found
+
+
+def check_no_tasks(simulation: "Simulation") -> None:
+    """Check that everything has stopped."""
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        simulation.fail(f"a task is left: {task.get_coro()!r}")

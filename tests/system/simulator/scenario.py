@@ -1,0 +1,120 @@
+"""Draws scenarios from seeds.
+
+Each seed has its own workers, settings and few kinds of faults: if all kinds were frequent, they would hide each other.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from simulator.answers import ANOTHER_ROUND, DRAFT_GARBAGE, EARLIER_LIFE, LOST, REPEATED, TARGET_GARBAGE
+from simulator.model import EOS, ToyPair
+from simulator.setup import Event, Fault, Request, Scenario, WorkerSetup
+
+MAX_MODEL_LEN = 160
+MAX_PROMPT, MAX_TOKENS = 70, 60
+SPAN_SECONDS = 6.0
+"""Maximum time in which events happen."""
+KINDS = (
+    "cut",
+    "silence",
+    "refuse",
+    "delay",
+    "crash",
+    "shrink",
+    "hang",
+    "slow",
+    "forget",
+    "garbage",
+    LOST,
+    REPEATED,
+    ANOTHER_ROUND,
+    EARLIER_LIFE,
+    "abort",
+)
+PREFIXES = tuple(tuple(range(start, start + 40)) for start in (0, 60, 120))
+"""Prompts often share one of these."""
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    rng = random.Random(f"scenario {seed}")
+    workers = [*_workers(rng)]
+    span = rng.uniform(1.0, SPAN_SECONDS)
+    requests = [_request(rng, number, span) for number in range(rng.randint(4, 14))]
+    events: list[Event] = [*requests, *_faults(rng, workers, requests, span)]
+    pair = ToyPair(rng.choice([0.3, 0.7, 0.9, 1.0]), rng.choice([0.0, 0.0, 0.02]))
+    return Scenario(seed, pair, tuple(workers), _settings(rng, workers), tuple(sorted(events, key=lambda e: e.at)))
+
+
+def _workers(rng: random.Random) -> Iterator[WorkerSetup]:
+    slots, device = rng.choice([2, 4, 6, 8]), rng.choice(["cuda:1", "cuda:1", "cuda:0"])
+    num_targets, num_drafts = rng.choice([1, 1, 1, 2]), rng.choice([1, 1, 1, 1, 0])
+    columns = rng.choice([slots, slots, max(1, slots // 2)]) * MAX_MODEL_LEN
+    seconds = rng.choice([0.004, 0.01, 0.03])
+    for index in range(num_targets):
+        address = f"10.0.0.1:{index + 1}"
+        yield WorkerSetup("target", address, slots, MAX_MODEL_LEN, columns, "cuda:0", seconds, seconds / 100)
+    for index in range(num_drafts):
+        length = rng.choice([MAX_MODEL_LEN, MAX_MODEL_LEN, MAX_MODEL_LEN // 2])
+        own, cost = rng.choice([slots, slots, 2]), seconds * rng.choice([0.02, 0.1, 0.5])
+        yield WorkerSetup("draft", f"10.0.0.1:{index + 11}", own, length, own * length, device, cost, cost / 50)
+
+
+def _settings(rng: random.Random, workers: list[WorkerSetup]) -> dict[str, Any]:
+    return {
+        "policy": rng.choice(["ragged", "ragged", "ragged", "exspec", "eqspec"]),
+        "max_num_seqs": rng.choice([2, 4, 8]),
+        "max_batch_size": rng.choice([2, 8, 16]),
+        "overlap": rng.choice(["auto", "auto", "on", "off"]),
+        "prefill_tokens": rng.choice([16, 64, 128]),
+        "prefix_caching": rng.random() < 0.8,
+        "admission": rng.choice(["arrival", "arrival", "length"]),
+        "lookup_store_tokens": rng.choice([0, 4096]),
+        "stream_stall_seconds": 5.0,
+        "target_timeout_seconds": 8.0,
+        "draft_timeout_seconds": 2.0,
+    }
+
+
+def _request(rng: random.Random, number: int, span: float) -> Request:
+    prefix = rng.choice([(), *PREFIXES])
+    own = tuple(rng.randrange(EOS) for _ in range(rng.randint(1, MAX_PROMPT - len(prefix))))
+    if rng.random() < 0.2:  # prompt lookup finds repetitions
+        own = (own * MAX_PROMPT)[: MAX_PROMPT - len(prefix)]
+    n = rng.choice([1, 1, 1, 1, 2, 3])
+    return Request(
+        at=rng.uniform(0, span) if number else 0.0,
+        name=f"request-{number}",
+        prompt=prefix + own,
+        max_tokens=rng.randint(1, MAX_TOKENS),
+        client=rng.choice(["alice", "alice", "bob"]),
+        n=n,
+        seed=rng.randrange(1, 2**31) if n > 1 or rng.random() < 0.3 else 0,
+        k=rng.choice([None, None, 0, 1, 2, 4, 8]),
+        method=rng.choice(["model", "model", "best", "ngram"]),
+        leaves_after=rng.uniform(0.01, 2.0) if rng.random() < 0.2 else None,
+        reads_slowly=rng.choice([0.5, 3.0, 9.0]) if rng.random() < 0.1 else 0.0,
+    )
+
+
+def _faults(rng: random.Random, workers: list[WorkerSetup], requests: list[Request], span: float) -> Iterator[Fault]:
+    kinds = rng.sample(KINDS, rng.randint(1, 5))
+    for _ in range(rng.choice([10, 40, 80, 160])):
+        kind, at, worker = rng.choice(kinds), rng.uniform(0, span), rng.randrange(len(workers))
+        seconds = rng.choice([0.01, 0.1, 0.5]) * rng.random()
+        if kind == "garbage":
+            name = rng.choice(TARGET_GARBAGE if workers[worker].role == "target" else DRAFT_GARBAGE)
+            yield Fault(at, "spoil", worker, number=rng.choice([1, 1, 2]), name=name)
+        elif kind in (LOST, REPEATED, ANOTHER_ROUND, EARLIER_LIFE):
+            yield Fault(at, "spoil", worker, name=kind)
+        elif kind == "abort":
+            yield Fault(at, "abort", name=rng.choice(requests).name)
+        elif kind == "shrink":
+            yield Fault(at, "crash", worker, seconds, number=rng.randint(1, workers[worker].slots))
+        elif kind == "crash":
+            yield Fault(at, "crash", worker, seconds, number=0)
+        elif kind in ("silence", "hang"):
+            yield Fault(at, kind, worker, seconds * rng.choice([1, 1, 1, 20]))
+        else:
+            yield Fault(at, kind, worker, seconds, rng.choice([1, 3, 10]))

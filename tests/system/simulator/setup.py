@@ -1,0 +1,85 @@
+"""What a simulation consists of: workers, settings, and a plain list of events, all drawn from a seed or shrunk."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from simulator.model import ToyPair
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """A worker."""
+
+    role: str
+    """"target" or "draft"."""
+    address: str
+    slots: int
+    max_model_len: int
+    columns: int
+    """Positions of its KV cache."""
+    device: str
+    base_seconds: float
+    row_seconds: float
+
+    def pass_seconds(self, rows: int) -> float:
+        """Duration of a pass."""
+        return self.base_seconds + self.row_seconds * rows
+
+
+@dataclass(frozen=True)
+class Request:
+    """A client sends a request. Times are in seconds."""
+
+    at: float
+    name: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    client: str = ""
+    n: int = 1
+    seed: int = 0
+    """0: greedy."""
+    k: int | None = None
+    """None: adaptive."""
+    method: str = "best"
+    leaves_after: float | None = None
+    """Deadline, or when the client cancels."""
+    reads_slowly: float = 0.0
+    """Pause of the client after the first tokens."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something goes wrong."""
+
+    at: float
+    kind: str
+    worker: int = 0
+    """Index among the workers."""
+    seconds: float = 0.0
+    number: int = 1
+    """Messages, answers, slots or a factor."""
+    name: str = ""
+    """The request to abort, or how to spoil answers."""
+
+
+Event = Request | Fault
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A simulation, fully determined."""
+
+    seed: int
+    pair: ToyPair
+    workers: tuple[WorkerSetup, ...]
+    settings: dict[str, Any]
+    """Of the coordinator."""
+    events: tuple[Event, ...]
+
+    @property
+    def requests(self) -> list[Request]:
+        return [event for event in self.events if isinstance(event, Request)]
+
+    def targets(self) -> list[int]:
+        """Indices of the target workers."""
+        return [index for index, worker in enumerate(self.workers) if worker.role == "target"]

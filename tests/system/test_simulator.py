@@ -1,0 +1,73 @@
+"""Simulated faults: no token is wrong, lost or doubled, every request ends, and nothing holds a slot."""
+
+import os
+import subprocess
+import sys
+from itertools import count
+from pathlib import Path
+
+import pytest
+from simulator.planted import BUGS
+from simulator.scenario import draw
+from simulator.setup import Scenario
+from simulator.shrinking import shrink
+from simulator.simulation import simulate
+
+SEEDS_PER_TEST = 10
+MAX_SEEDS = 60
+"""Seeds within which each planted bug must be found: at most a minute on one core."""
+FOLDER = Path(__file__).parent
+
+
+def fails(scenario: Scenario) -> bool:
+    return bool(simulate(scenario).violations)
+
+
+def check(first: int, number: int) -> None:
+    for seed in range(first, first + number):
+        assert not simulate(draw(seed)).violations, f"make simulate SEEDS={seed}"
+
+
+@pytest.mark.parametrize("first", range(0, 20, SEEDS_PER_TEST))
+def test_service_withstands_simulated_faults(first: int) -> None:
+    check(first, SEEDS_PER_TEST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(20, 300, 2 * SEEDS_PER_TEST))
+def test_service_withstands_many_simulated_faults(first: int) -> None:
+    check(first, 2 * SEEDS_PER_TEST)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug_is_found(bug: str) -> None:
+    with BUGS[bug]():
+        assert any(fails(draw(seed)) for seed in range(MAX_SEEDS))
+
+
+def test_failing_scenario_shrinks() -> None:
+    with BUGS["a skipped round check"]():
+        scenario = next(scenario for scenario in map(draw, count()) if fails(scenario))
+        smaller = shrink(scenario, fails)
+        assert fails(smaller)
+        assert 2 <= len(smaller.events) <= 4, smaller.events
+    assert not fails(smaller)
+
+
+def test_same_seed_gives_the_same_messages() -> None:
+    """In other processes, and whatever the order of sets of strings."""
+    digests = {
+        subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "from simulator.simulation import *; from simulator.scenario import draw; print([simulate(draw(seed)).digest for seed in (2, 7, 9)])",
+            ],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([*sys.path, str(FOLDER)])},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert digests == {f"{[simulate(draw(seed)).digest for seed in (2, 7, 9)]}\n"}
