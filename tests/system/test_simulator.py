@@ -61,7 +61,8 @@ def test_same_seed_gives_the_same_messages() -> None:
             [
                 sys.executable,
                 "-c",
-                "from simulator.simulation import *; from simulator.scenario import draw; print([simulate(draw(seed)).digest for seed in (2, 7, 9)])",
+                "from simulator.simulation import *; from simulator.scenario import draw; "
+                "print([simulate(draw(seed)).digest for seed in (2, 7, 9)])",
             ],
             env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([*sys.path, str(FOLDER)])},
             capture_output=True,
