@@ -73,6 +73,7 @@ def test_the_kernels_of_a_large_sharded_model_compile(ranks: int) -> None:
 
 
 @pytest.mark.all_kernels
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("arch", ["80", "90", "100"])
 def test_all_kernels_compile_for_every_gpu(arch: str, dtype: str) -> None:
