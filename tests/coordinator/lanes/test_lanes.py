@@ -124,15 +124,20 @@ async def test_more_sequences_than_places_survive_a_loss() -> None:
 
 
 async def test_another_model_is_refused_by_name() -> None:
-    other = OtherModel()
-    async with replicas(other) as served:
-        await served.until(lambda info: info.targets[1].state == "refused")
-        info = await served.info()
-        assert "weights_fingerprint was" in info.targets[1].reason
-        assert info.target.state == "ready"
-        await stream_all(served, long_requests(8))
-        assert not other.requests
-        assert await served.status() == 1
+    replica, other = slow_target(), OtherModel()
+    async with replicas(replica) as served:  # the first target that is ready decides the model
+        address = (await served.info()).targets[1].address
+        await replica.stop()
+        await other.start(address)
+        try:
+            info = await served.until(lambda info: info.targets[1].state == "refused")
+            assert "weights_fingerprint was" in info.targets[1].reason
+            assert info.target.state == "ready"
+            await stream_all(served, long_requests(8))
+            assert not other.requests
+            assert await served.status() == 1
+        finally:
+            await other.stop()
 
 
 async def test_one_process_at_two_addresses_is_used_once() -> None:
