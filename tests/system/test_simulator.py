@@ -11,7 +11,7 @@ from simulator.planted import BUGS
 from simulator.scenario import draw
 from simulator.setup import Scenario
 from simulator.shrinking import shrink
-from simulator.simulation import simulate
+from simulator.simulation import simulate, simulate_all
 
 SEEDS_PER_TEST = 10
 MAX_SEEDS = 60
@@ -24,8 +24,8 @@ def fails(scenario: Scenario) -> bool:
 
 
 def check(first: int, number: int) -> None:
-    for seed in range(first, first + number):
-        assert not simulate(draw(seed)).violations, f"make simulate SEEDS={seed}"
+    totals, failed = simulate_all(map(draw, range(first, first + number)))
+    assert failed is None, f"{totals.violations}; make simulate SEEDS={failed.seed}"
 
 
 @pytest.mark.parametrize("first", range(0, 20, SEEDS_PER_TEST))
@@ -56,19 +56,12 @@ def test_failing_scenario_shrinks() -> None:
 
 def test_same_seed_gives_the_same_messages() -> None:
     """In other processes, and whatever the order of sets of strings."""
-    digests = {
-        subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "from simulator.simulation import *; from simulator.scenario import draw; "
-                "print([simulate(draw(seed)).digest for seed in (2, 7, 9)])",
-            ],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([*sys.path, str(FOLDER)])},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert digests == {f"{[simulate(draw(seed)).digest for seed in (2, 7, 9)]}\n"}
+
+    def digest_with(hash_seed: str) -> str:
+        path = os.pathsep.join([*sys.path, str(FOLDER)])
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path}
+        command = [sys.executable, "-m", "simulator", "--seeds", "2,7,9"]
+        output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        return output.partition("digest ")[2].split()[0]
+
+    assert digest_with("1") == digest_with("2") == simulate_all(map(draw, (2, 7, 9)))[0].digest

@@ -8,13 +8,12 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from hashlib import sha256
 
 from simulator.planted import BUGS
 from simulator.scenario import draw
 from simulator.setup import Scenario
 from simulator.shrinking import shrink
-from simulator.simulation import Result, simulate
+from simulator.simulation import Result, simulate, simulate_all
 
 
 def main() -> None:
@@ -31,26 +30,18 @@ def main() -> None:
 
 
 def _run(seeds: Iterable[int], shrink_seconds: float) -> int:
-    began, digest, totals, number = time.perf_counter(), sha256(), Result(), 0
-    failed: tuple[Scenario, Result] | None = None
-    for number, seed in enumerate(seeds, 1):  # noqa: B007
-        scenario = draw(seed)
-        result = simulate(scenario)
-        digest.update(result.digest.encode())
-        totals.add(result)
-        if result.violations:
-            failed = scenario, result
-            break
+    began = time.perf_counter()
+    totals, failed = simulate_all(map(draw, seeds))
     real_seconds = time.perf_counter() - began
     print(
-        f"seeds {number}, requests {totals.requests}, tokens {totals.tokens}, faults {totals.faults}, "
+        f"seeds {totals.number}, requests {totals.requests}, tokens {totals.tokens}, faults {totals.faults}, "
         f"messages {totals.messages}, virtual seconds {totals.virtual_seconds:.0f}, real seconds {real_seconds:.1f}, "
-        f"faults/minute {60 * totals.faults / real_seconds:.0f}, digest {digest.hexdigest()[:16]}"
+        f"faults/minute {60 * totals.faults / real_seconds:.0f}, digest {totals.digest}"
     )
     print("requests by end: " + ", ".join(f"{end} {count}" for end, count in totals.ends.most_common()))
     if failed is None:
         return 0
-    _explain(*failed, shrink_seconds)
+    _explain(failed, totals, shrink_seconds)
     return 1
 
 

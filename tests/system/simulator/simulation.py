@@ -6,9 +6,10 @@ import logging
 import random
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from unittest import mock
 
@@ -43,8 +44,10 @@ TOKENIZER = TokenizerDescription(TokenizerFiles(b"toy", "", {}, (EOS,)), 1, None
 
 @dataclass
 class Result:
-    """What a simulation has found."""
+    """What one or more simulations have found."""
 
+    number: int = 1
+    """Number of simulations."""
     violations: list[str] = field(default_factory=list)
     requests: int = 0
     faults: int = 0
@@ -57,8 +60,10 @@ class Result:
     """Of all messages with their times, and of all outcomes."""
 
     def add(self, other: "Result") -> None:
-        """Add the numbers of another result."""
-        for name in ("requests", "faults", "tokens", "messages", "virtual_seconds"):
+        """Add another result."""
+        self.violations += other.violations
+        self.digest = sha256((self.digest + other.digest).encode()).hexdigest()
+        for name in ("number", "requests", "faults", "tokens", "messages", "virtual_seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.ends.update(other.ends)
 
@@ -202,6 +207,16 @@ def simulate(scenario: Scenario) -> Result:
     result.violations += [f"logged: {record}" for record in logged]
     result.violations += [f"unhandled: {context.get('exception') or context['message']!r}" for context in loop.errors]
     return result
+
+
+def simulate_all(scenarios: Iterable[Scenario]) -> tuple[Result, Scenario | None]:
+    """Simulate until the first violation. Return the totals, and the scenario that failed."""
+    totals = Result(number=0)
+    for scenario in scenarios:
+        totals.add(simulate(scenario))
+        if totals.violations:
+            return totals, scenario
+    return totals, None
 
 
 @contextmanager
