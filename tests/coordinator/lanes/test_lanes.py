@@ -128,6 +128,7 @@ async def test_another_model_is_refused_by_name() -> None:
     async with replicas(replica) as served:  # the first target that is ready decides the model
         address = (await served.info()).targets[1].address
         await replica.stop()
+        await served.until(lambda info: info.targets[1].state != "ready")
         await other.start(address)
         try:
             info = await served.until(lambda info: info.targets[1].state == "refused")
