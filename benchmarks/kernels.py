@@ -43,8 +43,9 @@ from specpool.protocol.sampling import SamplingParams
 DTYPES = ("bfloat16", "float16", "float32")
 # Maximum bytes of shared memory of a program, by architecture.
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# New tokens of each sequence: plain steps, verifications, many sequences, a prompt; at short and long contexts.
-PASSES = ([1] * 8, [5] * 8, [5] * 64, [2048])
+# New tokens of each sequence: plain steps, verifications, many sequences, a prompt; at short and long contexts. Their
+# numbers of rows (8, 24, 40, 64, 320, 2048) need every tile of the GEMMs.
+PASSES = ([1] * 8, [3] * 8, [5] * 8, [1] * 64, [5] * 64, [2048])
 CONTEXTS = (128, 4096)
 
 _LLAMA = {

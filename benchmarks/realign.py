@@ -119,7 +119,7 @@ async def serve(
     port = await process.start()
     await process.coordinator.target.wait_ready()
     if process.coordinator.draft is not None:
-        await process.coordinator.draft.wait_ready()
+        await process.coordinator.draft.links[0].wait_ready()
     try:
         async with AsyncClient(f"127.0.0.1:{port}") as client:
             began = time.perf_counter()

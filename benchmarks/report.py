@@ -207,15 +207,15 @@ def engine_figure(rows: list[dict[str, Any]]) -> Figure:
 
 
 def gpu_figure(results: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Steps of the target as shares of their limit, by GEMM backend; tokens/s of plain decoding, by concurrency."""
+    """Steps and verifications as shares of their limit; tokens/s relative to plain decoding, by concurrency."""
     figure = Figure(figsize=(9.5, 3.8), layout="constrained")
     steps, speed = figure.subplots(1, 2)
     rows = results.get("steps", {}).get("steps", ())
-    for kind in dict.fromkeys(row["backend"] for row in rows):
-        selected = [row for row in rows if row["backend"] == kind]
-        names = [f"{row['sequences']} x {row['drafted'] + 1}\n{row['cached']}" for row in selected]
-        steps.plot(names, [row["of_limit"] for row in selected], "o", label=kind)
-    steps.set(xlabel="sequences x rows, cached", ylabel="limit / time of a step", ylim=(0, None))
+    for drafted in dict.fromkeys(row["drafted"] for row in rows):
+        selected = [row for row in rows if row["drafted"] == drafted]
+        names = [f"{row['sequences']}\n{row['cached']}" for row in selected]
+        steps.plot(names, [row["of_limit"] for row in selected], "o", label=f"{drafted + 1} rows per sequence")
+    steps.set(xlabel="sequences, cached", ylabel="limit / time of a step", ylim=(0, None))
     steps.tick_params(axis="x", labelsize="xx-small")
     runs = [row for row in results.get("pair", {}).get("runs", ()) if row["kind"] != "plain"]
     for kind in dict.fromkeys(row["kind"] for row in runs):

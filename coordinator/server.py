@@ -48,7 +48,7 @@ class CoordinatorServer:
             from coordinator.smg.service import add_engine_service  # needs the extra `smg`
 
             add_engine_service(self.coordinator, self.server, intake)
-        self.coordinator.targets.on_change = self._target_changed
+        self.coordinator.lanes.on_change = self._target_changed
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
@@ -65,8 +65,9 @@ class CoordinatorServer:
         waiting = asyncio.create_task(self._end_drain_without_target())
         await self.server.wait_stopped()
         waiting.cancel()
+        self.coordinator.auditor.stop()
         failed = self._running.done() and not self._running.cancelled()
-        if not failed and self.coordinator.target.is_ready:
+        if not failed and self.coordinator.lanes.is_ready:
             # Cancelled requests hold slots that the next coordinator needs.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RELEASE_SECONDS):
@@ -80,22 +81,20 @@ class CoordinatorServer:
                 await self._tracer.close()
 
     async def _end_drain_without_target(self) -> None:
-        """Cut a drain short once the target worker has been away for some seconds."""
-        target = self.coordinator.targets
+        """Cut a drain short once all target workers have been away for some seconds."""
+        lanes = self.coordinator.lanes
         await self.server.wait_stopping()
         while True:
             try:
                 async with asyncio.timeout(self._target_away_seconds):
-                    await target.wait_ready()
+                    await lanes.wait_ready()
             except TimeoutError:
                 log.warning("target worker unreachable; failing requests in progress")
                 return self.server.stop(drain=False)
             await asyncio.sleep(AWAY_CHECK_SECONDS)
 
     def _target_changed(self) -> None:
-        if self.coordinator.target.is_ready:
-            self.coordinator.fit_window()
-        self.server.set_serving(self.coordinator.target.is_ready)
+        self.server.set_serving(self.coordinator.lanes.is_ready)
 
 
 async def serve(settings: CoordinatorSettings) -> None:

@@ -36,6 +36,7 @@ ALLOWED = {"specpool/cli": {"specpool.worker.settings"}}
 # Pure folders, without torch, protobuf, clock or random generator, and the project packages that they may import.
 PURE = {
     "coordinator/scheduling": {"coordinator.scheduling", "specpool.protocol"},
+    "coordinator/audit": {"coordinator.audit", "coordinator.scheduling", "specpool.protocol"},
     "coordinator/drafting": {"coordinator.drafting", "coordinator.scheduling", "specpool.protocol"},
 }
 PURE_BESIDE_VLLM = ("costs", "drafter", "pacing", "rows")

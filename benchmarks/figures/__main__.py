@@ -6,8 +6,9 @@
 
 A block of figures stands between `<!-- figures: NAME -->` and `<!-- /figures -->`. `benchmarks/figures/blocks.py` has
 its text, `benchmarks/figures/results.py` the command behind each file of `benchmarks/results`. Estimates stand between
-`<!-- estimates -->` and `<!-- /estimates -->`. Apart from docs/benchmarks.md and docs/decisions.md, pages show speeds,
-ratios and milliseconds in such blocks only. llama.cpp is measured with the environment of `benchmarks.llamacpp`.
+`<!-- estimates -->` and `<!-- /estimates -->`. Apart from the records (docs/benchmarks.md, docs/decisions.md and
+docs/kernels.md), pages show speeds, ratios and milliseconds in such blocks only. llama.cpp is measured with the
+environment of `benchmarks.llamacpp`.
 """
 
 import subprocess

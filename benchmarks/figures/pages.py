@@ -15,7 +15,7 @@ BLOCK = re.compile(r"(<!-- figures: ([a-z_]+) -->)(.*?)(<!-- /figures -->)", re.
 UNMEASURED = re.compile(r"```.*?```|`[^`\n]*`|<!-- estimates -->.*?<!-- /estimates -->", re.DOTALL)
 """Text whose figures are no results: code, and marked estimates."""
 FIGURE = re.compile(r"\d(?:[\d.,]*\d)?(?: tokens/s|x\b| ms\b)")
-RECORDS = ("docs/benchmarks.md", "docs/decisions.md")
+RECORDS = ("docs/benchmarks.md", "docs/decisions.md", "docs/kernels.md")
 """Pages of dated measurements, which may show figures outside blocks."""
 Texts = Mapping[str, Callable[[Results], str]]
 

@@ -90,8 +90,8 @@ async def serve(settings: Settings, findings: Findings, folder: Path) -> None:
     """Start the service and run all kinds of decoding, one concurrency after the other."""
     up = UpSettings(
         port=0, log_level="warning", drain_seconds=1, prefix_caching=False, max_num_seqs=max(settings.sizes.batches),
-        target=str(folder / "target"), draft=str(folder / "draft"), target_device=settings.device,
-        draft_device=settings.device,
+        target=str(folder / "target"), draft=str(folder / "draft"), target_device=(settings.device,),
+        draft_device=(settings.device,),
     )  # fmt: skip
     began = time.perf_counter()
     async with running(up) as address, AsyncClient(address) as client:

@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,6 +18,7 @@ from benchmarks.kernels import Compiled, Compiler, batch_of
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.drafts import Draft, DraftRound
 from specpool.engine.passes.gpu.captured import CapturedModel
+from specpool.engine.passes.gpu.gemm import Gemm, GemmBackend, cublas_rows_of
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.sampling.head import Head
@@ -24,6 +26,11 @@ from specpool.engine.sampling.head import Head
 ARCH = 90
 # A shape runs eagerly the first time and is captured the second time.
 WARM_UPS = 2
+# Rows from which the engine chose cuBLAS on an H200, by outputs and inputs of the weight: Qwen3-8B and Qwen3-0.6B.
+CUBLAS_ROWS = {
+    (151_936, 4096): 128, (24_576, 4096): 128, (4096, 12_288): 128, (6144, 4096): 320, (4096, 4096): 320,
+    (151_936, 1024): 40,
+}  # fmt: skip
 # Operations of torch that launch nothing, and those that launch several kernels.
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "_unsafe_view"}
 SEVERAL_KERNELS = {"logsumexp": 9}
@@ -69,6 +76,8 @@ class Launch:
     warps: int = 0
     is_dependent: bool = False
     """Whether it may start before the kernel before it has finished (programmatic dependent launch)."""
+    stages: int = 0
+    """Stages of the pipelined loop."""
 
     @property
     def programs(self) -> int:
@@ -93,7 +102,8 @@ class Recorder(Compiler):
         def launch(x: int, y: int, z: int, stream: int, kernel: Compiled, *others: Any) -> None:
             arguments = dict(zip(source.fn.arg_names, others[4:], strict=True))  # after metadata and hooks
             name, dependent = metadata.name.strip("_"), bool(metadata.launch_pdl)
-            self.launches.append(Launch(name, (x, y, z), arguments, kernel, metadata.num_warps, dependent))
+            resources = (kernel, metadata.num_warps, dependent, metadata.num_stages)
+            self.launches.append(Launch(name, (x, y, z), arguments, *resources))
 
         return launch
 
@@ -122,6 +132,14 @@ class TorchKernels(TorchDispatchMode):
             launch = replace(launch, grid=(-(-size // TORCH_PROGRAM), 1, 1))
             self._launches.extend([launch] * SEVERAL_KERNELS.get(name, 1))
         return result
+
+
+def set_gemm(model: nn.Module, choice: Literal["auto"] | GemmBackend) -> None:
+    """Set the GEMM backend of a model: a backend for all passes, or "auto": as chosen on an H200."""
+    for module in model.modules():
+        if isinstance(module, Gemm):
+            shape = (module.out_features, module.in_features)
+            module.cublas_rows = CUBLAS_ROWS.get(shape) if choice == "auto" else cublas_rows_of(choice)
 
 
 def capture(run: Run) -> tuple[Callable[[], None], torch.Tensor]:

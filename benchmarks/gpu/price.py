@@ -1,11 +1,11 @@
 """Prices steps of whole models for a GPU, without one: bytes, operations and launches, against the roofline.
 
-    python -m benchmarks.gpu.price [--device h100] [--cached 512] [--steps 1 8 64 8x5 64x5 draft8x4] [--step 64x5]
+    python -m benchmarks.gpu.price [--device h200] [--gemm auto] [--cached 512] [--steps 1 64x5 draft8x4] [--step 64x5]
 
 A step is sequences x new tokens, such as 64x5; "draft8x4" is a draft loop of 4 tokens for 8 sequences. The engine's own
 code launches kernels on the meta device, and the compiler reports their resources. The floor is the time to read
 weights and cache once, or to compute, whichever is longer for each kernel. The estimate adds what tiles read again,
-uneven work, and the gaps between kernels. It leaves out the host. Prints JSON as the last line.
+uneven work, latencies, and the gaps between kernels. It leaves out the host. Prints JSON as the last line.
 """
 
 import argparse
@@ -16,11 +16,12 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks.gpu.launches import Launch, Recorder, Step, launches_of, step_of
+from benchmarks.gpu.launches import Launch, Recorder, Step, launches_of, set_gemm, step_of
 from benchmarks.gpu.traffic import Traffic, traffic_of
 from benchmarks.kernels import compiling, model_of
 from benchmarks.report import finish, output_folder, parser_of, progress, show, whole
 from benchmarks.shapes import SHAPES
+from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS
 
 STEPS = ("1", "8", "64", "8x5", "64x5", "draft8x4")
 MAX_CACHED = 32_768
@@ -31,27 +32,34 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU of sm_90. Rates are per second."""
+    """A GPU of sm_90. Rates are per second.
+
+    The defaults were measured on an H200, or fitted to its GEMMs and attention kernels (docs/kernels.md).
+    """
 
     hbm: float
     """Bytes: data sheet of the SXM module."""
     hbm_share: float = 0.9
-    """Share of `hbm` that a long read reaches: assumed until it is measured."""
+    """Share of `hbm` that a long read reaches: 4.34 of 4.8 TB/s."""
     l2: float = 5.5e12
     """Bytes from L2 to all SMs: published microbenchmarks."""
+    shared_l2: float = 12e12
+    """The same where neighbouring programs load the same bytes: fitted to GEMMs of 320 rows."""
     l2_bytes: int = 25 * 2**20
     """Larger tensors pass through HBM: half of the L2 cache of 50 MiB."""
-    flops: float = 800e12
-    """Of bfloat16 in large GEMMs: about 80% of the data sheet's 989 TFLOP/s."""
+    flops: float = 688e12
+    """Of bfloat16: a GEMM of 8192 x 8192 x 8192. Smaller ones draw less power and reach up to 810 TFLOP/s."""
     sms: int = 132
-    gap: float = 1.7e-6
-    """Seconds between two kernels of a CUDA graph: assumed, 1.5 to 2 microseconds."""
-    dependent_gap: float = 0.7e-6
-    """The same with programmatic dependent launch: assumed."""
-    ramp: float = 0.8e-6
-    """Seconds until a kernel's first bytes arrive: about the latency of HBM."""
-    dot: float = 0.25e-6
-    """Seconds of a matrix multiplication of one tile among dependent ones: assumed."""
+    gap: float = 0.4e-6
+    """Seconds between two kernels of a CUDA graph."""
+    dependent_gap: float = 0.2e-6
+    """The same with programmatic dependent launch."""
+    ramp: float = 2.2e-6
+    """Seconds of any kernel besides its longest need: the mean of those that move next to nothing."""
+    latency: float = 1.3e-6
+    """Seconds until a tile's inputs arrive in a GEMM while all SMs load."""
+    block: float = 0.35e-6
+    """Seconds of a block of positions in attention, for each warp of the program that handles it."""
 
 
 DEVICES = {"h100": Device(hbm=3.35e12), "h200": Device(hbm=4.8e12)}
@@ -103,10 +111,18 @@ class Price:
         device, traffic = self.device, self.traffic
         return {
             "hbm": self.hbm / (device.hbm * device.hbm_share),
-            "l2": traffic.l2 / device.l2 * self.unevenness,
+            "l2": traffic.l2 / (device.shared_l2 if traffic.flop else device.l2) * self.unevenness,
             "flop": traffic.flop / device.flops * self.unevenness,
-            "chain": self.waves * traffic.chain * device.dot,
+            "chain": self.chain,
         }
+
+    @property
+    def chain(self) -> float:
+        """Seconds of the steps that an SM takes one after the other."""
+        device, traffic, launch = self.device, self.traffic, self.launch
+        if traffic.blocks:
+            return max(traffic.chain, traffic.blocks / device.sms) * launch.warps * device.block
+        return self.waves * traffic.chain * device.latency / max(1, launch.stages - 1)
 
     @property
     def seconds(self) -> float:
@@ -188,7 +204,8 @@ def argument_of(parse: Callable[[str], Step]) -> Callable[[str], Step]:
 def main() -> None:
     """Parse the command line, compile, print."""
     parser = parser_of(__doc__)
-    parser.add_argument("--device", choices=DEVICES, default="h100")
+    parser.add_argument("--device", choices=DEVICES, default="h200")
+    parser.add_argument("--gemm", choices=("auto", *GEMM_BACKENDS), default="auto", help="auto: as chosen on an H200")
     parser.add_argument("--target", choices=SHAPES, default="qwen3-8b", help="shape of the target")
     parser.add_argument("--draft", choices=SHAPES, default="qwen3-0.6b", help="shape of the draft")
     parser.add_argument("--cached", type=whole(0, MAX_CACHED), default=512, help="cached positions of each sequence")
@@ -202,6 +219,8 @@ def main() -> None:
     rows = []
     with compiling(Recorder()) as recorder:
         target, draft = (model_of(SHAPES[name], torch.bfloat16, None) for name in (options.target, options.draft))
+        for model in (target, draft):
+            set_gemm(model, options.gemm)
         for step in progress(steps, "compiling"):
             launches = launches_of(step, draft if step.drafts else target, options.cached, recorder)
             prices = prices_of(step, launches, options.cached, device)
@@ -210,7 +229,12 @@ def main() -> None:
     show(f"{options.target} with {options.draft} on {options.device}, {options.cached} cached", rows)
     if options.step is not None:
         show_kernels(options.step.name, kernels[options.step.name])
-    result = {"device": {"name": options.device, **asdict(device)}, "cached": options.cached, "steps": rows}
+    result = {
+        "device": {"name": options.device, **asdict(device)},
+        "gemm": options.gemm,
+        "cached": options.cached,
+        "steps": rows,
+    }
     finish("price", {"triton": triton.__version__, **result, "kernels": kernels}, options.output)
 
 

@@ -1,10 +1,12 @@
 """Judges the results of all parts, and prints them in one short table."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from benchmarks.gpu.part import Row
+from specpool.engine.probes.kernels import MIN_SAVING
 
 Results = Mapping[str, Mapping[str, Any]]
 
@@ -74,33 +76,61 @@ def row_lines(results: Results) -> Iterator[str]:
     if compared:
         yield f"exact   {len(compared) - len(different)} of {len(compared)} comparisons by bits are equal"
     yield from _lines("differs", different)
-    steps = [row for row in rows("steps", "steps") if row["backend"] == "chosen"]
-    yield from _lines("step", steps, ("cached", "rows", "captured", "passes", "ms", "limit_ms", "of_limit"), 12)
+    yield from step_lines(rows("steps", "steps"))
     yield from gemm_lines(rows("gemm", "gemm"))
     yield from _lines("draft", rows("draft", "drafts"))
-    yield from _lines(
-        "answer", rows("pair", "runs"), ("concurrency", "kind", "tokens_per_s", "ratio", "exact_match"), 12
-    )
+    yield from answer_lines(rows("pair", "runs"))
     yield from _lines("peer", rows("transformers", "runs"))
-    captured = [row for row in rows("profile", "names") if row["how"] == "captured"]
-    yield from _lines("kernel", captured, ("rows", "share", "times", "us_each", "name"))
+    yield from profile_lines(rows("profile", "steps"), rows("profile", "names"))
     yield from tile_lines(rows("sweep", "gemm"))
     yield from warp_lines(rows("sweep", "attention"))
 
 
+def step_lines(rows: Iterable[Row]) -> Iterator[str]:
+    """A line for each batch: milliseconds of its steps, and their shares of the limit."""
+    return _grouped("step", (
+        (f"{row['sequences']} sequences, {row['cached']} cached",
+         f"{row['rows']} rows {row['ms']} ms, {row['of_limit']} of the limit{'' if row['captured'] else ', EAGER'}")
+        for row in rows
+    ))  # fmt: skip
+
+
 def gemm_lines(rows: Iterable[Row]) -> Iterator[str]:
     """A line for each shape: whether each backend is exact, and its microseconds by row count."""
-    shapes: dict[str, list[str]] = {}
+    return _grouped("gemm", (
+        (f"{row['gemm']}, us", " ".join((
+            row["backend"], "exact" if row["exact"] else "INEXACT", *([] if row["near"] else ["WRONG"]),
+            *([] if row["as_triton"] else ["OTHER BITS"]), *(str(us) for _, us in _times(row)),
+        )))
+        for row in rows
+    ))  # fmt: skip
+
+
+def answer_lines(rows: Iterable[Row]) -> Iterator[str]:
+    """A line for each concurrency: tokens/s of each kind, and relative to plain decoding."""
+    return _grouped("answer", (
+        (f"{row['concurrency']} at a time, tokens/s",
+         f"{row['kind']} {row['tokens_per_s']} ({row['ratio']}){'' if row['exact_match'] == 1 else ' INEXACT'}")
+        for row in rows
+    ))  # fmt: skip
+
+
+def profile_lines(rows: Iterable[Row], names: Iterable[Row]) -> Iterator[str]:
+    """A line for each profiled step: its time, captured if possible, and the microseconds of its kernels, eager."""
+    works: dict[str, Row] = {}
     for row in rows:
-        times = " ".join(str(us) for _, us in _times(row))
-        state = ("exact" if row["exact"] else "INEXACT") + ("" if row["near"] else " WRONG")
-        shapes.setdefault(row["gemm"], []).append(f"{row['backend']} {state} {times}")
-    for shape, backends in shapes.items():
-        yield f"gemm    {shape}, us: {'; '.join(backends)}"
+        works.setdefault(row["work"], row)  # the captured one comes first
+    kernels: dict[str, list[str]] = {}
+    for row in names:
+        if row["how"] == "eager":
+            kernels.setdefault(row["work"], []).append(f"{_short(row['name'])} {row['us']:.0f}")
+    for work, row in works.items():
+        total = f"{row['device_us']:.0f} us {row['how']}, {row['idle_share'] or 0:.0%} idle"
+        yield f"profile {work}: {total}; {', '.join(kernels.get(work, ()))}"
 
 
 def tile_lines(rows: Iterable[Row]) -> Iterator[str]:
-    """A line for each GEMM: the chosen and the fastest tile by row count, and whether their bits are the same."""
+    """A line for each GEMM: the time of the chosen tile by row count, and the fastest one if it saves time."""
     cases: dict[str, dict[int, list[tuple[float, Row]]]] = {}
     for row in rows:
         for count, us in _times(row):
@@ -110,29 +140,44 @@ def tile_lines(rows: Iterable[Row]) -> Iterator[str]:
         for count, timed in counts.items():
             chosen = next((us for us, row in timed if row["tile"] == "chosen"), None)
             us, best = min(timed, key=lambda case: case[0])
-            bits = "" if best["same_bits"] else " OTHER BITS"
-            parts.append(f"{count} rows: {chosen}, {us} by {best['tile']}{bits}")
+            is_best = chosen is not None and us >= (1 - MIN_SAVING) * chosen
+            parts.append(f"{count} rows {chosen}" + ("" if is_best else f" ({us} by {best['tile']}{_bits(best)})"))
         yield f"tile    {gemm}, us: {'; '.join(parts)}"
 
 
-def warp_lines(rows: Iterable[Row]) -> list[str]:
-    """A line for each shape of attention: microseconds by number of warps."""
-    shapes: dict[str, list[str]] = {}
-    for row in rows:
-        bits = "" if row["same_bits"] else " OTHER BITS"
-        shapes.setdefault(f"{row['rows']} rows, {row['cached']} cached", []).append(f"{row['warps']} {row['us']}{bits}")
-    return [f"warps   {shape}, us: {'; '.join(times)}" for shape, times in shapes.items()]
+def warp_lines(rows: Iterable[Row]) -> Iterator[str]:
+    """A line for each number of warps: microseconds of attention by rows."""
+    return _grouped("warps", (
+        (f"{row['warps']}, {row['cached']} cached, us", f"{row['rows']} rows {row['us']}{_bits(row)}") for row in rows
+    ))  # fmt: skip
+
+
+def _bits(row: Row) -> str:
+    return "" if row["same_bits"] else " OTHER BITS"
+
+
+def _short(kernel: str) -> str:
+    """The name of a kernel, without namespaces and parameters."""
+    name = re.split("[<(]", kernel.replace("(anonymous namespace)::", ""))[0].removeprefix("void ")
+    return name.split("::")[-1].strip(" _")[:24]
 
 
 def _times(row: Row) -> list[tuple[int, float]]:
     return [(int(name.removeprefix("us_of_")), us) for name, us in row.items() if name.startswith("us_of_")]
 
 
-def _lines(
-    title: str, rows: Iterable[Mapping[str, Any]], names: Iterable[str] | None = None, maximum: int = ROWS
-) -> list[str]:
+def _lines(title: str, rows: Iterable[Mapping[str, Any]], names: Iterable[str] | None = None) -> list[str]:
     shown = [{name: row[name] for name in names or row if name in row} for row in rows]
-    return [f"{title:7} {' '.join(f'{name}={value}' for name, value in row.items())}" for row in shown][:maximum]
+    return [f"{title:7} {' '.join(f'{name}={value}' for name, value in row.items())}" for row in shown][:ROWS]
+
+
+def _grouped(title: str, texts: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """A line for each group of texts."""
+    groups: dict[str, list[str]] = {}
+    for group, text in texts:
+        groups.setdefault(group, []).append(text)
+    for group, own in groups.items():
+        yield f"{title:7} {group}: {'; '.join(own)}"
 
 
 # --- Goals
@@ -140,7 +185,7 @@ def _lines(
 
 def goals(results: Results) -> list[Row]:
     """Compare the worst measured cases with what a GPU of the H200 class should reach."""
-    steps = [row for row in results.get("steps", {}).get("steps", ()) if row["backend"] == "chosen"]
+    steps = results.get("steps", {}).get("steps", ())
     drafts = results.get("draft", {}).get("drafts", ())
     runs = results.get("pair", {}).get("runs", ())
 

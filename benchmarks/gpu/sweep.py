@@ -1,9 +1,9 @@
 """Times other tiles of the GEMMs and other warps of attention, and compares their bits with the chosen ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 
 import torch
 
@@ -13,18 +13,18 @@ from benchmarks.gpu.timing import captured_microseconds
 from benchmarks.shapes import SHAPES
 from specpool.engine.numerics.triton_compat import triton
 from specpool.engine.passes.gpu.attention import attend_extents, num_splits
-from specpool.engine.passes.gpu.gemm import GemmTile, split_k_gemm, split_k_of
+from specpool.engine.passes.gpu.gemm import FEW_ROWS, MANY_ROWS, GemmTile, split_k_gemm, split_k_of
 from specpool.engine.probes.inputs import ProbeInputs
 
 # Minimum seconds left to start a tile or a number of warps.
 CASE_SECONDS = 4
 CHOSEN = "chosen"
-# Outputs, rows, inputs, warps, stages. The first ones are for few rows, the last ones for many.
-TILES = [GemmTile(*numbers) for numbers in (
-    (64, 16, 128, 4, 4), (64, 16, 128, 4, 6), (64, 16, 256, 4, 3), (128, 16, 128, 4, 4), (128, 16, 128, 8, 4),
-    (64, 64, 128, 4, 3), (128, 64, 64, 4, 4), (128, 64, 64, 8, 4), (64, 128, 64, 4, 4), (128, 128, 64, 8, 3),
-    (128, 256, 64, 8, 3),
-)]  # fmt: skip
+# Tiles like those of `tile_of`, by maximum number of rows: outputs, rows, inputs, warps, stages.
+TILES = {
+    16: ((64, 16, 128, 4, 3), (64, 16, 128, 4, 4), (64, 16, 128, 4, 5), (64, 16, 64, 4, 8)),
+    FEW_ROWS: ((64, 64, 128, 4, 2), (64, 64, 128, 4, 3), (64, 64, 64, 4, 5), (128, 64, 64, 4, 4)),
+    MANY_ROWS: ((128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (256, 64, 64, 8, 4)),
+}
 # The GEMMs of a layer, by size.
 GEMMS = ("gate_up", "down", "qkv", "out")
 WARPS = (None, 4, 8)
@@ -45,14 +45,14 @@ def measure_sweep(settings: Settings, findings: Findings) -> None:
 
 
 def sweep_gemm(settings: Settings, findings: Findings, name: str) -> None:
-    """Add a row for each tile. Its bits are compared at all row counts."""
+    """Add a row for each tile: its time at suitable row counts, and whether it has the bits of the chosen tile."""
     outputs, inputs = gemm_shapes(settings.target)[name]
     split_k = split_k_of(outputs, inputs)
     weight, x = ProbeInputs(settings.randn(1)).gemm(outputs, inputs, max(settings.sizes.timed_rows))
     weights = timed_weights(settings, weight)
 
-    def add_row(title: str, tile: GemmTile | None) -> None:
-        batches = {rows: x[:rows] for rows in settings.sizes.timed_rows}
+    def add_row(counts: Sequence[int], title: str, tile: GemmTile | None) -> None:
+        batches = {rows: x[:rows] for rows in counts}
         same_bits = all(
             torch.equal(split_k_gemm(batch, weight, split_k, tile), split_k_gemm(batch, weight, split_k))
             for batch in batches.values()
@@ -66,9 +66,17 @@ def sweep_gemm(settings: Settings, findings: Findings, name: str) -> None:
             **{f"us_of_{rows}": captured_microseconds(settings, calls[rows]) for rows in batches},
         })  # fmt: skip
 
-    for tile in (None, *TILES):
-        title = CHOSEN if tile is None else " ".join(map(str, astuple(tile)))
-        attempt_fitting(settings, findings, f"{name}, tile {title}", partial(add_row, title, tile))
+    for maximum, group in groupby(settings.sizes.timed_rows, maximum_of):
+        counts = list(group)
+        for tile in (None, *(GemmTile(*numbers) for numbers in TILES[maximum])):
+            title = CHOSEN if tile is None else " ".join(map(str, astuple(tile)))
+            what = f"{name}, up to {maximum} rows, tile {title}"
+            attempt_fitting(settings, findings, what, partial(add_row, counts, title, tile))
+
+
+def maximum_of(rows: int) -> int:
+    """The maximum number of rows whose tiles suit `rows`."""
+    return next(maximum for maximum in TILES if rows <= maximum)
 
 
 def add_attention_row(

@@ -7,6 +7,8 @@ import torch
 from benchmarks.gpu.launches import GATHERING, Launch, Step
 
 PARTIALS = torch.float32.itemsize
+# The launch of a GEMM by cuBLAS.
+CUBLAS = "torch mm"
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,9 @@ class Traffic:
     programs: int = 1
     """Programs with work."""
     chain: int = 0
-    """Matrix multiplications that a program runs one after the other."""
+    """Tiles of inputs, or blocks of positions, that a program handles one after the other."""
+    blocks: int = 0
+    """Blocks of positions that all programs handle, in attention."""
 
 
 def traffic_of(launch: Launch, step: Step, cached: int, l2_bytes: int) -> Traffic:
@@ -34,6 +38,8 @@ def traffic_of(launch: Launch, step: Step, cached: int, l2_bytes: int) -> Traffi
         return gemm(launch, l2_bytes)
     if "HEIGHT" in launch.arguments:
         return attend(launch, step, cached, l2_bytes)
+    if launch.name == CUBLAS:
+        return cublas(launch, l2_bytes)
     return rows(launch, step, l2_bytes)
 
 
@@ -72,8 +78,18 @@ def attend(launch: Launch, step: Step, cached: int, l2_bytes: int) -> Traffic:
         flop=4 * tiles * height * given["WIDTH"] * blocks * block,
         needed_flop=4 * step.sequences * step.new_tokens * length * heads * dim,
         programs=tiles * splits,
-        chain=2 * (blocks if given["SERIAL"] else -(-min(length, given["SPLIT"]) // block)),
+        chain=blocks if given["SERIAL"] else -(-min(length, given["SPLIT"]) // block),
+        blocks=tiles * blocks,
     )
+
+
+def cublas(launch: Launch, l2_bytes: int) -> Traffic:
+    """cuBLAS's tiles are unknown: every matrix counts once."""
+    (x, weight, *_), (output,) = launch.arguments["inputs"], launch.arguments["outputs"]
+    flop = 2 * len(x) * weight.numel()
+    moved = x.nbytes + weight.nbytes + output.nbytes
+    spilled = spill(output.nbytes, l2_bytes)
+    return Traffic(weight.nbytes, spilled, moved, flop, needed_flop=flop, programs=launch.programs)
 
 
 def rows(launch: Launch, step: Step, l2_bytes: int) -> Traffic:

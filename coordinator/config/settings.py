@@ -10,7 +10,15 @@ from coordinator.prompts.template_file import check_template
 from coordinator.scheduling.sequence import DraftMethod
 from specpool.environment.extras import explain_missing
 from specpool.protocol.rounds import MAX_DRAFT_TOKENS
-from specpool.rpc.config.settings import UINT32_MAX, DraftAddress, Seconds, ServerSettings, TargetAddress
+from specpool.rpc.config.settings import (
+    UINT32_MAX,
+    DraftAddresses,
+    Seconds,
+    ServerSettings,
+    TargetAddress,
+    TargetAddresses,
+)
+from specpool.rpc.security.channel import is_followed, split_addresses
 
 MAX_NUM_SEQS = 4096
 """Limit of the flags: no worker has more slots."""
@@ -46,14 +54,20 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     """Serves generation: schedules requests, with a draft worker and a target worker."""
 
     port: int = Field(50050, ge=0, le=65535, description="port to listen on; 0: any free port")
-    target_address: TargetAddress = Field("127.0.0.1:50051", description="host:port of the target worker")
+    target_address: TargetAddresses = Field(
+        "127.0.0.1:50051",
+        description="host:port of the target worker, or a comma-separated list of replicas; dns:///host:port follows "
+        "all addresses of a DNS name",
+    )
     target_standby_address: TargetAddress | None = Field(
         None,
         description="host:port of a second target worker with the same model, which takes over if the first one is "
         "lost; default: none",
     )
-    draft_address: DraftAddress | None = Field(
-        None, description="host:port of the draft worker; default: prompt lookup only"
+    draft_address: DraftAddresses | None = Field(
+        None,
+        description="host:port of the draft worker, or several, separated by commas; dns:///host:port: every record "
+        "of the name, also new ones; default: prompt lookup only",
     )
     served_model_name: str | None = Field(
         None,
@@ -71,7 +85,8 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         ge=1,
         le=MAX_NUM_SEQS,
         validation_alias=AliasChoices("max_num_seqs", "window_size"),
-        description="maximum sequences running; the target's slots limit them too (deprecated name: window_size)",
+        description="maximum sequences running, for each target worker; its slots limit them too (deprecated name: "
+        "window_size)",
     )
     max_batch_size: int = Field(16, ge=1, le=MAX_NUM_SEQS, description="maximum sequences in one round")
     min_group_size: int | None = Field(
@@ -134,6 +149,13 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         le=UINT32_MAX,
         description="maximum prompt tokens prefilled per round; fewer run while they would delay the tokens of others",
     )
+    audit_share: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="share of answers to replay by plain decoding, when there is room, and compare; default: 0.001 if "
+        "the target's equivalence is bitwise, otherwise 0",
+    )
     draft_timeout_seconds: Seconds = Field(5.0, gt=0, description="timeout of the draft worker")
     target_timeout_seconds: Seconds = Field(120.0, gt=0, description="timeout of the target worker")
     metrics_compat: Literal["vllm"] | None = Field(None, description="also serve metrics under vLLM's names")
@@ -149,6 +171,16 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     )
 
     @property
+    def target_addresses(self) -> list[str]:
+        """The entries of `target_address`."""
+        return split_addresses(self.target_address)
+
+    @property
+    def draft_addresses(self) -> list[str]:
+        """The entries of `draft_address`."""
+        return split_addresses(self.draft_address or "")
+
+    @property
     def usable_window(self) -> int:
         """`max_num_seqs`; at most one batch with eqspec."""
         return min(self.max_num_seqs, self.max_batch_size) if self.policy == "eqspec" else self.max_num_seqs
@@ -162,6 +194,9 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     def _check_combinations(self) -> Self:
         if self.target_standby_address == self.target_address:
             raise ValueError("target_standby_address must not be target_address")
+        is_list = len(self.target_addresses) > 1 or is_followed(self.target_address)
+        if self.target_standby_address is not None and is_list:
+            raise ValueError("target_standby_address needs a single target_address: replicas take over from each other")
         if self.default_group_size > self.max_batch_size:
             raise ValueError("min_group_size must not exceed max_batch_size")
         if self.metrics_compat is not None and self.metrics_port is None:

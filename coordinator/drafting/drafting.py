@@ -10,7 +10,7 @@ from coordinator.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts
 from coordinator.drafting.draft_lengths import DraftLengths, DraftOptions
 from coordinator.drafting.forced_tokens import ForcedTokens
 from coordinator.drafting.lookup import PromptLookup
-from coordinator.drafting.outcome import RoundOutcome
+from coordinator.drafting.outcome import RoundOutcome, draft_steps
 from coordinator.scheduling.commits import Commit, DraftPlan, Lookup, LookupSource
 from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.sequence import MAX_DRAFT_LAG, DraftMethod, Sequence
@@ -64,15 +64,12 @@ class Drafting:
     """Plans how rounds draft, and learns from them."""
 
     def __init__(
-        self, max_num_draft_tokens: int, costs: RoundCosts | None = None, lookup_store_tokens: int = 0
+        self, max_num_draft_tokens: int, costs: RoundCosts | None = None, lookup: PromptLookup | None = None
     ) -> None:
-        """`max_num_draft_tokens`: for sequences with adaptive draft lengths.
-
-        `lookup_store_tokens`: maximum tokens of finished answers that prompt lookup keeps; 0: none.
-        """
+        """`max_num_draft_tokens`: for sequences with adaptive draft lengths. `lookup`: may be shared."""
         costs = costs or RoundCosts(StepTimes(UNKNOWN_DRAFT), StepTimes(UNKNOWN_VERIFY), FIRST_EXCHANGE)
         self.lengths = DraftLengths(costs, max_num_draft_tokens)
-        self.lookup = PromptLookup(lookup_store_tokens)
+        self.lookup = lookup if lookup is not None else PromptLookup()
         self.calibration = Calibration()
         self.forced_tokens = ForcedTokens()
         self._draft_steps = 0
@@ -192,18 +189,9 @@ class Drafting:
     def observe_proposals(self, items: Items[ProposeItem], proposals: Items[Proposal], timed: Timed) -> None:
         """Learn from the time of a round's draft steps."""
         self._observe_exchange(timed)
-        if any(len(item.token_ids) - item.num_unverified > MAX_DRAFT_LAG for item in items):
-            return
-        branches = [branch.draft_token_ids for proposal in proposals for branch in proposal.branches]
-        has_branches = any(item.num_branches for item in items)
-        lengths = [len(drafted) for drafted in branches] or [len(proposal.draft_token_ids) for proposal in proposals]
-        steps = [sum(k > j for k in lengths) for j in range(max(lengths, default=0))]
-        if has_branches:
-            self.costs.draft.observe_steps([sum(len(item.token_ids) for item in items), *steps], timed.forward)
-            self._draft_steps = 0
-        elif steps:
+        if steps := draft_steps(items, proposals):
             self.costs.draft.observe_steps(steps, timed.forward)
-            self._draft_steps = len(steps)
+            self._draft_steps = 0 if any(item.num_branches for item in items) else len(steps)
 
     def _observe_exchange(self, timed: Timed) -> None:
         self.costs.exchange += EXCHANGE_WEIGHT * (timed.wire - self.costs.exchange)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.counters import Timed
-from coordinator.scheduling.sequence import DraftMethod
+from coordinator.scheduling.sequence import MAX_DRAFT_LAG, DraftMethod
 from specpool.protocol.rounds import Proposal, ProposeItem, VerifyItem
 
 
@@ -70,3 +70,18 @@ class RoundOutcome:
     def calls(self) -> list[Timed]:
         """Durations of the calls to both workers."""
         return [self.verified, *(timed for _, _, timed in self.proposals)]
+
+
+def draft_steps(items: Items[ProposeItem], proposals: Items[Proposal]) -> list[int]:
+    """Rows of each pass of a call to the draft worker.
+
+    Without branches, the first pass is the first draft step. Empty if the call drafted nothing or caught up first.
+    """
+    if any(len(item.token_ids) - item.num_unverified > MAX_DRAFT_LAG for item in items):
+        return []
+    branches = [branch.draft_token_ids for proposal in proposals for branch in proposal.branches]
+    lengths = [len(drafted) for drafted in branches] or [len(proposal.draft_token_ids) for proposal in proposals]
+    steps = [sum(k > j for k in lengths) for j in range(max(lengths, default=0))]
+    if any(item.num_branches for item in items):
+        return [sum(len(item.token_ids) for item in items), *steps]
+    return steps

@@ -138,6 +138,10 @@ class Generation:
         return self.samples[0].sequence.request.request_id
 
     @property
+    def is_background(self) -> bool:
+        return self.samples[0].sequence.request.is_background
+
+    @property
     def _has_ended(self) -> bool:
         return all(sample.has_ended for sample in self.samples)
 

@@ -65,8 +65,8 @@ class RequestsInFlight:
 
     def add(self, generation: Generation) -> None:
         """Start passing events to a generation."""
-        self.requests += 1
-        if not self._samples:
+        self.requests += not generation.is_background
+        if all(other.is_background for other, _ in self._samples.values()):
             self._ends.begin(time.monotonic())
         self._samples.update({sample.sequence.sequence_id: (generation, sample) for sample in generation.samples})
 
@@ -98,7 +98,7 @@ class RequestsInFlight:
             return
         generation, sample = self._samples[sequence.sequence_id]
         generation.publish(sample, commit)
-        if self.latencies is not None:
+        if self.latencies is not None and not generation.is_background:
             self.latencies.committed(sample)
         if finish is not None:
             self._end(sequence, finish.reason)
@@ -106,13 +106,6 @@ class RequestsInFlight:
     def failed(self, sequence: Sequence, error: ServiceError) -> None:
         self._publish_all()
         self._end(sequence, "error", error)
-
-    def has_begun(self, sequence: Sequence) -> bool:
-        """Whether any sample of the sequence's request has tokens."""
-        if sequence.sequence_id not in self._samples:
-            return False
-        generation, _ = self._samples[sequence.sequence_id]
-        return any(sample.sequence.num_generated for sample in generation.samples)
 
     def aborted(self, sequence: Sequence) -> None:
         """Handle an abort by the caller. Publish the text held back."""
@@ -123,12 +116,14 @@ class RequestsInFlight:
         self._end(sequence, FinishReason.ABORT)
 
     def _end(self, sequence: Sequence, reason: str, error: ServiceError | None = None) -> None:
-        self.finished[reason] += 1
-        self._ends.add(time.monotonic())
-        self.prompt_tokens += sequence.prompt_length
-        self.cached_tokens += sequence.cached_tokens
+        is_counted = not sequence.request.is_background
+        if is_counted:
+            self.finished[reason] += 1
+            self._ends.add(time.monotonic())
+            self.prompt_tokens += sequence.prompt_length
+            self.cached_tokens += sequence.cached_tokens
         if sequence.sequence_id in self._samples:
             generation, sample = self._samples[sequence.sequence_id]
             generation.end(sample, error)
-            if self.latencies is not None and reason in COMPLETED:
+            if self.latencies is not None and is_counted and reason in COMPLETED:
                 self.latencies.ended(sample)

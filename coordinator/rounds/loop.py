@@ -6,6 +6,7 @@ that keeps failing on the target worker runs alone, and then fails.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 
 from coordinator.requests.in_flight import RequestsInFlight
@@ -37,6 +38,9 @@ class RoundLoop:
     def __init__(self, pool: Pool, policy: Policy, runner: RoundRunner, in_flight: RequestsInFlight) -> None:
         self._pool, self._policy, self._runner, self._in_flight = pool, policy, runner, in_flight
         self._target = runner.target
+        self.on_admission: Callable[[], None] = lambda: None
+        """Called before sequences are admitted."""
+        pool.wake, pool.admission_limit = self.wake, self._admission_limit
         self._work = asyncio.Event()
         self._has_leaving = asyncio.Event()
         self._num_running = 0
@@ -49,24 +53,47 @@ class RoundLoop:
         self._work.set()
         self._has_leaving.set()
 
-    def target_replaced(self, is_same_model: bool) -> None:
-        """Forget the caches of the previous target process.
+    def target_replaced(self, numerics: str) -> None:
+        """Forget the caches of the previous target process. `numerics`: see `TargetModel.replace`.
 
         Unless the new process certainly runs the same model, fail the requests that have tokens: two models must not
         contribute to one response. Fail constrained requests if it cannot follow grammars.
         """
-        begun = [] if is_same_model else [*filter(self._in_flight.has_begun, self._pool.in_flight)]
-        if begun:
-            reason = "another target process took over without fingerprints that prove it runs the same model"
-            log.error("failing %d sequences: %s", len(begun), reason, extra=logs.about(*_request_ids(begun)))
-        for sequence in begun:
-            self._fail(sequence, UnavailableError(f"{reason}; send the request again"))
-        if (refusal := self._target.grammar_refusal) is not None:
-            for sequence in self._pool.in_flight:
-                if sequence.request.constraint:
-                    self._fail(sequence, UnimplementedError(f"{sequence.request.constraint}: {refusal}"))
+        requests = self._pool.requests
+        reason = "another target process took over without fingerprints that prove it runs the same model"
+        self._fail_begun(requests.change_numerics(self._pool, numerics), reason)
+        refusal = self._target.grammar_refusal
+        self._pool.follows_grammars = refusal is None
+        if refusal is not None:
+            for sequence in requests.without_grammars(self._pool):
+                self._fail(sequence, UnimplementedError(f"{sequence.request.constraint}: {refusal}"))
         self._pool.forget_target_caches()
-        self.wake()
+        requests.wake()
+
+    def vacate(self) -> None:
+        """If the target worker is lost, let its sequences continue on others. Blame the rounds that it lost."""
+        if not self._pool.is_lost or not self._pool.requests.has_open_window:
+            return
+        while self._lost_rounds:  # they may have crashed it, and must not crash all others
+            _, group, reason = self._lost_rounds.pop()
+            self._blame(group, reason)
+        if moved := self._pool.vacate():
+            log.warning("target worker lost; %d sequences continue on other target workers", len(moved))
+            self._runner.abandon(moved)
+            self._pool.requests.wake()
+
+    def close(self) -> None:
+        """Give up the window of a target worker that was removed. The loop no longer runs."""
+        begun = self._pool.close()
+        self._fail_begun(begun, "the target worker was removed, and no other one is proven to run the same model")
+        self._pool.requests.wake()
+
+    def _fail_begun(self, sequences: list[Sequence], reason: str) -> None:
+        if sequences:
+            extra = logs.about(*_request_ids(sequences))
+            log.error("failing %d sequences: %s", len(sequences), reason, extra=extra)
+        for sequence in sequences:
+            self._fail(sequence, UnavailableError(f"{reason}; send the request again"))
 
     async def run(self) -> None:
         """Run rounds, and release the slots of sequences that left. Never returns."""
@@ -111,14 +138,17 @@ class RoundLoop:
             return Group([])
 
     def _admit(self) -> None:
+        self.on_admission()
         pool = self._pool
-        limit = 0
-        if pool.queued and pool.capacity:
-            limit = self._policy.admissible(pool.members, len(pool.leaving), pool.capacity)
+        limit = self._admission_limit() if pool.queued and pool.capacity else 0
         for sequence in pool.admit(limit):
             self._in_flight.admitted(sequence)
         if pool.leaving:  # includes preempted sequences
             self._has_leaving.set()
+
+    def _admission_limit(self) -> int:
+        pool = self._pool
+        return self._policy.admissible(pool.members, len(pool.leaving), pool.capacity)
 
     def _choose(self, eligible: ReadySet) -> Group:
         if not eligible:
@@ -149,7 +179,7 @@ class RoundLoop:
             if leaving := self._pool.leaving:
                 await self._runner.release(leaving)
                 self._pool.released(leaving)
-                self._work.set()
+                self._pool.requests.wake()  # preempted sequences may continue anywhere
 
     async def _run_round(self, group: Group, may_join: bool) -> None:
         """Run the round of a group and handle every error."""
@@ -175,6 +205,7 @@ class RoundLoop:
             self._pool.end_round(group.sequences)
             self._num_running -= 1
             self._runner.round_ended()
+            self.vacate()
             self.wake()
         if not progressed:
             await asyncio.sleep(RETRY_SECONDS)
@@ -192,6 +223,8 @@ class RoundLoop:
     def _blame(self, group: Group, reason: str) -> None:
         for sequence in group.sequences:
             sequence.blame.record_failure(sequence.progress)
+            if sequence.request.is_background:
+                self._fail(sequence, UnavailableError(reason))
             self._fail_if_poisonous(sequence, reason)
 
     def _fail_if_poisonous(self, sequence: Sequence, reason: str = "") -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from coordinator.config.settings import Overlap
 from coordinator.drafting.drafting import Drafting, DraftWorker
@@ -75,16 +76,17 @@ class RoundRunner:
         drafting: Drafting,
         in_flight: RequestsInFlight,
         traces: Traces,
+        counters: Counters,
         *,
         prefill_tokens: int,
         overlap: Overlap,
         runs_ahead: bool = True,
     ) -> None:
-        """`prefill_tokens`: budget of a round for prompt tokens, for each worker.
+        """`prefill_tokens`: budget of a round for prompt tokens, for each worker. `counters`: may be shared.
 
         `runs_ahead`: whether to send the next round before the response to the last one, if the target worker can.
         """
-        self.counters = Counters()
+        self.counters = counters
         self.num_groups = 1
         """Number of groups that alternate, updated with every round."""
         self.target, self._workers = workers.target, workers
@@ -94,7 +96,7 @@ class RoundRunner:
         """The last round sent to the target worker, while it is in flight."""
         self._round_ended = asyncio.Event()
         self._drafting_ahead: set[asyncio.Task[None]] = set()
-        self._releasing: set[asyncio.Task[None]] = set()
+        self._releasing: set[asyncio.Future[Any]] = set()
         self._not_followed: set[Flight] = set()
         """Drafting rounds in flight, until the next round may be sent."""
         self._prepared: tuple[list[tuple[int, int]], dict[int, DraftPlan]] | None = None
@@ -175,6 +177,13 @@ class RoundRunner:
         releasing.add_done_callback(self._releasing.discard)
         while not await self.target.release(sequence_ids):  # noqa: ASYNC110 - polls a remote worker
             await asyncio.sleep(RETRY_SECONDS)
+
+    def abandon(self, sequence_ids: set[int]) -> None:
+        """Free the slots of sequences that continue on another target worker, as soon as the workers can."""
+        self._drafting.forget(sequence_ids)
+        for release in (self._release_drafts(sequence_ids), self.target.release(sequence_ids)):
+            self._releasing.add(releasing := asyncio.ensure_future(release))
+            releasing.add_done_callback(self._releasing.discard)
 
     async def _release_drafts(self, sequence_ids: set[int]) -> None:
         """Free the slots of the draft worker, after calls in flight that could take them again."""
@@ -363,7 +372,8 @@ class RoundRunner:
         try:
             self._drafting.observe_round(flight.outcome)
             for commit in commits:
-                self.counters.add_commit(commit)
+                if not commit.sequence.request.is_background:
+                    self.counters.add_commit(commit)
             self.counters.rounds += 1
             self.counters.cache_misses += flight.round.cache_misses
             self.counters.grouping.add(flight.group, flight.same_length)

@@ -201,12 +201,13 @@ class FairQueue:
         """Clients that wait, and have no sequence in the window."""
         return {name for name in self._turns if not self._clients[name].running}
 
-    def add(self, samples: Items[Sequence]) -> None:
-        """Queue samples of one request, new or preempted."""
+    def add(self, samples: Items[Sequence], goes_first: bool = False) -> None:
+        """Queue samples of one request, new or preempted. `goes_first`: before others of its client."""
         request, first_id = samples[0].request, samples[0].first_sample_id
         now, waiting = next(self._clock), {sample.sequence_id: sample for sample in samples}
         client = self._clients.setdefault(request.client, _Client(request.client))
         queued = client.requests.setdefault(first_id, _Request(first_id, request.priority, since=now))
+        queued.since = 0 if goes_first else queued.since
         queued.waiting.update(waiting)
         client.since = client.since if client.waiting else now
         client.waiting += len(samples)

@@ -7,6 +7,7 @@ because a sequence that arrives during a pass waits for its end.
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 
 from coordinator.scheduling.sequence import Sequence
 
@@ -36,14 +37,22 @@ def timely_budget(
         if missing > MAX_UNCHUNKED_TOKENS:
             prefilling.add(sequence.request.client)
         else:
-            decoding.add(sequence.request.client)
             decoding_rows += missing
+            if not sequence.request.is_background:
+                decoding.add(sequence.request.client)
     if not prefilling:
         return budget
     own_seconds, others = pass_seconds(decoding_rows), len(decoding - prefilling)
     added = own_seconds * len(prefilling) / others if others else MAX_STEPS * pass_seconds(1)
     limit = own_seconds + added
     return max(1, bisect_right(range(1, budget + 1), limit, key=lambda rows: pass_seconds(decoding_rows + rows)))
+
+
+def with_short_background(catchups: Items[Catchup]) -> Items[Catchup]:
+    """Run only a few tokens of each background sequence in a round with others, so that its prompt delays no token."""
+    if all(sequence.request.is_background for sequence, _ in catchups):
+        return catchups
+    return [(s, min(n, MAX_UNCHUNKED_TOKENS) if s.request.is_background else n) for s, n in catchups]
 
 
 def share_prefill(catchups: Iterable[Catchup], budget: int) -> dict[int, int]:

@@ -9,7 +9,7 @@ namespace, and only whole blocks. Otherwise a prompt could be guessed token by t
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count, islice, takewhile
 
 from coordinator.scheduling.digests import BLOCK_TOKENS, Digest
 from coordinator.scheduling.sequence import Prefix, Sequence
@@ -76,6 +76,12 @@ class PrefixIndex:
         sequences = self._by_digest.setdefault(sequence.request.namespace, {})
         for digest in digests:
             sequences.setdefault(digest, {})[sequence.sequence_id] = sequence
+
+    def matched_length(self, sequence: Sequence) -> int:
+        """Tokens that a sequence shares with one that is or will be cached, in whole blocks."""
+        by_digest = self._by_digest.get(sequence.request.namespace, {})
+        digests = sequence.digests.up_to(sequence.token_ids, len(sequence.token_ids) - 1) if by_digest else ()
+        return max((length for length, _ in takewhile(lambda each: each[1] in by_digest, digests)), default=0)
 
     def find(self, sequence: Sequence) -> Prefix | None:
         """The longest prefix that an earlier sequence has cached or will cache soon.

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Items
 from types import MappingProxyType
 
 from coordinator.scheduling.commits import Commit, DraftPlan
-from coordinator.scheduling.prefill import Catchup, share_prefill, timely_budget
+from coordinator.scheduling.prefill import Catchup, share_prefill, timely_budget, with_short_background
 from coordinator.scheduling.sequence import Sequence
 from coordinator.scheduling.turn import DraftLimits, Turn
 from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
@@ -116,9 +116,9 @@ class Round:
         commits = (self._turns[verdict.sequence_id].take_verdict(verdict) for verdict in verdicts)
         return [commit for commit in commits if commit is not None]
 
-    def _shares(self, catchups: list[Catchup], num_draft_tokens: int) -> dict[int, int]:
+    def _shares(self, catchups: Items[Catchup], num_draft_tokens: int) -> dict[int, int]:
         """Tokens of each sequence, by id, to send to a worker."""
-        budget = self._prefill_tokens
+        budget, catchups = self._prefill_tokens, with_short_background(catchups)
         if self._pass_seconds is not None:
             budget = timely_budget(catchups, num_draft_tokens, budget, self._pass_seconds)
         return share_prefill(catchups, budget)

@@ -71,6 +71,8 @@ class GenerationRequest:
     cache_salt: str = ""
     client: str = ""
     """The caller, who owns its request ids and cached prefixes."""
+    is_background: bool = False
+    """Runs in room that other requests leave. Uses and leaves no cached prefixes, and counts in no statistics."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -286,7 +288,7 @@ class Sequence:
         """Take the sequence out of the window. The workers drop its cache."""
         self.is_preempted = True
         self.pending.clear()
-        self.num_cached_tokens = self.num_draft_cached_tokens = 0
+        self.num_cached_tokens = self.num_draft_cached_tokens = self.draft_backoff_until = 0
         self.target_prefix = self.draft_prefix = self.branch = None
 
     def commit(self, gained: Items[int]) -> tuple[list[int], ShownText]:

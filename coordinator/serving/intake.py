@@ -45,9 +45,9 @@ class Intake:
             limits = Limits(
                 coordinator.settings,
                 prompts,
-                coordinator.pool.max_num_seqs,
+                coordinator.lanes.max_num_seqs,
                 coordinator.constraints,
-                coordinator.targets.grammar_refusal,
+                coordinator.grammar_refusal,
             )
             request = await read_request(
                 message, client_of(context), limits, coordinator.tokenizers, coordinator.check_queue

@@ -11,6 +11,7 @@ from coordinator.serving.coordinator import Coordinator
 from coordinator.serving.intake import Intake
 from coordinator.workers.link import WorkerLink
 from coordinator.workers.recent import Recent
+from coordinator.workers.states import LinkState
 from specpool.environment.version import package_version
 from specpool.protocol.codec import logprobs_message
 from specpool.rpc.server.callers import client_of
@@ -51,11 +52,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         coordinator, settings = self._coordinator, self._coordinator.settings
-        draft = coordinator.draft.info if coordinator.draft is not None else None
+        max_model_len = coordinator.max_model_len
+        draft = coordinator.draft.first if coordinator.draft is not None else None
         return pb.GetModelInfoResponse(
-            max_model_len=coordinator.max_model_len,
-            target=coordinator.target.info,
-            draft=draft,
+            max_model_len=max_model_len,
+            target=coordinator.model,
+            draft=draft.info if draft is not None else None,
             default_max_tokens=settings.default_max_tokens,
             num_speculative_tokens=settings.num_speculative_tokens,
             max_num_speculative_tokens=settings.max_num_speculative_tokens,
@@ -70,19 +72,27 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _server_info(self) -> pb.GetServerInfoResponse:
         coordinator, counters = self._coordinator, self._coordinator.counters
-        links = (coordinator.target, coordinator.draft, coordinator.targets.standby)
-        target, draft, standby = await asyncio.gather(*map(_worker_state, links))
+        lanes = list(coordinator.lanes)
+        targets = await asyncio.gather(*(_worker_state(lane.targets.active) for lane in lanes))
+        standby, drafts = None, list[pb.WorkerState]()
+        if lanes:
+            first = coordinator.lanes.first
+            links = first.draft.links if first.draft is not None else []
+            standby = await _optional_state(first.targets.standby)
+            drafts = await asyncio.gather(*map(_worker_state, links))
         return pb.GetServerInfoResponse(
             version=package_version(),
             uptime_s=time.monotonic() - coordinator.started,
             policy=coordinator.settings.policy,
-            window_size=coordinator.pool.max_num_seqs,
-            max_num_seqs=coordinator.pool.max_num_seqs,
+            window_size=coordinator.lanes.max_num_seqs,
+            max_num_seqs=coordinator.lanes.max_num_seqs,
             queue_size=coordinator.settings.queue_size,
-            running=coordinator.pool.running,
-            queued=coordinator.pool.queued,
-            target=target,
-            draft=draft,
+            running=coordinator.lanes.running,
+            queued=coordinator.queue.queued,
+            target=targets[lanes.index(first)] if lanes else None,
+            targets=targets,
+            draft=min(drafts, key=lambda worker: worker.state != LinkState.READY, default=None),
+            draft_workers=drafts,
             standby=standby,
             counters=pb.ServerCounters(
                 requests=coordinator.in_flight.requests,
@@ -100,7 +110,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 refused=self._server.refusals.counts,
                 drafts={method: pb.DraftCounters(**vars(drafts)) for method, drafts in counters.drafts.items()},
             ),
-            speculation=pb.SpeculationState(**vars(coordinator.drafting.state())),
+            speculation=pb.SpeculationState(**vars(coordinator.lanes.speculation)) if lanes else None,
         )
 
 
@@ -150,8 +160,10 @@ def _without_logprobs(sample: Sample) -> pb.GenerateResponse:
     )
 
 
-async def _worker_state(link: WorkerLink | None) -> pb.WorkerState | None:
-    if link is None:
-        return None
+async def _optional_state(link: WorkerLink | None) -> pb.WorkerState | None:
+    return await _worker_state(link) if link is not None else None
+
+
+async def _worker_state(link: WorkerLink) -> pb.WorkerState:
     load = await link.load() if link.is_ready else None
     return pb.WorkerState(address=link.address, state=link.state, reason=link.reason, model=link.info, load=load)

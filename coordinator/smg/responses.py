@@ -69,7 +69,7 @@ def _add_logprobs(message: smg.OutputLogProbs, token_ids: Sequence[int], logprob
 
 def model_info(coordinator: Coordinator) -> smg.GetModelInfoResponse:
     """Describe the target to the gateway. Raises UnavailableError until the target worker was ready."""
-    tokenizer, model = coordinator.tokenizer, coordinator.target.info
+    tokenizer, model = coordinator.tokenizer, coordinator.model
     assert model is not None
     return smg.GetModelInfoResponse(
         model_path=model.model,
@@ -84,11 +84,13 @@ def model_info(coordinator: Coordinator) -> smg.GetModelInfoResponse:
     )
 
 
-def loads(coordinator: Coordinator, load: common_pb2.WorkerLoad | None, version: str) -> smg.GetLoadsResponse:
-    """Describe the load of the pool and, if known, of the target worker."""
-    running, waiting = coordinator.pool.running, coordinator.pool.queued
-    load = load if load is not None else common_pb2.WorkerLoad()
-    used, total = load.kv_positions_total - load.kv_positions_free, load.kv_positions_total
+def loads(
+    coordinator: Coordinator, target_loads: Sequence[common_pb2.WorkerLoad], version: str
+) -> smg.GetLoadsResponse:
+    """Describe the load of the coordinator, and of the target workers whose load is known."""
+    running, waiting = coordinator.lanes.running, coordinator.queue.queued
+    total = sum(load.kv_positions_total for load in target_loads)
+    used = total - sum(load.kv_positions_free for load in target_loads)
     prompt_tokens = coordinator.in_flight.prompt_tokens
     core = smg.SchedulerLoad(
         num_running_reqs=running,
@@ -97,10 +99,10 @@ def loads(coordinator: Coordinator, load: common_pb2.WorkerLoad | None, version:
         num_used_tokens=used,
         max_total_num_tokens=total,
         token_usage=used / total if total else 0.0,
-        gen_throughput=coordinator.drafting.state().expected_tokens_per_s,
+        gen_throughput=coordinator.lanes.speculation.expected_tokens_per_s,
         cache_hit_rate=coordinator.in_flight.cached_tokens / prompt_tokens if prompt_tokens else 0.0,
-        utilization=running / coordinator.pool.max_num_seqs,
-        max_running_requests=coordinator.pool.max_num_seqs,
+        utilization=running / coordinator.lanes.max_num_seqs,
+        max_running_requests=coordinator.lanes.max_num_seqs,
     )
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return smg.GetLoadsResponse(timestamp=now, version=version, dp_rank_count=1, loads=[core])

@@ -1,5 +1,6 @@
 """`vllm.grpc.engine.VllmEngine`, the service that the smg gateway expects of an engine."""
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -68,11 +69,11 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
 
     async def HealthCheck(self, request: smg.HealthCheckRequest, context: Any) -> smg.HealthCheckResponse:
         """Return whether requests are served: not during a drain, nor while the target worker is unavailable."""
-        target = self._coordinator.target
         if self._server.stopping:
             return smg.HealthCheckResponse(healthy=False, message="the server is shutting down")
-        if not target.is_ready:
-            return smg.HealthCheckResponse(healthy=False, message=f"the target worker is {target.state}")
+        if not self._coordinator.lanes.is_ready:
+            states = " and ".join(lane.targets.active.state for lane in self._coordinator.lanes) or "unknown"
+            return smg.HealthCheckResponse(healthy=False, message=f"the target worker is {states}")
         return smg.HealthCheckResponse(healthy=True, message="ok")
 
     async def GetModelInfo(self, request: smg.GetModelInfoRequest, context: Any) -> smg.GetModelInfoResponse:
@@ -82,13 +83,13 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
     async def GetServerInfo(self, request: smg.GetServerInfoRequest, context: Any) -> smg.GetServerInfoResponse:
         """Describe the server. The gateway calls this when it registers a server."""
         coordinator = self._coordinator
-        model = coordinator.target.info
+        model = coordinator.model
         return smg.GetServerInfoResponse(
-            active_requests=coordinator.pool.running + coordinator.pool.queued,
+            active_requests=coordinator.lanes.running + coordinator.queue.queued,
             uptime_seconds=time.monotonic() - coordinator.started,
             server_type="vllm-grpc",
             data_parallel_size=1,
-            max_num_seqs=coordinator.pool.max_num_seqs,
+            max_num_seqs=coordinator.lanes.max_num_seqs,
             model_dtype=model.dtype if model is not None else "",
         )
 
@@ -97,14 +98,15 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         return await self._recent_loads.get()
 
     async def _loads(self) -> smg.GetLoadsResponse:
-        target = self._coordinator.target
-        return loads(self._coordinator, await target.load() if target.is_ready else None, package_version())
+        targets = [lane.targets.active for lane in self._coordinator.lanes if lane.is_ready]
+        answers = await asyncio.gather(*(target.load() for target in targets))
+        return loads(self._coordinator, [load for load in answers if load is not None], package_version())
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Any
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
         """Send the target's tokenizer as a zip archive. Raises UnavailableError until the target worker was ready."""
-        tokenizer, model = self._coordinator.tokenizer, self._coordinator.target.info
+        tokenizer, model = self._coordinator.tokenizer, self._coordinator.model
         assert model is not None
         if self._archive is None:  # never changes: workers with another tokenizer are refused
             self._archive = TokenizerArchive(tokenizer.files, model.architecture)

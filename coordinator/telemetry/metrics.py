@@ -9,7 +9,9 @@ from coordinator.requests.latencies import Histogram, Latencies
 from coordinator.scheduling.commits import GRAMMAR
 from coordinator.scheduling.counters import DraftCounters
 from coordinator.scheduling.sequence import DraftMethod, FinishReason
+from coordinator.serving.auditor import RESULTS
 from coordinator.serving.coordinator import Coordinator
+from coordinator.workers.link import WorkerLink
 from coordinator.workers.states import LinkState
 from specpool.rpc.observability.metrics import Families
 
@@ -29,7 +31,7 @@ class CoordinatorMetrics:
         """Yield all metrics, and with `metrics_compat` some under vLLM's names too."""
         coordinator = self._coordinator
         yield self._links()
-        if coordinator.target.info is None:
+        if coordinator.model is None:
             return
         model = {"model_name": coordinator.served_model_name}
         latencies = coordinator.in_flight.latencies or Latencies()
@@ -42,23 +44,27 @@ class CoordinatorMetrics:
 
     def _links(self) -> Metric:
         coordinator = self._coordinator
-        links = {"target": coordinator.target, "draft": coordinator.draft, "standby": coordinator.targets.standby}
+        lanes = list(coordinator.lanes)
+        links: list[tuple[str, WorkerLink | None]] = [("target", lane.targets.active) for lane in lanes]
+        links += [("standby", lane.targets.standby) for lane in lanes]
+        drafts = coordinator.draft if lanes else None
+        links += [("draft", link) for link in drafts.links] if drafts is not None else []
         states = {
-            (worker, state.value): float(link.state is state)
-            for worker, link in links.items()
+            (worker, link.address, state.value): float(link.state is state)
+            for worker, link in links
             if link is not None
             for state in LinkState
         }
         text = "State of the link to a worker: 1 for the present state, else 0."
-        return Families().gauge("worker_link_state", text, states, "worker", "state")
+        return Families().gauge("worker_link_state", text, states, "worker", "address", "state")
 
     def _as_vllm(self, families: Families, latencies: Latencies) -> Iterator[Metric]:
         """Metrics with the names and meanings of vLLM's."""
-        coordinator, pool = self._coordinator, self._coordinator.pool
+        coordinator, lanes = self._coordinator, self._coordinator.lanes
         counter, gauge = families.counter, families.gauge
-        yield gauge("num_requests_running", "Samples being generated.", pool.running)
-        yield gauge("num_requests_waiting", "Samples in the queue.", pool.queued)
-        yield gauge("kv_cache_usage_perc", "Reserved share of the target's KV cache, 0 to 1.", pool.kv_usage)
+        yield gauge("num_requests_running", "Samples being generated.", lanes.running)
+        yield gauge("num_requests_waiting", "Samples in the queue.", coordinator.queue.queued)
+        yield gauge("kv_cache_usage_perc", "Reserved share of the target's KV cache, 0 to 1.", lanes.kv_usage)
         yield counter("prompt_tokens", "Prompt tokens of samples with a first token.", latencies.prefilled_tokens)
         yield counter("generation_tokens", "Tokens committed.", coordinator.counters.completion_tokens)
         ends = {how: coordinator.in_flight.finished[how] for how in map(str, ENDS)}
@@ -81,7 +87,7 @@ class CoordinatorMetrics:
 
     def _former_names(self, families: Families, latencies: Latencies) -> Iterator[Metric]:
         """Metrics under former names of vLLM that routers still read."""
-        kv_usage, counter = self._coordinator.pool.kv_usage, families.counter
+        kv_usage, counter = self._coordinator.lanes.kv_usage, families.counter
         yield families.gauge("gpu_cache_usage_perc", "The same as kv_cache_usage_perc.", kv_usage)
         yield counter("gpu_prefix_cache_queries", "The same as prefix_cache_queries.", latencies.prefilled_tokens)
         yield counter("gpu_prefix_cache_hits", "The same as prefix_cache_hits.", latencies.cached_tokens)
@@ -91,6 +97,8 @@ class CoordinatorMetrics:
         yield counter("requests", "Requests that entered the queue.", self._coordinator.in_flight.requests)
         text = "Times that the standby took over from the target worker."
         yield counter("target_takeovers", text, self._coordinator.targets.takeovers)
+        audits = {result: self._coordinator.auditor.results[result] for result in RESULTS}
+        yield counter("audited_requests", "Samples selected for an audit, by result.", audits, "result")
         yield from self._limits(families)
         yield from self._rounds(families)
         drafts = {method: counters.drafts.get(method, DraftCounters()) for method in map(str, DRAFT_METHODS)}
@@ -98,16 +106,20 @@ class CoordinatorMetrics:
         accepted = {method: counts.accepted_draft_tokens for method, counts in drafts.items()}
         yield counter("draft_tokens", "Draft tokens verified, by draft method.", drafted, "method")
         yield counter("accepted_draft_tokens", "Draft tokens accepted, by draft method.", accepted, "method")
-        yield from _plan(families, self._coordinator.drafting.state())
+        yield from _plan(families, self._coordinator.lanes.speculation)
 
     def _limits(self, families: Families) -> Iterator[Metric]:
-        pool, settings, gauge = self._coordinator.pool, self._coordinator.settings, families.gauge
+        coordinator, settings, gauge = self._coordinator, self._coordinator.settings, families.gauge
+        pools = [lane.pool for lane in coordinator.lanes]
+        used, slots = sum(pool.occupied for pool in pools), sum(pool.slots for pool in pools)
         yield gauge("num_requests_waiting_limit", "Maximum samples in the queue.", settings.queue_size)
-        yield gauge("prompt_tokens_waiting", "Prompt tokens of the samples in the queue.", pool.queued_tokens)
+        yield gauge(
+            "prompt_tokens_waiting", "Prompt tokens of the samples in the queue.", coordinator.queue.queued_tokens
+        )
         yield gauge("prompt_tokens_waiting_limit", "Maximum prompt tokens in the queue.", settings.queue_tokens)
-        yield gauge("window_size", "Maximum samples generated at a time.", pool.max_num_seqs)
-        yield gauge("window_used", "Places of the window in use, including leaving samples.", pool.occupied)
-        yield gauge("target_slots", "Sequences that the target worker can hold.", pool.slots)
+        yield gauge("window_size", "Maximum samples generated at a time.", coordinator.lanes.max_num_seqs)
+        yield gauge("window_used", "Places of the window in use, including leaving samples.", used)
+        yield gauge("target_slots", "Sequences that the target workers can hold.", slots)
 
     def _rounds(self, families: Families) -> Iterator[Metric]:
         counters, counter = self._coordinator.counters, families.counter

@@ -46,7 +46,7 @@ class Target(Worker, Protocol):
 
 
 class Draft(Worker, Protocol):
-    """The draft worker, such as `coordinator.workers.draft_link.DraftLink`."""
+    """The draft worker, such as `DraftLink`, or several, as `coordinator.workers.draft_group.DraftGroup`."""
 
     @property
     def is_ready(self) -> bool: ...
@@ -64,7 +64,7 @@ class Draft(Worker, Protocol):
 
 @dataclass(frozen=True)
 class Workers:
-    """Both workers. Without a draft worker, only prompt lookup drafts."""
+    """The target, and the draft workers as one. Without a draft worker, only prompt lookup drafts."""
 
     target: Target
     draft: Draft | None

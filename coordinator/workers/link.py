@@ -170,7 +170,7 @@ class WorkerLink:
     async def _query_load(self) -> common_pb2.WorkerLoad | None:
         try:
             response = await self._stub.GetWorkerInfo(common_pb2.GetWorkerInfoRequest(), timeout=PROBE_TIMEOUT_SECONDS)
-        except (grpc.aio.AioRpcError, asyncio.CancelledError):
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError):  # the link may be closed
             return None
         return None if response is None else response.load
 

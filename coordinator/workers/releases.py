@@ -38,7 +38,10 @@ class Releases:
 
     def see(self, sequence_ids: Iterable[int]) -> None:
         """Record sequences that are sent to the worker. Others need no release."""
-        self._seen.update(sequence_ids)
+        seen = set(sequence_ids)
+        self._seen |= seen
+        if self._pending:  # a sequence that moved away is back: it begins again with an empty cache
+            self._pending -= seen
 
     @contextmanager
     def in_round(self, sequence_ids: Iterable[int]) -> Iterator[None]:

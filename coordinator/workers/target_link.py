@@ -2,7 +2,7 @@
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -40,10 +40,12 @@ class TargetLink(WorkerLink):
     tokenizer: TokenizerDescription | None = None
     chat_template: str | None = None
     """Replaces the model's chat templates."""
-    on_replaced: Callable[[bool], None] | None = None
-    """Called before the link uses another process, with whether fingerprints prove that it runs the same model."""
+    on_replaced: Callable[[str], None] | None = None
+    """Called before the link uses another process, with its numerics: see `TargetModel.replace`."""
     peer: "TargetLink | None" = None
     """The other link of a pair, whose worker must run the same model."""
+    replicas: "Callable[[], Iterable[TargetLink]]" = tuple
+    """Returns the links to all workers that serve the model."""
     _is_active = True
 
     def __init__(
@@ -69,18 +71,24 @@ class TargetLink(WorkerLink):
 
     async def _check(self, description: common_pb2.GetWorkerInfoResponse) -> None:
         self._model.check(description.model)
-        # Otherwise the peer's process may have moved to this address.
-        other = self.peer if self.peer is not None and self.peer.is_ready else None
-        if other is not None and description.instance_id == other.instance_id != "":
-            raise MismatchError(f"the worker is the target worker itself, known as {other.address}")
-        if self.info is not None:
-            return
-        async with self._model.reading_tokenizer:  # the peer may be described meanwhile
-            self._model.check(description.model)
-            if self.peer is not None and self.peer.info is not None:
-                self.tokenizer = self.peer.tokenizer
-            else:
-                await self._read_tokenizer(description)
+        if self.info is None:
+            async with self._model.reading_tokenizer:  # others may be described meanwhile
+                self._model.check(description.model)
+                described = next((other for other in self._others if other.info is not None), None)
+                if described is not None:
+                    self.tokenizer = described.tokenizer
+                else:
+                    await self._read_tokenizer(description)
+        for other in self._others:  # unless the other's process has moved to this address
+            if other.is_ready and description.instance_id == other.instance_id != "":
+                known = "the target worker itself" if other is self.peer else "a target worker already in use"
+                raise MismatchError(f"the worker is {known}, known as {other.address}")
+
+    @property
+    def _others(self) -> "list[TargetLink]":
+        """The links to other workers with the same model."""
+        peer = [self.peer] if self.peer is not None else []
+        return [*peer, *(link for link in self.replicas() if link is not self and link is not self.peer)]
 
     async def _read_tokenizer(self, description: common_pb2.GetWorkerInfoResponse) -> None:
         response = await self._stub.GetTokenizer(target_worker_pb2.GetTokenizerRequest(), timeout=PROBE_TIMEOUT_SECONDS)
@@ -117,13 +125,14 @@ class TargetLink(WorkerLink):
 
     def _use(self, model: common_pb2.ModelInfo) -> None:
         """Continue all sequences on this link's process."""
-        if self.peer is not None and self.peer.info is not None:  # every sequence fits in both workers
-            length = min(model.max_model_len, self.peer.info.max_model_len)
+        described = [other.info for other in self._others if other.info is not None]
+        if described:  # every sequence fits in all workers
+            length = min(info.max_model_len for info in (model, *described))
             model = common_pb2.ModelInfo.FromString(model.SerializeToString())
             model.max_model_len = length
-        is_same_model = self._model.replace(model)
+        numerics = self._model.replace(model)
         if self.on_replaced is not None:
-            self.on_replaced(is_same_model)
+            self.on_replaced(numerics)
 
     def _check_anonymous(self, is_bound: bool) -> None:
         if is_bound:
@@ -133,10 +142,14 @@ class TargetLink(WorkerLink):
         raise WorkerRefusedError("the worker sends no instance id and has no streams; update it")
 
     def _refuse(self, error: MismatchError) -> None:
-        """Raise the error, which stops the coordinator, unless the peer can serve the known model."""
+        """Raise the error, which stops the coordinator, unless another worker may serve the known model."""
         super()._refuse(error)
-        if self._is_active and (self.peer is None or self.peer.state is not LinkState.LOADING):
+        if self._is_active and not any(map(self._may_serve, self._others)):
             raise error
+
+    def _may_serve(self, other: "TargetLink") -> bool:
+        """Whether another worker serves the known model, or may do so soon."""
+        return other.state is LinkState.LOADING if other is self.peer else other.state is not LinkState.REFUSED
 
     async def verify(
         self,

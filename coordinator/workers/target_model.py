@@ -1,11 +1,13 @@
 """The target's model, over all processes that serve it.
 
-A sequence may only continue on another process if that process chooses the same tokens.
+The first process decides the model. A sequence may only continue on another process if fingerprints prove that it
+chooses the same tokens.
 """
 
 import asyncio
 import re
 from collections.abc import Sequence
+from itertools import count
 
 from coordinator.workers.errors import MismatchError
 from specpool.v1 import common_pb2
@@ -27,6 +29,7 @@ class TargetModel:
         """Optional properties of all processes so far."""
         self.reading_tokenizer = asyncio.Lock()
         """Held while a process's tokenizer is loaded: only that of the model in use may stay loaded."""
+        self._unproven = count(1)
 
     @property
     def is_known(self) -> bool:
@@ -44,13 +47,13 @@ class TargetModel:
                 reason = f"{field} was {before[field]}, is {now[field]}"
                 raise MismatchError(f"the target worker would finish sequences in flight differently: {reason}")
 
-    def replace(self, info: common_pb2.ModelInfo) -> bool:
-        """Record the model of a new process. Return whether its fingerprints prove that it is the same."""
-        before = {} if self._info is None else _reported(self._info, FINGERPRINTS)
-        is_same = _proves(info) and before == _reported(info, FINGERPRINTS)
+    def replace(self, info: common_pb2.ModelInfo) -> str:
+        """Record the model of a new process. Return its numerics: equal ones prove that processes choose alike."""
         self._info = info
         self._known |= _reported(info, OPTIONAL)
-        return is_same
+        if not _proves(info):
+            return f"unproven {next(self._unproven)}"
+        return " ".join(f"{name}={value}" for name, value in _reported(info, FINGERPRINTS).items())
 
 
 def _proves(info: common_pb2.ModelInfo) -> bool:

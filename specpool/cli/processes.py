@@ -61,7 +61,7 @@ async def is_serving(channel: grpc.aio.Channel, service: str = "") -> bool:
 
 @dataclass
 class Service:
-    """One of the three processes."""
+    """One of the processes."""
 
     name: str
     module: str
@@ -71,6 +71,8 @@ class Service:
     """Options of connections to the process."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The settings that `arguments` set, as far as they can be checked before the start."""
+    starts_last: bool = False
+    """Whether the process starts once the others serve, and reuses their measurements."""
     process: asyncio.subprocess.Process | None = None
     log: ChildLog = field(init=False)
 

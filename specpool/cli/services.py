@@ -1,12 +1,15 @@
 """The processes that `specpool up` runs, with their flags."""
 
+import math
 from collections.abc import Mapping
+from itertools import chain, count
 from typing import Any
 
-from specpool.cli.preflight import STANDBY
+from coordinator.config.settings import MAX_NUM_SEQS
 from specpool.cli.processes import Service, arguments_of
 from specpool.cli.tls_check import health_check_security
-from specpool.cli.up_settings import COORDINATOR, CPU, ENGINE, METRICS_PORTS, UpSettings
+from specpool.cli.up_settings import COORDINATOR, CPU, ENGINE, UpSettings
+from specpool.engine.config.device_names import may_be_gpu
 from specpool.engine.models.embedded_pair import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specpool.engine.models.embedded_pair import NAME as EMBEDDED_NAME
 from specpool.rpc.config.settings import ListeningSettings
@@ -16,8 +19,10 @@ from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.settings import ServerSecurity
 
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-PER_MODEL = ("revision", "weights", "activations", "device", "kv_memory")
+PER_MODEL = ("revision", "weights", "activations", "kv_memory")
 """Settings that target and draft have separately, such as "target_revision"."""
+UNNUMBERED = {"target worker", "draft worker"}
+"""Workers that log under the default name of their process."""
 PER_PROCESS = {"config", "host", "port", "metrics_port"}
 """Settings with a separate value for each process."""
 
@@ -32,9 +37,18 @@ def models_of(settings: UpSettings) -> tuple[str, str | None]:
 
 def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Service]:
     """Return the processes for these models, in starting order."""
-    models = {"target": target, "draft": draft, "standby": target if settings.standby else None}
-    workers = {role: _worker(role, model, settings) for role, model in models.items() if model is not None}
-    addresses = {"target_standby" if role == "standby" else role: worker.address for role, worker in workers.items()}
+    given = {"target": target, "draft": draft, "standby": target if settings.standby else None}
+    models = {role: model for role, model in given.items() if model is not None}
+    numbers = {role: range(1, _count(settings, role) + 1) for role in models}
+    ports = count(free_port(sum(map(len, numbers.values()))))
+    workers = {
+        role: [_worker(role, number, models[role], next(ports), settings) for number in each]
+        for role, each in numbers.items()
+    }
+    addresses = {
+        "target_standby" if role == "standby" else role: ",".join(worker.address for worker in each)
+        for role, each in workers.items()
+    }
     port = settings.port or free_port()
     flags = _common(settings, COORDINATOR) | {
         "host": settings.host,
@@ -49,24 +63,47 @@ def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Se
     address = join_address(LOOPBACK.get(settings.host, settings.host), port)
     connection = health_check_security(security)
     coordinator = Service("coordinator", "coordinator.server", arguments_of(flags), address, connection, flags)
-    return [*workers.values(), coordinator]
+    return [*chain.from_iterable(workers.values()), coordinator]
 
 
-def _worker(role: str, model: str, settings: UpSettings) -> Service:
-    port, like = free_port(), "target" if role == "standby" else role  # a standby has the target's settings
+def _count(settings: UpSettings, role: str) -> int:
+    return int(getattr(settings, f"{role}s", 1))
+
+
+def _slots(settings: UpSettings, role: str) -> int:
+    """Return the sequences of a worker: max_num_seqs, or a draft's share of the sequences of more targets."""
+    share = max(1, settings.targets / settings.drafts) if role == "draft" else 1
+    return min(MAX_NUM_SEQS, math.ceil(share * settings.max_num_seqs))
+
+
+def _worker(role: str, number: int, model: str, port: int, settings: UpSettings) -> Service:
+    """Return the worker with this number, from 1."""
+    like = "target" if role == "standby" else role  # a standby has the target's settings
     own = {name: getattr(settings, f"{like}_{name}", None) for name in PER_MODEL}
     server = {**ListeningSettings.model_fields, **TraceSettings.model_fields}
     flags = _common(settings, ENGINE | server) | own
-    flags |= {"model": model, "port": port, "max_sequences": settings.max_num_seqs}
+    flags |= _device(getattr(settings, f"{like}_device"), number, _count(settings, role), settings.threads)
+    flags |= {"model": model, "port": port, "max_sequences": _slots(settings, role)}
     flags["startup_cache"] = None if settings.startup_cache else False
     if settings.metrics_port is not None:
-        flags["metrics_port"] = settings.metrics_port + METRICS_PORTS[role]
+        flags["metrics_port"] = settings.metrics_port + settings.metrics_offset(role, number)
     if like == "target":
         flags |= _devices(settings, (settings.standby_devices if role == "standby" else ()) or settings.target_devices)
-    if role == "standby":
-        flags["log_name"] = STANDBY.replace(" ", "-")
-    address = f"127.0.0.1:{port}"
-    return Service(f"{role} worker", f"{like}_worker.server", arguments_of(flags), address, settings=flags)
+    name = f"{role} worker" + f" {number}" * (_count(settings, role) > 1)
+    if name not in UNNUMBERED:
+        flags["log_name"] = name.replace(" ", "-")
+    starts_last = role == "standby" or number > 1
+    module, address = f"{like}_worker.server", f"127.0.0.1:{port}"
+    return Service(name, module, arguments_of(flags), address, settings=flags, starts_last=starts_last)
+
+
+def _device(devices: tuple[str, ...], number: int, workers: int, threads: int) -> dict[str, Any]:
+    """Return the device of a worker, and its threads: workers on the CPU divide the cores."""
+    turns = [devices[index % len(devices)] for index in range(workers)]
+    device, sharing = turns[number - 1], 1
+    if workers > 1 and not may_be_gpu(device):
+        sharing = sum(not may_be_gpu(each) for each in turns)
+    return {"device": device, "threads": max(1, threads // sharing)}
 
 
 def _devices(settings: UpSettings, devices: tuple[str, ...]) -> dict[str, Any]:

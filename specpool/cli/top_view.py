@@ -128,8 +128,10 @@ def view_of(
     """The view of a server. `models`: None before the target is connected."""
     plan = info.speculation
     fixed = models is not None and models.HasField("num_speculative_tokens")
-    optional = [("draft", info.draft), ("standby", info.standby)]
-    workers = [("target", info.target), *((role, state) for role, state in optional if info.HasField(role))]
+    targets = info.targets or [info.target]  # an earlier version sends one
+    drafts = info.draft_workers or ([info.draft] if info.HasField("draft") else [])
+    standby = [("standby", info.standby)] if info.HasField("standby") else []
+    workers = [*(("target", state) for state in targets), *(("draft", state) for state in drafts), *standby]
     return View(
         address=address,
         version=info.version,

@@ -1,4 +1,4 @@
-"""`specpool up`: coordinator, draft worker, target worker and perhaps its standby on this machine, one process each."""
+"""`specpool up`: coordinator, draft and target workers and perhaps a standby on this machine, one process each."""
 
 import asyncio
 import signal
@@ -6,7 +6,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from specpool.cli.preflight import STANDBY, check_services
+from specpool.cli.preflight import check_services
 from specpool.cli.processes import ProcessFailedError, Service, kill, require_torch
 from specpool.cli.services import models_of, services_of
 from specpool.cli.up_settings import SecureUpSettings, UpSettings
@@ -27,10 +27,10 @@ async def running(settings: UpSettings) -> AsyncIterator[str]:
     try:
         services += services_of(settings, *models_of(settings))
         await asyncio.to_thread(check_services, services)
-        first = [service for service in services if service.name != STANDBY]
-        last = [service for service in services if service.name == STANDBY]
+        first = [service for service in services if not service.starts_last]
+        last = [service for service in services if service.starts_last]
         try:
-            for group in (first, last):  # the standby starts last, and reuses the target's measurements
+            for group in (first, last):
                 for service in reversed(group):  # the coordinator first: it shows clients how far the workers are
                     await service.start()
                 await asyncio.gather(*(service.wait_serving() for service in group))

@@ -16,8 +16,10 @@ from specpool.rpc.observability.trace_settings import TraceSettings
 from specpool.rpc.security.settings import Names, ServerSecurity
 from specpool.worker.settings import WorkerSettings
 
+MAX_WORKERS = 64
+"""Maximum workers of a role."""
 METRICS_PORTS = {"target": 1, "draft": 2, "standby": 3}
-"""Metrics port of each worker, counted from the coordinator's."""
+"""Metrics port of the first worker of each role, counted from the coordinator's. Those of other workers follow."""
 CPU = "cpu"
 
 # Reuse the field definitions of the processes.
@@ -27,7 +29,7 @@ WORKER: dict[str, Any] = WorkerSettings.model_fields
 
 
 class UpSettings(ListeningSettings):
-    """Serve a pair on this machine: coordinator, draft worker and target worker. Default: the embedded pair."""
+    """Serve a pair on this machine: coordinator, draft and target workers. Default: the embedded pair."""
 
     port: int = COORDINATOR["port"]
     target: str | None = Field(
@@ -41,7 +43,14 @@ class UpSettings(ListeningSettings):
     )
     target_revision: str | None = ENGINE["revision"]
     draft_revision: str | None = ENGINE["revision"]
-    target_device: str = ENGINE["device"]
+    targets: int = Field(1, ge=1, le=MAX_WORKERS, description="target workers, which share the sequences")
+    drafts: int = Field(1, ge=1, le=MAX_WORKERS, description="draft workers")
+    target_device: Names = Field(
+        ("auto",),
+        min_length=1,
+        description='device of the target: "cpu", "cuda" or "cuda:1"; "auto" uses a GPU if there is one. Several '
+        "targets take the devices of a list in turns",
+    )
     target_devices: Names = Field(
         (), description="shard the target over these devices, such as cuda:0,cuda:1; instead of target_device"
     )
@@ -49,22 +58,26 @@ class UpSettings(ListeningSettings):
     target_activations: Activations = ENGINE["activations"]
     draft_activations: Activations = ENGINE["activations"]
     target_kv_memory: ByteSize | None = Field(
-        None, description="KV cache size of the target per rank; required if target and standby share a GPU"
+        None, description="KV cache size of a target per rank; required if several, or a standby, share a GPU"
     )
     standby: bool = Field(
         False,
-        description="also run a standby: a second target worker, which takes over at once if the first one is lost. "
+        description="also run a standby, which takes over at once if the only target worker is lost. "
         "On a CPU, it takes the memory of the target's weights, and none for a cache before it serves",
     )
     standby_devices: Names = Field(
         (), description="devices of the standby, as many as the target has; default: the target's"
     )
-    draft_device: str = Field("auto", description="device of the draft; with two GPUs: cuda:1")
+    draft_device: Names = Field(
+        ("auto",),
+        min_length=1,
+        description="device of the draft; with two GPUs: cuda:1. Several drafts take the devices of a list in turns",
+    )
     threads: int = Field(
         default_factory=usable_cpus,
         ge=1,
         le=1024,
-        description="CPU threads of each worker, shared by the ranks of a CPU target; default: all available",
+        description="CPU threads of each worker, shared by targets, drafts or ranks on the CPU; default: all available",
     )
     served_model_name: str | None = COORDINATOR["served_model_name"]
     max_num_seqs: int = COORDINATOR["max_num_seqs"]
@@ -82,8 +95,8 @@ class UpSettings(ListeningSettings):
         None,
         ge=1,
         le=65535 - len(METRICS_PORTS),
-        description="Prometheus port of the coordinator; the next ones are the target's, the draft worker's and the "
-        "standby's; default: none",
+        description="Prometheus port of the coordinator; the next ones are the target's, the draft worker's, the "
+        "standby's, and those of other targets and drafts; default: none",
     )
     startup_cache: bool = WORKER["startup_cache"]
     draft_method: DraftMethod = COORDINATOR["draft_method"]
@@ -105,26 +118,49 @@ class UpSettings(ListeningSettings):
     def _check_combinations(self) -> Self:
         if self.target_devices and "target_device" in self.model_fields_set:
             raise ValueError("give target_device or target_devices, not both")
-        others = len(METRICS_PORTS) if self.standby else len(METRICS_PORTS) - 1
+        others = len(METRICS_PORTS) - (not self.standby)
+        if max(self.targets, self.drafts) > 1:
+            others = len(METRICS_PORTS) + self.targets + self.drafts - 2
+            self._check_counts()
         if self.metrics_port is not None and 0 <= self.port - self.metrics_port <= others:
             raise ValueError(f"port must not be metrics_port or one of the {others} after it")
+        if self.metrics_port is not None and self.metrics_port + others > 65535:
+            raise ValueError(f"metrics_port leaves no ports for the {others} workers")
+        for role in ("target", "draft"):
+            if len(getattr(self, f"{role}_device")) > getattr(self, f"{role}s"):
+                raise ValueError(f"{role}_device has more devices than there are {role}s")
         if self.standby_devices and not self.standby:
             raise ValueError("standby_devices needs standby")
         if self.standby_devices and len(self.standby_devices) != max(1, len(self.target_devices)):
             raise ValueError("standby_devices must be as many as the target's devices")
         if self.target_activations == INT8:
             devices = {
-                "--target-device": [self.target_device],
+                "--target-device": self.target_device,
                 "--target-devices": self.target_devices,
                 "--standby-devices": self.standby_devices,
             }
             check_int8("target-", weights=self.target_weights, devices=devices)
         if self.draft_activations == INT8:
-            check_int8("draft-", devices={"--draft-device": [self.draft_device]})
+            check_int8("draft-", devices={"--draft-device": self.draft_device})
         for role, model in (("target", self.target), ("draft", self.draft)):
             if getattr(self, f"{role}_revision") is not None and model in (None, "none"):
                 raise ValueError(f"{role}_revision needs a {role} from the hub")
         return self
+
+    def _check_counts(self) -> None:
+        if self.targets > 1 and self.standby:
+            raise ValueError("standby needs a single target; several take over from each other")
+        if self.targets > 1 and self.target_devices:
+            raise ValueError("target_devices shards a single target; give target_device for several")
+        has_draft = self.draft != "none" and (self.draft is not None or self.target is None)
+        if self.drafts > 1 and not has_draft:
+            raise ValueError("drafts needs a draft")
+
+    def metrics_offset(self, role: str, number: int) -> int:
+        """Metrics port of the worker with this number, from 1, counted from the coordinator's."""
+        if number == 1:
+            return METRICS_PORTS[role]
+        return len(METRICS_PORTS) + number - 1 + (self.targets - 1 if role == "draft" else 0)
 
 
 class SecureUpSettings(UpSettings, ServerSecurity, TraceSettings):

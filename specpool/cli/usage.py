@@ -6,7 +6,7 @@ from specpool.environment.version import package_version
 from specpool.rpc.config.spelling import suggest
 
 SUMMARIES = {
-    "up": "Serve a pair on this machine: coordinator, draft worker and target worker. Default: the embedded pair.",
+    "up": "Serve a pair on this machine: coordinator, draft and target workers. Default: the embedded pair.",
     "generate": "Generate text for a PROMPT, for each line of a JSONL file, or for standard input.",
     "top": "Show a live view of a server: pool, acceptance, groups, workers and rates. Ctrl-C exits.",
     "demo": "Run prompts with and without speculation, and compare the results. Default: the embedded pair.",

@@ -81,6 +81,9 @@ def plan_of(settings: PlanSettings, console: Console) -> Plan:
         shared=settings.one_device,
         positions=settings.sequence_positions,
         throughput=settings.throughput,
+        targets=settings.targets,
+        drafts=settings.drafts,
+        concurrency=settings.concurrency,
     )
     return make_plan(target, drafts, terms)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import linear_regression
 
 from coordinator.drafting.costs import RoundCosts
+from specpool.planning.next_worker import NextWorker, next_worker
 from specpool.planning.plausibility import check_times
 from specpool.planning.prediction import (
     Acceptance,
@@ -42,6 +43,11 @@ class Terms:
     """Positions of a sequence; None: EXPECTED_POSITIONS for the cache, and speed as measured."""
     throughput: float | None = None
     """Required tokens per second of all cells together; None: one cell."""
+    targets: int = 1
+    drafts: int = 1
+    """Workers behind a coordinator now."""
+    concurrency: int | None = None
+    """Requests at a time; None: the recommended batch for each target."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,7 @@ class Plan:
     window: Speed
     """The recommended batch."""
     workers: Workers
+    next_worker: NextWorker
     capacity: Capacity
     terms: Terms
 
@@ -163,7 +170,10 @@ def make_plan(target: Model, drafts: Sequence[tuple[Model, Acceptance]], terms: 
     window = smallest_sufficient(chosen.best[batch] for batch in batches)
     scaling = fit([plan.model.parameters for plan in plans], [plan.acceptance.agreement for plan in plans])
     workers = balanced_workers(chosen.pair, window.batch, window.k)
-    return Plan(target, plans, scaling, chosen, window, workers, _capacity(target, chosen, window, terms), terms)
+    concurrency = terms.concurrency or window.batch * terms.targets
+    following = next_worker(chosen.pair, terms.targets, terms.drafts, concurrency, max(1, fits))
+    capacity = _capacity(target, chosen, window, terms)
+    return Plan(target, plans, scaling, chosen, window, workers, following, capacity, terms)
 
 
 def _draft_plan(target: Model, draft: Model, acceptance: Acceptance, terms: Terms) -> DraftPlan:

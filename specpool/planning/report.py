@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specpool.engine.config.activations import FLOAT32, INT8
+from specpool.planning.next_worker import NextWorker
 from specpool.planning.plan import DraftPlan, Plan, WorkerNeeds
 from specpool.planning.prediction import Model
 from specpool.protocol.model_name import readable_name
@@ -34,6 +35,7 @@ def show(plan: Plan, console: Console) -> None:
             table.add_row(f"{size:,}", f"{agreement:.1%}")
         console.print(table)
     console.print(_capacity_table(plan))
+    console.print(_workers_table(plan.next_worker))
     console.print(_recommendation(plan))
 
 
@@ -64,6 +66,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 "draft_workers": plan.workers.draft,
                 "target_workers": plan.workers.target,
             },
+            "next_worker": {**asdict(plan.next_worker), "best": plan.next_worker.best},
             "capacity": asdict(plan.capacity),
         }
     )
@@ -103,6 +106,20 @@ def _capacity_table(plan: Plan) -> Table:
     if (required := plan.terms.throughput) is not None:
         total = capacity.cells * plan.window.tokens_per_second
         table.caption = f"{_count(capacity.cells, 'cell')} for {required:g} tokens/s: {total:.1f} tokens/s predicted"
+    return table
+
+
+def _workers_table(workers: NextWorker) -> Table:
+    table = Table("", "targets", "drafts", "k", "tokens/s", "", "target busy", "draft busy", "bottleneck")
+    table.title = f"the next worker: {workers.concurrency} requests at a time, each worker on its own device"
+    rows = {"now": workers.now, "+1 target": workers.add_target, "+1 draft": workers.add_draft}
+    for name, speed in rows.items():
+        gain = "" if speed is workers.now else f"{workers.gain(speed) - 1:+.0%}"
+        busy = f"{speed.target_busy:.0%}", f"{speed.draft_busy:.0%}"
+        counts = str(speed.targets), str(speed.drafts), str(speed.k)
+        table.add_row(name, *counts, f"{speed.tokens_per_second:.1f}", gain, *busy, speed.bottleneck)
+    add = f"add a {workers.best} worker next" if workers.best else "neither pays: the workers wait for requests"
+    table.caption = add
     return table
 
 

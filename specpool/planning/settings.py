@@ -68,6 +68,11 @@ class PlanSettings(Settings, ClientSecurity):
     throughput: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="required tokens/s of all cells together; default: one cell"
     )
+    targets: int = Field(1, ge=1, le=64, description="target workers now, to say which worker to add next")
+    drafts: int = Field(1, ge=1, le=64, description="draft workers now")
+    concurrency: int | None = Field(
+        None, ge=1, le=65536, description="requests at a time; default: the recommended batch for each target"
+    )
     output: Path | None = Field(
         None, description="folder for the result and a plot, or a .yaml file for values of the Helm chart"
     )

@@ -4,10 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from specpool.engine.passes.gpu.gemm import GemmTile, tile_of
 
 pytest.importorskip("triton")
 
@@ -47,6 +51,16 @@ def test_the_kernels_of_a_short_pass_compile() -> None:
     assert_good(compile_kernels(["90"], ["bfloat16"], ["qwen3-8b"], "--quick"))
 
 
+def test_the_passes_use_every_tile_of_a_gemm() -> None:
+    from benchmarks.kernels import PASSES
+
+    def tiles(counts: Iterable[int], outputs: int, wide: bool) -> set[GemmTile]:
+        return {tile_of(rows, outputs, 1, wide, arch=90) for rows in counts}
+
+    for outputs, wide in product((1024, 10_240, 24_576), (False, True)):
+        assert tiles(map(sum, PASSES), outputs, wide) == tiles(range(8, 2049, 8), outputs, wide)
+
+
 @pytest.mark.slow
 def test_the_kernels_of_all_passes_compile() -> None:
     assert_good(compile_kernels(["90"], ["bfloat16"], ["qwen3-8b"]))
@@ -59,6 +73,7 @@ def test_the_kernels_of_a_large_sharded_model_compile(ranks: int) -> None:
 
 
 @pytest.mark.all_kernels
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("arch", ["80", "90", "100"])
 def test_all_kernels_compile_for_every_gpu(arch: str, dtype: str) -> None:

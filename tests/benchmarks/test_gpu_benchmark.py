@@ -5,7 +5,6 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from interpreted_kernels import FakeGraphs, imitate_kernels, make_dot_batch_inva
 
 from benchmarks import shapes
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import drafts, part, preflight, processes, profiles, steps
+from benchmarks.gpu import drafts, part, preflight, processes, profiles
 from benchmarks.gpu.compare import counts_that_differ, row_counts
 from benchmarks.gpu.part import BROKEN, Findings, Settings
 from benchmarks.gpu.summary import MAX_LINES, goals, print_summary
@@ -23,7 +22,6 @@ from specpool.engine.run import pass_selection as forward
 
 pytest.importorskip("triton")
 
-BACKENDS = ("chosen", "triton", "cublas")
 # Lists of rows that each part finds.
 ROWS = {
     "gemm": ("gemm",), "attention": ("kernels",), "rows": ("kernels",), "sampling": ("kernels",),
@@ -104,9 +102,7 @@ def test_a_rehearsal_measures_all_parts(
 
 
 @pytest.mark.slow
-def test_the_gpu_pass_is_measured_by_backend_captured_and_eager(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gpu_pass_is_measured_captured_and_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imitate_kernels(monkeypatch)
     monkeypatch.setattr(forward, "compile_pass", lambda *_: None)
     monkeypatch.setattr(forward, "CudaGraphs", FakeGraphs)
@@ -117,13 +113,14 @@ def test_the_gpu_pass_is_measured_by_backend_captured_and_eager(
         results[name] = json.loads((tmp_path / f"{name}.json").read_text())
     assert all(row["captured"] for row in results["steps"]["steps"])
     assert len(results["steps"]["gemm_backends"]) == 5
-    assert [(row["rows"], row["backend"]) for row in results["steps"]["steps"]] == [
-        (rows, backend) for pair in ((1, 5), (2, 10)) for backend in BACKENDS for rows in pair
-    ]
+    assert [row["rows"] for row in results["steps"]["steps"]] == [1, 5, 2, 10]
     assert all(row["ms"] > 0 and row["steps_ms"] > 0 and row["same_tokens"] for row in results["draft"]["drafts"])
-    assert [(row["rows"], row["how"]) for row in results["profile"]["steps"]] == [
-        (rows, how) for rows in (1, 2, 10) for how in ("captured", "eager")
+    assert [(row["work"], row["how"]) for row in results["profile"]["steps"]] == [
+        (work, how)
+        for work in ("1 x 1 rows", "2 x 1 rows", "2 x 5 rows", "4 draft tokens for 2")
+        for how in ("captured", "eager")
     ]
+    assert gpu_figure(results).axes
 
 
 # --- Failures
@@ -213,8 +210,9 @@ def test_parts_without_time_are_skipped(
     results = read_report(tmp_path)["parts"]
     assert list(results) == list(gpu.PARTS)
     assert all(result["skipped"].startswith("needs ") for result in results.values())
-    assert results["pair"]["skipped"] in {f"needs 90 s, but {left} s were left" for left in range(7)}
-    assert "pair: needs 90 s" in capsys.readouterr().err
+    needed = gpu.PARTS["pair"][0]
+    assert results["pair"]["skipped"] in {f"needs {needed} s, but {left} s were left" for left in range(7)}
+    assert f"pair: needs {needed} s" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_in_this_process")
@@ -281,9 +279,8 @@ def test_row_counts_that_change_bits_are_found() -> None:
 
 
 def test_goals_are_judged_by_the_worst_case() -> None:
-    columns = ("sequences", "drafted", "of_limit", "over_plain", "backend")
-    cases = [(8, 0, 0.9, 1, "chosen"), (8, 0, 0.6, 1, "chosen"), (8, 4, 0.5, 1.05, "chosen"), (1, 0, 0.8, 1, "chosen"),
-             (1, 0, 0.1, 1, "cublas")]  # fmt: skip
+    columns = ("sequences", "drafted", "of_limit", "over_plain")
+    cases = [(8, 0, 0.9, 1), (8, 0, 0.6, 1), (8, 4, 0.5, 1.05), (1, 0, 0.8, 1)]
     measured_steps = [{**dict(zip(columns, case, strict=True)), "passes": 1} for case in cases]
     runs = [{"concurrency": 8, "kind": "adaptive", "ratio": 2.5, "exact_match": 1.0}]
     results = {"steps": {"steps": measured_steps}, "pair": {"runs": runs}}
@@ -295,44 +292,40 @@ def test_goals_are_judged_by_the_worst_case() -> None:
     assert judged["passes of 64 x 5 rows"] == (None, None)
 
 
-def test_steps_are_measured_without_a_backend_that_fails(tmp_path: Path) -> None:
-    state = {"backend": "chosen"}
-
-    def step(_: object) -> None:
-        if state["backend"] == "chosen":
-            raise RuntimeError("does not compile")
-
-    engine: Any = SimpleNamespace(forward=step, forward_pass=None, max_num_batched_tokens=512)
-    limit: Any = SimpleNamespace(milliseconds=lambda positions, rows: 1.0)
-    switches = {name: (lambda name=name: state.update(backend=name)) for name in ("chosen", "triton")}
-    findings = Findings(tmp_path / "steps.json")
-    steps.add_steps(findings, engine, settings_for(tmp_path), switches, 24, 8, limit)
-    assert state["backend"] == "chosen"
-    assert [(row["backend"], row["rows"]) for row in findings.result["steps"]] == [("triton", 8), ("triton", 40)]
-    results = {"steps": findings.result}
-    assert all(goal["met"] is None for goal in goals(results))
-    assert gpu_figure(results).axes
-
-
 def test_the_summary_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     failed = [{"failed": f"case {i}", "error": "x" * 500} for i in range(50)]
     times = {f"us_of_{rows}": 12.5 for rows in (1, 8, 40, 320)}
-    gemms = [{"gemm": f"shape {i // 2}", "backend": "triton", "exact": True, "near": True, **times} for i in range(20)]
+    gemms = [
+        {"gemm": f"shape {i // 2}", "backend": "triton", "exact": True, "near": True, "as_triton": not i, **times}
+        for i in range(20)
+    ]
     tiles = [
         {"gemm": "down", "tile": tile, "same_bits": tile == "chosen", **times} for tile in ("chosen", "64 16 64 4 4")
     ]
     tiles[1]["us_of_1"] = 10.0
+    work = {"work": "8 x 5 rows", "idle_share": 0.25}
+    profiled = [
+        {**work, "how": how, "device_us": us, "name": name, "us": us}
+        for how, name, us in (
+            ("captured", "_attend", 60.0),
+            ("eager", "_attend", 40.4),
+            ("eager", "void at::(anonymous namespace)::add<int>()", 9.6),
+        )
+    ]
     runs = [{"concurrency": 8, "kind": "k4", "ratio": 1.5, "tokens_per_s": 1.0, "exact_match": 1.0}] * 40
     results: dict[str, Any] = {name: {"failed": failed, "error": "50 measurements failed"} for name in gpu.PARTS}
     results["gemm"]["gemm"], results["sweep"]["gemm"], results["pair"]["runs"] = gemms, tiles, runs
+    results["profile"] |= {"steps": profiled, "names": profiled}
     print_summary(results)
     text = capsys.readouterr().out
     lines = text.splitlines()
     assert len(lines) <= MAX_LINES
     assert len(text) < 12_000
-    assert "gemm    shape 9, us: triton exact 12.5 12.5 12.5 12.5; triton exact 12.5 12.5 12.5 12.5" in lines
+    assert "gemm    shape 0, us: triton exact 12.5 12.5 12.5 12.5; triton exact OTHER BITS 12.5 12.5 12.5 12.5" in lines
+    assert "profile 8 x 5 rows: 60 us captured, 25% idle; attend 40, add 10" in lines
     assert any(
-        line.startswith("tile    down, us: 1 rows: 12.5, 10.0 by 64 16 64 4 4 OTHER BITS; 8 rows") for line in lines
+        line.startswith("tile    down, us: 1 rows 12.5 (10.0 by 64 16 64 4 4 OTHER BITS); 8 rows 12.5; ")
+        for line in lines
     )
 
 

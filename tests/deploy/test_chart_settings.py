@@ -25,6 +25,10 @@ from specpool.rpc.server.server import LIVE
 
 EVERY_CASE = pytest.mark.parametrize("name", ALL_VALUES)
 TARGET = "target-worker"
+REPLICATED = ("many-workers", "hpa-workers", "replicas")
+"""Cases with several targets and drafts behind one coordinator."""
+DNS_SECONDS = 30
+"""Maximum time for which a cluster's DNS servers cache an address."""
 
 
 def processes(manifests: list[Manifest]) -> list[tuple[str, Manifest, Manifest, Any]]:
@@ -73,7 +77,7 @@ def test_workers_outlast_the_drain_of_their_coordinator(name: str) -> None:
         assert spec["terminationGracePeriodSeconds"] > seconds[component]
     assert all(seconds[worker] > seconds["coordinator"] for worker in seconds.keys() & WORKERS)
     hook = pre_stop_seconds(container_of(render(name), TARGET))
-    for item in of_kind(render(name), "StatefulSet").values():  # updates wait until the old target is gone
+    for item in of_kind(render(name), "StatefulSet").values():  # updates wait until the old worker is gone
         assert item["spec"].get("minReadySeconds", hook + 1) > hook
 
 
@@ -84,7 +88,8 @@ def test_pods_of_a_group_share_settings_and_outlast_their_leader(name: str) -> N
            "allowed_names", "api_tokens", "otlp_traces_endpoint"}  # fmt: skip
     assert (leader.tensor_parallel, leader.nnodes, leader.node_rank, follower.node_rank) == (8, 2, 0, 1)
     assert follower.model_dump(exclude=own) == leader.model_dump(exclude=own)
-    assert pod_settings(render(name), "coordinator").target_address == f"{follower.master_addr}.svc:{leader.port}"
+    address = pod_environment(render(name), "coordinator")["SPECPOOL_TARGET_ADDRESS"]
+    assert address == f"{follower.master_addr}.svc:{leader.port}"
     for unset in ("health_port", "metrics_port", "tls_files", "tls_ca", "api_tokens", "otlp_traces_endpoint"):
         assert getattr(follower, unset) is None, unset
     secrets = {"/tls", "/worker-token"} if name == "two-nodes-secured" else set()
@@ -133,10 +138,11 @@ def test_services_lead_to_the_worker_of_the_same_cell(name: str) -> None:
         assert (spec["ports"][0]["port"], spec["ports"][0]["targetPort"]) == (settings.port, server["ports"][0]["name"])
     for worker in [component for component, *_ in processes(manifests) if component in WORKERS]:
         for cell in (0, 2):
-            settings = pod_settings(manifests, "coordinator", cell)
             pod = "" if name == "disaggregated-set" else f"specpool-{worker}-{cell}."
+            pod = "dns:///" if name in REPLICATED else pod
             address = f"{pod}specpool-{worker}.default.svc:{services[f'specpool-{worker}']['spec']['ports'][0]['port']}"
-            assert getattr(settings, worker.replace("-worker", "_address")) == address
+            variable = f"SPECPOOL_{worker.removesuffix('-worker').upper()}_ADDRESS"
+            assert pod_environment(manifests, "coordinator", cell)[variable] == address
 
 
 def test_settings_reach_the_process_as_given() -> None:
@@ -248,3 +254,55 @@ def test_a_drain_never_ends_a_target_and_its_standby() -> None:
     [shared] = [each["spec"] for each in budgets if "matchExpressions" in each["spec"]["selector"]]
     assert shared["maxUnavailable"] == 1
     assert sorted(shared["selector"]["matchExpressions"][0]["values"]) == ["standby", TARGET]
+
+
+# --- Several workers of one coordinator
+
+
+@pytest.mark.parametrize("name", REPLICATED)
+def test_replicas_are_drained_one_at_a_time(name: str) -> None:
+    manifests = render(name)
+    budgets = of_kind(manifests, "PodDisruptionBudget")
+    assert budgets.keys() == {f"specpool-{worker}" for worker in WORKERS}
+    assert all(budget["spec"]["maxUnavailable"] == 1 for budget in budgets.values())
+    for item in of_kind(manifests, "LeaderWorkerSet").values():
+        rollout = item["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"]
+        assert (rollout["maxUnavailable"], rollout["maxSurge"]) == (1, 0)
+    sets = of_kind(manifests, "StatefulSet")
+    for worker in [worker for worker in WORKERS if f"specpool-{worker}" in sets]:
+        assert sets[f"specpool-{worker}"]["spec"]["updateStrategy"] == {"type": "RollingUpdate"}
+        # A pod that ends leaves the addresses at once, and serves until the coordinator has noticed.
+        assert "publishNotReadyAddresses" not in of_kind(manifests, "Service")[f"specpool-{worker}"]["spec"]
+        assert pre_stop_seconds(container_of(manifests, worker)) > DNS_SECONDS
+    assert "minReadySeconds" not in sets["specpool-coordinator"]["spec"]
+    assert sets["specpool-coordinator"]["spec"]["replicas"] == 1
+
+
+def test_fixed_replicas_and_their_certificates() -> None:
+    manifests = render("replicas")
+    [targets] = of_kind(manifests, "LeaderWorkerSet").values()
+    drafts = of_kind(manifests, "StatefulSet")["specpool-draft-worker"]
+    assert (targets["spec"]["replicas"], drafts["spec"]["replicas"]) == (2, 3)
+    groups = [policy for policy in of_kind(manifests, "NetworkPolicy") if "target-group" in policy]
+    assert len(groups) == 2
+    for worker in WORKERS:  # the coordinator verifies the name of the Service
+        names = of_kind(manifests, "Certificate")[f"specpool-{worker}"]["spec"]["dnsNames"]
+        assert f"specpool-{worker}.default.svc" in names
+
+
+SCALED = [("many-workers", "ScaledObject"), ("hpa-workers", "HorizontalPodAutoscaler")]
+
+
+@pytest.mark.parametrize(("name", "kind"), SCALED)
+def test_each_role_scales_by_its_own_load(name: str, kind: str) -> None:
+    manifests = render(name)
+    scalers = {full_name: item["spec"] for full_name, item in of_kind(manifests, kind).items()}
+    assert scalers.keys() == {f"specpool-{worker}" for worker in WORKERS}
+    for full_name, spec in scalers.items():
+        assert spec["scaleTargetRef"]["name"] == full_name
+        assert "replicas" not in of_kind(manifests, "StatefulSet")[full_name]["spec"]
+    text = {full_name: json.dumps(spec) for full_name, spec in scalers.items()}
+    assert all(f"num_requests_{state}" in text["specpool-target-worker"] for state in ("waiting", "running"))
+    assert "worker_" in text["specpool-draft-worker"]
+    assert "num_requests" not in text["specpool-draft-worker"]
+    assert all('"policies": [{"type": "Pods", "value": 1, "periodSeconds": 90}]' in each for each in text.values())

@@ -130,11 +130,17 @@ def test_coordinator_finds_its_workers_and_is_published_on_loopback() -> None:
     assert settings.target_address == f"target-worker:{service_settings('target-worker').port}"
     assert settings.draft_address == f"draft-worker:{service_settings('draft-worker').port}"
     assert service["ports"] == [f"127.0.0.1:{settings.port}:{settings.port}"]
-    assert sorted(service["depends_on"]) == sorted(WORKERS)  # compose stops the coordinator first
+    assert sorted(service["depends_on"]) == sorted([*WORKERS, "target-worker-2"])  # compose stops the coordinator first
     assert service["tmpfs"] == ["/tmp"]
 
 
-@pytest.mark.parametrize(("role", "gpu"), [("target-worker", "0"), ("draft-worker", "1")])
+def test_a_profile_adds_a_target_that_differs_only_in_its_gpu() -> None:
+    first, second = services()["target-worker"], services()["target-worker-2"]
+    assert second == first | {"profiles": ["two-targets"], "deploy": second["deploy"]}
+    assert services()["coordinator"]["depends_on"]["target-worker-2"]["required"] is False
+
+
+@pytest.mark.parametrize(("role", "gpu"), [("target-worker", "0"), ("target-worker-2", "2"), ("draft-worker", "1")])
 def test_workers_have_a_gpu_a_pinned_model_and_a_writable_cache(role: str, gpu: str) -> None:
     service, settings = services()[role], service_settings(role)
     [device] = service["deploy"]["resources"]["reservations"]["devices"]

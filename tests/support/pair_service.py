@@ -13,6 +13,7 @@ import torch
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.server import CoordinatorServer
+from coordinator.workers.draft_link import DraftLink
 from draft_worker.server import DraftWorkerSettings, load_proposer
 from draft_worker.service import DraftWorkerServicer
 from specpool.client import AsyncClient
@@ -72,6 +73,12 @@ class PairService:
     target: WorkerHost
     draft: WorkerHost | None
 
+    @property
+    def draft_link(self) -> DraftLink:
+        """The link to the draft worker."""
+        assert self.process.coordinator.draft is not None
+        return self.process.coordinator.draft.links[0]
+
     async def forget(self, host: WorkerHost) -> None:
         """Make a worker lose every cache, like a restart."""
         await host.run(lambda backend: backend.expire(math.inf, 0.0))
@@ -130,7 +137,7 @@ async def serving_coordinator(
         stack.callback(process.server.stop)
         await process.coordinator.target.wait_ready()
         if process.coordinator.draft is not None:
-            await process.coordinator.draft.wait_ready()
+            await process.coordinator.draft.links[0].wait_ready()
         yield await stack.enter_async_context(AsyncClient(f"127.0.0.1:{port}")), process
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.server import CoordinatorServer
+from coordinator.workers.draft_link import DraftLink
 from specpool.rpc.ports import free_port
 from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import draft_worker_pb2, generation_pb2_grpc, target_worker_pb2
@@ -23,8 +24,8 @@ from specpool.v1 import generation_pb2 as pb
 PATIENCE_SECONDS = 20
 # Default deadline of every call: a test fails rather than hangs.
 DEADLINES = json.dumps({"methodConfig": [{"name": [{}], "timeout": f"{PATIENCE_SECONDS}s"}]})
-# Settings that make draft lengths independent of the clock.
-DEFAULTS = {"port": 0, "drain_seconds": 5.0, "num_speculative_tokens": 4, "draft_method": "model"}
+# Settings that make draft lengths independent of the clock, and rounds of chance.
+DEFAULTS = {"port": 0, "drain_seconds": 5.0, "num_speculative_tokens": 4, "draft_method": "model", "audit_share": 0.0}
 
 
 async def info_with_loads(ask: Callable[[], Awaitable[pb.GetServerInfoResponse]]) -> pb.GetServerInfoResponse:
@@ -90,10 +91,19 @@ class Serving:
     target_address: str
     draft: FakeDraft | None
     draft_address: str | None
+    """Addresses of all draft workers, separated by commas."""
+    others: Sequence[FakeDraft] = ()
+    """Further draft workers."""
 
     def __post_init__(self) -> None:
         self.stub = generation_pb2_grpc.GenerationServiceStub(self.channel)
         self.health = health_pb2_grpc.HealthStub(self.channel)
+
+    @property
+    def draft_link(self) -> DraftLink:
+        """The link to the first draft worker."""
+        assert self.process.coordinator.draft is not None
+        return self.process.coordinator.draft.links[0]
 
     async def info(self) -> pb.GetServerInfoResponse:
         return await self.stub.GetServerInfo(pb.GetServerInfoRequest())
@@ -109,15 +119,19 @@ class Serving:
             return info
 
     async def until_ready(self, wait_for_draft: bool = True) -> None:
-        workers = ("target", "draft") if self.draft is not None and wait_for_draft else ("target",)
-        await self.until(lambda info: all(getattr(info, worker).state == "ready" for worker in workers))
+        def is_ready(info: pb.GetServerInfoResponse) -> bool:
+            drafts = info.draft_workers if wait_for_draft else []
+            return all(worker.state == "ready" for worker in (info.target, *drafts))
+
+        await self.until(is_ready)
 
     async def until_idle(self) -> pb.GetServerInfoResponse:
         """Wait until nothing is running or queued and no worker holds a slot."""
 
         def is_idle(info: pb.GetServerInfoResponse) -> bool:
-            taken = info.target.load.slots_in_use + info.draft.load.slots_in_use
-            caches = len(self.target.caches) + (len(self.draft.caches) if self.draft is not None else 0)
+            taken = sum(worker.load.slots_in_use for worker in (info.target, *info.draft_workers))
+            workers = (self.target, *([self.draft] if self.draft is not None else []), *self.others)
+            caches = sum(len(worker.caches) for worker in workers)
             return info.running == info.queued == taken == caches == 0
 
         return await self.until(is_idle)
@@ -137,14 +151,21 @@ async def serving(
     with_target: bool = True,
     wait_for_draft: bool = True,
     probe_seconds: float = 0.05,
+    others: Sequence[FakeDraft] = (),
+    further_draft_addresses: Sequence[str] = (),
     **settings: Any,
 ) -> AsyncIterator[Serving]:
-    """Run everything and wait until it serves. Without `with_target`, the target does not answer yet."""
+    """Run everything and wait until it serves. Without `with_target`, the target does not answer yet.
+
+    `others`: further draft workers. `further_draft_addresses`: of those that the caller runs.
+    """
     target = target if target is not None else RecordingTarget()
     if draft is None and with_draft:
         draft = RecordingDraft(target)
     target_address = await target.start() if with_target else free_address()
-    draft_address = await draft.start() if draft is not None else None
+    drafts = [*([draft] if draft is not None else []), *others]
+    addresses = [await each.start() for each in drafts]
+    draft_address = ",".join([*addresses, *further_draft_addresses]) or None
     with mock.patch("coordinator.workers.link.PROBE_SECONDS", probe_seconds):
         process = CoordinatorServer(
             CoordinatorSettings(
@@ -155,7 +176,7 @@ async def serving(
         )
         address = f"127.0.0.1:{await process.start()}"
         async with grpc.aio.insecure_channel(address, options=[("grpc.service_config", DEADLINES)]) as channel:
-            served = Serving(process, channel, address, target, target_address, draft, draft_address)
+            served = Serving(process, channel, address, target, target_address, draft, draft_address, others)
             try:
                 if with_target:
                     await served.until_ready(wait_for_draft)
@@ -165,9 +186,8 @@ async def serving(
                 try:
                     await served.process.wait_stopped()
                 finally:
-                    for worker in (target, draft):
-                        if worker is not None:
-                            await worker.stop()
+                    for worker in (target, *drafts):
+                        await worker.stop()
 
 
 def free_address() -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+from replicas import replicas
 from serving import RecordingTarget, check_tokens, make_request, serving, stream
 
 from coordinator.workers.errors import MismatchError
@@ -60,6 +61,18 @@ async def test_request_that_kills_the_target_fails_alone() -> None:
         await asyncio.gather(*neighbours)
         assert target.deaths == 4
         await served.until_idle()
+
+
+async def test_request_that_kills_one_of_several_targets_fails_alone() -> None:
+    targets = [Mortal([POISON]), Mortal([POISON])]
+    requests = innocents(targets[0], POISON, 6)
+    async with replicas(targets[1], first=targets[0], with_draft=False) as served:
+        neighbours = [asyncio.ensure_future(served.expect(request)) for request in requests]
+        with pytest.raises(grpc.aio.AioRpcError, match="failed 4 times"):
+            await served.stub.Generate(make_request([POISON], 5))
+        await asyncio.gather(*neighbours)
+        assert sum(target.deaths for target in targets) == 4
+        await served.until(lambda info: info.running == info.queued == 0)
 
 
 async def test_request_that_kills_the_target_and_its_standby_fails_alone() -> None:

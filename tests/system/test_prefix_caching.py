@@ -67,8 +67,7 @@ def both(request: pytest.FixtureRequest, tiny_pair: tuple[Path, Path]) -> Iterat
         worker = {"max_sequences": SLOTS, "kv_layout": request.param}
         service_context = serving_pair(*tiny_pair, worker=worker, max_num_seqs=SLOTS - 1, prefill_tokens=32)
         service = runner.run(service_context.__aenter__())
-        target, draft = service.process.coordinator.target, service.process.coordinator.draft
-        assert draft is not None
+        target, draft = service.process.coordinator.target, service.draft_link
         plain_context = serving_coordinator(target.address, draft.address, max_num_seqs=1, prefix_caching=False)
         plain, _ = runner.run(plain_context.__aenter__())
         assert service.target is not None

@@ -110,8 +110,7 @@ def processes(tiny_pair: tuple[Path, Path]) -> Iterator[Processes]:
         worker, address = {"max_model_len": MAX_MODEL_LEN, "max_sequences": 16}, free_address()
         port = int(address.rpartition(":")[2])
         async with serving_pair(*tiny_pair, worker=worker, default_max_tokens=4, port=port, smg=True) as pair:
-            target, draft = pair.process.coordinator.target, pair.process.coordinator.draft
-            assert draft is not None
+            target, draft = pair.process.coordinator.target, pair.draft_link
             addresses = {"coordinator": address, "target": target.address, "draft": draft.address}
             options = [("grpc.max_receive_message_length", 2**27), ("grpc.max_send_message_length", 2**27)]
             channels = {name: grpc.aio.insecure_channel(each, options) for name, each in addresses.items()}

@@ -13,9 +13,12 @@ __all__ = [
 try:
     import triton
     import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:  # only the CUDA builds of torch ship Triton
-    triton = tl = gdc_launch_dependents = gdc_wait = None
+    triton = tl = None
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # this version of Triton keeps them elsewhere, so that launches cannot overlap
+    gdc_launch_dependents = gdc_wait = None
 
 # Never fuse multiply-adds: Triton's default differs between versions, and so would the bits.
 UNFUSED: dict[str, Any] = {"enable_fp_fusion": False}
@@ -29,8 +32,9 @@ def launch_options(device: torch.device) -> dict[str, Any]:
     With OVERLAP, a kernel may begin before the previous one has ended (programmatic dependent launch). It must then
     call `gdc_wait` in every program, before it touches anything that an earlier kernel reads or writes.
     """
-    overlaps = architecture(device) >= HOPPER
-    return {**UNFUSED, "OVERLAP": overlaps, "launch_pdl": overlaps}
+    if gdc_wait is None or architecture(device) < HOPPER:
+        return {**UNFUSED, "OVERLAP": False}  # some compilers do not know `launch_pdl`
+    return {**UNFUSED, "OVERLAP": True, "launch_pdl": True}
 
 
 def architecture(device: torch.device) -> int:

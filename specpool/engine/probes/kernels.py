@@ -46,7 +46,7 @@ def choose_gemms(
     sizes = sorted({model.padded_rows(count) for count in range(1, max_rows + 1)})
     timed_sizes = [size for size in map(model.padded_rows, TIMED_ROWS) if size <= sizes[-1]]
     all_found, whole_sums = True, model.group.ranks > 1 and not model.group.in_parts
-    for (outputs, inputs), gemms in _by_shape(model).items():
+    for (outputs, inputs, _), gemms in _by_shape(model).items():
         allowed: dict[GemmBackend, bytes | None] = dict.fromkeys(GEMM_BACKENDS)
         if exact:
             digests = {backend: _digest_if_exact(gemms[0], backend, sizes) for backend in GEMM_BACKENDS}
@@ -71,10 +71,11 @@ def choose_gemms(
     return all_found
 
 
-def _by_shape(model: GpuModel) -> dict[tuple[int, int], list[Gemm]]:
-    shapes: dict[tuple[int, int], list[Gemm]] = {}
+def _by_shape(model: GpuModel) -> dict[tuple[int, int, int], list[Gemm]]:
+    """GEMMs by outputs, inputs and split-K. The head never uses split-K, but may be as large as another weight."""
+    shapes: dict[tuple[int, int, int], list[Gemm]] = {}
     for gemm in model.gemms():
-        shapes.setdefault((gemm.out_features, gemm.in_features), []).append(gemm)
+        shapes.setdefault((gemm.out_features, gemm.in_features, gemm.split_k), []).append(gemm)
     return shapes
 
 

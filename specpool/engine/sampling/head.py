@@ -13,6 +13,11 @@ class Head:
     output_ids: torch.Tensor | None = None
     """The token of each output. None: its index."""
 
+    @property
+    def outputs(self) -> int:
+        """Rows of the head."""
+        return self.vocab_size if self.output_ids is None else len(self.output_ids)
+
     def token_ids(self, outputs: torch.Tensor) -> torch.Tensor:
         """Map outputs to token ids."""
         return outputs if self.output_ids is None else self.output_ids[outputs]

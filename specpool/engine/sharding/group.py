@@ -37,6 +37,10 @@ class SingleRank:
         """Return the full size of a dimension of which this rank has `size`."""
         return size
 
+    def kv_heads_of_ranks(self, own: int) -> tuple[int, ...]:
+        """Return the number of KV heads of each rank. `own`: of this rank."""
+        return (own,)
+
     def any_rank(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
         return flag
@@ -82,6 +86,9 @@ class Group(SingleRank):
 
     def full_size(self, size: int, dimension: Dimension) -> int:
         return self.sharding.shares[dimension].total
+
+    def kv_heads_of_ranks(self, own: int) -> tuple[int, ...]:
+        return self.sharding.kv_heads.sizes
 
     def any_rank(self, flag: bool) -> bool:
         return bool(self.all_gather(torch.tensor([flag], device=self._borders.device)).any())

@@ -25,7 +25,7 @@ SHORT_PASS, LONG_PASSES = 15, (97, 271)
 PROBED_PASSES = (1, 2, 7, SHORT_PASS, *LONG_PASSES)
 # Tokens of prompts that take several splits of attention.
 LONG_PROMPTS = (300, 1100)
-# A shape is launched the first time, unless the start has captured it; captured the second time; and then replayed.
+# Passes of a captured shape, each with other numbers.
 REPLAYS = 3
 
 

@@ -46,7 +46,13 @@ from specpool.rpc.config.inputs import (
 from specpool.rpc.config.spelling import suggest
 from specpool.rpc.observability.logs import LogFormat
 from specpool.rpc.observability.trace_settings import TraceSettings
-from specpool.rpc.security.channel import COORDINATOR_PORT, DRAFT_WORKER_PORT, TARGET_WORKER_PORT, check_address
+from specpool.rpc.security.channel import (
+    COORDINATOR_PORT,
+    DRAFT_WORKER_PORT,
+    TARGET_WORKER_PORT,
+    check_address,
+    check_addresses,
+)
 from specpool.rpc.security.settings import ServerSecurity
 
 # Means "no value" on a command line. It cannot be typed, since any word may be a real value.
@@ -65,7 +71,10 @@ Host = Annotated[str, Field(min_length=1), AfterValidator(lambda host: host.stri
 """A host name or address. Brackets around an IPv6 address are optional."""
 CoordinatorAddress = Annotated[str, Field(min_length=1), AfterValidator(partial(check_address, port=COORDINATOR_PORT))]
 TargetAddress = Annotated[str, Field(min_length=1), AfterValidator(partial(check_address, port=TARGET_WORKER_PORT))]
+TargetAddresses = Annotated[str, Field(min_length=1), AfterValidator(partial(check_addresses, port=TARGET_WORKER_PORT))]
 DraftAddress = Annotated[str, Field(min_length=1), AfterValidator(partial(check_address, port=DRAFT_WORKER_PORT))]
+DraftAddresses = Annotated[str, Field(min_length=1), AfterValidator(partial(check_addresses, port=DRAFT_WORKER_PORT))]
+"""Addresses, separated by commas."""
 
 S = TypeVar("S", bound="Settings")
 

@@ -15,6 +15,8 @@ StrPath: TypeAlias = str | Path
 
 COORDINATOR_PORT, TARGET_WORKER_PORT, DRAFT_WORKER_PORT = 50050, 50051, 50052
 """Default ports."""
+FOLLOWED = "dns:///"
+"""Prefix of a DNS name whose records are followed."""
 _PORT = re.compile(r":(\d+)$")
 # Addresses of gRPC without ports: sockets and names that a service resolves.
 _WITHOUT_PORT = re.compile(r"(unix|unix-abstract|vsock|xds):")
@@ -67,6 +69,27 @@ def check_address(address: str, port: int) -> str:
     if not _is_port(given[1]):
         raise ValueError(f"{address}: the port must be from 1 to 65535")
     return address
+
+
+def check_addresses(addresses: str, port: int) -> str:
+    """Return comma-separated addresses without spaces. Raises ValueError like `check_address`, and for duplicates."""
+    checked = [check_address(address, port) for address in split_addresses(addresses)]
+    if not checked:
+        raise ValueError("no address is given")
+    for address in checked:
+        if checked.count(address) > 1:
+            raise ValueError(f"{address} is listed twice")
+    return ",".join(checked)
+
+
+def is_followed(address: str) -> bool:
+    """Whether an address is a DNS name whose records are followed: "dns:///host:port"."""
+    return address.startswith(FOLLOWED)
+
+
+def split_addresses(addresses: str) -> list[str]:
+    """Return the addresses of a comma-separated list."""
+    return [address.strip() for address in addresses.split(",") if address.strip()]
 
 
 def split_address(address: str) -> tuple[str, int] | None:

@@ -42,7 +42,7 @@ class Simulation:
         pool = self.pool
         self.rounds += 1
         pool.admit()
-        self.preemptions.update(sequence.request.client for sequence in pool._preempted.values())
+        self.preemptions.update(sequence.request.client for sequence in pool.requests.preempted.values())
         group = list(pool.ready)[:group_size]
         pool.begin_round(group)
         for sequence in group:

@@ -48,9 +48,8 @@ class Workers:
     async def check(self, layout: str, mix: list[Case], **coordinator: Any) -> pb.ServerCounters:
         """Play a mix with a new coordinator, and compare the tokens."""
         expected = [await self.plain(case) for case in mix]
-        links = self.services[layout].process.coordinator
-        assert links.draft is not None
-        addresses = links.target.address, links.draft.address
+        service = self.services[layout]
+        addresses = service.process.coordinator.target.address, service.draft_link.address
         async with serving_coordinator(*addresses, **coordinator) as (client, _):
             assert_equal(mix, await asyncio.gather(*(play(client, case) for case in mix)), expected)
             await self.services[layout].wait_idle()

@@ -89,7 +89,7 @@ class PoolMachine(RuleBasedStateMachine):
         return None
 
     def max_waiting(self, client: str, n: int, entering: int) -> int:
-        size, clients = self.pool.limits.samples, [sequence.request.client for sequence in self.waiting]
+        size, clients = self.pool.requests.limits.samples, [sequence.request.client for sequence in self.waiting]
         reserve, own = min(size, self.pool.max_num_seqs), clients.count(client)
         fair = reserve // len(set(clients)) if own else size
         return size + reserve if own + n - entering <= fair else size

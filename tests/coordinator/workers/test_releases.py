@@ -91,8 +91,7 @@ async def test_draft_recovers_from_a_million_releases() -> None:
     target = FakeTarget()
     async with serving(target, StrictDraft(target)) as served:
         await served.expect(make_request())
-        link = served.process.coordinator.draft
-        assert link is not None
+        link = served.draft_link
         link._back_off("told to back off")
         link._releases.see(range(MAX_RELEASED + 100))
         link.release_soon(range(MAX_RELEASED + 100))
@@ -110,8 +109,7 @@ async def test_unseen_sequences_need_no_release() -> None:
         await served.until(lambda info: info.draft.state != "ready")
         for _ in range(5):
             await served.expect(make_request())
-        link = served.process.coordinator.draft
-        assert link is not None
+        link = served.draft_link
         assert not link._releases.are_due
 
 

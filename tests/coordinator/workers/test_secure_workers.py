@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
@@ -43,6 +44,21 @@ async def generated(service: SecureService, **security: Any) -> bool:
     return list(response.token_ids) == service.target.continuation(PROMPT, 24)
 
 
+async def test_a_followed_name_is_the_one_in_the_certificates(
+    ca: Authority, certificates: dict[str, Certificate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, named = FakeTarget(), ca.issue("replica", ["DNS:replica.specpool"])
+    async with AsyncExitStack() as stack:
+        address = await stack.enter_async_context(worker(target, **mutual(ca, named)))
+        draft = await stack.enter_async_context(worker(FakeDraft(target), **mutual(ca, certificates["worker"])))
+        monkeypatch.setattr("coordinator.workers.discovery._resolve", mock.AsyncMock(return_value=["127.0.0.1"]))
+        settings, port = mutual(ca, certificates["coordinator"]), address.rpartition(":")[2]
+        running = coordinator(target, f"dns:///replica.specpool:{port}", draft, **settings)
+        service = await stack.enter_async_context(running)
+        await until(lambda: service.process.coordinator.lanes.is_ready)
+        assert await generated(service, **mutual(ca, certificates["client"]))
+
+
 async def test_mutual_tls_on_every_hop(ca: Authority, certificates: dict[str, Certificate]) -> None:
     names = {"allowed_names": ["coordinator.specpool"]}
     workers = mutual(ca, certificates["worker"], **names)
@@ -72,6 +88,30 @@ async def test_workers_can_use_another_ca_and_name(
     async with secure_service(workers, **certificates["coordinator"].options, **hop) as service:
         await service.until_ready()
         assert await generated(service, tls_ca=ca.path)
+
+
+async def test_certificates_of_followed_names_are_checked(
+    ca: Authority, certificates: dict[str, Certificate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name resolves to the address of a pod, which is not in the certificate."""
+
+    async def resolve(host: str, port: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr("coordinator.workers.discovery._resolve", resolve)
+    target, own = FakeTarget(), mutual(ca, certificates["coordinator"])
+    presented = mutual(ca, ca.issue("drafts", ["DNS:drafts.svc"]))
+    async with (
+        worker(target, **mutual(ca, certificates["worker"])) as target_address,
+        worker(FakeDraft(target), **presented) as draft_address,
+    ):
+        port = draft_address.rpartition(":")[2]
+        for name, is_trusted in {"drafts.svc": True, "other.svc": False}.items():
+            async with coordinator(target, target_address, f"dns:///{name}:{port}", **own) as service:
+                await until(lambda: service.links[0].is_ready)
+                await until(lambda: service.links[1:] and service.links[1].reason != "not connected yet")
+                await until(lambda: service.links[1].is_ready or "UNAVAILABLE" in service.links[1].reason)
+                assert service.links[1].is_ready == is_trusted
 
 
 async def test_worker_tls_can_be_disabled(ca: Authority, certificates: dict[str, Certificate]) -> None:

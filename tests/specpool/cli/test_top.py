@@ -62,6 +62,16 @@ def test_rates_and_shares_cover_the_time_between_two_states() -> None:
     assert result.same_length_share == 0.75
 
 
+def test_every_draft_worker_is_shown() -> None:
+    one, other = pb.WorkerState(address="a:1", state="refused"), pb.WorkerState(address="b:1", state="ready")
+    info = pb.GetServerInfoResponse(target=pb.WorkerState(address="t:1"), draft=other)
+    earlier = view_of("c:1", info, None, None)
+    assert [(worker.role, worker.address) for worker in earlier.workers] == [("target", "t:1"), ("draft", "b:1")]
+    info.draft_workers.extend([one, other])
+    workers = view_of("c:1", info, None, None).workers
+    assert [worker.address for worker in workers] == ["t:1", "a:1", "b:1"]
+
+
 @pytest.mark.parametrize(
     "restarted",
     [
@@ -109,6 +119,16 @@ def test_unknown_values_of_a_worker_are_none() -> None:
     assert (target.activations, draft.activations) == ("int8", "")
     (unknown,) = view_of("a:1", pb.GetServerInfoResponse(), None, None).workers
     assert (unknown.role, unknown.model, unknown.equivalence, unknown.ranks) == ("target", "", "", None)
+
+
+def test_every_target_worker_is_shown() -> None:
+    refused = pb.WorkerState(address="t:2", state="refused", reason="another model")
+    info = server(targets=[pb.WorkerState(address="t:1", state="ready"), refused])
+    workers = view_of("a:1", info, None, None).workers
+    assert [(worker.role, worker.address) for worker in workers] == [
+        ("target", "t:1"), ("target", "t:2"), ("draft", "d:1"),
+    ]  # fmt: skip
+    assert "another model" in rendered(Panels(view_of("a:1", info, None, None)), 80)
 
 
 def rendered(view: Any, width: int) -> str:

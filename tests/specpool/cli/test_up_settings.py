@@ -92,6 +92,17 @@ def test_both_flags_accept_a_single_device(device: str) -> None:
         (["--drain-seconds", "86401"], "drain-seconds: Input should be less than or equal to 86400"),
         (["--standby-devices", "cuda:1"], "standby_devices needs standby"),
         (["--standby", "--standby-devices", "cpu,cpu"], "standby_devices must be as many as the target's devices"),
+        (["--targets", "0"], "targets: Input should be greater than or equal to 1"),
+        (["--targets", "2", "--standby"], "standby needs a single target"),
+        (["--targets", "2", "--target-devices", "cpu,cpu"], "target_devices shards a single target"),
+        (["--target-device", "cuda:0,cuda:1"], "target_device has more devices than there are targets"),
+        (["--drafts", "2", "--draft", "none"], "drafts needs a draft"),
+        (["--drafts", "2", "--target", "a"], "drafts needs a draft"),
+        (
+            ["--port", "9105", "--metrics-port", "9100", "--targets", "3"],
+            "port must not be metrics_port or one of",
+        ),
+        (["--metrics-port", "65530", "--drafts", "5"], "metrics_port leaves no ports for the 7 workers"),
         (["--max-model-len", "15"], "max-model-len: Input should be greater than or equal to 16"),
     ],
 )
@@ -165,5 +176,68 @@ def test_target_and_standby_on_one_gpu_need_the_size_of_their_caches(
     with (
         mock.patch("specpool.engine.config.device_names._why_no_gpu", return_value=None),
         pytest.raises(ProcessFailedError, match=r"^target-kv-memory: must be given") if refused else nullcontext(),
+    ):
+        check_services(services_of(settings, model, None))
+
+
+# --- Several workers
+
+
+def named_services(**settings: Any) -> dict[str, dict[str, str]]:
+    """Flags of all processes by name."""
+    services = services_of(UpSettings(**settings), "a", "b")
+    return {each.name: dict(zip(each.arguments, each.arguments[1:], strict=False)) for each in services}
+
+
+def test_the_coordinator_gets_the_addresses_of_all_workers() -> None:
+    services = services_of(UpSettings(targets=2, drafts=3, metrics_port=9100), "a", "b")
+    *workers, coordinator = services
+    addresses = {
+        role: ",".join(worker.address for worker in workers if worker.name.startswith(role))
+        for role in ("target", "draft")
+    }
+    assert len({worker.address for worker in workers}) == 5
+    flags = dict(zip(coordinator.arguments, coordinator.arguments[1:], strict=False))
+    assert (flags["--target-address"], flags["--draft-address"]) == (addresses["target"], addresses["draft"])
+    assert {worker.name: worker.starts_last for worker in workers} == {
+        "target worker 1": False, "target worker 2": True,
+        "draft worker 1": False, "draft worker 2": True, "draft worker 3": True,
+    }  # fmt: skip
+    ports = {worker.name: worker.settings["metrics_port"] for worker in workers}
+    assert ports == {
+        "target worker 1": 9101, "draft worker 1": 9102, "target worker 2": 9104, "draft worker 2": 9105,
+        "draft worker 3": 9106,
+    }  # fmt: skip
+    assert [worker.settings["log_name"] for worker in workers] == [worker.name.replace(" ", "-") for worker in workers]
+
+
+def test_drafts_hold_the_sequences_of_all_targets() -> None:
+    flags = named_services(targets=3, drafts=2, max_num_seqs=5)
+    assert [flags[name]["--max-sequences"] for name in ("target worker 1", "draft worker 2")] == ["5", "8"]
+    assert named_services(drafts=3, max_num_seqs=8)["draft worker 1"]["--max-sequences"] == "8"
+
+
+def test_single_workers_have_no_numbers() -> None:
+    flags = named_services()
+    assert list(flags) == ["target worker", "draft worker", "coordinator"]
+    assert not any("--log-name" in each for each in flags.values())
+
+
+def test_workers_take_devices_in_turns_and_divide_the_cores() -> None:
+    with mock.patch("specpool.engine.config.device_names._why_no_gpu", return_value=None):
+        gpus = named_services(targets=3, target_device="cuda:0,cuda:1", drafts=2, draft_device="cpu", threads=8)
+    assert [gpus[f"target worker {number}"]["--device"] for number in (1, 2, 3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert {gpus[f"target worker {number}"]["--threads"] for number in (1, 2, 3)} == {"8"}
+    assert [(gpus[f"draft worker {number}"]["--device"], gpus[f"draft worker {number}"]["--threads"])
+            for number in (1, 2)] == [("cpu", "4")] * 2  # fmt: skip
+    assert named_services(targets=3, target_device="cpu", threads=2)["target worker 2"]["--threads"] == "1"
+
+
+def test_targets_on_one_gpu_need_the_size_of_their_caches(tiny_pair: tuple[Path, Path]) -> None:
+    model = str(tiny_pair[0])
+    settings = UpSettings(target=model, draft="none", targets=3, target_device="cuda:0,cuda:1")
+    with (
+        mock.patch("specpool.engine.config.device_names._why_no_gpu", return_value=None),
+        pytest.raises(ProcessFailedError, match=r"^target-kv-memory: must be given, since targets share cuda:0"),
     ):
         check_services(services_of(settings, model, None))

@@ -16,16 +16,18 @@ if TYPE_CHECKING:
 
 
 def check_structures(simulation: "Simulation") -> None:
-    """Check the bookkeeping of the pool and of all caches."""
-    pool = simulation.coordinator.pool
-    # A target that restarts with fewer slots shrinks the window and the cache below what is in use.
-    window, capacity = max(pool.max_num_seqs, pool.occupied), pool.reservations.capacity
-    positions = max(capacity.positions, round(pool.reservations.usage(1) * capacity.positions))
-    with (
-        mock.patch.object(pool, "max_num_seqs", window),
-        mock.patch.object(pool.reservations, "capacity", replace(capacity, positions=positions)),
-    ):
-        _check(simulation, pool.check_integrity)
+    """Check the bookkeeping of the queue, of all windows and of all caches."""
+    _check(simulation, simulation.coordinator.queue.check_integrity)
+    for lane in simulation.coordinator.lanes:
+        pool = lane.pool
+        # A target that restarts with fewer slots shrinks the window and the cache below what is in use.
+        window, capacity = max(pool.max_num_seqs, pool.occupied), pool.reservations.capacity
+        positions = max(capacity.positions, round(pool.reservations.usage(1) * capacity.positions))
+        with (
+            mock.patch.object(pool, "max_num_seqs", window),
+            mock.patch.object(pool.reservations, "capacity", replace(capacity, positions=positions)),
+        ):
+            _check(simulation, pool.check_integrity)
     for worker in simulation.workers:
         if worker.engine is not None:
             _check(simulation, worker.engine.slots.check_integrity)
@@ -63,14 +65,17 @@ def leaks(simulation: "Simulation", after_lease: bool = False) -> list[str]:
     `after_lease`: include those of a target that has become the standby, which its lease frees.
     """
     coordinator = simulation.coordinator
-    links = [*coordinator.targets.links, *([coordinator.draft] if coordinator.draft is not None else [])]
-    owners = {link.address: link._coordinator_id for link in links}
-    found = [] if simulation.coordinator.pool.is_empty else ["the pool is not empty"]
+    owners: dict[str, set[str]] = {}
+    for lane in coordinator.lanes:
+        for link in (*lane.targets.links, *(lane.draft.links if lane.draft is not None else [])):
+            owners.setdefault(link.address, set()).add(link._coordinator_id)
+    is_empty = coordinator.queue.is_empty and not any(lane.pool.occupied for lane in coordinator.lanes)
+    found = [] if is_empty else ["sequences are left"]
     for worker in simulation.workers:
         address = worker.setup.address
         if worker.engine is None:
             found.append(f"the {worker.setup.role} at {address} is down")
-        elif count := sum(after_lease or owner == owners[address] for owner, _ in worker.engine.slots._slots):
+        elif count := sum(after_lease or owner in owners[address] for owner, _ in worker.engine.slots._slots):
             found.append(f"the {worker.setup.role} at {address} still holds {count} slots")
     return found
 

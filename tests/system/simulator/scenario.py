@@ -49,7 +49,7 @@ def draw(seed: int) -> Scenario:
 
 def _workers(rng: random.Random) -> Iterator[WorkerSetup]:
     slots, device = rng.choice([2, 4, 6, 8]), rng.choice(["cuda:1", "cuda:1", "cuda:0"])
-    num_targets, num_drafts = rng.choice([1, 1, 1, 2]), rng.choice([1, 1, 1, 1, 0])
+    num_targets, num_drafts = rng.choice([1, 1, 2, 2, 3]), rng.choice([1, 1, 1, 2, 0])
     columns = rng.choice([slots, slots, max(1, slots // 2)]) * MAX_MODEL_LEN
     seconds = rng.choice([0.004, 0.01, 0.03])
     for index in range(num_targets):

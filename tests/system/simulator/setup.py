@@ -80,6 +80,11 @@ class Scenario:
     def requests(self) -> list[Request]:
         return [event for event in self.events if isinstance(event, Request)]
 
+    @property
+    def has_standby(self) -> bool:
+        """Whether the second of two targets stands by, instead of serving beside the first."""
+        return len(self.targets()) == 2 and self.seed % 2 == 0
+
     def targets(self) -> list[int]:
         """Indices of the target workers."""
         return [index for index, worker in enumerate(self.workers) if worker.role == "target"]

@@ -96,7 +96,6 @@ class Simulation:
     async def _run(self) -> None:
         coordinator = self.coordinator
         coordinator.tokenizers.load = _load_tokenizer  # type: ignore[method-assign]
-        coordinator.targets.on_change = self._target_changed
         for worker in self.workers:
             worker.start()
         serving = asyncio.create_task(coordinator.run())
@@ -152,20 +151,16 @@ class Simulation:
         if not task.cancelled() and task.exception() is not None:
             self.fail(f"{task.get_name()} raised {task.exception()!r}")
 
-    def _target_changed(self) -> None:
-        if self.coordinator.target.is_ready:
-            self.coordinator.fit_window()
-
     def _settings(self) -> CoordinatorSettings:
         addresses = {role: [w.address for w in self.scenario.workers if w.role == role] for role in ("target", "draft")}
-        target, *others = addresses["target"]
-        draft = next(iter(addresses["draft"]), None)
-        standby = others[0] if others else None
+        targets, standby = addresses["target"], None
+        if self.scenario.has_standby:
+            targets, (standby,) = targets[:1], targets[1:]
         return CoordinatorSettings(
             port=0,
-            target_address=target,
+            target_address=",".join(targets),
             target_standby_address=standby,
-            draft_address=draft,
+            draft_address=",".join(addresses["draft"]) or None,
             **self.scenario.settings,
         )
 

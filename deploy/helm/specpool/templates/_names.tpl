@@ -78,13 +78,16 @@ app.kubernetes.io/component: {{ . }}
 {{- end }}
 
 {{/*
-Address of a coordinator's worker: the pod with the same ordinal, which Kubernetes substitutes for $(CELL). The name includes
-the namespace because gRPC accepts a wildcard certificate only before several parts. Takes root and role.
+Address of a coordinator's worker: the pod with the same ordinal, which Kubernetes substitutes for $(CELL). Replicas are all
+pods of the headless Service. The name includes the namespace because gRPC accepts a wildcard certificate only before several
+parts. Takes root and role.
 */}}
 {{- define "specpool.workerAddress" -}}
 {{- $service := include "specpool.roleName" . -}}
 {{- $host := printf "%s.%s.svc" $service .root.Release.Namespace -}}
-{{- if not .root.Values.disaggregatedSet.enabled -}}
+{{- if include "specpool.replicated" . -}}
+{{- $host = printf "dns:///%s" $host -}}
+{{- else if not .root.Values.disaggregatedSet.enabled -}}
 {{- $host = printf "%s-$(CELL).%s" $service $host -}}
 {{- end -}}
 {{- printf "%s:%s" $host (include "specpool.port" .role) -}}
@@ -111,12 +114,73 @@ the namespace because gRPC accepts a wildcard certificate only before several pa
 {{- if and .Values.tls.enabled (ne .Values.tls.clients "none") -}}true{{- end -}}
 {{- end }}
 
+{{/* Non-empty if there are several cells, or may be. */}}
 {{- define "specpool.scaled" -}}
-{{- if or (gt (int .Values.cells) 1) .Values.autoscaling.kind -}}true{{- end -}}
+{{- if or (gt (int .Values.cells) 1) (include "specpool.scalesCells" .) -}}true{{- end -}}
+{{- end }}
+
+{{/* Non-empty if the autoscaler adds cells rather than workers. */}}
+{{- define "specpool.scalesCells" -}}
+{{- if and .Values.autoscaling.kind (not .Values.target.maxReplicas) (not .Values.draft.maxReplicas) -}}true{{- end -}}
 {{- end }}
 
 {{- define "specpool.maxCells" -}}
-{{- ternary .Values.autoscaling.maxCells .Values.cells (not (not .Values.autoscaling.kind)) -}}
+{{- ternary .Values.autoscaling.maxCells .Values.cells (not (not (include "specpool.scalesCells" .))) -}}
+{{- end }}
+
+{{/* Non-empty if a coordinator has several workers of this role, or may have. Takes root and role. */}}
+{{- define "specpool.replicated" -}}
+{{- $role := get .root.Values .role -}}
+{{- if or (gt (int $role.replicas) 1) (gt (int $role.maxReplicas) 0) -}}true{{- end -}}
+{{- end }}
+
+{{/* Fixed number of pods or groups of a role; empty if an autoscaler sets it. Takes root and role. */}}
+{{- define "specpool.replicas" -}}
+{{- if include "specpool.replicated" . -}}
+{{- $role := get .root.Values .role -}}
+{{- if not $role.maxReplicas }}{{ $role.replicas }}{{ end -}}
+{{- else if not (include "specpool.scalesCells" .root) -}}
+{{- .root.Values.cells -}}
+{{- end -}}
+{{- end }}
+
+{{- define "specpool.maxReplicas" -}}
+{{- $role := get .root.Values .role -}}
+{{- ternary (max (int $role.replicas) (int $role.maxReplicas)) (include "specpool.maxCells" .root) (not (not (include "specpool.replicated" .))) -}}
+{{- end }}
+
+{{/* Fails if replicas contradict other values. Takes the root. */}}
+{{- define "specpool.checkReplicas" -}}
+{{- $names := list -}}
+{{- range $name := list "target" "draft" -}}
+{{- $role := get $.Values $name -}}
+{{- if include "specpool.replicated" (dict "root" $ "role" $name) -}}
+{{- $names = append $names (printf "%s.%s" $name (ternary "maxReplicas" "replicas" (gt (int $role.maxReplicas) 0))) -}}
+{{- end -}}
+{{- if and $role.maxReplicas (lt (int $role.maxReplicas) (int $role.replicas)) -}}
+{{- fail (printf "%s.maxReplicas: must not be less than %s.replicas" $name $name) -}}
+{{- end -}}
+{{- if and $role.maxReplicas (not $.Values.autoscaling.kind) -}}
+{{- fail (printf "%s.maxReplicas: needs autoscaling.kind" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- with $names -}}
+{{- if not (or $.Values.draft.enabled (hasPrefix "target" (last .))) -}}
+{{- fail (printf "%s: needs draft.enabled" (last .)) -}}
+{{- end -}}
+{{- if gt (int $.Values.cells) 1 -}}
+{{- fail (printf "%s: needs cells: 1, because workers of several cells are not shared; install one release for each coordinator" (first .)) -}}
+{{- end -}}
+{{- if $.Values.disaggregatedSet.enabled -}}
+{{- fail (printf "%s: must not be set with disaggregatedSet.enabled" (first .)) -}}
+{{- end -}}
+{{- if include "specpool.scalesCells" $ -}}
+{{- fail (printf "autoscaling.kind: would add cells, but %s needs a single one; set target.maxReplicas or draft.maxReplicas to add workers" (first .)) -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.target.standby.enabled (include "specpool.replicated" (dict "root" . "role" "target")) -}}
+{{- fail "target.standby.enabled: must not be set with several target.replicas, which take over from each other" -}}
+{{- end -}}
 {{- end }}
 
 {{/*

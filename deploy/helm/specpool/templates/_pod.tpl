@@ -18,6 +18,11 @@ it runs the same command but serves nothing.
 {{- end -}}
 {{- end }}
 
+{{/* Longer than preStop hook plus drain. */}}
+{{- define "specpool.graceSeconds" -}}
+{{- add (include "specpool.preStopSeconds" .) (ceil (get .root.Values .role).drainSeconds) 10 -}}
+{{- end }}
+
 {{/*
 Seconds of readiness before an update continues with the next cell. A new coordinator is ready while its old target still
 serves in its preStop hook. Waiting for longer replaces the pods of a cell together, one cell at a time. Takes the root.
@@ -102,7 +107,7 @@ startupProbe:
 readinessProbe:
   grpc:
     port: 50060
-  {{- if and (include "specpool.grouped" .) (include "specpool.scaled" .root) }}
+  {{- if and (include "specpool.grouped" .) (or (include "specpool.scaled" .root) (include "specpool.replicated" .)) }}
   # Replaces minReadySeconds, which a LeaderWorkerSet lacks. Coordinators check health themselves.
   {{- $times := divf (include "specpool.minReadySeconds" .root) (default 10 $probes.readiness.periodSeconds) | ceil | add 1 }}
   {{- toYaml (merge (deepCopy $probes.readiness) (dict "successThreshold" $times)) | nindent 2 }}
@@ -195,8 +200,7 @@ spec:
   automountServiceAccountToken: false
   # Service links would set variables such as SPECPOOL_..._SERVICE_HOST, and a process rejects unknown SPECPOOL_* variables.
   enableServiceLinks: false
-  # Longer than preStop hook plus drain.
-  terminationGracePeriodSeconds: {{ add (include "specpool.preStopSeconds" .) (ceil $role.drainSeconds) 10 }}
+  terminationGracePeriodSeconds: {{ include "specpool.graceSeconds" . }}
   securityContext:
     {{- include "specpool.securityContext" . | nindent 4 }}
   {{- with $values.imagePullSecrets }}
@@ -231,7 +235,7 @@ spec:
       {{- end }}
       lifecycle:
         # Kubernetes routes new calls elsewhere before a coordinator refuses them; a worker serves until its coordinator
-        # has drained.
+        # has drained, or has moved its sequences to other replicas.
         preStop:
           {{- include "specpool.preStop" . | nindent 10 }}
       resources:

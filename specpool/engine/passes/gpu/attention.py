@@ -80,7 +80,7 @@ def attend_extents(
         query, keys, values, tile_begins, tile_sizes, positions, columns, prefix_lengths, offsets, partials, stats,
         scaling, total, splits, rows,
         **shape, HEIGHT=height, BLOCK=_block(query.dtype, width), SERIAL=serial,
-        **options, num_warps=warps or _warps(query.dtype, width, architecture(query.device)),
+        **options, num_warps=warps or _warps(query.dtype, dim, architecture(query.device)),
         num_stages=_stages(query.dtype, width),
     )  # fmt: skip
     if not serial:
@@ -116,9 +116,13 @@ def _partial_bytes(rows: int, splits: int, heads: int, dim: int) -> int:
     return rows * splits * heads * (dim + 2) * torch.float32.itemsize
 
 
-def _warps(dtype: torch.dtype, width: int, arch: int) -> int:
-    """Warps of a program: as few as its registers allow, so that more programs share an SM."""
-    return 8 if is_wide(dtype) or width > (MAX_SERIAL_WIDTH if arch == HOPPER else 64) else 4
+def _warps(dtype: torch.dtype, dim: int, arch: int) -> int:
+    """Warps of a program: as few as its registers allow, so that more programs share an SM.
+
+    On sm_90, they allow 4 for heads of 128, but not for smaller ones padded to 128.
+    """
+    few = dim <= 64 or (arch == HOPPER and dim == MAX_SERIAL_WIDTH)
+    return 4 if few and not is_wide(dtype) else 8
 
 
 def _block(dtype: torch.dtype, width: int) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -87,12 +88,17 @@ class CapturedModel(ForwardPass):
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Run passes eagerly within this context, so probes see every operation."""
-        self._graphs.enabled = False
+        """Run passes and drafts eagerly within this context, so probes see every operation."""
+        graphs: list[CapturedGraphs[Any, Any]] = [self._graphs]
+        if self._draft_loop is not None:
+            graphs.append(self._draft_loop.graphs)
+        for each in graphs:
+            each.enabled = False
         try:
             yield
         finally:
-            self._graphs.enabled = True
+            for each in graphs:
+                each.enabled = True
 
     def _run(self, batch: PackedBatch) -> torch.Tensor:
         """A pass whose logits are in the shared memory. The first, eager pass has the most rows."""

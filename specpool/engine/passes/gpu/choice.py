@@ -33,7 +33,9 @@ def choose(logits: torch.Tensor, head: Head, numbers: torch.Tensor | None = None
     logits = logits.contiguous()
     rows, outputs = logits.shape
     parts = -(-outputs // PART)
-    largest, sums = torch.empty(2, rows, parts, dtype=torch.float32, device=logits.device)
+    # Separate memory is aligned for any number of rows, so one variant of each kernel is compiled.
+    largest = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    sums = torch.empty_like(largest)
     places = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     chosen = torch.empty(2, rows, dtype=torch.float64, device=logits.device)
     options = launch_options(logits.device)
@@ -62,9 +64,10 @@ if triton is not None:
         first = tl.min(tl.where(x == peak, place, outputs - 1), 0)  # a valid place even if logits are not numbers
         tl.store(largest + row * parts + part, peak)
         tl.store(places + row * parts + part, first)
-        tl.store(sums + row * parts + part, tl.sum(tl.exp(x - peak), 0))
+        masses = tl.where(x == float("-inf"), 0.0, tl.exp(x - peak))  # -inf - -inf is not a number
+        tl.store(sums + row * parts + part, tl.sum(masses, 0))
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["rows"])
     def _join_parts(
         largest, places, sums, output_ids, numbers, chosen, rows, parts,
         WIDTH: tl.constexpr, MAPPED: tl.constexpr, ADVANCES: tl.constexpr,

@@ -44,6 +44,9 @@ class GpuDraftLoop:
             return self._prepare(numbers, lengths[rows])
 
         self.graphs.capture_all(list(lengths), prepare)
+        # Compile the choice of the first tokens, which no graph holds.
+        logits = torch.zeros(1, self._head.outputs, dtype=self._model.compute_dtype, device=self._arena.device)
+        choose(logits, self._head)
 
     def __call__(self, logits: torch.Tensor, rounds: Sequence[DraftRound], columns: Sequence[int]) -> tuple[int, int]:
         """Extend the drafts; see `DraftLoop`."""

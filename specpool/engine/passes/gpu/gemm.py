@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from specpool.engine.numerics.triton_compat import (
+    HOPPER,
+    architecture,
     gdc_launch_dependents,
     gdc_wait,
     is_wide,
@@ -50,8 +52,10 @@ class GemmTile:
     stages: int
 
 
-def tile_of(rows: int, outputs: int, split_k: int, wide: bool) -> GemmTile:
-    """The tile for a number of rows. `wide`: numbers take four bytes, and tensor cores cannot multiply them.
+def tile_of(rows: int, outputs: int, split_k: int, wide: bool, arch: int) -> GemmTile:
+    """The tile for a number of rows on an architecture.
+
+    `wide`: numbers take four bytes, and tensor cores cannot multiply them.
 
     Chosen on an H200 (docs/kernels.md): with few rows, enough bytes must be in flight; with more, each byte must serve
     more products.
@@ -66,7 +70,8 @@ def tile_of(rows: int, outputs: int, split_k: int, wide: bool) -> GemmTile:
         return GemmTile(SPLIT_OUTPUTS, power_of_two(rows), 128, warps=4, stages=2 if programs > MANY_PROGRAMS else 3)
     if rows <= MANY_ROWS:
         return GemmTile(128, 64, 64, warps=4, stages=4)
-    return GemmTile(128, 256, 64, warps=8, stages=3)
+    # Before sm_90, operands take registers, which the larger tile would spill.
+    return GemmTile(128, 256, 64 if arch >= HOPPER else 32, warps=8, stages=3)
 
 
 class Gemm(nn.Module):
@@ -134,7 +139,7 @@ def cublas_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Te
 def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int, tile: GemmTile | None = None) -> torch.Tensor:
     """Partial sums [split_k, n, outputs] of rows [n, inputs] times a weight [outputs, inputs]."""
     (rows, inputs), outputs, wide = x.shape, len(weight), is_wide(x.dtype)
-    tile = tile or tile_of(rows, outputs, split_k, wide)
+    tile = tile or tile_of(rows, outputs, split_k, wide, architecture(x.device))
     partials = torch.empty(split_k, rows, outputs, dtype=x.dtype if split_k == 1 else torch.float32, device=x.device)
     # Row tiles vary fastest: programs that share a part of the weight run together and read it once.
     _split_k_gemm[(-(-rows // tile.rows), -(-outputs // tile.outputs), split_k)](

@@ -85,9 +85,16 @@ class GpuModel(ForwardPass):
         return Shape(*map(self.padded_rows, needed))
 
     def captured_length(self, shape: Shape, length: int) -> int:
-        """Maximum positions of sequences, up to `length`, in a captured pass of this shape."""
+        """Maximum positions of sequences, up to `length`, in a captured pass of this shape.
+
+        The same on all ranks: a pass contains collectives, so all ranks replay it or none does.
+        """
         rows, tiles, _ = shape
-        return attention.captured_length(rows, tiles, length, self.heads, self.kv_heads, self.head_dim)
+        groups = self.heads // self.kv_heads
+        return min(
+            attention.captured_length(rows, tiles, length, groups * kv_heads, kv_heads, self.head_dim)
+            for kv_heads in self.group.kv_heads_of_ranks(self.kv_heads)
+        )
 
     def draft_loop(self, arena: KVArena, head: Head, capture: Capture | None = None) -> GpuDraftLoop | None:
         """The draft loop, captured or eager; None if the model is sharded: ranks synchronize once per pass."""

@@ -42,6 +42,24 @@ def test_logits_that_are_not_numbers_give_a_token_of_the_vocabulary() -> None:
     assert all(0 <= token < 40 for token in tokens)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_impossible_tokens_fill_a_part() -> None:
+    logits = torch.randn(2, 60)
+    logits[0, 16:32] = logits[1, :48] = -math.inf
+    tokens, probabilities = choose(logits, Head(60))
+    assert tokens.long().tolist() == logits.argmax(-1).tolist()
+    torch.testing.assert_close(probabilities, logits.double().softmax(-1).amax(-1), rtol=1e-5, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("culprit", [math.nan, math.inf])
+def test_logits_that_are_not_finite_have_no_probability(culprit: float) -> None:
+    """The draft then ends."""
+    logits = torch.randn(2, 60)
+    logits[0, 20], logits[1] = culprit, -math.inf
+    assert not choose(logits, Head(60))[1].isfinite().any()
+
+
 def test_outputs_of_a_reduced_head_become_tokens() -> None:
     logits = torch.zeros(2, 3)
     logits[0, 2] = logits[1, 1] = 1

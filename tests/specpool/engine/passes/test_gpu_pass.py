@@ -8,18 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from interpreted_kernels import FakeGraphs, imitate_kernels, run_by_kernels
+from interpreted_kernels import FakeGraphs, choose, imitate_kernels, run_by_kernels
 from test_fused import VARIANTS, save_random
 from tiny_models import load_engine, random_tokens, rows_that_differ, transformers_logits
 
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
-from specpool.engine.passes.gpu import attention, cublas, graphs, model
+from specpool.engine.passes.drafts import Draft, DraftRound
+from specpool.engine.passes.gpu import attention, cublas, draft_loop, graphs, model
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.run import pass_selection as forward
 from specpool.engine.run.engine import Engine
+from specpool.engine.sampling.head import Head
 from specpool.protocol.rounds import Proposal, ProposeItem, ProposeRound
 
 pytest.importorskip("triton")
@@ -127,6 +129,20 @@ def test_logits_outlive_the_next_pass_of_their_shape(tmp_path: Path, fake_graphs
     assert torch.equal(first, second)
 
 
+def test_eager_passes_and_drafts_replay_nothing(tmp_path: Path, fake_graphs: FakeGraphs) -> None:
+    engine = load_captured(tmp_path, exact=False, max_sequences=2, max_model_len=64)
+
+    def replays() -> int:
+        before, draft = fake_graphs.replayed, Draft(Span(0, 0, [5], 1), None, [5, 5], 4)
+        engine.draft([DraftRound([draft])])
+        assert len(draft.token_ids) == 4
+        return fake_graphs.replayed - before
+
+    with engine.forward_pass.eager():
+        assert replays() == 0
+    assert replays() == 4
+
+
 def test_passes_are_captured_at_start_only(
     tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -208,6 +224,21 @@ def test_shapes_whose_capture_fails_run_eagerly(
         last = engine.forward([Span(1, token, tokens[token : token + 1], 1)])
     assert torch.equal(logits, last)
     assert (fake_graphs.replayed > replayed) == (max_rows > 0)
+
+
+def test_the_choice_of_first_draft_tokens_is_compiled_at_start(
+    tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = []
+
+    def record(logits: torch.Tensor, head: Head, numbers: torch.Tensor | None = None) -> torch.Tensor:
+        if numbers is None:
+            chosen.append((logits.shape[1], logits.dtype))
+        return choose(logits, head, numbers)
+
+    monkeypatch.setattr(draft_loop, "choose", record)
+    engine = load_captured(tmp_path, exact=False, max_sequences=2, max_model_len=64)
+    assert chosen == [(engine.vocab_size, engine.forward_pass.compute_dtype)]
 
 
 def test_batches_have_few_sizes(fake_graphs: FakeGraphs) -> None:

@@ -8,8 +8,9 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.gpu import attention
+from specpool.engine.passes.gpu import gemm as gpu_gemm
 from specpool.engine.passes.gpu.attention import attend_extents, num_splits, rows_per_tile
-from specpool.engine.passes.gpu.gemm import Gemm, split_k_of
+from specpool.engine.passes.gpu.gemm import Gemm, cublas_rows_of, split_k_of, tile_of
 from specpool.engine.passes.gpu.rows import Addend, activate, add_and_norm, rotate_and_cache
 from specpool.engine.passes.rotary import rotate
 
@@ -169,6 +170,14 @@ def test_captured_passes_have_a_maximum_length(monkeypatch: pytest.MonkeyPatch) 
     assert splits(256, 63, 512) == 64
 
 
+@pytest.mark.parametrize(("arch", "warps"), [(80, 8), (90, 4), (100, 8)])
+def test_large_heads_need_more_warps_except_on_sm_90(arch: int, warps: int) -> None:
+    assert attention._warps(torch.bfloat16, 64, arch) == 4
+    assert attention._warps(torch.bfloat16, 128, arch) == warps
+    assert [attention._warps(torch.bfloat16, dim, arch) for dim in (80, 96, 256)] == [8] * 3
+    assert attention._warps(torch.float32, 64, arch) == 8
+
+
 def test_split_counts_are_powers_of_two() -> None:
     lengths = [1, SPLIT, SPLIT + 1, 2 * SPLIT, 2 * SPLIT + 1, 8 * SPLIT]
     assert [num_splits(length) for length in lengths] == [1, 1, 2, 2, 4, 8]
@@ -196,6 +205,28 @@ def test_gemm_is_batch_invariant(outputs: int, inputs: int, dtype: torch.dtype) 
     assert_near(together.double().sum(0), x.double() @ gemm.weight.double().T, dtype)
     for count in (1, 15, 16, 17, 33, 64):
         assert torch.equal(gemm(x[-count:]), together[:, -count:])
+
+
+def test_cublas_multiplies_from_a_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_gemm, "split_k_gemm", lambda *_: "triton")
+    monkeypatch.setattr(gpu_gemm, "cublas_gemm", lambda *_: "cublas")
+    gemm = Gemm(torch.zeros(64, 100))
+
+    def backends(cublas_rows: int | None) -> tuple[str, list[str]]:
+        gemm.cublas_rows = cublas_rows
+        return gemm.backends, [gemm(torch.zeros(rows, 100)) for rows in (1, 39, 40, 320)]
+
+    assert backends(None) == ("triton", ["triton"] * 4)
+    assert backends(cublas_rows_of("triton")) == ("triton", ["triton"] * 4)
+    assert backends(cublas_rows_of("cublas")) == ("cublas", ["cublas"] * 4)
+    assert backends(40) == ("triton, cublas from 40 rows", ["triton"] * 2 + ["cublas"] * 2)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_one_tile_holds_few_rows(wide: bool) -> None:
+    tiles = {rows: tile_of(rows, 4096, 2, wide, arch=90) for rows in (1, 16, 17, 32, 33, 64, 65, 1024, 1025)}
+    expected = [16, 16, 32, 32, *([32] * 5 if wide else [64] * 4 + [256])]
+    assert [tile.rows for tile in tiles.values()] == expected
 
 
 def test_split_k_depends_on_the_weight_alone() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted_kernels import FakeGraphs, imitate_kernels
+from interpreted_kernels import FakeGraphs, imitate_kernels, split_k_gemm
 from ranks_in_turns import GroupInTurns, run_ranks
 from test_fused import save_random
 from tiny_models import transformers_logits
@@ -19,11 +19,13 @@ from specpool.engine.models.loading import load_model
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.gpu import attention
 from specpool.engine.passes.gpu import gemm as gpu_gemm
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.gemm import Gemm, GemmBackend
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel, try_kernels
+from specpool.engine.passes.packing import Shape
 from specpool.engine.probes import kernels
 from specpool.engine.probes.kernels import choose_gemms
 from specpool.engine.run.leader import Leader
@@ -140,6 +142,23 @@ def test_whole_sums_use_backends_with_the_bits_of_the_unsharded_weight(
     assert chosen_backends(folder, "whole") == {"triton, cublas from 8 rows"}
 
 
+def test_gemms_of_one_shape_are_proven_for_each_split_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS is batch-invariant for whole sums, such as the head's, but not for partial sums."""
+    monkeypatch.setattr(gpu_gemm, "split_k_gemm", split_k_gemm)
+    exact = gpu_gemm.split_k_gemm
+
+    def cublas(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Tensor:
+        return exact(x, weight, split_k) + (len(x) if split_k > 1 else 0)
+
+    monkeypatch.setattr(gpu_gemm, "cublas_gemm", cublas)
+    gemms = [Gemm(torch.randn(64, 256), split=split) for split in (False, True)]
+    assert [gemm.split_k for gemm in gemms] == [1, 2]
+    group = SimpleNamespace(ranks=1, in_parts=False)
+    model = SimpleNamespace(gemms=lambda: gemms, group=group, padded_rows=lambda count: -(-count // 8) * 8)
+    assert choose_gemms(model, 16, exact=True, preferred="cublas")  # type: ignore[arg-type]
+    assert [gemm.backends for gemm in gemms] == ["cublas", "triton"]
+
+
 def test_cublas_returns_the_partial_sums_of_split_k() -> None:
     """The next kernel adds them in order, so both backends can have the same bits."""
     gemm, x = Gemm(torch.randn(64, 256).half()), torch.randn(3, 256).half()
@@ -195,6 +214,20 @@ def test_no_rank_captures_what_fails_on_another(monkeypatch: pytest.MonkeyPatch,
     note = "runs slowly: CUDA graph capture failed for 2 of 2 shapes, which run eagerly: "
     assert own == [0, [f"{note}it failed on another rank"]]
     assert same == [0, [f"{note}operation not permitted when stream is capturing"]]
+
+
+def test_all_ranks_replay_passes_of_the_same_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder, dim = save_random(tmp_path, "llama", UNEVEN), 16
+    rows = tiles = 8
+    # Enough for 2 splits of the larger shard, or 4 of the smaller one.
+    monkeypatch.setattr(attention, "MAX_PARTIAL_BYTES", attention._partial_bytes(rows, 4, 2, dim))
+
+    def lengths(fused: FusedModel, group: GroupInTurns) -> tuple[int, int]:
+        assert fused.head_dim == dim
+        model = GpuModel(fused, MAX_LENGTH)
+        return model.heads, model.captured_length(Shape(rows, tiles, rows), 10**6)
+
+    assert run_ranks(folder, 2, "parts", lengths) == [(4, 2 * attention.SPLIT), (2, 2 * attention.SPLIT)]
 
 
 def test_rank_0_tells_the_others_to_capture() -> None:

@@ -1,0 +1,93 @@
+"""The addresses of a role's workers: fixed ones, and those behind DNS names whose records are followed."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from specpool.rpc.security.channel import FOLLOWED, SecurityOptions, is_followed, join_address, split_address
+
+log = logging.getLogger(__name__)
+
+RESOLVE_SECONDS = 5.0
+"""Time between two resolutions of a name."""
+TIMEOUT_SECONDS = 5.0
+"""Time for a resolution."""
+
+Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
+"""Resolves a host and a port to IP addresses. Raises OSError."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a worker listens."""
+
+    address: str
+    name: str | None = None
+    """DNS name that resolved to the address; None for a fixed address."""
+
+    def secured(self, security: SecurityOptions) -> SecurityOptions:
+        """Return the options of a connector to it. The worker's certificate has its DNS name, not its IP address."""
+        if self.name is None or security.get("tls_ca") is None or security.get("tls_name") is not None:
+            return security
+        return security | SecurityOptions(tls_name=self.name)
+
+
+class Discovery:
+    """Follows entries: "dns:///host:port" stands for every record of the name, any other entry for itself."""
+
+    def __init__(self, entries: Iterable[str], resolve: Resolve | None = None) -> None:
+        self._resolve = resolve or _resolve
+        names = {entry: _followed(entry) for entry in entries}
+        self.fixed = [Endpoint(entry) for entry, name in names.items() if name is None]
+        self._resolved: dict[tuple[str, int], list[Endpoint]] = {name: [] for name in names.values() if name}
+        """The last known records of each name."""
+        self._errors: dict[tuple[str, int], str] = {}
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one endpoint, which never changes."""
+        return len(self.fixed) == 1 and not self._resolved
+
+    async def endpoints(self) -> AsyncIterator[list[Endpoint]]:
+        """Yield the fixed endpoints at once, and all of them after every resolution of the names; never returns.
+
+        A name that cannot be resolved keeps its last records, since the fault may be the DNS server's.
+        """
+        if self.fixed:
+            yield self.fixed
+        while self._resolved:
+            await asyncio.gather(*map(self._follow, self._resolved))
+            found: dict[str, Endpoint] = {}
+            for endpoint in chain(self.fixed, *self._resolved.values()):
+                found.setdefault(endpoint.address, endpoint)
+            yield [*found.values()]
+            await asyncio.sleep(RESOLVE_SECONDS)
+        await asyncio.Event().wait()
+
+    async def _follow(self, name: tuple[str, int]) -> None:
+        host, port = name
+        try:
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                records = await self._resolve(host, port)
+        except (OSError, TimeoutError) as error:
+            reason = str(error) or "no response"
+            if self._errors.get(name) != reason:
+                log.warning("cannot resolve %s (%s); keeping %d addresses", host, reason, len(self._resolved[name]))
+            self._errors[name] = reason
+        else:
+            self._errors.pop(name, None)
+            self._resolved[name] = [Endpoint(join_address(record, port), host) for record in sorted(set(records))]
+
+
+def _followed(entry: str) -> tuple[str, int] | None:
+    """Return the name and port whose records an entry stands for. None for a fixed address."""
+    return split_address(entry.removeprefix(FOLLOWED)) if is_followed(entry) else None
+
+
+async def _resolve(host: str, port: int) -> Iterable[str]:
+    records: list[Any] = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [record[4][0] for record in records]

@@ -1,0 +1,256 @@
+"""Several draft workers that serve the coordinator as one."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from coordinator.drafting.costs import UNKNOWN_DRAFT, StepTimes
+from coordinator.drafting.outcome import draft_steps
+from coordinator.scheduling.counters import Timed
+from coordinator.scheduling.turn import DRAFT_BACKOFF_ROUNDS
+from coordinator.workers.discovery import Discovery, Endpoint
+from coordinator.workers.draft_link import DraftLink
+from coordinator.workers.errors import WorkerRefusedError, WorkerUnreachableError
+from coordinator.workers.link import RENEWED
+from coordinator.workers.placement import Placement
+from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
+
+log = logging.getLogger(__name__)
+
+Answers = dict[int, Proposal]
+"""Proposals by sequence id."""
+Parts = dict[DraftLink, list[ProposeItem]]
+"""The items of a round by draft worker."""
+
+
+class DraftGroup:
+    """Draft workers, each with the caches of some sequences.
+
+    A failing worker only costs the drafts of its own sequences. They move to another worker, which rebuilds the caches.
+    """
+
+    def __init__(self, discovery: Discovery, open_link: Callable[[Endpoint], DraftLink]) -> None:
+        self._discovery, self._open_link = discovery, open_link
+        self._links = {endpoint.address: open_link(endpoint) for endpoint in discovery.fixed}
+        self._only = next(iter(self._links.values())) if discovery.is_single else None
+        """The only worker that there will ever be."""
+        self._leaving: set[DraftLink] = set()
+        """Workers that are no longer found, and get no new sequences."""
+        self._probing: dict[DraftLink, asyncio.Task[None]] = {}
+        self._placement: Placement[DraftLink] = Placement()
+        self._moved: set[int] = set()
+        """Sequences whose worker has not been told to begin at position 0 yet. It may have an old cache."""
+        self._full_until: dict[DraftLink, int] = {}
+        """First round that may place sequences again on a worker that had no free slot."""
+        self._shared_times = StepTimes(UNKNOWN_DRAFT)
+        self._times: list[StepTimes] = []
+        """Step times of the ready workers, from which `_shared_times` was computed."""
+
+    @property
+    def links(self) -> list[DraftLink]:
+        return [*self._links.values()]
+
+    @property
+    def first(self) -> DraftLink | None:
+        """The first ready worker, or the first one if none is ready. None before a name was resolved."""
+        return min(self._links.values(), key=lambda link: not link.is_ready, default=None)
+
+    @property
+    def _ready(self) -> list[DraftLink]:
+        return [link for link in self._links.values() if link.is_ready]
+
+    @property
+    def _usable(self) -> list[DraftLink]:
+        """The ready workers, or all known ones if none is ready."""
+        return self._ready or [link for link in self._links.values() if link.info is not None]
+
+    @property
+    def is_ready(self) -> bool:
+        return any(link.is_ready for link in self._links.values())
+
+    @property
+    def vocab_size(self) -> int:
+        return min(link.vocab_size for link in self._usable)
+
+    @property
+    def max_model_len(self) -> int:
+        return min(link.max_model_len for link in self._usable)
+
+    @property
+    def kv_reservations_grow(self) -> bool:
+        """Whether any worker's reservations grow. The others reserve as many positions as a sequence can need."""
+        return any(link.kv_reservations_grow for link in self._usable)
+
+    @property
+    def max_branches(self) -> int:
+        return min(link.max_branches for link in self._usable)
+
+    @property
+    def hosts_and_devices(self) -> frozenset[tuple[str, str]]:
+        return frozenset().union(*(link.hosts_and_devices for link in self._links.values()))
+
+    @property
+    def step_times(self) -> StepTimes:
+        """Times of steps whose rows the ready workers share. A new object whenever one of them is new."""
+        times = [link.step_times for link in self._ready]
+        if len(times) == 1:
+            return times[0]
+        if times and times != self._times:
+            self._times, self._shared_times = times, StepTimes.in_parallel(times)
+        return self._shared_times
+
+    async def propose(
+        self,
+        round_id: int,
+        items: Sequence[ProposeItem],
+        chances: Iterable[float] = (),
+        step_cost: float = 0.0,
+        traceparent: str = "",
+    ) -> tuple[list[Proposal], Timed]:
+        """Run a draft round on all workers with sequences in it, and return the proposals in the order of the items.
+
+        Sequences of a worker that fails have no proposal. Raises WorkerUnreachableError or WorkerRefusedError if all
+        fail. The duration is that of the slowest worker. For the arguments see `DraftLink.propose`.
+        """
+        if self._only is not None:
+            return await self._only.propose(round_id, [*items], chances, step_cost, traceparent)
+        parts, answers = self._split(round_id, items)
+        chances = [*chances]
+        calls = (link.propose(round_id, own, chances, step_cost, traceparent) for link, own in parts.items())
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures and len(failures) == len(results) and not answers:
+            raise failures[0]
+        slowest = Timed()
+        for (link, own), result in zip(parts.items(), results, strict=True):
+            if isinstance(result, BaseException):
+                if not isinstance(result, WorkerUnreachableError | WorkerRefusedError):  # those are logged by the link
+                    log.error("proposal of the draft worker at %s failed", link.address, exc_info=result)
+                continue
+            proposals, timed = result
+            slowest = max(slowest, timed, key=lambda each: each.elapsed)
+            if len(self._ready) > 1:
+                link.step_times.observe_steps(draft_steps(own, proposals), timed.forward)
+            answers |= self._answers(round_id, link, own, proposals)
+        return [answers[item.sequence_id] for item in items if item.sequence_id in answers], slowest
+
+    def _split(self, round_id: int, items: Iterable[ProposeItem]) -> tuple[Parts, Answers]:
+        """Assign the items to workers. Answer those that no worker can serve in this round."""
+        parts: Parts = {}
+        answers: Answers = {}
+        for item in items:
+            sequence_id, source_id = item.sequence_id, item.prefix_sequence_id
+            before = self._placement.worker_of(sequence_id)
+            link = before if before is not None and _is_kept(before) else self._place(item, round_id)
+            if link is None:
+                if before is None:
+                    answers[sequence_id] = Proposal(sequence_id, ItemStatus.NO_SLOT)
+                continue
+            if link is not before:
+                self._moved.add(sequence_id)
+            if source_id is None:
+                lacks_cache = sequence_id in self._moved
+            else:
+                lacks_cache = not self._placement.has_cached(link, source_id)
+            if item.base_length and lacks_cache:
+                answers[sequence_id] = Proposal(sequence_id, ItemStatus.CACHE_MISS)
+            elif link.is_ready:
+                self._moved.discard(sequence_id)
+                parts.setdefault(link, []).append(item)
+        grow = self.kv_reservations_grow
+        for link, own in parts.items():
+            if grow and not link.kv_reservations_grow:
+                for item in own:
+                    item.max_length = None
+        return parts, answers
+
+    def _place(self, item: ProposeItem, round_id: int) -> DraftLink | None:
+        """Place a sequence on a ready worker with a free slot. None if there is none."""
+        if not (workers := self._with_room(round_id)):
+            return None
+        self._remove(item.sequence_id)
+        return self._placement.place(item.sequence_id, workers, item.prefix_sequence_id)
+
+    def _with_room(self, round_id: int) -> list[DraftLink]:
+        """The ready workers that can take one more sequence, as far as this coordinator knows."""
+        return [
+            link
+            for link in self._ready
+            if link not in self._leaving
+            and round_id >= self._full_until.get(link, 0)
+            and self._placement.count(link) < (link.load_at_start.slots_total or math.inf)
+        ]
+
+    def _remove(self, sequence_id: int) -> None:
+        """Take a sequence from its worker."""
+        if (link := self._placement.remove(sequence_id)) is not None:
+            link.release_soon([sequence_id])
+
+    def _answers(self, round_id: int, link: DraftLink, items: list[ProposeItem], proposals: list[Proposal]) -> Answers:
+        """Return a worker's proposals. A sequence without a slot moves to another worker, if one has room."""
+        answers = {proposal.sequence_id: proposal for proposal in proposals}
+        refused = [item for item in items if answers[item.sequence_id].status is ItemStatus.NO_SLOT]
+        for item in refused:
+            self._full_until[link] = round_id + DRAFT_BACKOFF_ROUNDS
+            self._remove(item.sequence_id)
+        if refused and self._with_room(round_id):
+            for item in refused:
+                del answers[item.sequence_id]
+                if item.base_length:
+                    answers[item.sequence_id] = Proposal(item.sequence_id, ItemStatus.CACHE_MISS)
+        return answers
+
+    def release_soon(self, sequence_ids: Iterable[int]) -> None:
+        """Free sequences in the background, each on the workers that have seen it."""
+        sequence_ids = [*sequence_ids]
+        for link in self._links.values():
+            link.release_soon(sequence_ids)
+        slots = sum(link.load_at_start.slots_total for link in self._links.values())
+        self._placement.release(sequence_ids, slots)
+        self._moved.difference_update(sequence_ids)
+
+    @property
+    def is_releasing(self) -> bool:
+        """Whether a background release is being sent."""
+        return any(link.is_releasing for link in self._links.values())
+
+    async def keep_connected(self) -> None:
+        """Follow the addresses and probe the workers, forever."""
+        async with asyncio.TaskGroup() as tasks:
+            async for endpoints in self._discovery.endpoints():
+                self._update(endpoints)
+                for link in self._links.values() - self._probing.keys():
+                    self._probing[link] = tasks.create_task(link.keep_connected())
+                for link in [*self._leaving]:
+                    if not link.is_ready or not (self._placement.count(link) or link.is_releasing):
+                        await self._drop(link)
+
+    def _update(self, endpoints: Sequence[Endpoint]) -> None:
+        found = {endpoint.address: endpoint for endpoint in endpoints}
+        for address, endpoint in found.items():
+            if address not in self._links:
+                log.info("found a draft worker at %s", address)
+                self._links[address] = self._open_link(endpoint)
+        leaving = {link for address, link in self._links.items() if address not in found}
+        for link in leaving - self._leaving:
+            log.info("draft worker at %s is no longer listed; draining", link.address)
+        self._leaving = leaving
+
+    async def _drop(self, link: DraftLink) -> None:
+        """Close the link to a worker that has left."""
+        self._probing.pop(link).cancel()
+        self._leaving.discard(link)
+        del self._links[link.address]
+        self._full_until.pop(link, None)
+        self._placement.forget(link)
+        await link.close()
+
+    async def close(self) -> None:
+        for link in self.links:
+            await link.close()
+
+
+def _is_kept(link: DraftLink) -> bool:
+    """Whether a worker keeps its sequences: it is ready, or will be in a moment."""
+    return link.is_ready or link.reason == RENEWED

@@ -1,0 +1,93 @@
+"""Addresses of workers: fixed entries, and DNS names whose records change."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from pydantic import ValidationError
+
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.workers.discovery import Discovery, Endpoint
+from specpool.rpc.security.channel import SecurityOptions
+
+
+@pytest.fixture(autouse=True)
+def _resolve_often() -> Iterator[None]:
+    with mock.patch("coordinator.workers.discovery.RESOLVE_SECONDS", 0.01):
+        yield
+
+
+async def test_fixed_addresses_are_yielded_once() -> None:
+    discovery = Discovery(["a:1", "dns:b:2", "unix:/socket", "[::1]:3"])
+    endpoints = discovery.endpoints()
+    assert await anext(endpoints) == discovery.fixed == [*map(Endpoint, ["a:1", "dns:b:2", "unix:/socket", "[::1]:3"])]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(endpoints), 0.1)
+    assert Discovery(["a:1"]).is_single
+    assert not discovery.is_single
+    assert not Discovery(["dns:///a:1"]).is_single
+
+
+async def test_records_of_a_name_are_followed(caplog: pytest.LogCaptureFixture) -> None:
+    records = {"one": ["10.0.0.2", "10.0.0.1", "10.0.0.1"], "two": ["::1"]}
+
+    async def resolve(host: str, port: int) -> list[str]:
+        if host not in records:
+            raise OSError(f"no such name: {host}, port {port}")
+        return records[host]
+
+    endpoints = Discovery(["dns:///one:7", "10.0.0.1:7", "dns:///two:8"], resolve).endpoints()
+    first, second, other = Endpoint("10.0.0.1:7"), Endpoint("10.0.0.2:7", "one"), Endpoint("[::1]:8", "two")
+    assert await anext(endpoints) == [first], "without waiting for the names"
+    assert {*await anext(endpoints)} == {first, second, other}, "each address once"
+    records["one"] = ["10.0.0.3"]
+    assert {*await anext(endpoints)} == {first, Endpoint("10.0.0.3:7", "one"), other}
+    del records["two"]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert other in await anext(endpoints), "the fault may be the DNS server's"
+    assert [record.getMessage() for record in caplog.records] == [
+        "cannot resolve two (no such name: two, port 8); keeping 1 addresses"
+    ]
+    records["two"] = []
+    assert other not in await anext(endpoints)
+
+
+async def test_slow_resolution_keeps_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.workers.discovery.TIMEOUT_SECONDS", 0.01)
+    hangs = False
+
+    async def resolve(host: str, port: int) -> list[str]:
+        await asyncio.sleep(3600 * hangs)
+        return ["10.0.0.1"]
+
+    endpoints = Discovery(["dns:///one:7"], resolve).endpoints()
+    before = await anext(endpoints)
+    hangs = True
+    assert await anext(endpoints) == before
+
+
+async def test_names_are_resolved_by_the_system() -> None:
+    assert Endpoint("127.0.0.1:7", "localhost") in await anext(Discovery(["dns:///localhost:7"]).endpoints())
+
+
+def test_certificates_have_the_dns_name() -> None:
+    endpoint = Endpoint("10.0.0.1:7", "drafts.svc")
+    secure, insecure = SecurityOptions(tls_ca=Path("ca")), SecurityOptions(token="t")
+    assert endpoint.secured(secure)["tls_name"] == "drafts.svc"
+    assert endpoint.secured(insecure) == insecure
+    assert endpoint.secured(secure | SecurityOptions(tls_name="given"))["tls_name"] == "given"
+    assert Endpoint("drafts.svc:7").secured(secure) == secure
+
+
+def test_draft_addresses_are_checked() -> None:
+    assert CoordinatorSettings().draft_addresses == []
+    settings = CoordinatorSettings(draft_address="a:1, dns:///b:2,")
+    assert settings.draft_addresses == ["a:1", "dns:///b:2"]
+    refusals = {"a:1,b:2,a:1": "a:1 is listed twice", "a:1,b": "b has no port", " ,": "no address is given"}
+    for addresses, error in refusals.items():
+        with pytest.raises(ValidationError, match=error):
+            CoordinatorSettings(draft_address=addresses)

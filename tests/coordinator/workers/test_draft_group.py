@@ -1,0 +1,371 @@
+"""A group of draft workers: which worker gets which items, with fake links."""
+
+import asyncio
+import random
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.drafting.costs import StepTimes
+from coordinator.scheduling.counters import Timed
+from coordinator.scheduling.turn import DRAFT_BACKOFF_ROUNDS
+from coordinator.workers.discovery import Discovery, Endpoint
+from coordinator.workers.draft_group import DraftGroup
+from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError
+from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
+from specpool.protocol.sampling import SamplingParams
+
+STEP_SECONDS = {1: 0.001, 8: 0.002}
+WRONG_TOKEN = -1
+
+
+class FakeLink:
+    """A link to a worker that checks its caches."""
+
+    def __init__(self, address: str, slots: int = 100) -> None:
+        self.address, self.reason, self.is_ready, self.is_releasing = address, "", True, False
+        self.info, self.vocab_size, self.max_model_len, self.max_branches = object(), 100, 1000, 4
+        self.kv_reservations_grow = True
+        self.hosts_and_devices = frozenset({(address, "cpu")})
+        self.load_at_start = SimpleNamespace(slots_total=slots)
+        self.step_times = StepTimes(STEP_SECONDS)
+        self.caches: dict[int, list[int]] = {}
+        self.slots = slots
+        self.error: Exception | None = None
+        self.pending: set[int] = set()
+        """Releases that the worker has not seen."""
+        self.seen: list[ProposeItem] = []
+        """Items of the last call."""
+        self.refused: set[int] = set()
+        """Sequences without a slot in the last call."""
+        self.seconds = 0.001
+        self.tokens: dict[int, list[int]] = {}
+        """Committed tokens of all sequences."""
+        self.is_closed = False
+
+    def release_soon(self, sequence_ids: Iterable[int]) -> None:
+        self.pending.update(sequence_ids)
+        if self.is_ready:
+            self.send_releases()
+
+    def send_releases(self) -> None:
+        for sequence_id in self.pending:
+            self.caches.pop(sequence_id, None)
+        self.pending.clear()
+
+    async def propose(self, round_id: int, items: list[ProposeItem], *hints: Any) -> tuple[list[Proposal], Timed]:
+        assert self.is_ready
+        self.seen = items
+        await asyncio.sleep(0)
+        if self.error is not None:
+            self.is_ready, error, self.error = False, self.error, None
+            raise error
+        return [self.answer(item) for item in items], Timed(self.seconds, self.seconds / 2)
+
+    def answer(self, item: ProposeItem) -> Proposal:
+        sequence_id, source_id = item.sequence_id, item.prefix_sequence_id
+        cache = self.caches.get(sequence_id if source_id is None else source_id, [])
+        if len(cache) < item.base_length:
+            return Proposal(sequence_id, ItemStatus.CACHE_MISS)
+        if sequence_id not in self.caches and len(self.caches) >= self.slots:
+            self.refused.add(sequence_id)
+            return Proposal(sequence_id, ItemStatus.NO_SLOT)
+        cached = [*cache[: item.base_length], *item.token_ids]
+        assert cached == self.tokens[sequence_id][: len(cached)], "the worker continues another text"
+        self.caches[sequence_id] = [*cached, *[WRONG_TOKEN] * 8]  # drafted, and later rejected
+        return Proposal(sequence_id, ItemStatus.OK, (1, 2, 3), len(cached) + 2)
+
+    async def keep_connected(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+def group_of(*links: FakeLink) -> DraftGroup:
+    by_address = {link.address: link for link in links}
+    discovery = Discovery(by_address)
+    return DraftGroup(discovery, lambda endpoint: by_address[endpoint.address])  # type: ignore[arg-type, return-value]
+
+
+def item(sequence_id: int, base_length: int = 0, count: int = 3, **fields: Any) -> ProposeItem:
+    sampling = SamplingParams() if not base_length or "prefix_sequence_id" in fields else None
+    tokens = tuple(range(base_length, base_length + count))
+    return ProposeItem(sequence_id, base_length, tokens, sampling=sampling, num_draft_tokens=3, **fields)
+
+
+def two_links(**knobs: Any) -> tuple[FakeLink, FakeLink]:
+    links = FakeLink("a", **knobs), FakeLink("b", **knobs)
+    for link in links:
+        link.tokens = {sequence_id: [*range(100)] for sequence_id in range(100)}
+    return links
+
+
+async def statuses(group: DraftGroup, round_id: int, *items: ProposeItem) -> dict[int, str]:
+    proposals, _ = await group.propose(round_id, items)
+    return {proposal.sequence_id: proposal.status.name for proposal in proposals}
+
+
+async def test_items_are_split_and_merged_in_order() -> None:
+    a, b = two_links()
+    a.seconds, b.seconds = 0.002, 0.005
+    group = group_of(a, b)
+    proposals, timed = await group.propose(1, [item(i) for i in (4, 3, 2, 1)])
+    assert [proposal.sequence_id for proposal in proposals] == [4, 3, 2, 1]
+    assert (sorted(a.caches), sorted(b.caches)) == ([2, 4], [1, 3])
+    assert timed == Timed(0.005, 0.0025)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [WorkerUnreachableError("gone", Cause.LOST), WorkerRefusedError("no"), ZeroDivisionError("a bug")],
+    ids=["unreachable", "refused", "unexpected"],
+)
+async def test_failure_costs_only_the_workers_own_sequences(error: Exception) -> None:
+    a, b = two_links()
+    group = group_of(a, b)
+    await group.propose(1, [item(i) for i in range(4)])
+    b.error = error
+    assert await statuses(group, 2, *(item(i, 3) for i in range(4))) == {0: "OK", 2: "OK"}
+    moved = await statuses(group, 3, *(item(i, 6) for i in range(4)))
+    assert moved == {0: "OK", 1: "CACHE_MISS", 2: "OK", 3: "CACHE_MISS"}
+    assert {each.sequence_id for each in a.seen} == {0, 2}, "a worker gets no items for caches that it never had"
+    assert await statuses(group, 4, item(1), item(3)) == {1: "OK", 3: "OK"}
+    b.is_ready = True
+    b.send_releases()
+    assert not b.caches
+    await statuses(group, 5, *(item(i, 3) for i in (1, 3)), item(4))
+    assert [each.sequence_id for each in b.seen] == [4], "sequences do not move back"
+
+
+async def test_failure_of_all_is_raised() -> None:
+    a, b = two_links()
+    group = group_of(a, b)
+    await group.propose(1, [item(0), item(1)])
+    a.error, b.error = WorkerRefusedError("a"), WorkerRefusedError("b")
+    with pytest.raises(WorkerRefusedError, match="a"):
+        await group.propose(2, [item(0, 3), item(1, 3)])
+    assert not group.is_ready
+    a.is_ready = b.is_ready = True
+    assert await statuses(group, 3, item(0, 3), item(1, 3)) == {0: "OK", 1: "OK"}, "both kept their caches"
+
+
+async def test_full_worker_passes_sequences_on() -> None:
+    a, b = two_links()
+    a.slots = 1  # another coordinator has taken the other slots
+    group = group_of(a, b)
+    assert await statuses(group, 1, item(0), item(1), item(2)) == {0: "OK", 1: "OK"}
+    assert await statuses(group, 2, item(2)) == {2: "OK"}
+    assert await statuses(group, 3, item(3)) == {3: "OK"}
+    assert sorted(b.caches) == [1, 2, 3]
+    b.slots = 3
+    assert await statuses(group, 4, item(4)) == {4: "NO_SLOT"}, "now both are full"
+    a.slots = 2
+    assert await statuses(group, 5, item(4)) == {4: "NO_SLOT"}, "without asking"
+    assert await statuses(group, 1 + DRAFT_BACKOFF_ROUNDS, item(4)) == {4: "OK"}
+    assert 4 in a.caches
+
+
+async def test_own_slots_are_counted() -> None:
+    a, b = two_links(slots=2)
+    group = group_of(a, b)
+    assert [*(await statuses(group, 1, *map(item, range(5)))).values()] == [*["OK"] * 4, "NO_SLOT"]
+    assert len(a.seen) == len(b.seen) == 2
+    group.release_soon([0])
+    assert await statuses(group, 2, item(4)) == {4: "OK"}
+    assert [*a.caches] == [2, 4]
+
+
+async def test_cache_that_cannot_grow_moves() -> None:
+    a, b = two_links()
+    group = group_of(a, b)
+    await group.propose(1, [item(0)])
+    a.answer = lambda item: Proposal(item.sequence_id, ItemStatus.NO_SLOT)  # type: ignore[method-assign]
+    assert await statuses(group, 2, item(0, 3)) == {0: "CACHE_MISS"}
+    assert not a.caches
+    assert await statuses(group, 3, item(0, count=6)) == {0: "OK"}
+    assert 0 in b.caches
+
+
+async def test_prefixes_are_copied_on_their_worker_only() -> None:
+    a, b = two_links()
+    group = group_of(a, b)
+    await group.propose(1, [item(0)])
+    assert await statuses(group, 2, item(1, 3, prefix_sequence_id=0)) == {1: "OK"}
+    assert sorted(a.caches) == [0, 1]
+    found = await statuses(group, 3, item(2, 3, prefix_sequence_id=0))
+    assert found == {2: "CACHE_MISS"}, "balance matters more"
+    assert await statuses(group, 4, item(2)) == {2: "OK"}
+    group.release_soon([0])
+    a.caches[0] = [0, 1, 2]  # until the worker needs the slot
+    assert await statuses(group, 5, item(3, 3, prefix_sequence_id=0)) == {3: "OK"}
+    assert 3 in a.caches
+
+
+async def test_worker_that_renews_certificates_keeps_its_sequences() -> None:
+    a, b = two_links()
+    group = group_of(a, b)
+    await group.propose(1, [item(0), item(1)])
+    b.is_ready, b.reason = False, "certificates have changed"
+    assert await statuses(group, 2, item(0, 3), item(1, 3)) == {0: "OK"}
+    b.is_ready = True
+    assert await statuses(group, 3, item(0, 6), item(1, 3)) == {0: "OK", 1: "OK"}
+
+
+async def test_common_limits() -> None:
+    a, b = two_links()
+    b.vocab_size, b.max_model_len, b.max_branches, b.kv_reservations_grow = 90, 500, 0, False
+    group = group_of(a, b)
+    assert (group.vocab_size, group.max_model_len, group.max_branches) == (90, 500, 0)
+    assert group.kv_reservations_grow
+    await group.propose(1, [item(0, max_length=64), item(1, max_length=64)])
+    assert (a.seen[0].max_length, b.seen[0].max_length) == (64, None), "it cannot grow later"
+    assert group.hosts_and_devices == {("a", "cpu"), ("b", "cpu")}
+    shared = group.step_times
+    assert shared is group.step_times
+    assert (shared(2), shared(16)) == (STEP_SECONDS[1], STEP_SECONDS[8])
+    b.is_ready = False
+    assert group.step_times is a.step_times
+    assert (group.vocab_size, group.max_branches) == (100, 4)
+    assert group.first is a
+    b.is_ready, b.step_times = True, StepTimes({1: 0.01, 8: 0.02})
+    assert group.step_times(2) == 0.01, "the slowest counts"
+
+
+async def test_each_workers_times_are_learned() -> None:
+    a, b = two_links()
+    b.seconds = 1.0
+    group = group_of(a, b)
+    for round_id in range(20):
+        await group.propose(round_id, [item(0, 3, 1), item(1, 3, 1)] if round_id else [item(0), item(1)])
+    assert b.step_times(1) > 20 * a.step_times(1)
+
+
+class Names(Discovery):
+    """Endpoints that a test chooses."""
+
+    def __init__(self, *addresses: str) -> None:
+        super().__init__(["dns:///drafts:1"])
+        self.addresses, self.resolved = addresses, asyncio.Event()
+
+    async def endpoints(self) -> Any:
+        while True:
+            yield [*map(Endpoint, self.addresses)]
+            self.resolved.set()
+            await asyncio.sleep(0)
+
+    async def change(self, *addresses: str) -> None:
+        self.addresses = addresses
+        for _ in range(2):
+            self.resolved.clear()
+            await self.resolved.wait()
+
+
+async def test_workers_come_and_go() -> None:
+    a, b = two_links()
+    names, by_address = Names("a"), {"a": a, "b": b}
+    group = DraftGroup(names, lambda endpoint: by_address[endpoint.address])  # type: ignore[arg-type, return-value]
+    assert (group.is_ready, group.first) == (False, None)
+    assert group.step_times(1) > 0
+    following = asyncio.create_task(group.keep_connected())
+    await names.change("a")
+    await group.propose(1, [item(0), item(1)])
+    await names.change("a", "b")
+    await group.propose(2, [item(0, 3), item(1, 3), item(2), item(3)])
+    assert (sorted(a.caches), sorted(b.caches)) == ([0, 1], [2, 3]), "only new sequences go to the new worker"
+    await names.change("b")
+    assert await statuses(group, 3, item(0, 6), item(4)) == {0: "OK", 4: "OK"}
+    assert (sorted(a.caches), a.is_closed) == ([0, 1], False), "it drains"
+    group.release_soon([0, 1])
+    await names.change("b")
+    assert a.is_closed
+    assert group.links == [b]
+    await names.change()
+    b.is_ready = False
+    await names.change()
+    assert b.is_closed
+    assert not group.is_ready
+    following.cancel()
+    await group.close()
+
+
+class Sequence:
+    """A sequence as the coordinator sees it."""
+
+    def __init__(self, sequence_id: int, tokens: list[int], source: "Sequence | None") -> None:
+        self.sequence_id, self.tokens, self.length, self.source = sequence_id, tokens, 3, source
+        self.cached = self.backoff_until = 0
+
+    def item(self) -> ProposeItem:
+        source_id, base = None, min(self.cached, self.length - 1)
+        if not self.cached and self.source is not None:
+            base = min(3, self.source.cached, self.length - 1)
+            source_id = self.source.sequence_id if base else None
+        tokens = tuple(self.tokens[base : self.length])
+        return ProposeItem(self.sequence_id, base, tokens, prefix_sequence_id=source_id, num_draft_tokens=3)
+
+    def take(self, proposal: Proposal, round_id: int) -> None:
+        is_ok = proposal.status is ItemStatus.OK
+        self.cached, self.source = self.length if is_ok else 0, None
+        if proposal.status is ItemStatus.NO_SLOT:
+            self.backoff_until = round_id + DRAFT_BACKOFF_ROUNDS
+
+
+@settings(deadline=None)
+@given(st.integers(0), st.integers(2, 4), st.integers(1, 5))
+def test_no_worker_continues_another_text(seed: int, workers: int, slots: int) -> None:
+    """Sequences are on one worker each, move only when they must, and every worker has the text that it continues."""
+    chance, links = random.Random(seed), [FakeLink(str(i), slots) for i in range(workers)]
+    group = group_of(*links)
+    sequences: list[Sequence] = []
+    placed: dict[int, FakeLink | None] = {}
+    may_move: set[int] = set()
+    tokens = {i: [1, 2, 3, *(chance.randrange(4, 100) for _ in range(400))] for i in range(40)}
+    for link in links:
+        link.tokens = tokens
+    for round_id in range(1, 60):
+        for link in links:
+            if link.is_ready and chance.random() < 0.15:
+                link.error = WorkerUnreachableError("told to fail", Cause.LOST)
+            elif not link.is_ready and chance.random() < 0.3:
+                link.is_ready, link.error = True, None
+                if chance.random() < 0.5:
+                    link.caches.clear()
+                if chance.random() < 0.5:
+                    link.send_releases()
+        if tokens.keys() - range(len(placed)) and chance.random() < 0.5:
+            source = chance.choice([None, *sequences])
+            sequences.append(Sequence(len(placed), tokens[len(placed)], source))
+            placed[len(placed)] = None
+        if sequences and chance.random() < 0.2:
+            group.release_soon([sequences.pop(chance.randrange(len(sequences))).sequence_id])
+        asked = [each for each in sequences if chance.random() < 0.8 and round_id >= each.backoff_until]
+        if not asked or not group.is_ready:
+            continue
+        for link in links:
+            link.seen, link.refused = [], set()
+        may_move |= {each for each, link in placed.items() if link is not None and not link.is_ready}
+        try:
+            proposals, _ = asyncio.run(group.propose(round_id, [each.item() for each in asked]))
+        except WorkerUnreachableError:
+            proposals = []
+        answered = [proposal.sequence_id for proposal in proposals]
+        assert answered == [each.sequence_id for each in asked if each.sequence_id in answered]
+        if chance.random() < 0.2:
+            proposals = []  # too late
+        by_id = {each.sequence_id: each for each in asked}
+        for proposal in proposals:
+            by_id[proposal.sequence_id].take(proposal, round_id)
+        served = [(each.sequence_id, link) for link in links for each in link.seen]
+        assert len(dict(served)) == len(served), "a sequence is on one worker"
+        for sequence_id, link in served:
+            assert placed[sequence_id] in (None, link) or sequence_id in may_move
+            placed[sequence_id] = link
+            may_move.discard(sequence_id)
+        may_move |= {sequence_id for link in links for sequence_id in link.refused}
+        for sequence in asked:
+            sequence.length += chance.randint(0, 4)
