@@ -47,6 +47,8 @@ class RoundLoop:
         """Rounds in flight."""
         self._lost_rounds: list[tuple[str, Group, str]] = []
         """Rounds during which a target worker was lost: (instance id, group, reason). It may not be back yet."""
+        self._blamed_rounds: list[tuple[str, Group]] = []
+        """Rounds that were blamed before the lost target worker was back: (instance id, group)."""
 
     def wake(self) -> None:
         """Call after the pool has changed."""
@@ -74,9 +76,10 @@ class RoundLoop:
         """If the target worker is lost, let its sequences continue on others. Blame the rounds that it lost."""
         if not self._pool.is_lost or not self._pool.requests.has_open_window:
             return
-        while self._lost_rounds:  # they may have crashed it, and must not crash all others
-            _, group, reason = self._lost_rounds.pop()
+        for instance_id, group, reason in self._lost_rounds:  # they may have crashed it, and must not crash all others
             self._blame(group, reason)
+            self._blamed_rounds.append((instance_id, group))
+        self._lost_rounds.clear()
         if moved := self._pool.vacate():
             log.warning("target worker lost; %d sequences continue on other target workers", len(moved))
             self._runner.abandon(moved)
@@ -219,6 +222,11 @@ class RoundLoop:
                 self._lost_rounds.append((instance_id, group, reason))
             elif has_ended:
                 self._blame(group, reason)
+        for instance_id, group in self._blamed_rounds:
+            if not self._target.has_ended(instance_id):
+                for sequence in group.sequences:
+                    sequence.blame.forgive()
+        self._blamed_rounds.clear()
 
     def _blame(self, group: Group, reason: str) -> None:
         for sequence in group.sequences:

@@ -27,6 +27,10 @@ class Blame:
         self.failures += 1
         self._reached = max(self._reached, progress)
 
+    def forgive(self) -> None:
+        """Take back a failure: only the connection was lost."""
+        self.failures = max(0, self.failures - 1)
+
     def record_cache_miss(self, progress: Progress) -> None:
         """Record that the target worker lost the cache of the sequence."""
         self.cache_misses += 1

@@ -99,6 +99,16 @@ async def test_sequences_of_a_lost_worker_continue_on_the_other(settings: dict[s
         await until_all_idle(served, *targets)
 
 
+async def test_lost_connections_do_not_count_against_a_request() -> None:
+    """Until a lost worker is back, it might have crashed."""
+    targets = [slow_target(), slow_target()]
+    async with replicas(targets[1], first=targets[0]) as served:
+        for target in targets:
+            target.fail_next = [grpc.StatusCode.UNAVAILABLE] * 3
+        await served.expect(make_request())
+        assert sum(len(target.fail_next) for target in targets) <= 2
+
+
 async def test_sequences_wait_while_all_workers_are_lost() -> None:
     targets = [slow_target(), slow_target()]
     async with replicas(targets[1], first=targets[0]) as served:

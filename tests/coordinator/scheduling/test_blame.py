@@ -15,6 +15,14 @@ def test_repeated_failures_isolate_a_sequence_and_then_fail_it() -> None:
     assert str(FAILURES_TO_FAIL) in (blame.reason_to_fail or "")
 
 
+def test_a_failure_can_be_taken_back() -> None:
+    blame = Blame()
+    blame.record_failure((5, 0))
+    blame.forgive()
+    blame.forgive()
+    assert blame.failures == 0
+
+
 def test_many_cache_misses_without_progress_fail_a_sequence() -> None:
     blame = Blame()
     for _ in range(MAX_CACHE_MISSES - 1):
