@@ -9,7 +9,6 @@ from itertools import count
 
 from coordinator.audit.spare_room import SpareRoom
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.drafting.drafting import Drafting
 from coordinator.drafting.lookup import PromptLookup
 from coordinator.lanes.lane import Shared
 from coordinator.lanes.lanes import Lanes
@@ -83,16 +82,6 @@ class Coordinator:
     def draft(self) -> DraftGroup | None:
         """The draft workers of `target`."""
         return self.lanes.first.draft
-
-    @property
-    def pool(self) -> Pool:
-        """The window of `target`."""
-        return self.lanes.first.pool
-
-    @property
-    def drafting(self) -> Drafting:
-        """Drafting for `target`."""
-        return self.lanes.first.drafting
 
     @property
     def model(self) -> common_pb2.ModelInfo | None:

@@ -67,7 +67,7 @@ def pair(tiny_pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterat
         service = runner.run(context.__aenter__())
         yield runner, service
         if request.param:
-            assert service.process.coordinator.drafting.lengths.branching.coverage(1) != FIRST_HIT, (
+            assert service.process.coordinator.lanes.first.drafting.lengths.branching.coverage(1) != FIRST_HIT, (
                 "no branches were drafted"
             )
         runner.run(context.__aexit__(None, None, None))

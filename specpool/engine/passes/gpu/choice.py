@@ -6,13 +6,7 @@ to its next position, so that a step takes no further kernels.
 
 import torch
 
-from specpool.engine.numerics.triton_compat import (
-    gdc_wait,
-    launch_options,
-    power_of_two,
-    tl,
-    triton,
-)
+from specpool.engine.numerics.triton_compat import gdc_wait, launch_options, power_of_two, tl, triton
 from specpool.engine.passes.packing import COLUMNS, INPUT_IDS, NUMBERS_PER_ROW, POSITIONS, TILE_BEGINS, TILE_SIZES
 from specpool.engine.sampling.head import Head
 

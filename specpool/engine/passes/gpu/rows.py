@@ -9,13 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.numerics.triton_compat import (
-    gdc_wait,
-    launch_options,
-    power_of_two,
-    tl,
-    triton,
-)
+from specpool.engine.numerics.triton_compat import gdc_wait, launch_options, power_of_two, tl, triton
 
 # Features of the intermediate state that one program computes, and of the hidden states that one warp computes.
 ACTIVATED, FEATURES_PER_WARP = 1024, 256
