@@ -35,7 +35,7 @@ class DraftGroup:
         self._links = {endpoint.address: open_link(endpoint) for endpoint in discovery.fixed}
         self._only = next(iter(self._links.values())) if discovery.is_single else None
         """The only worker that there will ever be."""
-        self._leaving: set[DraftLink] = set()
+        self._leaving: list[DraftLink] = []
         """Workers that are no longer found, and get no new sequences."""
         self._probing: dict[DraftLink, asyncio.Task[None]] = {}
         self._placement: Placement[DraftLink] = Placement()
@@ -220,7 +220,7 @@ class DraftGroup:
         async with asyncio.TaskGroup() as tasks:
             async for endpoints in self._discovery.endpoints():
                 self._update(endpoints)
-                for link in self._links.values() - self._probing.keys():
+                for link in (link for link in self.links if link not in self._probing):
                     self._probing[link] = tasks.create_task(link.keep_connected())
                 for link in [*self._leaving]:
                     if not link.is_ready or not (self._placement.count(link) or link.is_releasing):
@@ -232,15 +232,16 @@ class DraftGroup:
             if address not in self._links:
                 log.info("found a draft worker at %s", address)
                 self._links[address] = self._open_link(endpoint)
-        leaving = {link for address, link in self._links.items() if address not in found}
-        for link in leaving - self._leaving:
-            log.info("draft worker at %s is no longer listed; draining", link.address)
+        leaving = [link for address, link in self._links.items() if address not in found]
+        for link in leaving:
+            if link not in self._leaving:
+                log.info("draft worker at %s is no longer listed; draining", link.address)
         self._leaving = leaving
 
     async def _drop(self, link: DraftLink) -> None:
         """Close the link to a worker that has left."""
         self._probing.pop(link).cancel()
-        self._leaving.discard(link)
+        self._leaving.remove(link)
         del self._links[link.address]
         self._full_until.pop(link, None)
         self._placement.forget(link)

@@ -5,12 +5,24 @@ import random
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any
 from unittest import mock
 
 
 class DeadlockError(Exception):
     """No callback is ready and no timer is set, so nothing can ever happen again."""
+
+
+class OrderedTask(asyncio.Task[Any]):
+    """A task with the same hash in each run, so that sets of tasks have the same order."""
+
+    def __init__(self, serial: int, coroutine: Any, **options: Any) -> None:
+        self._serial = serial
+        super().__init__(coroutine, **options)
+
+    def __hash__(self) -> int:
+        return self._serial
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -25,6 +37,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.set_exception_handler(lambda loop, context: self.errors.append(context))
         self.errors: list[dict[str, Any]] = []
         """Exceptions that no task has handled."""
+        serials = count()
+        self.set_task_factory(
+            lambda loop, coroutine, **options: OrderedTask(next(serials), coroutine, loop=loop, **options)
+        )
 
     def time(self) -> float:
         return self._now
@@ -59,7 +75,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 @contextmanager
 def virtual_time(loop: VirtualLoop, seed: int) -> Iterator[None]:
-    """Let all code see the time of the loop, and draw ids from a seed."""
+    """Let all code see the time of the loop, and draw ids and chances from a seed."""
     rng = random.Random(f"ids {seed}")
 
     def now() -> float:
@@ -76,4 +92,5 @@ def virtual_time(loop: VirtualLoop, seed: int) -> Iterator[None]:
             patches.enter_context(mock.patch(name, now))
         patches.enter_context(mock.patch("time.perf_counter_ns", now_ns))
         patches.enter_context(mock.patch("uuid.uuid4", new_id))
+        patches.enter_context(mock.patch("random.random", rng.random))
         yield

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 from coordinator.scheduling.blame import FAILURES_TO_FAIL
+from coordinator.serving.auditor import DIFFERENT
 from specpool.protocol.errors import StalledStreamError, WorkerFailedError
 
 if TYPE_CHECKING:
@@ -41,13 +42,15 @@ def _check(simulation: "Simulation", check: Callable[[], None]) -> None:
 
 
 def check_ends(simulation: "Simulation", faults: "Faults") -> None:
-    """Check that all requests have ended, and that the faults justify every error."""
+    """Check that all requests have ended, that the faults justify every error, and that no audit found a difference."""
     for name, client in simulation.clients.items():
         outcome = client.outcome
         if not outcome.end:
             simulation.fail(f"{name} never ended; it has {sum(map(len, outcome.delivered))} tokens")
         elif outcome.error is not None and not _is_justified(outcome, faults):
             simulation.fail(f"{name} ended with {outcome.error!r}")
+    if different := simulation.coordinator.auditor.results[DIFFERENT]:
+        simulation.fail(f"{different} audits found other tokens")
 
 
 def _is_justified(outcome: "Outcome", faults: "Faults") -> bool:

@@ -74,6 +74,7 @@ def _settings(rng: random.Random, workers: list[WorkerSetup]) -> dict[str, Any]:
         "stream_stall_seconds": 5.0,
         "target_timeout_seconds": 8.0,
         "draft_timeout_seconds": 2.0,
+        "audit_share": rng.choice([None, 0.2, 1.0]),
     }
 
 

@@ -107,7 +107,7 @@ class Life:
 
     def __init__(self, worker: "Worker", slots: int) -> None:
         self._worker, self._loop = worker, worker.network.loop
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self.host = WorkerHost(lambda report: self._load(slots))
         self.thread = VirtualThread(self._loop, self._spawn)
         self.host._thread, self.host._merging = self.thread, EagerMerging(lambda: self._loop.now)  # type: ignore[assignment]
@@ -131,8 +131,8 @@ class Life:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
 
     def _load(self, slots: int) -> Any:
         self._spend(LOAD_SECONDS)
