@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TOOLS := .venv/tools
-.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm simulate soak attacks lint snapshots protos reference bench gpu-bundle pins sbom clean
+.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm simulate soak chaos attacks lint snapshots protos reference bench gpu-bundle pins sbom clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -49,10 +49,13 @@ SEEDS ?= 0-99
 simulate: .venv/ready
 	PYTHONPATH=.:tests/system $(BIN)/python -m simulator --seeds $(SEEDS)
 
-# Run real processes under load, cancellations and cuts, or under hostile clients (docs/faults.md). SOAK and ATTACKS
-# are options, such as SOAK="--cuts 3000".
+# Run real processes under load, cancellations and cuts, under faults of all processes, or under hostile clients
+# (docs/faults.md). SOAK, CHAOS and ATTACKS are options, such as SOAK="--cuts 3000".
 soak: .venv/ready
 	PYTHONPATH=.:tests/system $(BIN)/python -m lab.soak $(SOAK)
+
+chaos: .venv/ready
+	PYTHONPATH=.:tests/system $(BIN)/python -m lab.chaos $(CHAOS)
 
 attacks: .venv/ready
 	PYTHONPATH=.:tests/system:tests/support $(BIN)/python -m attacks $(ATTACKS)

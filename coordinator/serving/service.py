@@ -97,6 +97,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             counters=pb.ServerCounters(
                 requests=coordinator.in_flight.requests,
                 finished=coordinator.in_flight.finished,
+                audited=coordinator.auditor.results,
                 rounds=counters.rounds,
                 completion_tokens=counters.completion_tokens,
                 draft_tokens=counters.draft_tokens,

@@ -389,7 +389,7 @@ class GroupingCounters(_message.Message):
     def __init__(self, same_length_rounds: _Optional[int] = ..., mixed_rounds: _Optional[int] = ..., fallback_rounds: _Optional[int] = ..., group_sizes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ServerCounters(_message.Message):
-    __slots__ = ("requests", "finished", "rounds", "completion_tokens", "draft_tokens", "accepted_draft_tokens", "cache_misses", "prompt_tokens", "cached_tokens", "stage_seconds", "grouping", "draft_lengths", "drafts", "refused")
+    __slots__ = ("requests", "finished", "rounds", "completion_tokens", "draft_tokens", "accepted_draft_tokens", "cache_misses", "prompt_tokens", "cached_tokens", "stage_seconds", "grouping", "draft_lengths", "drafts", "refused", "audited")
     class FinishedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -418,6 +418,13 @@ class ServerCounters(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class AuditedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -432,6 +439,7 @@ class ServerCounters(_message.Message):
     DRAFT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    AUDITED_FIELD_NUMBER: _ClassVar[int]
     requests: int
     finished: _containers.ScalarMap[str, int]
     rounds: int
@@ -446,4 +454,5 @@ class ServerCounters(_message.Message):
     draft_lengths: _containers.RepeatedScalarFieldContainer[int]
     drafts: _containers.MessageMap[str, DraftCounters]
     refused: _containers.ScalarMap[str, int]
-    def __init__(self, requests: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., rounds: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., cache_misses: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., stage_seconds: _Optional[_Mapping[str, float]] = ..., grouping: _Optional[_Union[GroupingCounters, _Mapping]] = ..., draft_lengths: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Mapping[str, DraftCounters]] = ..., refused: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    audited: _containers.ScalarMap[str, int]
+    def __init__(self, requests: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., rounds: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., cache_misses: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., stage_seconds: _Optional[_Mapping[str, float]] = ..., grouping: _Optional[_Union[GroupingCounters, _Mapping]] = ..., draft_lengths: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Mapping[str, DraftCounters]] = ..., refused: _Optional[_Mapping[str, int]] = ..., audited: _Optional[_Mapping[str, int]] = ...) -> None: ...

@@ -79,6 +79,8 @@ class WorkerHost:
         """Id of the process; a new one after each start."""
         self.startup = Startup()
         self.streams = RoundStreams(self._orphan)
+        self.on_exhausted: Callable[[], None] = lambda: None
+        """Called when a work item could not allocate memory, on the model thread."""
         self.rounds = 0
         self.forward_ns = 0
         """Nanoseconds that rounds have taken, without realignment."""
@@ -234,7 +236,16 @@ class WorkerHost:
             backend.renew_lease(coordinator_id, time.monotonic())
         try:
             yield
+        except Exception as error:
+            if _is_out_of_memory(error):
+                self.on_exhausted()
+            raise
         finally:
             for coordinator_id in coordinator_ids:
                 backend.renew_lease(coordinator_id, time.monotonic())
             self._cache_load = backend.load
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether Python, torch or the loader of a library could not allocate memory of the host."""
+    return isinstance(error, MemoryError | ImportError) or "DefaultCPUAllocator: can't allocate" in str(error)

@@ -108,7 +108,7 @@ async def _serve(
             if settings.watchdog_seconds:
                 tasks.create_task(host.watch(settings.watchdog_seconds, on_hang_change))
 
-    server.on_drain = drain
+    server.on_drain, host.on_exhausted = drain, _end_exhausted
     serving = asyncio.create_task(load_and_serve())
     serving.add_done_callback(lambda task: server.stop())
     await server.wait_stopped()
@@ -124,6 +124,12 @@ async def _serve(
     with contextlib.suppress(asyncio.CancelledError):
         await serving
     log.info("stopped")
+
+
+def _end_exhausted() -> None:
+    """End the process, so its supervisor can restart it. Requests continue elsewhere meanwhile."""
+    log.error("out of memory; the process ends")
+    os._exit(1)
 
 
 def _end_hung() -> None:

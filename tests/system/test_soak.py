@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import pytest
+from lab import chaos
 from lab.load import Case, Load, WrongAnswerError, check_samples
 from lab.processes import memory
 from lab.soak import main, parse
@@ -44,7 +45,8 @@ async def test_tally_counts_every_outcome() -> None:
             await asyncio.sleep(60)
         return {0: [1, 2]}
 
-    cases = [Case(REQUEST, expected=[1, 2]), Case(REQUEST, expected=[1, 3]), Case(REQUEST, cancelled_after=0.01)]
+    known = [Case(REQUEST, expected={0: [1, token]}) for token in (2, 3)]
+    cases = [*known, Case(REQUEST, cancelled_after=0.01)]
     load = Load(send, cases, concurrency=2, keep=lambda case: True)
     await load.run()
     assert load.tally.outcomes == {"answered": 1, "wrong": 1, "cancelled": 1}
@@ -53,9 +55,11 @@ async def test_tally_counts_every_outcome() -> None:
 
 
 def test_memory_growth_counts_from_the_warm_up_or_from_the_start() -> None:
-    samples = [{"a": mib} for mib in (10.0, 50.0, 50.0, 50.0, 50.0, 90.0, 60.0, 60.0)]
+    samples = [{("a", 1): mib} for mib in (10.0, 50.0, 50.0, 50.0, 50.0, 90.0, 60.0, 60.0)]
     assert memory(samples, 0.25, from_first=False)["a"]["growth"] == 10.0
     assert memory(samples, 0.25, from_first=True)["a"]["growth"] == 80.0
+    restarted = [*samples, {("a", 2): 900.0}]
+    assert memory(restarted, 0.25, from_first=True)["a"]["maximum"] == 90.0
     options = parse(["--queued", "500"])
     assert options.requests == options.concurrency == 500
 
@@ -73,3 +77,29 @@ def test_short_soak_with_cuts_finds_nothing(
     assert result["outcomes"]["answered"] > result["compared"] > 5
     assert 3 <= result["cuts"] <= 6
     assert set(result["resident_mib"]) == {"coordinator", "draft worker", "target worker"}
+
+
+@pytest.mark.slow
+def test_short_soak_with_faults_finds_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--requests", "600", "--concurrency", "8", "--max-num-seqs", "4", "--workers", "2", "--faults", "4"]
+    monkeypatch.setattr(sys, "argv", ["soak", *flags])
+    main()
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["faults"] == []
+    assert result["faults_of_workers"] >= 1
+    assert sum(result["outcomes"].values()) == 600
+    assert result["audited"]["equal"] >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.real_pair
+def test_short_chaos_finds_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--faults", "6", "--restarts", "1", "--requests", "8", "--max-tokens", "16", "--kinds", "kill,short stop"]
+    monkeypatch.setattr(sys, "argv", ["chaos", *flags])
+    chaos.main()
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["problems"] == []
+    assert result["faults"] == 7
+    assert result["answers"] > 0

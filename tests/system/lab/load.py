@@ -5,6 +5,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,9 +20,25 @@ from specpool.v1 import generation_pb2 as pb
 MAX_PROMPT, MAX_TOKENS = 120, 48
 CANCELLED, LATE = 0.1, 0.05
 """Shares of requests: cancelled by the client, and with a deadline that is usually too short."""
+CONSTRAINED = 0.2
+"""Share of requests with a constraint."""
 MAX_CANCEL_SECONDS, MAX_DEADLINE_SECONDS = 1.0, 0.2
 PATIENCE_SECONDS = 3600.0
+POLL_SECONDS = 0.02
 SHARED_PREFIXES = [tuple(range(start, start + 60)) for start in (0, 50, 100)]
+
+CONSTRAINTS = [
+    pb.SamplingParams(regex="20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"),
+    pb.SamplingParams(choice=pb.ChoiceConstraint(choices=["red", "green", "grey goose"])),
+    pb.SamplingParams(grammar='root ::= "a" ("b" | "c")+ "d"'),
+    pb.SamplingParams(json_object=True),
+    pb.SamplingParams(
+        json_schema='{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}'
+    ),
+    pb.SamplingParams(
+        structural_tag='{"structures": [{"begin": "<f>", "schema": {"type": "null"}, "end": "<"}], "triggers": ["<"]}'
+    ),
+]
 
 Tokens = dict[int, list[int]]
 """The tokens of each sample of a request by its index."""
@@ -29,6 +46,33 @@ Tokens = dict[int, list[int]]
 
 class WrongAnswerError(Exception):
     """An answer contradicts itself, its request, or the tokens of plain decoding."""
+
+
+class Pulse:
+    """The streams in progress, and when each last received something."""
+
+    def __init__(self) -> None:
+        self._received: dict[str, float] = {}
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[Callable[[], None]]:
+        """A stream in progress. Call the result when it receives a message."""
+
+        def beat() -> None:
+            self._received[name] = time.perf_counter()
+
+        beat()
+        try:
+            yield beat
+        finally:
+            del self._received[name]
+
+    async def resumed(self, since: float) -> float:
+        """Wait until the streams in progress have received something or ended. Return the seconds since then."""
+        waiting = set(self._received)
+        while waiting := {name for name in waiting & self._received.keys() if self._received[name] <= since}:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_SECONDS)
+        return time.perf_counter() - since
 
 
 @dataclass(frozen=True)
@@ -39,7 +83,7 @@ class Case:
     is_stream: bool = False
     cancelled_after: float | None = None
     deadline: float | None = None
-    expected: list[int] | None = None
+    expected: Tokens | None = None
     """Tokens of plain decoding, if they are known."""
 
 
@@ -64,9 +108,9 @@ class Tally:
 Send = Callable[[Case], Awaitable[Tokens]]
 
 
-def sender(stub: Any) -> Send:
+def sender(stub: Any, pulse: Pulse | None = None) -> Send:
     """Send cases through a stub, without retries."""
-    return partial(ask, stub)
+    return partial(ask, stub, pulse=pulse or Pulse())
 
 
 class Load:
@@ -114,7 +158,7 @@ class Load:
             call.cancel()
         try:
             tokens = await call
-            if case.expected is not None and tokens != {0: case.expected}:
+            if case.expected is not None and tokens != case.expected:
                 raise WrongAnswerError("the tokens differ from plain decoding")
         except asyncio.CancelledError:
             return "cancelled"
@@ -150,6 +194,8 @@ def random_case(rng: random.Random, number: int) -> Case:
         params.repetition_penalty, params.presence_penalty = 1.1, 0.5
     if rng.random() < 0.2:
         params.stop_token_ids.append(rng.randrange(EOS_TOKEN_ID))
+    if rng.random() < CONSTRAINED:
+        params.MergeFrom(rng.choice(CONSTRAINTS))
     request = pb.GenerateRequest(
         request_id=f"load-{number}",
         tokenized=pb.TokenizedInput(input_ids=prompt),
@@ -169,10 +215,10 @@ def fake_cases(target: FakeTarget, requests: Iterable[pb.GenerateRequest]) -> It
     for number, request in enumerate(requests):
         request.request_id = f"load-{number}"
         expected = target.continuation(request.tokenized.input_ids, request.sampling_params.max_tokens)
-        yield Case(request, number % 2 == 1, expected=expected)
+        yield Case(request, number % 2 == 1, expected={0: expected})
 
 
-async def ask(stub: Any, case: Case) -> Tokens:
+async def ask(stub: Any, case: Case, pulse: Pulse) -> Tokens:
     """The tokens of all samples of a request. AioRpcError, WrongAnswerError."""
     timeout = case.deadline or PATIENCE_SECONDS
     if not case.is_stream:
@@ -180,11 +226,13 @@ async def ask(stub: Any, case: Case) -> Tokens:
         return check_samples(case.request, [response, *response.other_samples])
     samples: list[pb.GenerateResponse] = []
     pieces: dict[int, list[int]] = {}
-    async for message in stub.GenerateStream(case.request, timeout=timeout):
-        if message.HasField("complete"):
-            samples.append(message.complete)
-        else:
-            pieces.setdefault(message.chunk.index, []).extend(message.chunk.token_ids)
+    with pulse.stream(case.request.request_id) as beat:
+        async for message in stub.GenerateStream(case.request, timeout=timeout):
+            beat()
+            if message.HasField("complete"):
+                samples.append(message.complete)
+            else:
+                pieces.setdefault(message.chunk.index, []).extend(message.chunk.token_ids)
     if any(pieces.get(sample.index, []) != list(sample.token_ids) for sample in samples):
         raise WrongAnswerError("the chunks of a stream differ from its result")
     return check_samples(case.request, samples)
@@ -212,4 +260,4 @@ async def equals_plain_decoding(stub: Any, request: pb.GenerateRequest, tokens: 
     plain.CopyFrom(request)
     plain.request_id += "-plain"
     plain.speculative.num_speculative_tokens = 0
-    return await ask(stub, Case(plain)) == tokens
+    return await ask(stub, Case(plain), Pulse()) == tokens

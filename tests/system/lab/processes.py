@@ -1,19 +1,29 @@
-"""Coordinator and both workers as three processes, with proxies between them and a watch on their memory."""
+"""Coordinator and workers as processes, with proxies between them and a watch on their memory."""
 
 import asyncio
+import os
 import statistics
-from collections.abc import AsyncIterator, Sequence
+import tempfile
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import psutil
 from lab.proxy import CuttingProxy
+from lab.records import FOLDER, Records
 
 from specpool.cli.processes import Service, kill
 from specpool.rpc.ports import free_port
 
 DRAIN_SECONDS = 2
+ROLES = ("target", "draft")
+
+
+Life = tuple[str, int]
+"""A process: the name of its service, and its id."""
 
 
 @dataclass
@@ -23,16 +33,29 @@ class Processes:
     services: list[Service]
     proxies: list[CuttingProxy] = field(default_factory=list)
     """Proxies between the coordinator and its workers, if any."""
+    records: dict[str, Records] = field(default_factory=dict)
+    """DNS records that the coordinator follows, by role."""
+
+    @property
+    def coordinator(self) -> Service:
+        return self.services[-1]
 
     @property
     def address(self) -> str:
         """The coordinator's address."""
-        return self.services[-1].address
+        return self.coordinator.address
 
-    def resident_mib(self) -> dict[str, float]:
-        """Resident memory of each process in MiB."""
-        pids = {service.name: service.process.pid for service in self.services if service.process is not None}
-        return {name: psutil.Process(pid).memory_info().rss / 2**20 for name, pid in pids.items()}
+    def workers(self, role: str) -> list[Service]:
+        """The workers of a role."""
+        return [service for service in self.services if service.name.startswith(role)]
+
+    def resident_mib(self) -> dict[Life, float]:
+        """Resident memory in MiB of each process that runs."""
+        return {
+            (service.name, service.process.pid): psutil.Process(service.process.pid).memory_info().rss / 2**20
+            for service in self.services
+            if service.process is not None and service.process.returncode is None
+        }
 
     def ended(self) -> list[str]:
         """Names of the processes that have ended."""
@@ -41,52 +64,92 @@ class Processes:
 
 @asynccontextmanager
 async def running(
-    target: Path, draft: Path, slots: int, coordinator_flags: Sequence[str] = (), proxied: bool = False
+    target: Path | str,
+    draft: Path | str,
+    slots: int,
+    coordinator_flags: Sequence[str] = (),
+    proxied: bool = False,
+    workers: tuple[int, int] = (1, 1),
+    worker_flags: Sequence[str] = (),
 ) -> AsyncIterator[Processes]:
-    """Run the processes; none is restarted if it ends. `proxied`: put a proxy on each link. ProcessFailedError."""
+    """Run the processes; none is restarted if it ends. ProcessFailedError.
+
+    `proxied`: put a proxy on each link. `workers`: numbers of target and draft workers. Several are found by name, in
+    DNS records that can be changed.
+    """
     shared = ["--log-level", "error", "--drain-seconds", str(DRAIN_SECONDS)]
-    workers = [_worker("target", target, slots, shared), _worker("draft", draft, slots, shared)]
-    processes = Processes([*workers], [CuttingProxy() for _ in workers] if proxied else [])
-    try:
-        addresses = [worker.address for worker in workers]
-        if proxied:
-            addresses = [await proxy.start(to) for proxy, to in zip(processes.proxies, addresses, strict=True)]
-        port = free_port()
-        flags = ["--port", str(port), "--target-address", addresses[0], "--draft-address", addresses[1]]
-        flags += [*shared, *coordinator_flags]
-        processes.services.append(Service("coordinator", "coordinator.server", flags, f"127.0.0.1:{port}"))
-        for service in processes.services:
-            await service.start()
-        await asyncio.gather(*(service.wait_serving() for service in processes.services))
-        yield processes
-    finally:
+    flags = [*shared, "--max-sequences", str(slots), *worker_flags]
+    models = zip(ROLES, (target, draft), workers, strict=True)
+    groups = {role: _workers(role, str(model), count, flags) for role, model, count in models}
+    processes = Processes([worker for group in groups.values() for worker in group])
+    with tempfile.TemporaryDirectory() as folder, _environment(folder):
         try:
-            for service in reversed(processes.services):
-                await service.stop(DRAIN_SECONDS)
-            for proxy in processes.proxies:
-                await proxy.stop()
+            processes.proxies = [CuttingProxy() for _ in processes.services] if proxied else []
+            addresses = {role: group[0].address for role, group in groups.items()}
+            if proxied:
+                starting = zip(ROLES, processes.proxies, strict=True)
+                addresses = {role: await proxy.start(addresses[role]) for role, proxy in starting}
+            elif max(workers) > 1:
+                processes.records = {role: Records(Path(folder), role, group) for role, group in groups.items()}
+                addresses = {role: records.address for role, records in processes.records.items()}
+            port = free_port()
+            own = ["--port", str(port), *(f"--{role}-address={address}" for role, address in addresses.items())]
+            module = "lab.records" if processes.records else "coordinator.server"
+            arguments = [*own, *shared, *coordinator_flags]
+            processes.services.append(Service("coordinator", module, arguments, f"127.0.0.1:{port}"))
+            for service in processes.services:
+                await service.start()
+            await asyncio.gather(*(service.wait_serving() for service in processes.services))
+            yield processes
         finally:
-            await kill([service.process for service in processes.services if service.process is not None])
+            await _stop(processes)
 
 
-def memory(samples: Sequence[dict[str, float]], warm_up: float, from_first: bool) -> dict[str, dict[str, float]]:
+async def _stop(processes: Processes) -> None:
+    try:
+        for service in reversed(processes.services):
+            await service.stop(DRAIN_SECONDS)
+        for proxy in processes.proxies:
+            await proxy.stop()
+    finally:
+        await kill([service.process for service in processes.services if service.process is not None])
+
+
+def _environment(folder: str) -> "mock._patch_dict":
+    """Let child processes import this package, and find the records."""
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return mock.patch.dict(os.environ, {FOLDER: folder, "PYTHONPATH": os.pathsep.join(filter(None, paths))})
+
+
+def _workers(role: str, model: str, count: int, flags: Iterable[str]) -> list[Service]:
+    """Workers that listen on one port of different loopback addresses, as the hosts behind a name do."""
+    port, services = free_port(), []
+    for number in range(1, count + 1):
+        host = f"127.0.0.{number}"
+        arguments = ["--model", model, "--host", host, "--port", str(port), "--threads", "1", *flags]
+        name = f"{role} worker" + f" {number}" * (count > 1)
+        services.append(Service(name, f"{role}_worker.server", arguments, f"{host}:{port}"))
+    return services
+
+
+def memory(samples: Sequence[dict[Life, float]], warm_up: float, from_first: bool) -> dict[str, dict[str, float]]:
     """Resident memory of each process in MiB: first sample, median after a share `warm_up`, maximum, median at the end.
 
-    `growth` counts from the warm-up to the end or, with `from_first`, from the first sample to the maximum.
+    `growth` counts from the warm-up to the end or, with `from_first`, from the first sample to the maximum. The row of a
+    restarted service is that of the process that lived longest.
     """
-    warm = samples[round(len(samples) * warm_up) :]
-    tenth = max(1, len(warm) // 10)
+    lives: dict[Life, list[float]] = defaultdict(list)
+    for sample in samples:
+        for life, value in sample.items():
+            lives[life].append(value)
+    longest = {name: values for (name, _), values in sorted(lives.items(), key=lambda item: len(item[1]))}
     rows = {}
-    for name, first in samples[0].items():
-        after, last = (statistics.median(sample[name] for sample in some) for some in (warm[:tenth], warm[-tenth:]))
-        maximum = max(sample[name] for sample in samples)
+    for name, values in sorted(longest.items()):
+        warm = values[round(len(values) * warm_up) :]
+        tenth = max(1, len(warm) // 10)
+        after, last = (statistics.median(some) for some in (warm[:tenth], warm[-tenth:]))
+        first, maximum = values[0], max(values)
         growth = maximum - first if from_first else last - after
         row = {"first": first, "after_warm_up": after, "maximum": maximum, "last": last, "growth": growth}
         rows[name] = {measure: round(value, 1) for measure, value in row.items()}
     return rows
-
-
-def _worker(kind: str, model: Path, slots: int, shared: list[str]) -> Service:
-    port = free_port()
-    arguments = ["--model", str(model), "--port", str(port), "--threads", "1", "--max-sequences", str(slots), *shared]
-    return Service(f"{kind} worker", f"{kind}_worker.server", arguments, f"127.0.0.1:{port}")
