@@ -87,16 +87,16 @@ async def chaos(options: argparse.Namespace) -> dict[str, Any]:
         crew = Crew(processes, pulse, rng, options.kinds.split(","))
         clients = Clients(client.stub, pulse, crew)
         load = Load(clients.send, _endless(rng, cases), options.concurrency)
-        loading = asyncio.create_task(load.run())
         faults, restarts = (iter(progress(range(number), name)) for number, name in (
             (options.faults, "faults of workers"), (options.restarts, "faults of the coordinator")))  # fmt: skip
         pause = PAUSE_SECONDS * max(1.0, options.faults / max(1, options.restarts))
-        await asyncio.gather(
-            *(_disturb(crew, role, faults, rng, PAUSE_SECONDS) for role in ROLES),
-            _disturb(crew, "coordinator", restarts, rng, pause),
-        )
-        load.stop()
-        await loading
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(load.run())
+            async with asyncio.TaskGroup() as disturbing:
+                for role in ROLES:
+                    disturbing.create_task(_disturb(crew, role, faults, rng, PAUSE_SECONDS))
+                disturbing.create_task(_disturb(crew, "coordinator", restarts, rng, pause))
+            load.stop()
     tally = load.tally
     return {
         "faults": len(crew.recoveries),

@@ -59,7 +59,8 @@ class Crew:
 
     async def coordinator_serves(self) -> None:
         """Wait until the coordinator is serving."""
-        await _wait_serving(self._processes.coordinator)
+        while self._processes.coordinator.name in self.disturbed:  # noqa: ASYNC110 - a client polls
+            await asyncio.sleep(POLL_SECONDS)
 
     async def happen(self, role: str) -> None:
         """Let a random fault happen to a process of a role, and wait until everything has recovered."""
@@ -173,7 +174,7 @@ async def _no_memory(processes: Processes, victim: Service) -> None:
 
 
 async def _full_disk(processes: Processes, victim: Service) -> None:
-    """The process restarts while it can write no file."""
+    """The process restarts while it can write no file. It may end."""
     await _kill(processes, victim)
     with _limited(victim, resource.RLIMIT_FSIZE, NOTHING):
         await _wait_serving(victim)

@@ -135,8 +135,8 @@ def _workers(role: str, model: str, count: int, flags: Iterable[str]) -> list[Se
 def memory(samples: Sequence[dict[Life, float]], warm_up: float, from_first: bool) -> dict[str, dict[str, float]]:
     """Resident memory of each process in MiB: first sample, median after a share `warm_up`, maximum, median at the end.
 
-    `growth` counts from the warm-up to the end or, with `from_first`, from the first sample to the maximum. The row of a
-    restarted service is that of the process that lived longest.
+    `growth` counts from the warm-up to the end or, with `from_first`, from the first sample to the maximum. A restarted
+    service is represented by the process that lived longest.
     """
     lives: dict[Life, list[float]] = defaultdict(list)
     for sample in samples:
