@@ -104,7 +104,7 @@ def check_make(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {word for word in command.words[1:] if "=" not in word} <= targets
     monkeypatch.syspath_prepend(ROOT / "tests/system")
     for name, options in (word.split("=", 1) for word in command.words if "=" in word):
-        if (module := {"SOAK": "lab.soak", "ATTACKS": "attacks"}.get(name)) is not None:
+        if (module := {"SOAK": "lab.soak", "CHAOS": "lab.chaos", "ATTACKS": "attacks"}.get(name)) is not None:
             parse_only(module, shlex.split(options), monkeypatch)
 
 
