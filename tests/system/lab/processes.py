@@ -6,7 +6,7 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -51,11 +51,13 @@ class Processes:
 
     def resident_mib(self) -> dict[Life, float]:
         """Resident memory in MiB of each process that runs."""
-        return {
-            (service.name, service.process.pid): psutil.Process(service.process.pid).memory_info().rss / 2**20
-            for service in self.services
-            if service.process is not None and service.process.returncode is None
-        }
+        resident = {}
+        for service in self.services:
+            if service.process is not None:
+                with suppress(psutil.Error):  # it has ended
+                    process = psutil.Process(service.process.pid)
+                    resident[service.name, service.process.pid] = process.memory_info().rss / 2**20
+        return resident
 
     def ended(self) -> list[str]:
         """Names of the processes that have ended."""
