@@ -46,6 +46,6 @@ def _check_options(role: str, worker: Service) -> EngineOptions:
 def _check_shared_gpu(target: EngineOptions, other: EngineOptions, names: str, remedy: str) -> None:
     """Refuse a shared GPU without a cache size: the first worker to start would leave too little for the other."""
     shared = set(target.device.split(",")) & set(other.device.split(","))
-    if target.kv_memory is None and any(map(may_be_gpu, shared)):
+    if not target.memory_limits and any(map(may_be_gpu, shared)):
         reason = f"must be given, since {names} share {', '.join(sorted(shared))} and each needs a KV cache"
         raise InvalidOptionError("target_kv_memory", f"{reason}; or {remedy}")

@@ -19,7 +19,7 @@ from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.settings import ServerSecurity
 
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-PER_MODEL = ("revision", "weights", "activations", "kv_memory")
+PER_MODEL = ("revision", "weights", "activations", "kv_memory", "memory_limit")
 """Settings that target and draft have separately, such as "target_revision"."""
 UNNUMBERED = {"target worker", "draft worker"}
 """Workers that log under the default name of their process."""

@@ -60,6 +60,8 @@ class UpSettings(ListeningSettings):
     target_kv_memory: ByteSize | None = Field(
         None, description="KV cache size of a target per rank; required if several, or a standby, share a GPU"
     )
+    target_memory_limit: ByteSize | None = ENGINE["memory_limit"]
+    draft_memory_limit: ByteSize | None = ENGINE["memory_limit"]
     standby: bool = Field(
         False,
         description="also run a standby, which takes over at once if the only target worker is lost. "

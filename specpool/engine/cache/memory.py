@@ -3,7 +3,9 @@
 import ctypes
 import math
 import mmap
+import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from torch import nn
 
 GPU_SHARE = 0.8
 CPU_SHARE = 0.4  # smaller than `GPU_SHARE`, because draft and target often share one machine
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CONTAINER_LIMIT, STATUS = Path("/sys/fs/cgroup/memory.max"), Path("/proc/self/status")
 # Live tensors of a pass as wide as the hidden state, the intermediate state, and the float32 logits.
 HIDDEN_COPIES, INTERMEDIATE_COPIES, LOGIT_COPIES = 8, 4, 2
 
@@ -27,10 +29,15 @@ class Footprint:
     weights: int
     activations: int  # upper bound for one pass
     kv: int = 0  # KV cache of all slots
+    base: int = 0  # everything else in the process; counted only under `memory_limit`
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations + self.kv + self.base
 
     def __str__(self) -> str:
-        parts = [f"{name} {_readable(count)}" for name, count in vars(self).items()]
-        return f"{_readable(sum(vars(self).values()))}: {', '.join(parts)}"
+        parts = [f"{name} {_readable(count)}" for name, count in vars(self).items() if count or name != "base"]
+        return f"{_readable(self.total)}: {', '.join(parts)}"
 
 
 @dataclass(frozen=True)
@@ -40,22 +47,32 @@ class KVLimit:
     name: str  # name of the option
     option_bytes: int  # value of the option in bytes
     included: Footprint | None = None
-    """Weights and activations that the limit includes; None: it covers only the KV cache."""
+    """What the limit includes beside the KV cache; None: nothing."""
+    loading: int = 0
+    """Memory that loading the model has taken at most, if the limit includes it."""
     other_ranks: int | None = None
     """Smallest KV cache size that another rank can hold; None: the model is not sharded."""
 
     @property
     def kv_bytes(self) -> int:
-        own = max(0, self.option_bytes - (self.included.weights + self.included.activations if self.included else 0))
+        own = max(0, self.option_bytes - self._others) if self.option_bytes >= self.loading else 0
         return own if self.other_ranks is None else min(own, self.other_ranks)
 
+    def least(self, kv_bytes: int) -> int:
+        """The smallest limit that leaves this much to the KV cache."""
+        return max(self.loading, kv_bytes + self._others)
+
+    @property
+    def _others(self) -> int:
+        return self.included.total if self.included is not None else 0
+
     def __str__(self) -> str:
+        limit = f"{self.name} of {self.option_bytes:,} bytes"
         if self.included is None:
-            return f"{self.name} of {self.option_bytes:,} bytes"
-        return (
-            f"{self.name} of {self.option_bytes:,} bytes, less {self.included.weights:,} of weights and "
-            f"{self.included.activations:,} of activations,"
-        )
+            return limit
+        base = f"{self.included.base:,} of the process, " if self.included.base else ""
+        own = f"{self.included.weights:,} of weights and {self.included.activations:,} of activations"
+        return f"{limit}, less {base}{own},"
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -104,6 +121,22 @@ def activation_bytes(config: Any, dtype: torch.dtype, vocab_size: int, rows: int
     per_row = HIDDEN_COPIES * config.hidden_size + INTERMEDIATE_COPIES * intermediate
     row_bytes: int = per_row * dtype.itemsize + LOGIT_COPIES * vocab_size * torch.float32.itemsize
     return rows * row_bytes
+
+
+def process_memory(device: torch.device) -> tuple[int, int]:
+    """Return the memory that this process takes on the device, now and at most so far, in bytes.
+
+    On a CPU, that is its resident memory; on a GPU, what torch has allocated, without the driver's context.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # of another C library than GNU's
+            ctypes.CDLL(None).malloc_trim(0)
+    present = int(psutil.Process().memory_info().rss)
+    peak = re.search(r"VmHWM:\s+(\d+) kB", STATUS.read_text()) if STATUS.is_file() else None
+    return present, max(present, 1024 * int(peak[1]) if peak is not None else 0)
 
 
 def default_kv_memory(device: torch.device) -> int:

@@ -58,6 +58,11 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         None,
         description="total size of weights, activations and KV cache per rank, such as 16GiB; replaces kv_memory",
     )
+    memory_limit: ByteSize | None = Field(
+        None,
+        description="total memory per rank, such as 2GiB: on a CPU, the resident memory of the process; on a GPU, what "
+        "it allocates there. The KV cache gets what everything else leaves; replaces kv_memory",
+    )
     kv_layout: Literal["slots", "padded"] = Field(
         "slots",
         description='"slots": sequences stay in place; "padded": a left-padded batch, realigned every round',
@@ -123,6 +128,12 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     def of(cls, settings: "EngineOptions") -> "EngineOptions":
         return cls(**settings.model_dump(include=set(cls.model_fields)))
 
+    @property
+    def memory_limits(self) -> dict[str, int]:
+        """The limits of memory that are set, in bytes by name. There is at most one."""
+        limits = {name: getattr(self, name) for name in ("kv_memory", "memory_budget", "memory_limit")}
+        return {name: int(limit) for name, limit in limits.items() if limit is not None}
+
     def resolve_max_num_batched_tokens(self, device_type: str) -> int:
         """Return `max_num_batched_tokens`, or its default for this type of device."""
         return self.max_num_batched_tokens or (512 if device_type == "cpu" else 2048)
@@ -143,8 +154,8 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
             raise ValueError("master_addr must be given if nnodes is above 1, and only then")
         if self.master_secret_file is not None and self.nnodes == 1:
             raise ValueError("master_secret_file must be given only if nnodes is above 1")
-        if self.kv_memory is not None and self.memory_budget is not None:
-            raise ValueError("give kv_memory or memory_budget, not both")
+        if len(self.memory_limits) > 1:
+            raise ValueError(f"give {' or '.join(self.memory_limits)}, not both")
         if self.activations == INT8:
             check_int8(
                 native=self.native,

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from pydantic import ByteSize
+
 from specpool.engine.config.architectures import why_not_a_decoder
 from specpool.engine.config.device_names import check_device_name
 from specpool.engine.config.master_secret import read_secret
@@ -44,8 +46,9 @@ def check_options(options: EngineOptions, names: Mapping[str, str] = OPTION_NAME
         return
     with _naming("max_model_len", names):
         _check_length(options, config)
-    with _naming("kv_memory" if options.memory_budget is None else "memory_budget", names):
-        _check_memory(options, config)
+    for name, limit in options.memory_limits.items():
+        with _naming(name, names):
+            _check_memory(limit, options, config)
 
 
 def check_same_tokenizer(target: EngineOptions, draft: EngineOptions, draft_option: str = "draft") -> None:
@@ -100,21 +103,18 @@ def _check_length(options: EngineOptions, config: dict[str, Any]) -> None:
         raise UnsupportedModelError(f"{length} exceeds the {limit} positions of {options.model}")
 
 
-def _check_memory(options: EngineOptions, config: dict[str, Any]) -> None:
-    """Compare the memory with a lower bound for one sequence."""
-    memory = options.kv_memory if options.memory_budget is None else options.memory_budget
+def _check_memory(limit: int, options: EngineOptions, config: dict[str, Any]) -> None:
+    """Compare a limit of memory with a lower bound for one sequence."""
     heads = _size(config, "num_attention_heads")
     layers, kv_heads = _size(config, "num_hidden_layers"), _size(config, "num_key_value_heads") or heads
     head_dim = _size(config, "head_dim") or (_size(config, "hidden_size") // heads if heads else 0)
-    if memory is None:
-        return
     positions = options.max_model_len or MIN_MODEL_LEN
     rank_heads = ceil(kv_heads / options.tensor_parallel)
     bytes_each = 4 if options.dtype == "float32" else 2
     needed = 2 * layers * rank_heads * head_dim * bytes_each * positions
-    if memory < needed:
+    if limit < needed:
         sequence = f"sequence of {positions} positions, which needs at least {needed:,} bytes"
-        raise UnsupportedModelError(f"{memory.human_readable()} is too small for a {sequence}")
+        raise UnsupportedModelError(f"{ByteSize(limit).human_readable()} is too small for a {sequence}")
 
 
 def _size(config: dict[str, Any], name: str) -> int:

@@ -8,7 +8,14 @@ import torch
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.extents import Extents
 from specpool.engine.cache.layout import LAYOUTS, KVLayout
-from specpool.engine.cache.memory import Footprint, KVLimit, activation_bytes, default_kv_memory, weight_bytes
+from specpool.engine.cache.memory import (
+    Footprint,
+    KVLimit,
+    activation_bytes,
+    default_kv_memory,
+    process_memory,
+    weight_bytes,
+)
 from specpool.engine.cache.slots import SlotTable
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line
@@ -72,7 +79,7 @@ def reserve_cache(
     expected = None if layout.spare_columns else options.expected_positions(facts.device.type)
     sequence = longest if expected is None else min(longest, round_up(expected, tiles.kv))
     columns = _affordable_columns(longest, multiple, sequence, per_token, options, limit)
-    footprint = replace(others, kv=columns * per_token)
+    footprint = replace(limit.included or others, kv=columns * per_token)
     log.info("memory: %s", footprint)
     try:
         arena = KVArena(facts.layers, facts.kv_heads, columns, facts.head_dim, dtype, facts.device)
@@ -97,13 +104,12 @@ def _affordable_columns(
     By default, they are enough for `max_sequences` of `sequence` columns, and for one of full length.
     """
     enough = max(longest, options.max_sequences * sequence)
-    is_explicit = options.kv_memory is not None or options.memory_budget is not None
-    full = options.max_sequences * longest if is_explicit else enough
+    full = options.max_sequences * longest if options.memory_limits else enough
     columns = min(full, limit.kv_bytes // per_token // multiple * multiple)
     if columns < longest:
         raise UnsupportedModelError(
             f"{limit} is too small for a sequence of {longest} positions ({longest * per_token:,} bytes): "
-            f"lower max_model_len or raise {limit.name}"
+            f"lower max_model_len or raise {limit.name} to {limit.least(longest * per_token):,} bytes"
         )
     if columns < enough:
         log.warning(
@@ -118,6 +124,10 @@ def _affordable_columns(
 
 def kv_limit(options: EngineOptions, others: Footprint, device: torch.device) -> KVLimit:
     """The memory limit of the KV cache."""
+    if options.memory_limit is not None:
+        present, peak = process_memory(device)
+        others = replace(others, base=max(0, present - others.weights))
+        return KVLimit("memory_limit", int(options.memory_limit), others, loading=peak)
     if options.memory_budget is not None:
         return KVLimit("memory_budget", int(options.memory_budget), others)
     if options.kv_memory is not None:

@@ -13,6 +13,7 @@ from tiny_pair import tiny_config
 
 from specpool.engine.cache import memory
 from specpool.engine.cache.arena import KVArena
+from specpool.engine.run import reservation
 
 
 def test_too_small_kv_memory_is_refused_with_sizes(tiny_pair: tuple[Path, Path]) -> None:
@@ -115,6 +116,35 @@ def test_memory_budget_covers_weights_activations_and_cache(tiny_pair: tuple[Pat
     for number in (others + one - 1, footprint.weights, footprint.activations, one):
         assert f"{number:,}" in message
     assert "raise memory_budget" in message
+
+
+def test_memory_limit_covers_the_process(tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"max_sequences": 4}
+    whole = load_engine(tiny_pair[0], **options).footprint
+    one, present, peak = whole.kv // 4, 2**30, 2**30 + 1
+    monkeypatch.setattr(reservation, "process_memory", lambda device: (present, peak))
+    least = max(peak, present + whole.activations + one)
+    for room, expected in ((2, 3), (99, 4)):
+        engine = load_engine(tiny_pair[0], **options, memory_limit=least + room * one)
+        assert engine.footprint.kv == expected * one
+        assert engine.footprint.total == present + whole.activations + expected * one
+    message = refusal(tiny_pair[0], **options, memory_limit=least - 1)
+    assert message.startswith(f"memory_limit of {least - 1:,} bytes, less ")
+    assert f"raise memory_limit to {least:,} bytes" in message
+    peak = 2 * present  # loading took more than serving
+    assert f"raise memory_limit to {peak:,} bytes" in refusal(tiny_pair[0], **options, memory_limit=peak - 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's peak")
+def test_process_memory_knows_the_peak() -> None:
+    size = 2**28
+    before, _ = memory.process_memory(torch.device("cpu"))
+    block = torch.ones(size, dtype=torch.uint8)
+    with_block, _ = memory.process_memory(torch.device("cpu"))
+    del block
+    without, peak = memory.process_memory(torch.device("cpu"))
+    assert with_block >= max(before, without) + size // 2
+    assert peak >= with_block - 2**20  # the kernel counts in batches
 
 
 def test_failed_allocations_are_reported(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""Real workers keep to their memory limit when every slot and position is in use."""
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from lab.processes import running
+
+from specpool.cli.processes import Service
+from specpool.client import AsyncClient
+from specpool.engine.models.embedded_pair import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specpool.v1 import generation_pb2 as pb
+
+MIB = 2**20
+LIMIT = 960 * MIB
+SLOTS, LENGTH = 4, 1200
+ALLOWED = 1.03
+"""Maximum memory as a share of the limit."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.real_pair,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+
+
+def peak_bytes(service: Service) -> int:
+    """The most memory that a process has had resident."""
+    assert service.process is not None
+    status = Path(f"/proc/{service.process.pid}/status").read_text()
+    match = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert match is not None
+    return 1024 * int(match[1])
+
+
+def request(number: int) -> pb.GenerateRequest:
+    """A request of full length that asks for as many rows and log-probabilities as it may."""
+    params = pb.SamplingParams(max_tokens=24, ignore_eos=True, logprobs=20, temperature=1.0, seed=number, top_p=0.9)
+    return pb.GenerateRequest(
+        tokenized=pb.TokenizedInput(input_ids=[(7 * number + i) % 40_000 for i in range(LENGTH - 24)]),
+        sampling_params=params,
+        speculative=pb.SpeculativeParams(num_speculative_tokens=16),
+    )
+
+
+async def test_worker_keeps_to_its_memory_limit() -> None:
+    flags = ["--memory-limit", str(LIMIT), "--max-model-len", str(LENGTH)]
+    models = EMBEDDED_TARGET, EMBEDDED_DRAFT
+    async with running(*models, SLOTS, worker_flags=flags) as processes, AsyncClient(processes.address) as client:
+        target, draft, _ = processes.services
+        await asyncio.gather(*(client.stub.Generate(request(number)) for number in range(SLOTS)))
+        for worker in (target, draft):
+            assert peak_bytes(worker) <= ALLOWED * LIMIT, worker.name
+        assert peak_bytes(target) > 0.8 * LIMIT  # the limit is put to use
