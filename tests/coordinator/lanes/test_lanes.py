@@ -1,6 +1,8 @@
 """Several target workers behind one coordinator: the load is balanced, and faults change no token."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -326,6 +328,28 @@ async def test_a_worker_that_is_lost_and_removed_loses_nothing() -> None:
                 await served.until(lambda info: len(info.targets) == 1)
 
             await stream_all(served, long_requests(8), remove)
+    finally:
+        for target in targets:
+            await target.stop()
+
+
+async def test_a_removed_worker_leaves_nothing_behind() -> None:
+    targets, port = await started(2)
+    resolver = Resolver(*HOSTS[:2])
+    try:
+        async with followed(resolver, port) as served:
+            await served.until(lambda info: [target.state for target in info.targets] == ["ready"] * 2)
+            await stream_all(served, long_requests(8))
+            lanes = {lane.address: weakref.ref(lane) for lane in served.process.coordinator.lanes}
+            resolver.hosts = {HOSTS[1]}
+            await served.until(lambda info: len(info.targets) == 1)
+            await stream_all(served, long_requests(2))
+
+            def is_gone(_: pb.GetServerInfoResponse) -> bool:
+                gc.collect()
+                return lanes[f"{HOSTS[0]}:{port}"]() is None
+
+            await served.until(is_gone)
     finally:
         for target in targets:
             await target.stop()
