@@ -87,8 +87,8 @@ async def chaos(options: argparse.Namespace) -> dict[str, Any]:
         crew = Crew(processes, pulse, rng, options.kinds.split(","))
         clients = Clients(client.stub, pulse, crew)
         load = Load(clients.send, _endless(rng, cases), options.concurrency)
-        faults, restarts = (iter(progress(range(number), name)) for number, name in (
-            (options.faults, "faults of workers"), (options.restarts, "faults of the coordinator")))  # fmt: skip
+        faults = iter(progress(range(options.faults), "faults of workers"))
+        restarts = iter(progress(range(options.restarts), "faults of the coordinator"))
         pause = PAUSE_SECONDS * max(1.0, options.faults / max(1, options.restarts))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(load.run())
@@ -119,6 +119,7 @@ class Clients:
     async def send(self, case: Case) -> Tokens:
         """The tokens of a request. AioRpcError if it fails although the coordinator lives."""
         while True:
+            await self._crew.coordinator_serves()
             restarts = self._crew.restarts
             try:
                 return await ask(self._stub, case, self._pulse)
@@ -126,7 +127,6 @@ class Clients:
                 if self._crew.restarts == restarts or error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise
                 self.sent_again += 1
-                await self._crew.coordinator_serves()
 
 
 async def _disturb(crew: Crew, role: str, faults: Iterator[int], rng: random.Random, pause: float) -> None:

@@ -45,7 +45,7 @@ class Crew:
     """Lets faults happen to the processes, one at a time for each role."""
 
     def __init__(self, processes: Processes, pulse: Pulse, rng: random.Random, kinds: Sequence[str]) -> None:
-        """`kinds`: names of FAULTS. Only a coordinator that is killed loses answers."""
+        """`kinds`: names of FAULTS that may happen to workers. A coordinator can only be killed."""
         self.recoveries: list[Recovery] = []
         self.died: Counter[str] = Counter()
         """Processes that ended although no fault killed them, by kind of fault."""
@@ -66,7 +66,7 @@ class Crew:
         """Let a random fault happen to a process of a role, and wait until everything has recovered."""
         victims = self._processes.workers(role) if role in ROLES else [self._processes.coordinator]
         victim = self._rng.choice(victims)
-        kind = self._rng.choice([kind for kind in self._kinds if role in ROLES or kind == "kill"])
+        kind = self._rng.choice(self._kinds) if role in ROLES else "kill"
         self.restarts += role not in ROLES
         self.disturbed.add(victim.name)
         began = time.perf_counter()
