@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 
 
 @asynccontextmanager
@@ -27,17 +27,17 @@ async def forward(
 ) -> None:
     """Forward an accepted connection to `address` until both ends close it."""
     host, _, port = address.rpartition(":")
-    with suppress(OSError):
+    with closing(writer), suppress(OSError):
         other_reader, other_writer = await asyncio.open_connection(host, int(port))
-        await asyncio.gather(_copy(reader, other_writer, delay_seconds), _copy(other_reader, writer, delay_seconds))
+        with closing(other_writer):
+            await asyncio.gather(_copy(reader, other_writer, delay_seconds), _copy(other_reader, writer, delay_seconds))
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_seconds: float) -> None:
-    with suppress(OSError):
+    with closing(writer), suppress(OSError):
         while data := await reader.read(2**16):
             await asyncio.sleep(delay_seconds)
             writer.write(data)
             await writer.drain()
-    writer.close()
     with suppress(OSError):
         await writer.wait_closed()

@@ -25,6 +25,7 @@ class ServiceTarget(RecordingTarget):
     async def start(self, address: str = "127.0.0.1:0") -> str:
         self._behind = await super().start()
         self._replaced_by: FakeTarget | None = None
+        self._connections: list[asyncio.Future[None]] = []
         self._proxy = await asyncio.start_server(self._connect, "127.0.0.1", 0)
         return f"127.0.0.1:{self._proxy.sockets[0].getsockname()[1]}"
 
@@ -38,9 +39,12 @@ class ServiceTarget(RecordingTarget):
         await super().stop()
         if self._replaced_by is not None:
             await self._replaced_by.stop()
+        await asyncio.gather(*self._connections)  # a socket that is left would fail another test
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await forward(reader, writer, self._behind)
+        connection = asyncio.ensure_future(forward(reader, writer, self._behind))
+        self._connections.append(connection)
+        await connection
 
 
 class WithoutStreams(FakeTarget):

@@ -71,7 +71,8 @@ async def test_request_that_kills_one_of_several_targets_fails_alone() -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="failed 4 times"):
             await served.stub.Generate(make_request([POISON], 5))
         await asyncio.gather(*neighbours)
-        assert sum(target.deaths for target in targets) == 4
+        # A round that is sent to a dying target counts, too.
+        assert 3 <= sum(target.deaths for target in targets) <= 4
         await served.until(lambda info: info.running == info.queued == 0)
 
 

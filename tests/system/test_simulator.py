@@ -13,6 +13,8 @@ from simulator.setup import Scenario
 from simulator.shrinking import shrink
 from simulator.simulation import simulate, simulate_all
 
+from coordinator.serving.auditor import EQUAL
+
 SEEDS_PER_TEST = 10
 MAX_SEEDS = 60
 """Seeds within which each planted bug must be found: at most a minute on one core."""
@@ -26,6 +28,7 @@ def fails(scenario: Scenario) -> bool:
 def check(first: int, number: int) -> None:
     totals, failed = simulate_all(map(draw, range(first, first + number)))
     assert failed is None, f"{totals.violations}; make simulate SEEDS={failed.seed}"
+    assert totals.audits[EQUAL] > 0
 
 
 @pytest.mark.parametrize("first", range(0, 20, SEEDS_PER_TEST))

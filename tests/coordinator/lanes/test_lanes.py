@@ -43,15 +43,20 @@ async def until_all_idle(served: Serving, *others: FakeTarget) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"policy": "exspec"}, {"policy": "eqspec"}, {"num_speculative_tokens": 0}])
 async def test_load_is_balanced(settings: dict[str, Any]) -> None:
-    other = slow_target()
-    async with replicas(other, **settings) as served:
-        before = (await served.info()).max_num_seqs
-        assert before == 2 * 16
-        await stream_all(served, long_requests(16))
-        sequences = [sequence_ids(target) for target in (served.target, other)]
+    targets = [slow_target(), slow_target()]
+    async with replicas(targets[1], first=targets[0], **settings) as served:
+        assert (await served.info()).max_num_seqs == 2 * 16
+        for target in targets:
+            target.open.clear()  # until all requests are placed
+        streams = asyncio.ensure_future(stream_all(served, long_requests(16)))
+        await served.until(lambda info: info.running + info.queued == 16)
+        for target in targets:
+            target.open.set()
+        await streams
+        sequences = [sequence_ids(target) for target in targets]
         assert min(map(len, sequences)) >= 6
         assert not sequences[0] & sequences[1]
-        await until_all_idle(served, other)
+        await until_all_idle(served, *targets)
 
 
 async def test_rounds_of_both_targets_run_at_the_same_time() -> None:

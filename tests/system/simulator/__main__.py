@@ -38,7 +38,8 @@ def _run(seeds: Iterable[int], shrink_seconds: float) -> int:
         f"messages {totals.messages}, virtual seconds {totals.virtual_seconds:.0f}, real seconds {real_seconds:.1f}, "
         f"faults/minute {60 * totals.faults / real_seconds:.0f}, digest {totals.digest}"
     )
-    print("requests by end: " + ", ".join(f"{end} {count}" for end, count in totals.ends.most_common()))
+    for name, counts in (("requests by end", totals.ends), ("audits by result", totals.audits)):
+        print(f"{name}: " + ", ".join(f"{key} {count}" for key, count in counts.most_common()))
     if failed is None:
         return 0
     _explain(failed, totals, shrink_seconds)

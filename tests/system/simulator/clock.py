@@ -1,6 +1,7 @@
 """Virtual time: an event loop that jumps to its next timer instead of waiting."""
 
 import asyncio
+import math
 import random
 import uuid
 from collections.abc import Iterator
@@ -63,7 +64,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Jump to the next timer. The base class calls this to wait for events."""
         if timeout is None:
             raise DeadlockError
-        self._now += timeout
+        # A timer too short to move the clock would be due again and again.
+        self._now = math.nextafter(self._now + timeout, math.inf)
         return []
 
     def _process_events(self, event_list: list[Any]) -> None:

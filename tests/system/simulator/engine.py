@@ -4,6 +4,7 @@ Slots, extents, realignment, continuations, acceptance and branches are the work
 token ids, which the toy models read back, so that a wrong position leads to a wrong token.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from specpool.engine.run.sequences import Choices, SequenceEngine
 from specpool.engine.sampling.ranking import Ranking
 from specpool.engine.sampling.rows import SequenceRows
 from specpool.protocol.rounds import MAX_ITEM_BRANCHES
+from specpool.protocol.sampling import NO_LOGPROBS, Logprobs
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import CacheLoad, WorkerInfo
 from target_worker.verifier import Verifier
@@ -155,7 +157,8 @@ class ToyBackend(SequenceEngine):
         choices = []
         for each in rows:
             token_ids = [self._choose(next(contexts), _seed(each)) for _ in range(each.count)]
-            choices.append(Choices(token_ids, [self._pair.agreement] * len(token_ids) if confidences else []))
+            confident = [self._pair.agreement] * len(token_ids) if confidences else []
+            choices.append(Choices(token_ids, confident, _logprobs(each, token_ids)))
         return choices
 
     def rank(self, spans: Mapping[SequenceKey, Span], count: int) -> dict[SequenceKey, list[Ranking]]:
@@ -195,6 +198,14 @@ class ToyProposer(ToyBackend, Proposer):
 
     def _choose(self, context: Sequence[int], seed: int) -> int:
         return self._pair.draft((context, seed))
+
+
+def _logprobs(rows: SequenceRows, token_ids: list[int]) -> Logprobs:
+    """Equal ones, if the sequence needs any."""
+    if (num_top := rows.num_logprobs) is None:
+        return NO_LOGPROBS
+    equal = -math.log(VOCAB_SIZE)
+    return Logprobs.of(num_top, ((equal, range(num_top), [equal] * num_top) for _ in token_ids))
 
 
 def _seed(rows: SequenceRows) -> int:

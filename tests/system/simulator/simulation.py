@@ -56,6 +56,8 @@ class Result:
     messages: int = 0
     virtual_seconds: float = 0.0
     ends: Counter[str] = field(default_factory=Counter)
+    audits: Counter[str] = field(default_factory=Counter)
+    """Results of audits."""
     digest: str = ""
     """Of all messages with their times, and of all outcomes."""
 
@@ -66,6 +68,7 @@ class Result:
         for name in ("number", "requests", "faults", "tokens", "messages", "virtual_seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.ends.update(other.ends)
+        self.audits.update(other.audits)
 
 
 class Simulation:
@@ -169,6 +172,7 @@ class Simulation:
         result.requests = len(outcomes)
         result.faults += sum(worker.tampering.spoiled for worker in self.workers)
         result.ends.update(outcome.end or "unfinished" for outcome in outcomes)
+        result.audits.update(self.coordinator.auditor.results)
         result.tokens = sum(len(tokens) for outcome in outcomes for tokens in outcome.delivered)
         result.messages, result.virtual_seconds = self._network.messages, self._loop.time()
         digest = self._network.digest
