@@ -256,18 +256,16 @@ class Engine:
 
 
 def _chunks(spans: Sequence[Span], limit: int) -> list[list[Span]]:
-    """Split spans into chunks of at most `limit` tokens. Each piece keeps the logits of its tokens."""
+    """Split spans into chunks of at most `limit` tokens. Each piece keeps the logits and states of its tokens."""
     chunks: list[list[Span]] = []
     room = 0  # in the last chunk
     for span in spans:
-        start, tokens, logits = span.start, span.token_ids, span.num_logits
-        while tokens:
+        begin, count = 0, len(span.token_ids)
+        while begin < count:
             if room == 0:
                 chunks.append([])
                 room = limit
-            take = min(room, len(tokens))
-            piece_logits = max(0, logits - (len(tokens) - take))
-            chunks[-1].append(Span(span.slot, start, tokens[:take], piece_logits, span.prefix_length, span.offset))
-            logits -= piece_logits
-            start, tokens, room = start + take, tokens[take:], room - take
+            take = min(room, count - begin)
+            chunks[-1].append(span if take == count else span.piece(begin, take))
+            begin, room = begin + take, room - take
     return chunks
