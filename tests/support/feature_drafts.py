@@ -56,3 +56,14 @@ def save_feature_draft(
     trained = random_trained(target, layers, feature_layers, project=project)
     save_draft(draft, str(target), compacted(trained, folder) if quantized else trained)
     return draft
+
+
+def random_states(count: int, width: int, seed: float) -> torch.Tensor:
+    """Random states [count, width] of a target, as they are after the wire."""
+    generator = torch.Generator().manual_seed(int(seed * 2**32))
+    return torch.randn(count, width, generator=generator).bfloat16().float()
+
+
+def encoded_states(states: torch.Tensor) -> bytes:
+    """States as they are on the wire."""
+    return states.bfloat16().view(torch.uint8).numpy().tobytes()

@@ -1,4 +1,4 @@
-"""The hidden states that a feature draft reads, and the weights of its input, which lie beside the model's own files."""
+"""The hidden states that a feature draft reads, and the weights of its input, stored beside a model's own files."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,9 +58,7 @@ def add_feature_input(model: PreTrainedModel, features: Features, file: Path) ->
         _check_shape(file, "project", project, (hidden, features.width))
     assert fc is not None
     projecting = None if project is None else _linear(project, model.dtype)
-    model.set_input_embeddings(
-        FeatureEmbedding(model.get_input_embeddings(), _linear(fc, model.dtype), projecting)
-    )
+    model.set_input_embeddings(FeatureEmbedding(model.get_input_embeddings(), _linear(fc, model.dtype), projecting))
 
 
 def _check_shape(file: Path, name: str, weight: Weight | None, expected: tuple[int, int]) -> None:

@@ -45,9 +45,9 @@ class FeatureEmbedding(nn.Module):
         return joined
 
 
-def input_states(spans: Sequence[Span], like: torch.Tensor, project: Project) -> torch.Tensor:
-    """The state of each row of a packed batch. `like`: an empty tensor of their shape [rows, hidden]."""
-    states, rows, first = torch.zeros_like(like), list[int](), 0
+def fill_states(states: torch.Tensor, spans: Sequence[Span], project: Project) -> None:
+    """Fill in the states of the rows of a packed batch, [rows, hidden] zeros."""
+    rows, first = list[int](), 0
     for span in spans:
         if span.previous_state is not None:
             states[first] = span.previous_state
@@ -56,5 +56,4 @@ def input_states(spans: Sequence[Span], like: torch.Tensor, project: Project) ->
             rows += range(first - len(span.states), first)
     if rows:
         given = torch.cat([span.states for span in spans if span.states is not None])
-        states[rows] = project(given.to(like)).to(like.dtype)
-    return states
+        states[rows] = project(given.to(states))

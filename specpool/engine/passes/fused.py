@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from specpool.engine.passes.activations import in_chunks
 from specpool.engine.passes.attention import attend
+from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.passes.rotary import RotaryTables, head_order, rotate
@@ -65,10 +66,14 @@ class FusedModel(ForwardPass):
         self.group = group
         config: Any = model.config
         inner: Any = model.model
+        embedding = inner.embed_tokens
+        self.fc, self.projection = None, None  # of a feature draft
+        if isinstance(embedding, FeatureEmbedding):
+            self.fc, self.projection, self.state_size = embedding.fc, embedding.project, embedding.fc.out_features
         self.compute_dtype = model.dtype
         self.eps: float = config.rms_norm_eps
         self.head_dim: int = inner.layers[0].self_attn.head_dim
-        self.embedding: Weight = inner.embed_tokens.weight
+        self.embedding: Weight = embedding.weight
         self.norm = inner.norm.weight
         self.head: Any = model.lm_head
         self.rotary = RotaryTables(inner.rotary_emb, self.head_dim, self.norm)
@@ -95,17 +100,28 @@ class FusedModel(ForwardPass):
         tied = shares_memory(self.embedding, self.head)
         self.head = dequantized_linear(self.head)
         self.embedding = self.head.weight if tied else as_tensor(self.embedding)
+        self.fc, self.projection = (each and dequantized_linear(each) for each in (self.fc, self.projection))
         for layer in layers:
             layer.dequantize()
+
+    def project(self, states: torch.Tensor) -> torch.Tensor:
+        """Project states of the target [n, width] to those that the pass reads [n, hidden]."""
+        return states if self.projection is None else self.projection(states)
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows, padding included."""
         hidden = self.group.embed(self.dense_embedding, batch.input_ids)  # [rows, hidden]
+        if self.fc is not None:
+            assert batch.input_states is not None
+            hidden = self.fc(torch.cat([batch.input_states, hidden], -1))
         cos, sin = self.rotary(batch.max_length)
         rotation = cos[batch.positions, None], sin[batch.positions, None]  # [rows, 1, head_dim]
         for layer in self.layers:
             hidden = layer(hidden, batch, rotation)
-        normed = rms_norm(hidden[batch.logit_rows], self.norm.shape, self.norm, self.eps)
+        hidden = hidden[batch.logit_rows]
+        if batch.own_states is not None:
+            batch.own_states.copy_(hidden)
+        normed = rms_norm(hidden, self.norm.shape, self.norm, self.eps)
         return self.group.gather(self.head(normed), "tokens")
 
 

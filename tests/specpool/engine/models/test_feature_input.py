@@ -73,9 +73,7 @@ def test_invalid_configurations_are_refused(tmp_path: Path, stated: object, reas
         ("project", torch.zeros(128), f"{FEATURE_INPUT} has shape [128] for project, not [64, 128]"),
     ],
 )
-def test_mismatched_inputs_are_refused(
-    tmp_path: Path, name: str, weight: torch.Tensor | None, reason: str
-) -> None:
+def test_mismatched_inputs_are_refused(tmp_path: Path, name: str, weight: torch.Tensor | None, reason: str) -> None:
     file = save_feature_draft(tmp_path, quantized=False) / FEATURE_INPUT
     stored = load_file(file)
     del stored[name]
