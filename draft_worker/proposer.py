@@ -105,8 +105,7 @@ class Proposer(SequenceEngine):
         num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(token_ids) - 1)
         self.keep(key, num_cached_tokens)
         if self.engine.loaded.features is not None:
-            own_states = [] if draft.is_broken else draft.own_states
-            self.keep_states(key, item.base_length, draft.span.end, own_states)
+            self.keep_states(key, draft.span.end, [] if draft.is_broken else draft.own_states)
         return Proposal(
             sequence_id=key[1],
             status=ItemStatus.OK,

@@ -33,8 +33,7 @@ class Slot:
     num_accepted: int = 0
     """Draft tokens that the last round accepted, if it yielded tokens."""
     own_states: dict[int, Any] = field(default_factory=dict)
-    """A feature draft's own states after some numbers of cached positions: the last round's, and the one it began with,
-    so that a repeated round gives the same draft."""
+    """A feature draft's own states after some numbers of positions, from its last round."""
     continued: tuple[int, Continuation] | None = None
     """How the last round began, if it continued an earlier one: the id of that round, and where."""
 

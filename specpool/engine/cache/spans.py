@@ -1,6 +1,6 @@
 """The new tokens of a sequence, and its location in the arena."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,8 +23,8 @@ class Span:
     """Columns by which the positions from `prefix_length` on lie further right; 0: not a branch."""
     states: torch.Tensor | None = None
     """Input of a feature draft: the target's states before the last tokens, [at most one per token, width]."""
-    previous_state: torch.Tensor | None = None
-    """Input of a feature draft: its own state before the first token, [hidden], unless `states` has the target's."""
+    own_states: Mapping[int, torch.Tensor] | None = None
+    """Input of a feature draft: its own state [hidden] before some tokens, by their index, if `states` has none."""
 
     @property
     def end(self) -> int:
@@ -37,13 +37,16 @@ class Span:
         if states is not None:
             first = count - len(states)  # the first token with a state
             states = states[max(0, begin - first) : max(0, end - first)]
+        own_states = self.own_states
+        if own_states is not None:
+            own_states = {index - begin: state for index, state in own_states.items() if begin <= index < end}
         return replace(
             self,
             start=self.start + begin,
             token_ids=self.token_ids[begin:end],
             num_logits=max(0, end - max(begin, count - self.num_logits)),
             states=states,
-            previous_state=None if begin else self.previous_state,
+            own_states=own_states,
         )
 
 

@@ -84,9 +84,9 @@ class Draft:
 
     def feed(self, token_ids: Sequence[int]) -> None:
         """Make draft tokens the span of the next pass."""
-        span, previous = self.span, self.own_states[-1] if self.own_states else None
+        span, own_states = self.span, {0: self.own_states[-1]} if self.own_states else None
         self.context += token_ids
-        self.span = Span(span.slot, span.end, token_ids, 1, span.prefix_length, span.offset, previous_state=previous)
+        self.span = Span(span.slot, span.end, token_ids, 1, span.prefix_length, span.offset, own_states=own_states)
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ def fill_states(states: torch.Tensor, spans: Sequence[Span], project: Project) -
     """Fill in the states of the rows of a packed batch, [rows, hidden] zeros."""
     rows, first = list[int](), 0
     for span in spans:
-        if span.previous_state is not None:
-            states[first] = span.previous_state
+        for index, state in (span.own_states or {}).items():
+            states[first + index] = state
         first += len(span.token_ids)
         if span.states is not None:
             rows += range(first - len(span.states), first)

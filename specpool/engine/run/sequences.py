@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from specpool.engine.cache.slots import SequenceKey
+from specpool.engine.cache.slots import SequenceKey, Slot
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.drafts import Choice, Draft, DraftRound, drafts_of, extend_drafts
 from specpool.engine.run.engine import Engine
@@ -132,11 +132,11 @@ class SequenceEngine:
     ) -> Span:
         """New tokens after the cached positions of a sequence. `states`: input of a feature draft; see `Span`."""
         slot = self.engine.slots[key]
+        own_states = _take_own_states(slot, token_ids) if slot.own_states else None
         slot.token_ids[slot.num_cached_tokens :] = token_ids
         if slot.sampling is not None:
             slot.sampling.truncate(slot.num_cached_tokens)
-        previous = slot.own_states.get(slot.num_cached_tokens)
-        return Span(slot.index, slot.num_cached_tokens, token_ids, num_logits, states=states, previous_state=previous)
+        return Span(slot.index, slot.num_cached_tokens, token_ids, num_logits, states=states, own_states=own_states)
 
     def choose(
         self,
@@ -202,7 +202,7 @@ class SequenceEngine:
         if own_states is not None:
             counts = [span.num_logits for span in spans.values()]
             for (key, span), states in zip(spans.items(), own_states.split(counts), strict=True):
-                self.keep_states(key, span.start, span.end, [*states])
+                self.keep_states(key, span.end, [*states])
         return dict(zip(spans, rank_rows(logits, self._rows_of(spans, {}), self.engine.head, count), strict=True))
 
     def forced(self, key: SequenceKey, token_ids: Sequence[int], limit: int) -> tuple[int, ...]:
@@ -225,14 +225,13 @@ class SequenceEngine:
         slot = self.engine.slots[key]
         slot.num_cached_tokens, slot.next_token, slot.num_accepted = num_cached_tokens, next_token, num_accepted
 
-    def keep_states(self, key: SequenceKey, start: int, end: int, states: Sequence[torch.Tensor]) -> None:
-        """Keep a feature draft's own states after each of the last positions up to `end`, in a pass from `start` on.
+    def keep_states(self, key: SequenceKey, end: int, states: Sequence[torch.Tensor]) -> None:
+        """Keep a feature draft's own states after each of the last positions up to `end`.
 
-        They replace those of earlier rounds, except the one at `start`.
+        Those that the round began with stay, so that a repeated round gives the same draft.
         """
         slot = self.engine.slots[key]
-        first = {length: state for length, state in slot.own_states.items() if length == start}
-        slot.own_states = {**first, **dict(enumerate(states, end - len(states) + 1))}
+        slot.own_states = {**dict(enumerate(states, end - len(states) + 1)), **slot.own_states}
 
     def _rows_of(
         self, spans: Mapping[SequenceKey, Span], num_logprobs: Mapping[SequenceKey, int | None]
@@ -338,6 +337,18 @@ class SequenceEngine:
         )
         start = self.grammars.start
         return SequenceRules(known, start(known.grammar, known.prompt_length) if known.grammar else None)
+
+
+def _take_own_states(slot: Slot, token_ids: Sequence[int]) -> dict[int, torch.Tensor]:
+    """A feature draft's own states before new tokens, by index; the slot keeps no others.
+
+    A state is valid if it was computed after the same tokens.
+    """
+    start, before = slot.num_cached_tokens, slot.token_ids[slot.num_cached_tokens :]
+    differing = (index for index, pair in enumerate(zip(before, token_ids, strict=False)) if pair[0] != pair[1])
+    valid = next(differing, min(len(before), len(token_ids) - 1))
+    slot.own_states = {length: state for length, state in slot.own_states.items() if 0 <= length - start <= valid}
+    return {length - start: state for length, state in slot.own_states.items()}
 
 
 def _single(choices: Choices) -> Choice | None:

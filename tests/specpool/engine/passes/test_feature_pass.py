@@ -65,7 +65,7 @@ def test_passes_follow_the_formula(folder: Path, options: dict[str, Any], count:
     engine.forward([Span(0, 0, tokens, 1, states=given)])
     assert engine.own_states is not None
     (previous,) = engine.own_states
-    (actual,) = engine.forward([Span(0, LENGTH, [5], 1, previous_state=previous)])
+    (actual,) = engine.forward([Span(0, LENGTH, [5], 1, own_states={0: previous})])
     torch.testing.assert_close(actual, next_logits[-1], atol=1e-3, rtol=1e-3)
 
 
@@ -87,11 +87,11 @@ def test_rows_do_not_depend_on_their_batch(folder: Path, options: dict[str, Any]
 
 
 def test_pieces_of_a_span_keep_their_logits_and_states() -> None:
-    states, previous = torch.arange(6.0).view(3, 2), torch.ones(2)
-    span = Span(2, 10, [*range(8)], 4, states=states, previous_state=previous)
+    states, own = torch.arange(6.0).view(3, 2), dict.fromkeys((0, 2, 3, 7), torch.ones(2))
+    span = Span(2, 10, [*range(8)], 4, states=states, own_states=own)
     pieces = [span.piece(0, 3), span.piece(3, 3), span.piece(6, 3)]
     assert [(piece.start, [*piece.token_ids], piece.num_logits) for piece in pieces] == [
         (10, [0, 1, 2], 0), (13, [3, 4, 5], 2), (16, [6, 7], 2),
     ]  # fmt: skip
     assert [piece.states.tolist() for piece in pieces if piece.states is not None] == [[], [[0, 1]], [[2, 3], [4, 5]]]
-    assert [piece.previous_state is None for piece in pieces] == [False, True, True]
+    assert [[*(piece.own_states or {})] for piece in pieces] == [[0, 2], [0], [1]]
