@@ -16,6 +16,7 @@ from specpool.engine.config.sources import UnsupportedModelError, source_of
 from specpool.engine.models.checkpoint_quantization import method_of
 from specpool.engine.models.config import explain, load_config, resolve_max_model_len
 from specpool.engine.models.download import download_weights
+from specpool.engine.models.eagle import build_eagle_head, is_eagle_head
 from specpool.engine.models.feature_input import (
     FEATURE_INPUT,
     Features,
@@ -52,6 +53,8 @@ class LoadedModel:
     """Checksums of full weights by name, for some of the weights of which `model` has a shard."""
     features: Features | None = None
     """The states of its target that a feature draft reads; None: the model reads only tokens."""
+    modules_run: bool = True
+    """Whether transformers can run the model. It cannot run EAGLE heads."""
 
     @property
     def full(self) -> PreTrainedModel:
@@ -81,6 +84,8 @@ def load_model(
     _check_activations(options, config, device)
     _check_feature_draft(options, config)
     try:
+        if is_eagle_head(options):
+            return _load_eagle_head(options, config, device, report)
         return _load(options, config, device, share, report)
     except Exception as error:  # the files may contain anything
         fixed = isinstance(error, KeyError) and error.args == (PACKED_ATTENTION,)
@@ -142,6 +147,26 @@ def _load(
     max_model_len = resolve_max_model_len(config, options)
     return LoadedModel(
         options.model, model.eval(), files, max_model_len, output_ids, notes, outline, checksums, features
+    )
+
+
+def _load_eagle_head(
+    options: EngineOptions, config: PreTrainedConfig, device: torch.device, report: Callable[[str], None]
+) -> LoadedModel:
+    assert options.target_model is not None
+    if options.tensor_parallel > 1 or not options.fused:
+        raise UnsupportedModelError("EAGLE heads need the fused pass, on one rank")
+    tokenizer = AutoTokenizer.from_pretrained(**source_of(options.target_model, None))
+    report("loading weights")
+    head = build_eagle_head(options, config, _resolve_dtype(options, config, device), device)
+    return LoadedModel(
+        options.model,
+        head.model.eval(),
+        tokenizer_files(tokenizer, head.model),
+        resolve_max_model_len(config, options),
+        head.output_ids,
+        features=head.features,
+        modules_run=False,
     )
 
 

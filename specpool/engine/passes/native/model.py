@@ -286,6 +286,8 @@ def _refuse_int8(activations: Activations, problem: str, remedy: str = "") -> No
 
 def _size_problem(fused: FusedModel) -> str | None:
     """Say what rules out the compiled pass for this model, as a predicate; None if nothing does."""
+    if fused.is_eagle_head:
+        return "cannot run the layers of EAGLE heads"
     layers: list[Any] = list(fused.layers)
     # The size in the unsharded model, so all ranks agree.
     intermediate = fused.group.full_size(layers[0].gate_up.out_features // 2, "intermediate")
