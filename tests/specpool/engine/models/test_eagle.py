@@ -143,7 +143,7 @@ def test_damaged_heads_are_refused(
 def test_a_target_of_another_size_is_refused(tmp_path: Path) -> None:
     wide = save_model(tmp_path / "target", small_config("llama", hidden_size=128, num_hidden_layers=LAYERS))
     head = save_eagle_head(tmp_path / "head", 1)
-    assert "hidden size" in refusal(head, target_model=str(wide))
+    assert "fc.weight has the shape [64, 128], but this target needs [64, 192]" in refusal(head, target_model=str(wide))
 
 
 @pytest.mark.parametrize("options", [{"fused": False}, {"activations": "int8"}])
