@@ -47,13 +47,15 @@ class FeatureEmbedding(nn.Module):
 
 def fill_states(states: torch.Tensor, spans: Sequence[Span], project: Project) -> None:
     """Fill in the states of the rows of a packed batch, [rows, hidden] zeros."""
-    rows, first = list[int](), 0
+    ends, end = list[int](), 0
     for span in spans:
         for index, state in (span.own_states or {}).items():
-            states[first + index] = state
-        first += len(span.token_ids)
-        if span.states is not None:
-            rows += range(first - len(span.states), first)
-    if rows:
-        given = torch.cat([span.states for span in spans if span.states is not None])
-        states[rows] = project(given.to(states))
+            states[end + index] = state
+        end += len(span.token_ids)
+        ends.append(end)
+    given = [(end, span.states) for end, span in zip(ends, spans, strict=True) if span.states is not None]
+    if not given:
+        return
+    projected = project(torch.cat([each for _, each in given]).to(states))
+    for (end, _), rows in zip(given, projected.split([len(each) for _, each in given]), strict=True):
+        states[end - len(rows) : end] = rows
