@@ -6,6 +6,7 @@ extends all branches by a token. They share the cache of their sequence, and use
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from draft_worker.features import states_of
 from draft_worker.outcomes import Outcome, most_probable
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
@@ -51,7 +52,8 @@ def _appending(engine: SequenceEngine, items: Mapping[SequenceKey, ProposeItem])
         if engine.engine.slots[key].sampling is not None:
             sampled_rows += num_logits
             num_logits = 0 if sampled_rows > MAX_SAMPLED_ROWS else num_logits
-        yield key, engine.span(key, item.token_ids, num_logits)
+        states = states_of(item, engine.engine.loaded.features)
+        yield key, engine.span(key, item.token_ids, num_logits, states)
 
 
 def _outlined(

@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
+from torch.nn.functional import pad
+
 from draft_worker.branches import draft_branches
+from draft_worker.features import states_of
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.passes.drafts import Draft, DraftRound
 from specpool.engine.run.sequences import SequenceEngine
@@ -71,8 +74,11 @@ class Proposer(SequenceEngine):
         """
         num_draft_tokens, slot = item.num_draft_tokens - len(forced), self.engine.slots[key]
         token_ids = item.token_ids + (forced if num_draft_tokens else forced[:-1])
+        states = states_of(item, self.engine.loaded.features)
+        if states is not None:  # forced tokens have none
+            states = pad(states, (0, 0, 0, len(token_ids) - len(item.token_ids)))
         return Draft(
-            self.span(key, token_ids, min(1, num_draft_tokens)),
+            self.span(key, token_ids, min(1, num_draft_tokens), states),
             slot.sampling,
             slot.token_ids,
             num_draft_tokens,
@@ -98,6 +104,8 @@ class Proposer(SequenceEngine):
     def _proposal(self, key: SequenceKey, item: ProposeItem, token_ids: tuple[int, ...], draft: Draft) -> Proposal:
         num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(token_ids) - 1)
         self.keep(key, num_cached_tokens)
+        if self.engine.loaded.features is not None:
+            self.keep_states(key, draft.span.end, [] if draft.is_broken else draft.own_states)
         return Proposal(
             sequence_id=key[1],
             status=ItemStatus.OK,

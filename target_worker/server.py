@@ -41,6 +41,8 @@ def load_verifier(settings: TargetWorkerSettings, report: Callable[[str], None])
         from target_worker.verifier import Verifier
 
     engine = load_engine(EngineOptions.of(settings), exact=True, startup_cache=settings.startup_cache, report=report)
+    if engine.loaded.features is not None:
+        raise UnsupportedModelError(f"{settings.model} is a draft that reads hidden states, not a target")
     return Verifier(engine)
 
 

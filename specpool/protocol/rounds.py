@@ -80,6 +80,8 @@ class ProposeItem(SequenceItem):
     """Maximum number of branches, for outcomes of the verification of the last `num_unverified` tokens. 0: draft after
     all tokens, without branches."""
     num_unverified: int = 0
+    features: bytes = b""
+    """Hidden states of the target, bfloat16 [n, width]: those of the positions before each of the last n tokens."""
 
     @property
     def end(self) -> int:

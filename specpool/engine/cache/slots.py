@@ -7,6 +7,7 @@ comes back.
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 from specpool.engine.cache.extents import Extents
 from specpool.engine.cache.turns import Turns
@@ -31,6 +32,8 @@ class Slot:
     """The last token that the last round yielded, which is not cached yet."""
     num_accepted: int = 0
     """Draft tokens that the last round accepted, if it yielded tokens."""
+    own_states: dict[int, Any] = field(default_factory=dict)
+    """A feature draft's own states after some numbers of positions, from its last round."""
     continued: tuple[int, Continuation] | None = None
     """How the last round began, if it continued an earlier one: the id of that round, and where."""
 

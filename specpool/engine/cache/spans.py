@@ -1,7 +1,9 @@
 """The new tokens of a sequence, and its location in the arena."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -19,11 +21,33 @@ class Span:
     prefix_length: int = 0
     offset: int = 0
     """Columns by which the positions from `prefix_length` on lie further right; 0: not a branch."""
+    states: torch.Tensor | None = None
+    """Input of a feature draft: the target's states before the last tokens, [at most one per token, width]."""
+    own_states: Mapping[int, torch.Tensor] | None = None
+    """Input of a feature draft: its own state [hidden] before some tokens, by their index, if `states` has none."""
 
     @property
     def end(self) -> int:
         """Length of the sequence once these tokens are cached."""
         return self.start + len(self.token_ids)
+
+    def piece(self, begin: int, size: int) -> "Span":
+        """The span of `size` of the tokens, with their logits and states."""
+        end, count, states = min(begin + size, len(self.token_ids)), len(self.token_ids), self.states
+        if states is not None:
+            first = count - len(states)  # the first token with a state
+            states = states[max(0, begin - first) : max(0, end - first)]
+        own_states = self.own_states
+        if own_states is not None:
+            own_states = {index - begin: state for index, state in own_states.items() if begin <= index < end}
+        return replace(
+            self,
+            start=self.start + begin,
+            token_ids=self.token_ids[begin:end],
+            num_logits=max(0, end - max(begin, count - self.num_logits)),
+            states=states,
+            own_states=own_states,
+        )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Kinds of models, by the names in their configuration."""
 
-LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
-"""Endings of the architectures with a causal language-model head."""
+LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForCausalLMEagle", "ForCausalLMEagle3")
+"""Endings of the architectures with a causal language-model head, those of EAGLE heads included."""
 
 
 def why_not_a_decoder(model_type: object, architectures: object, is_encoder_decoder: bool) -> str | None:

@@ -20,6 +20,12 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     revision: str | None = Field(
         None, min_length=1, description="branch, tag or commit of a hub model; a commit pins the version"
     )
+    target_model: str | None = Field(
+        None,
+        min_length=1,
+        description="of an EAGLE head: the folder, GGUF file or hub id of its target, which lends it embeddings, "
+        "tokenizer, and the output head if it has none",
+    )
     device: str = Field(
         "auto",
         description='"cpu", "cuda" or "cuda:1"; "auto" uses a GPU if there is one. With tensor_parallel: one device '

@@ -12,10 +12,11 @@ from specpool.engine.config.sources import source_of
 from specpool.engine.models.checkpoint_quantization import DRAFT_METHOD
 from specpool.engine.models.config import load_config
 from specpool.engine.models.draft_weights import save_named
+from specpool.engine.models.feature_input import FEATURE_INPUT, FEATURES
 from specpool.engine.models.output_head import OUTPUT_HEAD
 from specpool.engine.models.stored_weights import EMBEDDING, HEAD
 from specpool.engine.models.weights import read_embeddings
-from specpool.engine.weights.quantized import Weight
+from specpool.engine.weights.quantized import Weight, as_tensor
 
 
 def count_layers(trained: Mapping[str, Weight]) -> int:
@@ -33,7 +34,8 @@ def save_draft(folder: Path, target: str, trained: Mapping[str, Weight]) -> None
     """Save a folder that a draft worker can load, with the weights as given and the target's embeddings.
 
     `trained`: "body.*", named as in the target's architecture; "head", the rows of the output head; and "output_ids",
-    the tokens of these rows.
+    the tokens of these rows. A feature draft also has "feature_layers", the numbers of the target's layers after which
+    it reads states; "fc"; and "project", unless states are as wide as the draft (see `feature_input`).
     """
     options = EngineOptions(model=target)
     config = draft_config(load_config(options), count_layers(trained))
@@ -43,8 +45,18 @@ def save_draft(folder: Path, target: str, trained: Mapping[str, Weight]) -> None
     weights = {name: trained["body." + name.removeprefix("model.")] for name in names}
     weights[EMBEDDING] = read_embeddings(options)
     config.quantization_config = {"quant_method": DRAFT_METHOD}
+    if "feature_layers" in trained:
+        setattr(config, FEATURES, _features(trained, config.hidden_size))
     config.save_pretrained(folder)
     draft.generation_config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source_of(target, None)).save_pretrained(folder)
     save_named(folder / "model.safetensors", weights)
     save_named(folder / OUTPUT_HEAD, {"weight": trained["head"], "output_ids": trained["output_ids"]})
+    inputs = {name: trained[name] for name in ("fc", "project") if name in trained}
+    if inputs:
+        save_named(folder / FEATURE_INPUT, inputs)
+
+
+def _features(trained: Mapping[str, Weight], hidden_size: int) -> dict[str, Any]:
+    layers, project = as_tensor(trained["feature_layers"]).tolist(), trained.get("project")
+    return {"layers": layers, "width": hidden_size if project is None else project.shape[1]}

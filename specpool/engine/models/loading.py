@@ -16,12 +16,20 @@ from specpool.engine.config.sources import UnsupportedModelError, source_of
 from specpool.engine.models.checkpoint_quantization import method_of
 from specpool.engine.models.config import explain, load_config, resolve_max_model_len
 from specpool.engine.models.download import download_weights
+from specpool.engine.models.eagle import build_eagle_head, is_eagle_head
+from specpool.engine.models.feature_input import (
+    FEATURE_INPUT,
+    Features,
+    add_feature_input,
+    features_of,
+)
 from specpool.engine.models.output_head import OUTPUT_HEAD, replace_output_head
 from specpool.engine.models.stored_model import build_stored_model, dequantize_model
 from specpool.engine.models.stored_weights import StoredWeights, stored_weights
 from specpool.engine.models.tokenizer import tokenizer_files
 from specpool.engine.models.weights import check_all_used, check_complete, read_with_transformers
 from specpool.engine.passes.attention import PACKED_ATTENTION
+from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.passes.fused import is_fusable, why_not_fusable
 from specpool.engine.sharding.shares import Share
 from specpool.engine.sharding.weights import ShardConfig, checksums_of
@@ -43,6 +51,10 @@ class LoadedModel:
     """The full model without weights, if `model` is quantized or a shard."""
     checksums: Mapping[str, bytes] = field(default_factory=dict)
     """Checksums of full weights by name, for some of the weights of which `model` has a shard."""
+    features: Features | None = None
+    """The states of its target that a feature draft reads; None: the model reads only tokens."""
+    modules_run: bool = True
+    """Whether transformers can run the model. It cannot run EAGLE heads."""
 
     @property
     def full(self) -> PreTrainedModel:
@@ -70,7 +82,10 @@ def load_model(
     """
     config, device = load_config(options), use_device(options.device)
     _check_activations(options, config, device)
+    _check_feature_draft(options, config)
     try:
+        if is_eagle_head(options):
+            return _load_eagle_head(options, config, device, report)
         return _load(options, config, device, share, report)
     except Exception as error:  # the files may contain anything
         fixed = isinstance(error, KeyError) and error.args == (PACKED_ATTENTION,)
@@ -86,6 +101,17 @@ def _check_activations(options: EngineOptions, config: PreTrainedConfig, device:
         raise Int8RefusedError(f"a CPU, but the device is {device}")
     if (reason := why_not_fusable(config)) is not None:
         raise Int8RefusedError(f"the compiled pass, which cannot run this model: {reason}")
+
+
+def _check_feature_draft(options: EngineOptions, config: PreTrainedConfig) -> None:
+    """Refuse a feature draft that no pass supports. UnsupportedModelError."""
+    if features_of(config) is None:
+        return
+    reason = why_not_fusable(config) or (None if options.fused else "the fused pass is switched off")
+    if options.tensor_parallel > 1:
+        reason = "a feature draft is not sharded (tensor_parallel)"
+    if reason is not None:
+        raise UnsupportedModelError(f"{options.model} reads hidden states, which needs the fused pass: {reason}")
 
 
 def _load(
@@ -107,7 +133,9 @@ def _load(
     model = _load_weights(options, config, stored, shard, device, dtype)
     files = tokenizer_files(tokenizer, model)
     keeps_quantized = stored is not None and _can_stay_quantized(options, config, device, dtype)
-    output_ids = replace_output_head(model, Path(options.model) / OUTPUT_HEAD)
+    output_ids, features = replace_output_head(model, Path(options.model) / OUTPUT_HEAD), features_of(config)
+    if features is not None:
+        add_feature_input(model, features, Path(options.model) / FEATURE_INPUT)
     if stored is not None and not keeps_quantized:
         model = dequantize_model(model, device, dtype)
         output_ids = None if output_ids is None else output_ids.to(device)
@@ -115,9 +143,31 @@ def _load(
     checksums: Mapping[str, bytes] = {}
     if shard is not None:
         checksums = checksums_of(model) if stored is None else shard.checksums
-    outline = None if shard is None and not keeps_quantized else _outline(config, output_ids)
+    outline = None if shard is None and not keeps_quantized else _outline(model, output_ids)
     max_model_len = resolve_max_model_len(config, options)
-    return LoadedModel(options.model, model.eval(), files, max_model_len, output_ids, notes, outline, checksums)
+    return LoadedModel(
+        options.model, model.eval(), files, max_model_len, output_ids, notes, outline, checksums, features
+    )
+
+
+def _load_eagle_head(
+    options: EngineOptions, config: PreTrainedConfig, device: torch.device, report: Callable[[str], None]
+) -> LoadedModel:
+    assert options.target_model is not None
+    if options.tensor_parallel > 1 or not options.fused:
+        raise UnsupportedModelError("EAGLE heads need the fused pass, on one rank")
+    tokenizer = AutoTokenizer.from_pretrained(**source_of(options.target_model, None))
+    report("loading weights")
+    head = build_eagle_head(options, config, _resolve_dtype(options, config, device), device)
+    return LoadedModel(
+        options.model,
+        head.model.eval(),
+        tokenizer_files(tokenizer, head.model),
+        resolve_max_model_len(config, options),
+        head.output_ids,
+        features=head.features,
+        modules_run=False,
+    )
 
 
 def _resolve_dtype(options: EngineOptions, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -174,10 +224,15 @@ def _note(weights: str, dtype: torch.dtype) -> str:
     return f"{weights} were dequantized to {str(dtype).removeprefix('torch.')}: {dtype.itemsize} bytes each"
 
 
-def _outline(config: PreTrainedConfig, output_ids: torch.Tensor | None) -> PreTrainedModel:
+def _outline(loaded: PreTrainedModel, output_ids: torch.Tensor | None) -> PreTrainedModel:
+    """The model without weights, from its configuration and the parts that were replaced."""
+    config: Any = loaded.config
+    embedding: Any = loaded.get_input_embeddings()
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
         if output_ids is not None:
             model.set_output_embeddings(nn.Linear(config.hidden_size, len(output_ids), bias=False))
+        if isinstance(embedding, FeatureEmbedding):
+            model.set_input_embeddings(embedding.outlined(model.get_input_embeddings()))
     outline: PreTrainedModel = model
     return outline

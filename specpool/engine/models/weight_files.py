@@ -46,6 +46,16 @@ def stored_sizes(options: EngineOptions) -> StoredSizes | None:
     return StoredSizes(len(shapes), sum(map(prod, shapes)))
 
 
+def read_tensor(options: EngineOptions, name: str) -> torch.Tensor | None:
+    """Read one tensor of a model's safetensors files; None if they have none of this name. UnsupportedModelError."""
+    for path in _safetensors_files(options):
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118
+                tensor: torch.Tensor = file.get_tensor(name)
+                return tensor
+    return None
+
+
 def check_layers(config: PreTrainedConfig, tensors: int) -> None:
     """Refuse a configuration with more layers than the files have tensors. UnsupportedModelError."""
     layers = getattr(config, "num_hidden_layers", None) or 0

@@ -11,8 +11,8 @@ from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of, 
 from specpool.engine.models.checkpoint_quantization import HINT, dequantization_arguments, is_scale
 from specpool.engine.models.config import load_config
 from specpool.engine.models.stored_model import build_stored_model, dequantize_model
-from specpool.engine.models.stored_weights import EMBEDDING, stored_weights
-from specpool.engine.models.weight_files import check_weights
+from specpool.engine.models.stored_weights import EMBEDDING, HEAD, stored_weights
+from specpool.engine.models.weight_files import check_weights, read_tensor
 from specpool.engine.weights.quantized import Weight
 
 # Keep transformers from asking the hub to convert a checkpoint and loading the proposed conversion.
@@ -51,6 +51,17 @@ def read_embeddings(options: EngineOptions) -> Weight:
     embeddings: Any = model.get_input_embeddings()
     dense: torch.Tensor = embeddings.weight.detach()
     return dense
+
+
+def read_weight(options: EngineOptions, config: PreTrainedConfig, name: str) -> Weight:
+    """Read one weight of a model that is not quantized or whose weights can stay as stored. UnsupportedModelError."""
+    stored = stored_weights(options, config)
+    names = [name, EMBEDDING] if name == HEAD and config.tie_word_embeddings else [name]
+    for each in names:
+        weight = read_tensor(options, each) if stored is None else stored.find(each)
+        if weight is not None:
+            return weight
+    raise UnsupportedModelError(f"{options.model} has no {name} that can be read by itself")
 
 
 def read_with_transformers(

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
+import torch
+
 from specpool.engine.cache.spans import Span
 from specpool.engine.sampling.rows import SequenceRows
 from specpool.engine.sampling.rules import SequenceRules
@@ -49,6 +51,8 @@ class Draft:
     confidences: list[float] = field(default_factory=list)
     chance: float = 1.0
     """Estimated probability that all draft tokens are accepted."""
+    own_states: list[torch.Tensor] = field(default_factory=list)
+    """Of a feature draft: its state [hidden] after each pass, which is the input of the next one."""
     is_broken: bool = False
     """Whether logits were not finite, which ends the draft."""
 
@@ -80,9 +84,9 @@ class Draft:
 
     def feed(self, token_ids: Sequence[int]) -> None:
         """Make draft tokens the span of the next pass."""
-        span = self.span
+        span, own_states = self.span, {0: self.own_states[-1]} if self.own_states else None
         self.context += token_ids
-        self.span = Span(span.slot, span.end, token_ids, 1, span.prefix_length, span.offset)
+        self.span = Span(span.slot, span.end, token_ids, 1, span.prefix_length, span.offset, own_states=own_states)
 
 
 @dataclass(frozen=True)

@@ -51,11 +51,18 @@ class DraftLoop(Protocol):
     def passes_in_progress(self) -> int:
         """Passes that the call in progress has finished, if it is long enough to count them."""
 
-    def __call__(self, logits: torch.Tensor, rounds: Sequence[DraftRound], columns: Sequence[int]) -> tuple[int, int]:
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        rounds: Sequence[DraftRound],
+        columns: Sequence[int],
+        own_states: torch.Tensor | None = None,
+    ) -> tuple[int, int]:
         """Extend the drafts of all rounds until each round has enough.
 
         Every draft requests draft tokens. `logits`: after the spans [n, rows of the head]. `columns`: of the tokens
-        after the spans. Return the numbers of passes and tokens run.
+        after the spans. `own_states`: of the last rows of the spans [n, hidden], if the pass reads states. Return the
+        numbers of passes and tokens run.
         """
 
 
@@ -70,6 +77,8 @@ class ForwardPass(nn.Module, ABC):
     """Whether the pass is batch-invariant without padding, so no tiles need to be chosen."""
     rows_per_tile: int = 1
     """Maximum rows of a sequence that share a tile of attention, in a pass without an attention plan."""
+    state_size: int = 0
+    """Size of the states that a feature draft reads beside the tokens, after projection; 0: it reads none."""
     captured_rows: int = 0
     """Maximum rows of captured passes, which have memory of their own; 0: the pass captures none."""
 
@@ -81,6 +90,10 @@ class ForwardPass(nn.Module, ABC):
     @abstractmethod
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows, possibly followed by padding."""
+
+    def project(self, states: torch.Tensor) -> torch.Tensor:
+        """Project states of the target [n, width] to those that the pass reads [n, state_size]."""
+        return states
 
     def padded_shape(self, needed: Shape) -> Shape:
         """The shape in which to run a pass that needs at least these sizes.

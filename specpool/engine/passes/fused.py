@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from specpool.engine.passes.activations import in_chunks
 from specpool.engine.passes.attention import attend
+from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.passes.rotary import RotaryTables, head_order, rotate
@@ -65,17 +66,24 @@ class FusedModel(ForwardPass):
         self.group = group
         config: Any = model.config
         inner: Any = model.model
+        embedding = inner.embed_tokens
+        self.fc, self.projection = None, None  # of a feature draft
+        if isinstance(embedding, FeatureEmbedding):
+            self.fc, self.projection, self.state_size = embedding.fc, embedding.project, config.hidden_size
         self.compute_dtype = model.dtype
         self.eps: float = config.rms_norm_eps
         self.head_dim: int = inner.layers[0].self_attn.head_dim
-        self.embedding: Weight = inner.embed_tokens.weight
-        self.norm = inner.norm.weight
+        self.embedding: Weight = embedding.weight
+        self.norm: Any = _norm_weight(inner, "norm")
         self.head: Any = model.lm_head
-        self.rotary = RotaryTables(inner.rotary_emb, self.head_dim, self.norm)
+        self.rotary = RotaryTables(
+            inner.rotary_emb, self.head_dim, torch.empty(0, dtype=model.dtype, device=model.device)
+        )
         order = head_order(len(inner.rotary_emb.inv_freq), self.head_dim, config.model_type in INTERLEAVED)
         self.layers = nn.ModuleList()
         for index in range(len(inner.layers)):
-            self.layers.append(FusedLayer(inner.layers[index], index, order, group))
+            kind = JoiningLayer if hasattr(inner.layers[index], "hidden_norm") else FusedLayer
+            self.layers.append(kind(inner.layers[index], index, order, group))
             inner.layers[index] = nn.Identity()
         model.lm_head = inner.embed_tokens = nn.Identity()
         layer: Any = self.layers[0]
@@ -87,6 +95,12 @@ class FusedModel(ForwardPass):
         assert isinstance(self.embedding, torch.Tensor)
         return self.embedding
 
+    @property
+    def is_eagle_head(self) -> bool:
+        """Whether layers or norms are those of an EAGLE head, which other passes cannot run."""
+        first: Any = self.layers[0]
+        return self.norm is None or first.before_attention is None or isinstance(first, JoiningLayer)
+
     def dequantize(self) -> None:
         """Dequantize all weights, for passes that cannot dequantize them as they go."""
         layers: list[Any] = list(self.layers)
@@ -95,17 +109,31 @@ class FusedModel(ForwardPass):
         tied = shares_memory(self.embedding, self.head)
         self.head = dequantized_linear(self.head)
         self.embedding = self.head.weight if tied else as_tensor(self.embedding)
+        if isinstance(self.fc, QuantizedLinear):
+            self.fc = dequantized_linear(self.fc)
+        if isinstance(self.projection, QuantizedLinear):
+            self.projection = dequantized_linear(self.projection)
         for layer in layers:
             layer.dequantize()
+
+    def project(self, states: torch.Tensor) -> torch.Tensor:
+        """Project states of the target [n, width] to those that the pass reads [n, hidden]."""
+        return states if self.projection is None else self.projection(states)
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows, padding included."""
         hidden = self.group.embed(self.dense_embedding, batch.input_ids)  # [rows, hidden]
+        if self.fc is not None:
+            assert batch.input_states is not None
+            hidden = self.fc(torch.cat([batch.input_states, hidden], -1))
         cos, sin = self.rotary(batch.max_length)
         rotation = cos[batch.positions, None], sin[batch.positions, None]  # [rows, 1, head_dim]
         for layer in self.layers:
             hidden = layer(hidden, batch, rotation)
-        normed = rms_norm(hidden[batch.logit_rows], self.norm.shape, self.norm, self.eps)
+        hidden = hidden[batch.logit_rows]
+        if batch.own_states is not None:
+            batch.own_states.copy_(hidden)
+        normed = _normed(hidden, self.norm, self.eps)
         return self.group.gather(self.head(normed), "tokens")
 
 
@@ -117,7 +145,7 @@ class FusedLayer(nn.Module):
         self.group = group
         attention, mlp = layer.self_attn, layer.mlp
         self.index, self.head_dim, self.scaling = index, attention.head_dim, attention.scaling
-        self.eps = layer.input_layernorm.variance_epsilon
+        self.eps = layer.post_attention_layernorm.variance_epsilon
         query, key = _reordered(attention.q_proj, order), _reordered(attention.k_proj, order)
         self.kv_heads = key.out_features // self.head_dim
         self.heads = query.out_features // self.head_dim
@@ -125,7 +153,10 @@ class FusedLayer(nn.Module):
         self.out = attention.o_proj
         self.gate_up = mlp.gate_up_proj if hasattr(mlp, "gate_up_proj") else _joined(mlp.gate_proj, mlp.up_proj)
         self.down = mlp.down_proj
-        self.before_attention, self.before_mlp = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        self.before_attention, self.before_mlp = (
+            _norm_weight(layer, "input_layernorm"),
+            layer.post_attention_layernorm.weight,
+        )
         self.after_attention = _norm_weight(layer, "post_self_attn_layernorm")
         self.after_mlp = _norm_weight(layer, "post_mlp_layernorm")
         self.head_norms = None  # [heads + kv_heads, head_dim]
@@ -137,7 +168,8 @@ class FusedLayer(nn.Module):
         self, hidden: torch.Tensor, batch: PackedBatch, rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
         """The hidden states [rows, hidden] after this layer."""
-        attended = self._attend(self._normed(hidden, self.before_attention), batch, rotation)
+        hidden, normed = self._inputs(hidden)
+        attended = self._attend(normed, batch, rotation)
         hidden = hidden + self._normed(self.group.project(self.out, attended, "attended"), self.after_attention)
         gate, up = self.gate_up(self._normed(hidden, self.before_mlp)).chunk(2, dim=-1)
         activated = in_chunks(silu, gate) * up
@@ -148,6 +180,10 @@ class FusedLayer(nn.Module):
         self.qkv, self.out, self.gate_up, self.down = map(
             dequantized_linear, (self.qkv, self.out, self.gate_up, self.down)
         )
+
+    def _inputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The hidden states that branches are added to, and the input of attention."""
+        return hidden, self._normed(hidden, self.before_attention)
 
     def _attend(
         self, hidden: torch.Tensor, batch: PackedBatch, rotation: tuple[torch.Tensor, torch.Tensor]
@@ -160,7 +196,20 @@ class FusedLayer(nn.Module):
         return attend(batch, self.index, query, key, value, self.scaling).view(len(hidden), -1)
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        return x if weight is None else rms_norm(x, weight.shape, weight, self.eps)
+        return _normed(x, weight, self.eps)
+
+
+class JoiningLayer(FusedLayer):
+    """The layer of an EAGLE-3 head. It takes states and embeddings [rows, 2 * hidden], and attends to both."""
+
+    def __init__(self, layer: Any, index: int, order: torch.Tensor, group: SingleRank) -> None:
+        super().__init__(layer, index, order, group)
+        self.of_state = layer.hidden_norm.weight
+
+    def _inputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        state, embedded = hidden.chunk(2, dim=-1)
+        normed = self._normed(embedded, self.before_attention), self._normed(state, self.of_state)
+        return state, torch.cat(normed, -1)
 
 
 def _reordered(linear: nn.Linear, order: torch.Tensor) -> nn.Linear:
@@ -185,4 +234,9 @@ def _joined(*linears: nn.Linear) -> nn.Linear | QuantizedLinear:
 
 
 def _norm_weight(module: Any, name: str) -> torch.Tensor | None:
-    return getattr(module, name).weight if hasattr(module, name) else None
+    weight: torch.Tensor | None = getattr(getattr(module, name, None), "weight", None)
+    return weight
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return x if weight is None else rms_norm(x, weight.shape, weight, eps)

@@ -38,6 +38,10 @@ class PackedBatch:
     numbers: torch.Tensor  # everything that differs between passes of one shape, copied to the device at once
     attention: AttentionPlan | None = None
     """The attention calls; None if the pass attends without a plan."""
+    input_states: torch.Tensor | None = None
+    """Input of a pass that reads states, [rows, hidden]. See `features`."""
+    own_states: torch.Tensor | None = None
+    """Output of a pass that reads states: the last layer's states of the rows of logits, [R, padded, hidden]."""
 
     @classmethod
     def of_padding(cls, arena: KVArena, shape: Shape, max_length: int) -> "PackedBatch":

@@ -30,7 +30,10 @@ class Branch:
     def span(self, slot: Slot) -> Span:
         """The span of the tokens that are not cached yet. `slot`: of the sequence."""
         start, token_ids = self.prefix_length + self.num_cached_tokens, self.token_ids[self.num_cached_tokens :]
-        span = Span(slot.index, start, token_ids, self.num_logits, self.prefix_length, self.offset)
+        own_states = {0: slot.own_states[start]} if start in slot.own_states else None
+        span = Span(
+            slot.index, start, token_ids, self.num_logits, self.prefix_length, self.offset, own_states=own_states
+        )
         assert span.end + span.offset <= slot.capacity, "a branch leaves the extent of its sequence"
         return span
 

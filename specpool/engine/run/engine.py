@@ -81,6 +81,8 @@ class Engine:
             self._draft_loop = forward_pass.draft_loop(self.layout.arena, self.head)
         self.realign_ns = 0
         """Nanoseconds spent on realignment so far."""
+        self.own_states: torch.Tensor | None = None
+        """A feature draft's own states [R, hidden] of the rows of logits of the last `forward`."""
         self._passes = 0
         self.tokens = 0
         """Tokens run so far, each one row of a pass."""
@@ -102,7 +104,10 @@ class Engine:
         `token_ids` and `over_vocabulary` map rows of the head to tokens. Spans with more than `max_num_batched_tokens`
         tokens are split into several passes, which give the same bits.
         """
-        logits = [rows for chunk in _chunks(spans, self.max_num_batched_tokens) if len(rows := self._pass(chunk))]
+        own_states = list[torch.Tensor]()
+        chunks = _chunks(spans, self.max_num_batched_tokens)
+        logits = [rows for chunk in chunks if len(rows := self._pass(chunk, own_states))]
+        self.own_states = torch.cat(own_states) if own_states else None
         if len(logits) == 1:
             return logits[0]
         return torch.cat(logits) if logits else torch.empty(0, self.facts.outputs, device=self.facts.device)
@@ -147,7 +152,7 @@ class Engine:
             return
         spans = [draft.span for draft in drafts_of(rounds)]
         columns = [self.layout.origin(span.slot) + span.end + span.offset for span in spans]
-        passes, tokens = self._draft_loop(logits, rounds, columns)
+        passes, tokens = self._draft_loop(logits, rounds, columns, self.own_states)
         self._passes += passes
         self.tokens += tokens
 
@@ -221,15 +226,15 @@ class Engine:
         if self.facts.device.type == "cuda" and self.layout.spare_columns:  # the other layout rarely moves columns
             torch.cuda.synchronize(self.facts.device)
 
-    def _pass(self, spans: Sequence[Span]) -> torch.Tensor:
-        """Logits of spans that fit in one forward pass."""
+    def _pass(self, spans: Sequence[Span], own_states: list[torch.Tensor]) -> torch.Tensor:
+        """Logits of spans that fit in one forward pass. `own_states`: gets those of a feature draft."""
         assert self.supports_branches or not any(span.offset for span in spans), "this engine has no branches"
         with self.realigning():
             starts = self.layout.align(spans)
         locations = [Location(self.layout.origin(span.slot), start) for span, start in zip(spans, starts, strict=True)]
         began = time.perf_counter()
         if self.leader is None:
-            logits = self.runner.run(spans, locations)
+            logits = self.runner.run(spans, locations, own_states)
         else:
             logits = self.leader.run(self.runner, spans, locations)
         rows = sum(len(span.token_ids) for span in spans)
@@ -256,18 +261,16 @@ class Engine:
 
 
 def _chunks(spans: Sequence[Span], limit: int) -> list[list[Span]]:
-    """Split spans into chunks of at most `limit` tokens. Each piece keeps the logits of its tokens."""
+    """Split spans into chunks of at most `limit` tokens. Each piece keeps the logits and states of its tokens."""
     chunks: list[list[Span]] = []
     room = 0  # in the last chunk
     for span in spans:
-        start, tokens, logits = span.start, span.token_ids, span.num_logits
-        while tokens:
+        begin, count = 0, len(span.token_ids)
+        while begin < count:
             if room == 0:
                 chunks.append([])
                 room = limit
-            take = min(room, len(tokens))
-            piece_logits = max(0, logits - (len(tokens) - take))
-            chunks[-1].append(Span(span.slot, start, tokens[:take], piece_logits, span.prefix_length, span.offset))
-            logits -= piece_logits
-            start, tokens, room = start + take, tokens[take:], room - take
+            take = min(room, count - begin)
+            chunks[-1].append(span if take == count else span.piece(begin, take))
+            begin, room = begin + take, room - take
     return chunks

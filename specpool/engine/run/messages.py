@@ -113,7 +113,9 @@ def decode_run(arguments: list[int]) -> tuple[list[Span], list[Location]]:
     headers = [rest[8 * i : 8 * i + 8] for i in range(count)]
     ends = accumulate((tokens for _, _, tokens, *_ in headers), initial=8 * count)
     spans = [
-        Span(slot, start, rest[begin:end], *others)
-        for (slot, start, _, *others, _, _), (begin, end) in zip(headers, pairwise(ends), strict=True)
+        Span(slot, start, rest[begin:end], num_logits, prefix_length, offset)
+        for (slot, start, _, num_logits, prefix_length, offset, *_), (begin, end) in zip(
+            headers, pairwise(ends), strict=True
+        )
     ]
     return spans, [Location(origin, start) for *_, origin, start in headers]

@@ -58,6 +58,9 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Singl
             fallback = why_no_kernels(fused)
             if fallback is None:
                 kernels = GpuModel(fused, loaded.max_model_len)
+                if kernels.state_size:
+                    kernels.notes.append("drafts step by step, without CUDA graphs, because it reads hidden states")
+                    return kernels
                 return CapturedModel(kernels, CudaGraphs()) if options.cuda_graphs else kernels
             if group is not SINGLE_RANK:
                 raise UnsupportedModelError(
@@ -78,6 +81,8 @@ def runs_kernels(device: torch.device) -> bool:
 
 def why_no_kernels(fused: FusedModel) -> str | None:
     """Why our kernels cannot run this model on its device; None if they can."""
+    if fused.is_eagle_head:
+        return "they lack the layers of EAGLE heads"
     try:
         try_kernels(fused)
     except Exception as error:  # the GPU compiler may raise anything

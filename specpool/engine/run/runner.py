@@ -9,8 +9,9 @@ from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Location, Span
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.attention_plan import plan_attention
+from specpool.engine.passes.features import fill_states
 from specpool.engine.passes.forward_pass import ForwardPass
-from specpool.engine.passes.packing import Shape, pack
+from specpool.engine.passes.packing import PackedBatch, Shape, pack
 
 
 class PassRunner:
@@ -21,10 +22,13 @@ class PassRunner:
         self.forward_pass, self.arena = forward_pass, arena
         self._tiles, self._query_groups = tiles, query_groups
 
-    def run(self, spans: Sequence[Span], locations: Sequence[Location]) -> torch.Tensor:
+    def run(
+        self, spans: Sequence[Span], locations: Sequence[Location], own_states: list[torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """Cache the new tokens of spans that fit in one pass, and return their logits.
 
-        `locations`: where each span's sequence lies in the arena.
+        `locations`: where each span's sequence lies in the arena. `own_states`: gets the states [R, hidden] of a
+        feature draft for the same rows.
         """
         arena, forward_pass = self.arena, self.forward_pass
         planned = forward_pass.plans_attention
@@ -33,8 +37,21 @@ class PassRunner:
             gather = arena.device.type != "cpu"
             plan = plan_attention(spans, locations, arena, self._tiles, self._query_groups, gather)
             batch = replace(batch, attention=plan)
+        if forward_pass.state_size:
+            batch = self._with_states(batch, spans)
         logits: torch.Tensor = forward_pass(batch)
+        if own_states is not None and batch.own_states is not None:
+            own_states.append(batch.own_states[: batch.num_logits])
         return logits[: batch.num_logits]
+
+    def _with_states(self, batch: PackedBatch, spans: Sequence[Span]) -> PackedBatch:
+        """The batch with the input of a feature draft, and memory for its own states."""
+        forward_pass, device = self.forward_pass, self.arena.device
+        size, dtype = forward_pass.state_size, forward_pass.compute_dtype
+        states = torch.zeros(batch.rows, size, dtype=dtype, device=device)
+        fill_states(states, spans, forward_pass.project)
+        own_states = torch.empty(batch.shape.logits, size, dtype=dtype, device=device)
+        return replace(batch, input_states=states, own_states=own_states)
 
     def capture_graphs(self, max_rows: int, max_length: int, max_sequences: int) -> int:
         """Capture passes of up to `max_rows` rows, before serving; see `ForwardPass.capture_graphs`."""

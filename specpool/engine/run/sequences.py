@@ -5,7 +5,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specpool.engine.cache.slots import SequenceKey
+import torch
+
+from specpool.engine.cache.slots import SequenceKey, Slot
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.drafts import Choice, Draft, DraftRound, drafts_of, extend_drafts
 from specpool.engine.run.engine import Engine
@@ -125,13 +127,16 @@ class SequenceEngine:
         slots = self.engine.slots
         return (coordinator_id, sequence_id) in slots or slots.in_use < slots.total
 
-    def span(self, key: SequenceKey, token_ids: Sequence[int], num_logits: int) -> Span:
-        """New tokens after the cached positions of a sequence."""
+    def span(
+        self, key: SequenceKey, token_ids: Sequence[int], num_logits: int, states: torch.Tensor | None = None
+    ) -> Span:
+        """New tokens after the cached positions of a sequence. `states`: input of a feature draft; see `Span`."""
         slot = self.engine.slots[key]
+        own_states = _take_own_states(slot, token_ids) if slot.own_states else None
         slot.token_ids[slot.num_cached_tokens :] = token_ids
         if slot.sampling is not None:
             slot.sampling.truncate(slot.num_cached_tokens)
-        return Span(slot.index, slot.num_cached_tokens, token_ids, num_logits)
+        return Span(slot.index, slot.num_cached_tokens, token_ids, num_logits, states=states, own_states=own_states)
 
     def choose(
         self,
@@ -181,6 +186,10 @@ class SequenceEngine:
     def _choose_next(self, drafts: Sequence[Draft]) -> list[Choice | None]:
         confidences = any(draft.needs_confidences for draft in drafts)
         choices = self.choose_rows([draft.span for draft in drafts], [draft.rows for draft in drafts], confidences)
+        if self.engine.own_states is not None:
+            drafting = (draft for draft in drafts if draft.span.num_logits)
+            for draft, state in zip(drafting, self.engine.own_states, strict=True):
+                draft.own_states.append(state)
         return [_single(each) for each in choices]
 
     def rank(self, spans: Mapping[SequenceKey, Span], count: int) -> dict[SequenceKey, list[Ranking]]:
@@ -189,7 +198,11 @@ class SequenceEngine:
         The first token of each row is the one that `choose` would choose. Probabilities of sampled sequences are the
         softmax of scores with noise, so they are rough. Rows whose largest logit is not finite rank no tokens.
         """
-        logits = self.engine.forward(list(spans.values()))
+        logits, own_states = self.engine.forward(list(spans.values())), self.engine.own_states
+        if own_states is not None:
+            counts = [span.num_logits for span in spans.values()]
+            for (key, span), states in zip(spans.items(), own_states.split(counts), strict=True):
+                self.keep_states(key, span.end, [*states])
         return dict(zip(spans, rank_rows(logits, self._rows_of(spans, {}), self.engine.head, count), strict=True))
 
     def forced(self, key: SequenceKey, token_ids: Sequence[int], limit: int) -> tuple[int, ...]:
@@ -211,6 +224,14 @@ class SequenceEngine:
         """
         slot = self.engine.slots[key]
         slot.num_cached_tokens, slot.next_token, slot.num_accepted = num_cached_tokens, next_token, num_accepted
+
+    def keep_states(self, key: SequenceKey, end: int, states: Sequence[torch.Tensor]) -> None:
+        """Keep a feature draft's own states after each of the last positions up to `end`.
+
+        Those that the round began with stay, so that a repeated round gives the same draft.
+        """
+        slot = self.engine.slots[key]
+        slot.own_states = {**dict(enumerate(states, end - len(states) + 1)), **slot.own_states}
 
     def _rows_of(
         self, spans: Mapping[SequenceKey, Span], num_logprobs: Mapping[SequenceKey, int | None]
@@ -285,6 +306,7 @@ class SequenceEngine:
             if slot is None:
                 return ItemStatus.CACHE_MISS
         slot.num_cached_tokens, slot.token_ids = length, source.token_ids[:length]
+        slot.own_states = {after: state for after, state in source.own_states.items() if after == length}
         return ItemStatus.OK
 
     @property
@@ -315,6 +337,18 @@ class SequenceEngine:
         )
         start = self.grammars.start
         return SequenceRules(known, start(known.grammar, known.prompt_length) if known.grammar else None)
+
+
+def _take_own_states(slot: Slot, token_ids: Sequence[int]) -> dict[int, torch.Tensor]:
+    """A feature draft's own states before new tokens, by index; the slot keeps no others.
+
+    A state is valid if it was computed after the same tokens.
+    """
+    start, before = slot.num_cached_tokens, slot.token_ids[slot.num_cached_tokens :]
+    differing = (index for index, pair in enumerate(zip(before, token_ids, strict=False)) if pair[0] != pair[1])
+    valid = next(differing, min(len(before), len(token_ids) - 1))
+    slot.own_states = {length: state for length, state in slot.own_states.items() if 0 <= length - start <= valid}
+    return {length - start: state for length, state in slot.own_states.items()}
 
 
 def _single(choices: Choices) -> Choice | None:

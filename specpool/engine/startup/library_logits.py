@@ -16,11 +16,13 @@ COMPARED = 4
 
 
 @torch.inference_mode()
-def library_logits(loaded: LoadedModel, facts: ModelFacts) -> torch.Tensor:
+def library_logits(loaded: LoadedModel, facts: ModelFacts) -> torch.Tensor | None:
     """Logits [COMPARED, rows of the head] of the last probe tokens, with the model's own attention.
 
-    UnsupportedModelError: the model cannot run.
+    None: transformers does not know the model. UnsupportedModelError: the model cannot run.
     """
+    if not loaded.modules_run:
+        return None
     model = loaded.model
     model.set_attn_implementation("eager")
     try:
@@ -36,7 +38,7 @@ def library_logits(loaded: LoadedModel, facts: ModelFacts) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def refuse_other_logits(engine: Engine, expected: torch.Tensor) -> None:
+def refuse_other_logits(engine: Engine, expected: torch.Tensor | None) -> None:
     """Raise UnsupportedModelError if a model bypasses the engine's attention, or computes something else with it.
 
     `expected`: the result of `library_logits`.
@@ -53,6 +55,8 @@ def refuse_other_logits(engine: Engine, expected: torch.Tensor) -> None:
     bypassing = [layer for layer, keys in enumerate(engine.layout.arena.keys) if not keys[:, cached].any()]
     if bypassing:
         raise UnsupportedModelError(f"layers {bypassing} of this {kind} model have another kind of attention or none")
+    if expected is None:
+        return
     # Rounding errors are far below this threshold in every dtype. A wrong mask, scale or head order is far above it.
     difference, largest = (logits - expected).abs().max().item(), expected.abs().max().item()
     if not difference <= 0.1 * largest:

@@ -43,7 +43,9 @@ def load_engine(
     CPU, reuse the self-test result and step times of an earlier start, and let only one worker measure at a time.
     `report`: called with each phase, such as "loading weights".
     """
-    options = options.model_copy(update={"model": local_model(options.model, report)})
+    models = {"model": options.model, "target_model": options.target_model}
+    found = {name: local_model(model, report) for name, model in models.items() if model is not None}
+    options = options.model_copy(update=found)
     if options.tensor_parallel > 1:
         engine = start_sharded_engine(options, exact, report)
         _measure(engine, report)

@@ -48,8 +48,14 @@ class GpuDraftLoop:
         logits = torch.zeros(1, self._head.outputs, dtype=self._model.compute_dtype, device=self._arena.device)
         choose(logits, self._head)
 
-    def __call__(self, logits: torch.Tensor, rounds: Sequence[DraftRound], columns: Sequence[int]) -> tuple[int, int]:
-        """Extend the drafts; see `DraftLoop`."""
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        rounds: Sequence[DraftRound],
+        columns: Sequence[int],
+        own_states: torch.Tensor | None = None,
+    ) -> tuple[int, int]:
+        """Extend the drafts; see `DraftLoop`. The model reads no states."""
         drafts = drafts_of(rounds)
         remaining = [draft.num_draft_tokens - 1 for draft in drafts]
         chosen = self._run(choose(logits, self._head), [draft.span for draft in drafts], columns, remaining)

@@ -58,6 +58,7 @@ class GpuModel(ForwardPass):
         self.rotary = fused.rotary(max_length)
         self.embedding, self.norm = fused.dense_embedding, fused.norm
         self.head = Gemm(fused.head.weight, split=False)
+        self.fc, self.projection, self.state_size = fused.fc, fused.projection, fused.state_size
         self.layers = nn.ModuleList()
         for index in range(len(fused.layers)):
             self.layers.append(GpuLayer(fused.layers[index], index))
@@ -66,11 +67,20 @@ class GpuModel(ForwardPass):
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows, padding included."""
         hidden, added = self.group.embed(self.embedding, batch.input_ids), None
+        if self.fc is not None:
+            assert batch.input_states is not None
+            hidden = self.fc(torch.cat([batch.input_states, hidden], -1))
         for layer in self.layers:
             added = layer(hidden, added, batch, self.rotary)
         normed = add_and_norm(hidden, added, self.norm, self.eps)
+        if batch.own_states is not None:
+            batch.own_states.copy_(hidden[batch.logit_rows])
         logits: torch.Tensor = self.head(normed[batch.logit_rows])[0]
         return self.group.gather(logits, "tokens")
+
+    def project(self, states: torch.Tensor) -> torch.Tensor:
+        """Project states of the target [n, width] to those that the pass reads [n, hidden]."""
+        return states if self.projection is None else self.projection(states)
 
     def gemms(self) -> list[Gemm]:
         """All GEMMs, in the order of the pass."""
@@ -97,8 +107,11 @@ class GpuModel(ForwardPass):
         )
 
     def draft_loop(self, arena: KVArena, head: Head, capture: Capture | None = None) -> GpuDraftLoop | None:
-        """The draft loop, captured or eager; None if the model is sharded: ranks synchronize once per pass."""
-        return GpuDraftLoop(self, arena, head, capture) if self.group.ranks == 1 else None
+        """The draft loop, captured or eager; None if the model is sharded: ranks synchronize once per pass.
+
+        None if the model reads states, too: its drafts run step by step.
+        """
+        return GpuDraftLoop(self, arena, head, capture) if self.group.ranks == 1 and not self.state_size else None
 
     def scratch_bytes(self, rows: int, length: int) -> int:
         """Bytes of partial results of attention and GEMM, and of the tensors that ranks exchange."""

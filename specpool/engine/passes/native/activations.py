@@ -47,5 +47,6 @@ def gemm_kinds(panels: ModelPanels) -> Set[str]:
 
     Without an embedding that is not tied to the head: no GEMM uses it.
     """
-    linears = [*(linear for layer in panels.layers for linear in layer.values()), panels.head]
+    of_layers = (linear for layer in panels.layers for linear in layer.values())
+    linears = [*of_layers, panels.head, panels.fc, panels.projection]
     return {MIXED if segment.is_mixed else segment.kind for linear in linears for segment in linear}

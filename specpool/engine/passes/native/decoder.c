@@ -10,6 +10,8 @@
 
 #include "rows.h"
 
+#include <string.h>
+
 /* Kinds of stages. */
 enum { GEMM, ATTENTION, ROWS };
 
@@ -18,16 +20,20 @@ enum { GEMM, ATTENTION, ROWS };
 
 /* Activations of a pass, each [rows, ...]. */
 typedef struct {
-    float *hidden, *normed, *heads, *attended, *branch, *gate_up, *gated, *scores;
+    float *hidden, *normed, *heads, *attended, *branch, *gate_up, *gated, *joined, *scores;
     RoundedPart *rounded; /* the inputs of the next GEMM */
 } Activations;
 
 static int64_t attended_stride(const Model *model) { return HEADS(model) * HEAD_DIM; }
 
+/* Inputs of `fc`; 0 if the model reads no states. */
+static int64_t joined_stride(const Model *model) { return model->fc.panels ? 2 * model->hidden : 0; }
+
 static int64_t rounded_floats(const Model *model, int64_t rows) {
     int64_t size = attended_stride(model);
     size = model->hidden > size ? model->hidden : size;
     size = model->intermediate > size ? model->intermediate : size;
+    size = joined_stride(model) > size ? joined_stride(model) : size;
     return ROUND_ACTIVATIONS * rows * (size / PART) * (int64_t)(sizeof(RoundedPart) / sizeof(float));
 }
 
@@ -35,7 +41,7 @@ static int64_t rounded_floats(const Model *model, int64_t rows) {
 int64_t workspace_floats(const Model *model, int64_t rows) {
     const Layer *layer = model->layers;
     int64_t per_row = 2 * model->hidden + layer->query_key_value.outputs + attended_stride(model) +
-                      layer->out.outputs + layer->gate_up.outputs + model->intermediate;
+                      layer->out.outputs + layer->gate_up.outputs + model->intermediate + joined_stride(model);
     return rows * per_row + rounded_floats(model, rows);
 }
 
@@ -49,7 +55,8 @@ Activations activations_of(const Model *model, const Batch *batch) {
     acts.branch = acts.attended + batch->rows * attended_stride(model);
     acts.gate_up = acts.branch + batch->rows * layer->out.outputs;
     acts.gated = acts.gate_up + batch->rows * layer->gate_up.outputs;
-    acts.rounded = (RoundedPart *)(acts.gated + batch->rows * model->intermediate);
+    acts.joined = acts.gated + batch->rows * model->intermediate;
+    acts.rounded = (RoundedPart *)(acts.joined + batch->rows * joined_stride(model));
     acts.scores = (float *)acts.rounded + rounded_floats(model, batch->rows);
     return acts;
 }
@@ -103,6 +110,27 @@ static void normalize_for_attention(const Stage *stage, int64_t row, int64_t end
     for (; row < end; row++) normalize(stage->pass, row, layer->before_attention, row, stage->units);
 }
 
+/* Joins the state and the embedding of each row, for `fc`. */
+static ONE_COPY void join(const Stage *stage, int64_t row, int64_t end) {
+    const Pass *pass = stage->pass;
+    int64_t hidden = pass->model->hidden;
+    for (; row < end; row++) {
+        float *joined = pass->acts.joined + row * 2 * hidden;
+        memcpy(joined, pass->batch->input_states + row * hidden, hidden * sizeof(float));
+        embedding_row(&pass->model->embedding, pass->batch->token_ids[row], joined + hidden);
+        round_input(pass, joined, 2 * hidden, row, stage->units);
+    }
+}
+
+/* Takes the result of `fc`, then normalizes for the first layer. */
+static void take_joined(const Stage *stage, int64_t row, int64_t end) {
+    const Pass *pass = stage->pass;
+    int64_t hidden = pass->model->hidden;
+    for (int64_t r = row; r < end; r++)
+        memcpy(pass->acts.hidden + r * hidden, pass->branch + r * pass->stride, hidden * sizeof(float));
+    normalize_for_attention(stage, row, end);
+}
+
 /* Adds the attention branch, then normalizes for the MLP. */
 static void add_attention(const Stage *stage, int64_t row, int64_t end) {
     const Layer *layer = stage->item;
@@ -124,8 +152,14 @@ static void add_mlp(const Stage *stage, int64_t row, int64_t end) {
 
 static void normalize_results(const Stage *stage, int64_t result, int64_t end) {
     const Pass *pass = stage->pass;
-    for (; result < end; result++)
-        normalize(pass, pass->batch->result_rows[result], pass->model->norm, result, stage->units);
+    const Batch *batch = pass->batch;
+    int64_t hidden = pass->model->hidden;
+    for (; result < end; result++) {
+        int64_t row = batch->result_rows[result];
+        if (batch->own_states)
+            memcpy(batch->own_states + result * hidden, pass->acts.hidden + row * hidden, hidden * sizeof(float));
+        normalize(pass, row, pass->model->norm, result, stage->units);
+    }
 }
 
 static ONE_COPY void cache_rows(const Stage *stage, int64_t row, int64_t end) {
@@ -199,6 +233,23 @@ static Stage pass_gemm(const Linear *linear, const Pass *pass, int64_t rows, con
     return gemm_stage(linear, rows, pass->batch->threads, x, pass->acts.rounded, out);
 }
 
+/* Stages that compute the input of the first layer. */
+#define INPUT_STAGES 3
+static Stage *input_stages(Stage *to, const Pass *pass) {
+    int64_t rows = pass->batch->rows;
+    const Layer *first = pass->model->layers;
+    if (pass->model->fc.panels) {
+        *to++ = rows_stage(join, pass, 0, rows);
+        *to++ = pass_gemm(&pass->model->fc, pass, rows, pass->acts.joined, pass->branch);
+        *to++ = rows_stage(take_joined, pass, first, rows);
+    } else {
+        *to = rows_stage(embed, pass, 0, rows);
+        to++->out = pass->acts.hidden;
+        *to++ = rows_stage(normalize_for_attention, pass, first, rows);
+    }
+    return to;
+}
+
 /* Stages of a layer up to attention over normalized rows. Result: `attended`. */
 #define ATTEND_STAGES 4
 static Stage *attend_stages(Stage *to, const Pass *pass, const Layer *layer) {
@@ -233,10 +284,8 @@ static Stage *logits_stages(Stage *to, const Pass *pass) {
 void forward(const Model *model, const Batch *batch) {
     const Pass pass = pass_of(model, batch);
     int64_t rows = batch->rows, threads = batch->threads;
-    Stage stages[2 + model->num_layers * (ATTEND_STAGES + GATE_STAGES + 3) + LOGITS_STAGES], *to = stages;
-    *to++ = rows_stage(embed, &pass, 0, rows);
-    stages->out = pass.acts.hidden;
-    *to++ = rows_stage(normalize_for_attention, &pass, model->layers, rows);
+    Stage stages[INPUT_STAGES + model->num_layers * (ATTEND_STAGES + GATE_STAGES + 3) + LOGITS_STAGES];
+    Stage *to = input_stages(stages, &pass);
     for (const Layer *layer = model->layers; layer < model->layers + model->num_layers; layer++) {
         to = attend_stages(to, &pass, layer);
         *to++ = pass_gemm(&layer->out, &pass, rows, pass.acts.attended, pass.branch);

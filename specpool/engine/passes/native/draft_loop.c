@@ -8,6 +8,7 @@
 #include "sampling.h"
 
 #include <math.h>
+#include <string.h>
 
 typedef struct {
     Row row;          /* of the next token */
@@ -34,6 +35,10 @@ typedef struct {
     int64_t *token_ids, *positions, *columns, *prefix_lengths, *offsets; /* of the pass, [num_drafts] */
     const float *logits, *first_logits; /* of the pass and of the pass before the loop, [num_drafts] rows */
     int64_t stride, first_stride;       /* floats of a row */
+    float *input_states;     /* of the pass, [num_drafts, hidden] */
+    const float *own_states; /* of the pass, [num_drafts, hidden] */
+    float *states;           /* result, [num_drafts, max_draft_tokens, hidden]: of every pass, the first before the loop */
+    int64_t hidden;          /* 0: the model reads no states */
     void (*sample)(const Batch *batch);
     Batch sampling; /* with [num_drafts] rows */
     Draft *drafts;
@@ -126,6 +131,11 @@ static int64_t keep_unfinished(const Loop *loop, Draft **drafts, int64_t count) 
     return kept;
 }
 
+/* The state after the pass that follows `count` draft tokens. */
+static float *state_of(const Loop *loop, const Draft *draft, int64_t count) {
+    return loop->states + ((draft - loop->drafts) * loop->max_draft_tokens + count) * loop->hidden;
+}
+
 /* Runs the last token of each draft. */
 static void run_pass(Loop *loop, Draft **drafts, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
@@ -136,7 +146,13 @@ static void run_pass(Loop *loop, Draft **drafts, int64_t count) {
         loop->prefix_lengths[i] = draft->prefix_length;
         loop->offsets[i] = draft->offset;
     }
+    int64_t hidden = loop->hidden;
+    size_t size = hidden * sizeof(float);
+    for (int64_t i = 0; hidden && i < count; i++)
+        memcpy(loop->input_states + i * hidden, state_of(loop, drafts[i], drafts[i]->count - 1), size);
     loop->forward(loop->model, loop->batch, count);
+    for (int64_t i = 0; hidden && i < count; i++)
+        memcpy(state_of(loop, drafts[i], drafts[i]->count), loop->own_states + i * hidden, size);
     loop->num_passes++;
     loop->num_tokens += count;
 }

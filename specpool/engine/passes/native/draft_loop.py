@@ -71,6 +71,8 @@ class Loop(Structure):
         *((name, c_void_p) for name in ROW_ARRAYS),
         *((name, c_void_p) for name in ("logits", "first_logits")),
         *((name, c_int64) for name in ("stride", "first_stride")),
+        *((name, c_void_p) for name in ("input_states", "own_states", "states")),
+        ("hidden", c_int64),
         ("sample", c_void_p),
         ("sampling", compiled.Batch),
         ("drafts", POINTER(DraftState)),
@@ -106,7 +108,13 @@ class NativeDraftLoop:
         loop = self._in_progress
         return 0 if loop is None else loop.num_passes
 
-    def __call__(self, logits: torch.Tensor, rounds: Sequence[DraftRound], columns: Sequence[int]) -> tuple[int, int]:
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        rounds: Sequence[DraftRound],
+        columns: Sequence[int],
+        own_states: torch.Tensor | None = None,
+    ) -> tuple[int, int]:
         """Extend the drafts; see `DraftLoop`."""
         drafts = drafts_of(rounds)
         count, size = len(drafts), max(draft.num_draft_tokens for draft in drafts)
@@ -119,6 +127,9 @@ class NativeDraftLoop:
         token_ids, confidences = np.empty((count, size), np.int32), np.empty((count, size), np.float64)
         rejected, batch, reader = np.array([NOTHING_REJECTED], np.int32), self._batch(drafts), _reader(drafts, changes)
         arguments, pass_logits = self._prepare(batch)
+        all_states = torch.empty(count, size, 0 if own_states is None else own_states.shape[1])
+        if own_states is not None:
+            all_states[:, 0] = own_states
         loop = Loop(
             **self._code,
             batch=addressof(arguments),
@@ -127,6 +138,10 @@ class NativeDraftLoop:
             first_logits=logits.data_ptr(),
             stride=pass_logits.stride(0),
             first_stride=logits.stride(0),
+            input_states=arguments.input_states,
+            own_states=arguments.own_states,
+            states=all_states.data_ptr(),
+            hidden=all_states.shape[2],
             sampling=self._sampler.batch((Row * count)(), rejected, self._pool),
             drafts=states,
             rounds=(RoundState * len(rounds))(*ends),
@@ -141,7 +156,7 @@ class NativeDraftLoop:
         self._run(byref(loop))
         self._in_progress = None
         del batch, changes, chances, reader  # the loop used their memory
-        for of_draft in zip(states, drafts, token_ids.tolist(), confidences.tolist(), strict=True):
+        for of_draft in zip(states, drafts, token_ids.tolist(), confidences.tolist(), all_states, strict=True):
             _end(*of_draft)
         return loop.num_passes, loop.num_tokens
 
@@ -178,6 +193,7 @@ class NativeDraftLoop:
     def _batch(self, drafts: Sequence[Draft]) -> PackedBatch:
         """A pass with a row for each draft. The loop fills in its numbers."""
         count, max_length = len(drafts), max(draft.span.end + draft.num_draft_tokens for draft in drafts)
+        hidden = self._model.hidden if self._model.fc.panels else 0
         numbers = array("q", bytes(array("q").itemsize * NUMBERS_PER_ROW * count)) + array("q", range(count))
         return PackedBatch(
             arena=self._arena,
@@ -187,6 +203,8 @@ class NativeDraftLoop:
             max_length=max_length,
             num_logits=count,
             numbers=torch.frombuffer(numbers, dtype=torch.int64),
+            input_states=torch.empty(count, hidden) if hidden else None,
+            own_states=torch.empty(count, hidden) if hidden else None,
         )
 
 
@@ -209,12 +227,15 @@ def _reader(drafts: Sequence[Draft], changes: Sequence[Changes | None]) -> Any:
     return READ_TOKEN(read_token)
 
 
-def _end(state: Any, draft: Draft, token_ids: list[int], confidences: list[float]) -> None:
+def _end(state: Any, draft: Draft, token_ids: list[int], confidences: list[float], own_states: torch.Tensor) -> None:
     """Copy the results of the loop to a draft."""
     draft.token_ids, draft.chance, draft.is_broken = token_ids[: state.count], state.chance, bool(state.is_broken)
     if state.row.num_top >= 0:
         draft.confidences = confidences[: state.count]
-    if num_run := state.position - draft.span.end:
+    num_run = state.position - draft.span.end
+    if own_states.shape[1]:
+        draft.own_states = [*own_states[: num_run + 1]]
+    if num_run:
         draft.feed(draft.token_ids[:num_run])
 
 

@@ -62,8 +62,9 @@ class NativeModel(ForwardPass):
         self._library, self._forward = library, library.forward
         self._workspace_floats = library.workspace_floats
         self._workspace_floats.restype = c_int64
-        linears = (first.qkv, first.out, first.gate_up, first.down, fused.head)
-        self._gemm_inputs = {linear.in_features for linear in linears}
+        linears = (first.qkv, first.out, first.gate_up, first.down, fused.head, fused.fc, fused.projection)
+        self._gemm_inputs = {linear.in_features for linear in linears if linear is not None}
+        self.state_size = fused.state_size
         self._rotary, self._outputs = fused.rotary.in_float32(), fused.head.out_features
         self._workspace = torch.empty(0)
         self._arena: KVArena | None = None
@@ -83,6 +84,11 @@ class NativeModel(ForwardPass):
             eps=fused.eps,
             scaling=first.scaling,
         )
+        if fused.fc is not None:
+            self._model.fc = self._packed.linear(panels.fc, fused.fc.bias, NEVER)
+        self._projection = None
+        if fused.projection is not None:
+            self._projection = self._packed.linear(panels.projection, fused.projection.bias, NEVER)
         for index, layer in enumerate(fused.layers):
             self._layers[index] = self._pack_layer(panels.layers[index], layer)
             panels.layers[index], fused.layers[index] = {}, nn.Identity()
@@ -94,6 +100,12 @@ class NativeModel(ForwardPass):
         arguments, logits = self._prepare(batch)
         self._forward(byref(self._model), byref(arguments))
         return logits[:, : self._outputs]
+
+    def project(self, states: torch.Tensor) -> torch.Tensor:
+        """Project states of the target [n, width] to those that the pass reads [n, hidden]."""
+        if self._projection is None:
+            return states
+        return self._gemm(self._projection, states.contiguous())[:, : self.state_size]
 
     def draft_loop(self, arena: KVArena, head: Head) -> DraftLoop | None:
         """The compiled draft loop; None if this machine cannot run it."""
@@ -189,6 +201,8 @@ class NativeModel(ForwardPass):
             workspace=self._workspace.data_ptr(),
             scores=scores,
             logits=logits.data_ptr(),
+            input_states=None if batch.input_states is None else batch.input_states.data_ptr(),
+            own_states=None if batch.own_states is None else batch.own_states.data_ptr(),
         )
         return arguments, logits
 
@@ -213,7 +227,9 @@ class NativeModel(ForwardPass):
         for layer in self._layers:
             for name in LINEARS:
                 getattr(layer, name).widened_from = rows
-        self._model.head.widened_from = rows
+        for linear in (self._model.head, self._model.fc, self._projection):
+            if linear is not None:
+                linear.widened_from = rows
 
     def _best_widened_from(self) -> int:
         """Find the row count from which it is faster to widen a panel once, into the cache, than per tile of rows, in
@@ -270,6 +286,8 @@ def _refuse_int8(activations: Activations, problem: str, remedy: str = "") -> No
 
 def _size_problem(fused: FusedModel) -> str | None:
     """Say what rules out the compiled pass for this model, as a predicate; None if nothing does."""
+    if fused.is_eagle_head:
+        return "cannot run the layers of EAGLE heads"
     layers: list[Any] = list(fused.layers)
     # The size in the unsharded model, so all ranks agree.
     intermediate = fused.group.full_size(layers[0].gate_up.out_features // 2, "intermediate")

@@ -28,12 +28,16 @@ class ModelPanels:
     head: Sequence[Segment]
     embedding: Sequence[Segment] | None
     """None if tied to the head."""
+    fc: Sequence[Segment] = ()
+    projection: Sequence[Segment] = ()
+    """The input of a feature draft."""
 
     @property
     def segments(self) -> list[Segment]:
         """All segments, each once."""
         linears = [linear for layer in self.layers for linear in layer.values()]
-        return [segment for linear in (*linears, self.head, self.embedding or ()) for segment in linear]
+        ends = (self.head, self.embedding or (), self.fc, self.projection)
+        return [segment for linear in (*linears, *ends) for segment in linear]
 
     @property
     def kinds(self) -> Counter[str]:
@@ -52,6 +56,7 @@ def panels_of(fused: FusedModel) -> ModelPanels:
         [{name: segments_of(parts_of(getattr(layer, name))) for name in LINEARS} for layer in layers],
         segments_of(parts_of(fused.head)),
         None if tied else segments_of([fused.embedding]),
+        *(() if layer is None else segments_of(parts_of(layer)) for layer in (fused.fc, fused.projection)),
     )
 
 
@@ -104,6 +109,7 @@ def bytes_of(fused: FusedModel, panels: ModelPanels) -> int:
     layers: list[Any] = list(fused.layers)
     norms = [fused.norm, *(getattr(layer, name) for layer in layers for name in NORMS)]
     biases = [getattr(layer, name).bias for layer in layers for name in LINEARS] + [fused.head.bias]
+    biases += [layer.bias for layer in (fused.fc, fused.projection) if layer is not None]
     float_bytes = [4 * (PANEL + numbers.numel()) for numbers in norms + biases if numbers is not None]
     panel_bytes = [segment.total_bytes for segment in panels.segments]
     return sum(round_up(count, ALIGNMENT) for count in (*panel_bytes, *float_bytes))

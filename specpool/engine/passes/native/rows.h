@@ -23,6 +23,7 @@ typedef struct {
     const float *cosines, *sines; /* [positions, HEAD_DIM]; sines of the first half of a head negated */
     const float *norm;
     Linear embedding, head; /* [vocabulary, hidden]; a tied head has the panels of the embedding */
+    Linear fc;              /* [hidden, 2 * hidden], for a state and an embedding; without panels: reads no states */
     float eps, scaling;
 } Model;
 
@@ -34,6 +35,8 @@ typedef struct {
     float *workspace;
     int64_t scores; /* length of a query head's scores, in each thread */
     float *logits;  /* [results, head.outputs] */
+    const float *input_states; /* [rows, hidden], if the model has an fc */
+    float *own_states;         /* [results, hidden]: the hidden states of the result rows before the norm, or null */
 } Batch;
 
 #define HEADS(model) (GROUPS * (model)->kv_heads)

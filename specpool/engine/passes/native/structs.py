@@ -37,6 +37,7 @@ class Model(Structure):
         *((name, c_void_p) for name in ("cosines", "sines", "norm")),
         ("embedding", Linear),
         ("head", Linear),
+        ("fc", Linear),
         ("eps", c_float),
         ("scaling", c_float),
     )
@@ -50,14 +51,14 @@ class Batch(Structure):
         *((name, c_void_p) for name in ("token_ids", "positions", "columns", "prefix_lengths", "offsets")),
         *((name, c_void_p) for name in ("result_rows", "workspace")),
         ("scores", c_int64),
-        ("logits", c_void_p),
+        *((name, c_void_p) for name in ("logits", "input_states", "own_states")),
     )
 
 
 class Activations(Structure):
     """Addresses of the activations in the workspace."""
 
-    _fields_ = tuple(
-        (name, c_void_p)
-        for name in ("hidden", "normed", "heads", "attended", "branch", "gate_up", "gated", "scores", "rounded")
+    _fields_ = (
+        *((name, c_void_p) for name in ("hidden", "normed", "heads", "attended", "branch")),
+        *((name, c_void_p) for name in ("gate_up", "gated", "joined", "scores", "rounded")),
     )

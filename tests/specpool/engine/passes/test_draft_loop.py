@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from feature_drafts import encoded_states, random_states, save_feature_draft
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import (
@@ -85,7 +86,11 @@ def engines(tiny_pair: tuple[Path, Path]) -> Engines:
 class Rounds:
     """Random rounds of a few coordinators. The same seed and proposals make the same rounds."""
 
-    def __init__(self, seed: int, min_chances: tuple[float, ...] = (0.0, 1e-30, 0.02, 0.3, 0.6)) -> None:
+    def __init__(
+        self, seed: int, min_chances: tuple[float, ...] = (0.0, 1e-30, 0.02, 0.3, 0.6), feature_width: int = 0
+    ) -> None:
+        """`feature_width`: of the target's states, which some items carry; 0: the draft reads none."""
+        self._feature_width = feature_width
         self._chance, self._min_chances = random.Random(seed), min_chances
         count = self._chance.randrange(1, SLOTS + 1)
         self._tokens = {number: self._prompt(number) for number in range(count)}
@@ -124,6 +129,9 @@ class Rounds:
         )  # fmt: skip
         if item.num_draft_tokens and pick.random() < 0.3:
             item.num_branches, item.num_unverified = pick.randrange(1, 5), min(2, len(item.token_ids) - 1)
+        if self._feature_width:
+            states = random_states(pick.randrange(len(item.token_ids) + 1), self._feature_width, pick.random())
+            item.features = encoded_states(states)
         return item
 
     def accept(self, rounds: list[ProposeRound], proposals: list[list[Proposal]]) -> None:
@@ -137,7 +145,7 @@ class Rounds:
                 self._cached[number] = min(proposal.num_cached_tokens, length + kept)
 
 
-def run_rounds(engines: Engines, seed: int, count: int = 4, **options: tuple[float, ...]) -> list[Proposal]:
+def run_rounds(engines: Engines, seed: int, count: int = 4, **options: Any) -> list[Proposal]:
     """Run the same rounds on both engines, and compare proposals, states, passes and caches. Return the proposals."""
     collected: list[Proposal] = []
     for engine in engines:
@@ -150,6 +158,7 @@ def run_rounds(engines: Engines, seed: int, count: int = 4, **options: tuple[flo
         looped, stepped = (backend.propose(rounds) for backend in backends)
         assert looped == stepped
         assert states_of(engines[0]) == states_of(engines[1])
+        assert_own_states_agree(*engines)
         first, second = (
             (engine.passes - passes, engine.tokens - tokens)
             for engine, (passes, tokens) in zip(engines, before, strict=True)
@@ -170,11 +179,32 @@ def states_of(engine: Engine) -> list[tuple[int, list[int]]]:
     return [(slot.num_cached_tokens, slot.token_ids[: slot.num_cached_tokens]) for slot in slots]
 
 
+def assert_own_states_agree(first: Engine, second: Engine) -> None:
+    for one, other in zip(first.slots._slots.values(), second.slots._slots.values(), strict=True):
+        assert one.own_states.keys() == other.own_states.keys()
+        assert all(torch.equal(state, other.own_states[length]) for length, state in one.own_states.items())
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
 def test_drafts_match_single_steps(engines: Engines, seed: int) -> None:
     """Passes mix greedy and sampled sequences, branches, ragged lengths and early ends."""
     run_rounds(engines, seed)
+
+
+@pytest.fixture(scope="module")
+def feature_engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    folder = save_feature_draft(tmp_path_factory.mktemp("features"))
+    return looped_engine(folder, threads=2), stepped_engine(folder, threads=2)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32))
+def test_feature_drafts_match_single_steps(feature_engines: Engines, seed: int) -> None:
+    """Items with and without the target's states; own states continue drafts, branches and rounds."""
+    features = feature_engines[0].loaded.features
+    assert features is not None
+    run_rounds(feature_engines, seed, feature_width=features.width)
 
 
 def test_random_rounds_cover_all_lengths(engines: Engines) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from feature_drafts import random_states, save_feature_draft
 from interpreted_kernels import FakeGraphs, choose, imitate_kernels, run_by_kernels
 from test_fused import VARIANTS, save_random
 from tiny_models import load_engine, random_tokens, rows_that_differ, transformers_logits
@@ -348,3 +349,19 @@ def test_the_draft_loop_matches_single_steps(
         assert loop.draft_token_ids == step.draft_token_ids
         assert loop.num_cached_tokens == step.num_cached_tokens
         assert loop.confidences == pytest.approx(step.confidences)
+
+
+def test_feature_drafts_run_eagerly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_feature_draft(tmp_path)
+    options = {"native": False, "max_sequences": 3, "max_model_len": 26}
+    tokens, states = random_tokens(12), random_states(9, 128, 0.5)
+    spans = [Span(2, 0, tokens, 12, states=states), Span(0, 0, tokens[:3], 1)]
+    expected = load_engine(folder, False, **options)
+    logits = expected.forward(spans)
+    run_by_kernels(monkeypatch)
+    engine = load_engine(folder, False, **options)
+    assert isinstance(engine.forward_pass, GpuModel)
+    assert engine._draft_loop is None
+    assert "drafts step by step, without CUDA graphs, because it reads hidden states" in engine.notes
+    torch.testing.assert_close(engine.forward(spans), logits, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(engine.own_states, expected.own_states, atol=2e-5, rtol=1e-4)

@@ -1,0 +1,32 @@
+"""Reads the target's hidden states that an item carries."""
+
+import logging
+from functools import cache
+
+import torch
+
+from specpool.engine.models.feature_input import Features
+from specpool.protocol.rounds import ProposeItem
+
+log = logging.getLogger(__name__)
+
+
+def states_of(item: ProposeItem, features: Features | None) -> torch.Tensor | None:
+    """The states before the last tokens of an item, [n, width]; None if it has none, or not finite rows of them.
+
+    A draft without states works, only worse, so malformed ones are ignored.
+    """
+    if features is None or not item.features:
+        return None
+    count, rest = divmod(len(item.features), features.width * torch.bfloat16.itemsize)
+    if not rest and count <= len(item.token_ids):
+        numbers = torch.frombuffer(bytearray(item.features), dtype=torch.bfloat16).float()
+        if numbers.isfinite().all():  # others would spoil the sequence's cache
+            return numbers.view(count, features.width)
+    _warn(features.width)
+    return None
+
+
+@cache
+def _warn(width: int) -> None:
+    log.warning("ignoring features that are not rows of %d finite bfloat16 numbers for the last tokens", width)

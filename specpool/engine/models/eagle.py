@@ -1,0 +1,225 @@
+"""Builds EAGLE heads of others: one decoder layer that reads hidden states, with the embeddings of its target.
+
+EAGLE-1 and 2 (Li et al., arXiv 2401.15077 and 2406.16858) read the target's last states after its final norm, and
+choose tokens with its output head. EAGLE-3 (arXiv 2503.01840) reads the states after three layers, and has an output
+head of its own.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.sources import UnsupportedModelError, first_line
+from specpool.engine.models.config import load_config
+from specpool.engine.models.feature_input import Features
+from specpool.engine.models.stored_weights import EMBEDDING, HEAD
+from specpool.engine.models.weights import check_all_used, check_complete, read_weight
+from specpool.engine.passes.features import FeatureEmbedding
+from specpool.engine.passes.fused import why_not_fusable
+from specpool.engine.weights.quantized import as_tensor, linear_of
+
+SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
+FC, EAGLE3_LAYER = "fc.weight", "midlayer."
+FIRST_LAYERS = (EAGLE3_LAYER, "layers.0.")
+UNUSED = ("t2d", "rotary_emb.inv_freq")
+"""Tensors that follow from others."""
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass(frozen=True)
+class EagleHead:
+    """An EAGLE head as a feature draft."""
+
+    model: PreTrainedModel
+    features: Features
+    output_ids: torch.Tensor | None
+
+
+def is_eagle_head(options: EngineOptions) -> bool:
+    """Whether a model is a folder with an EAGLE head. UnsupportedModelError: it is one, but its target is not named."""
+    folder = Path(options.model)
+    names = _names(folder) if folder.is_dir() else set()
+    if FC not in names or not any(name.startswith(FIRST_LAYERS) for name in names):
+        if options.target_model is not None:
+            raise UnsupportedModelError(f"{options.model} is not an EAGLE head; only these need target_model")
+        return False
+    if options.target_model is None:
+        raise UnsupportedModelError(
+            f"{options.model} is an EAGLE head, which needs the embeddings of its target: set target_model"
+        )
+    return True
+
+
+def build_eagle_head(
+    options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> EagleHead:
+    """Read a head and what it borrows from its target. UnsupportedModelError: it does not fit the target."""
+    assert options.target_model is not None
+    target = EngineOptions(model=options.target_model)
+    return _Builder(config, _read(Path(options.model)), target).build(dtype, device)
+
+
+class _Builder:
+    def __init__(self, config: Any, tensors: dict[str, torch.Tensor], target: EngineOptions) -> None:
+        if (reason := why_not_fusable(config)) is not None:
+            raise UnsupportedModelError(f"EAGLE heads need the fused pass: {reason}")
+        if getattr(config, "norm_before_residual", False):
+            raise UnsupportedModelError("EAGLE heads with norm_before_residual are not supported")
+        self.config, self.target, self.target_config = config, target, load_config(target)
+        self.tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(UNUSED)}
+        self.is_eagle3 = any(name.startswith(EAGLE3_LAYER) for name in tensors)
+        count = int(self.target_config.num_hidden_layers)
+        self.layers = _layers_of(config, count) if self.is_eagle3 else (count,)
+        if not all(0 < layer <= count for layer in self.layers):
+            raise UnsupportedModelError(f"it reads layers {[*self.layers]} of a target with {count} layers")
+
+    def build(self, dtype: torch.dtype, device: torch.device) -> EagleHead:
+        hidden, width = self.config.hidden_size, len(self.layers) * self.target_config.hidden_size
+        model, output_ids = self._empty_model(), self._output_ids()
+        embedding = self._embedding()
+        fc, project = self._input(hidden, width)
+        self._fill(model)
+        if not self.is_eagle3:
+            model.lm_head = linear_of(as_tensor(self._of_target(HEAD)), None)
+        model.set_input_embeddings(FeatureEmbedding(embedding, fc, project))
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(dtype)
+        ids = None if output_ids is None else output_ids.to(device)
+        return EagleHead(model.to(device), Features(self.layers, width), ids)
+
+    def _empty_model(self) -> Any:
+        """The layers without weights, in the modules that the head has."""
+        with init_empty_weights(include_buffers=False):
+            model: Any = AutoModelForCausalLM.from_config(self.config)
+            first, hidden = model.model.layers[0], self.config.hidden_size
+            if self.is_eagle3:
+                first.hidden_norm = deepcopy(first.input_layernorm)
+                for name in PROJECTIONS:
+                    linear = getattr(first.self_attn, name)
+                    wider = nn.Linear(2 * hidden, linear.out_features, linear.bias is not None)
+                    setattr(first.self_attn, name, wider)
+                rows = self.tensors["lm_head.weight"].shape[0] if "lm_head.weight" in self.tensors else 1
+                model.lm_head = nn.Linear(hidden, rows, bias=False)
+            else:
+                first.input_layernorm = model.model.norm = nn.Identity()
+        return model
+
+    def _fill(self, model: Any) -> None:
+        """Give the layers, and the norm and output head of EAGLE-3, their weights."""
+        if self.is_eagle3:
+            modules = {EAGLE3_LAYER: model.model.layers[0], "norm.": model.model.norm, "lm_head.": model.lm_head}
+        else:
+            modules = {f"layers.{index}.": layer for index, layer in enumerate(model.model.layers)}
+        expected = {
+            prefix + name: weight.shape
+            for prefix, module in modules.items()
+            for name, weight in module.named_parameters()
+        }
+        check_complete(
+            {
+                "missing_keys": sorted(expected.keys() - self.tensors.keys()),
+                "mismatched_keys": [
+                    (name, tuple(self.tensors[name].shape), tuple(shape))
+                    for name, shape in expected.items()
+                    if name in self.tensors and self.tensors[name].shape != shape
+                ],
+                "unexpected_keys": [],
+            }
+        )
+        check_all_used({"unexpected_keys": sorted(self.tensors.keys() - expected.keys())})
+        for prefix, module in modules.items():
+            own = {name: self.tensors[prefix + name] for name, _ in module.named_parameters()}
+            module.load_state_dict(own, assign=True)
+
+    def _input(self, hidden: int, width: int) -> tuple[nn.Module, nn.Module]:
+        """The layers `fc` and `project` of the input, as in `FeatureEmbedding`."""
+        weight, bias = self.tensors.pop(FC), self.tensors.pop("fc.bias", None)
+        expected = (hidden, width if self.is_eagle3 else hidden + width)
+        if tuple(weight.shape) != expected:
+            raise UnsupportedModelError(f"{FC} has the shape {list(weight.shape)}, but this target needs {[*expected]}")
+        if self.is_eagle3:
+            return nn.Identity(), linear_of(weight, bias)
+        norm = nn.RMSNorm(hidden, self.target_config.rms_norm_eps)
+        norm.weight.data = as_tensor(self._of_target("model.norm.weight"))
+        return linear_of(torch.cat([weight[:, hidden:], weight[:, :hidden]], 1), bias), norm
+
+    def _embedding(self) -> nn.Module:
+        weight = self.tensors.pop("embed_tokens.weight", None)
+        if weight is None:
+            weight = as_tensor(self._of_target(EMBEDDING))
+        tokens, hidden = self.config.vocab_size, self.config.hidden_size
+        if tokens != self.target_config.vocab_size:
+            raise UnsupportedModelError(
+                f"its vocabulary has {tokens} tokens, but the target's has {self.target_config.vocab_size}"
+            )
+        if weight.dim() != 2 or weight.shape[1] != hidden:
+            raise UnsupportedModelError(f"its hidden size is {hidden}, but embeddings are {[*weight.shape]}")
+        embedding: nn.Module = nn.Embedding.from_pretrained(weight)
+        return embedding
+
+    def _output_ids(self) -> torch.Tensor | None:
+        """The token of each row of the head. `d2t` has its distance from the row."""
+        distances = self.tensors.pop("d2t", None)
+        if distances is None:
+            return None
+        ids = distances.long().flatten() + torch.arange(distances.numel())
+        if not len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < self.config.vocab_size:
+            raise UnsupportedModelError("d2t names tokens beyond the vocabulary")
+        if "lm_head.weight" in self.tensors and len(self.tensors["lm_head.weight"]) != len(ids):
+            raise UnsupportedModelError(f"d2t has {len(ids)} tokens for {len(self.tensors['lm_head.weight'])} rows")
+        return ids
+
+    def _of_target(self, name: str) -> Any:
+        return read_weight(self.target, self.target_config, name)
+
+
+def _layers_of(config: Any, count: int) -> tuple[int, ...]:
+    """The layers of a target with `count` layers after which EAGLE-3 reads states."""
+    stated = getattr(config, "eagle_config", None)
+    ids = stated.get("eagle_aux_hidden_state_layer_ids") if isinstance(stated, dict) else None
+    after = 1  # layers whose outputs are read, counted from 0
+    if not ids:  # as in the speculators library: layers whose inputs are read
+        ids, after = getattr(config, "eagle_aux_hidden_state_layer_ids", None), 0
+    if not ids:
+        return 2, count // 2, count - 3
+    if not isinstance(ids, list) or not all(type(number) is int for number in ids):
+        raise UnsupportedModelError(f"eagle_aux_hidden_state_layer_ids is no list of layers: {ids!r}"[:200])
+    return tuple(number + after for number in ids)
+
+
+def _names(folder: Path) -> set[str]:
+    """Names of the tensors of a folder with a single file."""
+    try:
+        if (folder / SAFETENSORS).is_file():
+            with safe_open(folder / SAFETENSORS, framework="pt") as file:
+                return set(file.keys())
+        if (folder / PICKLED).is_file() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.gguf")):
+            return set(_read_pickled(folder / PICKLED))
+    except Exception:  # loading explains what is wrong with the file
+        return set()
+    return set()
+
+
+def _read(folder: Path) -> dict[str, torch.Tensor]:
+    file = folder / SAFETENSORS
+    try:
+        return load_file(file) if file.is_file() else _read_pickled(folder / PICKLED)
+    except Exception as error:  # the file may contain anything
+        raise UnsupportedModelError(f"{file} cannot be read: {first_line(error)}") from error
+
+
+def _read_pickled(file: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a file that could contain code, none of which is run."""
+    content: Mapping[str, torch.Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    return {name: tensor for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}

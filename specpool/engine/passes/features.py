@@ -1,0 +1,61 @@
+"""The input of feature drafts: hidden states of the target beside the embeddings of tokens.
+
+A token's input is fc(concat(state, embedding)). The state is that of the position before the token: the projected state
+of the target, or where the draft continues its own tokens, the draft's own state after its last layer. Missing states
+are zeros.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from specpool.engine.cache.spans import Span
+from specpool.engine.weights.quantized import Weight
+
+Project = Callable[[torch.Tensor], torch.Tensor]
+
+
+class FeatureEmbedding(nn.Module):
+    """Embeds tokens whose states are missing, in place of a model's embedding."""
+
+    def __init__(self, embedding: Any, fc: Any, project: Any) -> None:
+        """`fc`: linear layer [hidden, 2 * hidden]. `project`: maps states of the target to [n, hidden]; None: as is."""
+        super().__init__()
+        self.embedding, self.fc, self.project = embedding, fc, project
+
+    @property
+    def weight(self) -> Weight:
+        """The embedding of tokens [vocab_size, hidden]."""
+        weight: Weight = self.embedding.weight
+        return weight
+
+    def outlined(self, embedding: Any) -> "FeatureEmbedding":
+        """The same input around another embedding, without weights."""
+        fc, project = (
+            layer and nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+            for layer in (self.fc, self.project)
+        )
+        return FeatureEmbedding(embedding, fc, project)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        embedded = self.embedding(ids)
+        joined: torch.Tensor = self.fc(torch.cat([torch.zeros_like(embedded), embedded], -1))
+        return joined
+
+
+def fill_states(states: torch.Tensor, spans: Sequence[Span], project: Project) -> None:
+    """Fill in the states of the rows of a packed batch, [rows, hidden] zeros."""
+    ends, end = list[int](), 0
+    for span in spans:
+        for index, state in (span.own_states or {}).items():
+            states[end + index] = state
+        end += len(span.token_ids)
+        ends.append(end)
+    given = [(end, span.states) for end, span in zip(ends, spans, strict=True) if span.states is not None]
+    if not given:
+        return
+    projected = project(torch.cat([each for _, each in given]).to(states))
+    for (end, _), rows in zip(given, projected.split([len(each) for _, each in given]), strict=True):
+        states[end - len(rows) : end] = rows

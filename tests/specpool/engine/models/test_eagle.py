@@ -1,0 +1,152 @@
+"""EAGLE heads in the format of their authors: the same drafts as a plain implementation, and refusals in one line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_heads import HIDDEN, VOCAB, ReferenceHead, save_eagle_head, save_tensors
+from feature_drafts import encoded_states, random_states
+from safetensors.torch import load_file
+from tiny_models import load_engine, random_tokens, refusal, save_model, small_config
+
+from draft_worker.proposer import Proposer
+from specpool.engine.cache.spans import Span
+from specpool.engine.models.feature_input import Features
+from specpool.engine.passes.fused import FusedModel
+from specpool.protocol.rounds import ProposeItem, ProposeRound
+
+LAYERS = 8
+LENGTH = 20
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    return save_model(folder, small_config(request.param, num_hidden_layers=LAYERS))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("llama"), small_config("llama", num_hidden_layers=LAYERS))
+
+
+@pytest.mark.parametrize(("version", "pickled"), [(1, False), (1, True), (3, False), (3, True)])
+def test_heads_draft_like_a_plain_implementation(tmp_path: Path, target: Path, version: int, pickled: bool) -> None:
+    head = save_eagle_head(tmp_path / "head", version, pickled=pickled)
+    engine = load_engine(head, exact=False, target_model=str(target))
+    assert isinstance(engine.forward_pass, FusedModel)
+    layers = (LAYERS,) if version == 1 else (2, 4, 5)
+    features = engine.loaded.features
+    assert features == Features(layers, HIDDEN * len(layers))
+    reference, tokens = ReferenceHead(head, target), random_tokens(LENGTH)
+    given = random_states(LENGTH, features.width, 0.4)
+    states = reference.states(given)
+    logits, own = reference(tokens, states)
+    rows = engine.forward([Span(0, 0, tokens, LENGTH, states=given)])
+    torch.testing.assert_close(engine.over_vocabulary(rows), logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(engine.own_states, own, atol=1e-4, rtol=1e-4)
+    expected = list[int]()
+    for _ in range(4):
+        expected.append(int(logits[-1].argmax()))
+        tokens, states = [*tokens, expected[-1]], torch.cat([states, own[-1:]])
+        logits, own = reference(tokens, states)
+    item = ProposeItem(1, 0, tuple(tokens[:LENGTH]), num_draft_tokens=4, features=encoded_states(given))
+    ((proposal,),) = Proposer(engine).propose([ProposeRound("c", 1, [item])])
+    assert proposal.draft_token_ids == tuple(expected)
+
+
+def test_a_head_without_embeddings_takes_those_of_its_target(tmp_path: Path, llama: Path) -> None:
+    head = save_eagle_head(tmp_path / "head", 1)
+    tensors = load_file(head / "model.safetensors")
+    del tensors["embed_tokens.weight"]
+    save_tensors(head, tensors)
+    engine, tokens = load_engine(head, exact=False, target_model=str(llama)), random_tokens(5)
+    given = random_states(5, HIDDEN, 0.4)
+    reference = ReferenceHead(head, llama)
+    rows = engine.forward([Span(0, 0, tokens, 5, states=given)])
+    torch.testing.assert_close(rows, reference(tokens, reference.states(given))[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}}, (1, 4, 7)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, (1, 3, 6)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2, 4, 5)),
+    ],
+)
+def test_the_configuration_names_the_layers(
+    tmp_path: Path, llama: Path, config: dict[str, Any], layers: tuple[int, ...]
+) -> None:
+    architectures = ["LlamaForCausalLMEagle3"]
+    head = save_eagle_head(tmp_path / "head", 3, architectures=architectures, draft_vocab_size=100, **config)
+    assert load_engine(head, exact=False, target_model=str(llama)).loaded.features == Features(layers, 3 * HIDDEN)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_head_needs_its_target(tmp_path: Path, version: int) -> None:
+    assert "needs the embeddings of its target: set target_model" in refusal(
+        save_eagle_head(tmp_path / "head", version)
+    )
+
+
+def test_other_models_need_no_target(llama: Path) -> None:
+    assert "is not an EAGLE head; only these need target_model" in refusal(llama, target_model=str(llama))
+
+
+@pytest.mark.parametrize(
+    ("version", "options", "reason"),
+    [
+        (3, {"width": 128}, "fc.weight has the shape [64, 384], but this target needs [64, 192]"),
+        (1, {"vocab_size": VOCAB + 1}, f"its vocabulary has {VOCAB + 1} tokens, but the target's has {VOCAB}"),
+        (3, {"vocab_size": VOCAB + 1}, f"its vocabulary has {VOCAB + 1} tokens, but the target's has {VOCAB}"),
+        (1, {"hidden_act": "gelu"}, "its activation is gelu, not silu"),
+        (3, {"model_type": "gpt2"}, "EAGLE heads need the fused pass: gpt2 is not one of the families"),
+        (3, {"norm_before_residual": True}, "norm_before_residual are not supported"),
+        (
+            3,
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9, 2]}},
+            "it reads layers [2, 10, 3] of a target",
+        ),
+        (3, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": "all"}}, "is no list of layers: 'all'"),
+        (1, {"num_hidden_layers": 2}, "the files lack 9 of the model's weights"),
+        (1, {"intermediate_size": 112}, "the files lack 3 of the model's weights"),
+    ],
+)
+def test_mismatched_heads_are_refused(
+    tmp_path: Path, llama: Path, version: int, options: dict[str, Any], reason: str
+) -> None:
+    head = save_eagle_head(tmp_path / "head", version, **options)
+    assert reason in refusal(head, target_model=str(llama))
+
+
+@pytest.mark.parametrize(
+    ("version", "changes", "reason"),
+    [
+        (3, {"d2t": torch.full((100,), VOCAB)}, "d2t names tokens beyond the vocabulary"),
+        (3, {"d2t": torch.zeros(7, dtype=torch.int64)}, "d2t has 7 tokens for 100 rows"),
+        (3, {"norm.weight": None}, "the files lack 1 of the model's weights: norm.weight"),
+        (1, {"extra.weight": torch.zeros(2)}, "the configured model does not use: extra.weight"),
+        (1, {"embed_tokens.weight": torch.zeros(VOCAB, 32)}, "its hidden size is 64, but embeddings are [257, 32]"),
+    ],
+)
+def test_damaged_heads_are_refused(
+    tmp_path: Path, llama: Path, version: int, changes: dict[str, torch.Tensor | None], reason: str
+) -> None:
+    head = save_eagle_head(tmp_path / "head", version)
+    tensors = {**load_file(head / "model.safetensors"), **changes}
+    save_tensors(head, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+    assert reason in refusal(head, target_model=str(llama))
+
+
+def test_a_target_of_another_size_is_refused(tmp_path: Path) -> None:
+    wide = save_model(tmp_path / "target", small_config("llama", hidden_size=128, num_hidden_layers=LAYERS))
+    head = save_eagle_head(tmp_path / "head", 1)
+    assert "fc.weight has the shape [64, 128], but this target needs [64, 192]" in refusal(head, target_model=str(wide))
+
+
+@pytest.mark.parametrize("options", [{"fused": False}, {"activations": "int8"}])
+def test_heads_run_only_on_torch_operations(tmp_path: Path, llama: Path, options: dict[str, Any]) -> None:
+    message = refusal(save_eagle_head(tmp_path / "head", 1), target_model=str(llama), **options)
+    assert "EAGLE heads" in message

@@ -1,0 +1,69 @@
+"""Random feature drafts for tiny targets."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from tiny_models import save_model, small_config
+from transformers import AutoModelForCausalLM
+
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.config import load_config
+from specpool.engine.models.draft_folder import draft_config, save_draft
+from specpool.engine.models.draft_weights import load_compact, save_compact
+from specpool.engine.weights.quantized import Weight
+
+HEAD_TOKENS = (*range(3, 90), 120, 100, 110, 200)
+
+
+def random_trained(
+    target: Path, layers: int = 1, feature_layers: tuple[int, ...] = (1, 2), *, project: bool = True
+) -> dict[str, Weight]:
+    """Random weights of a feature draft, as a trainer makes them."""
+    config = draft_config(load_config(EngineOptions(model=str(target))), layers)
+    torch.manual_seed(1)
+    body = AutoModelForCausalLM.from_config(config).model.state_dict()
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {f"body.{name}": weight.shape for name, weight in body.items()}
+    shapes |= {"head": (len(HEAD_TOKENS), hidden), "fc": (hidden, 2 * hidden)}
+    if project:
+        shapes["project"] = (hidden, hidden * len(feature_layers))
+    trained: dict[str, Weight] = {
+        name: torch.randn(shape) * 0.15 if len(shape) > 1 else 1 + torch.randn(shape) * 0.1
+        for name, shape in shapes.items()
+        if "embed_tokens" not in name
+    }
+    return {
+        **trained,
+        "output_ids": torch.tensor(HEAD_TOKENS, dtype=torch.int32),
+        "feature_layers": torch.tensor(feature_layers, dtype=torch.int32),
+    }
+
+
+def compacted(trained: Mapping[str, Weight], folder: Path) -> dict[str, Weight]:
+    """The weights as they are shipped, with quantized matrices."""
+    save_compact(folder / "trained.safetensors", trained)
+    return load_compact(folder / "trained.safetensors")
+
+
+def save_feature_draft(
+    folder: Path, architecture: str = "llama", layers: int = 1, feature_layers: tuple[int, ...] = (1, 2),
+    *, project: bool = True, quantized: bool = True,
+) -> Path:  # fmt: skip
+    """Save a random feature draft for a tiny target, which is saved beside it. Return the draft's folder."""
+    target, draft = folder / "target", folder / "draft"
+    save_model(target, small_config(architecture, num_hidden_layers=3))
+    trained = random_trained(target, layers, feature_layers, project=project)
+    save_draft(draft, str(target), compacted(trained, folder) if quantized else trained)
+    return draft
+
+
+def random_states(count: int, width: int, seed: float) -> torch.Tensor:
+    """Random states [count, width] of a target, as they are after the wire."""
+    generator = torch.Generator().manual_seed(int(seed * 2**32))
+    return torch.randn(count, width, generator=generator).bfloat16().float()
+
+
+def encoded_states(states: torch.Tensor) -> bytes:
+    """States as they are on the wire."""
+    return states.bfloat16().view(torch.uint8).numpy().tobytes()
