@@ -19,6 +19,8 @@ class Span:
     prefix_length: int = 0
     offset: int = 0
     """Columns by which the positions from `prefix_length` on lie further right; 0: not a branch."""
+    num_states: int = 0
+    """Number of trailing tokens whose hidden states are needed."""
 
     @property
     def end(self) -> int:

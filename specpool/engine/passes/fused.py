@@ -103,8 +103,9 @@ class FusedModel(ForwardPass):
         hidden = self.group.embed(self.dense_embedding, batch.input_ids)  # [rows, hidden]
         cos, sin = self.rotary(batch.max_length)
         rotation = cos[batch.positions, None], sin[batch.positions, None]  # [rows, 1, head_dim]
-        for layer in self.layers:
+        for num_layers, layer in enumerate(self.layers, 1):
             hidden = layer(hidden, batch, rotation)
+            batch.record_states(num_layers, hidden)
         normed = rms_norm(hidden[batch.logit_rows], self.norm.shape, self.norm, self.eps)
         return self.group.gather(self.head(normed), "tokens")
 

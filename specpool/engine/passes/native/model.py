@@ -190,6 +190,10 @@ class NativeModel(ForwardPass):
             scores=scores,
             logits=logits.data_ptr(),
         )
+        if batch.states is not None:
+            arguments.num_state_layers = count = len(batch.state_layers)
+            arguments.state_layers = (c_int64 * count)(*batch.state_layers)  # the struct keeps the array alive
+            arguments.states = batch.states.data_ptr()
         return arguments, logits
 
     def _gemm(self, linear: Linear, rows: torch.Tensor) -> torch.Tensor:

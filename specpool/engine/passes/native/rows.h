@@ -34,6 +34,9 @@ typedef struct {
     float *workspace;
     int64_t scores; /* length of a query head's scores, in each thread */
     float *logits;  /* [results, head.outputs] */
+    int64_t num_state_layers;
+    const int64_t *state_layers; /* [num_state_layers] numbers of layers after which to record the hidden states */
+    float *states;               /* [rows, num_state_layers, hidden] */
 } Batch;
 
 #define HEADS(model) (GROUPS * (model)->kv_heads)

@@ -51,6 +51,9 @@ class Batch(Structure):
         *((name, c_void_p) for name in ("result_rows", "workspace")),
         ("scores", c_int64),
         ("logits", c_void_p),
+        ("num_state_layers", c_int64),
+        ("state_layers", POINTER(c_int64)),
+        ("states", c_void_p),
     )
 
 
