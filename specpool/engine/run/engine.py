@@ -221,6 +221,8 @@ class Engine:
             weight_kinds=self._weight_kinds,
             activations=self.forward_pass.activations,
             ranks=self._ranks,
+            hidden_size=self.facts.hidden_size,
+            num_layers=self.facts.layers,
             **self.load._asdict(),
         )
 

@@ -5,6 +5,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.drafts import Choice, Draft, DraftRound, drafts_of, extend_drafts
@@ -42,6 +44,8 @@ class Choices:
     finite: bool = True
     """False if the largest logit of a row is not finite. Checked on CPUs only, where the check takes 10 us a pass.
     A GPU would have to launch more kernels."""
+    states: torch.Tensor | None = None
+    """Hidden states of the span's last `num_states` tokens in bfloat16, on the CPU; None: no states were requested."""
 
 
 class SequenceEngine:
@@ -125,31 +129,37 @@ class SequenceEngine:
         slots = self.engine.slots
         return (coordinator_id, sequence_id) in slots or slots.in_use < slots.total
 
-    def span(self, key: SequenceKey, token_ids: Sequence[int], num_logits: int) -> Span:
+    def span(self, key: SequenceKey, token_ids: Sequence[int], num_logits: int, num_states: int = 0) -> Span:
         """New tokens after the cached positions of a sequence."""
         slot = self.engine.slots[key]
         slot.token_ids[slot.num_cached_tokens :] = token_ids
         if slot.sampling is not None:
             slot.sampling.truncate(slot.num_cached_tokens)
-        return Span(slot.index, slot.num_cached_tokens, token_ids, num_logits)
+        return Span(slot.index, slot.num_cached_tokens, token_ids, num_logits, num_states=num_states)
 
     def choose(
         self,
         spans: Mapping[SequenceKey, Span],
         confidences: bool = False,
         num_logprobs: Mapping[SequenceKey, int | None] | None = None,
+        state_layers: tuple[int, ...] = (),
     ) -> dict[SequenceKey, Choices]:
         """Run the spans in one forward pass, and choose the tokens after their last tokens.
 
-        `num_logprobs`: number of top log-probabilities of sequences that need log-probabilities.
+        `num_logprobs`: number of top log-probabilities of sequences that need log-probabilities. `state_layers`:
+        numbers of layers after which to take the states of the spans' last `num_states` tokens.
         """
         rows = self._rows_of(spans, num_logprobs or {})
-        return dict(zip(spans, self.choose_rows(list(spans.values()), rows, confidences), strict=True))
+        return dict(zip(spans, self.choose_rows(list(spans.values()), rows, confidences, state_layers), strict=True))
 
     def choose_rows(
-        self, spans: Sequence[Span], rows: Sequence[SequenceRows], confidences: bool = False
+        self,
+        spans: Sequence[Span],
+        rows: Sequence[SequenceRows],
+        confidences: bool = False,
+        state_layers: tuple[int, ...] = (),
     ) -> list[Choices]:
-        """Run the spans in one forward pass, and choose the tokens of their rows of logits."""
+        """Run the spans in one forward pass, and choose the tokens of their rows of logits. See `choose`."""
         if confidences:
             rows = [replace(each, num_logprobs=0) if each.rules is None else each for each in rows]
         masks = self.grammars.compute(
@@ -157,15 +167,20 @@ class SequenceEngine:
             for each in rows
             if each.rules is not None and each.rules.grammar is not None and each.prefix_length is None and each.count
         )
+        states: Sequence[torch.Tensor | None] = [None] * len(spans)
         try:
-            logits = self.engine.forward(spans)
+            if state_layers:
+                logits, found = self.engine.forward_with_states(spans, state_layers)
+                states = found.to("cpu", torch.bfloat16).split([span.num_states for span in spans])
+            else:
+                logits = self.engine.forward(spans)
         finally:  # the next pass uses the same matchers
             if masks is not None:
                 masks.result()
         choices = []
-        for each, chosen in zip(rows, self._sampler(logits, rows), strict=True):
+        for each, chosen, own_states in zip(rows, self._sampler(logits, rows), states, strict=True):
             sure = [*map(math.exp, chosen.logprobs.logprobs)] if confidences and each.rules is None else []
-            choices.append(Choices(chosen.token_ids, sure, chosen.logprobs, chosen.finite))
+            choices.append(Choices(chosen.token_ids, sure, chosen.logprobs, chosen.finite, own_states))
         return choices
 
     def draft(self, rounds: Sequence[DraftRound]) -> None:
@@ -297,6 +312,8 @@ class SequenceEngine:
             max_items=ITEMS_PER_SLOT * slots,
             # A single sequence may have a draft of maximum length.
             max_logits=LOGITS_PER_SLOT * max(LOGITS_PER_SLOT, slots),
+            num_layers=self.engine.facts.layers if self.engine.has_states else 0,
+            hidden_size=self.engine.facts.hidden_size,
         )
 
     def _rules_of(self, sampling: SamplingParams | None) -> SequenceRules | None:
