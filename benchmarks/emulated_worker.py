@@ -64,7 +64,9 @@ class EmulatedDevice(SequenceEngine):
         self.engine: Any = SimpleNamespace(
             slots=SlotTable(SLOTS, Extents(SLOTS, MAX_MODEL_LEN)), vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN,
             max_num_batched_tokens=MAX_ROWS, passes=0, tokens=0, realign_ns=0, realigning=nullcontext,
-            can_draft=lambda drafts: False, supports_branches=True, loaded=SimpleNamespace(tokenizer=self._tokenizer),
+            can_draft=lambda drafts: False, supports_branches=True,
+            has_states=False, facts=SimpleNamespace(layers=0, hidden_size=0),
+            loaded=SimpleNamespace(tokenizer=self._tokenizer),
         )  # fmt: skip
 
     @property
@@ -84,7 +86,11 @@ class EmulatedDevice(SequenceEngine):
         )  # fmt: skip
 
     def choose_rows(
-        self, spans: Sequence[Span], rows: Sequence[SequenceRows], confidences: bool = False
+        self,
+        spans: Sequence[Span],
+        rows: Sequence[SequenceRows],
+        confidences: bool = False,
+        state_layers: tuple[int, ...] = (),
     ) -> list[Choices]:
         with self._pass(sum(len(span.token_ids) for span in spans)):
             return [self._choices(each.token_ids, span, confidences) for span, each in zip(spans, rows, strict=True)]

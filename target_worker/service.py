@@ -27,7 +27,8 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
     @staticmethod
     def read(request: pb.VerifyRequest, verifier: Verifier) -> VerifyRound:
         items = read_verify_items(request, verifier.limits)
-        return VerifyRound(request.coordinator_id, request.round_id, items, request.may_join)
+        features = tuple(request.feature_layers), request.feature_window
+        return VerifyRound(request.coordinator_id, request.round_id, items, request.may_join, *features)
 
     @staticmethod
     def serve(rounds: Sequence[VerifyRound], verifier: Verifier) -> list[list[Verdict]]:

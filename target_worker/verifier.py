@@ -1,6 +1,7 @@
 """Verification: one forward pass over each sequence's new tokens and its draft, then acceptance."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
@@ -8,13 +9,19 @@ from specpool.engine.run.sequences import Choices, SequenceEngine
 from specpool.protocol.errors import WorkerFailedError
 from specpool.protocol.rounds import Continuation, ItemStatus, Verdict, VerifyItem, VerifyRound
 from specpool.protocol.tokenizer import TokenizerFiles
+from specpool.protocol.worker_info import WorkerInfo
 from target_worker.acceptance import accept
+from target_worker.features import layers_of, pack_features, rounds_with_features
 
 
 class Verifier(SequenceEngine):
     """The target worker's backend."""
 
     requires_grammars = True
+
+    def info(self) -> WorkerInfo:
+        """Description of the model and its load."""
+        return replace(super().info(), returns_features=self.engine.has_states)
 
     def tokenizer(self) -> TokenizerFiles:
         """The target's tokenizer."""
@@ -36,9 +43,15 @@ class Verifier(SequenceEngine):
         for key in continued.keys() & ready.keys():
             self.engine.slots[key].continued = continued[key]
         forced = {key: self._extend(key, item) for key, item in ready.items()}
-        spans = {key: self._span(key, item) for key, item in ready.items()}
-        choices = self.choose(spans, num_logprobs={key: item.logprobs for key, item in ready.items()})
+        layers = layers_of(rounds)
+        asking = rounds_with_features(rounds)
+        windows = {key: round_.feature_window for key, round_ in asking.items()}
+        spans = {key: self._span(key, item, windows.get(key, 0)) for key, item in ready.items()}
+        num_logprobs = {key: item.logprobs for key, item in ready.items()}
+        choices = self.choose(spans, num_logprobs=num_logprobs, state_layers=layers)
         verdicts = {key: self._judge(key, item, choices[key], forced[key]) for key, item in ready.items()}
+        for key in asking.keys() & verdicts.keys():
+            self._add_features(verdicts[key], ready[key], choices[key], layers, asking[key])
         return [
             [
                 verdicts.get((round_.coordinator_id, item.sequence_id)) or self._refusal(item, state)
@@ -76,9 +89,10 @@ class Verifier(SequenceEngine):
         item.draft_token_ids += forced
         return len(forced)
 
-    def _span(self, key: SequenceKey, item: VerifyItem) -> Span:
+    def _span(self, key: SequenceKey, item: VerifyItem, feature_window: int) -> Span:
         num_logits = 0 if item.prefill_only else len(item.draft_token_ids) + 1
-        return self.span(key, item.token_ids + item.draft_token_ids, num_logits)
+        num_states = item.num_features(feature_window, len(item.draft_token_ids))
+        return self.span(key, item.token_ids + item.draft_token_ids, num_logits, num_states=num_states)
 
     def _judge(self, key: SequenceKey, item: VerifyItem, choices: Choices, num_forced: int) -> Verdict:
         if not choices.finite:
@@ -93,3 +107,12 @@ class Verifier(SequenceEngine):
         num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(gained) - 1)
         self.keep(key, num_cached_tokens, gained[-1] if gained else None, max(0, len(gained) - 1))
         return Verdict(item.sequence_id, ItemStatus.OK, tuple(gained), num_cached_tokens, choices.logprobs, num_forced)
+
+    @staticmethod
+    def _add_features(
+        verdict: Verdict, item: VerifyItem, choices: Choices, layers: tuple[int, ...], round_: VerifyRound
+    ) -> None:
+        """Add the states of the kept positions. `layers`: of `choices.states`."""
+        if choices.states is not None and verdict.status is ItemStatus.OK:
+            count = item.num_features(round_.feature_window, max(0, len(verdict.token_ids) - 1))
+            verdict.features = pack_features(choices.states[:count], layers, round_.feature_layers)

@@ -9,6 +9,7 @@ from coordinator.config.worker_security import WorkerSecurity
 from coordinator.prompts.template_file import check_template
 from coordinator.scheduling.sequence import DraftMethod
 from specpool.environment.extras import explain_missing
+from specpool.protocol.features import MAX_FEATURE_WINDOW
 from specpool.protocol.rounds import MAX_DRAFT_TOKENS
 from specpool.rpc.config.settings import (
     UINT32_MAX,
@@ -148,6 +149,12 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         ge=1,
         le=UINT32_MAX,
         description="maximum prompt tokens prefilled per round; fewer run while they would delay the tokens of others",
+    )
+    feature_window: int = Field(
+        64,
+        ge=1,
+        le=MAX_FEATURE_WINDOW,
+        description="last prompt tokens whose hidden states go from the target worker to a draft that reads them",
     )
     audit_share: float | None = Field(
         None,

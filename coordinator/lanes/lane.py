@@ -65,6 +65,7 @@ class Lane:
             prefill_tokens=settings.prefill_tokens,
             overlap="off" if is_eqspec else settings.overlap,
             runs_ahead=POLICIES[settings.policy].runs_ahead,
+            feature_window=settings.feature_window,
         )
         limits = GroupingLimits(
             settings.max_batch_size, settings.default_group_size, settings.max_wait_rounds, settings.prefer_group

@@ -28,6 +28,7 @@ from coordinator.scheduling.worker_time import Part
 from coordinator.tracing.traces import RoundTrace, Traces
 from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.interface import Draft, Workers
+from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict
 
 log = logging.getLogger(__name__)
@@ -81,8 +82,11 @@ class RoundRunner:
         prefill_tokens: int,
         overlap: Overlap,
         runs_ahead: bool = True,
+        feature_window: int = 1,
     ) -> None:
         """`prefill_tokens`: budget of a round for prompt tokens, for each worker. `counters`: may be shared.
+
+        `feature_window`: maximum tokens of a prompt whose hidden states go to a draft that reads them.
 
         `runs_ahead`: whether to send the next round before the response to the last one, if the target worker can.
         """
@@ -92,6 +96,7 @@ class RoundRunner:
         self.target, self._workers = workers.target, workers
         self._pool, self._drafting, self._in_flight, self._traces = pool, drafting, in_flight, traces
         self._prefill_tokens, self._overlap, self._may_run_ahead = prefill_tokens, overlap, runs_ahead
+        self._feature_window = feature_window
         self._last_sent: Flight | None = None
         """The last round sent to the target worker, while it is in flight."""
         self._round_ended = asyncio.Event()
@@ -144,6 +149,14 @@ class RoundRunner:
     def _shares_devices(self) -> bool:
         draft = self._workers.ready_draft
         return draft is not None and not draft.hosts_and_devices.isdisjoint(self.target.hosts_and_devices)
+
+    @property
+    def _features(self) -> WantedFeatures | None:
+        """The hidden states that the draft worker reads."""
+        draft = self._workers.ready_draft
+        if draft is None or draft.features is None or not self.target.returns_features:
+            return None
+        return WantedFeatures(draft.features, self._feature_window)
 
     @property
     def _batch(self) -> int | None:
@@ -200,7 +213,7 @@ class RoundRunner:
         else:
             plans = self._plan_drafts(group.sequences, round_id)
         chance, pass_seconds = self._drafting.chance, self.target.step_times
-        round_ = Round(round_id, group.sequences, self._prefill_tokens, plans, chance, pass_seconds)
+        round_ = Round(round_id, group.sequences, self._prefill_tokens, plans, chance, pass_seconds, self._features)
         overlaps = self._can_overlap and not round_.drafts_ahead
         self.num_groups = 1 + (overlaps and self._drafting.overlap_pays(self._pool.schedulable))
         return round_
@@ -316,7 +329,7 @@ class RoundRunner:
         self._check_process(flight.instance_id)
         with flight.trace.calling("verify", round_.round_id) as parent:
             verdicts, outcome.verified = await self.target.verify(
-                round_.round_id, list(outcome.verify_items), parent, complete, flight.may_join
+                round_.round_id, list(outcome.verify_items), parent, complete, flight.may_join, round_.features
             )
         return verdicts
 
@@ -404,7 +417,8 @@ def _ids_and_lengths(sequences: list[Sequence]) -> list[tuple[int, int]]:
 
 
 def _limits(draft: Draft) -> DraftLimits:
-    return DraftLimits(draft.max_model_len, draft.vocab_size, draft.kv_reservations_grow, draft.max_branches)
+    numbers = draft.max_model_len, draft.vocab_size, draft.kv_reservations_grow, draft.max_branches
+    return DraftLimits(*numbers, draft.features)
 
 
 @contextmanager

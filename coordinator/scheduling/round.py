@@ -10,9 +10,11 @@ from collections.abc import Sequence as Items
 from types import MappingProxyType
 
 from coordinator.scheduling.commits import Commit, DraftPlan
+from coordinator.scheduling.features import limit_propose_items, limit_verify_items
 from coordinator.scheduling.prefill import Catchup, share_prefill, timely_budget, with_short_background
 from coordinator.scheduling.sequence import Sequence
 from coordinator.scheduling.turn import DraftLimits, Turn
+from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
 
 
@@ -27,18 +29,24 @@ class Round:
         plans: Mapping[int, DraftPlan] = MappingProxyType({}),
         chance: Callable[[float], float] = float,
         pass_seconds: Callable[[int], float] | None = None,
+        features: WantedFeatures | None = None,
     ) -> None:
         """`prefill_tokens`: budget of each worker for long catch-ups. `chance`: acceptance by draft probability.
 
         `pass_seconds`: seconds of the target worker's pass by rows, which limit prefill; None: no limit.
 
-        `plans`: by sequence id. Without a plan, the model drafts as many tokens as the request allows.
+        `plans`: by sequence id. Without a plan, the model drafts as many tokens as the request allows. `features`:
+        that the draft worker reads.
         """
-        self.round_id = round_id
+        self.round_id, self.features = round_id, features
         self._prefill_tokens, self._pass_seconds = prefill_tokens, pass_seconds
         self._turns = {
             sequence.sequence_id: Turn(
-                sequence, plans.get(sequence.sequence_id) or DraftPlan(sequence.max_num_draft_tokens), round_id, chance
+                sequence,
+                plans.get(sequence.sequence_id) or DraftPlan(sequence.max_num_draft_tokens),
+                round_id,
+                chance,
+                features,
             )
             for sequence in group
         }
@@ -71,8 +79,11 @@ class Round:
         turns = self._unfinished()
         catchups = [(turn.sequence, count) for turn in turns if (count := turn.draft_catchup(worker.max_model_len))]
         shares = self._shares(catchups, num_draft_tokens=0)
-        items = (build(turn, shares.get(turn.sequence.sequence_id, 0), worker) for turn in turns)
-        return [item for item in items if item is not None]
+        built = (build(turn, shares.get(turn.sequence.sequence_id, 0), worker) for turn in turns)
+        items = [item for item in built if item is not None]
+        if self.features is not None:
+            limit_propose_items(items)
+        return items
 
     def take_branches(self, target_selects: bool = True) -> None:
         """Take the branches that match the last verification, or all while its outcome is unknown.
@@ -99,7 +110,10 @@ class Round:
         shares = self._shares([(turn.sequence, turn.catchup) for turn in turns], num_draft_tokens)
         for turn in turns:
             turn.sequence.prefill_waits = 0 if shares[turn.sequence.sequence_id] else turn.sequence.prefill_waits + 1
-        return [turn.verify_item(count) for turn in turns if (count := shares[turn.sequence.sequence_id])]
+        items = [turn.verify_item(count) for turn in turns if (count := shares[turn.sequence.sequence_id])]
+        if self.features is not None:
+            limit_verify_items(items, self.features)
+        return items
 
     def complete_items(self) -> None:
         """Fill in position, last token and draft tokens of continued items, once the rounds before have committed."""

@@ -8,6 +8,7 @@ from functools import partial
 
 from coordinator.scheduling.blame import Blame, Progress
 from coordinator.scheduling.digests import PrefixDigests
+from coordinator.scheduling.features import FeatureStore
 from coordinator.scheduling.speculation import SpeculationStats
 from coordinator.scheduling.text import ShownText, TextStream
 from specpool.protocol.rounds import Branch, VerifyItem
@@ -168,6 +169,8 @@ class Sequence:
         """Draft tokens that the last verification accepted."""
         self.branch: Branch | None = None
         """The branch that matched the last verification, for the next round to verify."""
+        self.features: FeatureStore | None = None
+        """Hidden states for a draft that reads them."""
         self.draft_backoff_until = 0
         """First round that may use the draft worker again after it had no free slot."""
         self.prefill_waits = 0
@@ -250,8 +253,14 @@ class Sequence:
 
     @property
     def draft_base_length(self) -> int:
-        """Positions for the draft worker to keep, initially from the prefix."""
-        return self.num_draft_cached_tokens or (self.draft_prefix.in_draft if self.draft_prefix else 0)
+        """Positions for the draft worker to keep, initially from the prefix.
+
+        It recomputes those whose states it lacked.
+        """
+        base = self.num_draft_cached_tokens or (self.draft_prefix.in_draft if self.draft_prefix else 0)
+        if self.features is not None and self.features.is_due(len(self.token_ids)):
+            return min(base, self.features.first + 1)
+        return base
 
     @property
     def shape(self) -> Shape:
@@ -289,7 +298,7 @@ class Sequence:
         self.is_preempted = True
         self.pending.clear()
         self.num_cached_tokens = self.num_draft_cached_tokens = self.draft_backoff_until = 0
-        self.target_prefix = self.draft_prefix = self.branch = None
+        self.target_prefix = self.draft_prefix = self.branch = self.features = None
 
     def commit(self, gained: Items[int]) -> tuple[list[int], ShownText]:
         """Append verified tokens up to the first that ends the generation. Return them, and their text on demand.

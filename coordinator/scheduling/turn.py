@@ -6,7 +6,9 @@ from operator import mul
 from typing import NamedTuple
 
 from coordinator.scheduling.commits import Commit, DraftPlan
+from coordinator.scheduling.features import FeatureStore
 from coordinator.scheduling.sequence import DraftMethod, PendingRound, Prefix, Sequence
+from specpool.protocol.features import FeatureSpec, WantedFeatures
 from specpool.protocol.rounds import (
     MAX_ITEM_BRANCHES,
     MAX_ITEM_UNVERIFIED,
@@ -30,13 +32,26 @@ class DraftLimits(NamedTuple):
     vocab_size: int
     reservations_grow: bool = False
     max_branches: int = MAX_ITEM_BRANCHES
+    features: FeatureSpec | None = None
+    """The hidden states of the target that it reads."""
 
 
 class Turn:
     """One sequence's part in a round."""
 
-    def __init__(self, sequence: Sequence, plan: DraftPlan, round_id: int, chance: Callable[[float], float]) -> None:
+    def __init__(
+        self,
+        sequence: Sequence,
+        plan: DraftPlan,
+        round_id: int,
+        chance: Callable[[float], float],
+        features: WantedFeatures | None = None,
+    ) -> None:
+        """`features`: that the draft worker reads."""
         self.sequence = sequence
+        self._features = features
+        self._draft_end = 0
+        """Number of committed tokens that the draft worker has after this round."""
         self.cache_misses = 0
         self._planned_length = len(sequence.token_ids)
         self._plan, self._round_id, self._chance = plan, round_id, chance
@@ -128,6 +143,9 @@ class Turn:
             reserved = min(sequence.reserved_length, worker.max_model_len)
         if sampling:
             full = min(sequence.max_length, worker.max_model_len)
+        self._draft_end, features, states = base + len(tokens), b"", sequence.features
+        if states is not None and states.spec == worker.features and states.is_due(len(sequence.token_ids)):
+            features = states.before(base, self._draft_end)
         return ProposeItem(
             sequence_id=sequence.sequence_id,
             base_length=base,
@@ -135,6 +153,7 @@ class Turn:
             prefix_sequence_id=source,
             sampling=sampling,
             max_length=reserved or full,
+            features=features,
         )
 
     def take_branches(self, target_selects: bool) -> None:
@@ -199,6 +218,8 @@ class Turn:
             # Draft tokens are not committed yet.
             sequence.num_draft_cached_tokens = min(proposal.num_cached_tokens, len(sequence.token_ids))
             sequence.draft_prefix = None
+            if sequence.features is not None:
+                sequence.features.read(self._draft_end)
             return True
         self.cache_misses += proposal.status is ItemStatus.CACHE_MISS and sequence.draft_prefix is None
         sequence.num_draft_cached_tokens, sequence.draft_prefix = 0, None
@@ -267,11 +288,19 @@ class Turn:
             after_round_id=after,
             branches=tuple(Branch(*outcome, ids) for outcome, (_, ids) in self._by_outcome.items() if ids),
             max_draft_tokens=0 if prefill_only else self._max_draft_tokens,
+            want_features=self._wants_features(base + len(tokens) if prefill_only else len(sequence.token_ids)),
         )
         num_cached_tokens = base + len(tokens) if prefill_only else None
         self._pending = PendingRound(self._round_id, self._item, num_cached_tokens)
         sequence.pending.append(self._pending)
         return self._item
+
+    def _wants_features(self, end: int) -> bool:
+        """Whether to ask for the states of the last committed positions before `end`."""
+        request = self.sequence.request
+        if self._features is None or not request.num_speculative_tokens or request.method is DraftMethod.NGRAM:
+            return False
+        return end > len(self.sequence.token_ids) - self._features.window
 
     @property
     def _max_draft_tokens(self) -> int:
@@ -321,10 +350,20 @@ class Turn:
             if not sequence.num_generated:  # a preempted sequence copies more than its prompt
                 assert self._item is not None
                 sequence.cached_tokens = self._item.base_length
+        if verdict.features:
+            self._add_features(verdict)
         if verdict.token_ids:
             return self._commit(verdict)
         sequence.num_cached_tokens = verdict.num_cached_tokens
         return None
+
+    def _add_features(self, verdict: Verdict) -> None:
+        """Keep the states of a verdict for the draft worker."""
+        sequence, wanted = self.sequence, self._features
+        assert wanted is not None
+        if sequence.features is None or sequence.features.spec != wanted.spec:
+            sequence.features = FeatureStore(wanted)
+        sequence.features.add(verdict.features, verdict.num_cached_tokens)
 
     def _handle_failure(self, verdict: Verdict) -> None:
         if verdict.status is ItemStatus.GRAMMAR_FAILED:
@@ -359,6 +398,7 @@ class Turn:
         kept, shown = sequence.commit(gained)
         if sequence.finish is not None:
             sequence.pending.clear()
+            sequence.features = None
         all_accepted, forced = min(len(gained) - 1, len(kept)), verdict.num_forced_tokens  # none after a stop
         accepted = min(all_accepted, drafted)
         sequence.speculation.add(drafted + forced, all_accepted)

@@ -14,6 +14,7 @@ from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.errors import WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.link import RENEWED
 from coordinator.workers.placement import Placement
+from specpool.protocol.features import FeatureSpec
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,11 @@ class DraftGroup:
         return min(link.max_branches for link in self._usable)
 
     @property
+    def features(self) -> FeatureSpec | None:
+        """The hidden states of the target that a ready worker reads. Others that read the same get them, too."""
+        return next((link.features for link in self._usable if link.features is not None), None)
+
+    @property
     def hosts_and_devices(self) -> frozenset[tuple[str, str]]:
         return frozenset().union(*(link.hosts_and_devices for link in self._links.values()))
 
@@ -158,8 +164,11 @@ class DraftGroup:
             elif link.is_ready:
                 self._moved.discard(sequence_id)
                 parts.setdefault(link, []).append(item)
-        grow = self.kv_reservations_grow
+        grow, features = self.kv_reservations_grow, self.features
         for link, own in parts.items():
+            if link.features != features:
+                for item in own:
+                    item.features = b""
             if grow and not link.kv_reservations_grow:
                 for item in own:
                     item.max_length = None

@@ -16,6 +16,7 @@ from coordinator.workers.link import WorkerLink, timed
 from coordinator.workers.states import LinkState
 from coordinator.workers.streams import RoundCalls
 from specpool.protocol.codec import propose_request
+from specpool.protocol.features import FeatureSpec
 from specpool.protocol.responses import InvalidResponseError, read_proposals
 from specpool.protocol.rounds import Proposal, ProposeItem
 from specpool.rpc.security.channel import Connector
@@ -55,6 +56,11 @@ class DraftLink(WorkerLink):
         """Maximum branches of an item; 0 if the worker cannot draft them. Known once the worker was ready."""
         return self.load_at_start.max_branches
 
+    @property
+    def features(self) -> FeatureSpec | None:
+        """The hidden states of the target that the draft reads. Known once the worker was ready."""
+        return None if self.info is None else _features(self.info)
+
     async def _read_description(self) -> None:
         if self._target.info is None:
             self._set_state(LinkState.CONNECTING, "waiting for the target", logging.DEBUG)
@@ -66,6 +72,23 @@ class DraftLink(WorkerLink):
         assert target is not None
         if info.tokenizer_fingerprint != target.tokenizer_fingerprint:
             raise MismatchError(f"the draft {info.model} uses a different tokenizer than the target {target.model}")
+        if (features := _features(info)) is not None:
+            self._check_features(info.model, features, target)
+
+    def _check_features(self, draft: str, features: FeatureSpec, target: common_pb2.ModelInfo) -> None:
+        """Raise MismatchError unless the target returns these features."""
+        if not self._target.returns_features:
+            reason = f"hidden states, which the target {target.model} does not return"
+        elif not all(0 < layer <= target.num_layers for layer in features.layers):
+            layers = ", ".join(map(str, features.layers))
+            reason = (
+                f"hidden states after layers {layers}, but the target {target.model} has {target.num_layers} layers"
+            )
+        elif features.width != (width := len(features.layers) * target.hidden_size):
+            reason = f"hidden states of {features.width} numbers, but those of the target {target.model} have {width}"
+        else:
+            return
+        raise MismatchError(f"the draft {draft} reads {reason}")
 
     def _back_off(self, reason: str) -> None:
         self._rounds_served = 0
@@ -109,3 +132,7 @@ class DraftLink(WorkerLink):
             for step in range(not any(item.num_branches for item in items), num_steps)
         ]
         return sum(map(self.step_times, [sum(len(item.token_ids) for item in items), *steps]))
+
+
+def _features(info: common_pb2.ModelInfo) -> FeatureSpec | None:
+    return FeatureSpec(tuple(info.feature_layers), info.feature_width) if info.feature_layers else None

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from coordinator.drafting.costs import StepTimes
 from coordinator.scheduling.counters import Timed
+from specpool.protocol.features import FeatureSpec, WantedFeatures
 from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.v1 import common_pb2
 
@@ -39,9 +40,17 @@ class Target(Worker, Protocol):
     @property
     def selects_branches(self) -> bool: ...
     @property
+    def returns_features(self) -> bool: ...
+    @property
     def grammar_refusal(self) -> str | None: ...
     async def verify(
-        self, round_id: int, items: list[VerifyItem], traceparent: str, complete: Complete, may_join: bool
+        self,
+        round_id: int,
+        items: list[VerifyItem],
+        traceparent: str,
+        complete: Complete,
+        may_join: bool,
+        features: WantedFeatures | None,
     ) -> tuple[list[Verdict], Timed]: ...
 
 
@@ -56,6 +65,8 @@ class Draft(Worker, Protocol):
     def kv_reservations_grow(self) -> bool: ...
     @property
     def max_branches(self) -> int: ...
+    @property
+    def features(self) -> FeatureSpec | None: ...
     def release_soon(self, sequence_ids: Iterable[int]) -> None: ...
     async def propose(
         self, round_id: int, items: list[ProposeItem], chances: Iterable[float], step_cost: float, traceparent: str

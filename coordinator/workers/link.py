@@ -139,6 +139,11 @@ class WorkerLink:
         return self.load_at_start.selects_branches and self.max_rounds_ahead > 0
 
     @property
+    def returns_features(self) -> bool:
+        """Whether the worker returns hidden states. Known once the worker was ready."""
+        return self.load_at_start.returns_features
+
+    @property
     def grammar_refusal(self) -> str | None:
         """Why the worker does not follow grammars; None if it does. Known once the worker was ready."""
         if self.load_at_start.supports_grammars:

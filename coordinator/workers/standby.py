@@ -11,6 +11,7 @@ from coordinator.workers.interface import Complete
 from coordinator.workers.link import RENEWED
 from coordinator.workers.states import LISTEN_SECONDS, LinkState
 from coordinator.workers.target_link import TargetLink
+from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import Verdict, VerifyItem
 from specpool.v1 import common_pb2
 
@@ -89,13 +90,23 @@ class TargetPair:
         return self.active.selects_branches
 
     @property
+    def returns_features(self) -> bool:
+        return self.active.returns_features
+
+    @property
     def grammar_refusal(self) -> str | None:
         return self.active.grammar_refusal
 
     async def verify(
-        self, round_id: int, items: list[VerifyItem], traceparent: str, complete: Complete, may_join: bool
+        self,
+        round_id: int,
+        items: list[VerifyItem],
+        traceparent: str,
+        complete: Complete,
+        may_join: bool,
+        features: WantedFeatures | None,
     ) -> tuple[list[Verdict], Timed]:
-        return await self.active.verify(round_id, items, traceparent, complete, may_join)
+        return await self.active.verify(round_id, items, traceparent, complete, may_join, features)
 
     def probes(self) -> list[Coroutine[Any, Any, None]]:
         """Coroutines that probe the workers forever.

@@ -20,7 +20,8 @@ from coordinator.workers.states import LinkState
 from coordinator.workers.streams import RoundCalls
 from coordinator.workers.target_model import TargetModel
 from specpool.protocol.codec import verify_request
-from specpool.protocol.responses import InvalidResponseError, decoded, read_tokenizer, read_verdicts
+from specpool.protocol.features import WantedFeatures
+from specpool.protocol.responses import InvalidResponseError, decoded, drops_features, read_tokenizer, read_verdicts
 from specpool.protocol.rounds import Verdict, VerifyItem
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import common_pb2, target_worker_pb2, target_worker_pb2_grpc
@@ -47,6 +48,8 @@ class TargetLink(WorkerLink):
     replicas: "Callable[[], Iterable[TargetLink]]" = tuple
     """Returns the links to all workers that serve the model."""
     _is_active = True
+    _drops_features = False
+    """Whether the worker has returned features of a wrong size."""
 
     def __init__(
         self,
@@ -158,26 +161,36 @@ class TargetLink(WorkerLink):
         traceparent: str = "",
         complete: Complete = _complete,
         may_join: bool = False,
+        features: WantedFeatures | None = None,
     ) -> tuple[list[Verdict], Timed]:
         """Run a target round. Raises WorkerUnreachableError, WorkerRefusedError.
 
         An invalid response is retried once, since a repeated round gets the same answer. `traceparent`: parent span.
         `complete`: awaited before the response is read, which needs complete items. `may_join`: see `VerifyRequest`.
+        `features`: for the items that want them.
         """
-        request = verify_request(self._coordinator_id, round_id, items, traceparent, may_join)
+        request = verify_request(self._coordinator_id, round_id, items, traceparent, may_join, features)
         try:
-            return await self._verify(request, items, complete)
+            return await self._verify(request, items, complete, features)
         except InvalidResponseError as error:
             log.error("invalid response of the worker at %s: %s", self.address, error)
             self._rounds.discard()  # a desynchronized stream does not recover
         try:
-            return await self._verify(request, items, complete)
+            return await self._verify(request, items, complete, features)
         except InvalidResponseError as error:
             raise self._lost(f"invalid response, twice: {error}", Cause.FAILED) from None
 
     async def _verify(
-        self, request: target_worker_pb2.VerifyRequest, items: list[VerifyItem], complete: Complete
+        self,
+        request: target_worker_pb2.VerifyRequest,
+        items: list[VerifyItem],
+        complete: Complete,
+        features: WantedFeatures | None,
     ) -> tuple[list[Verdict], Timed]:
         response, elapsed = await self._round(request)
         await complete()
-        return read_verdicts(response, request.round_id, items, self.vocab_size), timed(elapsed, response)
+        verdicts = read_verdicts(response, request.round_id, items, self.vocab_size, features)
+        if not self._drops_features and drops_features(response, verdicts):
+            self._drops_features = True
+            log.warning("ignoring features of the worker at %s: their size is wrong", self.address)
+        return verdicts, timed(elapsed, response)

@@ -9,6 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specpool.protocol.errors import InvalidArgumentError
+from specpool.protocol.features import (
+    MAX_FEATURE_BYTES,
+    MAX_FEATURE_LAYERS,
+    MAX_FEATURE_WINDOW,
+    NUMBER_BYTES,
+    WantedFeatures,
+)
 from specpool.protocol.rounds import (
     MAX_ITEM_BRANCHES,
     MAX_ITEM_UNVERIFIED,
@@ -83,10 +90,12 @@ def read_propose_items(request: draft_worker_pb2.ProposeRequest, limits: RoundLi
                 next_chance=_checked(f"{field}.next_chance", next_chance),
                 num_branches=item.num_branches,
                 num_unverified=item.num_unverified,
+                features=item.features,
             )
         )
     logits = sum(max(1 + item.num_unverified, item.num_branches) for item in items)
     _check_logits(logits, limits)
+    _check_maximum("features", sum(len(item.features) for item in items), MAX_FEATURE_BYTES)
     return items
 
 
@@ -120,14 +129,22 @@ def _branch_messages(branches: Iterable[Branch]) -> list[common_pb2.Branch]:
 
 
 def verify_request(
-    coordinator_id: str, round_id: int, items: Iterable[VerifyItem], traceparent: str = "", may_join: bool = False
+    coordinator_id: str,
+    round_id: int,
+    items: Sequence[VerifyItem],
+    traceparent: str = "",
+    may_join: bool = False,
+    features: WantedFeatures | None = None,
 ) -> target_worker_pb2.VerifyRequest:
-    """Build the request of a target round."""
+    """Build the request of a target round. `features`: required if any item wants them."""
+    wanted = features if any(item.want_features for item in items) else None
     return target_worker_pb2.VerifyRequest(
         coordinator_id=coordinator_id,
         round_id=round_id,
         traceparent=traceparent,
         may_join=may_join,
+        feature_layers=() if wanted is None else wanted.spec.layers,
+        feature_window=0 if wanted is None else wanted.window,
         items=[target_worker_pb2.VerifyItem(**_verify_fields(item)) for item in items],
     )
 
@@ -159,9 +176,28 @@ def read_verify_items(request: target_worker_pb2.VerifyRequest, limits: RoundLim
                 prefill_only=item.prefill_only,
                 logprobs=_optional(item, "logprobs"),
                 max_draft_tokens=item.max_draft_tokens,
+                want_features=item.want_features,
             )
         )
+    _check_features(request, items, limits)
     return items
+
+
+def _check_features(request: target_worker_pb2.VerifyRequest, items: Iterable[VerifyItem], limits: RoundLimits) -> None:
+    layers, window = request.feature_layers, request.feature_window
+    _check_maximum("feature_layers", len(layers), MAX_FEATURE_LAYERS)
+    _check_maximum("feature_window", window, MAX_FEATURE_WINDOW)
+    if layers and not limits.num_layers:
+        raise InvalidArgumentError("feature_layers", "must be empty: this worker returns no features")
+    if not all(0 < layer <= limits.num_layers for layer in layers):
+        raise InvalidArgumentError("feature_layers", f"must be from 1 to {limits.num_layers}")
+    if layers and not window:
+        raise InvalidArgumentError("feature_window", "must be positive with feature_layers")
+    # A continued item has no token yet, but gets one.
+    rows = sum(max(1, each.num_features(window, each.max_num_draft_tokens)) for each in items if each.want_features)
+    if rows and not layers:
+        raise InvalidArgumentError("feature_layers", "must not be empty if an item wants features")
+    _check_maximum("features", rows * len(layers) * limits.hidden_size * NUMBER_BYTES, MAX_FEATURE_BYTES)
 
 
 def _max_num_draft_tokens(item: target_worker_pb2.VerifyItem) -> int:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
+from specpool.protocol.features import MAX_FEATURE_LAYERS, MAX_FEATURE_WIDTH, WantedFeatures
 from specpool.protocol.rounds import Branch, ItemStatus, Proposal, ProposeItem, SequenceItem, Verdict, VerifyItem
 from specpool.protocol.sampling import NO_LOGPROBS, Logprobs
 from specpool.protocol.tokenizer import TokenizerFiles
@@ -28,12 +29,31 @@ class InvalidResponseError(Exception):
 
 
 def read_verdicts(
-    response: target_worker_pb2.VerifyResponse, round_id: int, items: Sequence[VerifyItem], vocab_size: int
+    response: target_worker_pb2.VerifyResponse,
+    round_id: int,
+    items: Sequence[VerifyItem],
+    vocab_size: int,
+    features: WantedFeatures | None = None,
 ) -> list[Verdict]:
-    """Read the response to a target round: one verdict per item, in order. Raises InvalidResponseError."""
+    """Read the response to a target round: one verdict per item, in order. Raises InvalidResponseError.
+
+    Features of a wrong size are dropped, because no token depends on them; see `drops_features`.
+    """
     statuses = _read_statuses(response, round_id, items)
     answered = zip(response.results, statuses, items, strict=True)
-    return [_read_verdict(result, status, item, vocab_size) for result, status, item in answered]
+    verdicts = [_read_verdict(result, status, item, vocab_size) for result, status, item in answered]
+    if features is not None:
+        for result, verdict, item in zip(response.results, verdicts, items, strict=True):
+            rows = item.num_features(features.window, max(0, len(verdict.token_ids) - 1))
+            if len(result.features) == rows * features.spec.row_bytes and verdict.num_cached_tokens:
+                verdict.features = result.features
+    return verdicts
+
+
+def drops_features(response: target_worker_pb2.VerifyResponse, verdicts: Iterable[Verdict]) -> bool:
+    """Whether `read_verdicts` has dropped any features."""
+    pairs = zip(response.results, verdicts, strict=True)
+    return any(len(result.features) != len(verdict.features) for result, verdict in pairs)
 
 
 def _read_verdict(result: Any, status: ItemStatus, item: VerifyItem, vocab_size: int) -> Verdict:
@@ -158,6 +178,8 @@ def check_worker_info(response: common_pb2.GetWorkerInfoResponse) -> None:
     _require(0 < model.vocab_size <= MAX_VOCAB_SIZE, f"vocab_size is {model.vocab_size}")
     _require(0 < model.max_model_len <= MAX_POSITIONS, f"max_model_len is {model.max_model_len}")
     _require(0 < load.slots_total <= MAX_SLOTS, f"slots_total is {load.slots_total}")
+    _require(len(model.feature_layers) <= MAX_FEATURE_LAYERS, f"{len(model.feature_layers)} feature_layers")
+    _require(model.feature_width <= MAX_FEATURE_WIDTH, f"feature_width is {model.feature_width}")
     ranks, described = max(1, model.tensor_parallel), len(load.ranks)
     _require(described == (ranks if ranks > 1 else 0), f"{ranks} ranks, but {described} described")
     sums = TENSOR_PARALLEL_SUMS if ranks > 1 else ("",)

@@ -81,7 +81,7 @@ class ProposeItem(SequenceItem):
     all tokens, without branches."""
     num_unverified: int = 0
     features: bytes = b""
-    """Hidden states of the target, bfloat16 [n, width]: those of the positions before each of the last n tokens."""
+    """Hidden states of the target before the last committed tokens; see `ProposeItem` in draft_worker.proto."""
 
     @property
     def end(self) -> int:
@@ -150,6 +150,8 @@ class VerifyItem(SequenceItem):
     """Draft tokens for possible outcomes of that round. Cleared once the outcome is known."""
     max_draft_tokens: int = 0
     """Maximum number of draft tokens, including forced tokens. 0: no forced tokens."""
+    want_features: bool = False
+    """Whether to return the hidden states of the last committed and of the accepted tokens."""
 
     @property
     def end(self) -> int:
@@ -161,6 +163,10 @@ class VerifyItem(SequenceItem):
         """Maximum number of draft tokens, whatever the outcome of the previous round."""
         drafted = max((len(branch.draft_token_ids) for branch in self.branches), default=len(self.draft_token_ids))
         return max(drafted, self.max_draft_tokens)
+
+    def num_features(self, window: int, num_draft_tokens: int) -> int:
+        """Number of states of at most `window` committed tokens, and of `num_draft_tokens` after them."""
+        return min(window, len(self.token_ids)) + num_draft_tokens if self.want_features else 0
 
     def select_branch(self, num_accepted: int, token_id: int) -> None:
         """Take the draft tokens of the branch that matches this outcome, if any, and clear `branches`."""
@@ -180,6 +186,10 @@ class VerifyRound:
     items: Sequence[VerifyItem]
     may_join: bool = False
     """Whether it may share a forward pass with an earlier round of its coordinator."""
+    feature_layers: tuple[int, ...] = ()
+    """Numbers of layers after which to take the features."""
+    feature_window: int = 0
+    """Maximum number of committed tokens of an item to return features for."""
 
 
 @dataclass
@@ -197,6 +207,8 @@ class Verdict:
     """Number of forced tokens that the worker appended to the draft tokens."""
     error: str = ""
     """Why the grammar failed."""
+    features: bytes = b""
+    """Hidden states of the last cached positions, if requested; see `VerifyResult` in target_worker.proto."""
 
 
 @dataclass(frozen=True)
@@ -209,3 +221,6 @@ class RoundLimits:
     """Maximum number of items in a round."""
     max_logits: int = 2**16
     """Maximum number of positions in a round whose logits are needed."""
+    num_layers: int = 0
+    """Layers whose states the worker returns; 0: it returns none."""
+    hidden_size: int = 0

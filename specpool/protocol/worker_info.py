@@ -92,6 +92,14 @@ class WorkerInfo:
     """Whether an item of the target worker may have branches."""
     supports_grammars: bool = False
     """Whether the worker follows the grammar in sampling parameters."""
+    hidden_size: int = 0
+    num_layers: int = 0
+    returns_features: bool = False
+    """Whether the target worker returns hidden states."""
+    feature_layers: tuple[int, ...] = ()
+    """Layers of the target whose hidden states the draft reads; empty: it reads none."""
+    feature_width: int = 0
+    """Numbers of each state that the draft reads."""
 
     @property
     def summary(self) -> str:

@@ -81,7 +81,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("model", "architecture", "dtype", "device", "vocab_size", "max_model_len", "tokenizer_fingerprint", "equivalence", "parameters", "notes", "weights_fingerprint", "numerics_fingerprint", "tensor_parallel", "tensor_parallel_sums", "weight_kinds", "activations")
+    __slots__ = ("model", "architecture", "dtype", "device", "vocab_size", "max_model_len", "tokenizer_fingerprint", "equivalence", "parameters", "notes", "weights_fingerprint", "numerics_fingerprint", "tensor_parallel", "tensor_parallel_sums", "weight_kinds", "activations", "hidden_size", "num_layers", "feature_layers", "feature_width")
     class WeightKindsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,10 @@ class ModelInfo(_message.Message):
     TENSOR_PARALLEL_SUMS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_KINDS_FIELD_NUMBER: _ClassVar[int]
     ACTIVATIONS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_WIDTH_FIELD_NUMBER: _ClassVar[int]
     model: str
     architecture: str
     dtype: str
@@ -121,7 +125,11 @@ class ModelInfo(_message.Message):
     tensor_parallel_sums: str
     weight_kinds: _containers.ScalarMap[str, int]
     activations: str
-    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., equivalence: _Optional[_Union[Equivalence, str]] = ..., parameters: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., numerics_fingerprint: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., tensor_parallel_sums: _Optional[str] = ..., weight_kinds: _Optional[_Mapping[str, int]] = ..., activations: _Optional[str] = ...) -> None: ...
+    hidden_size: int
+    num_layers: int
+    feature_layers: _containers.RepeatedScalarFieldContainer[int]
+    feature_width: int
+    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., equivalence: _Optional[_Union[Equivalence, str]] = ..., parameters: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., numerics_fingerprint: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., tensor_parallel_sums: _Optional[str] = ..., weight_kinds: _Optional[_Mapping[str, int]] = ..., activations: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., feature_width: _Optional[int] = ...) -> None: ...
 
 class RankMemory(_message.Message):
     __slots__ = ("device", "weight_bytes", "kv_bytes", "activation_bytes")
@@ -148,7 +156,7 @@ class Branch(_message.Message):
     def __init__(self, num_accepted: _Optional[int] = ..., token_id: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("slots_total", "slots_in_use", "kv_bytes_per_token", "kv_bytes_total", "kv_layout", "weight_bytes", "activation_bytes", "kv_positions_total", "kv_positions_free", "kv_positions_multiple", "ranks", "kv_reservations_grow", "max_rounds_ahead", "max_branches", "selects_branches", "supports_grammars")
+    __slots__ = ("slots_total", "slots_in_use", "kv_bytes_per_token", "kv_bytes_total", "kv_layout", "weight_bytes", "activation_bytes", "kv_positions_total", "kv_positions_free", "kv_positions_multiple", "ranks", "kv_reservations_grow", "max_rounds_ahead", "max_branches", "selects_branches", "supports_grammars", "returns_features")
     SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     SLOTS_IN_USE_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +173,7 @@ class WorkerLoad(_message.Message):
     MAX_BRANCHES_FIELD_NUMBER: _ClassVar[int]
     SELECTS_BRANCHES_FIELD_NUMBER: _ClassVar[int]
     SUPPORTS_GRAMMARS_FIELD_NUMBER: _ClassVar[int]
+    RETURNS_FEATURES_FIELD_NUMBER: _ClassVar[int]
     slots_total: int
     slots_in_use: int
     kv_bytes_per_token: int
@@ -181,7 +190,8 @@ class WorkerLoad(_message.Message):
     max_branches: int
     selects_branches: bool
     supports_grammars: bool
-    def __init__(self, slots_total: _Optional[int] = ..., slots_in_use: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_total: _Optional[int] = ..., kv_layout: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ..., kv_positions_total: _Optional[int] = ..., kv_positions_free: _Optional[int] = ..., kv_positions_multiple: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankMemory, _Mapping]]] = ..., kv_reservations_grow: _Optional[bool] = ..., max_rounds_ahead: _Optional[int] = ..., max_branches: _Optional[int] = ..., selects_branches: _Optional[bool] = ..., supports_grammars: _Optional[bool] = ...) -> None: ...
+    returns_features: bool
+    def __init__(self, slots_total: _Optional[int] = ..., slots_in_use: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_total: _Optional[int] = ..., kv_layout: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ..., kv_positions_total: _Optional[int] = ..., kv_positions_free: _Optional[int] = ..., kv_positions_multiple: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankMemory, _Mapping]]] = ..., kv_reservations_grow: _Optional[bool] = ..., max_rounds_ahead: _Optional[int] = ..., max_branches: _Optional[int] = ..., selects_branches: _Optional[bool] = ..., supports_grammars: _Optional[bool] = ..., returns_features: _Optional[bool] = ...) -> None: ...
 
 class StepCosts(_message.Message):
     __slots__ = ("rows", "seconds", "cached", "seconds_per_cached", "max_rows")

@@ -24,7 +24,7 @@ class ProposeRequest(_message.Message):
     def __init__(self, coordinator_id: _Optional[str] = ..., round_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ProposeItem, _Mapping]]] = ..., chances: _Optional[_Iterable[float]] = ..., step_cost: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class ProposeItem(_message.Message):
-    __slots__ = ("sequence_id", "base_length", "token_ids", "num_draft_tokens", "sampling", "prefix_sequence_id", "max_length", "min_chance", "next_chance", "num_branches", "num_unverified")
+    __slots__ = ("sequence_id", "base_length", "token_ids", "num_draft_tokens", "sampling", "prefix_sequence_id", "max_length", "min_chance", "next_chance", "num_branches", "num_unverified", "features")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class ProposeItem(_message.Message):
     NEXT_CHANCE_FIELD_NUMBER: _ClassVar[int]
     NUM_BRANCHES_FIELD_NUMBER: _ClassVar[int]
     NUM_UNVERIFIED_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     base_length: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -47,7 +48,8 @@ class ProposeItem(_message.Message):
     next_chance: float
     num_branches: int
     num_unverified: int
-    def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., prefix_sequence_id: _Optional[int] = ..., max_length: _Optional[int] = ..., min_chance: _Optional[float] = ..., next_chance: _Optional[float] = ..., num_branches: _Optional[int] = ..., num_unverified: _Optional[int] = ...) -> None: ...
+    features: bytes
+    def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., prefix_sequence_id: _Optional[int] = ..., max_length: _Optional[int] = ..., min_chance: _Optional[float] = ..., next_chance: _Optional[float] = ..., num_branches: _Optional[int] = ..., num_unverified: _Optional[int] = ..., features: _Optional[bytes] = ...) -> None: ...
 
 class ProposeResponse(_message.Message):
     __slots__ = ("round_id", "results", "forward_ns", "realign_ns", "instance_id")

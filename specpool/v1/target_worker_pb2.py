@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specpool.v1 import common_pb2 as specpool_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspecpool/v1/target_worker.proto\x12\x0bspecpool.v1\x1a\x18specpool/v1/common.proto\"\x88\x01\n\rVerifyRequest\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12&\n\x05items\x18\x03 \x03(\x0b\x32\x17.specpool.v1.VerifyItem\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\x12\x10\n\x08may_join\x18\x05 \x01(\x08\"\x96\x03\n\nVerifyItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x04 \x03(\r\x12\x14\n\x0cprefill_only\x18\x05 \x01(\x08\x12\'\n\x08sampling\x18\x06 \x01(\x0b\x32\x15.specpool.v1.Sampling\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x1f\n\x12prefix_sequence_id\x18\x08 \x01(\x04H\x01\x88\x01\x01\x12\x17\n\nmax_length\x18\t \x01(\rH\x02\x88\x01\x01\x12\x1b\n\x0e\x61\x66ter_round_id\x18\n \x01(\x04H\x03\x88\x01\x01\x12%\n\x08\x62ranches\x18\x0b \x03(\x0b\x32\x13.specpool.v1.Branch\x12\x18\n\x10max_draft_tokens\x18\x0c \x01(\rB\x0b\n\t_logprobsB\x15\n\x13_prefix_sequence_idB\r\n\x0b_max_lengthB\x11\n\x0f_after_round_id\"\x8b\x01\n\x0eVerifyResponse\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12*\n\x07results\x18\x02 \x03(\x0b\x32\x19.specpool.v1.VerifyResult\x12\x12\n\nforward_ns\x18\x03 \x01(\x04\x12\x12\n\nrealign_ns\x18\x04 \x01(\x04\x12\x13\n\x0binstance_id\x18\x05 \x01(\t\"\xce\x01\n\x0cVerifyResult\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.specpool.v1.ItemStatus\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rcached_length\x18\x04 \x01(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.specpool.v1.TokenLogprobs\x12\x19\n\x11num_forced_tokens\x18\x06 \x01(\r\x12\r\n\x05\x65rror\x18\x07 \x01(\t\"\x15\n\x13GetTokenizerRequest\"\x91\x02\n\x14GetTokenizerResponse\x12\x16\n\x0etokenizer_json\x18\x01 \x01(\x0c\x12\x15\n\rchat_template\x18\x02 \x01(\t\x12L\n\x0especial_tokens\x18\x03 \x03(\x0b\x32\x34.specpool.v1.GetTokenizerResponse.SpecialTokensEntry\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x1a\n\x12tool_chat_template\x18\x05 \x01(\t\x12\x13\n\x0binstance_id\x18\x06 \x01(\t\x1a\x34\n\x12SpecialTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xef\x03\n\x13TargetWorkerService\x12\x41\n\x06Verify\x12\x1a.specpool.v1.VerifyRequest\x1a\x1b.specpool.v1.VerifyResponse\x12K\n\x0cVerifyStream\x12\x1a.specpool.v1.VerifyRequest\x1a\x1b.specpool.v1.VerifyResponse(\x01\x30\x01\x12\x44\n\x07Release\x12\x1b.specpool.v1.ReleaseRequest\x1a\x1c.specpool.v1.ReleaseResponse\x12V\n\rGetWorkerInfo\x12!.specpool.v1.GetWorkerInfoRequest\x1a\".specpool.v1.GetWorkerInfoResponse\x12U\n\x0cWatchStartup\x12 .specpool.v1.WatchStartupRequest\x1a!.specpool.v1.WatchStartupResponse0\x01\x12S\n\x0cGetTokenizer\x12 .specpool.v1.GetTokenizerRequest\x1a!.specpool.v1.GetTokenizerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspecpool/v1/target_worker.proto\x12\x0bspecpool.v1\x1a\x18specpool/v1/common.proto\"\xb8\x01\n\rVerifyRequest\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12&\n\x05items\x18\x03 \x03(\x0b\x32\x17.specpool.v1.VerifyItem\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\x12\x10\n\x08may_join\x18\x05 \x01(\x08\x12\x16\n\x0e\x66\x65\x61ture_layers\x18\x06 \x03(\r\x12\x16\n\x0e\x66\x65\x61ture_window\x18\x07 \x01(\r\"\xad\x03\n\nVerifyItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x04 \x03(\r\x12\x14\n\x0cprefill_only\x18\x05 \x01(\x08\x12\'\n\x08sampling\x18\x06 \x01(\x0b\x32\x15.specpool.v1.Sampling\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x1f\n\x12prefix_sequence_id\x18\x08 \x01(\x04H\x01\x88\x01\x01\x12\x17\n\nmax_length\x18\t \x01(\rH\x02\x88\x01\x01\x12\x1b\n\x0e\x61\x66ter_round_id\x18\n \x01(\x04H\x03\x88\x01\x01\x12%\n\x08\x62ranches\x18\x0b \x03(\x0b\x32\x13.specpool.v1.Branch\x12\x18\n\x10max_draft_tokens\x18\x0c \x01(\r\x12\x15\n\rwant_features\x18\r \x01(\x08\x42\x0b\n\t_logprobsB\x15\n\x13_prefix_sequence_idB\r\n\x0b_max_lengthB\x11\n\x0f_after_round_id\"\x8b\x01\n\x0eVerifyResponse\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12*\n\x07results\x18\x02 \x03(\x0b\x32\x19.specpool.v1.VerifyResult\x12\x12\n\nforward_ns\x18\x03 \x01(\x04\x12\x12\n\nrealign_ns\x18\x04 \x01(\x04\x12\x13\n\x0binstance_id\x18\x05 \x01(\t\"\xe0\x01\n\x0cVerifyResult\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.specpool.v1.ItemStatus\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rcached_length\x18\x04 \x01(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.specpool.v1.TokenLogprobs\x12\x19\n\x11num_forced_tokens\x18\x06 \x01(\r\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x08 \x01(\x0c\"\x15\n\x13GetTokenizerRequest\"\x91\x02\n\x14GetTokenizerResponse\x12\x16\n\x0etokenizer_json\x18\x01 \x01(\x0c\x12\x15\n\rchat_template\x18\x02 \x01(\t\x12L\n\x0especial_tokens\x18\x03 \x03(\x0b\x32\x34.specpool.v1.GetTokenizerResponse.SpecialTokensEntry\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x1a\n\x12tool_chat_template\x18\x05 \x01(\t\x12\x13\n\x0binstance_id\x18\x06 \x01(\t\x1a\x34\n\x12SpecialTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xef\x03\n\x13TargetWorkerService\x12\x41\n\x06Verify\x12\x1a.specpool.v1.VerifyRequest\x1a\x1b.specpool.v1.VerifyResponse\x12K\n\x0cVerifyStream\x12\x1a.specpool.v1.VerifyRequest\x1a\x1b.specpool.v1.VerifyResponse(\x01\x30\x01\x12\x44\n\x07Release\x12\x1b.specpool.v1.ReleaseRequest\x1a\x1c.specpool.v1.ReleaseResponse\x12V\n\rGetWorkerInfo\x12!.specpool.v1.GetWorkerInfoRequest\x1a\".specpool.v1.GetWorkerInfoResponse\x12U\n\x0cWatchStartup\x12 .specpool.v1.WatchStartupRequest\x1a!.specpool.v1.WatchStartupResponse0\x01\x12S\n\x0cGetTokenizer\x12 .specpool.v1.GetTokenizerRequest\x1a!.specpool.v1.GetTokenizerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,19 +35,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETTOKENIZERRESPONSE_SPECIALTOKENSENTRY']._loaded_options = None
   _globals['_GETTOKENIZERRESPONSE_SPECIALTOKENSENTRY']._serialized_options = b'8\001'
   _globals['_VERIFYREQUEST']._serialized_start=75
-  _globals['_VERIFYREQUEST']._serialized_end=211
-  _globals['_VERIFYITEM']._serialized_start=214
-  _globals['_VERIFYITEM']._serialized_end=620
-  _globals['_VERIFYRESPONSE']._serialized_start=623
-  _globals['_VERIFYRESPONSE']._serialized_end=762
-  _globals['_VERIFYRESULT']._serialized_start=765
-  _globals['_VERIFYRESULT']._serialized_end=971
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=973
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=994
-  _globals['_GETTOKENIZERRESPONSE']._serialized_start=997
-  _globals['_GETTOKENIZERRESPONSE']._serialized_end=1270
-  _globals['_GETTOKENIZERRESPONSE_SPECIALTOKENSENTRY']._serialized_start=1218
-  _globals['_GETTOKENIZERRESPONSE_SPECIALTOKENSENTRY']._serialized_end=1270
-  _globals['_TARGETWORKERSERVICE']._serialized_start=1273
-  _globals['_TARGETWORKERSERVICE']._serialized_end=1768
+  _globals['_VERIFYREQUEST']._serialized_end=259
+  _globals['_VERIFYITEM']._serialized_start=262
+  _globals['_VERIFYITEM']._serialized_end=691
+  _globals['_VERIFYRESPONSE']._serialized_start=694
+  _globals['_VERIFYRESPONSE']._serialized_end=833
+  _globals['_VERIFYRESULT']._serialized_start=836
+  _globals['_VERIFYRESULT']._serialized_end=1060
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=1062
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=1083
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=1086
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=1359
+  _globals['_GETTOKENIZERRESPONSE_SPECIALTOKENSENTRY']._serialized_start=1307
+  _globals['_GETTOKENIZERRESPONSE_SPECIALTOKENSENTRY']._serialized_end=1359
+  _globals['_TARGETWORKERSERVICE']._serialized_start=1362
+  _globals['_TARGETWORKERSERVICE']._serialized_end=1857
 # @@protoc_insertion_point(module_scope)

@@ -21,6 +21,8 @@ class Span:
     prefix_length: int = 0
     offset: int = 0
     """Columns by which the positions from `prefix_length` on lie further right; 0: not a branch."""
+    num_states: int = 0
+    """Number of trailing tokens whose hidden states are needed."""
     states: torch.Tensor | None = None
     """Input of a feature draft: the target's states before the last tokens, [at most one per token, width]."""
     own_states: Mapping[int, torch.Tensor] | None = None
@@ -47,6 +49,7 @@ class Span:
             num_logits=max(0, end - max(begin, count - self.num_logits)),
             states=states,
             own_states=own_states,
+            num_states=max(0, end - max(begin, count - self.num_states)),
         )
 
 

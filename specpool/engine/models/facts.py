@@ -19,6 +19,7 @@ class ModelFacts:
     parameters: int
     embedding_parameters: int
     layers: int
+    hidden_size: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -49,6 +50,7 @@ def read_facts(loaded: LoadedModel) -> ModelFacts:
         parameters=sum(weight.numel() for weight in model.parameters()),
         embedding_parameters=sum(weight.numel() for weight in {end.weight for end in ends}),
         layers=int(config.num_hidden_layers),
+        hidden_size=int(config.hidden_size),
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=head_dim_of(config),

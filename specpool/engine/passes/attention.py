@@ -1,5 +1,7 @@
 """Packed attention over cache slots, for any transformers model through its attention registry."""
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -80,18 +82,45 @@ class LibraryModel(ForwardPass):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model, self.compute_dtype = model, model.dtype
+        self._layers = _decoder_layers(model)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the decoder layers are known."""
+        return bool(self._layers)
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows, padding included."""
-        output = self.model(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            logits_to_keep=batch.logit_rows,
-            packed_batch=batch,
-        )
+        with self._recording(batch):
+            output = self.model(
+                input_ids=batch.input_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=batch.logit_rows,
+                packed_batch=batch,
+            )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    @contextmanager
+    def _recording(self, batch: PackedBatch) -> Iterator[None]:
+        """Record the states of the batch. `output_hidden_states` would normalize the last ones."""
+
+        def hook(num_layers: int) -> Callable[..., None]:
+            return lambda _module, _inputs, output: batch.record_states(
+                num_layers, (output[0] if isinstance(output, tuple) else output)[0]
+            )
+
+        with ExitStack() as hooks:
+            for num_layers in batch.state_layers:
+                hooks.enter_context(self._layers[num_layers - 1].register_forward_hook(hook(num_layers)))
+            yield
+
+
+def _decoder_layers(model: PreTrainedModel) -> Sequence[torch.nn.Module]:
+    """The decoder layers of a model; empty if they are not in one list."""
+    lists = (list(module) for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    return next((layers for layers in lists if len(layers) == model.config.num_hidden_layers), [])
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

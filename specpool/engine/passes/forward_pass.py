@@ -122,6 +122,11 @@ class ForwardPass(nn.Module, ABC):
         return None
 
     @property
+    def has_states(self) -> bool:
+        """Whether passes can record hidden states; see `PackedBatch.record_states`."""
+        return True
+
+    @property
     def supports_branches(self) -> bool:
         """Whether spans may be branches of their sequences. Attention plans have no branches."""
         return not self.plans_attention

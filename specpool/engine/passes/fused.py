@@ -128,8 +128,9 @@ class FusedModel(ForwardPass):
             hidden = self.fc(torch.cat([batch.input_states, hidden], -1))
         cos, sin = self.rotary(batch.max_length)
         rotation = cos[batch.positions, None], sin[batch.positions, None]  # [rows, 1, head_dim]
-        for layer in self.layers:
+        for num_layers, layer in enumerate(self.layers, 1):
             hidden = layer(hidden, batch, rotation)
+            batch.record_states(num_layers, hidden)
         hidden = hidden[batch.logit_rows]
         if batch.own_states is not None:
             batch.own_states.copy_(hidden)

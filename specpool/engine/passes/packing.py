@@ -42,6 +42,9 @@ class PackedBatch:
     """Input of a pass that reads states, [rows, hidden]. See `features`."""
     own_states: torch.Tensor | None = None
     """Output of a pass that reads states: the last layer's states of the rows of logits, [R, padded, hidden]."""
+    state_layers: tuple[int, ...] = ()
+    """Numbers of layers after which to record the hidden states."""
+    states: torch.Tensor | None = None  # [rows, state layers, hidden], written by the pass; None: without state layers
 
     @classmethod
     def of_padding(cls, arena: KVArena, shape: Shape, max_length: int) -> "PackedBatch":
@@ -50,6 +53,11 @@ class PackedBatch:
         numbers = torch.zeros(NUMBERS_PER_ROW * rows + 2 * tiles + logits, dtype=torch.int64, device=arena.device)
         numbers[COLUMNS * rows : (COLUMNS + 1) * rows] = -1
         return cls(arena, 0, rows, tiles, max_length, 0, numbers)
+
+    def record_states(self, num_layers: int, hidden: torch.Tensor) -> None:
+        """Record the hidden states [rows, hidden] after this number of layers, if they are needed."""
+        if self.states is not None and num_layers in self.state_layers:
+            self.states[:, self.state_layers.index(num_layers)] = hidden
 
     @property
     def shape(self) -> Shape:

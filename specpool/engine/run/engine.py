@@ -23,7 +23,7 @@ from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.run.contention import ContentionMonitor
 from specpool.engine.run.leader import Leader
 from specpool.engine.run.reservation import ReservedCache, footprint_of, reserve_cache
-from specpool.engine.run.runner import PassRunner
+from specpool.engine.run.runner import PassResult, PassRunner
 from specpool.engine.sampling.head import Head
 from specpool.protocol.worker_info import CacheLoad, RankMemory, WorkerInfo
 
@@ -68,7 +68,7 @@ class Engine:
         self.slots, self.layout, self.footprint = reserved.slots, reserved.layout, reserved.footprint
         self.leader = leader
         """Rank 0's connection to the other ranks; None unless the model is sharded."""
-        self.runner = PassRunner(forward_pass, self.layout.arena, self.tiles, facts.query_groups)
+        self.runner = PassRunner(forward_pass, self.layout.arena, self.tiles, facts.query_groups, facts.hidden_size)
         self._ranks: tuple[RankMemory, ...] = ()
         self._weight_kinds = Counter(forward_pass.weight_kinds)
         if leader is not None:
@@ -106,11 +106,33 @@ class Engine:
         """
         own_states = list[torch.Tensor]()
         chunks = _chunks(spans, self.max_num_batched_tokens)
-        logits = [rows for chunk in chunks if len(rows := self._pass(chunk, own_states))]
+        logits = [self._pass(chunk, own_states=own_states).logits for chunk in chunks]
         self.own_states = torch.cat(own_states) if own_states else None
-        if len(logits) == 1:
-            return logits[0]
-        return torch.cat(logits) if logits else torch.empty(0, self.facts.outputs, device=self.facts.device)
+        return self._joined(logits)
+
+    @torch.inference_mode()
+    def forward_with_states(self, spans: Sequence[Span], layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Call `forward`. Return its logits, and hidden states [sum of `num_states`, len(layers) * hidden size].
+
+        States are those of the last `num_states` tokens of each span, in span order. `layers`: numbers of layers after
+        which to take them, at most `facts.layers`. The final norm is not applied. Requires `has_states`.
+        """
+        passes = [self._pass(chunk, layers) for chunk in _chunks(spans, self.max_num_batched_tokens)]
+        states = [each.states for each in passes if each.states is not None]
+        width = len(layers) * self.facts.hidden_size
+        joined = torch.cat(states) if states else torch.empty(0, width, device=self.facts.device)
+        return self._joined([each.logits for each in passes]), joined
+
+    @property
+    def has_states(self) -> bool:
+        """Whether `forward_with_states` can return states."""
+        return self.forward_pass.has_states
+
+    def _joined(self, logits: list[torch.Tensor]) -> torch.Tensor:
+        rows = [each for each in logits if len(each)]
+        if len(rows) == 1:
+            return rows[0]
+        return torch.cat(rows) if rows else torch.empty(0, self.facts.outputs, device=self.facts.device)
 
     @torch.inference_mode()
     def capture_graphs(self) -> int:
@@ -205,6 +227,8 @@ class Engine:
             weight_kinds=self._weight_kinds,
             activations=self.forward_pass.activations,
             ranks=self._ranks,
+            hidden_size=self.facts.hidden_size,
+            num_layers=self.facts.layers,
             **self.load._asdict(),
         )
 
@@ -226,22 +250,27 @@ class Engine:
         if self.facts.device.type == "cuda" and self.layout.spare_columns:  # the other layout rarely moves columns
             torch.cuda.synchronize(self.facts.device)
 
-    def _pass(self, spans: Sequence[Span], own_states: list[torch.Tensor]) -> torch.Tensor:
-        """Logits of spans that fit in one forward pass. `own_states`: gets those of a feature draft."""
+    def _pass(
+        self,
+        spans: Sequence[Span],
+        state_layers: tuple[int, ...] = (),
+        own_states: list[torch.Tensor] | None = None,
+    ) -> PassResult:
+        """Run spans that fit in one forward pass. `own_states`: gets those of a feature draft."""
         assert self.supports_branches or not any(span.offset for span in spans), "this engine has no branches"
         with self.realigning():
             starts = self.layout.align(spans)
         locations = [Location(self.layout.origin(span.slot), start) for span, start in zip(spans, starts, strict=True)]
         began = time.perf_counter()
         if self.leader is None:
-            logits = self.runner.run(spans, locations, own_states)
+            result = self.runner.run(spans, locations, state_layers, own_states)
         else:
-            logits = self.leader.run(self.runner, spans, locations)
+            result = self.leader.run(self.runner, spans, locations, state_layers)
         rows = sum(len(span.token_ids) for span in spans)
         self._passes += 1
         self.tokens += rows
         self._watch_contention(spans, rows, time.perf_counter() - began)
-        return logits
+        return result
 
     def _watch_contention(self, spans: Sequence[Span], rows: int, seconds: float) -> None:
         if self.contention is None:

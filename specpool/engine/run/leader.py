@@ -22,7 +22,7 @@ from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.run.connections import Link, Message, end_process, hang_up, receive, send, signals_held, watch
 from specpool.engine.run.messages import Begin, Command, Loaded, Order, Probed, Report, encode, encode_run
 from specpool.engine.run.rendezvous import await_ranks
-from specpool.engine.run.runner import PassRunner
+from specpool.engine.run.runner import PassResult, PassRunner
 from specpool.engine.sharding.group import Exchange, Group
 from specpool.engine.sharding.nccl import NcclExchange, file_store, new_file, tcp_store
 from specpool.engine.sharding.shares import Sharding
@@ -100,11 +100,13 @@ class Leader:
         )
         return RankMemory(device, footprint.weights, footprint.kv, footprint.activations), *others
 
-    def run(self, runner: PassRunner, spans: Sequence[Span], locations: Sequence[Location]) -> torch.Tensor:
+    def run(
+        self, runner: PassRunner, spans: Sequence[Span], locations: Sequence[Location], state_layers: tuple[int, ...]
+    ) -> PassResult:
         """Run `PassRunner.run` on all ranks. A failure ends the process: the other ranks are in mid-pass."""
-        self._tell(encode_run(spans, locations))
+        self._tell(encode_run(spans, locations, state_layers))
         try:
-            return runner.run(spans, locations)
+            return runner.run(spans, locations, state_layers)
         except EOFError as error:
             end_process(str(error))
         except Exception:

@@ -94,28 +94,30 @@ def decode(message: bytes) -> tuple[Command, list[int]]:
     return Command(command), arguments
 
 
-def encode_run(spans: Sequence[Span], locations: Sequence[Location]) -> bytes:
-    """The command to run a pass: number of spans, eight integers per span, then all tokens."""
+def encode_run(spans: Sequence[Span], locations: Sequence[Location], state_layers: Sequence[int] = ()) -> bytes:
+    """The command to run a pass: number of state layers, these layers, number of spans, nine integers per span, and
+    all tokens."""
     headers = (
         (
             span.slot, span.start, len(span.token_ids), span.num_logits, span.prefix_length, span.offset,
-            location.origin, location.start,
+            span.num_states, location.origin, location.start,
         )
         for span, location in zip(spans, locations, strict=True)
     )  # fmt: skip
     tokens = chain.from_iterable(span.token_ids for span in spans)
-    return encode(Command.RUN, len(spans), *chain.from_iterable(headers), *tokens)
+    return encode(Command.RUN, len(state_layers), *state_layers, len(spans), *chain.from_iterable(headers), *tokens)
 
 
-def decode_run(arguments: list[int]) -> tuple[list[Span], list[Location]]:
-    """The spans of a pass and where their sequences lie."""
-    count, rest = arguments[0], arguments[1:]
-    headers = [rest[8 * i : 8 * i + 8] for i in range(count)]
-    ends = accumulate((tokens for _, _, tokens, *_ in headers), initial=8 * count)
+def decode_run(arguments: list[int]) -> tuple[list[Span], list[Location], tuple[int, ...]]:
+    """The spans of a pass, where their sequences lie, and the state layers."""
+    first = 1 + arguments[0]
+    state_layers, count, rest = tuple(arguments[1:first]), arguments[first], arguments[first + 1 :]
+    headers = [rest[9 * i : 9 * i + 9] for i in range(count)]
+    ends = accumulate((tokens for _, _, tokens, *_ in headers), initial=9 * count)
     spans = [
-        Span(slot, start, rest[begin:end], num_logits, prefix_length, offset)
-        for (slot, start, _, num_logits, prefix_length, offset, *_), (begin, end) in zip(
+        Span(slot, start, rest[begin:end], num_logits, prefix_length, offset, num_states)
+        for (slot, start, _, num_logits, prefix_length, offset, num_states, *_), (begin, end) in zip(
             headers, pairwise(ends), strict=True
         )
     ]
-    return spans, [Location(origin, start) for *_, origin, start in headers]
+    return spans, [Location(origin, start) for *_, origin, start in headers], state_layers

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -14,21 +16,35 @@ from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.packing import PackedBatch, Shape, pack
 
 
+class PassResult(NamedTuple):
+    """The result of a pass."""
+
+    logits: torch.Tensor  # [R, rows of the head]
+    states: torch.Tensor | None  # [sum of num_states, state layers * hidden]; None: no states were needed
+
+
 class PassRunner:
     """A forward pass and its cache."""
 
-    def __init__(self, forward_pass: ForwardPass, arena: KVArena, tiles: Tiles, query_groups: int) -> None:
+    def __init__(
+        self, forward_pass: ForwardPass, arena: KVArena, tiles: Tiles, query_groups: int, hidden_size: int
+    ) -> None:
         """`tiles`: shapes that make the pass batch invariant. `query_groups`: query heads per KV head."""
         self.forward_pass, self.arena = forward_pass, arena
-        self._tiles, self._query_groups = tiles, query_groups
+        self._tiles, self._query_groups, self._hidden_size = tiles, query_groups, hidden_size
 
     def run(
-        self, spans: Sequence[Span], locations: Sequence[Location], own_states: list[torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """Cache the new tokens of spans that fit in one pass, and return their logits.
+        self,
+        spans: Sequence[Span],
+        locations: Sequence[Location],
+        state_layers: tuple[int, ...] = (),
+        own_states: list[torch.Tensor] | None = None,
+    ) -> PassResult:
+        """Cache the new tokens of spans that fit in one pass.
 
-        `locations`: where each span's sequence lies in the arena. `own_states`: gets the states [R, hidden] of a
-        feature draft for the same rows.
+        `locations`: where each span's sequence lies in the arena. `state_layers`: numbers of layers after which to
+        return the hidden states of the spans' last `num_states` tokens. `own_states`: gets the states [R, hidden] of a
+        feature draft for the rows of the logits.
         """
         arena, forward_pass = self.arena, self.forward_pass
         planned = forward_pass.plans_attention
@@ -39,10 +55,14 @@ class PassRunner:
             batch = replace(batch, attention=plan)
         if forward_pass.state_size:
             batch = self._with_states(batch, spans)
+        if state_layers and any(span.num_states for span in spans):
+            shape = batch.rows, len(state_layers), self._hidden_size
+            states = torch.empty(shape, dtype=forward_pass.compute_dtype, device=arena.device)
+            batch = replace(batch, state_layers=state_layers, states=states)
         logits: torch.Tensor = forward_pass(batch)
         if own_states is not None and batch.own_states is not None:
             own_states.append(batch.own_states[: batch.num_logits])
-        return logits[: batch.num_logits]
+        return PassResult(logits[: batch.num_logits], _states_of(batch, spans))
 
     def _with_states(self, batch: PackedBatch, spans: Sequence[Span]) -> PackedBatch:
         """The batch with the input of a feature draft, and memory for its own states."""
@@ -62,3 +82,12 @@ class PassRunner:
     def _padded(self, needed: Shape) -> Shape:
         rows, logits = self._tiles.rows(needed.rows), self._tiles.rows(needed.logits) if needed.logits else 0
         return self.forward_pass.padded_shape(Shape(rows, needed.tiles, logits))
+
+
+def _states_of(batch: PackedBatch, spans: Sequence[Span]) -> torch.Tensor | None:
+    """The states of each span's last `num_states` tokens."""
+    if batch.states is None:
+        return None
+    ends = accumulate(len(span.token_ids) for span in spans)
+    parts = [batch.states[end - span.num_states : end] for span, end in zip(spans, ends, strict=True)]
+    return torch.cat(parts).flatten(1)

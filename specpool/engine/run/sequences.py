@@ -44,6 +44,8 @@ class Choices:
     finite: bool = True
     """False if the largest logit of a row is not finite. Checked on CPUs only, where the check takes 10 us a pass.
     A GPU would have to launch more kernels."""
+    states: torch.Tensor | None = None
+    """Hidden states of the span's last `num_states` tokens in bfloat16, on the CPU; None: no states were requested."""
 
 
 class SequenceEngine:
@@ -128,33 +130,52 @@ class SequenceEngine:
         return (coordinator_id, sequence_id) in slots or slots.in_use < slots.total
 
     def span(
-        self, key: SequenceKey, token_ids: Sequence[int], num_logits: int, states: torch.Tensor | None = None
+        self,
+        key: SequenceKey,
+        token_ids: Sequence[int],
+        num_logits: int,
+        states: torch.Tensor | None = None,
+        num_states: int = 0,
     ) -> Span:
-        """New tokens after the cached positions of a sequence. `states`: input of a feature draft; see `Span`."""
+        """New tokens after the cached positions of a sequence. `states`, `num_states`: see `Span`."""
         slot = self.engine.slots[key]
         own_states = _take_own_states(slot, token_ids) if slot.own_states else None
         slot.token_ids[slot.num_cached_tokens :] = token_ids
         if slot.sampling is not None:
             slot.sampling.truncate(slot.num_cached_tokens)
-        return Span(slot.index, slot.num_cached_tokens, token_ids, num_logits, states=states, own_states=own_states)
+        return Span(
+            slot.index,
+            slot.num_cached_tokens,
+            token_ids,
+            num_logits,
+            states=states,
+            own_states=own_states,
+            num_states=num_states,
+        )
 
     def choose(
         self,
         spans: Mapping[SequenceKey, Span],
         confidences: bool = False,
         num_logprobs: Mapping[SequenceKey, int | None] | None = None,
+        state_layers: tuple[int, ...] = (),
     ) -> dict[SequenceKey, Choices]:
         """Run the spans in one forward pass, and choose the tokens after their last tokens.
 
-        `num_logprobs`: number of top log-probabilities of sequences that need log-probabilities.
+        `num_logprobs`: number of top log-probabilities of sequences that need log-probabilities. `state_layers`:
+        numbers of layers after which to take the states of the spans' last `num_states` tokens.
         """
         rows = self._rows_of(spans, num_logprobs or {})
-        return dict(zip(spans, self.choose_rows(list(spans.values()), rows, confidences), strict=True))
+        return dict(zip(spans, self.choose_rows(list(spans.values()), rows, confidences, state_layers), strict=True))
 
     def choose_rows(
-        self, spans: Sequence[Span], rows: Sequence[SequenceRows], confidences: bool = False
+        self,
+        spans: Sequence[Span],
+        rows: Sequence[SequenceRows],
+        confidences: bool = False,
+        state_layers: tuple[int, ...] = (),
     ) -> list[Choices]:
-        """Run the spans in one forward pass, and choose the tokens of their rows of logits."""
+        """Run the spans in one forward pass, and choose the tokens of their rows of logits. See `choose`."""
         if confidences:
             rows = [replace(each, num_logprobs=0) if each.rules is None else each for each in rows]
         masks = self.grammars.compute(
@@ -162,15 +183,20 @@ class SequenceEngine:
             for each in rows
             if each.rules is not None and each.rules.grammar is not None and each.prefix_length is None and each.count
         )
+        states: Sequence[torch.Tensor | None] = [None] * len(spans)
         try:
-            logits = self.engine.forward(spans)
+            if state_layers:
+                logits, found = self.engine.forward_with_states(spans, state_layers)
+                states = found.to("cpu", torch.bfloat16).split([span.num_states for span in spans])
+            else:
+                logits = self.engine.forward(spans)
         finally:  # the next pass uses the same matchers
             if masks is not None:
                 masks.result()
         choices = []
-        for each, chosen in zip(rows, self._sampler(logits, rows), strict=True):
+        for each, chosen, own_states in zip(rows, self._sampler(logits, rows), states, strict=True):
             sure = [*map(math.exp, chosen.logprobs.logprobs)] if confidences and each.rules is None else []
-            choices.append(Choices(chosen.token_ids, sure, chosen.logprobs, chosen.finite))
+            choices.append(Choices(chosen.token_ids, sure, chosen.logprobs, chosen.finite, own_states))
         return choices
 
     def draft(self, rounds: Sequence[DraftRound]) -> None:
@@ -319,6 +345,8 @@ class SequenceEngine:
             max_items=ITEMS_PER_SLOT * slots,
             # A single sequence may have a draft of maximum length.
             max_logits=LOGITS_PER_SLOT * max(LOGITS_PER_SLOT, slots),
+            num_layers=self.engine.facts.layers if self.engine.has_states else 0,
+            hidden_size=self.engine.facts.hidden_size,
         )
 
     def _rules_of(self, sampling: SamplingParams | None) -> SequenceRules | None:

@@ -121,7 +121,7 @@ def _build(link: Link, order: Order, options: EngineOptions) -> tuple[PassRunner
     arena = KVArena(
         facts.layers, facts.kv_heads, begin.columns, facts.head_dim, forward_pass.compute_dtype, facts.device
     )
-    return PassRunner(forward_pass, arena, begin.tiles, facts.query_groups), facts
+    return PassRunner(forward_pass, arena, begin.tiles, facts.query_groups, facts.hidden_size), facts
 
 
 def _exchange(link: Link, order: Order, ranks: int, device: torch.device) -> Exchange:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.gpu.draft_loop import GpuDraftLoop
-from specpool.engine.passes.gpu.graphs import Capture, CapturedGraphs, Run
+from specpool.engine.passes.gpu.graphs import Capture, CapturedGraph, CapturedGraphs, Run
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.packing import PackedBatch, Shape
 from specpool.engine.sampling.head import Head
@@ -20,8 +21,16 @@ ROWS_PER_TILE = (4, 1)
 """Each size is captured with few tiles of attention, for drafts and prompts, and with a tile per row."""
 
 
+StateKey = tuple[Shape, tuple[int, ...]]
+"""A shape, and the numbers of layers after which to record the hidden states."""
+
+
 class CapturedModel(ForwardPass):
-    """Replays passes that fit into a captured shape. Such passes differ only in `PackedBatch.numbers`."""
+    """Replays passes that fit into a captured shape. Such passes differ only in `PackedBatch.numbers`.
+
+    The layers whose hidden states are needed are not known at start. A pass that records states is captured when one
+    of its shape first occurs.
+    """
 
     plans_attention = False
     captured_rows = MAX_CAPTURED_ROWS
@@ -32,19 +41,29 @@ class CapturedModel(ForwardPass):
         self.capture = capture
         """The capture function of the device."""
         self._graphs: CapturedGraphs[Shape, PackedBatch] = CapturedGraphs(capture, model.group.any_rank)
-        model.group.on_leave(self._graphs.clear)
+        self._state_graphs: CapturedGraphs[StateKey, PackedBatch] = CapturedGraphs(capture, model.group.any_rank)
+        """Graphs that record hidden states."""
+        self._tried: set[StateKey] = set()
+        """Keys of `_state_graphs` whose capture succeeded or failed."""
+        model.group.on_leave(self._clear_graphs)
         self._draft_loop: GpuDraftLoop | None = None
         self._logits: torch.Tensor | None = None
         """Memory for logits that all graphs share."""
+        self._states: dict[tuple[int, ...], torch.Tensor] = {}
+        """Memory for hidden states that all graphs share, by layers."""
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows, possibly followed by padding."""
         graph = self._graphs.find(batch.shape)
+        if graph is not None and batch.states is not None:
+            graph = self._find_with_states(batch, batch.states, graph.input)
         if graph is None or batch.max_length > graph.input.max_length:
             logits: torch.Tensor = self.model(batch)
             return logits
         graph.input.numbers.copy_(batch.numbers, non_blocking=True)
         graph.replay()
+        if batch.states is not None and graph.input.states is not None:
+            batch.states.copy_(graph.input.states)
         return graph.result[: batch.num_logits].clone()  # the next pass overwrites it
 
     def padded_shape(self, needed: Shape) -> Shape:
@@ -89,7 +108,7 @@ class CapturedModel(ForwardPass):
     @contextmanager
     def eager(self) -> Iterator[None]:
         """Run passes and drafts eagerly within this context, so probes see every operation."""
-        graphs: list[CapturedGraphs[Any, Any]] = [self._graphs]
+        graphs: list[CapturedGraphs[Any, Any]] = [self._graphs, self._state_graphs]
         if self._draft_loop is not None:
             graphs.append(self._draft_loop.graphs)
         for each in graphs:
@@ -99,6 +118,25 @@ class CapturedModel(ForwardPass):
         finally:
             for each in graphs:
                 each.enabled = True
+
+    def _find_with_states(
+        self, batch: PackedBatch, states: torch.Tensor, stateless: PackedBatch
+    ) -> CapturedGraph[PackedBatch] | None:
+        """The graph of a batch with states, captured now if need be. `stateless`: input of the graph without states."""
+        key = batch.shape, batch.state_layers
+        if key not in self._tried:
+            self._tried.add(key)
+            if batch.state_layers not in self._states:
+                self._states[batch.state_layers] = states.new_empty(MAX_CAPTURED_ROWS, *states.shape[1:])
+            memory = self._states[batch.state_layers][: batch.rows]
+            own = PackedBatch.of_padding(batch.arena, batch.shape, stateless.max_length)
+            own = replace(own, state_layers=batch.state_layers, states=memory)
+            self._state_graphs.capture_all([key], lambda _: (own, lambda: self._run(own)))
+        return self._state_graphs.find(key)
+
+    def _clear_graphs(self) -> None:
+        self._graphs.clear()
+        self._state_graphs.clear()
 
     def _run(self, batch: PackedBatch) -> torch.Tensor:
         """A pass whose logits are in the shared memory. The first, eager pass has the most rows."""

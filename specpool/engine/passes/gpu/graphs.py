@@ -60,7 +60,7 @@ class CapturedGraphs(Generic[Key, Input]):
                 self._graphs[key] = graph
             elif self._any_rank(graph is None and OUT_OF_MEMORY not in error):
                 break
-        if missing := len(keys) - len(self._graphs):
+        if missing := sum(key not in self._graphs for key in keys):
             note = f"CUDA graph capture failed for {missing} of {len(keys)} shapes, which run eagerly: {reason}"
             self.notes.append(f"runs slowly: {note}")
 

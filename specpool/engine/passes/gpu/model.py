@@ -75,6 +75,7 @@ class GpuModel(ForwardPass):
         normed = add_and_norm(hidden, added, self.norm, self.eps)
         if batch.own_states is not None:
             batch.own_states.copy_(hidden[batch.logit_rows])
+        batch.record_states(len(self.layers), hidden)
         logits: torch.Tensor = self.head(normed[batch.logit_rows])[0]
         return self.group.gather(logits, "tokens")
 
@@ -153,7 +154,9 @@ class GpuLayer(nn.Module):
         Adds `added`, the branch of the layer before, and the attention branch to `hidden` in place.
         """
         arena, positions, columns = batch.arena, batch.positions, batch.columns
-        qkv = self.qkv(add_and_norm(hidden, added, self.before_attention, self.eps))
+        normed = add_and_norm(hidden, added, self.before_attention, self.eps)
+        batch.record_states(self.index, hidden)  # includes the branch of the layer before
+        qkv = self.qkv(normed)
         query = rotate_and_cache(
             qkv, self.qkv_bias, self.head_norms, rotary, arena, self.index, positions, columns, self.heads, self.eps
         )

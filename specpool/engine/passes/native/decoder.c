@@ -140,12 +140,25 @@ static void add_attention(const Stage *stage, int64_t row, int64_t end) {
     }
 }
 
+/* Records the hidden states of a row, if they are needed after this number of layers. */
+static void record_states(const Pass *pass, int64_t row, int64_t num_layers) {
+    const Batch *batch = pass->batch;
+    int64_t hidden = pass->model->hidden, count = batch->num_state_layers;
+    const float *from = pass->acts.hidden + row * hidden;
+    for (int64_t i = 0; i < count; i++) {
+        if (batch->state_layers[i] != num_layers) continue;
+        float *to = batch->states + (row * count + i) * hidden;
+        for (int64_t k = 0; k < hidden; k += WIDE) put(to + k, 0, at(from + k, 0));
+    }
+}
+
 /* Adds the MLP branch, then normalizes for the next layer, if there is one. */
 static void add_mlp(const Stage *stage, int64_t row, int64_t end) {
     const Pass *pass = stage->pass;
     const Layer *layer = stage->item, *last = pass->model->layers + pass->model->num_layers - 1;
     for (; row < end; row++) {
         add(pass, row, layer->after_mlp);
+        record_states(pass, row, layer - pass->model->layers + 1);
         if (layer < last) normalize(pass, row, layer[1].before_attention, row, stage->units);
     }
 }

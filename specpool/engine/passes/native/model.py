@@ -204,6 +204,10 @@ class NativeModel(ForwardPass):
             input_states=None if batch.input_states is None else batch.input_states.data_ptr(),
             own_states=None if batch.own_states is None else batch.own_states.data_ptr(),
         )
+        if batch.states is not None:
+            arguments.num_state_layers = count = len(batch.state_layers)
+            arguments.state_layers = (c_int64 * count)(*batch.state_layers)  # the struct keeps the array alive
+            arguments.states = batch.states.data_ptr()
         return arguments, logits
 
     def _gemm(self, linear: Linear, rows: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,9 @@ typedef struct {
     float *logits;  /* [results, head.outputs] */
     const float *input_states; /* [rows, hidden], if the model has an fc */
     float *own_states;         /* [results, hidden]: the hidden states of the result rows before the norm, or null */
+    int64_t num_state_layers;
+    const int64_t *state_layers; /* [num_state_layers] numbers of layers after which to record the hidden states */
+    float *states;               /* [rows, num_state_layers, hidden] */
 } Batch;
 
 #define HEADS(model) (GROUPS * (model)->kv_heads)

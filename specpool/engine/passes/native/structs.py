@@ -52,6 +52,9 @@ class Batch(Structure):
         *((name, c_void_p) for name in ("result_rows", "workspace")),
         ("scores", c_int64),
         *((name, c_void_p) for name in ("logits", "input_states", "own_states")),
+        ("num_state_layers", c_int64),
+        ("state_layers", POINTER(c_int64)),
+        ("states", c_void_p),
     )
 
 

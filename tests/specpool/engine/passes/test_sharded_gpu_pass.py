@@ -47,13 +47,14 @@ UNEVEN = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3,
 
 def run(forward_pass: ForwardPass, kv_heads: int, head_dim: int) -> torch.Tensor:
     """Logits of a prompt in two passes, the second of which has another sequence with the same start."""
-    layers, groups = len(getattr(forward_pass, "model", forward_pass).layers), 2
+    model, groups = getattr(forward_pass, "model", forward_pass), 2
+    layers, hidden_size = len(model.layers), model.norm.numel()
     arena = KVArena(layers, kv_heads, 2 * MAX_LENGTH, head_dim, forward_pass.compute_dtype, torch.device("cpu"))
-    runner = PassRunner(forward_pass, arena, Tiles(), groups)
+    runner = PassRunner(forward_pass, arena, Tiles(), groups, hidden_size)
     locations = [Location(MAX_LENGTH), Location(0)]
     runner.capture_graphs(8, MAX_LENGTH, 1)
-    first = runner.run([Span(0, 0, TOKENS[:3], 3)], locations[:1])
-    second = runner.run([Span(0, 3, TOKENS[3:], 2), Span(1, 0, TOKENS[:2], 2)], locations)
+    first = runner.run([Span(0, 0, TOKENS[:3], 3)], locations[:1]).logits
+    second = runner.run([Span(0, 3, TOKENS[3:], 2), Span(1, 0, TOKENS[:2], 2)], locations).logits
     return torch.cat([first, second])
 
 

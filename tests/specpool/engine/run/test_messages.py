@@ -8,12 +8,15 @@ from specpool.engine.run.messages import Command, decode, decode_run, encode_run
 
 numbers = st.integers(0, 2**40)
 tokens = st.lists(st.integers(0, 300_000), max_size=9)
-spans = st.builds(Span, numbers, numbers, tokens, numbers, numbers, numbers)
+spans = st.builds(Span, numbers, numbers, tokens, *4 * [numbers])
 
 
-@given(passes=st.lists(st.tuples(spans, st.builds(Location, numbers, numbers)), max_size=5))
-def test_spans_survive_the_message(passes: list[tuple[Span, Location]]) -> None:
-    sent = [span for span, _ in passes], [location for _, location in passes]
+@given(
+    passes=st.lists(st.tuples(spans, st.builds(Location, numbers, numbers)), max_size=5),
+    layers=st.lists(numbers, max_size=3).map(tuple),
+)
+def test_spans_survive_the_message(passes: list[tuple[Span, Location]], layers: tuple[int, ...]) -> None:
+    sent = [span for span, _ in passes], [location for _, location in passes], layers
     command, arguments = decode(encode_run(*sent))
     assert command is Command.RUN
     assert decode_run(arguments) == sent

@@ -1,0 +1,35 @@
+"""Features: hidden states of the target, for the drafts of rounds that ask for them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from specpool.engine.cache.slots import SequenceKey
+from specpool.protocol.rounds import VerifyRound
+
+
+def layers_of(rounds: Sequence[VerifyRound]) -> tuple[int, ...]:
+    """All layers whose states any of the rounds needs, in ascending order."""
+    return tuple(sorted({layer for round_ in rounds for layer in round_.feature_layers}))
+
+
+def rounds_with_features(rounds: Sequence[VerifyRound]) -> dict[SequenceKey, VerifyRound]:
+    """The round of each sequence whose features are wanted."""
+    asking = (round_ for round_ in rounds if round_.feature_layers)
+    return {
+        (round_.coordinator_id, item.sequence_id): round_
+        for round_ in asking
+        for item in round_.items
+        if item.want_features
+    }
+
+
+def pack_features(states: torch.Tensor, layers: tuple[int, ...], wanted: tuple[int, ...]) -> bytes:
+    """Return the states after the layers `wanted`, as on the wire.
+
+    `states`: states [n, len(layers) * hidden] after all `layers`, in bfloat16, on the CPU.
+    """
+    rows = states.view(len(states), len(layers), -1)
+    if wanted != layers:
+        rows = rows[:, [layers.index(layer) for layer in wanted]]
+    return rows.contiguous().view(torch.int16).numpy().tobytes()

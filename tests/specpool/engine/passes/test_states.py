@@ -1,0 +1,151 @@
+"""Every forward pass returns the hidden states of transformers, with the same bits in every batch."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interpreted_kernels import FakeGraphs, imitate_kernels, run_by_kernels
+from test_fused import VARIANTS, save_random
+from tiny_models import load_engine, random_tokens, save_model, small_config
+from transformers import AutoModelForCausalLM
+
+from specpool.engine.cache.spans import Span
+from specpool.engine.passes.attention import LibraryModel
+from specpool.engine.passes.forward_pass import ForwardPass
+from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.gpu.captured import CapturedModel
+from specpool.engine.passes.gpu.model import GpuModel
+from specpool.engine.passes.native.model import NativeModel
+from specpool.engine.run import pass_selection
+from specpool.engine.run.engine import Engine
+
+LAYERS = (1, 2)
+TOKENS = random_tokens(20)
+
+PASSES: dict[str, tuple[type[ForwardPass], dict[str, Any]]] = {
+    "library": (LibraryModel, {"fused": False}),
+    "fused": (FusedModel, {"native": False}),
+    "native": (NativeModel, {}),
+}
+
+
+def transformers_states(folder: Path, token_ids: list[int], layers: tuple[int, ...] = LAYERS) -> torch.Tensor:
+    """The states [T, layers * hidden] of transformers. Its last `hidden_states` are normalized, so take them before."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    final: list[torch.Tensor] = []
+    norm = model.model.norm if hasattr(model, "model") else model.transformer.ln_f
+    norm.register_forward_pre_hook(lambda _, inputs: final.append(inputs[0]))
+    with torch.inference_mode():
+        output = model(torch.tensor([token_ids]), use_cache=False, output_hidden_states=True)
+    states = [*output.hidden_states[:-1], *final]
+    return torch.cat([states[layer][0] for layer in layers], -1)
+
+
+def states_of(engine: Engine, *spans: Span, layers: tuple[int, ...] = LAYERS) -> torch.Tensor:
+    """The states of spans. Asking for states changes no bit of the logits."""
+    logits, states = engine.forward_with_states(spans, layers)
+    assert torch.equal(logits, engine.forward(spans))
+    return states
+
+
+def check(engine: Engine, folder: Path) -> None:
+    """States match transformers, and have the same bits alone, in a batch, and in chunks."""
+    expected = transformers_states(folder, TOKENS)
+    alone = states_of(engine, Span(1, 0, TOKENS, 1, num_states=len(TOKENS)))
+    torch.testing.assert_close(alone.float(), expected, atol=2e-5, rtol=1e-4)
+    other = Span(0, 0, random_tokens(7, seed=1), 2, num_states=3)
+    together = states_of(engine, other, Span(2, 0, TOKENS[:-3], 0, num_states=4))
+    assert torch.equal(together[3:], alone[-7:-3])
+    assert torch.equal(states_of(engine, Span(2, len(TOKENS) - 3, TOKENS[-3:], 3, num_states=2), other)[:2], alone[-2:])
+    assert torch.equal(
+        states_of(engine, Span(1, 0, TOKENS, 1, num_states=1), layers=(2,)), alone[-1:, alone.shape[1] // 2 :]
+    )
+    limit, engine.max_num_batched_tokens = engine.max_num_batched_tokens, 8
+    assert torch.equal(
+        states_of(engine, Span(1, 0, TOKENS, 1, num_states=15), other), torch.cat([alone[-15:], together[:3]])
+    )
+    engine.max_num_batched_tokens = limit
+    assert states_of(engine, Span(1, 0, TOKENS, 1)).shape == (0, alone.shape[1])
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("variant", ["qwen3", pytest.param("glm4, biased", marks=pytest.mark.slow)])
+def test_states_match_transformers_in_every_batch(tmp_path: Path, name: str, variant: str) -> None:
+    kind, options = PASSES[name]
+    folder = save_random(tmp_path, *VARIANTS[variant])
+    engine = load_engine(folder, **options)
+    assert isinstance(engine.forward_pass, kind)
+    check(engine, folder)
+
+
+def test_modules_of_any_architecture_return_states(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, small_config("gpt2"))
+    engine = load_engine(folder)
+    assert engine.has_states
+    states = states_of(engine, Span(0, 0, TOKENS, 1, num_states=len(TOKENS)))
+    torch.testing.assert_close(states, transformers_states(folder, TOKENS), atol=2e-5, rtol=1e-4)
+
+
+def test_ranks_return_the_states_of_one_device(tmp_path: Path) -> None:
+    folder = save_random(tmp_path, *VARIANTS["qwen3"])
+    expected = states_of(load_engine(folder, device="cpu"), Span(0, 0, TOKENS, 1, num_states=9))
+    engine = load_engine(folder, device="cpu", tensor_parallel=2)
+    try:
+        assert torch.equal(states_of(engine, Span(0, 0, TOKENS, 1, num_states=9)), expected)
+    finally:
+        engine.close()
+
+
+def test_kernels_return_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    run_by_kernels(monkeypatch)
+    folder = save_random(tmp_path, *VARIANTS["glm4, biased"])
+    engine = load_engine(folder, False, native=False, cuda_graphs=False, max_sequences=3, max_model_len=26)
+    assert isinstance(engine.forward_pass, GpuModel)
+    states = states_of(engine, Span(0, 0, TOKENS[:5], 1, num_states=4))
+    torch.testing.assert_close(states, transformers_states(folder, TOKENS[:5])[1:], atol=2e-5, rtol=1e-4)
+
+
+# --- CUDA graphs
+
+
+@pytest.fixture
+def captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeGraphs], Engine]:
+    """Loads an engine that replays passes of up to 32 rows."""
+    pytest.importorskip("triton")
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(CapturedModel, "captured_rows", 32)
+
+    def load(graphs: FakeGraphs) -> Engine:
+        monkeypatch.setattr(pass_selection, "CudaGraphs", lambda: graphs)
+        folder = save_random(tmp_path, *VARIANTS["qwen3"])
+        return load_engine(folder, native=False, max_sequences=3, max_model_len=64)
+
+    return load
+
+
+def test_replayed_passes_return_states(captured: Callable[[FakeGraphs], Engine], tmp_path: Path) -> None:
+    graphs = FakeGraphs()
+    engine = captured(graphs)
+    check(engine, tmp_path)
+    before, replayed = graphs.captured, graphs.replayed
+    check(engine, tmp_path)
+    assert graphs.captured == before, "each shape is captured once"
+    assert graphs.replayed > replayed
+
+
+def test_passes_that_cannot_be_captured_run_eagerly(captured: Callable[[FakeGraphs], Engine], tmp_path: Path) -> None:
+    graphs = FakeGraphs()
+    engine = captured(graphs)
+
+    def refuse(run: object) -> None:
+        graphs.captured += 1
+        raise RuntimeError("out of memory")
+
+    engine.forward_pass._state_graphs._capture = refuse  # type: ignore[union-attr, assignment]
+    check(engine, tmp_path)
+    before = graphs.captured
+    check(engine, tmp_path)
+    assert graphs.captured == before, "no shape is tried twice"
