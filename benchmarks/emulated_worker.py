@@ -66,7 +66,7 @@ class EmulatedDevice(SequenceEngine):
             max_num_batched_tokens=MAX_ROWS, passes=0, tokens=0, realign_ns=0, realigning=nullcontext,
             can_draft=lambda drafts: False, supports_branches=True,
             has_states=False, facts=SimpleNamespace(layers=0, hidden_size=0),
-            loaded=SimpleNamespace(tokenizer=self._tokenizer),
+            loaded=SimpleNamespace(tokenizer=self._tokenizer, features=None), own_states=None,
         )  # fmt: skip
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tiny_models import save_model, small_config
@@ -67,3 +68,20 @@ def random_states(count: int, width: int, seed: float) -> torch.Tensor:
 def encoded_states(states: torch.Tensor) -> bytes:
     """States as they are on the wire."""
     return states.bfloat16().view(torch.uint8).numpy().tobytes()
+
+
+def save_pair_draft(folder: Path, target: Path, draft: Path, feature_layers: tuple[int, ...]) -> Path:
+    """Save a feature draft that is often right, because states have little influence on the layers of `draft`."""
+    model: Any = AutoModelForCausalLM.from_pretrained(draft)
+    hidden = model.config.hidden_size
+    torch.manual_seed(1)
+    trained: dict[str, Weight] = {
+        **{f"body.{name}": weight for name, weight in model.model.state_dict().items() if "embed_tokens" not in name},
+        "head": model.get_output_embeddings().weight.data,
+        "output_ids": torch.arange(model.config.vocab_size, dtype=torch.int32),
+        "fc": torch.cat([torch.randn(hidden, hidden) * 0.002, torch.eye(hidden)], 1),
+        "project": torch.randn(hidden, hidden * len(feature_layers)) * 0.05,
+        "feature_layers": torch.tensor(feature_layers, dtype=torch.int32),
+    }
+    save_draft(folder, str(target), trained)
+    return folder

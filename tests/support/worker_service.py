@@ -81,18 +81,18 @@ class Worker:
         self.stub = self.role.stub(self.channel)
         self.rounds = itertools.count(1)
 
-    async def round(self, *items: Any, coordinator_id: str = "c", round_id: int | None = None) -> list[Any]:
-        """Results of one round, by default the next one."""
-        return list((await self.respond(*items, coordinator_id=coordinator_id, round_id=round_id)).results)
+    async def round(self, *items: Any, **fields: Any) -> list[Any]:
+        """Results of one round, by default the next one. `fields`: see `request`."""
+        return list((await self.respond(*items, **fields)).results)
 
-    async def respond(self, *items: Any, coordinator_id: str = "c", round_id: int | None = None) -> Any:
-        request = self.request(*items, coordinator_id=coordinator_id, round_id=round_id)
+    async def respond(self, *items: Any, **fields: Any) -> Any:
+        request = self.request(*items, **fields)
         return await (self.stub.Propose if self.role is DRAFT else self.stub.Verify)(request)
 
-    def request(self, *items: Any, coordinator_id: str = "c", round_id: int | None = None) -> Any:
+    def request(self, *items: Any, coordinator_id: str = "c", round_id: int | None = None, **fields: Any) -> Any:
         kind = draft_worker_pb2.ProposeRequest if self.role is DRAFT else target_worker_pb2.VerifyRequest
         number = next(self.rounds) if round_id is None else round_id
-        return kind(coordinator_id=coordinator_id, round_id=number, items=items)
+        return kind(coordinator_id=coordinator_id, round_id=number, items=items, **fields)
 
     def open_stream(self) -> Any:
         return (self.stub.ProposeStream if self.role is DRAFT else self.stub.VerifyStream)()

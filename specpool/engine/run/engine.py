@@ -194,6 +194,7 @@ class Engine:
     def info(self) -> WorkerInfo:
         """Description of the model and how full its cache is."""
         per_token = self.facts.kv_bytes_per_token(self.forward_pass.compute_dtype)
+        features = self.loaded.features
         name = f" ({torch.cuda.get_device_name(self.facts.device)})" if self.facts.device.type == "cuda" else ""
         return WorkerInfo(
             model=self.loaded.name,
@@ -229,6 +230,8 @@ class Engine:
             ranks=self._ranks,
             hidden_size=self.facts.hidden_size,
             num_layers=self.facts.layers,
+            feature_layers=() if features is None else features.layers,
+            feature_width=0 if features is None else features.width,
             **self.load._asdict(),
         )
 

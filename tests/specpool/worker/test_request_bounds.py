@@ -5,7 +5,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from tiny_pair import MAX_MODEL_LEN
+from tiny_pair import MAX_MODEL_LEN, tiny_config
 from worker_service import OK, SLOTS, Worker, failure, propose, verify, violated_fields
 
 from specpool.engine.run.engine import Engine
@@ -13,10 +13,18 @@ from specpool.engine.run.sequences import ITEMS_PER_SLOT, LOGITS_PER_SLOT
 from specpool.protocol import codec
 from specpool.v1 import common_pb2
 
+LAYERS, HIDDEN = tiny_config().num_hidden_layers, tiny_config().hidden_size
+
 
 def sampled(worker: Worker, **sampling: Any) -> Any:
     item = worker.item(1, 0, [5])
     item.sampling.CopyFrom(common_pb2.Sampling(**sampling))
+    return item
+
+
+def wanting(item: Any) -> Any:
+    """The item, with a request for features."""
+    item.want_features = True
     return item
 
 
@@ -144,3 +152,29 @@ async def test_a_draft_ends_before_non_finite_logits(
     assert first.confidences == whole[0].confidences[:2]
     assert first.status == OK
     assert second.draft_token_ids[:2] == whole[1].draft_token_ids[:2]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "refused"),
+    [
+        ({"feature_layers": [0], "feature_window": 1}, "feature_layers"),
+        ({"feature_layers": [LAYERS + 1], "feature_window": 1}, "feature_layers"),
+        ({"feature_layers": [1] * 17, "feature_window": 1}, "feature_layers"),
+        ({"feature_window": 1}, "feature_layers"),
+        ({"feature_layers": [1]}, "feature_window"),
+        ({"feature_layers": [1], "feature_window": 1025}, "feature_window"),
+    ],
+)
+async def test_features_are_bounded(target: Worker, wanted: dict[str, Any], refused: str) -> None:
+    item = wanting(verify(1, 0, [5, 6, 7], [8]))
+    await assert_refused(target.round(item, **wanted), refused)
+    (result,) = await target.round(item, feature_layers=[1, LAYERS], feature_window=2)
+    assert len(result.features) == (2 + len(result.token_ids) - 1) * 2 * HIDDEN * 2
+
+
+async def test_the_bytes_of_features_are_bounded(target: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_FEATURE_BYTES", 4 * HIDDEN * 2)
+    wanted = {"feature_layers": [1, 2], "feature_window": 2}
+    await assert_refused(target.round(wanting(verify(1, 0, [5, 6, 7], [8])), **wanted), "features")
+    (result,) = await target.round(wanting(verify(1, 0, [5, 6, 7])), **wanted)
+    assert len(result.features) == 4 * HIDDEN * 2

@@ -392,6 +392,8 @@ async def test_a_worker_describes_itself(worker: Worker) -> None:
         tensor_parallel=1,
         weight_kinds={"float32": info.weight_kinds["float32"]},
         activations="float32",
+        hidden_size=96,
+        num_layers=3,
     )
     assert bool(info.numerics_fingerprint) == (worker.role is TARGET)
     assert re.fullmatch("[0-9a-f]{32}", response.instance_id)
@@ -411,6 +413,7 @@ async def test_a_worker_describes_itself(worker: Worker) -> None:
         max_rounds_ahead=MAX_ROUNDS_AHEAD if worker.role is TARGET else 0,
         max_branches=0 if worker.role is TARGET else MAX_ITEM_BRANCHES,
         selects_branches=worker.role is TARGET,
+        returns_features=worker.role is TARGET,
         supports_grammars=True,
     )
 

@@ -37,6 +37,9 @@ class ToyEngine:
     supports_branches = True
     vocab_size, max_num_batched_tokens = VOCAB_SIZE, 256
     realign_ns = 0
+    has_states, facts = False, SimpleNamespace(layers=0, hidden_size=0)
+    loaded, own_states = SimpleNamespace(features=None), None
+    """Neither a feature draft nor a target for one."""
 
     def __init__(
         self,
@@ -150,7 +153,11 @@ class ToyBackend(SequenceEngine):
         return self.engine.info()
 
     def choose_rows(
-        self, spans: Sequence[Span], rows: Sequence[SequenceRows], confidences: bool = False
+        self,
+        spans: Sequence[Span],
+        rows: Sequence[SequenceRows],
+        confidences: bool = False,
+        state_layers: tuple[int, ...] = (),
     ) -> list[Choices]:
         """Run the spans, and choose the tokens of their rows."""
         contexts = self.engine.forward(spans)
