@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 from pydantic import Field
 from rich.console import Console
@@ -19,8 +20,8 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from specpool.distill.corpus import MAX_ANSWER, ChatTemplate, Writer, concatenate
-from specpool.distill.replay import REPORTED_K, agreement_rate, mean_acceptance_length
-from specpool.distill.training import Example, split_examples
+from specpool.distill.examples import Example, split_examples
+from specpool.distill.replay import REPORTED_K, Agreed, agreement_rate, mean_acceptance_length
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, source_of
@@ -73,18 +74,21 @@ def evaluate(settings: EvaluateSettings, chats: dict[str, list[Chat]], target: s
         template = ChatTemplate.of(tokenizer, frozenset(engine.loaded.tokenizer.eos_token_ids))
     with naming(PROGRAM, "model", OSError, ValueError, UnsupportedModelError):
         draft = _load(settings, model)
+        if draft.loaded.features is not None and not engine.has_states:
+            raise ValueError(f"{model} reads hidden states, which the target {target} does not return")
         if draft.loaded.tokenizer.fingerprint != engine.loaded.tokenizer.fingerprint:
             raise ValueError(f"{model} uses a different tokenizer than the target {target}")
     with naming(PROGRAM, "prompts", TemplateError):
         prompts = {category: [_tokens(chat, template) for chat in group] for category, group in chats.items()}
     writer = Writer(engine, template, seed=0)
-    limit, agreed, skipped = settings.max_model_len - MAX_ANSWER, dict[str, list[list[bool]]](), 0
+    limit, agreed, skipped = settings.max_model_len - MAX_ANSWER, dict[str, list[list[list[bool]]]](), 0
     for category, questions in prompts.items():
         fitting = [tokens for tokens in questions if len(tokens) <= limit]
         skipped += len(questions) - len(fitting)
         if fitting:
             answers = track(writer.answer(fitting), category, total=len(fitting), console=console, transient=True)
-            agreed[category] = [_agreement(draft, example) for example in split_examples(concatenate(list(answers)))]
+            examples = split_examples(concatenate(list(answers)))
+            agreed[category] = [_agreement(draft, example, engine) for example in examples]
     agreed["all"] = [answer for answers in agreed.values() for answer in answers]
     rows = [{"category": category, **_summary(answers)} for category, answers in agreed.items()]
     return {"model": model, "target": target, "left_out": skipped, "categories": rows}
@@ -124,19 +128,42 @@ def _tokens(chat: Chat, template: ChatTemplate) -> list[int]:
     return template.encode(template.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
 
 
-def _agreement(draft: Engine, example: Example) -> list[bool]:
-    """Whether the draft predicts the target's token at each position of an answer."""
+def _agreement(draft: Engine, example: Example, target: Engine) -> list[list[bool]]:
+    """Whether the draft predicts the target's token at each position of an answer, by draft step."""
     choices = example.top_ids[:, 0]
+    if draft.loaded.features is not None:
+        tokens = example.token_ids.tolist()
+        span = Span(0, 0, tokens, 0, num_states=len(tokens))
+        _, states = target.forward_with_states([span], draft.loaded.features.layers)
+        return _agreement_by_step(draft, tokens, example.answer_start, states.bfloat16().float())
     logits = draft.forward([Span(0, 0, example.token_ids[:-1].tolist(), len(choices))])
     agreed: list[bool] = (draft.token_ids(logits.argmax(-1)).cpu() == choices).tolist()
+    return [agreed]
+
+
+def _agreement_by_step(draft: Engine, tokens: list[int], start: int, states: torch.Tensor) -> list[list[bool]]:
+    """Draft from each position of an answer until the first wrong token. Later steps of a position count as wrong."""
+    agreed, cached = [[False] * (len(tokens) - start) for _ in REPORTED_K], 0
+    for position in range(start, len(tokens)):
+        before = states[max(0, cached - 1) : position - 1]
+        span = Span(0, cached, tokens[cached:position], 1, states=before)
+        for step, expected in zip(agreed, tokens[position:], strict=False):
+            (token,) = draft.token_ids(draft.forward([span]).argmax(-1)).tolist()
+            if token != expected:
+                break
+            step[span.end - start] = True
+            assert draft.own_states is not None
+            span = Span(0, span.end, [token], 1, own_states={0: draft.own_states[0]})
+        cached = position
     return agreed
 
 
-def _summary(agreed: Sequence[Sequence[bool]]) -> dict[str, float]:
-    """Numbers of answers and tokens, agreement, and mean acceptance lengths by k."""
+def _summary(answers: Sequence[list[list[bool]]]) -> dict[str, float]:
+    """Numbers of answers and tokens, agreement, and mean acceptance lengths by k. `answers`: each by draft step."""
+    agreed: Agreed = [*zip(*answers, strict=True)]
     lengths = {f"k={k}": round(mean_acceptance_length(agreed, k), 2) for k in REPORTED_K}
-    tokens, rate = sum(map(len, agreed)), round(agreement_rate(agreed), 3)
-    return {"answers": len(agreed), "tokens": tokens, "agreement": rate, **lengths}
+    tokens, rate = sum(map(len, agreed[0])), round(agreement_rate(agreed[0]), 3)
+    return {"answers": len(answers), "tokens": tokens, "agreement": rate, **lengths}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`specpool distill`: trains a small draft on dialogues that its target generates, and rounds its weights to 4 bits.
 
-Generation and training can be resumed.
+A draft of kind `feature` reads the target's hidden states. Generation and training can be resumed.
 """
 
 import random
@@ -10,46 +10,47 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from specpool.distill.corpus import ChatTemplate, Dialogues, Writer, atomic_write, concatenate
+from specpool.distill.corpus import Dialogues, atomic_write
+from specpool.distill.examples import Example, batches, split_examples
+from specpool.distill.feature_student import FeatureStudent
+from specpool.distill.preparation import (
+    console,
+    dialogue_files,
+    generate_dialogues,
+    generate_states,
+    progress_bar,
+    states_file,
+)
 from specpool.distill.replay import REPORTED_K, agreement_rate, mean_acceptance_length
 from specpool.distill.rounding import round_student
 from specpool.distill.settings import PROGRAM, DistillSettings, load_settings
-from specpool.distill.student import Student, check_target, check_weights, most_frequent
-from specpool.distill.training import (
-    Checkpoint,
-    Example,
-    agreement,
-    batches,
-    distillation_loss,
-    learning_rate,
-    split_examples,
-)
+from specpool.distill.states import read_states
+from specpool.distill.student import FEATURE_LAYERS, Student, check_target, check_weights, most_frequent
+from specpool.distill.training import Checkpoint, agreement, distillation_loss, drop_states, learning_rate
 from specpool.engine.config.devices import pick_device
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.config.sources import UnsupportedModelError, source_of
+from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.config import load_config
 from specpool.engine.models.draft_folder import count_layers, save_draft
 from specpool.engine.models.draft_weights import load_compact, load_trained, save_compact
 from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.engine.models.weights import read_weights
-from specpool.engine.startup.loading import load_engine
 from specpool.engine.weights.quantized import Weight
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
 
-console = Console()
-
-DIALOGUES_PER_SHARD = 256
 INT8_FILE, ROUNDED_FILE = "draft.safetensors", "draft-4bit.safetensors"
 CALIBRATION_DIALOGUES = 512
 """Maximum number of dialogues that calibrate the rounding to 4 bits."""
 MAX_LOSS = 0.005
 """Agreement that 4-bit weights may lose compared with int8."""
+FITTED_DIALOGUES = 160
+"""Dialogues for the regression that a feature draft starts from."""
+UNROLLED_STEPS, UNROLLED_SHARE = 3, 0.5
+"""Draft steps of a feature draft that the last share of the training unrolls."""
 
 
 def main() -> None:
@@ -67,78 +68,68 @@ def distill(settings: DistillSettings) -> None:
     with naming(PROGRAM, "target", OSError, UnsupportedModelError):
         target = settings.target or str(embedded_pair().target)
         config = load_config(EngineOptions(model=target, device=settings.device))
-    layers = layers_for(settings, config)
+    layers, feature_layers = layers_for(settings, config), feature_layers_for(settings, config)
     with naming(PROGRAM, "layers", ValueError):
         check_target(config, layers)
+    with naming(PROGRAM, "feature_layers", ValueError):
+        if not all(0 < layer <= config.num_hidden_layers for layer in feature_layers):
+            raise ValueError(f"must be from 1 to {config.num_hidden_layers}, the number of the target's layers")
     with naming(PROGRAM, "initial", ValueError, OSError, SafetensorError):
         if settings.initial is not None:
-            check_weights(load_trained(settings.initial), config)
+            initial = load_trained(settings.initial)
+            check_weights(initial, config)
+            kind = "feature" if FEATURE_LAYERS in initial else "causal"
+            if kind != settings.kind:
+                raise ValueError(f"{settings.initial} is a {kind} draft, which needs --kind {kind}")
     with naming(PROGRAM, "output", ValueError):
-        checkpoint_of(settings, layers).check()
+        checkpoint_of(settings, layers, feature_layers).check()
     generate_dialogues(settings, target)
-    train(settings, target, layers)
+    if feature_layers:
+        generate_states(settings, target, feature_layers)
+    train(settings, target, layers, feature_layers)
 
 
 def layers_for(settings: DistillSettings, config: PreTrainedConfig) -> list[int]:
     """Indexes of the target's layers to start from."""
     if settings.layers is not None:
         return [int(layer) for layer in settings.layers.split(",")]
-    return sorted({0, min(1, config.num_hidden_layers - 1), config.num_hidden_layers - 1})
+    last = config.num_hidden_layers - 1
+    return [last] if settings.kind == "feature" else sorted({0, min(1, last), last})
 
 
-def checkpoint_of(settings: DistillSettings, layers: list[int]) -> Checkpoint:
+def feature_layers_for(settings: DistillSettings, config: PreTrainedConfig) -> list[int]:
+    """Numbers of the target's layers after which the draft reads states; empty for a causal draft."""
+    if settings.kind == "causal":
+        return []
+    if settings.initial is not None:
+        layers: list[int] = load_trained(settings.initial)[FEATURE_LAYERS].tolist()
+        return layers
+    if settings.feature_layers is not None:
+        return [int(layer) for layer in settings.feature_layers.split(",")]
+    count = config.num_hidden_layers
+    return sorted({-(-count // 3), -(-2 * count // 3), count})
+
+
+def checkpoint_of(settings: DistillSettings, layers: list[int], feature_layers: list[int]) -> Checkpoint:
     """The checkpoint of a draft with these settings and layers."""
     began: dict[str, Any] = {"layers": layers, "output_tokens": settings.output_tokens}
+    if feature_layers:
+        began[FEATURE_LAYERS] = feature_layers
     if settings.initial is not None:
         began = {"initial": str(settings.initial.resolve())}
     return Checkpoint(settings.output / "checkpoint.pt", began)
 
 
-def progress_bar() -> Progress:
-    """A progress bar with a count and the remaining time."""
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
-    )
-
-
-def generate_dialogues(settings: DistillSettings, target: str) -> None:
-    """Write the missing files of dialogues."""
-    count = -(-settings.dialogues // DIALOGUES_PER_SHARD)
-    files = [settings.output / f"dialogues-{number:04}.safetensors" for number in range(count)]
-    missing = [number for number, file in enumerate(files) if not file.is_file()]
-    if not missing:
-        return
-    options = EngineOptions(
-        model=target, device=settings.device, max_sequences=settings.max_sequences, max_model_len=512
-    )
-    with naming(PROGRAM, "target", OSError, UnsupportedModelError, ValueError):
-        engine = load_engine(options, exact=False)
-        tokenizer = AutoTokenizer.from_pretrained(**source_of(target, None))
-        template = ChatTemplate.of(tokenizer, frozenset(engine.loaded.tokenizer.eos_token_ids))
-    with progress_bar() as progress:
-        task = progress.add_task("generating", total=count * DIALOGUES_PER_SHARD)
-        progress.advance(task, (count - len(missing)) * DIALOGUES_PER_SHARD)
-        # Dialogues in progress span files, so a resumed run continues with other dialogues.
-        writer = Writer(engine, template, settings.seed + 1_000_003 * missing[0])
-        for number in missing:
-            finished = []
-            for dialogue in writer.write(DIALOGUES_PER_SHARD):
-                finished.append(dialogue)
-                progress.advance(task)
-            concatenate(finished).save(files[number])
-
-
-def train(settings: DistillSettings, target: str, layers: list[int]) -> None:
+def train(settings: DistillSettings, target: str, layers: list[int], feature_layers: list[int]) -> None:
     """Train the draft, evaluate and save it periodically, and export it."""
     torch.manual_seed(settings.seed)
-    files = sorted(settings.output.glob("dialogues-*.safetensors"))
-    everything = [example for file in files for example in split_examples(Dialogues.load(file))]
+    everything = read_examples(settings, bool(feature_layers))
     held_out, examples = everything[: settings.held_out], everything[settings.held_out :]
     model, _ = read_weights(target, load_config(EngineOptions(model=target)), torch.device("cpu"), torch.float32)
-    student = student_of(settings, model, layers, examples).to(settings.device)
+    student = student_of(settings, model, layers, feature_layers, examples).to(settings.device)
     weights = [weight for weight in student.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=settings.peak_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    checkpoint = checkpoint_of(settings, layers)
+    checkpoint = checkpoint_of(settings, layers, feature_layers)
     tokens = sum(len(example.token_ids) for example in examples)
     steps = max(1, int(settings.epochs * tokens / settings.batch_tokens)) if settings.epochs else 0
     step, began = checkpoint.load(student, optimizer), time.monotonic()
@@ -150,7 +141,8 @@ def train(settings: DistillSettings, target: str, layers: list[int]) -> None:
             for batch in batches(examples, settings.batch_tokens, rng):
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(step, steps, min(200, steps // 10 + 1), settings.peak_rate)
-                loss = distillation_loss(student, batch)
+                unrolled = UNROLLED_STEPS if step >= (1 - UNROLLED_SHARE) * steps else 1
+                loss = distillation_loss(student, drop_states(batch, rng), unrolled)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(weights, 1.0)
@@ -165,6 +157,15 @@ def train(settings: DistillSettings, target: str, layers: list[int]) -> None:
                 if step == steps:
                     break
     export(settings, target, student, examples, held_out)
+
+
+def read_examples(settings: DistillSettings, with_states: bool) -> list[Example]:
+    """The examples of all files of dialogues."""
+    return [
+        example
+        for file in dialogue_files(settings)
+        for example in split_examples(Dialogues.load(file), read_states(states_file(file)) if with_states else None)
+    ]
 
 
 def export(
@@ -197,16 +198,21 @@ def save(file: Path, trained: Mapping[str, Weight]) -> None:
 def agreement_of(file: Path, student: Student, held_out: list[Example]) -> float:
     """Agreement of a saved draft with its target. The student takes over its weights."""
     student.learn(load_trained(file))
-    return agreement_rate(agreement(student, held_out))
+    return agreement_rate(agreement(student, held_out)[0])
 
 
 def student_of(
-    settings: DistillSettings, model: PreTrainedModel, layers: list[int], examples: list[Example]
+    settings: DistillSettings,
+    model: PreTrainedModel,
+    layers: list[int],
+    feature_layers: list[int],
+    examples: list[Example],
 ) -> Student:
     """An untrained student with the target's most frequent tokens in its output head, or the initial student."""
     if settings.initial is not None:
         trained = load_trained(settings.initial)
-        student = Student(model, list(range(count_layers(trained))), trained["output_ids"].long())
+        shape = model, list(range(count_layers(trained))), trained["output_ids"].long()
+        student = FeatureStudent(*shape, feature_layers) if feature_layers else Student(*shape)
         student.learn(trained)
         return student
     vocabulary = int(model.config.vocab_size)
@@ -214,14 +220,20 @@ def student_of(
     for example in examples:
         counts += torch.bincount(example.top_ids[:, 0], minlength=vocabulary)
         counts += 0.01 * torch.bincount(example.top_ids[:, 1:4].flatten(), minlength=vocabulary)
-    return Student(model, layers, most_frequent(counts, min(settings.output_tokens, vocabulary)))
+    output_ids = most_frequent(counts, min(settings.output_tokens, vocabulary))
+    if not feature_layers:
+        return Student(model, layers, output_ids)
+    student = FeatureStudent(model, layers, output_ids, feature_layers)
+    student.fit_input(model, layers[0], examples[:FITTED_DIALOGUES])
+    return student
 
 
 def evaluation(student: Student, held_out: list[Example]) -> str:
     """Agreement of the student with its target on held-out dialogues, as text."""
-    agreed = agreement(student, held_out)
+    agreed = agreement(student, held_out, max(REPORTED_K))
+    rates = ", ".join(f"{agreement_rate(each):.3f}" for each in agreed)
     lengths = ", ".join(f"{mean_acceptance_length(agreed, k):.2f}" for k in REPORTED_K)
-    return f"agreement {agreement_rate(agreed):.3f}, mean acceptance length at k = 1 to 5: {lengths}"
+    return f"agreement {rates}, mean acceptance length at k = 1 to 5: {lengths}"
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.functional import normalize
 
+from specpool.distill.examples import Example, collate
 from specpool.distill.student import Student
-from specpool.distill.training import Example
 from specpool.engine.weights.quantized import Quantized
 from specpool.engine.weights.rounding import BLOCK, Scales, choose_scales, fit_scales, from_codes, pack, to_codes
 
@@ -115,9 +115,8 @@ def second_moments(student: Student, examples: Sequence[Example]) -> dict[str, t
         if isinstance(module, nn.Linear) and ATTENTION not in name
     ]
     for example in examples:
-        tokens = example.token_ids[None].to(student.head.device)
-        hidden = student.body(input_ids=tokens, use_cache=False).last_hidden_state
-        add("head", hidden[:, example.answer_start - 1 : -1])
+        (step,) = student.unroll(collate([example]).to(student.head.device))
+        add("head", step.normed)
     for hook in hooks:
         hook.remove()
     return moments

@@ -1,7 +1,7 @@
 """Settings of `specpool distill`, checked without importing torch."""
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,9 @@ from specpool.engine.models.preflight import InvalidOptionError, check_options
 from specpool.rpc.config.settings import UINT32_MAX, LogLevel, Settings, naming
 
 PROGRAM = "specpool distill"
+NUMBERS = r"^\d{1,4}(,\d{1,4})*$"
+
+DraftKind = Literal["causal", "feature"]
 
 
 class DistillSettings(Settings):
@@ -24,10 +27,17 @@ class DistillSettings(Settings):
     initial: Path | None = Field(
         None, description="draft.safetensors to start from; its layers and tokens replace --layers and --output-tokens"
     )
+    kind: DraftKind = Field("causal", description="causal, or feature: a draft that reads the target's hidden states")
     layers: str | None = Field(
         None,
-        pattern=r"^\d{1,4}(,\d{1,4})*$",
-        description="indexes of the target's layers to start from; default: 0, 1 and the last",
+        pattern=NUMBERS,
+        description="indexes of the target's layers to start from; default: 0, 1 and the last, or the last for feature",
+    )
+    feature_layers: str | None = Field(
+        None,
+        pattern=NUMBERS,
+        description="numbers of the target's layers after which a feature draft reads states; "
+        "default: a third, two thirds and all of them",
     )
     output_tokens: int = Field(
         16_384, ge=256, description="number of tokens that the draft can propose: the most frequent ones"
@@ -46,6 +56,8 @@ class DistillSettings(Settings):
     def _check(self) -> Self:
         if self.epochs == 0 and self.initial is None:
             raise ValueError("epochs: 0 needs --initial, a draft to round")
+        if self.feature_layers is not None and self.kind != "feature":
+            raise ValueError("feature_layers: needs --kind feature")
         if self.held_out >= self.dialogues:
             raise ValueError(f"held_out: {self.held_out} is not below the number of dialogues, {self.dialogues}")
         return self

@@ -1,12 +1,25 @@
 """The draft in training: some of the target's layers and part of its output head."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from specpool.distill.examples import Batch
 from specpool.engine.models.draft_folder import count_layers, draft_config
+
+FEATURE_LAYERS = "feature_layers"
+"""Name of the numbers of the layers whose states a feature draft reads, beside its weights."""
+
+
+class Step(NamedTuple):
+    """A draft step at all positions. The first one predicts the token after each position, as the others do later."""
+
+    normed: torch.Tensor  # [chosen, hidden]: input of the output head
+    logits: torch.Tensor  # [chosen, head rows]
+    states: torch.Tensor | None = None  # [B, T, hidden]: a feature draft's own states, input of the next step
+    expected: torch.Tensor | None = None  # [B, T, hidden]: the target's states that they stand for
 
 
 class Student(nn.Module):
@@ -33,14 +46,11 @@ class Student(nn.Module):
         self.register_buffer("output_ids", output_ids, persistent=False)
         self.register_buffer("row_of", _rows(output_ids, target.config.vocab_size), persistent=False)
 
-    def forward(self, token_ids: torch.Tensor, attention_mask: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Logits [chosen, head rows] at the chosen positions of `token_ids` [B, T], padded on the right.
-
-        `attention_mask` [B, T]: 1 for tokens, 0 for padding. `chosen` [B, T]: a boolean mask.
-        """
-        hidden = self.body(input_ids=token_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-        logits: torch.Tensor = hidden[chosen] @ self.head.T
-        return logits
+    def unroll(self, batch: Batch, steps: int = 1) -> list["Step"]:
+        """Draft `steps` tokens at every position of a batch. The steps of this draft do not differ, so there is one."""
+        hidden = self.body(batch.token_ids, attention_mask=batch.attention_mask, use_cache=False).last_hidden_state
+        normed = hidden[batch.chosen]
+        return [Step(normed, normed @ self.head.T)]
 
     def trained(self) -> dict[str, torch.Tensor]:
         """Trained weights by name, and `output_ids`."""
@@ -49,7 +59,7 @@ class Student(nn.Module):
 
     def learn(self, trained: dict[str, torch.Tensor]) -> None:
         """Load weights that `trained` returned for a student of the same shape."""
-        weights = {name: weight for name, weight in trained.items() if name != "output_ids"}
+        weights = {name: weight for name, weight in trained.items() if name not in ("output_ids", FEATURE_LAYERS)}
         missing, unexpected = self.load_state_dict(weights, strict=False)
         mismatched = [*unexpected, *(name for name in missing if "embed_tokens" not in name)]
         assert not mismatched, mismatched
@@ -78,7 +88,12 @@ def check_weights(trained: dict[str, torch.Tensor], config: PreTrainedConfig) ->
     }
     expected = {name: shape for name, shape in expected.items() if "embed_tokens" not in name}
     expected["head"] = torch.Size((len(output_ids), config.hidden_size))
-    actual = {name: weight.shape for name, weight in trained.items() if name != "output_ids"}
+    if FEATURE_LAYERS in trained:
+        hidden, layers = config.hidden_size, trained[FEATURE_LAYERS].tolist()
+        if max(layers) > config.num_hidden_layers:
+            raise ValueError(f"feature_layers: {max(layers)} is beyond the target's {config.num_hidden_layers} layers")
+        expected |= {"fc": torch.Size((hidden, 2 * hidden)), "project": torch.Size((hidden, hidden * len(layers)))}
+    actual = {name: weight.shape for name, weight in trained.items() if name not in ("output_ids", FEATURE_LAYERS)}
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
             shapes = (str(list(shapes[name])) if name in shapes else "none" for shapes in (actual, expected))

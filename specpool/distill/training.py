@@ -2,107 +2,68 @@
 
 import math
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import log_softmax
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.functional import log_softmax, smooth_l1_loss
 
-from specpool.distill.corpus import Dialogues, atomic_write
+from specpool.distill.corpus import atomic_write
+from specpool.distill.examples import Batch, Example, collate
+from specpool.distill.replay import Agreed
 from specpool.distill.student import Student
 
-
-@dataclass(frozen=True)
-class Example:
-    """One dialogue, with the target's candidates for each answer token."""
-
-    token_ids: torch.Tensor  # [T] int64
-    answer_start: int
-    top_ids: torch.Tensor  # [T - answer_start, TOP]
-    top_logprobs: torch.Tensor  # [T - answer_start, TOP]
+DEPTH_DECAY = 0.8
+"""Weight of a draft step's loss, relative to that of the step before."""
+STATE_WEIGHT = 0.1
+"""Weight of the smooth L1 loss of a feature draft's own states, relative to the cross-entropy."""
+DROPPED_SHARE = 0.1
+"""Share of dialogues whose first states are dropped, so that a draft without states still works."""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Examples, padded on the right. Candidates at a position predict the token after it."""
+def distillation_loss(student: Student, batch: Batch, steps: int = 1) -> torch.Tensor:
+    """Cross-entropy with the target's most probable tokens, restricted to the student's output tokens.
 
-    token_ids: torch.Tensor  # [B, T]
-    attention_mask: torch.Tensor  # [B, T]
-    chosen: torch.Tensor  # [B, T] positions followed by an answer token
-    top_ids: torch.Tensor  # [chosen, TOP]
-    top_logprobs: torch.Tensor  # [chosen, TOP]
-
-    def to(self, device: torch.device) -> "Batch":
-        """The batch on a device."""
-        return Batch(**{name: value.to(device) for name, value in vars(self).items()})
-
-
-def split_examples(dialogues: Dialogues) -> list[Example]:
-    """Split dialogues into examples."""
-    lengths, starts = dialogues.lengths.tolist(), dialogues.answer_starts.tolist()
-    answers = [length - start for length, start in zip(lengths, starts, strict=True)]
-    parts = zip(
-        dialogues.token_ids.long().split(lengths),
-        starts,
-        dialogues.top_ids.long().split(answers),
-        dialogues.top_logprobs.float().split(answers),
-        strict=True,
-    )
-    return [Example(*part) for part in parts]
-
-
-def batches(examples: Sequence[Example], tokens: int, rng: random.Random) -> Iterator[Batch]:
-    """Yield all examples once, in random batches of similar lengths and up to `tokens` tokens."""
-    order = sorted(range(len(examples)), key=lambda i: len(examples[i].token_ids) + 8 * rng.random())
-    groups: list[list[Example]] = [[]]
-    for example in (examples[i] for i in order):
-        length = max(len(other.token_ids) for other in [*groups[-1], example])
-        if groups[-1] and (len(groups[-1]) + 1) * length > tokens:
-            groups.append([])
-        groups[-1].append(example)
-    rng.shuffle(groups)
-    yield from map(collate, groups)
-
-
-def collate(examples: Sequence[Example]) -> Batch:
-    """Pad examples to a common length."""
-    token_ids = pad_sequence([example.token_ids for example in examples], batch_first=True)
-    lengths = torch.tensor([[len(example.token_ids)] for example in examples])
-    starts = torch.tensor([[example.answer_start] for example in examples])
-    positions = torch.arange(token_ids.shape[1])[None]
-    return Batch(
-        token_ids,
-        (positions < lengths).long(),
-        (positions >= starts - 1) & (positions < lengths - 1),
-        torch.cat([example.top_ids for example in examples]),
-        torch.cat([example.top_logprobs for example in examples]),
-    )
-
-
-def distillation_loss(student: Student, batch: Batch) -> torch.Tensor:
-    """Cross-entropy with the target's most probable tokens, restricted to the student's output tokens."""
+    `steps`: draft steps of a feature draft to unroll. The smooth L1 loss brings its own states close to the target's.
+    """
     batch = batch.to(student.head.device)
-    logits = student(batch.token_ids, batch.attention_mask, batch.chosen)
     rows = student.row_of[batch.top_ids]  # [chosen, TOP], -1: not in the head
     known = rows >= 0
     weights = (batch.top_logprobs.exp() * known).clamp_min(0)
     weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-6)
-    scores = log_softmax(logits, -1).gather(1, rows.clamp_min(0))
-    return -(weights * scores).sum(-1).mean()
+    total, total_weight = torch.zeros((), device=student.head.device), 0.0
+    for depth, step in enumerate(student.unroll(batch, steps)):
+        scores = log_softmax(step.logits, -1).gather(1, rows.clamp_min(0))
+        loss = -(weights * scores).sum(-1).mean()
+        if step.states is not None and step.expected is not None:
+            loss = loss + STATE_WEIGHT * smooth_l1_loss(step.states[batch.chosen], step.expected[batch.chosen])
+        total, total_weight = total + DEPTH_DECAY**depth * loss, total_weight + DEPTH_DECAY**depth
+    return total / total_weight
+
+
+def drop_states(batch: Batch, rng: random.Random) -> Batch:
+    """The batch without the first states of some dialogues."""
+    if batch.states is None:
+        return batch
+    states = batch.states.clone()
+    for dialogue in states:
+        if rng.random() < DROPPED_SHARE:
+            dialogue[: rng.randrange(len(dialogue))] = 0
+    return replace(batch, states=states)
 
 
 @torch.inference_mode()
-def agreement(student: Student, examples: Sequence[Example]) -> list[list[bool]]:
-    """Whether the student predicts the target's token at each position of each answer."""
-    agreed = []
+def agreement(student: Student, examples: Sequence[Example], steps: int = 1) -> Agreed:
+    """Whether the student predicts the target's token, by draft step, answer and position."""
+    agreed: list[list[list[bool]]] = []
     for group in (examples[i : i + 16] for i in range(0, len(examples), 16)):
-        batch = collate(group).to(student.head.device)
-        choice = student.output_ids[student(batch.token_ids, batch.attention_mask, batch.chosen).argmax(-1)]
-        equal = (choice == batch.top_ids[:, 0]).split([len(example.top_ids) for example in group])
-        agreed += [answer.tolist() for answer in equal]
+        batch, sizes = collate(group).to(student.head.device), [len(example.top_ids) for example in group]
+        for depth, step in enumerate(student.unroll(batch, steps)):
+            equal = (student.output_ids[step.logits.argmax(-1)] == batch.top_ids[:, 0]).split(sizes)
+            agreed += [[]] * (depth == len(agreed))
+            agreed[depth] = [*agreed[depth], *(answer.tolist() for answer in equal)]
     return agreed
 
 

@@ -123,6 +123,9 @@ def _measure_draft(
     engine = _load(options, exact=False, phases=phases)
     if engine.loaded.tokenizer.fingerprint != target.tokenizer_fingerprint:
         raise UnsupportedModelError(f"{options.model} uses a different tokenizer than {target.name}")
+    if engine.loaded.features is not None:
+        reason = "reads the target's hidden states; measure it with python -m specpool.distill.evaluate"
+        raise UnsupportedModelError(f"{options.model} {reason}")
     model = _measure(engine, rows, phases)
     return model, agreement(engine, answers, seconds, phases)
 

@@ -96,8 +96,8 @@ class Acceptance:
 
 def replay_acceptance(agreed: Sequence[Sequence[bool]], max_k: int) -> Acceptance:
     """Acceptance for 0 to `max_k` draft tokens, given where a draft agrees with the target's answers."""
-    lengths = [mean_acceptance_length(agreed, k) for k in range(max_k + 1)]
-    return Acceptance(agreement_rate(agreed), acceptance_by_position(agreed, max_k), lengths)
+    lengths = [mean_acceptance_length([agreed], k) for k in range(max_k + 1)]
+    return Acceptance(agreement_rate(agreed), acceptance_by_position([agreed], max_k), lengths)
 
 
 def constant_acceptance(rate: float, max_k: int) -> Acceptance:

@@ -17,11 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from specpool.distill import corpus, training
 from specpool.distill.corpus import TASKS, TOP, ChatTemplate, Dialogues, Writer, concatenate
 from specpool.distill.evaluate import EvaluateSettings, evaluate, read_chats
+from specpool.distill.examples import Batch, Example, batches, split_examples
 from specpool.distill.main import train
 from specpool.distill.replay import acceptance_by_position, mean_acceptance_length
 from specpool.distill.settings import DistillSettings
 from specpool.distill.student import Student, check_weights, most_frequent
-from specpool.distill.training import Checkpoint, Example, agreement, batches, distillation_loss, split_examples
+from specpool.distill.training import Checkpoint, agreement, distillation_loss
 from specpool.engine.cache.spans import Span
 from specpool.engine.models.draft_folder import save_draft
 from specpool.engine.models.draft_weights import load_compact, load_trained, save_compact
@@ -130,7 +131,7 @@ def student_of(tiny_pair: tuple[Path, Path], output_ids: torch.Tensor | None = N
 def test_a_complete_student_equals_its_target(tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
     student = Student(target_of(tiny_pair), [0, 1, 2], torch.arange(257))
     examples = split_examples(dialogues)
-    assert all(all(answer) for answer in agreement(student, examples))
+    assert all(all(answer) for answer in agreement(student, examples)[0])
     assert mean_acceptance_length(agreement(student, examples), 3) > 3
 
 
@@ -158,7 +159,7 @@ def test_tokens_outside_the_output_head_never_agree(tiny_pair: tuple[Path, Path]
     student = student_of(tiny_pair, output_ids)
     (batch,) = batches(examples, 10**6, random.Random(0))
     assert torch.isfinite(distillation_loss(student, batch))
-    agreed = torch.tensor([one for answer in agreement(student, examples) for one in answer])
+    agreed = torch.tensor([one for answer in agreement(student, examples)[0] for one in answer])
     assert not agreed[chosen == chosen[0]].any()
 
 
@@ -180,9 +181,11 @@ def test_a_draft_worker_can_load_a_trained_draft(
     assert draft.loaded.tokenizer.fingerprint == target.loaded.tokenizer.fingerprint
     tokens = split_examples(dialogues)[0].token_ids
     with torch.inference_mode():
-        expected = student(tokens[None], torch.ones(1, len(tokens)), torch.ones(1, len(tokens), dtype=torch.bool))
+        (step,) = student.unroll(
+            Batch(tokens[None], *2 * [torch.ones(1, len(tokens), dtype=torch.bool)], tokens, tokens)
+        )
     logits = draft.forward([Span(0, 0, tokens.tolist(), len(tokens))])
-    torch.testing.assert_close(logits, expected, atol=0.02, rtol=0.02)  # embeddings in bfloat16
+    torch.testing.assert_close(logits, step.logits, atol=0.02, rtol=0.02)  # embeddings in bfloat16
 
 
 def test_a_draft_is_trained_and_evaluated_by_category(
@@ -192,7 +195,7 @@ def test_a_draft_is_trained_and_evaluated_by_category(
     output.mkdir()
     dialogues.save(output / "dialogues-0000.safetensors")
     settings = DistillSettings(output=output, held_out=8, output_tokens=256, epochs=0.5, batch_tokens=64)
-    train(settings, target, [0, 2])
+    train(settings, target, [0, 2], [])
     assert f"specpool up --target {target} --draft {output / 'model'}\n" in capsys.readouterr().out
     lines: list[dict[str, Any]] = [
         {"question_id": 1, "category": "long", "turns": ["x" * 400]},
@@ -285,10 +288,11 @@ def test_batches_hold_every_example_once(lengths: list[tuple[int, int]], tokens:
 
 @given(answers=st.lists(st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=5), k=st.integers(0, 6))
 def test_the_mean_acceptance_length_is_between_one_and_k_plus_one(answers: list[list[bool]], k: int) -> None:
-    assert 1 <= mean_acceptance_length(answers, k) <= k + 1
-    assert mean_acceptance_length([[True] * 60], k) == k + 1
-    assert mean_acceptance_length([[False] * 60], k) == 1
-    by_position = acceptance_by_position(answers, k)
+    assert 1 <= mean_acceptance_length([answers], k) <= k + 1
+    assert mean_acceptance_length([[[True] * 60]], k) == k + 1
+    assert mean_acceptance_length([[[False] * 60]], k) == 1
+    assert mean_acceptance_length([[[True] * 60], [[False] * 60]], k) == 1 + min(1, k)
+    by_position = acceptance_by_position([answers], k)
     assert by_position == sorted(by_position, reverse=True)
     assert len(by_position) == k
     assert all(0 <= share <= 1 for share in by_position)

@@ -11,7 +11,7 @@ from tiny_models import load_engine, save_model, small_config
 from tiny_pair import make_tiny_pair
 from transformers import AutoConfig
 
-from specpool.distill import corpus, evaluate, main
+from specpool.distill import corpus, evaluate, main, preparation
 from specpool.distill.student import Student, check_weights
 from specpool.engine.models.draft_weights import load_trained, save_compact
 from specpool.engine.passes.native.model import NativeModel
@@ -41,7 +41,7 @@ def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Truncate answers and allow long questions, because random models rarely end a turn."""
     monkeypatch.setattr(corpus, "MAX_ANSWER", 12)
     monkeypatch.setattr(corpus, "MAX_QUESTION", 400)
-    monkeypatch.setattr(main, "DIALOGUES_PER_SHARD", 64)
+    monkeypatch.setattr(preparation, "DIALOGUES_PER_SHARD", 64)
 
 
 @pytest.mark.usefixtures("short_answers")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from test_distill import student_of
 
 from specpool.distill.corpus import TOP
+from specpool.distill.examples import Example, collate
 from specpool.distill.rounding import round_matrix, round_student, second_moments
-from specpool.distill.training import Example
 from specpool.engine.weights.rounding import BLOCK
 
 INDEPENDENT = torch.eye(4 * BLOCK)
@@ -80,9 +80,9 @@ def test_moments_are_those_of_the_inputs(tiny_pair: tuple[Path, Path]) -> None:
 def test_a_rounded_student_has_similar_logits(tiny_pair: tuple[Path, Path]) -> None:
     student, (example,) = student_of(tiny_pair), examples_of(1, seed=1)
     rounded = round_student(student, examples_of(20))
-    arguments = example.token_ids[None], torch.ones(1, 30), torch.ones(1, 30, dtype=torch.bool)
+    batch = collate([example])
     with torch.inference_mode():
-        before = student(*arguments)
+        before = student.unroll(batch)[0].logits
         student.learn({**student.trained(), **{name: weight.dequantized() for name, weight in rounded.items()}})
-        after = student(*arguments)
+        after = student.unroll(batch)[0].logits
     assert 0 < (after - before).norm() / before.norm() < 0.4

@@ -1,0 +1,126 @@
+"""The feature draft in training: it reads the target's hidden states, then its own outputs in their place.
+
+As in EAGLE (Li et al. 2024) and Clover (Xiao et al. 2024); unrolled steps as in EAGLE-3 (Li et al. 2025).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from specpool.distill.examples import Batch, Example
+from specpool.distill.student import FEATURE_LAYERS, Step, Student
+
+Keys = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values of each unrolled step, [B, kv heads, T, head dim]."""
+RIDGE = 1e-3
+"""Penalty of the regression, as a share of each input's second moment."""
+
+
+class FeatureStudent(Student):
+    """A student whose input at a position is the target's state before it and the embedding of its token."""
+
+    def __init__(
+        self, target: PreTrainedModel, layers: list[int], output_ids: torch.Tensor, feature_layers: list[int]
+    ) -> None:
+        """`feature_layers`: numbers of the target's layers after which to take the states."""
+        super().__init__(target, layers, output_ids)
+        hidden = target.config.hidden_size
+        self.feature_layers = feature_layers
+        self.project = nn.Parameter(torch.zeros(hidden, hidden * len(feature_layers)))
+        self.fc = nn.Parameter(torch.zeros(hidden, 2 * hidden))
+
+    def trained(self) -> dict[str, torch.Tensor]:
+        """Trained weights by name, with `output_ids` and `feature_layers`."""
+        return {**super().trained(), FEATURE_LAYERS: torch.tensor(self.feature_layers, dtype=torch.int32)}
+
+    def unroll(self, batch: Batch, steps: int = 1) -> list[Step]:
+        """Draft `steps` tokens at every position of a batch.
+
+        Step 1 reads the target's states. Step j reads the states of step j - 1, and attends to the positions that it
+        would find in the cache when it drafts its j-th token.
+        """
+        assert batch.states is not None
+        embedded = self.body.embed_tokens(batch.token_ids)
+        rotary = self.body.rotary_emb(embedded, torch.arange(embedded.shape[1], device=embedded.device)[None])
+        states = expected = batch.states @ self.project.T
+        cached: list[Keys] = [[] for _ in self.body.layers]
+        results = []
+        for _ in range(steps):
+            hidden = torch.cat([pad(states, (0, 0, 1, 0))[:, :-1], embedded], -1) @ self.fc.T
+            for layer, keys in zip(self.body.layers, cached, strict=True):
+                hidden = _layer(layer, hidden, rotary, keys)
+            normed = self.body.norm(hidden[batch.chosen])
+            results.append(Step(normed, normed @ self.head.T, hidden, expected.detach()))
+            states = hidden
+        return results
+
+    @torch.inference_mode()
+    def fit_input(self, target: PreTrainedModel, first_layer: int, examples: Sequence[Example]) -> None:
+        """Set `fc` and `project` by ridge regression: together, they predict the input of this layer of the target.
+
+        The draft starts close to the target's last layers then, which is most of what it ever learns in a short time.
+        """
+        body: Any = target.model
+        inputs: list[torch.Tensor] = []
+        hook = body.layers[first_layer].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        size, hidden = self.project.shape[1] + target.config.hidden_size, target.config.hidden_size
+        moments, products = torch.zeros(size, size).double(), torch.zeros(size, hidden).double()
+        for example in examples:
+            tokens = example.token_ids[None]
+            body(tokens, use_cache=False)
+            assert example.states is not None
+            known = torch.cat([example.states[:-1].float(), body.embed_tokens(tokens)[0, 1:]], -1).double()
+            moments += known.T @ known
+            products += known.T @ inputs.pop()[0, 1:].double()
+        hook.remove()
+        ridge = RIDGE * moments.diag() + 1e-6 * moments.diag().mean()
+        weights = torch.linalg.solve(moments + ridge.diag(), products).T.float()
+        # The last layer's state passes through `project` as it is, so that an own state can take its place.
+        self.project[:, -hidden:] = torch.eye(hidden)
+        self.fc.copy_(weights[:, -2 * hidden :])
+
+
+def _layer(layer: Any, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], keys: Keys) -> torch.Tensor:
+    """Run a decoder layer, and append its keys and values to those of the steps before."""
+    attention, normed = layer.self_attn, layer.input_layernorm(hidden)
+    heads = (*normed.shape[:2], -1, attention.head_dim)
+    query, key, value = (getattr(attention, name)(normed).view(heads) for name in ("q_proj", "k_proj", "v_proj"))
+    if hasattr(attention, "q_norm"):
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *rotary)
+    keys.append((key, value.transpose(1, 2)))
+    attended = _attend(query, keys, attention.scaling).transpose(1, 2).flatten(2)
+    hidden = hidden + attention.o_proj(attended)
+    output: torch.Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return output
+
+
+def _attend(query: torch.Tensor, keys: Keys, scaling: float) -> torch.Tensor:
+    """Attend from the last step [B, heads, T, head dim].
+
+    Position t of step j sees the positions up to t - j + 1 of step 1, then one position of each later step, up to t.
+    """
+    groups, steps, length = query.shape[1] // keys[0][0].shape[1], len(keys), query.shape[2]
+    expanded = [tuple(each.repeat_interleave(groups, 1) for each in pair) for pair in keys]
+    (first_keys, first_values), later = expanded[0], expanded[1:]
+    visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril(1 - steps)
+    scores = (query @ first_keys.transpose(-1, -2) * scaling).float()
+    scores = scores.masked_fill(~visible, float("-inf"))
+    # `later[i]` is step i + 2, seen at position t - (steps - 2 - i).
+    shifted = [[_delayed(each, steps - 2 - i) for each in pair] for i, pair in enumerate(later)]
+    own = [((query * key).sum(-1, keepdim=True) * scaling).float() for key, _ in shifted]
+    weights = torch.cat([scores, *own], -1).softmax(-1).to(query.dtype)
+    out = weights[..., :length] @ first_values
+    for i, (_, value) in enumerate(shifted):
+        out = out + weights[..., length + i, None] * value
+    return out
+
+
+def _delayed(rows: torch.Tensor, by: int) -> torch.Tensor:
+    """Rows [B, heads, T, head dim], moved to later positions."""
+    return pad(rows, (0, 0, by, 0))[:, :, : rows.shape[2]] if by else rows

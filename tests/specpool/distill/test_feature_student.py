@@ -1,0 +1,185 @@
+"""A draft that reads hidden states: its training computes what the draft worker computes."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import load_engine
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from specpool.distill import corpus
+from specpool.distill.corpus import ChatTemplate, Dialogues, Writer, concatenate
+from specpool.distill.evaluate import EvaluateSettings, evaluate, read_chats
+from specpool.distill.examples import Batch, Example, batches, split_examples
+from specpool.distill.feature_student import FeatureStudent
+from specpool.distill.main import distill
+from specpool.distill.settings import DistillSettings
+from specpool.distill.states import has_states, read_states, write_states
+from specpool.distill.student import check_weights
+from specpool.distill.training import agreement, distillation_loss, drop_states
+from specpool.engine.cache.spans import Span
+from specpool.engine.models.draft_folder import save_draft
+from specpool.engine.models.draft_weights import save_compact
+from specpool.engine.run.engine import Engine
+
+LAYERS = [1, 3]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_pair: tuple[Path, Path]) -> Engine:
+    return load_engine(tiny_pair[0], exact=False, max_sequences=6)
+
+
+@pytest.fixture(scope="module")
+def dialogues(engine: Engine, tiny_pair: tuple[Path, Path]) -> Dialogues:
+    template = ChatTemplate.of(
+        AutoTokenizer.from_pretrained(tiny_pair[0]), frozenset(engine.loaded.tokenizer.eos_token_ids)
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(corpus, "MAX_ANSWER", 20)
+        patched.setattr(corpus, "MAX_QUESTION", 400)
+        return concatenate(list(Writer(engine, template, seed=1).write(12)))
+
+
+@pytest.fixture(scope="module")
+def examples(engine: Engine, dialogues: Dialogues, tmp_path_factory: pytest.TempPathFactory) -> list[Example]:
+    path = tmp_path_factory.mktemp("states") / "states.safetensors"
+    assert not has_states(path, LAYERS)
+    write_states(engine, dialogues, LAYERS, path)
+    assert has_states(path, LAYERS)
+    assert not has_states(path, [3])
+    return split_examples(dialogues, read_states(path))
+
+
+@pytest.fixture
+def target(tiny_pair: tuple[Path, Path]) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_pair[0], dtype=torch.float32)
+
+
+def student_of(target: Any) -> FeatureStudent:
+    torch.manual_seed(0)
+    return FeatureStudent(target, [2], torch.arange(257), LAYERS)
+
+
+def test_states_are_those_of_the_target(target: Any, examples: list[Example]) -> None:
+    for example in examples:
+        with torch.inference_mode():
+            hidden = target.model(example.token_ids[None], output_hidden_states=True).hidden_states
+        assert example.states is not None
+        torch.testing.assert_close(example.states[:, :96].float(), hidden[1][0], rtol=0.02, atol=0.02)
+
+
+def test_unrolled_steps_equal_those_of_a_draft_worker(
+    target: Any, examples: list[Example], tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    student, example = student_of(target), examples[0]
+    with torch.no_grad():
+        student.fc.normal_(std=0.1)
+        student.project.normal_(std=0.1)
+    trained = student.trained()
+    check_weights(trained, AutoConfig.from_pretrained(tiny_pair[0]))
+    save_draft(tmp_path, str(tiny_pair[0]), trained)
+    draft = load_engine(tmp_path, exact=False)
+    tokens, states = example.token_ids[:12], example.states
+    assert states is not None
+    every = torch.ones(1, 12, dtype=torch.bool)
+    with torch.inference_mode():
+        steps = student.unroll(Batch(tokens[None], every, every, tokens, tokens, states[None, :12].float()), 4)
+    for first in range(1, 9):
+        span = Span(0, 0, tokens[:first].tolist(), 1, states=states[: first - 1].float())
+        for depth, step in enumerate(steps):
+            logits = draft.forward([span])
+            torch.testing.assert_close(logits[0], step.logits[first - 1 + depth], rtol=1e-2, atol=1e-2)
+            assert draft.own_states is not None
+            own = {0: draft.own_states[0]}
+            span = Span(0, span.end, [int(tokens[span.end])], 1, own_states=own)
+
+
+def test_regression_predicts_the_input_of_the_layer(target: Any, examples: list[Example]) -> None:
+    student = student_of(target)
+    before = distillation_loss(student, next(batches(examples, 10**6, random.Random(0))))
+    student.fit_input(target, 2, examples)
+    after = distillation_loss(student, next(batches(examples, 10**6, random.Random(0))))
+    assert after < before
+
+
+def test_training_lowers_the_loss_of_all_steps(target: Any, examples: list[Example]) -> None:
+    student = student_of(target)
+    student.fit_input(target, 2, examples)
+    weights = [weight for weight in student.parameters() if weight.requires_grad]
+    optimizer, losses = torch.optim.AdamW(weights, lr=3e-3), []
+    before = agreement(student, examples, 3)
+    for epoch in range(30):
+        for batch in batches(examples, 1000, random.Random(epoch)):
+            loss = distillation_loss(student, drop_states(batch, random.Random(epoch)), 3)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    after = agreement(student, examples, 3)
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert [sum(map(sum, now)) > sum(map(sum, old)) for old, now in zip(before, after, strict=True)] == [True] * 3
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_states_are_dropped_from_the_start(
+    examples: list[Example], share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specpool.distill.training.DROPPED_SHARE", share)
+    batch = next(batches(examples, 10**6, random.Random(0)))
+    dropped = drop_states(batch, random.Random(3))
+    assert batch.states is not None
+    assert dropped.states is not None
+    kept = (dropped.states == batch.states).all(-1)
+    assert kept.all() == (share == 0)
+    assert (kept.int().diff(dim=1) >= 0).all()
+
+
+def test_command_trains_and_evaluates_a_feature_draft(
+    tiny_pair: tuple[Path, Path], dialogues: Dialogues, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "output"
+    output.mkdir()
+    for number in range(6):  # as many files as 64 dialogues of 12 each
+        dialogues.save(output / f"dialogues-{number:04}.safetensors")
+    monkeypatch.setattr("specpool.distill.preparation.DIALOGUES_PER_SHARD", 12)
+    settings = DistillSettings(
+        target=str(tiny_pair[0]), output=output, kind="feature", dialogues=64, held_out=8, output_tokens=257,
+        epochs=0.5, batch_tokens=256,
+    )  # fmt: skip
+    distill(settings)
+    config = json.loads((output / "model" / "config.json").read_text())
+    assert config["specpool_features"] == {"layers": [1, 2, 3], "width": 3 * 96}
+    written = {path: path.stat().st_mtime_ns for path in output.glob("states-*")}
+    assert len(written) == 6
+    distill(settings)  # resumes at the end
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}))
+    evaluating = EvaluateSettings(prompts=prompts, max_sequences=2, max_model_len=512)
+    *_, total = evaluate(evaluating, read_chats(prompts), str(tiny_pair[0]), str(output / "model"))["categories"]
+    assert 1 <= total["k=1"] <= total["k=5"] <= 6
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"feature_layers": "1,4"}, "feature_layers: must be from 1 to 3, the number of the target's layers"),
+        ({"initial": "INITIAL", "kind": "causal"}, "draft.safetensors is a feature draft, which needs --kind feature"),
+    ],
+)
+def test_wrong_layers_and_kinds_are_refused_in_one_line(
+    tiny_pair: tuple[Path, Path], target: Any, tmp_path: Path, options: dict[str, str],
+    reason: str, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    save_compact(tmp_path / "draft.safetensors", student_of(target).trained())
+    chosen: dict[str, Any] = {"kind": "feature", **options}
+    if "initial" in options:
+        chosen["initial"] = tmp_path / "draft.safetensors"
+    with pytest.raises(SystemExit) as error:
+        distill(DistillSettings(target=str(tiny_pair[0]), output=tmp_path / "output", **chosen))
+    assert error.value.code == 2
+    assert reason in capsys.readouterr().err
