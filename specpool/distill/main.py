@@ -142,7 +142,8 @@ def train(settings: DistillSettings, target: str, layers: list[int], feature_lay
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(step, steps, min(200, steps // 10 + 1), settings.peak_rate)
                 unrolled = UNROLLED_STEPS if step >= (1 - UNROLLED_SHARE) * steps else 1
-                loss = distillation_loss(student, drop_states(batch, rng), unrolled)
+                with torch.autocast(student.head.device.type, torch.bfloat16, settings.precision == "bfloat16"):
+                    loss = distillation_loss(student, drop_states(batch, rng), unrolled)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(weights, 1.0)

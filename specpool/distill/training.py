@@ -35,10 +35,12 @@ def distillation_loss(student: Student, batch: Batch, steps: int = 1) -> torch.T
     weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-6)
     total, total_weight = torch.zeros((), device=student.head.device), 0.0
     for depth, step in enumerate(student.unroll(batch, steps)):
-        scores = log_softmax(step.logits, -1).gather(1, rows.clamp_min(0))
+        scores = log_softmax(step.logits.float(), -1).gather(1, rows.clamp_min(0))
         loss = -(weights * scores).sum(-1).mean()
         if step.states is not None and step.expected is not None:
-            loss = loss + STATE_WEIGHT * smooth_l1_loss(step.states[batch.chosen], step.expected[batch.chosen])
+            loss = loss + STATE_WEIGHT * smooth_l1_loss(
+                step.states[batch.chosen].float(), step.expected[batch.chosen].float()
+            )
         total, total_weight = total + DEPTH_DECAY**depth * loss, total_weight + DEPTH_DECAY**depth
     return total / total_weight
 

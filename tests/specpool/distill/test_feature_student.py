@@ -148,7 +148,7 @@ def test_command_trains_and_evaluates_a_feature_draft(
     monkeypatch.setattr("specpool.distill.preparation.DIALOGUES_PER_SHARD", 12)
     settings = DistillSettings(
         target=str(tiny_pair[0]), output=output, kind="feature", dialogues=64, held_out=8, output_tokens=257,
-        epochs=0.5, batch_tokens=256,
+        epochs=0.5, batch_tokens=256, precision="bfloat16",
     )  # fmt: skip
     distill(settings)
     config = json.loads((output / "model" / "config.json").read_text())

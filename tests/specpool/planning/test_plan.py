@@ -105,9 +105,9 @@ def test_step_times_grow_with_sequence_length() -> None:
 
 def test_replay_counts_accepted_tokens_per_round() -> None:
     answer = [True, True, False, True, False, False, True, True]  # with k = 2: 2, 1, 0, 2 accepted
-    assert acceptance_by_position([answer], 2) == [3 / 4, 2 / 4]
-    assert mean_acceptance_length([answer], 2) == 1 + 5 / 4
-    assert mean_acceptance_length([answer[:-1]], 2) == 1 + 3 / 3  # the last round is cut short
+    assert acceptance_by_position([[answer]], 2) == [3 / 4, 2 / 4]
+    assert mean_acceptance_length([[answer]], 2) == 1 + 5 / 4
+    assert mean_acceptance_length([[answer[:-1]]], 2) == 1 + 3 / 3  # the last round is cut short
 
 
 def test_acceptance_at_a_constant_rate_is_a_geometric_series() -> None:
