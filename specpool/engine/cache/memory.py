@@ -98,6 +98,12 @@ def return_pages(tensor: torch.Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
+def return_freed_memory() -> None:
+    """Return the memory of freed objects to the system, with GNU's C library."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def release_files(model: nn.Module) -> None:
     """Copy all weights out of mapped files; even one mapped weight would keep its whole file resident."""
     for parameter in model.parameters():
@@ -131,9 +137,7 @@ def process_memory(device: torch.device) -> tuple[int, int]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
-    if sys.platform == "linux":
-        with suppress(AttributeError):  # of another C library than GNU's
-            ctypes.CDLL(None).malloc_trim(0)
+    return_freed_memory()
     present = int(psutil.Process().memory_info().rss)
     peak = re.search(r"VmHWM:\s+(\d+) kB", STATUS.read_text()) if STATUS.is_file() else None
     return present, max(present, 1024 * int(peak[1]) if peak is not None else 0)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from specpool.engine.cache.memory import return_freed_memory
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.embedded_pair import local_model
 from specpool.engine.models.facts import read_facts
@@ -59,6 +60,7 @@ def load_engine(
             engine = start_engine(loaded, options, exact, report)
             _measure(engine, report)
     engine.layout.arena.clear()  # the tests above have used much of it
+    return_freed_memory()
     _log_notes(engine)
     if engine.facts.device.type == "cpu":
         waits = not isinstance(engine.forward_pass, NativeModel) and torch.get_num_threads() > 1
