@@ -19,7 +19,7 @@ from importlib import import_module
 
 from benchmarks.report import parser_of
 
-PARTS = ("coordinator", "metrics", "tracing", "sampling", "draft", "overlap", "round", "start", "threads")
+PARTS = ("coordinator", "metrics", "tracing", "sampling", "draft", "features", "overlap", "round", "start", "threads")
 
 
 def main(arguments: list[str] | None = None) -> None:
