@@ -52,7 +52,7 @@ def _appending(engine: SequenceEngine, items: Mapping[SequenceKey, ProposeItem])
         if engine.engine.slots[key].sampling is not None:
             sampled_rows += num_logits
             num_logits = 0 if sampled_rows > MAX_SAMPLED_ROWS else num_logits
-        states = states_of(item, engine.engine.loaded.features)
+        states = states_of(item, engine.engine.loaded.features, following=item.num_unverified)
         yield key, engine.span(key, item.token_ids, num_logits, states)
 
 

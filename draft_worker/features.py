@@ -4,6 +4,7 @@ import logging
 from functools import cache
 
 import torch
+from torch.nn.functional import pad
 
 from specpool.engine.models.feature_input import Features
 from specpool.protocol.rounds import ProposeItem
@@ -11,18 +12,19 @@ from specpool.protocol.rounds import ProposeItem
 log = logging.getLogger(__name__)
 
 
-def states_of(item: ProposeItem, features: Features | None) -> torch.Tensor | None:
-    """The states before the last tokens of an item, [n, width]; None if it has none, or not finite rows of them.
+def states_of(item: ProposeItem, features: Features | None, following: int = 0) -> torch.Tensor | None:
+    """The states before the last committed tokens of an item, [n, width], and zeros for the tokens that follow them.
 
-    A draft without states works, only worse, so malformed ones are ignored.
+    `following`: number of unverified or forced tokens after the committed ones. None if the item has no states, or not
+    finite rows of them: a draft without states works, only worse, so malformed ones are ignored.
     """
     if features is None or not item.features:
         return None
     count, rest = divmod(len(item.features), features.width * torch.bfloat16.itemsize)
-    if not rest and count <= len(item.token_ids):
+    if not rest and count <= len(item.token_ids) - item.num_unverified:
         numbers = torch.frombuffer(bytearray(item.features), dtype=torch.bfloat16).float()
         if numbers.isfinite().all():  # others would spoil the sequence's cache
-            return numbers.view(count, features.width)
+            return pad(numbers.view(count, features.width), (0, 0, 0, following))
     _warn(features.width)
     return None
 

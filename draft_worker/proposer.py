@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from torch.nn.functional import pad
-
 from draft_worker.branches import draft_branches
 from draft_worker.features import states_of
 from specpool.engine.cache.slots import SequenceKey
@@ -74,9 +72,7 @@ class Proposer(SequenceEngine):
         """
         num_draft_tokens, slot = item.num_draft_tokens - len(forced), self.engine.slots[key]
         token_ids = item.token_ids + (forced if num_draft_tokens else forced[:-1])
-        states = states_of(item, self.engine.loaded.features)
-        if states is not None:  # forced tokens have none
-            states = pad(states, (0, 0, 0, len(token_ids) - len(item.token_ids)))
+        states = states_of(item, self.engine.loaded.features, following=len(token_ids) - len(item.token_ids))
         return Draft(
             self.span(key, token_ids, min(1, num_draft_tokens), states),
             slot.sampling,

@@ -250,7 +250,9 @@ class Drafting:
         return DraftOptions(
             max_num_draft_tokens=limit,
             has_model=_can_draft(sequence, worker),
-            draft_lag=max(0, len(sequence.token_ids) - sequence.draft_base_length - MAX_DRAFT_LAG),
+            draft_lag=max(
+                0, len(sequence.token_ids) - sequence.draft_base_length - sequence.draft_recompute - MAX_DRAFT_LAG
+            ),
             catch_up_rounds=max(1, min(MAX_CATCH_UP_ROUNDS, limit)),
             lookup_ids=lookup.token_ids,
             lookup_rate=self.lookup.rate(sequence.sequence_id, lookup),

@@ -75,13 +75,15 @@ class RoundOutcome:
 def draft_steps(items: Items[ProposeItem], proposals: Items[Proposal]) -> list[int]:
     """Rows of each pass of a call to the draft worker.
 
-    Without branches, the first pass is the first draft step. Empty if the call drafted nothing or caught up first.
+    Without branches, the first pass is the first draft step. Empty if the call drafted nothing or caught up first. With
+    features, a draft regularly recomputes several tokens in its first pass.
     """
-    if any(len(item.token_ids) - item.num_unverified > MAX_DRAFT_LAG for item in items):
+    has_features = any(item.features for item in items)
+    if not has_features and any(len(item.token_ids) - item.num_unverified > MAX_DRAFT_LAG for item in items):
         return []
     branches = [branch.draft_token_ids for proposal in proposals for branch in proposal.branches]
     lengths = [len(drafted) for drafted in branches] or [len(proposal.draft_token_ids) for proposal in proposals]
     steps = [sum(k > j for k in lengths) for j in range(max(lengths, default=0))]
     if any(item.num_branches for item in items):
         return [sum(len(item.token_ids) for item in items), *steps]
-    return steps
+    return [sum(len(item.token_ids) for item in items), *steps[1:]] if has_features and steps else steps

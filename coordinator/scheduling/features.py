@@ -10,20 +10,32 @@ from itertools import islice
 from specpool.protocol.features import MAX_FEATURE_BYTES, WantedFeatures
 from specpool.protocol.rounds import MAX_DRAFT_TOKENS, ProposeItem, VerifyItem
 
+MAX_STORED_BYTES = 4 * 2**20
+"""Maximum bytes of the states that are kept for a sequence."""
+
 
 class FeatureStore:
-    """States of a sequence's last cached positions that the draft worker has not read yet."""
+    """States of a sequence's last cached positions.
+
+    Those that the draft worker has read stay, because it may lose its cache.
+    """
 
     def __init__(self, wanted: WantedFeatures) -> None:
         self.spec = wanted.spec
-        self._rows: deque[bytes] = deque(maxlen=wanted.window + MAX_DRAFT_TOKENS)
-        self._end = 0
-        """Position after the last one with a state."""
+        limit = max(1, MAX_STORED_BYTES // self.spec.row_bytes)
+        self._rows: deque[bytes] = deque(maxlen=min(limit, wanted.window + MAX_DRAFT_TOKENS))
+        self._end = self._num_read = 0
+        """Position after the last one with a state, and after the last one that the draft worker has read."""
 
     @property
     def first(self) -> int:
         """The first position with a state."""
         return self._end - len(self._rows)
+
+    @property
+    def first_unread(self) -> int:
+        """The first position with a state that the draft worker has not read."""
+        return max(self.first, self._num_read)
 
     def add(self, features: bytes, end: int) -> None:
         """Add the states of the last positions before `end`."""
@@ -43,10 +55,13 @@ class FeatureStore:
         first = max(begin - 1, self.first)
         return b"".join(islice(self._rows, first - self.first, max(0, end - 1 - self.first)))
 
-    def read(self, end: int) -> None:
-        """Drop the states before the tokens up to `end`, which the draft worker has read."""
-        while self._rows and self.first < end - 1:
-            self._rows.popleft()
+    def mark_read(self, end: int) -> None:
+        """Note that the draft worker has read the states before the tokens up to `end`."""
+        self._num_read = max(self._num_read, end - 1)
+
+    def mark_lost(self) -> None:
+        """Note that the draft worker has lost its cache."""
+        self._num_read = 0
 
 
 def limit_verify_items(items: Iterable[VerifyItem], wanted: WantedFeatures) -> None:

@@ -77,9 +77,16 @@ class Round:
         self, worker: DraftLimits, build: Callable[[Turn, int, DraftLimits], ProposeItem | None]
     ) -> list[ProposeItem]:
         turns = self._unfinished()
-        catchups = [(turn.sequence, count) for turn in turns if (count := turn.draft_catchup(worker.max_model_len))]
+        missing = {turn: count for turn in turns if (count := turn.draft_catchup(worker.max_model_len))}
+        # Tokens that are recomputed with their states are no prefill, which would wait for other sequences.
+        catchups = [(turn.sequence, max(1, count - turn.sequence.draft_recompute)) for turn, count in missing.items()]
         shares = self._shares(catchups, num_draft_tokens=0)
-        built = (build(turn, shares.get(turn.sequence.sequence_id, 0), worker) for turn in turns)
+        counts = {
+            turn: min(missing[turn], share + turn.sequence.draft_recompute)
+            for turn in missing
+            if (share := shares.get(turn.sequence.sequence_id, 0))
+        }
+        built = (build(turn, counts.get(turn, 0), worker) for turn in turns)
         items = [item for item in built if item is not None]
         if self.features is not None:
             limit_propose_items(items)

@@ -257,10 +257,18 @@ class Sequence:
 
         It recomputes those whose states it lacked.
         """
-        base = self.num_draft_cached_tokens or (self.draft_prefix.in_draft if self.draft_prefix else 0)
-        if self.features is not None and self.features.is_due(len(self.token_ids)):
-            return min(base, self.features.first + 1)
-        return base
+        return self._draft_cached - self.draft_recompute
+
+    @property
+    def draft_recompute(self) -> int:
+        """Number of positions that the draft worker has cached without the states that have come since."""
+        if self.features is None or not self.features.is_due(len(self.token_ids)):
+            return 0
+        return max(0, self._draft_cached - self.features.first_unread - 1)
+
+    @property
+    def _draft_cached(self) -> int:
+        return self.num_draft_cached_tokens or (self.draft_prefix.in_draft if self.draft_prefix else 0)
 
     @property
     def shape(self) -> Shape:

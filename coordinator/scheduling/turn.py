@@ -50,8 +50,8 @@ class Turn:
         """`features`: that the draft worker reads."""
         self.sequence = sequence
         self._features = features
-        self._draft_end = 0
-        """Number of committed tokens that the draft worker has after this round."""
+        self._read_end = 0
+        """Number of tokens whose states this round sends to the draft worker."""
         self.cache_misses = 0
         self._planned_length = len(sequence.token_ids)
         self._plan, self._round_id, self._chance = plan, round_id, chance
@@ -143,9 +143,9 @@ class Turn:
             reserved = min(sequence.reserved_length, worker.max_model_len)
         if sampling:
             full = min(sequence.max_length, worker.max_model_len)
-        self._draft_end, features, states = base + len(tokens), b"", sequence.features
+        end, features, states = base + len(tokens), b"", sequence.features
         if states is not None and states.spec == worker.features and states.is_due(len(sequence.token_ids)):
-            features = states.before(base, self._draft_end)
+            features, self._read_end = states.before(base, end), end
         return ProposeItem(
             sequence_id=sequence.sequence_id,
             base_length=base,
@@ -219,8 +219,10 @@ class Turn:
             sequence.num_draft_cached_tokens = min(proposal.num_cached_tokens, len(sequence.token_ids))
             sequence.draft_prefix = None
             if sequence.features is not None:
-                sequence.features.read(self._draft_end)
+                sequence.features.mark_read(self._read_end)
             return True
+        if sequence.features is not None:
+            sequence.features.mark_lost()
         self.cache_misses += proposal.status is ItemStatus.CACHE_MISS and sequence.draft_prefix is None
         sequence.num_draft_cached_tokens, sequence.draft_prefix = 0, None
         if proposal.status is ItemStatus.NO_SLOT:
@@ -299,6 +301,8 @@ class Turn:
         """Whether to ask for the states of the last committed positions before `end`."""
         request = self.sequence.request
         if self._features is None or not request.num_speculative_tokens or request.method is DraftMethod.NGRAM:
+            return False
+        if self.sequence.draft_backoff_until > self._round_id:
             return False
         return end > len(self.sequence.token_ids) - self._features.window
 

@@ -89,8 +89,9 @@ class DraftGroup:
 
     @property
     def features(self) -> FeatureSpec | None:
-        """The hidden states of the target that a ready worker reads. Others that read the same get them, too."""
-        return next((link.features for link in self._usable if link.features is not None), None)
+        """The hidden states of the target that the workers read; None if they read different ones, or none."""
+        different = {link.features for link in self._usable}
+        return different.pop() if len(different) == 1 else None
 
     @property
     def hosts_and_devices(self) -> frozenset[tuple[str, str]]:
@@ -164,11 +165,8 @@ class DraftGroup:
             elif link.is_ready:
                 self._moved.discard(sequence_id)
                 parts.setdefault(link, []).append(item)
-        grow, features = self.kv_reservations_grow, self.features
+        grow = self.kv_reservations_grow
         for link, own in parts.items():
-            if link.features != features:
-                for item in own:
-                    item.features = b""
             if grow and not link.kv_reservations_grow:
                 for item in own:
                     item.max_length = None

@@ -190,7 +190,7 @@ class TargetLink(WorkerLink):
         response, elapsed = await self._round(request)
         await complete()
         verdicts = read_verdicts(response, request.round_id, items, self.vocab_size, features)
-        if not self._drops_features and drops_features(response, verdicts):
+        if features is not None and not self._drops_features and drops_features(response, verdicts):
             self._drops_features = True
             log.warning("ignoring features of the worker at %s: their size is wrong", self.address)
         return verdicts, timed(elapsed, response)

@@ -183,18 +183,20 @@ class SequenceEngine:
             for each in rows
             if each.rules is not None and each.rules.grammar is not None and each.prefix_length is None and each.count
         )
-        states: Sequence[torch.Tensor | None] = [None] * len(spans)
+        found: torch.Tensor | None = None
         try:
             if state_layers:
                 logits, found = self.engine.forward_with_states(spans, state_layers)
-                states = found.to("cpu", torch.bfloat16).split([span.num_states for span in spans])
             else:
                 logits = self.engine.forward(spans)
         finally:  # the next pass uses the same matchers
             if masks is not None:
                 masks.result()
-        choices = []
-        for each, chosen, own_states in zip(rows, self._sampler(logits, rows), states, strict=True):
+        choices, sampled = [], self._sampler(logits, rows)
+        states: Sequence[torch.Tensor | None] = [None] * len(spans)
+        if found is not None:  # on a GPU, this copy waits for the pass
+            states = found.to("cpu", torch.bfloat16).split([span.num_states for span in spans])
+        for each, chosen, own_states in zip(rows, sampled, states, strict=True):
             sure = [*map(math.exp, chosen.logprobs.logprobs)] if confidences and each.rules is None else []
             choices.append(Choices(chosen.token_ids, sure, chosen.logprobs, chosen.finite, own_states))
         return choices
@@ -215,7 +217,7 @@ class SequenceEngine:
         if self.engine.own_states is not None:
             drafting = (draft for draft in drafts if draft.span.num_logits)
             for draft, state in zip(drafting, self.engine.own_states, strict=True):
-                draft.own_states.append(state)
+                draft.own_states.append(state.clone())  # a view would keep the states of all drafts
         return [_single(each) for each in choices]
 
     def rank(self, spans: Mapping[SequenceKey, Span], count: int) -> dict[SequenceKey, list[Ranking]]:
@@ -228,7 +230,7 @@ class SequenceEngine:
         if own_states is not None:
             counts = [span.num_logits for span in spans.values()]
             for (key, span), states in zip(spans.items(), own_states.split(counts), strict=True):
-                self.keep_states(key, span.end, [*states])
+                self.keep_states(key, span.end, [*states.clone()])  # a view would keep those of all sequences
         return dict(zip(spans, rank_rows(logits, self._rows_of(spans, {}), self.engine.head, count), strict=True))
 
     def forced(self, key: SequenceKey, token_ids: Sequence[int], limit: int) -> tuple[int, ...]:

@@ -201,7 +201,7 @@ async def test_the_processes_inherit_no_secrets_and_no_descriptors(pool: Tokeniz
             "LC_CTYPE",  # Python sets it
         }
         assert process.net_connections() == []
-        assert process.open_files() == []
+        await until(lambda process=process: process.open_files() == [])  # a process that starts reads files
 
 
 def test_the_process_loads_only_what_it_needs() -> None:

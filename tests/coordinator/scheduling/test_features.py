@@ -4,7 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling.features import FeatureStore, limit_propose_items, limit_verify_items
+from coordinator.scheduling.features import (
+    MAX_STORED_BYTES,
+    FeatureStore,
+    limit_propose_items,
+    limit_verify_items,
+)
 from specpool.protocol.features import MAX_FEATURE_BYTES, FeatureSpec, WantedFeatures
 from specpool.protocol.rounds import MAX_DRAFT_TOKENS, ProposeItem, VerifyItem
 
@@ -30,6 +35,7 @@ def test_store_returns_the_states_of_the_positions_asked_for(steps: list[tuple[i
         begin, end = end + skipped, end + skipped + added
         store.add(rows(begin, end), end)
         assert store.first >= end - WINDOW - MAX_DRAFT_TOKENS
+        assert store.first <= store.first_unread <= end
         assert store.first == end or not skipped or store.first == begin
         length = end + 1  # the last token has no state yet
         assert store.is_due(length) == (store.first < end)
@@ -37,9 +43,13 @@ def test_store_returns_the_states_of_the_positions_asked_for(steps: list[tuple[i
         for base in range(max(0, store.first - 2), length):
             features = store.before(base, length)
             assert features == rows(max(base - 1, store.first), end)
+        unread = store.first_unread
         if is_read:
-            store.read(length)
-            assert not store.is_due(length)
+            store.mark_read(length)
+            assert store.first_unread == end
+            store.mark_lost()
+            assert store.first_unread == store.first <= unread
+            store.mark_read(length)
 
 
 def test_requests_stay_within_the_limit_of_a_message() -> None:
@@ -59,3 +69,11 @@ def test_prompts_have_no_more_states_than_the_window(window: int) -> None:
     assert item.num_features(window, 3) == window + 3
     item.want_features = False
     assert item.num_features(window, 3) == 0
+
+
+def test_a_store_is_bounded_in_bytes() -> None:
+    wide = FeatureSpec((1,), 2**19)
+    store = FeatureStore(WantedFeatures(wide, 64))
+    for position in range(10):
+        store.add(bytes(wide.row_bytes), position + 1)
+    assert store.first == 10 - MAX_STORED_BYTES // wide.row_bytes

@@ -16,6 +16,7 @@ from coordinator.scheduling.turn import DRAFT_BACKOFF_ROUNDS
 from coordinator.workers.discovery import Discovery, Endpoint
 from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError
+from specpool.protocol.features import FeatureSpec
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
 from specpool.protocol.sampling import SamplingParams
 
@@ -30,6 +31,7 @@ class FakeLink:
         self.address, self.reason, self.is_ready, self.is_releasing = address, "", True, False
         self.info, self.vocab_size, self.max_model_len, self.max_branches = object(), 100, 1000, 4
         self.kv_reservations_grow = True
+        self.features: FeatureSpec | None = None
         self.hosts_and_devices = frozenset({(address, "cpu")})
         self.load_at_start = SimpleNamespace(slots_total=slots)
         self.step_times = StepTimes(STEP_SECONDS)
@@ -214,6 +216,20 @@ async def test_worker_that_renews_certificates_keeps_its_sequences() -> None:
     assert await statuses(group, 2, item(0, 3), item(1, 3)) == {0: "OK"}
     b.is_ready = True
     assert await statuses(group, 3, item(0, 6), item(1, 3)) == {0: "OK", 1: "OK"}
+
+
+async def test_states_are_needed_if_all_workers_read_the_same() -> None:
+    a, b = two_links()
+    group, spec = group_of(a, b), FeatureSpec((10, 20), 64)
+    assert group.features is None
+    a.features = spec
+    assert group.features is None
+    b.features = spec
+    assert group.features == spec
+    b.features = FeatureSpec((10,), 32)
+    assert group.features is None
+    b.is_ready = False
+    assert group.features == spec
 
 
 async def test_common_limits() -> None:

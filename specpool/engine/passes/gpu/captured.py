@@ -29,7 +29,7 @@ class CapturedModel(ForwardPass):
     """Replays passes that fit into a captured shape. Such passes differ only in `PackedBatch.numbers`.
 
     The layers whose hidden states are needed are not known at start. A pass that records states is captured when one
-    of its shape first occurs.
+    of its shape first occurs, for the first choice of layers only: passes with others run eagerly.
     """
 
     plans_attention = False
@@ -125,9 +125,11 @@ class CapturedModel(ForwardPass):
         """The graph of a batch with states, captured now if need be. `stateless`: input of the graph without states."""
         key = batch.shape, batch.state_layers
         if key not in self._tried:
-            self._tried.add(key)
             if batch.state_layers not in self._states:
+                if self._states:
+                    return None
                 self._states[batch.state_layers] = states.new_empty(MAX_CAPTURED_ROWS, *states.shape[1:])
+            self._tried.add(key)
             memory = self._states[batch.state_layers][: batch.rows]
             own = PackedBatch.of_padding(batch.arena, batch.shape, stateless.max_length)
             own = replace(own, state_layers=batch.state_layers, states=memory)

@@ -17,6 +17,7 @@ from ctypes import (
     cast,
 )
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,8 @@ class NativeDraftLoop:
         self._run(byref(loop))
         self._in_progress = None
         del batch, changes, chances, reader  # the loop used their memory
-        for of_draft in zip(states, drafts, token_ids.tolist(), confidences.tolist(), all_states, strict=True):
+        kept = repeat(None) if own_states is None else (each.clone() for each in all_states)
+        for of_draft in zip(states, drafts, token_ids.tolist(), confidences.tolist(), kept, strict=False):
             _end(*of_draft)
         return loop.num_passes, loop.num_tokens
 
@@ -227,13 +229,15 @@ def _reader(drafts: Sequence[Draft], changes: Sequence[Changes | None]) -> Any:
     return READ_TOKEN(read_token)
 
 
-def _end(state: Any, draft: Draft, token_ids: list[int], confidences: list[float], own_states: torch.Tensor) -> None:
+def _end(
+    state: Any, draft: Draft, token_ids: list[int], confidences: list[float], own_states: torch.Tensor | None
+) -> None:
     """Copy the results of the loop to a draft."""
     draft.token_ids, draft.chance, draft.is_broken = token_ids[: state.count], state.chance, bool(state.is_broken)
     if state.row.num_top >= 0:
         draft.confidences = confidences[: state.count]
     num_run = state.position - draft.span.end
-    if own_states.shape[1]:
+    if own_states is not None:
         draft.own_states = [*own_states[: num_run + 1]]
     if num_run:
         draft.feed(draft.token_ids[:num_run])

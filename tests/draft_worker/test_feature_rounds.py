@@ -98,6 +98,21 @@ def test_branches_continue_with_own_states(proposer: Proposer) -> None:
     assert shorter
 
 
+def test_states_of_branch_rounds_belong_to_committed_tokens(proposer: Proposer) -> None:
+    """Tokens that the target is still verifying follow them."""
+    states, drafts = random_states(11, WIDTH, 0.1), (5, 6)
+    item = ProposeItem(
+        1, 0, PROMPT + drafts, num_draft_tokens=3, num_branches=4, num_unverified=2, features=encoded_states(states)
+    )
+    propose(proposer, 1, item)
+    padded = torch.cat([states, torch.zeros(2, WIDTH)])
+    proposer.engine.forward([Span(7, 0, PROMPT + drafts, 3, states=padded)])
+    own, expected = proposer.engine.slots["c", 1].own_states, proposer.engine.own_states
+    assert expected is not None
+    assert torch.equal(torch.stack([own[length] for length in (12, 13, 14)]), expected)
+    assert all(state.untyped_storage().nbytes() <= 3 * expected[0].nbytes for state in own.values())
+
+
 @pytest.mark.parametrize(
     "malformed",
     [b"x", bytes(2 * WIDTH - 2), bytes(2 * WIDTH * 13), bytes(2 * WIDTH * 2 + 2), b"\xff" * 2 * WIDTH],
