@@ -42,19 +42,26 @@ class Exclusive(RecordingTarget):
     running: list["Exclusive"]
     served: list["Exclusive"]
     overlaps = 0
+    stopping = False
 
     def __init__(self, other: "Exclusive | None" = None, **knobs: Any) -> None:
         super().__init__(pass_seconds=lambda _: 0.002, **knobs)
         self.running, self.served = (other.running, other.served) if other is not None else ([], [])
 
     async def Verify(self, request: Any, context: Any) -> Any:
-        self.overlaps += any(target is not self for target in self.running)
+        self.overlaps += any(target is not self and not target.stopping for target in self.running)
         self.running.append(self)
         self.served.append(self)
         try:
             return await super().Verify(request, context)
         finally:
             self.running.remove(self)
+
+    async def stop(self) -> None:
+        """Connections close first, and handlers are cancelled a moment later."""
+        self.stopping = True
+        await super().stop()
+        self.stopping = False
 
 
 class OneCallPerRound(Exclusive):

@@ -112,9 +112,9 @@ def slow_down(host: WorkerHost, seconds: float) -> None:
     engine = host.backend.engine
     run = engine._pass
 
-    def run_slowly(spans: Any) -> Any:
+    def run_slowly(*args: Any, **kwargs: Any) -> Any:
         time.sleep(seconds)
-        return run(spans)
+        return run(*args, **kwargs)
 
     engine._pass = run_slowly
 
