@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from jinja2 import TemplateError
 from pydantic import Field
 from rich.console import Console
@@ -21,8 +20,8 @@ from transformers import AutoTokenizer
 
 from specpool.distill.corpus import MAX_ANSWER, ChatTemplate, Writer, concatenate
 from specpool.distill.examples import Example, split_examples
+from specpool.distill.predictions import agreement_by_step, target_states
 from specpool.distill.replay import REPORTED_K, Agreed, agreement_rate, mean_acceptance_length
-from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, source_of
 from specpool.engine.models.embedded_pair import embedded_pair
@@ -130,32 +129,9 @@ def _tokens(chat: Chat, template: ChatTemplate) -> list[int]:
 
 def _agreement(draft: Engine, example: Example, target: Engine) -> list[list[bool]]:
     """Whether the draft predicts the target's token at each position of an answer, by draft step."""
-    choices = example.top_ids[:, 0]
-    if draft.loaded.features is not None:
-        tokens = example.token_ids.tolist()
-        span = Span(0, 0, tokens, 0, num_states=len(tokens))
-        _, states = target.forward_with_states([span], draft.loaded.features.layers)
-        return _agreement_by_step(draft, tokens, example.answer_start, states.bfloat16().float())
-    logits = draft.forward([Span(0, 0, example.token_ids[:-1].tolist(), len(choices))])
-    agreed: list[bool] = (draft.token_ids(logits.argmax(-1)).cpu() == choices).tolist()
-    return [agreed]
-
-
-def _agreement_by_step(draft: Engine, tokens: list[int], start: int, states: torch.Tensor) -> list[list[bool]]:
-    """Draft from each position of an answer until the first wrong token. Later steps of a position count as wrong."""
-    agreed, cached = [[False] * (len(tokens) - start) for _ in REPORTED_K], 0
-    for position in range(start, len(tokens)):
-        before = states[max(0, cached - 1) : position - 1]
-        span = Span(0, cached, tokens[cached:position], 1, states=before)
-        for step, expected in zip(agreed, tokens[position:], strict=False):
-            (token,) = draft.token_ids(draft.forward([span]).argmax(-1)).tolist()
-            if token != expected:
-                break
-            step[span.end - start] = True
-            assert draft.own_states is not None
-            span = Span(0, span.end, [token], 1, own_states={0: draft.own_states[0]})
-        cached = position
-    return agreed
+    tokens, features = example.token_ids.tolist(), draft.loaded.features
+    states = None if features is None else target_states(target, tokens, features.layers)
+    return agreement_by_step(draft, tokens, example.answer_start, states)
 
 
 def _summary(answers: Sequence[list[list[bool]]]) -> dict[str, float]:

@@ -17,6 +17,8 @@ from specpool.distill.student import FEATURE_LAYERS, Step, Student
 
 Keys = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of each unrolled step, [B, kv heads, T, head dim]."""
+SMALLEST = 1e-6
+"""Least median of inputs, so that a constant zero has a unit."""
 RIDGE = 1e-3
 """Penalty of the regression, as a share of each input's second moment."""
 
@@ -33,10 +35,46 @@ class FeatureStudent(Student):
         self.feature_layers = feature_layers
         self.project = nn.Parameter(torch.zeros(hidden, hidden * len(feature_layers)))
         self.fc = nn.Parameter(torch.zeros(hidden, 2 * hidden))
+        # Units of the columns of `project` and `fc`: see `set_units`.
+        self.register_buffer("project_units", torch.ones(self.project.shape[1]), persistent=False)
+        self.register_buffer("fc_units", torch.ones(2 * hidden), persistent=False)
 
     def trained(self) -> dict[str, torch.Tensor]:
         """Trained weights by name, with `output_ids` and `feature_layers`."""
-        return {**super().trained(), FEATURE_LAYERS: torch.tensor(self.feature_layers, dtype=torch.int32)}
+        inputs = {"project": self.project * self.project_units, "fc": self.fc * self.fc_units}
+        layers = torch.tensor(self.feature_layers, dtype=torch.int32)
+        return {
+            **super().trained(),
+            **{name: weight.detach() for name, weight in inputs.items()},
+            FEATURE_LAYERS: layers,
+        }
+
+    def learn(self, trained: dict[str, torch.Tensor]) -> None:
+        """Load weights that `trained` returned, or those of a causal draft, which becomes equal to this student."""
+        hidden = self.fc.shape[0]
+        if FEATURE_LAYERS not in trained:
+            nothing, own = torch.zeros(hidden, hidden), torch.eye(hidden)
+            project = torch.cat([nothing] * (len(self.feature_layers) - 1) + [own], 1)
+            trained = {**trained, "project": project, "fc": torch.cat([nothing, own], 1)}
+        units = {"project": self.project_units, "fc": self.fc_units}
+        inputs = {name: trained[name].to(unit.device) / unit for name, unit in units.items()}
+        super().learn({**trained, **inputs})
+
+    @torch.no_grad()
+    def set_units(self, examples: Sequence[Example]) -> None:
+        """Scale the columns of `project` and `fc` by typical inputs and outputs. The student computes the same.
+
+        Adam moves all weights by equal steps, but the numbers in states are of very different sizes, and up to a
+        thousand times those in embeddings.
+        """
+        trained, last = self.trained(), slice(-self.fc.shape[0], None)
+        states = torch.cat([example.states[:-1].float() for example in examples if example.states is not None])
+        embedded = torch.cat([self.body.embed_tokens(example.token_ids[1:]) for example in examples])
+        sizes = states.abs().median(0).values.clamp_min(SMALLEST)
+        joined = torch.cat([states @ trained["project"].T, embedded], 1) @ trained["fc"].T
+        self.project_units = sizes[last].median() / sizes
+        self.fc_units[: self.fc.shape[0]] = joined.abs().median().clamp_min(SMALLEST) / sizes[last]
+        self.learn(trained)
 
     def unroll(self, batch: Batch, steps: int = 1) -> list[Step]:
         """Draft `steps` tokens at every position of a batch.
@@ -47,11 +85,12 @@ class FeatureStudent(Student):
         assert batch.states is not None
         embedded = self.body.embed_tokens(batch.token_ids)
         rotary = self.body.rotary_emb(embedded, torch.arange(embedded.shape[1], device=embedded.device)[None])
-        states = expected = batch.states @ self.project.T
+        states = expected = batch.states @ (self.project * self.project_units).T
+        fc = self.fc * self.fc_units
         cached: list[Keys] = [[] for _ in self.body.layers]
         results = []
         for _ in range(steps):
-            hidden = torch.cat([pad(states, (0, 0, 1, 0))[:, :-1], embedded], -1) @ self.fc.T
+            hidden = torch.cat([pad(states, (0, 0, 1, 0))[:, :-1], embedded], -1) @ fc.T
             for layer, keys in zip(self.body.layers, cached, strict=True):
                 hidden = _layer(layer, hidden, rotary, keys)
             normed = self.body.norm(hidden[batch.chosen])

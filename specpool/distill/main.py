@@ -78,9 +78,8 @@ def distill(settings: DistillSettings) -> None:
         if settings.initial is not None:
             initial = load_trained(settings.initial)
             check_weights(initial, config)
-            kind = "feature" if FEATURE_LAYERS in initial else "causal"
-            if kind != settings.kind:
-                raise ValueError(f"{settings.initial} is a {kind} draft, which needs --kind {kind}")
+            if FEATURE_LAYERS in initial and settings.kind != "feature":
+                raise ValueError(f"{settings.initial} is a feature draft, which needs --kind feature")
     with naming(PROGRAM, "output", ValueError):
         checkpoint_of(settings, layers, feature_layers).check()
     generate_dialogues(settings, target)
@@ -101,8 +100,8 @@ def feature_layers_for(settings: DistillSettings, config: PreTrainedConfig) -> l
     """Numbers of the target's layers after which the draft reads states; empty for a causal draft."""
     if settings.kind == "causal":
         return []
-    if settings.initial is not None:
-        layers: list[int] = load_trained(settings.initial)[FEATURE_LAYERS].tolist()
+    if settings.initial is not None and FEATURE_LAYERS in (initial := load_trained(settings.initial)):
+        layers: list[int] = initial[FEATURE_LAYERS].tolist()
         return layers
     if settings.feature_layers is not None:
         return [int(layer) for layer in settings.feature_layers.split(",")]
@@ -113,10 +112,10 @@ def feature_layers_for(settings: DistillSettings, config: PreTrainedConfig) -> l
 def checkpoint_of(settings: DistillSettings, layers: list[int], feature_layers: list[int]) -> Checkpoint:
     """The checkpoint of a draft with these settings and layers."""
     began: dict[str, Any] = {"layers": layers, "output_tokens": settings.output_tokens}
-    if feature_layers:
-        began[FEATURE_LAYERS] = feature_layers
     if settings.initial is not None:
         began = {"initial": str(settings.initial.resolve())}
+    if feature_layers:
+        began[FEATURE_LAYERS] = feature_layers
     return Checkpoint(settings.output / "checkpoint.pt", began)
 
 
@@ -213,8 +212,13 @@ def student_of(
     if settings.initial is not None:
         trained = load_trained(settings.initial)
         shape = model, list(range(count_layers(trained))), trained["output_ids"].long()
-        student = FeatureStudent(*shape, feature_layers) if feature_layers else Student(*shape)
+        if not feature_layers:
+            causal = Student(*shape)
+            causal.learn(trained)
+            return causal
+        student = FeatureStudent(*shape, feature_layers)
         student.learn(trained)
+        student.set_units(examples[:FITTED_DIALOGUES])
         return student
     vocabulary = int(model.config.vocab_size)
     counts = torch.zeros(vocabulary)
@@ -226,6 +230,7 @@ def student_of(
         return Student(model, layers, output_ids)
     student = FeatureStudent(model, layers, output_ids, feature_layers)
     student.fit_input(model, layers[0], examples[:FITTED_DIALOGUES])
+    student.set_units(examples[:FITTED_DIALOGUES])
     return student
 
 

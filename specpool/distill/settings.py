@@ -26,7 +26,9 @@ class DistillSettings(Settings):
     held_out: int = Field(200, ge=8, description="dialogues for evaluation, excluded from training")
     max_sequences: int = Field(48, ge=1, description="dialogues generated at a time")
     initial: Path | None = Field(
-        None, description="draft.safetensors to start from; its layers and tokens replace --layers and --output-tokens"
+        None,
+        description="draft.safetensors to start from; its layers and tokens replace --layers and --output-tokens. "
+        "A feature draft can start from a causal one",
     )
     kind: DraftKind = Field("causal", description="causal, or feature: a draft that reads the target's hidden states")
     layers: str | None = Field(

@@ -18,7 +18,8 @@ from specpool.distill.student import Student
 DEPTH_DECAY = 0.8
 """Weight of a draft step's loss, relative to that of the step before."""
 STATE_WEIGHT = 0.1
-"""Weight of the smooth L1 loss of a feature draft's own states, relative to the cross-entropy."""
+"""Weight of the smooth L1 loss of a feature draft's own states, in units of the states' median, relative to the
+cross-entropy."""
 DROPPED_SHARE = 0.1
 """Share of dialogues whose first states are dropped, so that a draft without states still works."""
 
@@ -38,9 +39,9 @@ def distillation_loss(student: Student, batch: Batch, steps: int = 1) -> torch.T
         scores = log_softmax(step.logits.float(), -1).gather(1, rows.clamp_min(0))
         loss = -(weights * scores).sum(-1).mean()
         if step.states is not None and step.expected is not None:
-            loss = loss + STATE_WEIGHT * smooth_l1_loss(
-                step.states[batch.chosen].float(), step.expected[batch.chosen].float()
-            )
+            own, expected = step.states[batch.chosen].float(), step.expected[batch.chosen].float()
+            unit = expected.abs().median().clamp_min(1e-6)
+            loss = loss + STATE_WEIGHT * smooth_l1_loss(own / unit, expected / unit)
         total, total_weight = total + DEPTH_DECAY**depth * loss, total_weight + DEPTH_DECAY**depth
     return total / total_weight
 

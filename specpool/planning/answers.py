@@ -1,8 +1,8 @@
 """The target's answers for a plan, and how much of them a draft predicts."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -10,6 +10,8 @@ from coordinator.prompts.chat_reader import read_chat
 from coordinator.prompts.tokenizer import TargetTokenizer
 from specpool.client import make_request
 from specpool.client.prompts import PromptLine
+from specpool.distill.predictions import agreement_by_step, target_states
+from specpool.distill.replay import Agreed
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.run.engine import Engine
@@ -30,6 +32,8 @@ class Answer:
 
     prompt: list[int]
     token_ids: list[int]
+    states: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+    """The target's hidden states of all tokens, by the layers that a feature draft reads."""
 
 
 def encode_prompts(engine: Engine, lines: Sequence[PromptLine], max_tokens: int) -> list[list[int]]:
@@ -78,28 +82,41 @@ def write_answers(
 
 
 @torch.inference_mode()
-def agreement(engine: Engine, answers: Sequence[Answer], seconds: float, phases: Phases) -> list[list[bool]]:
-    """Whether the draft predicts each token of each answer, given all tokens before it. One pass per answer.
+def add_states(engine: Engine, answers: Sequence[Answer], layers: Collection[tuple[int, ...]]) -> None:
+    """Compute the target's hidden states after the numbers of layers of each draft. UnsupportedModelError."""
+    if layers and not engine.has_states:
+        raise UnsupportedModelError("it does not return hidden states, which a draft reads")
+    for each in layers:
+        if max(each) > engine.facts.layers:
+            raise UnsupportedModelError(f"a draft reads the states after layer {max(each)} of {engine.facts.layers}")
+        for answer in answers:
+            answer.states[each] = target_states(engine, answer.prompt + answer.token_ids, each)
+
+
+def agreement(engine: Engine, answers: Sequence[Answer], seconds: float, phases: Phases) -> Agreed:
+    """Whether the draft predicts each token of each answer, given all tokens before it.
 
     After `seconds`, it ends with MIN_ANSWERS or more.
     """
-    slot = engine.slots.take(("plan", 0))
-    assert slot is not None  # there is always space for one
-    agreed: list[list[bool]] = []
+    agreed: list[list[list[bool]]] = []
     deadline = time.monotonic() + seconds
     with phases.phase("comparing its predictions with the answers", len(answers)) as report:
         for answer in answers:
             if len(agreed) >= MIN_ANSWERS and time.monotonic() > deadline:
                 break
             report(f"{len(agreed)} answers")
-            context = (answer.prompt + answer.token_ids)[:-1]
-            if len(context) > engine.max_model_len:
+            tokens, features = answer.prompt + answer.token_ids, engine.loaded.features
+            if len(tokens) - 1 > engine.max_model_len:
                 raise UnsupportedModelError(
-                    f"an answer has {len(context)} tokens, more than the draft's {engine.max_model_len} positions"
+                    f"an answer has {len(tokens) - 1} tokens, more than the draft's {engine.max_model_len} positions"
                 )
-            chosen = _choices(engine, [Span(slot.index, 0, context, len(answer.token_ids))])
-            agreed.append([draft == target for draft, target in zip(chosen, answer.token_ids, strict=True)])
-    return agreed
+            states = None if features is None else answer.states[features.layers]
+            if features is not None and states is not None and states.shape[1] != features.width:
+                raise UnsupportedModelError(
+                    f"reads states of {features.width} numbers; the target's have {states.shape[1]}"
+                )
+            agreed.append(agreement_by_step(engine, tokens, len(answer.prompt), states))
+    return [*zip(*agreed, strict=True)]
 
 
 def _choices(engine: Engine, spans: Sequence[Span]) -> list[int]:

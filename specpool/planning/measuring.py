@@ -5,7 +5,7 @@ Load one model at a time, so that models do not compete for memory or cores.
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from rich.console import Console
@@ -14,14 +14,16 @@ from transformers.utils.logging import disable_progress_bar
 from coordinator.prompts.templates import ChatTemplateError
 from coordinator.prompts.tokenizer import EncodingError, TokenizerError
 from specpool.client.prompts import PromptLine, own_prompts, read_prompt_file
+from specpool.distill.replay import Agreed
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.config import load_config
 from specpool.engine.models.embedded_pair import embedded_pair
+from specpool.engine.models.feature_input import features_of
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup.loading import load_unproven_engine
 from specpool.engine.startup.step_times import measure_seconds_per_cached, timed_passes
-from specpool.planning.answers import Answer, PromptError, agreement, encode_prompts, write_answers
+from specpool.planning.answers import Answer, PromptError, add_states, agreement, encode_prompts, write_answers
 from specpool.planning.plausibility import REPEATS, check_times, measure_times
 from specpool.planning.prediction import Acceptance, Memory, Model, replay_acceptance
 from specpool.planning.progress import Phases
@@ -48,18 +50,19 @@ def measure_pair(settings: PlanSettings, console: Console) -> tuple[Model, list[
             raise ValueError(f"{settings.prompts} has no prompts")
     with naming(PROGRAM, "target", UnsupportedModelError):
         load_config(target)
-    for draft in drafts:  # before measuring the target for minutes
-        with naming(PROGRAM, "draft", UnsupportedModelError):
-            load_config(draft)
+    with naming(PROGRAM, "draft", UnsupportedModelError):  # before measuring the target for minutes
+        features = [features_of(load_config(draft)) for draft in drafts]
+    layers = {each.layers for each in features if each is not None}
     phases = Phases(console, PHASES * (1 + len(drafts)))
     with phases.shown():
-        return _measure_models(settings, target, drafts, lines, phases)
+        return _measure_models(settings, target, drafts, layers, lines, phases)
 
 
 def _measure_models(
     settings: PlanSettings,
     target: EngineOptions,
     drafts: Sequence[EngineOptions],
+    layers: Collection[tuple[int, ...]],
     lines: Sequence[PromptLine],
     phases: Phases,
 ) -> tuple[Model, list[tuple[Model, Acceptance]]]:
@@ -74,6 +77,7 @@ def _measure_models(
         prompts = encode_prompts(engine, lines[: settings.num_prompts], settings.max_tokens)
         model = _measure(engine, powers_of_two(max_batch * (max_k + 1)), phases)
         answers = write_answers(engine, prompts, settings.max_tokens, seconds, phases)
+        add_states(engine, answers, layers)
     del engine
     results = []
     for draft in drafts:
@@ -119,13 +123,10 @@ def _measure_draft(
     rows: Sequence[int],
     seconds: float,
     phases: Phases,
-) -> tuple[Model, list[list[bool]]]:
+) -> tuple[Model, Agreed]:
     engine = _load(options, exact=False, phases=phases)
     if engine.loaded.tokenizer.fingerprint != target.tokenizer_fingerprint:
         raise UnsupportedModelError(f"{options.model} uses a different tokenizer than {target.name}")
-    if engine.loaded.features is not None:
-        reason = "reads the target's hidden states; measure it with python -m specpool.distill.evaluate"
-        raise UnsupportedModelError(f"{options.model} {reason}")
     model = _measure(engine, rows, phases)
     return model, agreement(engine, answers, seconds, phases)
 

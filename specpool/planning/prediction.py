@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.drafting.costs import RoundCosts, StepTimes
-from specpool.distill.replay import acceptance_by_position, agreement_rate, mean_acceptance_length
+from specpool.distill.replay import Agreed, acceptance_by_position, agreement_rate, mean_acceptance_length
 
 # A batch is large enough once it reaches this share of the highest throughput of any batch.
 SUFFICIENT = 0.95
@@ -94,10 +94,10 @@ class Acceptance:
     """Mean acceptance length by number of draft tokens; 1 without any."""
 
 
-def replay_acceptance(agreed: Sequence[Sequence[bool]], max_k: int) -> Acceptance:
+def replay_acceptance(agreed: Agreed, max_k: int) -> Acceptance:
     """Acceptance for 0 to `max_k` draft tokens, given where a draft agrees with the target's answers."""
-    lengths = [mean_acceptance_length([agreed], k) for k in range(max_k + 1)]
-    return Acceptance(agreement_rate(agreed), acceptance_by_position([agreed], max_k), lengths)
+    lengths = [mean_acceptance_length(agreed, k) for k in range(max_k + 1)]
+    return Acceptance(agreement_rate(agreed[0]), acceptance_by_position(agreed, max_k), lengths)
 
 
 def constant_acceptance(rate: float, max_k: int) -> Acceptance:

@@ -1,18 +1,24 @@
 """File formats of a trained draft's weights: the one that is shipped, and the one that draft workers load.
 
-Both store matrices in 4-bit blocks, or in int8 with a scale per row, and norms in bfloat16.
+Both store matrices in 4-bit blocks, or in int8 with a scale per row, or per block for the input of a feature draft, and
+norms in bfloat16.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 from safetensors.torch import load_file, save_file
 
 from specpool.engine.weights.quantization_types import INT8, QUANTIZATION_TYPES, QuantizationType
 from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
 
 MAX_CODE = 127
+INPUTS = ("fc", "project")
+"""Matrices of a feature draft. Their columns differ too much for one scale per row."""
+Q8_0 = QUANTIZATION_TYPES["Q8_0"]
 SCALE = ".scale"
 
 
@@ -22,6 +28,9 @@ def save_compact(path: Path, trained: Mapping[str, Weight]) -> None:
     for name, weight in trained.items():
         if isinstance(weight, Quantized):
             stored[_stored_name(name, weight)] = weight.data
+        elif name in INPUTS and weight.shape[1] % Q8_0.block == 0:
+            codes = quantize(weight.float().numpy(force=True), GGMLQuantizationType.Q8_0)
+            stored[f"{name}.{Q8_0.name}"] = torch.from_numpy(codes)
         elif weight.is_floating_point() and weight.dim() == 2:
             # Clamped to the smallest normal number, so that a row of zeros has a scale.
             scale = (weight.float().abs().amax(1) / MAX_CODE).clamp_min(torch.finfo(torch.float32).tiny)

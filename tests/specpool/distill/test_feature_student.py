@@ -18,11 +18,11 @@ from specpool.distill.feature_student import FeatureStudent
 from specpool.distill.main import distill
 from specpool.distill.settings import DistillSettings
 from specpool.distill.states import has_states, read_states, write_states
-from specpool.distill.student import check_weights
+from specpool.distill.student import Student, check_weights
 from specpool.distill.training import agreement, distillation_loss, drop_states
 from specpool.engine.cache.spans import Span
 from specpool.engine.models.draft_folder import save_draft
-from specpool.engine.models.draft_weights import save_compact
+from specpool.engine.models.draft_weights import load_trained, save_compact
 from specpool.engine.run.engine import Engine
 
 LAYERS = [1, 3]
@@ -96,6 +96,48 @@ def test_unrolled_steps_equal_those_of_a_draft_worker(
             assert draft.own_states is not None
             own = {0: draft.own_states[0]}
             span = Span(0, span.end, [int(tokens[span.end])], 1, own_states=own)
+
+
+def test_student_of_a_causal_draft_equals_it(target: Any, examples: list[Example], tmp_path: Path) -> None:
+    causal, student = (
+        Student(target, [0, 2], torch.arange(257)),
+        FeatureStudent(target, [0, 2], torch.arange(257), LAYERS),
+    )
+    save_compact(tmp_path / "causal.safetensors", causal.trained())
+    trained = load_trained(tmp_path / "causal.safetensors")
+    causal.learn(trained)
+    student.learn(trained)
+    batch = next(batches(examples, 10**6, random.Random(0)))
+    with torch.inference_mode():
+        (expected,) = causal.unroll(batch)
+        before = student.unroll(batch, 3)
+    student.set_units(examples)
+    assert (student.fc_units < 1).any()
+    with torch.inference_mode():
+        for step in (*before, *student.unroll(batch, 3)):
+            torch.testing.assert_close(step.logits, expected.logits, rtol=1e-3, atol=1e-3)
+
+
+def test_units_change_no_weight(target: Any, examples: list[Example]) -> None:
+    student = student_of(target)
+    student.fit_input(target, 2, examples)
+    before = student.trained()
+    student.set_units(examples)
+    assert not torch.equal(student.project_units, torch.ones_like(student.project_units))
+    for name, weight in student.trained().items():
+        torch.testing.assert_close(weight, before[name])
+
+
+def test_inputs_are_stored_in_blocks(target: Any, examples: list[Example], tmp_path: Path) -> None:
+    """The columns of states are thousands of times smaller than those of embeddings."""
+    student = student_of(target)
+    with torch.no_grad():
+        student.fc.normal_()
+        student.fc[:, :96] *= 1e-4
+    save_compact(tmp_path / "draft.safetensors", student.trained())
+    stored = load_trained(tmp_path / "draft.safetensors")["fc"]
+    torch.testing.assert_close(stored[:, :96], student.fc[:, :96].detach(), rtol=0.02, atol=2e-6)
+    torch.testing.assert_close(stored[:, 96:], student.fc[:, 96:].detach(), rtol=0.02, atol=2e-2)
 
 
 def test_regression_predicts_the_input_of_the_layer(target: Any, examples: list[Example]) -> None:

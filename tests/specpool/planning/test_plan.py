@@ -172,7 +172,7 @@ def plan_of(*acceptances: Acceptance, device: str = H200, fits: int = 64, **term
     return make_plan(target, drafts, Terms([1, 8, 64], 4, 0.001, shared=False, **terms))
 
 
-PERFECT, USELESS = replay_acceptance([[True] * 40], 4), replay_acceptance([[False] * 40], 4)
+PERFECT, USELESS = replay_acceptance([[[True] * 40]], 4), replay_acceptance([[[False] * 40]], 4)
 
 
 def test_plan_uses_maximum_k_for_a_perfect_draft_and_none_for_a_useless_one() -> None:

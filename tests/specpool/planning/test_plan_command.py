@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from feature_drafts import save_pair_draft
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import load_engine
@@ -137,6 +138,27 @@ def test_measures_and_plans_a_tiny_pair(
     assert "mean acceptance length" in captured.err
     assert "9/9 comparing its predictions with the answers" in captured.err
     assert f"window {recommended['window']}" in captured.err
+
+
+def test_drafts_that_read_hidden_states(
+    run: Any, passes_take: Any, refusal: Refusal, tiny_pair: tuple[Path, Path], tmp_path: Path, capsys: Any
+) -> None:
+    passes_take(lambda rows: 0.01 + 0.0001 * rows)
+    target, draft = map(str, tiny_pair)
+    reading = save_pair_draft(tmp_path / "reading", *tiny_pair, (1, 2))
+    run(*SMALL, "--batches", "1", "--target", target, "--draft", f"{draft},{reading}")
+    _, second = json.loads(capsys.readouterr().out)["drafts"]
+    assert 0.3 < second["agreement"] < 1
+    assert 1 < second["mean_acceptance_length"][0] <= second["mean_acceptance_length"][-1] <= 4
+    config = reading / "config.json"
+    for change, reason in [
+        ({"layers": [1, 9]}, "target: a draft reads the states after layer 9 of 3"),
+        ({"layers": [1]}, "reads states of 192 numbers; the target's have 96"),
+    ]:
+        values = json.loads(config.read_text())
+        values["specpool_features"] |= change
+        config.write_text(json.dumps(values))
+        assert reason in refusal(*SMALL, "--target", target, "--draft", str(reading))
 
 
 def test_the_command_starts() -> None:

@@ -1,0 +1,46 @@
+"""Which tokens of its target's answers a loaded draft predicts."""
+
+import torch
+
+from specpool.distill.replay import REPORTED_K
+from specpool.engine.cache.spans import Span
+from specpool.engine.run.engine import Engine
+
+
+def target_states(target: Engine, token_ids: list[int], layers: tuple[int, ...]) -> torch.Tensor:
+    """Hidden states [tokens, width] of the target after these numbers of layers, as precise as on the wire."""
+    span = Span(0, 0, token_ids, 0, num_states=len(token_ids))
+    return target.forward_with_states([span], layers)[1].bfloat16().float()
+
+
+@torch.inference_mode()
+def agreement_by_step(
+    draft: Engine, token_ids: list[int], answer_start: int, states: torch.Tensor | None
+) -> list[list[bool]]:
+    """Whether the draft predicts each token of an answer, by draft step.
+
+    The steps of a causal draft do not differ, so there is one. `states`: those that a feature draft reads, of all
+    tokens. It has max(REPORTED_K) steps, and steps after a wrong token count as wrong.
+    """
+    if states is not None:
+        return _agreement_by_step(draft, token_ids, answer_start, states)
+    context = token_ids[:-1]
+    logits = draft.forward([Span(0, 0, context, len(token_ids) - answer_start)])
+    chosen = draft.token_ids(logits.argmax(-1)).tolist()
+    return [[token == right for token, right in zip(chosen, token_ids[answer_start:], strict=True)]]
+
+
+def _agreement_by_step(draft: Engine, tokens: list[int], start: int, states: torch.Tensor) -> list[list[bool]]:
+    agreed, cached = [[False] * (len(tokens) - start) for _ in REPORTED_K], 0
+    for position in range(start, len(tokens)):
+        before = states[max(0, cached - 1) : position - 1]
+        span = Span(0, cached, tokens[cached:position], 1, states=before)
+        for step, expected in zip(agreed, tokens[position:], strict=False):
+            (token,) = draft.token_ids(draft.forward([span]).argmax(-1)).tolist()
+            if token != expected:
+                break
+            step[span.end - start] = True
+            assert draft.own_states is not None
+            span = Span(0, span.end, [token], 1, own_states={0: draft.own_states[0]})
+        cached = position
+    return agreed
