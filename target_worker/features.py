@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from specpool.engine.cache.slots import SequenceKey
+from specpool.engine.run.sequences import States
 from specpool.protocol.rounds import VerifyRound
 
 
@@ -24,12 +23,9 @@ def rounds_with_features(rounds: Sequence[VerifyRound]) -> dict[SequenceKey, Ver
     }
 
 
-def pack_features(states: torch.Tensor, layers: tuple[int, ...], wanted: tuple[int, ...]) -> bytes:
-    """Return the states after the layers `wanted`, as on the wire.
-
-    `states`: states [n, len(layers) * hidden] after all `layers`, in bfloat16, on the CPU.
-    """
-    rows = states.view(len(states), len(layers), -1)
+def pack_features(states: States, layers: tuple[int, ...], wanted: tuple[int, ...]) -> bytes:
+    """Return the states after the layers `wanted`, as on the wire. `states`: after all `layers`."""
     if wanted != layers:
-        rows = rows[:, [layers.index(layer) for layer in wanted]]
-    return rows.contiguous().view(torch.int16).numpy().tobytes()
+        rows = states.reshape(len(states), len(layers), -1)
+        states = rows[:, [layers.index(layer) for layer in wanted]]
+    return states.tobytes()

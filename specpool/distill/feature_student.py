@@ -26,6 +26,11 @@ RIDGE = 1e-3
 class FeatureStudent(Student):
     """A student whose input at a position is the target's state before it and the embedding of its token."""
 
+    project_units: torch.Tensor
+    """[width]: units of the columns of `project`; see `set_units`."""
+    fc_units: torch.Tensor
+    """[2 * hidden]: units of the columns of `fc`."""
+
     def __init__(
         self, target: PreTrainedModel, layers: list[int], output_ids: torch.Tensor, feature_layers: list[int]
     ) -> None:
@@ -35,7 +40,6 @@ class FeatureStudent(Student):
         self.feature_layers = feature_layers
         self.project = nn.Parameter(torch.zeros(hidden, hidden * len(feature_layers)))
         self.fc = nn.Parameter(torch.zeros(hidden, 2 * hidden))
-        # Units of the columns of `project` and `fc`: see `set_units`.
         self.register_buffer("project_units", torch.ones(self.project.shape[1]), persistent=False)
         self.register_buffer("fc_units", torch.ones(2 * hidden), persistent=False)
 

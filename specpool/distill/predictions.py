@@ -10,7 +10,7 @@ from specpool.engine.run.engine import Engine
 def target_states(target: Engine, token_ids: list[int], layers: tuple[int, ...]) -> torch.Tensor:
     """Hidden states [tokens, width] of the target after these numbers of layers, as precise as on the wire."""
     span = Span(0, 0, token_ids, 0, num_states=len(token_ids))
-    return target.forward_with_states([span], layers)[1].bfloat16().float()
+    return target.forward_with_states([span], layers)[1].float()
 
 
 @torch.inference_mode()

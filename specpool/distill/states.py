@@ -16,7 +16,7 @@ def write_states(engine: Engine, dialogues: Dialogues, layers: list[int], path: 
     states = []
     for token_ids in dialogues.token_ids.split(dialogues.lengths.tolist()):
         span = Span(0, 0, token_ids.tolist(), 0, num_states=len(token_ids))
-        states.append(engine.forward_with_states([span], tuple(layers))[1].to("cpu", torch.bfloat16))
+        states.append(engine.forward_with_states([span], tuple(layers))[1].cpu())
     with atomic_write(path) as partial:
         save_file({"states": torch.cat(states)}, partial, {"layers": _named(layers)})
 

@@ -44,7 +44,8 @@ class PackedBatch:
     """Output of a pass that reads states: the last layer's states of the rows of logits, [R, padded, hidden]."""
     state_layers: tuple[int, ...] = ()
     """Numbers of layers after which to record the hidden states."""
-    states: torch.Tensor | None = None  # [rows, state layers, hidden], written by the pass; None: without state layers
+    states: torch.Tensor | None = None
+    """Output: bfloat16 states [rows, state layers, hidden]; None without state layers."""
 
     @classmethod
     def of_padding(cls, arena: KVArena, shape: Shape, max_length: int) -> "PackedBatch":

@@ -112,16 +112,17 @@ class Engine:
 
     @torch.inference_mode()
     def forward_with_states(self, spans: Sequence[Span], layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call `forward`. Return its logits, and hidden states [sum of `num_states`, len(layers) * hidden size].
+        """Call `forward`. Return its logits, and bfloat16 states [sum of `num_states`, len(layers) * hidden size].
 
         States are those of the last `num_states` tokens of each span, in span order. `layers`: numbers of layers after
         which to take them, at most `facts.layers`. The final norm is not applied. Requires `has_states`.
         """
         passes = [self._pass(chunk, layers) for chunk in _chunks(spans, self.max_num_batched_tokens)]
         states = [each.states for each in passes if each.states is not None]
-        width = len(layers) * self.facts.hidden_size
-        joined = torch.cat(states) if states else torch.empty(0, width, device=self.facts.device)
-        return self._joined([each.logits for each in passes]), joined
+        if len(states) != 1:
+            nothing = torch.empty(0, len(layers) * self.facts.hidden_size, dtype=torch.bfloat16)
+            states = [torch.cat([nothing.to(self.facts.device), *states])]
+        return self._joined([each.logits for each in passes]), states[0]
 
     @property
     def has_states(self) -> bool:

@@ -57,7 +57,7 @@ class PassRunner:
             batch = self._with_states(batch, spans)
         if state_layers and any(span.num_states for span in spans):
             shape = batch.rows, len(state_layers), self._hidden_size
-            states = torch.empty(shape, dtype=forward_pass.compute_dtype, device=arena.device)
+            states = torch.empty(shape, dtype=torch.bfloat16, device=arena.device)
             batch = replace(batch, state_layers=state_layers, states=states)
         logits: torch.Tensor = forward_pass(batch)
         if own_states is not None and batch.own_states is not None:
@@ -88,6 +88,8 @@ def _states_of(batch: PackedBatch, spans: Sequence[Span]) -> torch.Tensor | None
     """The states of each span's last `num_states` tokens."""
     if batch.states is None:
         return None
+    states = batch.states.flatten(1)
+    if all(span.num_states == len(span.token_ids) for span in spans):
+        return states[: batch.tokens]
     ends = accumulate(len(span.token_ids) for span in spans)
-    parts = [batch.states[end - span.num_states : end] for span, end in zip(spans, ends, strict=True)]
-    return torch.cat(parts).flatten(1)
+    return torch.cat([states[end - span.num_states : end] for span, end in zip(spans, ends, strict=True)])

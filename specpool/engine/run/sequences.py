@@ -4,7 +4,10 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from specpool.engine.cache.slots import SequenceKey, Slot
@@ -29,6 +32,9 @@ GRAMMAR_SECONDS = 0.01
 LOGITS_PER_SLOT = 1 + 4 * MAX_DRAFT_TOKENS
 """Bounds the logits of a round: drafts of four times the usual length in all sequences at once."""
 
+States = npt.NDArray[np.int16]
+"""The bits of hidden states in bfloat16, [tokens, width]."""
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -44,8 +50,8 @@ class Choices:
     finite: bool = True
     """False if the largest logit of a row is not finite. Checked on CPUs only, where the check takes 10 us a pass.
     A GPU would have to launch more kernels."""
-    states: torch.Tensor | None = None
-    """Hidden states of the span's last `num_states` tokens in bfloat16, on the CPU; None: no states were requested."""
+    states: States | None = None
+    """Hidden states of the span's last `num_states` tokens; None: no states were requested."""
 
 
 class SequenceEngine:
@@ -193,9 +199,10 @@ class SequenceEngine:
             if masks is not None:
                 masks.result()
         choices, sampled = [], self._sampler(logits, rows)
-        states: Sequence[torch.Tensor | None] = [None] * len(spans)
+        states: Sequence[States | None] = [None] * len(spans)
         if found is not None:  # on a GPU, this copy waits for the pass
-            states = found.to("cpu", torch.bfloat16).split([span.num_states for span in spans])
+            ends, packed = accumulate(span.num_states for span in spans), found.cpu().view(torch.int16).numpy()
+            states = [packed[end - span.num_states : end] for span, end in zip(spans, ends, strict=True)]
         for each, chosen, own_states in zip(rows, sampled, states, strict=True):
             sure = [*map(math.exp, chosen.logprobs.logprobs)] if confidences and each.rules is None else []
             choices.append(Choices(chosen.token_ids, sure, chosen.logprobs, chosen.finite, own_states))

@@ -140,6 +140,14 @@ static void add_attention(const Stage *stage, int64_t row, int64_t end) {
     }
 }
 
+/* The bits of the nearest bfloat16; ties go to even bits. */
+static uint16_t to_bfloat16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    if (value != value) return 0x7fc0;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
 /* Records the hidden states of a row, if they are needed after this number of layers. */
 static void record_states(const Pass *pass, int64_t row, int64_t num_layers) {
     const Batch *batch = pass->batch;
@@ -147,8 +155,8 @@ static void record_states(const Pass *pass, int64_t row, int64_t num_layers) {
     const float *from = pass->acts.hidden + row * hidden;
     for (int64_t i = 0; i < count; i++) {
         if (batch->state_layers[i] != num_layers) continue;
-        float *to = batch->states + (row * count + i) * hidden;
-        for (int64_t k = 0; k < hidden; k += WIDE) put(to + k, 0, at(from + k, 0));
+        uint16_t *to = batch->states + (row * count + i) * hidden;
+        for (int64_t k = 0; k < hidden; k++) to[k] = to_bfloat16(from[k]);
     }
 }
 

@@ -39,7 +39,7 @@ typedef struct {
     float *own_states;         /* [results, hidden]: the hidden states of the result rows before the norm, or null */
     int64_t num_state_layers;
     const int64_t *state_layers; /* [num_state_layers] numbers of layers after which to record the hidden states */
-    float *states;               /* [rows, num_state_layers, hidden] */
+    uint16_t *states;            /* bfloat16 [rows, num_state_layers, hidden] */
 } Batch;
 
 #define HEADS(model) (GROUPS * (model)->kv_heads)
