@@ -29,7 +29,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from benchmarks.prompts import add_prompts, load_prompts
 from benchmarks.report import finish, output_folder, parser_of, progress, show, whole
-from specpool.cli.processes import ProcessFailedError, run_module, worker_environment
+from specpool.cli.processes import ProcessFailedError, worker_environment
 from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
@@ -90,9 +90,10 @@ def _limits(text: str) -> list[str]:
 
 async def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Let the systems take turns. ProcessFailedError, OSError."""
-    systems = [*options.limits, *([] if options.no_peer else [ASSISTED])]
-    runs: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
-    for system in progress(systems * options.repeats, "systems"):
+    peers = [] if options.no_peer else [ASSISTED]
+    runs: dict[str, list[dict[str, Any]]] = {system: [] for system in [*options.limits, *peers]}
+    # The smallest limits usually come last, and fail at once if they are too small.
+    for system in progress([*reversed(options.limits), *peers] * options.repeats, "systems"):
         measure = assist if system == ASSISTED else serve
         runs[system].append(await measure(options, system))
     first = runs[options.limits[0]][0]
@@ -145,7 +146,9 @@ async def serve(options: argparse.Namespace, limit: str) -> dict[str, Any]:
 async def assist(options: argparse.Namespace, system: str) -> dict[str, Any]:
     """Run the chats in transformers, in a process of its own."""
     process = await asyncio.create_subprocess_exec(
-        *run_module("benchmarks.memory_assisted"),
+        sys.executable,
+        "-m",
+        "benchmarks.memory_assisted",
         env=worker_environment(),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,

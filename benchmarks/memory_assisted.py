@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, logging
 
 from benchmarks.memory import Answers, peak_of, reset_peak
 from benchmarks.peers import CPU, Peers
@@ -30,6 +30,7 @@ NEVER = -1e9
 def main() -> None:
     """Load the pair, answer all questions, and measure the memory and the time."""
     order = json.load(sys.stdin)
+    logging.set_verbosity_error()
     peers = Peers(order["target"])
     tokenizer: Any = AutoTokenizer.from_pretrained(**source_of(order["target"], None))
     draft = assistant(order["draft"], peers.model.config.vocab_size)

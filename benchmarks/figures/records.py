@@ -91,6 +91,17 @@ def structured(results: Results) -> str:
     return table(headings, *body)
 
 
+def memory(results: Results) -> str:
+    """Generation memory and speed, by memory limit."""
+    found = results["memory"]
+    body = [
+        (row["system"], f"{row['generation_mib']:.1f}", f"{row['tokens_per_s']:.1f}", f"{row['of_first']:.2f}")
+        for row in found["rows"]
+    ]
+    return table(("system", "generation memory, MiB", "tokens/s", "of no limit"), *body)
+
+
 RECORDS = {
     "attacks": attacks, "throughput": throughput, "realign": realign, "vllm": vllm, "structured": structured,
+    "memory": memory,
 }  # fmt: skip
