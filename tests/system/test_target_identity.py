@@ -181,7 +181,7 @@ async def test_target_of_an_earlier_version_needs_streams(has_streams: bool) -> 
 
 
 @pytest.mark.parametrize("wrong", ["", "another process"])
-async def test_draft_answers_of_another_process_are_not_used(wrong: str) -> None:
+async def test_draft_answers_of_another_process_are_not_used(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
     class Restarted(RecordingDraft):
         async def Propose(self, request: Any, context: Any) -> Any:
             response = await super().Propose(request, context)
@@ -193,9 +193,7 @@ async def test_draft_answers_of_another_process_are_not_used(wrong: str) -> None
     async with serving(target, draft) as served:
         response = await served.expect(make_request())
         assert bool(response.speculative_decoding.num_draft_tokens) == (not wrong)
-        info = await served.info()
-        assert (info.draft.state == "ready") == (not wrong)
-        assert not wrong or "another process responded" in info.draft.reason
+        assert ("another process responded" in caplog.text) == bool(wrong)
 
 
 async def test_a_round_of_a_replaced_target_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
