@@ -18,10 +18,11 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from specpool.distill.corpus import MAX_ANSWER, ChatTemplate, Writer, concatenate
-from specpool.distill.examples import Example, split_examples
+from specpool.distill.examples import Example
 from specpool.distill.predictions import agreement_by_step, target_states
+from specpool.distill.questions import ChatTemplate, Questions
 from specpool.distill.replay import REPORTED_K, Agreed, agreement_rate, mean_acceptance_length
+from specpool.distill.writer import Writer
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, source_of
 from specpool.engine.models.embedded_pair import embedded_pair
@@ -79,15 +80,15 @@ def evaluate(settings: EvaluateSettings, chats: dict[str, list[Chat]], target: s
             raise ValueError(f"{model} uses a different tokenizer than the target {target}")
     with naming(PROGRAM, "prompts", TemplateError):
         prompts = {category: [_tokens(chat, template) for chat in group] for category, group in chats.items()}
-    writer = Writer(engine, template, seed=0)
-    limit, agreed, skipped = settings.max_model_len - MAX_ANSWER, dict[str, list[list[list[bool]]]](), 0
-    for category, questions in prompts.items():
-        fitting = [tokens for tokens in questions if len(tokens) <= limit]
-        skipped += len(questions) - len(fitting)
+    questions = Questions(template, seed=0)
+    writer, limit = Writer(engine, questions, seed=0), settings.max_model_len - questions.limits.max_answer
+    agreed, skipped = dict[str, list[list[list[bool]]]](), 0
+    for category, group in prompts.items():
+        fitting = [tokens for tokens in group if len(tokens) <= limit]
+        skipped += len(group) - len(fitting)
         if fitting:
             answers = track(writer.answer(fitting), category, total=len(fitting), console=console, transient=True)
-            examples = split_examples(concatenate(list(answers)))
-            agreed[category] = [_agreement(draft, example, engine) for example in examples]
+            agreed[category] = [_agreement(draft, example, engine) for example in list(answers)]
     agreed["all"] = [answer for answers in agreed.values() for answer in answers]
     rows = [{"category": category, **_summary(answers)} for category, answers in agreed.items()]
     return {"model": model, "target": target, "left_out": skipped, "categories": rows}

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from specpool.distill.corpus import Dialogues
+TOP = 16
+"""Most probable tokens that are kept at every position of an answer."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +40,6 @@ class Batch:
         return Batch(**moved)
 
 
-def split_examples(dialogues: Dialogues, states: torch.Tensor | None = None) -> list[Example]:
-    """Split dialogues into examples. `states`: [tokens, width], of all of them."""
-    lengths, starts = dialogues.lengths.tolist(), dialogues.answer_starts.tolist()
-    answers = [length - start for length, start in zip(lengths, starts, strict=True)]
-    parts = zip(
-        dialogues.token_ids.long().split(lengths),
-        starts,
-        dialogues.top_ids.long().split(answers),
-        dialogues.top_logprobs.float().split(answers),
-        [None] * len(lengths) if states is None else states.split(lengths),
-        strict=True,
-    )
-    return [Example(*part) for part in parts]
-
-
 def batches(examples: Sequence[Example], tokens: int, rng: random.Random) -> Iterator[Batch]:
     """Yield all examples once, in random batches of similar lengths and up to `tokens` tokens."""
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].token_ids) + 8 * rng.random())
@@ -78,7 +64,7 @@ def collate(examples: Sequence[Example]) -> Batch:
         token_ids,
         (positions < lengths).long(),
         (positions >= starts - 1) & (positions < lengths - 1),
-        torch.cat([example.top_ids for example in examples]),
-        torch.cat([example.top_logprobs for example in examples]),
+        torch.cat([example.top_ids for example in examples]).long(),
+        torch.cat([example.top_logprobs for example in examples]).float(),
         pad_sequence(states, batch_first=True).float() if states else None,
     )

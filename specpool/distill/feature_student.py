@@ -4,14 +4,15 @@ As in EAGLE (Li et al. 2024) and Clover (Xiao et al. 2024); unrolled steps as in
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from specpool.distill.decoder_layer import run_layer
 from specpool.distill.examples import Batch, Example
 from specpool.distill.student import FEATURE_LAYERS, Step, Student
 
@@ -71,9 +72,10 @@ class FeatureStudent(Student):
         Adam moves all weights by equal steps, but the numbers in states are of very different sizes, and up to a
         thousand times those in embeddings.
         """
-        trained, last = self.trained(), slice(-self.fc.shape[0], None)
-        states = torch.cat([example.states[:-1].float() for example in examples if example.states is not None])
-        embedded = torch.cat([self.body.embed_tokens(example.token_ids[1:]) for example in examples])
+        trained, last, device = self.trained(), slice(-self.fc.shape[0], None), self.fc.device
+        states = torch.cat([example.states[:-1] for example in examples if example.states is not None])
+        states = states.to(device).float()
+        embedded = self.body.embed_tokens(torch.cat([example.token_ids[1:] for example in examples]).to(device))
         sizes = states.abs().median(0).values.clamp_min(SMALLEST)
         joined = torch.cat([states @ trained["project"].T, embedded], 1) @ trained["fc"].T
         self.project_units = sizes[last].median() / sizes
@@ -96,7 +98,7 @@ class FeatureStudent(Student):
         for _ in range(steps):
             hidden = torch.cat([pad(states, (0, 0, 1, 0))[:, :-1], embedded], -1) @ fc.T
             for layer, keys in zip(self.body.layers, cached, strict=True):
-                hidden = _layer(layer, hidden, rotary, keys)
+                hidden = run_layer(layer, hidden, rotary, partial(_attend, keys, layer.self_attn.scaling))
             normed = self.body.norm(hidden[batch.chosen])
             results.append(Step(normed, normed @ self.head.T, hidden, expected.detach()))
             states = hidden
@@ -112,12 +114,14 @@ class FeatureStudent(Student):
         inputs: list[torch.Tensor] = []
         hook = body.layers[first_layer].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
         size, hidden = self.project.shape[1] + target.config.hidden_size, target.config.hidden_size
-        moments, products = torch.zeros(size, size).double(), torch.zeros(size, hidden).double()
+        device = target.device
+        moments, products = (torch.zeros(size, columns, device=device).double() for columns in (size, hidden))
         for example in examples:
-            tokens = example.token_ids[None]
+            tokens = example.token_ids[None].to(device)
             body(tokens, use_cache=False)
             assert example.states is not None
-            known = torch.cat([example.states[:-1].float(), body.embed_tokens(tokens)[0, 1:]], -1).double()
+            states = example.states[:-1].to(device).float()
+            known = torch.cat([states, body.embed_tokens(tokens)[0, 1:]], -1).double()
             moments += known.T @ known
             products += known.T @ inputs.pop()[0, 1:].double()
         hook.remove()
@@ -128,26 +132,12 @@ class FeatureStudent(Student):
         self.fc.copy_(weights[:, -2 * hidden :])
 
 
-def _layer(layer: Any, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], keys: Keys) -> torch.Tensor:
-    """Run a decoder layer, and append its keys and values to those of the steps before."""
-    attention, normed = layer.self_attn, layer.input_layernorm(hidden)
-    heads = (*normed.shape[:2], -1, attention.head_dim)
-    query, key, value = (getattr(attention, name)(normed).view(heads) for name in ("q_proj", "k_proj", "v_proj"))
-    if hasattr(attention, "q_norm"):
-        query, key = attention.q_norm(query), attention.k_norm(key)
-    query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *rotary)
-    keys.append((key, value.transpose(1, 2)))
-    attended = _attend(query, keys, attention.scaling).transpose(1, 2).flatten(2)
-    hidden = hidden + attention.o_proj(attended)
-    output: torch.Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-    return output
-
-
-def _attend(query: torch.Tensor, keys: Keys, scaling: float) -> torch.Tensor:
-    """Attend from the last step [B, heads, T, head dim].
+def _attend(keys: Keys, scaling: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attend from a new step [B, heads, T, head dim], and append its keys and values to those of the steps before.
 
     Position t of step j sees the positions up to t - j + 1 of step 1, then one position of each later step, up to t.
     """
+    keys.append((key, value))
     groups, steps, length = query.shape[1] // keys[0][0].shape[1], len(keys), query.shape[2]
     expanded = [tuple(each.repeat_interleave(groups, 1) for each in pair) for pair in keys]
     (first_keys, first_values), later = expanded[0], expanded[1:]
@@ -156,7 +146,7 @@ def _attend(query: torch.Tensor, keys: Keys, scaling: float) -> torch.Tensor:
     scores = scores.masked_fill(~visible, float("-inf"))
     # `later[i]` is step i + 2, seen at position t - (steps - 2 - i).
     shifted = [[_delayed(each, steps - 2 - i) for each in pair] for i, pair in enumerate(later)]
-    own = [((query * key).sum(-1, keepdim=True) * scaling).float() for key, _ in shifted]
+    own = [((query * other).sum(-1, keepdim=True) * scaling).float() for other, _ in shifted]
     weights = torch.cat([scores, *own], -1).softmax(-1).to(query.dtype)
     out = weights[..., :length] @ first_values
     for i, (_, value) in enumerate(shifted):

@@ -14,20 +14,13 @@ from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from specpool.distill.corpus import Dialogues, atomic_write
-from specpool.distill.examples import Example, batches, split_examples
+from specpool.distill.examples import Example, batches
 from specpool.distill.feature_student import FeatureStudent
-from specpool.distill.preparation import (
-    console,
-    dialogue_files,
-    generate_dialogues,
-    generate_states,
-    progress_bar,
-    states_file,
-)
+from specpool.distill.preparation import console, dialogue_files, generate_dialogues, progress_bar, read_target
 from specpool.distill.replay import REPORTED_K, agreement_rate, mean_acceptance_length
 from specpool.distill.rounding import round_student
 from specpool.distill.settings import PROGRAM, DistillSettings, load_settings
-from specpool.distill.states import read_states
+from specpool.distill.states import TargetStates
 from specpool.distill.student import FEATURE_LAYERS, Student, check_target, check_weights, most_frequent
 from specpool.distill.training import Checkpoint, agreement, distillation_loss, drop_states, learning_rate
 from specpool.engine.config.devices import pick_device
@@ -37,7 +30,6 @@ from specpool.engine.models.config import load_config
 from specpool.engine.models.draft_folder import count_layers, save_draft
 from specpool.engine.models.draft_weights import load_compact, load_trained, save_compact
 from specpool.engine.models.embedded_pair import embedded_pair
-from specpool.engine.models.weights import read_weights
 from specpool.engine.weights.quantized import Weight
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
@@ -49,7 +41,7 @@ MAX_LOSS = 0.005
 """Agreement that 4-bit weights may lose compared with int8."""
 FITTED_DIALOGUES = 160
 """Dialogues for the regression that a feature draft starts from."""
-UNROLLED_STEPS, UNROLLED_SHARE = 3, 0.5
+UNROLLED_STEPS, UNROLLED_SHARE = 3, 0.7
 """Draft steps of a feature draft that the last share of the training unrolls."""
 
 
@@ -83,8 +75,6 @@ def distill(settings: DistillSettings) -> None:
     with naming(PROGRAM, "output", ValueError):
         checkpoint_of(settings, layers, feature_layers).check()
     generate_dialogues(settings, target)
-    if feature_layers:
-        generate_states(settings, target, feature_layers)
     train(settings, target, layers, feature_layers)
 
 
@@ -122,10 +112,13 @@ def checkpoint_of(settings: DistillSettings, layers: list[int], feature_layers: 
 def train(settings: DistillSettings, target: str, layers: list[int], feature_layers: list[int]) -> None:
     """Train the draft, evaluate and save it periodically, and export it."""
     torch.manual_seed(settings.seed)
-    everything = read_examples(settings, bool(feature_layers))
-    held_out, examples = everything[: settings.held_out], everything[settings.held_out :]
-    model, _ = read_weights(target, load_config(EngineOptions(model=target)), torch.device("cpu"), torch.float32)
-    student = student_of(settings, model, layers, feature_layers, examples).to(settings.device)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    everything = [example for file in dialogue_files(settings) for example in Dialogues.load(file).examples()]
+    examples = everything[settings.held_out :]
+    model = read_target(settings, target, torch.float32)
+    states = TargetStates(model, feature_layers)
+    held_out = states.examples(everything[: settings.held_out])
+    student = student_of(settings, model, layers, states, examples)
     weights = [weight for weight in student.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=settings.peak_rate, betas=(0.9, 0.95), weight_decay=0.01)
     checkpoint = checkpoint_of(settings, layers, feature_layers)
@@ -137,12 +130,13 @@ def train(settings: DistillSettings, target: str, layers: list[int], feature_lay
     with progress_bar() as progress:
         task = progress.add_task("training", total=steps, completed=step)
         while step < steps:
-            for batch in batches(examples, settings.batch_tokens, rng):
+            for plain_batch in batches(examples, settings.batch_tokens, rng):
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(step, steps, min(200, steps // 10 + 1), settings.peak_rate)
                 unrolled = UNROLLED_STEPS if step >= (1 - UNROLLED_SHARE) * steps else 1
+                batch = drop_states(states.with_states(plain_batch), rng)
                 with torch.autocast(student.head.device.type, torch.bfloat16, settings.precision == "bfloat16"):
-                    loss = distillation_loss(student, drop_states(batch, rng), unrolled)
+                    loss = distillation_loss(student, batch, unrolled)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(weights, 1.0)
@@ -156,26 +150,17 @@ def train(settings: DistillSettings, target: str, layers: list[int], feature_lay
                     save(settings.output / INT8_FILE, student.trained())
                 if step == steps:
                     break
-    export(settings, target, student, examples, held_out)
-
-
-def read_examples(settings: DistillSettings, with_states: bool) -> list[Example]:
-    """The examples of all files of dialogues."""
-    return [
-        example
-        for file in dialogue_files(settings)
-        for example in split_examples(Dialogues.load(file), read_states(states_file(file)) if with_states else None)
-    ]
+    export(settings, target, student, states.examples(examples[:CALIBRATION_DIALOGUES]), held_out)
 
 
 def export(
-    settings: DistillSettings, target: str, student: Student, examples: list[Example], held_out: list[Example]
+    settings: DistillSettings, target: str, student: Student, calibration: list[Example], held_out: list[Example]
 ) -> None:
     """Save the draft in int8, in 4 bits if they hardly lower its agreement, and as a model with the smaller weights."""
     compact, rounded = settings.output / INT8_FILE, settings.output / ROUNDED_FILE
     save(compact, student.trained())
     console.print("rounding weights to 4 bits")
-    save(rounded, {**student.trained(), **round_student(student, examples[:CALIBRATION_DIALOGUES])})
+    save(rounded, {**student.trained(), **round_student(student, calibration)})
     before, after = (agreement_of(file, student, held_out) for file in (compact, rounded))
     lost = before - after
     change = f"agreement {after:.4f}, {before:.4f} with int8"
@@ -205,33 +190,37 @@ def student_of(
     settings: DistillSettings,
     model: PreTrainedModel,
     layers: list[int],
-    feature_layers: list[int],
+    states: TargetStates,
     examples: list[Example],
 ) -> Student:
     """An untrained student with the target's most frequent tokens in its output head, or the initial student."""
-    if settings.initial is not None:
-        trained = load_trained(settings.initial)
-        shape = model, list(range(count_layers(trained))), trained["output_ids"].long()
-        if not feature_layers:
-            causal = Student(*shape)
-            causal.learn(trained)
-            return causal
-        student = FeatureStudent(*shape, feature_layers)
-        student.learn(trained)
-        student.set_units(examples[:FITTED_DIALOGUES])
+    initial = None if settings.initial is None else load_trained(settings.initial)
+    if initial is not None:
+        layers, output_ids = list(range(count_layers(initial))), initial["output_ids"].long()
+    else:
+        output_ids = frequent_tokens(examples, model.config.vocab_size, settings.output_tokens)
+    if not states.layers:
+        student = Student(model, layers, output_ids).to(model.device)
+        if initial is not None:
+            student.learn(initial)
         return student
-    vocabulary = int(model.config.vocab_size)
+    student = FeatureStudent(model, layers, output_ids, states.layers).to(model.device)
+    fitted = states.examples(examples[:FITTED_DIALOGUES])
+    if initial is not None:
+        student.learn(initial)
+    else:
+        student.fit_input(model, layers[0], fitted)
+    student.set_units(fitted)
+    return student
+
+
+def frequent_tokens(examples: list[Example], vocabulary: int, count: int) -> torch.Tensor:
+    """The tokens that the target chooses most often, and those that it nearly chooses."""
     counts = torch.zeros(vocabulary)
     for example in examples:
         counts += torch.bincount(example.top_ids[:, 0], minlength=vocabulary)
         counts += 0.01 * torch.bincount(example.top_ids[:, 1:4].flatten(), minlength=vocabulary)
-    output_ids = most_frequent(counts, min(settings.output_tokens, vocabulary))
-    if not feature_layers:
-        return Student(model, layers, output_ids)
-    student = FeatureStudent(model, layers, output_ids, feature_layers)
-    student.fit_input(model, layers[0], examples[:FITTED_DIALOGUES])
-    student.set_units(examples[:FITTED_DIALOGUES])
-    return student
+    return most_frequent(counts, min(count, vocabulary))
 
 
 def evaluation(student: Student, held_out: list[Example]) -> str:

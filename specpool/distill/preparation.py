@@ -1,23 +1,37 @@
-"""Prepares the data of `specpool distill`: dialogues, and the target's hidden states on them. Both can be resumed."""
+"""Generates the dialogues of `specpool distill`, in files, so that an interrupted run can be resumed."""
 
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specpool.distill.corpus import ChatTemplate, Dialogues, Writer, concatenate
+from specpool.distill.corpus import Dialogues
+from specpool.distill.questions import ChatTemplate, Limits, Questions
 from specpool.distill.settings import PROGRAM, DistillSettings
-from specpool.distill.states import has_states, write_states
+from specpool.distill.static_decoder import bytes_per_sequence, decodes_like_llama
+from specpool.distill.static_writer import StaticWriter
+from specpool.distill.writer import Writer
+from specpool.engine.config.devices import pick_device
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, source_of
-from specpool.engine.run.engine import Engine
+from specpool.engine.models.config import load_config
+from specpool.engine.models.tokenizer import tokenizer_files
+from specpool.engine.models.weights import read_weights
 from specpool.engine.startup.loading import load_engine
+from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.rpc.config.settings import naming
 
 console = Console()
 
-DIALOGUES_PER_SHARD = 256
+DIALOGUES_PER_FILE = 256
+LIMITS = Limits()
+SEQUENCES_ON_CPU, MAX_SEQUENCES_ON_GPU = 48, 2048
+"""Dialogues generated at a time by default: with a GPU, as many as fit, up to this number."""
+CACHE_SHARE = 0.7
+"""Share of a GPU's free memory for their caches."""
 
 
 def progress_bar() -> Progress:
@@ -29,41 +43,23 @@ def progress_bar() -> Progress:
 
 def generate_dialogues(settings: DistillSettings, target: str) -> None:
     """Write the missing files of dialogues."""
-    count = -(-settings.dialogues // DIALOGUES_PER_SHARD)
+    count = -(-settings.dialogues // DIALOGUES_PER_FILE)
     files = [settings.output / f"dialogues-{number:04}.safetensors" for number in range(count)]
     missing = [number for number, file in enumerate(files) if not file.is_file()]
     if not missing:
         return
     with naming(PROGRAM, "target", OSError, UnsupportedModelError, ValueError):
-        engine = _engine_of(settings, target)
-        tokenizer = AutoTokenizer.from_pretrained(**source_of(target, None))
-        template = ChatTemplate.of(tokenizer, frozenset(engine.loaded.tokenizer.eos_token_ids))
-    with progress_bar() as progress:
-        task = progress.add_task("generating", total=count * DIALOGUES_PER_SHARD)
-        progress.advance(task, (count - len(missing)) * DIALOGUES_PER_SHARD)
         # Dialogues in progress span files, so a resumed run continues with other dialogues.
-        writer = Writer(engine, template, settings.seed + 1_000_003 * missing[0])
+        writer = _writer(settings, target, settings.seed + 1_000_003 * missing[0])
+    with progress_bar() as progress:
+        task = progress.add_task("generating", total=count * DIALOGUES_PER_FILE)
+        progress.advance(task, (count - len(missing)) * DIALOGUES_PER_FILE)
         for number in missing:
             finished = []
-            for dialogue in writer.write(DIALOGUES_PER_SHARD):
-                finished.append(dialogue)
+            for example in writer.write(DIALOGUES_PER_FILE):
+                finished.append(example)
                 progress.advance(task)
-            concatenate(finished).save(files[number])
-
-
-def generate_states(settings: DistillSettings, target: str, layers: list[int]) -> None:
-    """Write the missing files of hidden states after these numbers of layers."""
-    files = {file: states_file(file) for file in dialogue_files(settings)}
-    missing = [file for file, states in files.items() if not has_states(states, layers)]
-    if not missing:
-        return
-    with naming(PROGRAM, "target", OSError, UnsupportedModelError, ValueError):
-        engine = _engine_of(settings, target)
-        if not engine.has_states:
-            raise ValueError(f"{target} cannot return hidden states")
-    with progress_bar() as progress:
-        for file in progress.track(missing, len(files), len(files) - len(missing), description="computing states"):
-            write_states(engine, Dialogues.load(file), layers, files[file])
+            Dialogues.of(finished).save(files[number])
 
 
 def dialogue_files(settings: DistillSettings) -> list[Path]:
@@ -71,13 +67,49 @@ def dialogue_files(settings: DistillSettings) -> list[Path]:
     return sorted(settings.output.glob("dialogues-*.safetensors"))
 
 
-def states_file(dialogues: Path) -> Path:
-    """The file of states beside a file of dialogues."""
-    return dialogues.with_name(dialogues.name.replace("dialogues", "states"))
+def read_target(settings: DistillSettings, target: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The target on the device, with dequantized weights."""
+    config = load_config(EngineOptions(model=target))
+    model, _ = read_weights(target, config, pick_device(settings.device), dtype)
+    model.eval()
+    return model
 
 
-def _engine_of(settings: DistillSettings, target: str) -> Engine:
-    options = EngineOptions(
-        model=target, device=settings.device, max_sequences=settings.max_sequences, max_model_len=512
-    )
-    return load_engine(options, exact=False)
+def _writer(settings: DistillSettings, target: str, seed: int) -> Writer | StaticWriter:
+    writer = static_writer(settings, target, seed) if pick_device(settings.device).type == "cuda" else None
+    return writer or _engine_writer(settings, target, seed)
+
+
+def static_writer(settings: DistillSettings, target: str, seed: int) -> StaticWriter | None:
+    """A writer for a GPU; None if the target's layers are not those of Llama."""
+    model = read_target(settings, target, getattr(torch, settings.precision))
+    if not decodes_like_llama(model):
+        return None
+    tokenizer = _tokenizer(target)
+    questions = _questions(tokenizer, tokenizer_files(tokenizer, model), seed)
+    return StaticWriter(model, questions, seed, settings.max_sequences or _fitting(model, questions))
+
+
+def _engine_writer(settings: DistillSettings, target: str, seed: int) -> Writer:
+    tokenizer = _tokenizer(target)
+    # The length of dialogues depends on the template, but not on the tokens that end a turn.
+    length = Questions(ChatTemplate.of(tokenizer, frozenset()), seed, LIMITS).max_length
+    slots = settings.max_sequences or SEQUENCES_ON_CPU
+    options = EngineOptions(model=target, device=settings.device, max_sequences=slots, max_model_len=length)
+    engine = load_engine(options, exact=False)
+    return Writer(engine, _questions(tokenizer, engine.loaded.tokenizer, seed), seed)
+
+
+def _tokenizer(target: str) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**source_of(target, None))
+    return tokenizer
+
+
+def _questions(tokenizer: PreTrainedTokenizerBase, files: TokenizerFiles, seed: int) -> Questions:
+    return Questions(ChatTemplate.of(tokenizer, frozenset(files.eos_token_ids)), seed, LIMITS)
+
+
+def _fitting(model: PreTrainedModel, questions: Questions) -> int:
+    """Number of dialogues whose caches fit into the GPU's free memory."""
+    free, _ = torch.cuda.mem_get_info(model.device)
+    return max(1, min(MAX_SEQUENCES_ON_GPU, int(CACHE_SHARE * free / bytes_per_sequence(model, questions.max_length))))

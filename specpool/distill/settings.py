@@ -24,7 +24,9 @@ class DistillSettings(Settings):
     output: Path = Field(Path("draft"), description="folder for dialogues, checkpoint and result")
     dialogues: int = Field(20_000, ge=64, description="number of dialogues to generate, in files of 256")
     held_out: int = Field(200, ge=8, description="dialogues for evaluation, excluded from training")
-    max_sequences: int = Field(48, ge=1, description="dialogues generated at a time")
+    max_sequences: int | None = Field(
+        None, ge=1, description="dialogues generated at a time; default: 48, or up to 2,048 on a GPU"
+    )
     initial: Path | None = Field(
         None,
         description="draft.safetensors to start from; its layers and tokens replace --layers and --output-tokens. "

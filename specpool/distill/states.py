@@ -1,40 +1,59 @@
-"""Hidden states of a target on its dialogues, for feature drafts. Stored in bfloat16 beside the dialogues."""
+"""Hidden states of the target, which feature drafts read.
 
-from pathlib import Path
+They are computed for each batch: stored ones would take kilobytes a token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
-from specpool.distill.corpus import Dialogues, atomic_write
-from specpool.engine.cache.spans import Span
-from specpool.engine.run.engine import Engine
+from specpool.distill.examples import Batch, Example
 
-
-def write_states(engine: Engine, dialogues: Dialogues, layers: list[int], path: Path) -> None:
-    """Write the states [tokens, layers * hidden] after these numbers of layers, atomically."""
-    states = []
-    for token_ids in dialogues.token_ids.split(dialogues.lengths.tolist()):
-        span = Span(0, 0, token_ids.tolist(), 0, num_states=len(token_ids))
-        states.append(engine.forward_with_states([span], tuple(layers))[1].cpu())
-    with atomic_write(path) as partial:
-        save_file({"states": torch.cat(states)}, partial, {"layers": _named(layers)})
+AT_ONCE = 16
+"""Examples of a forward pass."""
 
 
-def has_states(path: Path, layers: list[int]) -> bool:
-    """Whether a file has the states after these layers."""
-    if not path.is_file():
-        return False
-    with safe_open(path, "pt") as file:
-        return bool((file.metadata() or {}).get("layers") == _named(layers))
+class TargetStates:
+    """Adds the states after these numbers of layers to batches and examples. Without layers, it adds none."""
 
+    def __init__(self, model: PreTrainedModel, layers: list[int]) -> None:
+        source: Any = model
+        self._body, self._device, self.layers = source.model, model.device, layers
 
-def read_states(path: Path) -> torch.Tensor:
-    """States [tokens, width], mapped into memory."""
-    with safe_open(path, "pt") as file:
-        states: torch.Tensor = file.get_tensor("states")
-    return states
+    @torch.no_grad()
+    def of(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """States [B, T, layers * hidden] at tokens [B, T] that are padded on the right, as precise as on the wire."""
+        found: dict[int, torch.Tensor] = {}
 
+        def keep(number: int, layer: Any, inputs: Any, output: Any) -> None:
+            found[number] = output[0] if isinstance(output, tuple) else output
 
-def _named(layers: list[int]) -> str:
-    return ",".join(map(str, layers))
+        hooks = [self._body.layers[number - 1].register_forward_hook(partial(keep, number)) for number in self.layers]
+        try:
+            self._body(token_ids.to(self._device), use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.cat([found[number] for number in self.layers], -1).bfloat16()
+
+    def with_states(self, batch: Batch) -> Batch:
+        """The batch with its states."""
+        return replace(batch, states=self.of(batch.token_ids).float()) if self.layers else batch
+
+    def examples(self, examples: Sequence[Example]) -> list[Example]:
+        """The examples with their states."""
+        if not self.layers:
+            return list(examples)
+        added = []
+        for group in (examples[i : i + AT_ONCE] for i in range(0, len(examples), AT_ONCE)):
+            states = self.of(pad_sequence([example.token_ids for example in group], batch_first=True))
+            added += [
+                replace(example, states=own[: len(example.token_ids)])
+                for example, own in zip(group, states, strict=True)
+            ]
+        return added

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import load_engine, save_model, save_output_head
+from tiny_models import load_engine, save_model, save_output_head, small_config
 from tiny_pair import tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from specpool.distill import corpus, training
-from specpool.distill.corpus import TASKS, TOP, ChatTemplate, Dialogues, Writer, concatenate
+from specpool.distill import training
+from specpool.distill.corpus import Dialogues
 from specpool.distill.evaluate import EvaluateSettings, evaluate, read_chats
-from specpool.distill.examples import Batch, Example, batches, split_examples
+from specpool.distill.examples import TOP, Batch, Example, batches
 from specpool.distill.main import train
+from specpool.distill.questions import TASKS, ChatTemplate, Limits, Questions
 from specpool.distill.replay import acceptance_by_position, mean_acceptance_length
 from specpool.distill.settings import DistillSettings
+from specpool.distill.static_decoder import decodes_like_llama
+from specpool.distill.static_writer import StaticWriter
 from specpool.distill.student import Student, check_weights, most_frequent
 from specpool.distill.training import Checkpoint, agreement, distillation_loss
+from specpool.distill.writer import Writer
 from specpool.engine.cache.spans import Span
 from specpool.engine.models.draft_folder import save_draft
 from specpool.engine.models.draft_weights import load_compact, load_trained, save_compact
@@ -40,19 +45,29 @@ def template(tiny_pair: tuple[Path, Path], engine: Engine) -> ChatTemplate:
     return ChatTemplate.of(tokenizer, frozenset(engine.loaded.tokenizer.eos_token_ids))
 
 
-@pytest.fixture
-def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow long questions and truncate answers, because random models rarely end a turn."""
-    monkeypatch.setattr(corpus, "MAX_ANSWER", 20)
-    monkeypatch.setattr(corpus, "MAX_QUESTION", 400)
+LIMITS = Limits(max_question=400, max_answer=20)
+"""Long questions and short answers, because random models rarely end a turn."""
+NewWriter = Callable[[int], Writer | StaticWriter]
+"""Makes a writer with a seed."""
+
+
+@pytest.fixture(scope="module", params=["engine", "static"])
+def new_writer(request: pytest.FixtureRequest, tiny_pair: tuple[Path, Path], template: ChatTemplate) -> NewWriter:
+    engine: Engine = request.getfixturevalue("engine")
+    model = target_of(tiny_pair).eval()
+
+    def new(seed: int) -> Writer | StaticWriter:
+        questions = Questions(template, seed, LIMITS)
+        if request.param == "engine":
+            return Writer(engine, questions, seed)
+        return StaticWriter(model, questions, seed, sequences=6)
+
+    return new
 
 
 @pytest.fixture(scope="module")
 def dialogues(engine: Engine, template: ChatTemplate) -> Dialogues:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(corpus, "MAX_ANSWER", 20)
-        patched.setattr(corpus, "MAX_QUESTION", 400)
-        return concatenate(list(Writer(engine, template, seed=1).write(12)))
+    return Dialogues.of(list(Writer(engine, Questions(template, 1, LIMITS), seed=1).write(12)))
 
 
 def target_of(tiny_pair: tuple[Path, Path]) -> Any:
@@ -62,9 +77,9 @@ def target_of(tiny_pair: tuple[Path, Path]) -> Any:
 # --- Dialogues
 
 
-def test_answers_are_greedy(tiny_pair: tuple[Path, Path], dialogues: Dialogues, template: ChatTemplate) -> None:
+def test_answers_are_greedy(tiny_pair: tuple[Path, Path], new_writer: NewWriter, template: ChatTemplate) -> None:
     target = target_of(tiny_pair)
-    examples = split_examples(dialogues)
+    examples = list(new_writer(1).write(12))
     assert len(examples) == 12
     for example in examples:
         tokens, start = example.token_ids, example.answer_start
@@ -77,7 +92,7 @@ def test_answers_are_greedy(tiny_pair: tuple[Path, Path], dialogues: Dialogues, 
         expected, ids = logits.log_softmax(-1).topk(TOP)
         assert torch.equal(example.top_ids[:, 0], tokens[start:])
         assert (example.top_ids == ids).float().mean() > 0.95  # near-ties may swap
-        torch.testing.assert_close(example.top_logprobs, expected, atol=5e-3, rtol=5e-3)
+        torch.testing.assert_close(example.top_logprobs.float(), expected, atol=5e-3, rtol=5e-3)
 
 
 def test_a_target_with_a_partial_output_head(tmp_path: Path) -> None:
@@ -85,10 +100,11 @@ def test_a_target_with_a_partial_output_head(tmp_path: Path) -> None:
     save_output_head(folder, output_ids)
     engine = load_engine(folder, exact=False, max_sequences=2)
     template = ChatTemplate.of(AutoTokenizer.from_pretrained(folder), frozenset())
-    (written,) = islice(Writer(engine, template, seed=0).answer([list(b"hello")]), 1)
-    logits = engine.over_vocabulary(engine.forward([Span(0, 0, written.token_ids[:-1], len(written.top_ids))]))
-    assert logits.argmax(-1).tolist() == written.token_ids[5:]
-    assert set(written.token_ids[5:]) <= set(output_ids)
+    (written,) = islice(Writer(engine, Questions(template, seed=0), seed=0).answer([list(b"hello")]), 1)
+    tokens = written.token_ids.tolist()
+    logits = engine.over_vocabulary(engine.forward([Span(0, 0, tokens[:-1], len(written.top_ids))]))
+    assert logits.argmax(-1).tolist() == tokens[5:]
+    assert set(tokens[5:]) <= set(output_ids)
 
 
 def test_dialogues_load_as_saved(tmp_path: Path, dialogues: Dialogues) -> None:
@@ -98,26 +114,71 @@ def test_dialogues_load_as_saved(tmp_path: Path, dialogues: Dialogues) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["some.safetensors"]
 
 
-@pytest.mark.usefixtures("short_answers")
-def test_dialogues_depend_on_the_seed_only(engine: Engine, template: ChatTemplate) -> None:
+def test_dialogues_depend_on_the_seed_only(new_writer: NewWriter) -> None:
     def written(seed: int) -> list[int]:
-        return concatenate(list(Writer(engine, template, seed).write(4))).token_ids.tolist()
+        return Dialogues.of(list(new_writer(seed).write(4))).token_ids.tolist()
 
     assert written(5) == written(5) != written(6)
 
 
-@pytest.mark.usefixtures("short_answers")
-def test_some_questions_refer_to_earlier_answers(engine: Engine, template: ChatTemplate) -> None:
-    examples = split_examples(concatenate(list(Writer(engine, template, seed=3).write(60))))
+def test_a_writer_continues_where_it_stopped(new_writer: NewWriter) -> None:
+    once, twice = new_writer(5), new_writer(5)
+    together = [*twice.write(3), *twice.write(5)]
+    for one, other in zip(once.write(8), together, strict=True):
+        assert torch.equal(one.token_ids, other.token_ids)
+
+
+def test_some_questions_refer_to_earlier_answers(new_writer: NewWriter, template: ChatTemplate) -> None:
     tasks = [template.encode(f"{task}\n\n") for task in TASKS]
+    separator = template.encode("\n\n")
     answers: list[list[int]] = []
-    num_tasks = 0
-    for example in examples:
+    found = {1: 0, 2: 0}
+    for example in new_writer(3).write(60):
         tokens, start = example.token_ids.tolist(), example.answer_start
         question = tokens[len(template.before_question) : start - len(template.before_answer)]
-        num_tasks += any(question == task + answer for task in tasks for answer in answers)
+        for task in tasks:
+            if question[: len(task)] == task:
+                texts = question[len(task) :]
+                first = [answer for answer in answers if texts[: len(answer)] == answer]
+                found[1] += texts in answers
+                found[2] += any(texts == [*one, *separator, *other] for one in first for other in answers)
         answers.append([token for token in tokens[start:] if token not in template.ends])
-    assert 5 <= num_tasks <= 30
+    assert 5 <= sum(found.values()) <= 30
+    assert found[1]
+    assert found[2]
+
+
+def test_short_and_long_questions_are_discarded(tiny_pair: tuple[Path, Path], template: ChatTemplate) -> None:
+    """A random model ends a question at any length."""
+    limits = Limits(min_question=30, max_question=60, max_answer=4)
+    writer = StaticWriter(target_of(tiny_pair).eval(), Questions(template, 1, limits), 1, sequences=32)
+    lengths = []
+    for example in writer.write(30):
+        start = example.answer_start - len(template.before_answer)
+        question = example.token_ids[len(template.before_question) : start].tolist()
+        if not any(question[: len(task)] == task for task in map(template.encode, TASKS)):
+            lengths.append(len(question))
+    assert lengths
+    assert all(30 <= length < 60 for length in lengths)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "expected"),
+    [
+        ("llama", {}, True),
+        ("qwen3", {}, True),
+        ("qwen2", {}, True),
+        ("granite", {"residual_multiplier": 0.5}, False),
+        ("olmo2", {}, False),
+        ("phi3", {"pad_token_id": 0}, False),
+    ],
+)
+def test_static_decoding_is_refused_unless_it_computes_the_same(
+    tmp_path: Path, model_type: str, options: dict[str, Any], expected: bool
+) -> None:
+    folder = save_model(tmp_path, small_config(model_type, **options))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert decodes_like_llama(model) is expected
 
 
 # --- Training
@@ -130,13 +191,13 @@ def student_of(tiny_pair: tuple[Path, Path], output_ids: torch.Tensor | None = N
 
 def test_a_complete_student_equals_its_target(tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
     student = Student(target_of(tiny_pair), [0, 1, 2], torch.arange(257))
-    examples = split_examples(dialogues)
+    examples = dialogues.examples()
     assert all(all(answer) for answer in agreement(student, examples)[0])
     assert mean_acceptance_length(agreement(student, examples), 3) > 3
 
 
 def test_training_lowers_the_loss_and_freezes_embeddings(tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
-    student, examples = student_of(tiny_pair), split_examples(dialogues)
+    student, examples = student_of(tiny_pair), dialogues.examples()
     embeddings = student.body.embed_tokens.weight.clone()
     weights = [weight for weight in student.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=1e-2)
@@ -153,7 +214,7 @@ def test_training_lowers_the_loss_and_freezes_embeddings(tiny_pair: tuple[Path, 
 
 
 def test_tokens_outside_the_output_head_never_agree(tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
-    examples = split_examples(dialogues)
+    examples = dialogues.examples()
     chosen = torch.cat([example.top_ids[:, 0] for example in examples])
     output_ids = torch.tensor([token for token in range(257) if token != int(chosen[0])])
     student = student_of(tiny_pair, output_ids)
@@ -179,7 +240,7 @@ def test_a_draft_worker_can_load_a_trained_draft(
     draft = load_engine(tmp_path / "model", exact=False, activations="float32")
     target = load_engine(tiny_pair[0], exact=False)
     assert draft.loaded.tokenizer.fingerprint == target.loaded.tokenizer.fingerprint
-    tokens = split_examples(dialogues)[0].token_ids
+    tokens = dialogues.examples()[0].token_ids
     with torch.inference_mode():
         (step,) = student.unroll(
             Batch(tokens[None], *2 * [torch.ones(1, len(tokens), dtype=torch.bool)], tokens, tokens)
@@ -220,7 +281,7 @@ def test_a_draft_is_trained_and_evaluated_by_category(
 def test_training_resumes_from_a_checkpoint(tmp_path: Path, tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
     def steps(student: Student, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
         for number in range(first, first + count):
-            (batch,) = batches(split_examples(dialogues), 10**6, random.Random(number))
+            (batch,) = batches(dialogues.examples(), 10**6, random.Random(number))
             optimizer.zero_grad()
             distillation_loss(student, batch).backward()
             optimizer.step()

@@ -11,7 +11,9 @@ from tiny_models import load_engine, save_model, small_config
 from tiny_pair import make_tiny_pair
 from transformers import AutoConfig
 
-from specpool.distill import corpus, evaluate, main, preparation
+from specpool.distill import evaluate, main, preparation
+from specpool.distill.questions import Limits
+from specpool.distill.settings import DistillSettings
 from specpool.distill.student import Student, check_weights
 from specpool.engine.models.draft_weights import load_trained, save_compact
 from specpool.engine.passes.native.model import NativeModel
@@ -39,9 +41,8 @@ def kinds_of(model: Path) -> set[str]:
 @pytest.fixture
 def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Truncate answers and allow long questions, because random models rarely end a turn."""
-    monkeypatch.setattr(corpus, "MAX_ANSWER", 12)
-    monkeypatch.setattr(corpus, "MAX_QUESTION", 400)
-    monkeypatch.setattr(preparation, "DIALOGUES_PER_SHARD", 64)
+    monkeypatch.setattr(preparation, "LIMITS", Limits(max_question=400, max_answer=12))
+    monkeypatch.setattr(preparation, "DIALOGUES_PER_FILE", 64)
 
 
 @pytest.mark.usefixtures("short_answers")
@@ -91,6 +92,21 @@ def test_an_existing_draft_is_rounded_without_training(
     assert "keeping int8: 4-bit weights lose more than" in capsys.readouterr().out
     assert not (output / "draft-4bit.safetensors").exists()
     assert kinds_of(output / "model") == {"INT8", "BFLOAT16"}
+
+
+@pytest.mark.usefixtures("short_answers")
+def test_writer_for_a_gpu_ends_answers_as_the_target_does(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
+    settings = DistillSettings(output=tmp_path, max_sequences=4)
+    writer = preparation.static_writer(settings, str(tiny_pair[0]), seed=1)
+    assert writer is not None
+    lengths = [len(example.top_ids) for example in writer.write(8)]
+    assert max(lengths) == 12
+    assert min(lengths) > 0
+
+
+def test_no_writer_for_a_gpu_with_other_layers(tmp_path: Path) -> None:
+    target = save_model(tmp_path, small_config("olmo2"))
+    assert preparation.static_writer(DistillSettings(output=tmp_path), str(target), seed=1) is None
 
 
 @pytest.mark.parametrize(

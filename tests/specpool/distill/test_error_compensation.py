@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_distill import student_of
 
-from specpool.distill.corpus import TOP
-from specpool.distill.examples import Example, collate
+from specpool.distill.examples import TOP, Example, collate
 from specpool.distill.rounding import round_matrix, round_student, second_moments
 from specpool.engine.weights.rounding import BLOCK
 

@@ -1,0 +1,125 @@
+"""Beginnings of dialogues. No data is needed.
+
+After the header of a user turn, the target writes a question (as in Magpie, Xu et al. 2024). Then it answers greedily,
+as in speculative decoding.
+"""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+# Tokens sampled from in questions: the most probable ones.
+QUESTION_TOP = 64
+# Half of all questions begin with one of these. Otherwise the target would mostly ask for facts.
+OPENINGS = (
+    "Write a", "Write an email", "Write a short story about", "Write a Python function that", "Write a poem about",
+    "Explain", "Explain how", "Explain the difference between", "What is", "What are the", "What would happen if",
+    "How do I", "How does", "How can", "Why", "Why do", "Who", "When did", "Where", "Which", "Can you", "Could you",
+    "Translate", "Translate the following sentence from German to English:", "Summarize", "Summarize the following",
+    "Give me", "List", "Name", "Describe", "Compare", "Solve", "Calculate", "If", "A train", "There are", "In a",
+    "Imagine", "I have", "I need", "My", "Tell me about", "Help me", "Suggest", "Create", "Compose", "Rewrite",
+    "Classify", "Based on the following text, answer the question:", "Please", "Is it", "Do", "Are", "Should",
+)  # fmt: skip
+# Some questions are tasks on an earlier answer: without them, the target rarely quotes a text.
+TASKS = (
+    "Summarize the following text:", "Summarize the following text in one sentence:", "Shorten the following text:",
+    "Rewrite the following text in simple words:", "What is the following text about?", "Continue the following text:",
+    "List the main points of the following text:", "Find all names in the following text:",
+    "Correct the mistakes in the following text:", "Write a title for the following text:",
+    "Translate the following text to French:", "What questions does the following text answer?",
+    "Is the following text true? Explain.", "Turn the following text into a list:",
+)  # fmt: skip
+TASK_SHARE, OPENING_SHARE = 0.25, 0.5
+NUM_TEXTS = 2048
+"""Recent answers that tasks choose from."""
+TEXTS_OF_A_TASK = (1, 1, 1, 2, 3)
+MAX_TEXT, MAX_TEXTS = 220, 440
+"""Maximum tokens of a text, and of all texts of a task."""
+PLACEHOLDER = "QUESTION-OF-THE-USER"
+
+
+class Limits(NamedTuple):
+    """Tokens of questions and answers. Questions beyond them are discarded, answers are cut."""
+
+    min_question: int = 3
+    max_question: int = 96
+    max_answer: int = 224
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Tokens around a question and its answer in a target's chat template."""
+
+    before_question: tuple[int, ...]
+    before_answer: tuple[int, ...]
+    ends: frozenset[int]
+    """Tokens that end a question or an answer."""
+    tokenizer: Any
+
+    @classmethod
+    def of(cls, tokenizer: Any, ends: frozenset[int]) -> "ChatTemplate":
+        """The template of a transformers tokenizer. ValueError if it does not consist of turns."""
+        messages = [{"role": "user", "content": PLACEHOLDER}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if text.count(PLACEHOLDER) != 1:
+            raise ValueError("the chat template must contain the user's message exactly once")
+        before, after = (tuple(tokenizer.encode(part, add_special_tokens=False)) for part in text.split(PLACEHOLDER))
+        return cls(before, after, ends, tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of plain text."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The known tokens of a new dialogue."""
+
+    token_ids: list[int]
+    question_start: int
+    answer_start: int | None = None
+    """Where the answer starts; None: the target completes the question first."""
+
+
+class Questions:
+    """Begins dialogues: with a question that the target completes, or with a task on its earlier answers."""
+
+    def __init__(self, template: ChatTemplate, seed: int, limits: Limits | None = None) -> None:
+        self.template, self.limits = template, limits or Limits()
+        self._rng = random.Random(seed)
+        self._texts: deque[list[int]] = deque(maxlen=NUM_TEXTS)
+        self._openings = [template.encode(opening) for opening in OPENINGS]
+        self._tasks = [template.encode(f"{task}\n\n") for task in TASKS]
+        self._separator = template.encode("\n\n")
+
+    @property
+    def max_length(self) -> int:
+        """Maximum tokens of a dialogue."""
+        question = max(self.limits.max_question, max(map(len, self._tasks)) + MAX_TEXTS)
+        turns = len(self.template.before_question) + question + len(self.template.before_answer)
+        return turns + self.limits.max_answer
+
+    def begin(self) -> Beginning:
+        """A new dialogue."""
+        tokens = list(self.template.before_question)
+        question_start = len(tokens)
+        if self._texts and self._rng.random() < TASK_SHARE:
+            tokens += [*self._rng.choice(self._tasks), *self._some_texts(), *self.template.before_answer]
+            return Beginning(tokens, question_start, len(tokens))
+        if self._rng.random() < OPENING_SHARE:
+            tokens += self._rng.choice(self._openings)
+        return Beginning(tokens, question_start)
+
+    def take_answer(self, token_ids: Sequence[int]) -> None:
+        """Keep an answer as a text for tasks."""
+        self._texts.append([token for token in token_ids if token not in self.template.ends][:MAX_TEXT])
+
+    def _some_texts(self) -> list[int]:
+        count = self._rng.choice(TEXTS_OF_A_TASK)
+        joined: list[int] = []
+        for text in self._rng.sample(self._texts, min(count, len(self._texts))):
+            joined += [*self._separator, *text] if joined else text
+        return joined[:MAX_TEXTS]

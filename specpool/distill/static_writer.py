@@ -1,0 +1,147 @@
+"""Generates dialogues on a GPU, thousands at a time.
+
+A step reads and writes only tensors on the device. The host replays steps, takes finished dialogues, and begins others.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from specpool.distill.examples import TOP, Example
+from specpool.distill.questions import QUESTION_TOP, Questions
+from specpool.distill.static_decoder import StaticDecoder
+
+STEPS = 8
+"""Steps before the host looks for finished dialogues."""
+RUNNING, FINISHED, DISCARDED = 0, 1, 2
+ASKING = 0
+"""Start of an answer while the question is being written."""
+
+
+class StaticWriter:
+    """Generates dialogues in a fixed number of sequences."""
+
+    def __init__(self, model: PreTrainedModel, questions: Questions, seed: int, sequences: int) -> None:
+        self._questions, self._limits = questions, questions.limits
+        length, answer, device = questions.max_length, questions.limits.max_answer, model.device
+        self._decoder = StaticDecoder(model, sequences, length)
+        self._before_answer = torch.tensor(questions.template.before_answer, device=device)
+        self._is_end = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=device)
+        self._is_end[list(questions.template.ends)] = True
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(sequences, *shape, dtype=dtype, device=device)
+
+        # The last position of these is written by sequences that have nothing to store.
+        self._token_ids = zeros(length + 1)
+        self._top_ids, self._top_logprobs = (
+            zeros(answer + 1, TOP, dtype=dtype) for dtype in (torch.int32, torch.float16)
+        )
+        self._position, self._known, self._question_start, self._answer_start, self._state = (zeros() for _ in range(5))
+        """Position of the input token, number of known tokens, starts of question and answer, and what became of it."""
+        self._noise = zeros(QUESTION_TOP, dtype=torch.float32)
+        self._rng = torch.Generator(device).manual_seed(seed)
+        self._replay = _captured(self._step, device)
+        self._begin(list(range(sequences)))
+        self._finished = self._run()
+
+    def write(self, dialogues: int) -> Iterator[Example]:
+        """Generate this number of dialogues; yield each when it ends."""
+        return islice(self._finished, dialogues)
+
+    def _run(self) -> Iterator[Example]:
+        while True:
+            for _ in range(STEPS):
+                self._noise.exponential_(generator=self._rng)
+                self._replay()
+            states = self._state.tolist()
+            finished = [row for row, state in enumerate(states) if state == FINISHED]
+            if finished:
+                yield from self._take(finished)
+            ended = [row for row, state in enumerate(states) if state != RUNNING]
+            if ended:
+                self._begin(ended)
+
+    def _take(self, rows: list[int]) -> Iterator[Example]:
+        """The finished dialogues in these rows."""
+        tensors = (self._token_ids, self._top_ids, self._top_logprobs, self._known, self._answer_start)
+        rows_of_each = [each[rows].cpu() for each in tensors]
+        for token_ids, top_ids, top_logprobs, length, start in zip(*rows_of_each, strict=True):
+            tokens, answer = token_ids[:length].clone(), slice(int(length - start))
+            self._questions.take_answer(tokens[start:].tolist())
+            yield Example(tokens, int(start), top_ids[answer].clone(), top_logprobs[answer].clone())
+
+    def _begin(self, rows: list[int]) -> None:
+        """Begin a dialogue in each of these rows."""
+        beginnings = [self._questions.begin() for _ in rows]
+        tokens = pad_sequence([torch.tensor(each.token_ids) for each in beginnings], batch_first=True)
+        at, device = torch.tensor(rows), self._token_ids.device
+        self._token_ids[at, : tokens.shape[1]] = tokens.to(device)
+        self._known[at] = torch.tensor([len(each.token_ids) for each in beginnings], device=device)
+        self._question_start[at] = torch.tensor([each.question_start for each in beginnings], device=device)
+        self._answer_start[at] = torch.tensor([each.answer_start or ASKING for each in beginnings], device=device)
+        self._position[at], self._state[at] = 0, RUNNING
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        """Run every sequence's next token through the model. Where it was the last known one, append another."""
+        limits, position, next_position = self._limits, self._position, self._position + 1
+        token_ids = self._token_ids.gather(1, position[:, None])[:, 0]
+        logits = self._decoder.step(token_ids, position).float()
+        best, ids = logits.topk(QUESTION_TOP)
+        asking = self._answer_start == ASKING
+        sampled = ids.gather(1, (best - self._noise.log()).argmax(-1, keepdim=True))[:, 0]
+        chosen = torch.where(asking, sampled, ids[:, 0])
+        ends, appends = self._is_end[chosen], (self._state == RUNNING) & (next_position == self._known)
+        asks, answers = appends & asking, appends & ~asking
+        begins_answer = asks & ends
+        self._store(appends & ~begins_answer, next_position, chosen)
+        self._store_header(begins_answer, next_position)
+        self._store_candidates(answers, next_position, ids[:, :TOP], best[:, :TOP] - logits.logsumexp(-1, keepdim=True))
+        length = next_position - self._question_start
+        is_short = begins_answer & (length < limits.min_question)
+        is_long = asks & ~ends & (length + 1 >= limits.max_question)
+        is_complete = answers & (ends | (next_position + 1 - self._answer_start >= limits.max_answer))
+        after_header = next_position + len(self._before_answer)
+        self._state.masked_fill_(is_short | is_long, DISCARDED).masked_fill_(is_complete, FINISHED)
+        self._known.add_(appends.long() * torch.where(begins_answer, len(self._before_answer), 1))
+        self._answer_start.copy_(torch.where(begins_answer, after_header, self._answer_start))
+        self._position.add_((self._state == RUNNING).long())
+
+    def _store(self, where: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
+        spare = self._token_ids.shape[1] - 1
+        self._token_ids.scatter_(1, torch.where(where, positions, spare)[:, None], token_ids[:, None])
+
+    def _store_header(self, where: torch.Tensor, positions: torch.Tensor) -> None:
+        """Append the tokens before an answer."""
+        spare, header = self._token_ids.shape[1] - 1, self._before_answer
+        at = positions[:, None] + torch.arange(len(header), device=header.device)
+        at = torch.where(where[:, None], at, spare)
+        self._token_ids.scatter_(1, at, header.expand_as(at))
+
+    def _store_candidates(
+        self, where: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
+    ) -> None:
+        """Keep the most probable tokens at a position of an answer."""
+        at = torch.where(where, positions - self._answer_start, self._limits.max_answer)[:, None, None]
+        self._top_ids.scatter_(1, at.expand(-1, 1, TOP), ids[:, None].int())
+        self._top_logprobs.scatter_(1, at.expand(-1, 1, TOP), logprobs[:, None].half())
+
+
+def _captured(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """The step. On a GPU, a captured graph of it, which costs one launch."""
+    if device.type != "cuda":
+        return step
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(2):  # compiles kernels and allocates workspaces
+                step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+    return graph.replay
