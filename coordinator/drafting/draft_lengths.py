@@ -32,6 +32,8 @@ SMALL_LAG = 8
 NEW_TRIALS = 2
 # Branches of a trial.
 TRIAL_BRANCHES = 2
+# Rounds before a trial in which the target worker returns hidden states, if the draft reads them.
+STATES_BEFORE_TRIAL = 4
 # While the model drafts, one of this many rounds decodes plainly, to measure the time of plain decoding.
 PLAIN_EVERY = 128
 
@@ -84,11 +86,15 @@ class DraftLengths:
     """The current plan for drafts before a verification."""
     branches: BranchPlan = field(default_factory=BranchPlan)
     """The current plan for drafts during a verification; empty if the other plan is faster."""
+    reads_states: bool = False
+    """Whether the draft reads hidden states of the target, which plain rounds need not return."""
     _age: int = 0
     _num_lookup_tokens: Mapping[int, int] = field(default_factory=dict)
     """Prompt-lookup tokens of the last round, by sequence id."""
     _model_trials: Trials = field(default_factory=Trials)
     _lookup_trials: Trials = field(default_factory=Trials)
+    _trial_in: int = 0
+    """Rounds until a trial of the model for which hidden states are collected; 0: there is none."""
     _trial: Trials | None = None
     """The trials that the last round belongs to."""
     _tried: tuple[int, ...] = ()
@@ -109,6 +115,11 @@ class DraftLengths:
     def uses_model(self) -> bool:
         """Whether the draft model drafts, except in trials."""
         return bool(self.plan.steps or self.branches.num_branches)
+
+    @property
+    def needs_states(self) -> bool:
+        """Whether the draft model drafts now, or soon in a trial."""
+        return self.uses_model or self._trial_in > 0 or self._trial is self._model_trials
 
     def choose(
         self, options: Mapping[int, DraftOptions], batch: int | None = None, max_branches: int = 0
@@ -134,7 +145,9 @@ class DraftLengths:
             plans = dict.fromkeys(options, DraftPlan())
         elif self.branches.num_branches:
             plans = {i: self._plan_branches(i, option, plans[i]) for i, option in options.items()}
-        elif not self.plan.steps:
+        elif self.plan.steps:
+            self._trial_in = 0
+        else:
             self._run_trials(plans, options, max_branches, tried)
         if not any(plan.num_draft_tokens or plan.lookup_ids for plan in plans.values()):
             self._since_plain = 0
@@ -283,7 +296,7 @@ class DraftLengths:
                 seconds = 2 * (self.branching.seconds(len(options), len(tried), num_branches, 1) - plain)
             seconds += self._catch_up_seconds(min_lag * len(tried))
             gained = sum(map(self.acceptance.rate, tried)) * plain / len(options)
-            if self._model_trials.may_try(plain, seconds, gained):
+            if self._is_trial_due(plain, seconds, gained):
                 self._trial = self._model_trials
                 self._tried = tuple(tried) if num_branches else ()
                 plans.update(dict.fromkeys(tried, DraftPlan(1, num_branches)))
@@ -292,6 +305,15 @@ class DraftLengths:
             if self._lookup_trials.may_try(plain, seconds, sum(rates.values()) * plain / len(options)):
                 self._trial = self._lookup_trials
                 plans.update({i: DraftPlan(lookup_ids=options[i].lookup_ids[:1]) for i in rates})
+
+    def _is_trial_due(self, plain: float, seconds: float, gained: float) -> bool:
+        """Whether to try the model in this round; see `Trials.may_try`. Its states are collected first."""
+        if self._trial_in:
+            self._trial_in -= 1
+            return not self._trial_in
+        may_try = self._model_trials.may_try(plain, seconds, gained)
+        self._trial_in = STATES_BEFORE_TRIAL * (may_try and self.reads_states)
+        return may_try and not self._trial_in
 
 
 @dataclass(frozen=True)

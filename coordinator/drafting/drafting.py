@@ -43,6 +43,8 @@ class DraftWorker:
     """Maximum branches of a sequence; 0 if it cannot draft during a verification."""
     selects_branches: bool = False
     """Whether the target worker can select among the branches."""
+    reads_states: bool = False
+    """Whether the draft reads hidden states of the target."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ class Drafting:
         max_branches = 0
         if worker is not None:
             max_branches, costs = worker.max_branches, self.costs
+            self.lengths.reads_states = worker.reads_states
             first = costs.exchange + costs.scheduling if costs.ahead_exchange is None else costs.ahead_exchange
             costs.ahead_exchange = first if worker.selects_branches else None
         plans |= self.lengths.choose(adaptive, batch or len(group), max_branches) if adaptive else {}
@@ -137,8 +140,11 @@ class Drafting:
         if constrained := [s.sequence_id for s in drafting if s.request.adaptive and s.request.sampling.grammar]:
             allowed = self.forced_tokens.are_allowed(self.lengths.plan.row, self.lengths.measures_plain)
             plans |= {i: replace(plans[i], allows_forced_tokens=allowed) for i in constrained}
-        looked_up = {i: replace(plans[i], lookup=lookup) for i, lookup in lookups.items() if lookup.run}
-        return plans | looked_up
+        plans |= {i: replace(plans[i], lookup=lookup) for i, lookup in lookups.items() if lookup.run}
+        if worker is not None and worker.reads_states:
+            unread = [s.sequence_id for s in drafting if not self._reads_states(s, options[s.sequence_id])]
+            plans |= {i: replace(plans[i], reads_states=False) for i in unread}
+        return plans
 
     def observe_round(self, outcome: RoundOutcome) -> None:
         """Learn from the results of a round, and from the times that the workers report."""
@@ -257,6 +263,10 @@ class Drafting:
             lookup_ids=lookup.token_ids,
             lookup_rate=self.lookup.rate(sequence.sequence_id, lookup),
         )
+
+    def _reads_states(self, sequence: Sequence, options: DraftOptions) -> bool:
+        """Whether the draft model drafts for a sequence now or soon."""
+        return options.has_model and (not sequence.request.adaptive or self.lengths.needs_states)
 
     def _max_num_draft_tokens(self, sequence: Sequence) -> int:
         num_draft_tokens = sequence.max_num_draft_tokens

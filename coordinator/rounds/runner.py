@@ -222,7 +222,10 @@ class RoundRunner:
         draft, worker = self._workers.ready_draft, None
         if draft is not None:
             max_branches = draft.max_branches if self._can_overlap else 0
-            worker = DraftWorker(draft.max_model_len, round_id, draft.step_times, max_branches, self._selects_branches)
+            can_branch = max_branches, self._selects_branches
+            worker = DraftWorker(
+                draft.max_model_len, round_id, draft.step_times, *can_branch, draft.features is not None
+            )
         return self._drafting.plan_round(sequences, worker, self.target.step_times, self._batch)
 
     def _prepare(self) -> None:

@@ -50,6 +50,8 @@ class DraftPlan:
     """What prompt lookup found. Its acceptance counts whether the tokens are verified or not."""
     allows_forced_tokens: bool = True
     """Whether the target worker may append forced tokens."""
+    reads_states: bool = True
+    """Whether a draft that reads hidden states drafts now or soon, so that the target worker should return them."""
 
 
 @dataclass

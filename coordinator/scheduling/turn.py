@@ -299,10 +299,7 @@ class Turn:
 
     def _wants_features(self, end: int) -> bool:
         """Whether to ask for the states of the last committed positions before `end`."""
-        request = self.sequence.request
-        if self._features is None or not request.num_speculative_tokens or request.method is DraftMethod.NGRAM:
-            return False
-        if self.sequence.draft_backoff_until > self._round_id:
+        if self._features is None or not self.sequence.request.num_speculative_tokens or not self._plan.reads_states:
             return False
         return end > len(self.sequence.token_ids) - self._features.window
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.simulate.cells import row
 from benchmarks.simulate.machine import COSTS
 from coordinator.drafting.costs import RoundCosts, StepTimes
-from coordinator.drafting.draft_lengths import PLAN_ROUNDS, DraftLengths, DraftOptions
+from coordinator.drafting.draft_lengths import PLAN_ROUNDS, STATES_BEFORE_TRIAL, DraftLengths, DraftOptions
 from coordinator.drafting.trials import FREE_TRIALS
 from coordinator.scheduling.sequence import DraftMethod
 
@@ -108,6 +108,30 @@ def test_trials_continue_at_negligible_cost() -> None:
         lengths.acceptance.add(0, drafted, 0)
     assert trials > 10
     assert spent < 1.015 * plain
+
+
+def test_states_are_needed_only_around_trials_while_drafts_do_not_pay() -> None:
+    lengths = trained(0.02)
+    lengths.reads_states = True
+    needed: list[bool] = []
+    trials = 0
+    for number in range(2000):
+        drafted = num_draft_tokens(lengths, {0: 8})[0]
+        needed.append(lengths.needs_states)
+        lengths.acceptance.add(0, drafted, 0)
+        trials += drafted > 0
+        if drafted and number > STATES_BEFORE_TRIAL:
+            assert all(needed[-1 - STATES_BEFORE_TRIAL :])
+    assert trials > 10
+    assert sum(needed) == trials * (STATES_BEFORE_TRIAL + 1)
+
+
+def test_states_are_needed_while_the_model_drafts() -> None:
+    lengths = trained(0.9)
+    lengths.reads_states = True
+    for _ in range(200):  # one of these rounds is plain
+        num_draft_tokens(lengths, {0: 8})
+        assert lengths.needs_states
 
 
 def test_trials_notice_a_draft_that_becomes_good() -> None:

@@ -1,6 +1,7 @@
 """Draft plans: adaptive and fixed, by the model and by prompt lookup, and learning from rounds."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -110,6 +111,19 @@ def test_requests_choose_the_draft_method(method: DraftMethod) -> None:
     plan = plan_of(make_drafting(rate=0.9), make_sequence(LOOP, method=method))
     assert (plan.num_draft_tokens > 0) is (method is DraftMethod.MODEL)
     assert bool(plan.lookup_ids) is (method is DraftMethod.NGRAM)
+
+
+def test_states_are_read_for_sequences_that_the_model_can_draft_for() -> None:
+    worker = replace(WORKER, max_model_len=100, reads_states=True)
+
+    def reads_states(rate: float, prompt: tuple[int, ...] = (1, 2, 3), **fields: object) -> bool:
+        return plan_of(make_drafting(rate), make_sequence(prompt, **fields), worker).reads_states
+
+    assert reads_states(0.9)
+    assert not reads_states(0.01)  # decodes plainly
+    assert reads_states(0.01, adaptive=False, method=DraftMethod.MODEL)
+    assert not reads_states(0.9, adaptive=False, method=DraftMethod.NGRAM)
+    assert not reads_states(0.9, (1,) * 100)  # longer than the draft's maximum
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
