@@ -58,9 +58,6 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Singl
             fallback = why_no_kernels(fused)
             if fallback is None:
                 kernels = GpuModel(fused, loaded.max_model_len)
-                if kernels.state_size:
-                    kernels.notes.append("drafts step by step, without CUDA graphs, because it reads hidden states")
-                    return kernels
                 return CapturedModel(kernels, CudaGraphs()) if options.cuda_graphs else kernels
             if group is not SINGLE_RANK:
                 raise UnsupportedModelError(

@@ -26,7 +26,7 @@ StateKey = tuple[Shape, tuple[int, ...]]
 
 
 class CapturedModel(ForwardPass):
-    """Replays passes that fit into a captured shape. Such passes differ only in `PackedBatch.numbers`.
+    """Replays passes that fit into a captured shape. Such passes differ only in the numbers and states of a batch.
 
     The layers whose hidden states are needed are not known at start. A pass that records states is captured when one
     of its shape first occurs, for the first choice of layers only: passes with others run eagerly.
@@ -38,6 +38,7 @@ class CapturedModel(ForwardPass):
     def __init__(self, model: GpuModel, capture: Capture) -> None:
         super().__init__()
         self.model, self.compute_dtype, self.rows_per_tile = model, model.compute_dtype, model.rows_per_tile
+        self.state_size = model.state_size
         self.capture = capture
         """The capture function of the device."""
         self._graphs: CapturedGraphs[Shape, PackedBatch] = CapturedGraphs(capture, model.group.any_rank)
@@ -49,6 +50,8 @@ class CapturedModel(ForwardPass):
         self._draft_loop: GpuDraftLoop | None = None
         self._logits: torch.Tensor | None = None
         """Memory for logits that all graphs share."""
+        self._draft_states: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Memory for the input and own states of a feature draft that all graphs share."""
         self._states: dict[tuple[int, ...], torch.Tensor] = {}
         """Memory for hidden states that all graphs share, by layers."""
 
@@ -60,11 +63,17 @@ class CapturedModel(ForwardPass):
         if graph is None or batch.max_length > graph.input.max_length:
             logits: torch.Tensor = self.model(batch)
             return logits
-        graph.input.numbers.copy_(batch.numbers, non_blocking=True)
+        captured = graph.input
+        captured.numbers.copy_(batch.numbers, non_blocking=True)
+        _copy(batch.input_states, captured.input_states)
         graph.replay()
-        if batch.states is not None and graph.input.states is not None:
-            batch.states.copy_(graph.input.states)
+        _copy(captured.own_states, batch.own_states)
+        _copy(captured.states, batch.states)
         return graph.result[: batch.num_logits].clone()  # the next pass overwrites it
+
+    def project(self, states: torch.Tensor) -> torch.Tensor:
+        """Project states of the target [n, width] to those that the pass reads [n, state_size]."""
+        return self.model.project(states)
 
     def padded_shape(self, needed: Shape) -> Shape:
         """The smallest captured shape of this number of rows that fits; otherwise that of the model."""
@@ -78,7 +87,7 @@ class CapturedModel(ForwardPass):
         length_of = self.model.captured_length
 
         def prepare(shape: Shape) -> tuple[PackedBatch, Run]:
-            batch = PackedBatch.of_padding(arena, shape, length_of(shape, max_length))
+            batch = self._padding(arena, shape, length_of(shape, max_length))
             return batch, lambda: self._run(batch)
 
         self._graphs.capture_all(shapes, prepare)
@@ -131,10 +140,23 @@ class CapturedModel(ForwardPass):
                 self._states[batch.state_layers] = states.new_empty(MAX_CAPTURED_ROWS, *states.shape[1:])
             self._tried.add(key)
             memory = self._states[batch.state_layers][: batch.rows]
-            own = PackedBatch.of_padding(batch.arena, batch.shape, stateless.max_length)
+            own = self._padding(batch.arena, batch.shape, stateless.max_length)
             own = replace(own, state_layers=batch.state_layers, states=memory)
             self._state_graphs.capture_all([key], lambda _: (own, lambda: self._run(own)))
         return self._state_graphs.find(key)
+
+    def _padding(self, arena: KVArena, shape: Shape, max_length: int) -> PackedBatch:
+        """The input of a graph."""
+        batch = PackedBatch.of_padding(arena, shape, max_length)
+        if not self.state_size:
+            return batch
+        if self._draft_states is None:
+            memory = torch.zeros(
+                2, MAX_CAPTURED_ROWS, self.state_size, dtype=self.compute_dtype, device=batch.numbers.device
+            )
+            self._draft_states = memory[0], memory[1]
+        inputs, own = self._draft_states
+        return replace(batch, input_states=inputs[: shape.rows], own_states=own[: shape.logits])
 
     def _clear_graphs(self) -> None:
         self._graphs.clear()
@@ -146,6 +168,12 @@ class CapturedModel(ForwardPass):
         if self._logits is None:
             self._logits = torch.empty_like(logits)
         return self._logits[: len(logits)].copy_(logits)
+
+
+def _copy(source: torch.Tensor | None, target: torch.Tensor | None) -> None:
+    """Copy states that a pass reads or returns, if it does."""
+    if source is not None and target is not None:
+        target.copy_(source)
 
 
 def _shapes(rows: int) -> list[Shape]:

@@ -22,6 +22,7 @@ class Step:
     max_length: int  # positions of the longest sequence after all steps
     numbers: torch.Tensor  # [REMAINING + 1, rows]
     result: torch.Tensor  # [2, rows] chosen tokens and their probabilities, as float64
+    states: torch.Tensor | None  # [rows, hidden] own states of a feature draft: input, then output, of the pass
 
 
 class GpuDraftLoop:
@@ -55,10 +56,10 @@ class GpuDraftLoop:
         columns: Sequence[int],
         own_states: torch.Tensor | None = None,
     ) -> tuple[int, int]:
-        """Extend the drafts; see `DraftLoop`. The model reads no states."""
+        """Extend the drafts; see `DraftLoop`."""
         drafts = drafts_of(rounds)
-        remaining = [draft.num_draft_tokens - 1 for draft in drafts]
-        chosen = self._run(choose(logits, self._head), [draft.span for draft in drafts], columns, remaining)
+        spans, remaining = [draft.span for draft in drafts], [draft.num_draft_tokens - 1 for draft in drafts]
+        chosen, states = self._run(choose(logits, self._head), spans, columns, remaining, own_states)
         found = dict(zip(drafts, chosen.permute(2, 1, 0).tolist(), strict=True))  # tokens, then probabilities
 
         def read(drafting: Sequence[Draft]) -> list[Choice | None]:
@@ -66,18 +67,27 @@ class GpuDraftLoop:
             return [Choice(int(tokens[step]), probabilities[step]) for tokens, probabilities, step in steps]
 
         extend_drafts(rounds, read)
+        for draft, span, own in zip(drafts, spans, [] if states is None else states.unbind(1), strict=False):
+            num_run = draft.span.end - span.end
+            draft.own_states = [*own[: num_run + 1].clone()]  # a view would keep the states of all drafts
         return max(remaining), sum(remaining)
 
     def _run(
-        self, chosen: torch.Tensor, spans: Sequence[Span], columns: Sequence[int], remaining: Sequence[int]
-    ) -> torch.Tensor:
-        """Continue from the choices [2, n] after n spans. Return all choices, [1 + steps, 2, n].
+        self,
+        chosen: torch.Tensor,
+        spans: Sequence[Span],
+        columns: Sequence[int],
+        remaining: Sequence[int],
+        own_states: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Continue from the choices [2, n] and own states [n, hidden] after n spans.
 
-        `remaining`: further tokens of each span; after that, the loop caches nothing for it.
+        Return all choices [1 + steps, 2, n], and all own states [1 + steps, n, hidden]. `remaining`: further tokens of
+        each span; after that, the loop caches nothing for it.
         """
         count = len(spans)
         if not any(remaining):
-            return chosen[None]
+            return chosen[None], None if own_states is None else own_states[None]
         numbers = self._numbers(chosen, spans, columns, remaining)
         max_length = max(span.end + steps for span, steps in zip(spans, remaining, strict=True))
         graph = self.graphs.find(numbers.shape[1])
@@ -87,11 +97,15 @@ class GpuDraftLoop:
         else:
             step, run_step = graph.input, graph.replay
             step.numbers.copy_(numbers)
-        choices = [chosen]
+        choices, states = [chosen], [] if own_states is None else [own_states]
+        if step.states is not None and own_states is not None:
+            step.states[:count] = own_states
         for _ in range(max(remaining)):
             run_step()
             choices.append(step.result[:, :count].clone())
-        return torch.stack(choices)
+            if step.states is not None:
+                states.append(step.states[:count].clone())
+        return torch.stack(choices), torch.stack(states) if states else None
 
     def _numbers(
         self, chosen: torch.Tensor, spans: Sequence[Span], columns: Sequence[int], remaining: Sequence[int]
@@ -117,9 +131,13 @@ class GpuDraftLoop:
 
     def _prepare(self, numbers: torch.Tensor, max_length: int) -> tuple[Step, Run]:
         """A step with its own memory, and the function that runs it."""
-        rows, own = numbers.shape[1], numbers.clone()
-        batch = PackedBatch(self._arena, rows, rows, rows, max_length, rows, own[:REMAINING].view(-1))
-        step = Step(max_length, own, torch.zeros(2, rows, dtype=torch.float64, device=numbers.device))
+        rows, own, device, size = numbers.shape[1], numbers.clone(), numbers.device, self._model.state_size
+        states = torch.zeros(rows, size, dtype=self._model.compute_dtype, device=device) if size else None
+        batch = PackedBatch(
+            self._arena, rows, rows, rows, max_length, rows, own[:REMAINING].view(-1),
+            input_states=states, own_states=states,
+        )  # fmt: skip
+        step = Step(max_length, own, torch.zeros(2, rows, dtype=torch.float64, device=device), states)
 
         def run() -> torch.Tensor:
             return step.result.copy_(choose(self._model(batch), self._head, own))

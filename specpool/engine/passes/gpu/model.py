@@ -108,11 +108,8 @@ class GpuModel(ForwardPass):
         )
 
     def draft_loop(self, arena: KVArena, head: Head, capture: Capture | None = None) -> GpuDraftLoop | None:
-        """The draft loop, captured or eager; None if the model is sharded: ranks synchronize once per pass.
-
-        None if the model reads states, too: its drafts run step by step.
-        """
-        return GpuDraftLoop(self, arena, head, capture) if self.group.ranks == 1 and not self.state_size else None
+        """The draft loop, captured or eager; None if the model is sharded: ranks synchronize once per pass."""
+        return GpuDraftLoop(self, arena, head, capture) if self.group.ranks == 1 else None
 
     def scratch_bytes(self, rows: int, length: int) -> int:
         """Bytes of partial results of attention and GEMM, and of the tensors that ranks exchange."""

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from feature_drafts import random_states, save_feature_draft
+from feature_drafts import encoded_states, random_states, save_feature_draft
 from interpreted_kernels import FakeGraphs, choose, imitate_kernels, run_by_kernels
 from test_fused import VARIANTS, save_random
 from tiny_models import load_engine, random_tokens, rows_that_differ, transformers_logits
@@ -313,8 +314,12 @@ def test_a_failed_capture_leaves_a_usable_process(monkeypatch: pytest.MonkeyPatc
 # --- The draft loop
 
 
-def propose(engine: Engine, lengths: tuple[int, ...], min_chance: float, rounds: int) -> list[Proposal]:
-    """Proposals of several rounds, in which half of the draft tokens are accepted."""
+def propose(engine: Engine, lengths: tuple[int, ...], min_chance: float, rounds: int, width: int = 0) -> list[Proposal]:
+    """Proposals of several rounds, in which half of the draft tokens are accepted. `width`: of the target's states."""
+
+    def features(new: int) -> bytes:
+        return encoded_states(random_states(max(1, new - 1), width, 0.3)) if width else b""
+
     proposer, tokens = Proposer(engine), [random_tokens(3 + 5 * i, seed=i) for i in range(len(lengths))]
     cached: list[int] = [0] * len(lengths)
     collected: list[Proposal] = []
@@ -323,6 +328,7 @@ def propose(engine: Engine, lengths: tuple[int, ...], min_chance: float, rounds:
             ProposeItem(
                 sequence_id=i, base_length=cached[i], token_ids=tuple(tokens[i][cached[i] :]),
                 num_draft_tokens=length, max_length=100, min_chance=min_chance,
+                features=features(len(tokens[i]) - cached[i]),
             )
             for i, length in enumerate(lengths)
         ]  # fmt: skip
@@ -335,33 +341,69 @@ def propose(engine: Engine, lengths: tuple[int, ...], min_chance: float, rounds:
     return collected
 
 
+@pytest.mark.parametrize("reads_states", [False, True])
 @pytest.mark.parametrize(("cuda_graphs", "min_chance"), [(False, 0.02), (True, 0.0), (True, 0.02)])
 def test_the_draft_loop_matches_single_steps(
-    tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, cuda_graphs: bool, min_chance: float
-) -> None:
-    folder = save_random(tmp_path, *VARIANTS["qwen3"])
+    tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, cuda_graphs: bool, min_chance: float,
+    reads_states: bool,
+) -> None:  # fmt: skip
+    folder = save_feature_draft(tmp_path) if reads_states else save_random(tmp_path, *VARIANTS["qwen3"])
     options = {"native": False, "cuda_graphs": cuda_graphs, "max_sequences": 4, "max_model_len": 128}
-    lengths = (4, 0, 1, 6)
-    looped = propose(load_engine(folder, exact=False, **options), lengths, min_chance, rounds=4)
+    lengths, width = (4, 0, 1, 6), 128 * reads_states
+
+    def run() -> tuple[list[Proposal], list[dict[int, torch.Tensor]]]:
+        engine = load_engine(folder, exact=False, **options)
+        proposals = propose(engine, lengths, min_chance, rounds=4, width=width)
+        return proposals, [engine.slots["a", i].own_states for i in range(len(lengths))]
+
+    looped, looped_states = run()
     monkeypatch.setattr(Engine, "can_draft", lambda *_: False)
-    stepped = propose(load_engine(folder, exact=False, **options), lengths, min_chance, rounds=4)
+    stepped, stepped_states = run()
     for loop, step in zip(looped, stepped, strict=True):
         assert loop.draft_token_ids == step.draft_token_ids
         assert loop.num_cached_tokens == step.num_cached_tokens
         assert loop.confidences == pytest.approx(step.confidences)
+    assert any(looped_states) == reads_states
+    for of_loop, of_step in zip(looped_states, stepped_states, strict=True):
+        assert of_loop.keys() == of_step.keys()
+        for position, state in of_loop.items():
+            torch.testing.assert_close(state, of_step[position])
 
 
-def test_feature_drafts_run_eagerly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_run_feature_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_feature_draft(tmp_path)
     options = {"native": False, "max_sequences": 3, "max_model_len": 26}
-    tokens, states = random_tokens(12), random_states(9, 128, 0.5)
-    spans = [Span(2, 0, tokens, 12, states=states), Span(0, 0, tokens[:3], 1)]
+    spans = feature_spans()
     expected = load_engine(folder, False, **options)
     logits = expected.forward(spans)
     run_by_kernels(monkeypatch)
-    engine = load_engine(folder, False, **options)
+    engine = load_engine(folder, False, cuda_graphs=False, **options)
     assert isinstance(engine.forward_pass, GpuModel)
-    assert engine._draft_loop is None
-    assert "drafts step by step, without CUDA graphs, because it reads hidden states" in engine.notes
     torch.testing.assert_close(engine.forward(spans), logits, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(engine.own_states, expected.own_states, atol=2e-5, rtol=1e-4)
+
+
+def test_replayed_feature_drafts_read_their_own_states(tmp_path: Path, fake_graphs: FakeGraphs) -> None:
+    """A pass without states follows one with states in the same graph."""
+    engine = load_engine(save_feature_draft(tmp_path), False, native=False, max_sequences=3, max_model_len=64)
+    assert isinstance(engine.forward_pass, CapturedModel)
+    with_states = feature_spans()
+    without = [replace(span, states=None) for span in with_states]
+    expected = []
+    with engine.forward_pass.eager():
+        for spans in (with_states, without):
+            expected.append((engine.forward(spans), engine.own_states))
+    replayed = fake_graphs.replayed
+    for spans, (logits, own_states) in zip((with_states, without), expected, strict=True):
+        assert torch.equal(engine.forward(spans), logits)
+        assert own_states is not None
+        assert engine.own_states is not None
+        assert torch.equal(engine.own_states, own_states)
+    assert fake_graphs.replayed == replayed + 2
+    assert not torch.equal(expected[0][0], expected[1][0])
+
+
+def feature_spans() -> list[Span]:
+    """The spans of two sequences, one with states."""
+    tokens = random_tokens(12)
+    return [Span(2, 0, tokens, 12, states=random_states(9, 128, 0.5)), Span(0, 0, tokens[:3], 1)]
