@@ -42,7 +42,7 @@ def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Se
     numbers = {role: range(1, _count(settings, role) + 1) for role in models}
     ports = count(free_port(sum(map(len, numbers.values()))))
     workers = {
-        role: [_worker(role, number, models[role], next(ports), settings) for number in each]
+        role: [_worker(role, number, models, next(ports), settings) for number in each]
         for role, each in numbers.items()
     }
     addresses = {
@@ -76,14 +76,16 @@ def _slots(settings: UpSettings, role: str) -> int:
     return min(MAX_NUM_SEQS, math.ceil(share * settings.max_num_seqs))
 
 
-def _worker(role: str, number: int, model: str, port: int, settings: UpSettings) -> Service:
+def _worker(role: str, number: int, models: Mapping[str, str], port: int, settings: UpSettings) -> Service:
     """Return the worker with this number, from 1."""
     like = "target" if role == "standby" else role  # a standby has the target's settings
     own = {name: getattr(settings, f"{like}_{name}", None) for name in PER_MODEL}
     server = {**ListeningSettings.model_fields, **TraceSettings.model_fields}
     flags = _common(settings, ENGINE | server) | own
     flags |= _device(getattr(settings, f"{like}_device"), number, _count(settings, role), settings.threads)
-    flags |= {"model": model, "port": port, "max_sequences": _slots(settings, role)}
+    flags |= {"model": models[role], "port": port, "max_sequences": _slots(settings, role)}
+    if role == "draft":
+        flags["target_model"] = models["target"]
     flags["startup_cache"] = None if settings.startup_cache else False
     if settings.metrics_port is not None:
         flags["metrics_port"] = settings.metrics_port + settings.metrics_offset(role, number)

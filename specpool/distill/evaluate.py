@@ -73,7 +73,7 @@ def evaluate(settings: EvaluateSettings, chats: dict[str, list[Chat]], target: s
         tokenizer = AutoTokenizer.from_pretrained(**source_of(target, None))
         template = ChatTemplate.of(tokenizer, frozenset(engine.loaded.tokenizer.eos_token_ids))
     with naming(PROGRAM, "model", OSError, ValueError, UnsupportedModelError):
-        draft = _load(settings, model)
+        draft = _load(settings, model, target)
         if draft.loaded.features is not None and not engine.has_states:
             raise ValueError(f"{model} reads hidden states, which the target {target} does not return")
         if draft.loaded.tokenizer.fingerprint != engine.loaded.tokenizer.fingerprint:
@@ -94,9 +94,11 @@ def evaluate(settings: EvaluateSettings, chats: dict[str, list[Chat]], target: s
     return {"model": model, "target": target, "left_out": skipped, "categories": rows}
 
 
-def _load(settings: EvaluateSettings, model: str) -> Engine:
+def _load(settings: EvaluateSettings, model: str, target: str | None = None) -> Engine:
+    """Load the target, or a draft of `target`."""
     sizes = {"max_sequences": settings.max_sequences, "max_model_len": settings.max_model_len}
-    return load_engine(EngineOptions(model=model, device=settings.device, **sizes), exact=False)
+    options = EngineOptions(model=model, target_model=target, device=settings.device, **sizes)
+    return load_engine(options, exact=False)
 
 
 def read_chats(path: Path) -> dict[str, list[Chat]]:

@@ -18,8 +18,8 @@ from specpool.distill.replay import Agreed
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.config import load_config
+from specpool.engine.models.eagle import features_of_draft
 from specpool.engine.models.embedded_pair import embedded_pair
-from specpool.engine.models.feature_input import features_of
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup.loading import load_unproven_engine
 from specpool.engine.startup.step_times import measure_seconds_per_cached, timed_passes
@@ -51,7 +51,7 @@ def measure_pair(settings: PlanSettings, console: Console) -> tuple[Model, list[
     with naming(PROGRAM, "target", UnsupportedModelError):
         load_config(target)
     with naming(PROGRAM, "draft", UnsupportedModelError):  # before measuring the target for minutes
-        features = [features_of(load_config(draft)) for draft in drafts]
+        features = [features_of_draft(draft) for draft in drafts]
     layers = {each.layers for each in features if each is not None}
     phases = Phases(console, PHASES * (1 + len(drafts)))
     with phases.shown():
@@ -107,6 +107,7 @@ def options_of(settings: PlanSettings) -> tuple[EngineOptions, list[EngineOption
         "device": settings.draft_device,
         "dtype": settings.draft_dtype,
         "activations": settings.draft_activations,
+        "target_model": target,
     }
     return options, [options.model_copy(update={**changes, "model": draft}) for draft in drafts]
 

@@ -24,7 +24,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         None,
         min_length=1,
         description="of an EAGLE head: the folder, GGUF file or hub id of its target, which lends it embeddings, "
-        "tokenizer, and the output head if it has none",
+        "tokenizer, and the output head if it has none; other models ignore it",
     )
     device: str = Field(
         "auto",

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line
 from specpool.engine.models.config import load_config
-from specpool.engine.models.feature_input import Features
+from specpool.engine.models.feature_input import Features, features_of
 from specpool.engine.models.stored_weights import EMBEDDING, HEAD
 from specpool.engine.models.weights import check_all_used, check_complete, read_weight
 from specpool.engine.passes.features import FeatureEmbedding
@@ -50,8 +50,6 @@ def is_eagle_head(options: EngineOptions) -> bool:
     folder = Path(options.model)
     names = _names(folder) if folder.is_dir() else set()
     if FC not in names or not any(name.startswith(FIRST_LAYERS) for name in names):
-        if options.target_model is not None:
-            raise UnsupportedModelError(f"{options.model} is not an EAGLE head; only these need target_model")
         return False
     if options.target_model is None:
         raise UnsupportedModelError(
@@ -60,13 +58,22 @@ def is_eagle_head(options: EngineOptions) -> bool:
     return True
 
 
+def features_of_draft(options: EngineOptions) -> Features | None:
+    """The states that a draft reads; None if it reads none. UnsupportedModelError."""
+    config = load_config(options)
+    return _builder_of(options, config).features if is_eagle_head(options) else features_of(config)
+
+
 def build_eagle_head(
     options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> EagleHead:
     """Read a head and what it borrows from its target. UnsupportedModelError: it does not fit the target."""
+    return _builder_of(options, config).build(dtype, device)
+
+
+def _builder_of(options: EngineOptions, config: PreTrainedConfig) -> "_Builder":
     assert options.target_model is not None
-    target = EngineOptions(model=options.target_model)
-    return _Builder(config, _read(Path(options.model)), target).build(dtype, device)
+    return _Builder(config, _read(Path(options.model)), EngineOptions(model=options.target_model))
 
 
 class _Builder:
@@ -82,9 +89,10 @@ class _Builder:
         self.layers = _layers_of(config, count) if self.is_eagle3 else (count,)
         if not all(0 < layer <= count for layer in self.layers):
             raise UnsupportedModelError(f"it reads layers {[*self.layers]} of a target with {count} layers")
+        self.features = Features(self.layers, len(self.layers) * self.target_config.hidden_size)
 
     def build(self, dtype: torch.dtype, device: torch.device) -> EagleHead:
-        hidden, width = self.config.hidden_size, len(self.layers) * self.target_config.hidden_size
+        hidden, width = self.config.hidden_size, self.features.width
         model, output_ids = self._empty_model(), self._output_ids()
         embedding = self._embedding()
         fc, project = self._input(hidden, width)
@@ -96,7 +104,7 @@ class _Builder:
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(dtype)
         ids = None if output_ids is None else output_ids.to(device)
-        return EagleHead(model.to(device), Features(self.layers, width), ids)
+        return EagleHead(model.to(device), self.features, ids)
 
     def _empty_model(self) -> Any:
         """The layers without weights, in the modules that the head has."""

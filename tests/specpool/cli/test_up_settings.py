@@ -29,6 +29,13 @@ def test_revisions_reach_the_workers() -> None:
             UpSettings(**missing)
 
 
+def test_drafts_know_their_target() -> None:
+    """An EAGLE head borrows the embeddings."""
+    target, draft = worker_flags()
+    assert draft["--target-model"] == target["--model"] == "a"
+    assert "--target-model" not in target
+
+
 def test_activations_reach_the_workers() -> None:
     target, draft = worker_flags(target_activations="int8", draft_activations="float32")
     assert (target["--activations"], draft["--activations"]) == ("int8", "float32")

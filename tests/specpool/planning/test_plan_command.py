@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 import yaml
+from eagle_heads import HIDDEN, save_eagle_head
 from feature_drafts import save_pair_draft
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import load_engine
+from tiny_models import load_engine, save_model
+from tiny_pair import tiny_config
 from worker_service import DRAFT, TARGET, serving
 
 from specpool.engine.run.engine import Engine
@@ -159,6 +161,23 @@ def test_drafts_that_read_hidden_states(
         values["specpool_features"] |= change
         config.write_text(json.dumps(values))
         assert reason in refusal(*SMALL, "--target", target, "--draft", str(reading))
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_eagle_heads(
+    run: Any, passes_take: Any, refusal: Refusal, tmp_path: Path, capsys: Any, version: int
+) -> None:  # fmt: skip
+    passes_take(lambda rows: 0.01 + 0.0001 * rows)
+    target = save_model(
+        tmp_path / "target",
+        tiny_config(hidden_size=HIDDEN, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=8),
+    )
+    head = save_eagle_head(tmp_path / "head", version)
+    run(*SMALL, "--batches", "1", "--target", str(target), "--draft", str(head))
+    (draft,) = json.loads(capsys.readouterr().out)["drafts"]
+    assert 0 <= draft["agreement"] < 1
+    wide = save_model(tmp_path / "wide", tiny_config(num_hidden_layers=8))
+    assert "draft: " in refusal(*SMALL, "--target", str(wide), "--draft", str(head))
 
 
 def test_the_command_starts() -> None:
