@@ -145,10 +145,10 @@ class DraftLengths:
             plans = dict.fromkeys(options, DraftPlan())
         elif self.branches.num_branches:
             plans = {i: self._plan_branches(i, option, plans[i]) for i, option in options.items()}
-        elif self.plan.steps:
-            self._trial_in = 0
-        else:
+        elif not self.plan.steps:
             self._run_trials(plans, options, max_branches, tried)
+        if self.uses_model:
+            self._trial_in = 0
         if not any(plan.num_draft_tokens or plan.lookup_ids for plan in plans.values()):
             self._since_plain = 0
         return plans
@@ -191,7 +191,8 @@ class DraftLengths:
     @property
     def _is_new(self) -> bool:
         """Whether the costs are not confirmed yet, so that the model may draft in trials only."""
-        return self.guard.is_active and self._model_trials.made < NEW_TRIALS
+        made = self._model_trials.made - (self._trial_in > 0)
+        return self.guard.is_active and made < NEW_TRIALS
 
     def _plan_sequence(self, sequence_id: int, options: DraftOptions) -> DraftPlan:
         """Choose the draft model or prompt lookup, whichever gains more."""
@@ -287,6 +288,8 @@ class DraftLengths:
             i: option for i, option in options.items() if option.max_num_draft_tokens > 0 and not plans[i].lookup_ids
         }
         plain = self.costs.seconds(len(options), [])
+        if not any(option.has_model for option in options.values()):
+            self._trial_in = 0
         if lags := {i: option.draft_lag for i, option in idle.items() if option.has_model}:
             min_lag = min(lags.values())
             # All sequences with a small lag, or a single one with a large lag.

@@ -84,7 +84,7 @@ def _worker(role: str, number: int, models: Mapping[str, str], port: int, settin
     flags = _common(settings, ENGINE | server) | own
     flags |= _device(getattr(settings, f"{like}_device"), number, _count(settings, role), settings.threads)
     flags |= {"model": models[role], "port": port, "max_sequences": _slots(settings, role)}
-    if role == "draft":
+    if role == "draft" and settings.target_revision is None:
         flags["target_model"] = models["target"]
     flags["startup_cache"] = None if settings.startup_cache else False
     if settings.metrics_port is not None:

@@ -114,11 +114,14 @@ def train(settings: DistillSettings, target: str, layers: list[int], feature_lay
     torch.manual_seed(settings.seed)
     torch.backends.cuda.matmul.allow_tf32 = True
     everything = [example for file in dialogue_files(settings) for example in Dialogues.load(file).examples()]
+    random.Random(settings.seed).shuffle(everything)  # short dialogues end first
     examples = everything[settings.held_out :]
-    model = read_target(settings, target, torch.float32)
+    device = pick_device(settings.device)
+    # Without states to compute, only the draft needs the device.
+    model = read_target(target, device if feature_layers else torch.device("cpu"), torch.float32)
     states = TargetStates(model, feature_layers)
     held_out = states.examples(everything[: settings.held_out])
-    student = student_of(settings, model, layers, states, examples)
+    student = student_of(settings, model, layers, states, examples).to(device)
     weights = [weight for weight in student.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=settings.peak_rate, betas=(0.9, 0.95), weight_decay=0.01)
     checkpoint = checkpoint_of(settings, layers, feature_layers)
@@ -200,7 +203,7 @@ def student_of(
     else:
         output_ids = frequent_tokens(examples, model.config.vocab_size, settings.output_tokens)
     if not states.layers:
-        student = Student(model, layers, output_ids).to(model.device)
+        student = Student(model, layers, output_ids)
         if initial is not None:
             student.learn(initial)
         return student

@@ -1,5 +1,6 @@
 """Generates the dialogues of `specpool distill`, in files, so that an interrupted run can be resumed."""
 
+import gc
 from pathlib import Path
 
 import torch
@@ -16,10 +17,10 @@ from specpool.distill.static_writer import StaticWriter
 from specpool.distill.writer import Writer
 from specpool.engine.config.devices import pick_device
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.config.sources import UnsupportedModelError, source_of
+from specpool.engine.config.sources import UnsupportedModelError, first_line, source_of
 from specpool.engine.models.config import load_config
 from specpool.engine.models.tokenizer import tokenizer_files
-from specpool.engine.models.weights import read_weights
+from specpool.engine.models.weights import check_complete, read_weights
 from specpool.engine.startup.loading import load_engine
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.rpc.config.settings import naming
@@ -30,6 +31,8 @@ DIALOGUES_PER_FILE = 256
 LIMITS = Limits()
 SEQUENCES_ON_CPU, MAX_SEQUENCES_ON_GPU = 48, 2048
 """Dialogues generated at a time by default: with a GPU, as many as fit, up to this number."""
+LOST_SHARE = 8
+"""Minimum number of dialogues for each that is generated at a time."""
 CACHE_SHARE = 0.7
 """Share of a GPU's free memory for their caches."""
 
@@ -60,6 +63,10 @@ def generate_dialogues(settings: DistillSettings, target: str) -> None:
                 finished.append(example)
                 progress.advance(task)
             Dialogues.of(finished).save(files[number])
+    # The training needs the memory of the caches, which a reference cycle would keep.
+    del writer
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def dialogue_files(settings: DistillSettings) -> list[Path]:
@@ -67,10 +74,12 @@ def dialogue_files(settings: DistillSettings) -> list[Path]:
     return sorted(settings.output.glob("dialogues-*.safetensors"))
 
 
-def read_target(settings: DistillSettings, target: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The target on the device, with dequantized weights."""
+def read_target(target: str, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The target on a device, with dequantized weights. `dtype`: default: as stored. UnsupportedModelError."""
     config = load_config(EngineOptions(model=target))
-    model, _ = read_weights(target, config, pick_device(settings.device), dtype)
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    model, report = read_weights(target, config, device, dtype or stored)
+    check_complete(report)
     model.eval()
     return model
 
@@ -81,13 +90,20 @@ def _writer(settings: DistillSettings, target: str, seed: int) -> Writer | Stati
 
 
 def static_writer(settings: DistillSettings, target: str, seed: int) -> StaticWriter | None:
-    """A writer for a GPU; None if the target's layers are not those of Llama."""
-    model = read_target(settings, target, getattr(torch, settings.precision))
+    """A writer for a GPU; None if the target's layers are not those of Llama, or a graph cannot hold them."""
+    dtype = torch.bfloat16 if settings.precision == "bfloat16" else None
+    model = read_target(target, pick_device(settings.device), dtype)
     if not decodes_like_llama(model):
         return None
     tokenizer = _tokenizer(target)
     questions = _questions(tokenizer, tokenizer_files(tokenizer, model), seed)
-    return StaticWriter(model, questions, seed, settings.max_sequences or _fitting(model, questions))
+    # Dialogues that have not ended at the end are lost, most of them long ones: they must be few.
+    sequences = settings.max_sequences or min(_fitting(model, questions), settings.dialogues // LOST_SHARE)
+    try:
+        return StaticWriter(model, questions, seed, sequences)
+    except RuntimeError as error:
+        console.print(f"generating with the engine, which is slower: {first_line(error)}")
+        return None
 
 
 def _engine_writer(settings: DistillSettings, target: str, seed: int) -> Writer:

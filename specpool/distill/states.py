@@ -53,7 +53,7 @@ class TargetStates:
         for group in (examples[i : i + AT_ONCE] for i in range(0, len(examples), AT_ONCE)):
             states = self.of(pad_sequence([example.token_ids for example in group], batch_first=True))
             added += [
-                replace(example, states=own[: len(example.token_ids)])
+                replace(example, states=own[: len(example.token_ids)].cpu())
                 for example, own in zip(group, states, strict=True)
             ]
         return added

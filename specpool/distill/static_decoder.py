@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 from specpool.distill.decoder_layer import run_layer
 
 CHECKED_TOKENS = 4
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies the host computes from the length."""
 ALIGNED = 64
 """The cache's length is a multiple of this, as fast attention kernels need."""
 
@@ -41,13 +43,16 @@ class StaticDecoder:
 
 @torch.no_grad()
 def decodes_like_llama(model: PreTrainedModel) -> bool:
-    """Whether `StaticDecoder` computes what this model does."""
+    """Whether `StaticDecoder` computes what this model does, in a step that a graph can hold."""
+    source: Any = model
+    if any(kind in str(getattr(source.model.rotary_emb, "rope_type", "")) for kind in LENGTH_DEPENDENT):
+        return False
     tokens = torch.arange(1, 1 + CHECKED_TOKENS, device=model.device)
     expected = model(tokens[None], use_cache=False).logits[0].float()
     try:
         decoder = StaticDecoder(model, 1, CHECKED_TOKENS)
         steps = [decoder.step(tokens[i : i + 1], torch.full_like(tokens[:1], i)) for i in range(CHECKED_TOKENS)]
-    except AttributeError:  # its layers have other parts
+    except (AttributeError, RuntimeError, TypeError):  # its layers have other parts
         return False
     distance = (torch.cat(steps).float() - expected).norm() / expected.norm()
     return bool(distance < (0.05 if model.dtype == torch.bfloat16 else 1e-3))
@@ -78,4 +83,4 @@ def _attend(
         stored.scatter_(2, positions[:, None, None, None].expand_as(new), new)
     grouped = query.view(len(query), key.shape[1], -1, query.shape[-1])
     mask = visible.expand(-1, 1, grouped.shape[2], -1)
-    return scaled_dot_product_attention(grouped, *cache, attn_mask=mask, scale=scaling).view_as(query)
+    return scaled_dot_product_attention(grouped, *cache, attn_mask=mask, scale=scaling).reshape(query.shape)

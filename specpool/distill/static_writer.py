@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from specpool.distill.examples import TOP, Example
 from specpool.distill.questions import QUESTION_TOP, Questions
 from specpool.distill.static_decoder import StaticDecoder
+from specpool.engine.passes.gpu.graphs import CudaGraphs
 
 STEPS = 8
 """Steps before the host looks for finished dialogues."""
@@ -25,6 +26,7 @@ class StaticWriter:
     """Generates dialogues in a fixed number of sequences."""
 
     def __init__(self, model: PreTrainedModel, questions: Questions, seed: int, sequences: int) -> None:
+        """RuntimeError: the device has too little memory, or a graph cannot hold the step."""
         self._questions, self._limits = questions, questions.limits
         length, answer, device = questions.max_length, questions.limits.max_answer, model.device
         self._decoder = StaticDecoder(model, sequences, length)
@@ -44,7 +46,13 @@ class StaticWriter:
         """Position of the input token, number of known tokens, starts of question and answer, and what became of it."""
         self._noise = zeros(QUESTION_TOP, dtype=torch.float32)
         self._rng = torch.Generator(device).manual_seed(seed)
-        self._replay = _captured(self._step, device)
+        self._graphs: CudaGraphs | None = None
+        self._replay: Callable[[], object] = self._step
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                self._step()  # compiles kernels
+                self._graphs = CudaGraphs()
+                self._replay, _ = self._graphs(self._step)
         self._begin(list(range(sequences)))
         self._finished = self._run()
 
@@ -86,7 +94,7 @@ class StaticWriter:
         self._position[at], self._state[at] = 0, RUNNING
 
     @torch.no_grad()
-    def _step(self) -> None:
+    def _step(self) -> torch.Tensor:
         """Run every sequence's next token through the model. Where it was the last known one, append another."""
         limits, position, next_position = self._limits, self._position, self._position + 1
         token_ids = self._token_ids.gather(1, position[:, None])[:, 0]
@@ -109,7 +117,7 @@ class StaticWriter:
         self._state.masked_fill_(is_short | is_long, DISCARDED).masked_fill_(is_complete, FINISHED)
         self._known.add_(appends.long() * torch.where(begins_answer, len(self._before_answer), 1))
         self._answer_start.copy_(torch.where(begins_answer, after_header, self._answer_start))
-        self._position.add_((self._state == RUNNING).long())
+        return self._position.add_((self._state == RUNNING).long())
 
     def _store(self, where: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
         spare = self._token_ids.shape[1] - 1
@@ -129,19 +137,3 @@ class StaticWriter:
         at = torch.where(where, positions - self._answer_start, self._limits.max_answer)[:, None, None]
         self._top_ids.scatter_(1, at.expand(-1, 1, TOP), ids[:, None].int())
         self._top_logprobs.scatter_(1, at.expand(-1, 1, TOP), logprobs[:, None].half())
-
-
-def _captured(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """The step. On a GPU, a captured graph of it, which costs one launch."""
-    if device.type != "cuda":
-        return step
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(2):  # compiles kernels and allocates workspaces
-                step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-    return graph.replay

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from benchmarks.simulate.cells import row
 from benchmarks.simulate.machine import COSTS
 from coordinator.drafting.costs import RoundCosts, StepTimes
-from coordinator.drafting.draft_lengths import PLAN_ROUNDS, STATES_BEFORE_TRIAL, DraftLengths, DraftOptions
+from coordinator.drafting.draft_lengths import (
+    NEW_TRIALS,
+    PLAN_ROUNDS,
+    STATES_BEFORE_TRIAL,
+    DraftLengths,
+    DraftOptions,
+)
 from coordinator.drafting.trials import FREE_TRIALS
 from coordinator.scheduling.sequence import DraftMethod
 
@@ -124,6 +130,16 @@ def test_states_are_needed_only_around_trials_while_drafts_do_not_pay() -> None:
             assert all(needed[-1 - STATES_BEFORE_TRIAL :])
     assert trials > 10
     assert sum(needed) == trials * (STATES_BEFORE_TRIAL + 1)
+
+
+def test_states_are_not_needed_while_the_model_pauses() -> None:
+    lengths = trained(0.02)
+    lengths.reads_states = True
+    while not lengths.needs_states:
+        lengths.choose({0: DraftOptions(8)})
+    for _ in range(10):
+        lengths.choose({0: DraftOptions(8, has_model=False)})
+        assert not lengths.needs_states
 
 
 def test_states_are_needed_while_the_model_drafts() -> None:
@@ -294,3 +310,16 @@ def test_a_new_model_begins_with_trials() -> None:
         lengths.observe(1, 1 + counts[-1], 0.021 + 0.005 * counts[-1], DraftMethod.MODEL if counts[-1] else None)
     assert counts[:5] == [0, 0, 0, 1, 1]
     assert min(counts[5:]) > 1
+
+
+def test_each_trial_of_a_new_model_reads_states() -> None:
+    lengths, counts, needed = DraftLengths(costs(), max_num_draft_tokens=8), [], []
+    lengths.reads_states = True
+    while max(counts, default=0) <= 1:
+        counts.append(num_draft_tokens(lengths, {0: 8})[0])
+        needed.append(lengths.needs_states)
+        lengths.acceptance.add(0, counts[-1], counts[-1])
+        lengths.observe(1, 1 + counts[-1], 0.021 + 0.005 * counts[-1], DraftMethod.MODEL if counts[-1] else None)
+    trials = [number for number, count in enumerate(counts) if count == 1]
+    assert len(trials) == NEW_TRIALS
+    assert all(all(needed[number - STATES_BEFORE_TRIAL : number + 1]) for number in trials)

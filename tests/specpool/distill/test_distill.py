@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import load_engine, save_model, save_output_head, small_config
 from tiny_pair import tiny_config
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from specpool.distill import training
+from specpool.distill import static_decoder, training
 from specpool.distill.corpus import Dialogues
 from specpool.distill.evaluate import EvaluateSettings, evaluate, read_chats
 from specpool.distill.examples import TOP, Batch, Example, batches
@@ -162,15 +163,29 @@ def test_short_and_long_questions_are_discarded(tiny_pair: tuple[Path, Path], te
     assert all(30 <= length < 60 for length in lengths)
 
 
+def test_static_decoding_allows_any_layout_of_attention(
+    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attention kernels of some GPUs return [B, T, heads, head dim], transposed."""
+
+    def transposed(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        return scaled_dot_product_attention(*tensors, **options).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(static_decoder, "scaled_dot_product_attention", transposed)
+    assert decodes_like_llama(target_of(tiny_pair).eval())
+
+
 @pytest.mark.parametrize(
     ("model_type", "options", "expected"),
     [
         ("llama", {}, True),
         ("qwen3", {}, True),
         ("qwen2", {}, True),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, False),
         ("granite", {"residual_multiplier": 0.5}, False),
         ("olmo2", {}, False),
         ("phi3", {"pad_token_id": 0}, False),
+        ("glm4", {"pad_token_id": 0}, False),
     ],
 )
 def test_static_decoding_is_refused_unless_it_computes_the_same(
