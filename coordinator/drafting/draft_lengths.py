@@ -94,7 +94,7 @@ class DraftLengths:
     _model_trials: Trials = field(default_factory=Trials)
     _lookup_trials: Trials = field(default_factory=Trials)
     _trial_in: int = 0
-    """Rounds until a trial of the model for which hidden states are collected; 0: there is none."""
+    """Rounds until the next model trial, while hidden states are collected for it; 0: no trial is scheduled."""
     _trial: Trials | None = None
     """The trials that the last round belongs to."""
     _tried: tuple[int, ...] = ()
@@ -310,7 +310,7 @@ class DraftLengths:
                 plans.update({i: DraftPlan(lookup_ids=options[i].lookup_ids[:1]) for i in rates})
 
     def _is_trial_due(self, plain: float, seconds: float, gained: float) -> bool:
-        """Whether to try the model in this round; see `Trials.may_try`. Its states are collected first."""
+        """Whether to try the model now; see `Trials.may_try`. If it reads hidden states, collect them first."""
         if self._trial_in:
             self._trial_in -= 1
             return not self._trial_in

@@ -265,7 +265,7 @@ class Drafting:
         )
 
     def _reads_states(self, sequence: Sequence, options: DraftOptions) -> bool:
-        """Whether the draft model drafts for a sequence now or soon."""
+        """Whether a draft that reads hidden states drafts for a sequence now or soon."""
         return options.has_model and (not sequence.request.adaptive or self.lengths.needs_states)
 
     def _max_num_draft_tokens(self, sequence: Sequence) -> int:

@@ -1,4 +1,4 @@
-"""A decoder layer of the Llama family with an attention of one's own."""
+"""Runs a decoder layer of the Llama family with a custom attention function."""
 
 from collections.abc import Callable
 from typing import Any

@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 TOP = 16
-"""Most probable tokens that are kept at every position of an answer."""
+"""Number of most probable tokens kept at every position of an answer."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class FeatureStudent(Student):
         }
 
     def learn(self, trained: dict[str, torch.Tensor]) -> None:
-        """Load weights that `trained` returned, or those of a causal draft, which becomes equal to this student."""
+        """Load weights that `trained` returned, or those of a causal draft, which this student then equals."""
         hidden = self.fc.shape[0]
         if FEATURE_LAYERS not in trained:
             nothing, own = torch.zeros(hidden, hidden), torch.eye(hidden)

@@ -42,7 +42,7 @@ MAX_LOSS = 0.005
 FITTED_DIALOGUES = 160
 """Dialogues for the regression that a feature draft starts from."""
 UNROLLED_STEPS, UNROLLED_SHARE = 3, 0.7
-"""Draft steps of a feature draft that the last share of the training unrolls."""
+"""Draft steps to unroll when training a feature draft, and the final share of training that unrolls them."""
 
 
 def main() -> None:

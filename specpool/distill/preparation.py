@@ -30,11 +30,11 @@ console = Console()
 DIALOGUES_PER_FILE = 256
 LIMITS = Limits()
 SEQUENCES_ON_CPU, MAX_SEQUENCES_ON_GPU = 48, 2048
-"""Dialogues generated at a time by default: with a GPU, as many as fit, up to this number."""
+"""Default number of dialogues generated at a time. On a GPU: as many as fit into memory, up to the maximum."""
 LOST_SHARE = 8
 """Minimum number of dialogues for each that is generated at a time."""
 CACHE_SHARE = 0.7
-"""Share of a GPU's free memory for their caches."""
+"""Share of a GPU's free memory to use for KV caches."""
 
 
 def progress_bar() -> Progress:
@@ -90,7 +90,7 @@ def _writer(settings: DistillSettings, target: str, seed: int) -> Writer | Stati
 
 
 def static_writer(settings: DistillSettings, target: str, seed: int) -> StaticWriter | None:
-    """A writer for a GPU; None if the target's layers are not those of Llama, or a graph cannot hold them."""
+    """A writer for a GPU; None if `StaticDecoder` does not reproduce the target's logits, or a graph cannot hold it."""
     dtype = torch.bfloat16 if settings.precision == "bfloat16" else None
     model = read_target(target, pick_device(settings.device), dtype)
     if not decodes_like_llama(model):

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# Tokens sampled from in questions: the most probable ones.
+# Number of most probable tokens to sample from when the target writes a question.
 QUESTION_TOP = 64
-# Half of all questions begin with one of these. Otherwise the target would mostly ask for facts.
+# Half of the questions that are not tasks begin with one of these. Otherwise the target would mostly ask for facts.
 OPENINGS = (
     "Write a", "Write an email", "Write a short story about", "Write a Python function that", "Write a poem about",
     "Explain", "Explain how", "Explain the difference between", "What is", "What are the", "What would happen if",
@@ -41,7 +41,7 @@ PLACEHOLDER = "QUESTION-OF-THE-USER"
 
 
 class Limits(NamedTuple):
-    """Tokens of questions and answers. Questions beyond them are discarded, answers are cut."""
+    """Lengths in tokens. Questions below `min_question` or from `max_question` are discarded; answers are truncated."""
 
     min_question: int = 3
     max_question: int = 96

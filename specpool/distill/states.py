@@ -1,6 +1,6 @@
 """Hidden states of the target, which feature drafts read.
 
-They are computed for each batch: stored ones would take kilobytes a token.
+Computed for each batch, because storing them would take kilobytes per token.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ AT_ONCE = 16
 
 
 class TargetStates:
-    """Adds the states after these numbers of layers to batches and examples. Without layers, it adds none."""
+    """Adds hidden states of the target to batches and examples. `layers`: numbers of layers; if empty, adds none."""
 
     def __init__(self, model: PreTrainedModel, layers: list[int]) -> None:
         source: Any = model

@@ -43,7 +43,7 @@ class StaticWriter:
             zeros(answer + 1, TOP, dtype=dtype) for dtype in (torch.int32, torch.float16)
         )
         self._position, self._known, self._question_start, self._answer_start, self._state = (zeros() for _ in range(5))
-        """Position of the input token, number of known tokens, starts of question and answer, and what became of it."""
+        """Position of the input token, number of known tokens, starts of question and answer, and status."""
         self._noise = zeros(QUESTION_TOP, dtype=torch.float32)
         self._rng = torch.Generator(device).manual_seed(seed)
         self._graphs: CudaGraphs | None = None
@@ -95,7 +95,7 @@ class StaticWriter:
 
     @torch.no_grad()
     def _step(self) -> torch.Tensor:
-        """Run every sequence's next token through the model. Where it was the last known one, append another."""
+        """Feed the next token of every sequence to the model. After the last known token, append a new one."""
         limits, position, next_position = self._limits, self._position, self._position + 1
         token_ids = self._token_ids.gather(1, position[:, None])[:, 0]
         logits = self._decoder.step(token_ids, position).float()

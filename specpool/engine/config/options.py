@@ -23,8 +23,8 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     target_model: str | None = Field(
         None,
         min_length=1,
-        description="of an EAGLE head: the folder, GGUF file or hub id of its target, which lends it embeddings, "
-        "tokenizer, and the output head if it has none; other models ignore it",
+        description="for EAGLE heads: folder, GGUF file or hub id of the target that provides the embeddings, the "
+        "tokenizer and, if the head has none, the output head; ignored for other models",
     )
     device: str = Field(
         "auto",

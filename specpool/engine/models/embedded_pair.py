@@ -32,7 +32,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 DRAFT = Path("specpool/engine/models/embedded_draft.safetensors")
 """The draft's weights, relative to the checkout."""
 VERSION = 6
-"""Increased whenever the draft or its conversion changes."""
+"""Increase it whenever the draft or its conversion changes."""
 # Folders of older versions are removed: each takes half a gigabyte. A running older version has its weights in memory
 # and recreates its folder at the next start.
 *OLDER, FOLDER = (f"smollm2-135m-{version}" for version in range(1, VERSION + 1))

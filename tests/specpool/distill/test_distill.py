@@ -188,7 +188,7 @@ def test_static_decoding_allows_any_layout_of_attention(
         ("glm4", {"pad_token_id": 0}, False),
     ],
 )
-def test_static_decoding_is_refused_unless_it_computes_the_same(
+def test_static_decoder_requires_equal_logits(
     tmp_path: Path, model_type: str, options: dict[str, Any], expected: bool
 ) -> None:
     folder = save_model(tmp_path, small_config(model_type, **options))

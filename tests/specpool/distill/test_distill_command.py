@@ -95,7 +95,7 @@ def test_an_existing_draft_is_rounded_without_training(
 
 
 @pytest.mark.usefixtures("short_answers")
-def test_writer_for_a_gpu_ends_answers_as_the_target_does(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
+def test_writer_for_a_gpu_limits_answers(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
     settings = DistillSettings(output=tmp_path, max_sequences=4)
     writer = preparation.static_writer(settings, str(tiny_pair[0]), seed=1)
     assert writer is not None

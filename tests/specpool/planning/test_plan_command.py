@@ -164,7 +164,7 @@ def test_drafts_that_read_hidden_states(
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_eagle_heads(
+def test_eagle_heads_can_be_planned(
     run: Any, passes_take: Any, refusal: Refusal, tmp_path: Path, capsys: Any, version: int
 ) -> None:  # fmt: skip
     passes_take(lambda rows: 0.01 + 0.0001 * rows)

@@ -146,7 +146,7 @@ class CapturedModel(ForwardPass):
         return self._state_graphs.find(key)
 
     def _padding(self, arena: KVArena, shape: Shape, max_length: int) -> PackedBatch:
-        """The input of a graph."""
+        """A padding batch as the input of a graph, with the shared memory for states if the model reads them."""
         batch = PackedBatch.of_padding(arena, shape, max_length)
         if not self.state_size:
             return batch
@@ -171,7 +171,7 @@ class CapturedModel(ForwardPass):
 
 
 def _copy(source: torch.Tensor | None, target: torch.Tensor | None) -> None:
-    """Copy states that a pass reads or returns, if it does."""
+    """Copy states; do nothing if either side has none."""
     if source is not None and target is not None:
         target.copy_(source)
 
