@@ -46,12 +46,13 @@ async def test_load_is_balanced(settings: dict[str, Any]) -> None:
     targets = [slow_target(), slow_target()]
     async with replicas(targets[1], first=targets[0], **settings) as served:
         assert (await served.info()).max_num_seqs == 2 * 16
-        for target in targets:
-            target.open.clear()  # until all requests are placed
+        lanes = list(served.process.coordinator.lanes)
+        for lane in lanes:
+            lane.pool.is_open = False  # until all requests are queued: a fixed batch keeps later ones out
         streams = asyncio.ensure_future(stream_all(served, long_requests(16)))
-        await served.until(lambda info: info.running + info.queued == 16)
-        for target in targets:
-            target.open.set()
+        await served.until(lambda info: info.queued == 16)
+        for lane in lanes:
+            lane.update()
         await streams
         sequences = [sequence_ids(target) for target in targets]
         assert min(map(len, sequences)) >= 6
