@@ -6,7 +6,9 @@ One service runs all kinds in turns, because each request names its draft method
 "k5" draft a fixed number of tokens with the draft model, "adaptive" as many as pay off. "ngram" drafts by prompt
 lookup. "best" is the server's default, which picks the better method. The last three learn from run to run, so a
 warm-up comes first. Ratios are taken within a repeat; the tables show medians. Answers are streamed, and the client
-measures all times. "promise" is the speedup that the server predicts halfway through a run. An answer is exact if it
+measures all times. "sustained"
+is the ratio while all places are taken, until the last request begins. "promise" is the speedup that the server
+predicts halfway through a run. An answer is exact if it
 equals the first plain answer to the same prompt. Exit status 1: an answer was not exact. The last line printed is JSON.
 """
 
@@ -57,7 +59,8 @@ KINDS: dict[str, GenerateOptions] = {
 }
 SHOWN = {
     "tokens/s": ("tokens_per_s", 1), "ratio": ("ratio", 2), "min": ("ratio_min", 2),
-    "first ms": ("first_token_ms", 0), "p50 ms": ("token_p50_ms", 1), "p99 ms": ("token_p99_ms", 1),
+    "sustained": ("sustained_ratio", 2), "first ms": ("first_token_ms", 0),
+    "p50 ms": ("token_p50_ms", 1), "p99 ms": ("token_p99_ms", 1),
     "length": ("acceptance_length", 2), "drafted": ("rounds_drafted", 2), "draft": ("draft_busy", 2),
     "verify": ("verify_busy", 2), "promise": ("predicted_ratio", 2), "exact": ("exact_match", 3),
 }  # fmt: skip
@@ -230,12 +233,21 @@ def measures(answers: list[Answer], seconds: float) -> Run:
     rounds = sum(each.num_spec_steps for each in speculation)
     return {
         "tokens_per_s": tokens / seconds,
+        "sustained_tokens_per_s": sustained(answers),
         "first_token_ms": 1000 * statistics.median(answer.arrivals[0][0] - answer.began for answer in answers),
         "token_p50_ms": percentile(latencies, 0.5),
         "token_p99_ms": percentile(latencies, 0.99),
         "acceptance_length": 1 + accepted / rounds if rounds else None,
         "rounds_drafted": rounds / (tokens - accepted),
     }
+
+
+def sustained(answers: list[Answer]) -> float | None:
+    """Tokens per second until the last request began, with as many in flight as allowed. None if all began at once."""
+    began, ended = min(answer.began for answer in answers), max(answer.began for answer in answers)
+    arrivals = [each for answer in answers for each in answer.arrivals]
+    tokens = sum(count for arrived, count in arrivals if arrived <= ended)
+    return tokens / (ended - began) if tokens else None
 
 
 def token_latencies(arrivals: list[tuple[float, int]]) -> list[float]:
@@ -257,15 +269,22 @@ def exact_match(lines: list[PromptLine], answers: list[Answer], truth: dict[str,
 
 def summary(load: Load, kind: str, runs: list[Run], plain: list[Run]) -> Run:
     """The row of a load and kind. `plain`: plain runs of the same repeats."""
-    ratios = [run["tokens_per_s"] / base["tokens_per_s"] for run, base in zip(runs, plain, strict=True)]
+    ratios, sustained_ratios = (speedups(runs, plain, speed) for speed in ("tokens_per_s", "sustained_tokens_per_s"))
     row = {
         "tokens_per_s": median(runs, "tokens_per_s"),
         **{"ratio": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)},
+        "sustained_ratio": statistics.median(sustained_ratios) if sustained_ratios else None,
         **{name: median(runs, name) for name in runs[0]},
     }
     rounded = {name: None if value is None else round(value, 3) for name, value in row.items()}
     rounded["exact_match"] = min(run["exact_match"] for run in runs)  # not rounded: one wrong answer must show
     return {"concurrency": load.concurrency, "category": load.category, "kind": kind, **rounded}
+
+
+def speedups(runs: list[Run], plain: list[Run], speed: str) -> list[float]:
+    """The ratio of a speed to that of the plain run of the same repeat, where both have it."""
+    pairs = ((run.get(speed), base.get(speed)) for run, base in zip(runs, plain, strict=True))
+    return [ours / base for ours, base in pairs if ours and base]
 
 
 def show_all(rows: list[Run]) -> None:

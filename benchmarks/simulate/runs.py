@@ -58,9 +58,12 @@ class Adaptive(Fixed):
 
     def __init__(self, lengths: DraftLengths) -> None:
         self.lengths = lengths
+        self._is_trial = False
+        """Whether the last round is a trial."""
 
     def choose(self, limits: dict[int, int]) -> dict[int, int]:
         plans = self.lengths.choose({number: DraftOptions(limit) for number, limit in limits.items()})
+        self._is_trial = any(plan.is_trial for plan in plans.values())
         return {number: plan.num_draft_tokens for number, plan in plans.items()}
 
     def learn(self, chosen: dict[int, int], gained: dict[int, int], drafting: Sequence[int], spent: Spent) -> None:
@@ -70,7 +73,7 @@ class Adaptive(Fixed):
             self.lengths.costs.draft.observe_steps(drafting, spent.draft)
         self.lengths.costs.verify.observe(len(chosen) + sum(drafting), spent.verify)
         method = DraftMethod.MODEL if drafting else None
-        self.lengths.observe(len(gained), sum(gained.values()), spent.wall, method)
+        self.lengths.observe(len(gained), sum(gained.values()), spent.wall, method, self._is_trial)
 
     def forget(self, number: int) -> None:
         self.lengths.acceptance.forget(number)

@@ -95,8 +95,8 @@ class DraftLengths:
     _lookup_trials: Trials = field(default_factory=Trials)
     _trial_in: int = 0
     """Rounds until the next model trial, while hidden states are collected for it; 0: no trial is scheduled."""
-    _trial: Trials | None = None
-    """The trials that the last round belongs to."""
+    _tries_model: bool = False
+    """Whether the last round is a trial of the model."""
     _tried: tuple[int, ...] = ()
     """Sequences for which the last round drafted branches in a trial."""
     _allowed_last: tuple[int, ...] = ()
@@ -119,7 +119,7 @@ class DraftLengths:
     @property
     def needs_states(self) -> bool:
         """Whether the draft model drafts now, or soon in a trial."""
-        return self.uses_model or self._trial_in > 0 or self._trial is self._model_trials
+        return self.uses_model or self._trial_in > 0 or self._tries_model
 
     def choose(
         self, options: Mapping[int, DraftOptions], batch: int | None = None, max_branches: int = 0
@@ -130,7 +130,7 @@ class DraftLengths:
         """
         batch = batch or len(options)
         self._age += 1
-        self._trial, tried = None, self._tried
+        self._tries_model, tried = False, self._tried
         self._tried = ()
         options = self._allowed(options, batch, max_branches)
         changed = abs(len(options) - self.plan.sequences) > PLAN_BATCH_CHANGE * self.plan.sequences
@@ -153,14 +153,17 @@ class DraftLengths:
             self._since_plain = 0
         return plans
 
-    def observe(self, sequences: int, tokens: int, seconds: float, method: DraftMethod | None) -> None:
-        """Learn from the time of the last round; see `Guard.observe`."""
+    def observe(
+        self, sequences: int, tokens: int, seconds: float, method: DraftMethod | None, is_trial: bool = False
+    ) -> None:
+        """Learn from the time of a round, even after later ones were planned; see `Guard.observe`."""
         gain = self.guard.observe(sequences, tokens, seconds, method)
         if method is None:
             return
-        if self._trial is not None:
-            self._trial.settle(-gain)
-        if self._trial is None or self._trial.made <= FREE_TRIALS:  # later trials have their own budget
+        trials = self._model_trials if method is DraftMethod.MODEL else self._lookup_trials
+        if is_trial:
+            trials.settle(-gain)
+        if not is_trial or trials.made <= FREE_TRIALS:  # later trials have their own budget
             self.guard.charge(sequences, tokens, seconds, method)
 
     def _allowed(
@@ -281,8 +284,8 @@ class DraftLengths:
         """
         num_branches = min(TRIAL_BRANCHES, max_branches)
         if num_branches and (again := [i for i in tried_last if i in options and options[i].can_use_model]):
-            self._trial = self._model_trials
-            plans.update(dict.fromkeys(again, DraftPlan(1, num_branches)))
+            self._tries_model = True
+            plans.update(dict.fromkeys(again, DraftPlan(1, num_branches, is_trial=True)))
             return
         idle = {
             i: option for i, option in options.items() if option.max_num_draft_tokens > 0 and not plans[i].lookup_ids
@@ -300,14 +303,13 @@ class DraftLengths:
             seconds += self._catch_up_seconds(min_lag * len(tried))
             gained = sum(map(self.acceptance.rate, tried)) * plain / len(options)
             if self._is_trial_due(plain, seconds, gained):
-                self._trial = self._model_trials
+                self._tries_model = True
                 self._tried = tuple(tried) if num_branches else ()
-                plans.update(dict.fromkeys(tried, DraftPlan(1, num_branches)))
+                plans.update(dict.fromkeys(tried, DraftPlan(1, num_branches, is_trial=True)))
         elif rates := {i: option.lookup_rate for i, option in idle.items() if option.lookup_ids}:
             seconds = self.costs.seconds(len(options), [], len(rates)) - plain
             if self._lookup_trials.may_try(plain, seconds, sum(rates.values()) * plain / len(options)):
-                self._trial = self._lookup_trials
-                plans.update({i: DraftPlan(lookup_ids=options[i].lookup_ids[:1]) for i in rates})
+                plans.update({i: DraftPlan(lookup_ids=options[i].lookup_ids[:1], is_trial=True) for i in rates})
 
     def _is_trial_due(self, plain: float, seconds: float, gained: float) -> bool:
         """Whether to try the model now; see `Trials.may_try`. If it reads hidden states, collect them first."""

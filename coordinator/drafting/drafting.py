@@ -171,7 +171,7 @@ class Drafting:
         if not outcome.is_comparable or (overlaps and outcome.method is None):
             return
         sequences = batch if batch is not None and overlaps else len(outcome.verify_items)
-        self.lengths.observe(sequences, outcome.num_tokens, seconds, outcome.method)
+        self.lengths.observe(sequences, outcome.num_tokens, seconds, outcome.method, outcome.is_trial)
         if not overlaps:
             self._observe_waiting(outcome, seconds)
 

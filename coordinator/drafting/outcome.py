@@ -25,6 +25,8 @@ class RoundOutcome:
     ahead_seconds: float | None = None
     """Seconds from the result of the previous round until the branches of this one arrived. None unless this round was
     sent while the previous one was in flight."""
+    is_trial: bool = False
+    """Whether the round was a trial of its draft method."""
     is_quiet: bool = True
     """Whether each worker had its devices to itself, so that pass times are those of one worker alone."""
 

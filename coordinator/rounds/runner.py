@@ -170,6 +170,7 @@ class RoundRunner:
         Raises WorkerUnreachableError or WorkerRefusedError of the target worker. Nothing is then committed.
         """
         flight = Flight(group, self._plan(group), sent, may_join, group.same_length)
+        flight.outcome.is_trial = flight.round.is_trial
         if flight.round.wants_drafts:
             self._not_followed.add(flight)
         try:

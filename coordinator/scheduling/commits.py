@@ -52,6 +52,8 @@ class DraftPlan:
     """Whether the target worker may append forced tokens."""
     reads_states: bool = True
     """Whether a draft that reads hidden states drafts now or soon, so that the target worker should return them."""
+    is_trial: bool = False
+    """Whether the round is a trial of a draft method that currently does not pay off."""
 
 
 @dataclass

@@ -56,6 +56,11 @@ class Round:
         return sum(turn.cache_misses for turn in self._turns.values())
 
     @property
+    def is_trial(self) -> bool:
+        """Whether the round is a trial of its draft method."""
+        return any(turn.is_trial for turn in self._turns.values())
+
+    @property
     def wants_drafts(self) -> bool:
         """Whether the draft worker is to draft for a sequence, or to follow its prompt."""
         return any(turn.wants_drafts for turn in self._turns.values())

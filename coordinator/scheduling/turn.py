@@ -72,6 +72,11 @@ class Turn:
     # --- Draft worker
 
     @property
+    def is_trial(self) -> bool:
+        """Whether the round is a trial of the sequence's draft method."""
+        return self._plan.is_trial
+
+    @property
     def wants_drafts(self) -> bool:
         """Whether the draft worker is to draft for the sequence, or to follow its prompt."""
         return self._plan.num_draft_tokens > 0

@@ -8,7 +8,19 @@ from pair_service import serving_pair
 
 from benchmarks.prompts import load_by_category
 from benchmarks.report import percentile, throughput_figure
-from benchmarks.throughput import KINDS, Load, measure, parse, plan, show_all, summary, token_latencies
+from benchmarks.throughput import (
+    KINDS,
+    Answer,
+    Load,
+    measure,
+    parse,
+    plan,
+    show_all,
+    summary,
+    sustained,
+    token_latencies,
+)
+from specpool.v1 import generation_pb2 as pb
 
 Pair = tuple[Path, Path]
 
@@ -39,6 +51,15 @@ def test_ratios_are_taken_within_a_repeat() -> None:
     assert (row["tokens_per_s"], row["ratio"], row["ratio_min"], row["ratio_max"]) == (20, 2, 1, 3)
 
 
+def test_sustained_speed_is_that_until_the_last_request_begins() -> None:
+    def answer(began: float, *arrivals: tuple[float, int]) -> Answer:
+        return Answer(pb.GenerateResponse(), began, list(arrivals))
+
+    first, second = answer(0.0, (1.0, 1), (2.0, 3)), answer(0.0, (2.0, 2), (9.0, 1))
+    assert sustained([first, second, answer(4.0, (5.0, 1))]) == 6 / 4
+    assert sustained([first, second]) is None
+
+
 def test_loads_mix_all_categories(questions: Path) -> None:
     assert {name: len(lines) for name, lines in load_by_category(questions).items()} == {"math": 3, "qa": 1}
     loads = plan(parse(["--prompts", str(questions), "--concurrencies", "4,1", "--kinds", "best,k2"]))
@@ -67,7 +88,7 @@ async def test_every_kind_gives_plain_tokens(tiny_pair: Pair, questions: Path) -
         assert (row["predicted_ratio"] is None) == (row["kind"] not in ("adaptive", "ngram", "best"))
         assert (row["acceptance_length"] is None) == (row["rounds_drafted"] == 0)
         if row["kind"] == "plain":
-            assert (row["ratio"], row["rounds_drafted"]) == (1, 0)
+            assert (row["ratio"], row["sustained_ratio"], row["rounds_drafted"]) == (1, 1, 0)
         elif row["kind"] in ("k1", "k5"):
             assert row["draft_busy"] > 0
             assert 1 < row["acceptance_length"] <= 1 + int(row["kind"][1])

@@ -17,6 +17,7 @@ from coordinator.drafting.draft_lengths import (
     DraftOptions,
 )
 from coordinator.drafting.trials import FREE_TRIALS
+from coordinator.scheduling.commits import DraftPlan
 from coordinator.scheduling.sequence import DraftMethod
 
 
@@ -289,12 +290,15 @@ def test_prompt_lookup_goes_on_while_the_model_pauses() -> None:
 
 def test_trials_that_cost_more_than_believed_become_rarer() -> None:
     def trials(seconds: float) -> int:
-        lengths, count = trained(0.02), 0
+        """Trials in rounds that are planned before the time of the last one is known."""
+        lengths, count, before = trained(0.02), 0, DraftPlan()
         for _ in range(3000):
-            drafted = num_draft_tokens(lengths, {0: 8})[0]
-            lengths.acceptance.add(0, drafted, 0)
-            report(lengths, 1, drafted, seconds if drafted else 0.021)
-            count += drafted
+            plan = lengths.choose({0: DraftOptions(8)})[0]
+            lengths.acceptance.add(0, plan.num_draft_tokens, 0)
+            method = DraftMethod.MODEL if before.num_draft_tokens else None
+            lengths.observe(1, 1, seconds if method else 0.021, method, before.is_trial)
+            before = plan
+            count += plan.num_draft_tokens
         return count
 
     assert trials(0.026) > 10
