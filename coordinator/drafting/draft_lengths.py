@@ -9,14 +9,15 @@ faster. The guard pauses methods that lose time despite the plan.
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from coordinator.drafting.acceptance import AcceptanceRates, expected_tokens
 from coordinator.drafting.branching import Branching, BranchPlan
 from coordinator.drafting.costs import RoundCosts
 from coordinator.drafting.guard import Guard
 from coordinator.drafting.trials import FREE_TRIALS, Trials
-from coordinator.scheduling.commits import DraftPlan
+from coordinator.scheduling.commits import NO_DRAFTS, DraftPlan
 from coordinator.scheduling.sequence import DraftMethod
 
 # Number of bins of acceptance rates. Planning counts sequences per bin instead of examining each one.
@@ -38,8 +39,7 @@ STATES_BEFORE_TRIAL = 4
 PLAIN_EVERY = 128
 
 
-@dataclass(frozen=True)
-class DraftOptions:
+class DraftOptions(NamedTuple):
     """Draft tokens available to a sequence in the next round."""
 
     max_num_draft_tokens: int
@@ -142,7 +142,7 @@ class DraftLengths:
         self._since_plain += 1
         self.measures_plain = self._is_plain_due(batch)
         if self.measures_plain:
-            plans = dict.fromkeys(options, DraftPlan())
+            plans = dict.fromkeys(options, NO_DRAFTS)
         elif self.branches.num_branches:
             plans = {i: self._plan_branches(i, option, plans[i]) for i, option in options.items()}
         elif not self.plan.steps:
@@ -178,8 +178,7 @@ class DraftLengths:
         if may_use_model and may_look_up:
             return options
         return {
-            i: replace(
-                option,
+            i: option._replace(
                 has_model=option.has_model and may_use_model,
                 lookup_ids=option.lookup_ids if may_look_up else (),
             )
@@ -207,6 +206,8 @@ class DraftLengths:
         num_draft_tokens = min(num_draft_tokens, limit)
         num_lookup_tokens = _profitable_length(options.lookup_rate, [plan.row] * min(limit, len(options.lookup_ids)))
         lookup_ids = options.lookup_ids[:num_lookup_tokens]
+        if not num_draft_tokens and not num_lookup_tokens:
+            return NO_DRAFTS
         gain = expected_tokens(rate, num_draft_tokens) - 1
         if num_draft_tokens and num_lookup_tokens:
             gain -= sum(plan.shares[:num_draft_tokens]) + plan.row * num_draft_tokens

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from coordinator.drafting.acceptance import Calibration, expected_tokens
 from coordinator.drafting.branching import BranchPlan
@@ -11,7 +11,7 @@ from coordinator.drafting.draft_lengths import DraftLengths, DraftOptions
 from coordinator.drafting.forced_tokens import ForcedTokens
 from coordinator.drafting.lookup import PromptLookup
 from coordinator.drafting.outcome import RoundOutcome, draft_steps
-from coordinator.scheduling.commits import Commit, DraftPlan, Lookup, LookupSource
+from coordinator.scheduling.commits import NO_DRAFTS, Commit, DraftPlan, Lookup, LookupSource
 from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.sequence import MAX_DRAFT_LAG, DraftMethod, Sequence
 from specpool.protocol.rounds import Proposal, ProposeItem
@@ -28,7 +28,6 @@ MAX_RISE = 4.0
 OVERLAP_GAIN = 0.05
 # Draft tokens that a request with a fixed length always gets, even in a round with adaptive requests.
 MIN_FIXED_TOKENS = 4
-_NO_DRAFTS = DraftPlan()
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class Drafting:
         mean_length = sum(len(sequence.token_ids) for sequence in group) / len(group)
         self.costs.verify.cached = self.costs.draft.cached = mean_length
         adaptive = {s.sequence_id: options[s.sequence_id] for s in drafting if s.request.adaptive}
-        plans = dict.fromkeys((sequence.sequence_id for sequence in group), _NO_DRAFTS)
+        plans = dict.fromkeys((sequence.sequence_id for sequence in group), NO_DRAFTS)
         max_branches = 0
         if worker is not None:
             max_branches, costs = worker.max_branches, self.costs
@@ -139,11 +138,11 @@ class Drafting:
             self._draft_steps = 0
         if constrained := [s.sequence_id for s in drafting if s.request.adaptive and s.request.sampling.grammar]:
             allowed = self.forced_tokens.are_allowed(self.lengths.plan.row, self.lengths.measures_plain)
-            plans |= {i: replace(plans[i], allows_forced_tokens=allowed) for i in constrained}
-        plans |= {i: replace(plans[i], lookup=lookup) for i, lookup in lookups.items() if lookup.run}
+            plans |= {i: plans[i]._replace(allows_forced_tokens=allowed) for i in constrained}
+        plans |= {i: plans[i]._replace(lookup=lookup) for i, lookup in lookups.items() if lookup.run}
         if worker is not None and worker.reads_states:
             unread = [s.sequence_id for s in drafting if not self._reads_states(s, options[s.sequence_id])]
-            plans |= {i: replace(plans[i], reads_states=False) for i in unread}
+            plans |= {i: plans[i]._replace(reads_states=False) for i in unread}
         return plans
 
     def observe_round(self, outcome: RoundOutcome) -> None:
@@ -256,9 +255,7 @@ class Drafting:
         return DraftOptions(
             max_num_draft_tokens=limit,
             has_model=_can_draft(sequence, worker),
-            draft_lag=max(
-                0, len(sequence.token_ids) - sequence.draft_base_length - sequence.draft_recompute - MAX_DRAFT_LAG
-            ),
+            draft_lag=max(0, len(sequence.token_ids) - sequence.draft_cached_length - MAX_DRAFT_LAG),
             catch_up_rounds=max(1, min(MAX_CATCH_UP_ROUNDS, limit)),
             lookup_ids=lookup.token_ids,
             lookup_rate=self.lookup.rate(sequence.sequence_id, lookup),
@@ -279,7 +276,7 @@ class Drafting:
         if plan.num_branches and sequence.request.sampling.is_argmax:
             length = branches.length or plan.num_draft_tokens  # a trial's
             min_chance = min(1.0, max(MIN_CHANCE, branches.row))
-            return replace(plan, num_draft_tokens=min(length, limit), min_chance=min_chance)
+            return plan._replace(num_draft_tokens=min(length, limit), min_chance=min_chance)
         if (
             plan.num_branches
             or not plan.num_draft_tokens
@@ -288,8 +285,7 @@ class Drafting:
         ):
             return plan
         # Drafting pays off on average. The draft's own probabilities decide where this draft ends.
-        return replace(
-            plan,
+        return plan._replace(
             num_draft_tokens=limit,
             min_chance=min(1.0, max(MIN_CHANCE, round_plan.row)),
             next_chance=self.lengths.acceptance.rate(sequence.sequence_id),
@@ -329,7 +325,7 @@ class Drafting:
             branches = best if best.speed * in_turn > sequences + gained else BranchPlan()
         if not branches.num_branches:
             return {}
-        return {i: replace(plans[i], num_branches=branches.num_branches) for i in lengths}
+        return {i: plans[i]._replace(num_branches=branches.num_branches) for i in lengths}
 
 
 def _can_draft(sequence: Sequence, worker: DraftWorker | None) -> bool:

@@ -7,7 +7,7 @@ from coordinator.drafting import answers, ngrams
 from coordinator.drafting.acceptance import AcceptanceRates, expected_tokens
 from coordinator.drafting.answers import AnswerStore
 from coordinator.drafting.ngrams import NgramIndex
-from coordinator.scheduling.commits import Lookup, LookupSource
+from coordinator.scheduling.commits import NO_LOOKUP, Lookup, LookupSource
 from coordinator.scheduling.sequence import DraftMethod, FinishReason, GenerationRequest, Sequence
 from coordinator.scheduling.turn import agreement_length
 
@@ -36,19 +36,17 @@ class PromptLookup:
         """At most `limit` draft tokens from the more promising source; none if the request excludes prompt lookup."""
         request = sequence.request
         if request.method is DraftMethod.MODEL or limit <= 0:
-            return Lookup()
+            return NO_LOOKUP
         index = self._indexes.setdefault(sequence.sequence_id, NgramIndex())
         if not sequence.is_decoding:  # index long prompts while they are prefilled
             index.extend(sequence.token_ids)
-            return Lookup()
-        length = len(sequence.token_ids)
-        lookups = [Lookup(*index.propose(sequence.token_ids, limit), LookupSource.SEQUENCE, length)]
+            return NO_LOOKUP
+        found = [(LookupSource.SEQUENCE, *index.propose(sequence.token_ids, limit))]
         if self._answers is not None and _shares_answers(request):
-            proposal = self._answers.propose(request.namespace, sequence.token_ids, limit)
-            lookups.append(Lookup(*proposal, LookupSource.ANSWERS, length))
-        min_run = ngrams.MIN_RUN if request.adaptive else MIN_FIXED_RUN
-        lookups = [lookup for lookup in lookups if lookup.run >= min_run]
-        return max(lookups, key=partial(self._expected_tokens, sequence.sequence_id), default=Lookup())
+            found.append((LookupSource.ANSWERS, *self._answers.propose(request.namespace, sequence.token_ids, limit)))
+        min_run, length = ngrams.MIN_RUN if request.adaptive else MIN_FIXED_RUN, len(sequence.token_ids)
+        lookups = [Lookup(token_ids, run, source, length) for source, token_ids, run in found if run >= min_run]
+        return max(lookups, key=partial(self._expected_tokens, sequence.sequence_id), default=NO_LOOKUP)
 
     def rate(self, sequence_id: int, lookup: Lookup) -> float:
         """Expected acceptance rate of a lookup; 0 if it found nothing."""

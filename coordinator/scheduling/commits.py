@@ -3,6 +3,7 @@
 import enum
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from coordinator.scheduling.sequence import DraftMethod, Sequence
 from coordinator.scheduling.text import ShownText
@@ -20,8 +21,7 @@ class LookupSource(enum.StrEnum):
     ANSWERS = "answers"
 
 
-@dataclass(frozen=True)
-class Lookup:
+class Lookup(NamedTuple):
     """Tokens that followed an earlier occurrence of a sequence's last tokens."""
 
     token_ids: tuple[int, ...] = ()
@@ -32,8 +32,10 @@ class Lookup:
     """Number of tokens of the sequence when it was looked up. Rounds in flight may add some before the commit."""
 
 
-@dataclass(frozen=True)
-class DraftPlan:
+NO_LOOKUP = Lookup()
+
+
+class DraftPlan(NamedTuple):
     """How a sequence drafts in a round."""
 
     num_draft_tokens: int = 0
@@ -46,7 +48,7 @@ class DraftPlan:
     """Acceptance probability of a token not drafted yet, given that all before it are accepted."""
     lookup_ids: tuple[int, ...] = ()
     """Prompt-lookup tokens, verified if the draft worker proposes none."""
-    lookup: Lookup = Lookup()
+    lookup: Lookup = NO_LOOKUP
     """What prompt lookup found. Its acceptance counts whether the tokens are verified or not."""
     allows_forced_tokens: bool = True
     """Whether the target worker may append forced tokens."""
@@ -54,6 +56,9 @@ class DraftPlan:
     """Whether a draft that reads hidden states drafts now or soon, so that the target worker should return them."""
     is_trial: bool = False
     """Whether the round is a trial of a draft method that currently does not pay off."""
+
+
+NO_DRAFTS = DraftPlan()
 
 
 @dataclass
@@ -72,7 +77,7 @@ class Commit:
     """Draft method used; None if nothing was drafted."""
     proposal: Proposal | None = None
     """The draft worker's answer, possibly only partly verified."""
-    lookup: Lookup = Lookup()
+    lookup: Lookup = NO_LOOKUP
     """The lookup of the draft plan."""
     branch: int | None = None
     """Index of the branch that matched the verification; None without one."""

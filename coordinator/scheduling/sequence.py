@@ -257,17 +257,17 @@ class Sequence:
 
         It recomputes those whose states it lacked.
         """
-        return self._draft_cached - self.draft_recompute
+        return self.draft_cached_length - self.draft_recompute
 
     @property
     def draft_recompute(self) -> int:
         """Number of positions that the draft worker has cached without the states that have come since."""
         if self.features is None or not self.features.is_due(len(self.token_ids)):
             return 0
-        return max(0, self._draft_cached - self.features.first_unread - 1)
+        return max(0, self.draft_cached_length - self.features.first_unread - 1)
 
     @property
-    def _draft_cached(self) -> int:
+    def draft_cached_length(self) -> int:
         return self.num_draft_cached_tokens or (self.draft_prefix.in_draft if self.draft_prefix else 0)
 
     @property

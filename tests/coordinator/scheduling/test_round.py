@@ -263,7 +263,7 @@ class Simulation:
         others = self.rng.sample(continuing, self.rng.randint(1, len(continuing)))
         self.rounds += 1
         plans = {
-            number: plan if plan.num_branches else replace(plan, num_draft_tokens=0)
+            number: plan if plan.num_branches else plan._replace(num_draft_tokens=0)
             for number, plan in self.plans(others).items()
         }
         second = Round(self.rounds, others, self.budget, plans)
