@@ -101,6 +101,8 @@ class DraftLengths:
     """Sequences for which the last round drafted branches in a trial."""
     _allowed_last: tuple[int, ...] = ()
     """Whether the model, prompt lookup, and trials only were allowed in the last round, and the maximum of branches."""
+    _rested: int = 0
+    """Rounds since the model's last chance to draft."""
     _since_plain: float = math.inf
     """Rounds since the last plain one."""
 
@@ -121,6 +123,18 @@ class DraftLengths:
         """Whether the draft model drafts now, or soon in a trial."""
         return self.uses_model or self._trial_in > 0 or self._tries_model
 
+    def rests(self, sequences: int) -> bool:
+        """Whether the model certainly does not draft in the next round, so that `rest` can replace `choose`."""
+        is_idle = not (self.uses_model or self._trial_in or self._tried) and self._model_trials.made >= FREE_TRIALS
+        return is_idle and self._age + 1 < PLAN_ROUNDS and not self._has_changed(sequences)
+
+    def rest(self, options: Mapping[int, DraftOptions], batch: int) -> dict[int, DraftPlan]:
+        """Choose in a round in which the model rests. `options`: of the sequences with tokens of prompt lookup."""
+        self._age, self._rested, self._tries_model = self._age + 1, self._rested + 1, False
+        if not self.guard.may_draft(batch, DraftMethod.NGRAM):
+            options = {}
+        return self._finished(self._planned(options, batch))
+
     def choose(
         self, options: Mapping[int, DraftOptions], batch: int | None = None, max_branches: int = 0
     ) -> dict[int, DraftPlan]:
@@ -133,22 +147,35 @@ class DraftLengths:
         self._tries_model, tried = False, self._tried
         self._tried = ()
         options = self._allowed(options, batch, max_branches)
-        changed = abs(len(options) - self.plan.sequences) > PLAN_BATCH_CHANGE * self.plan.sequences
-        if changed or self._age >= PLAN_ROUNDS:
+        if self._has_changed(len(options)) or self._age >= PLAN_ROUNDS:
             self.plan, self._age = self._best_plan(options), 0
             self.branches = self._best_branches(options, batch, max_branches)
-        plans = {i: self._plan_sequence(i, option) for i, option in options.items()}
-        self._num_lookup_tokens = {i: len(plan.lookup_ids) for i, plan in plans.items() if not plan.num_draft_tokens}
-        self._since_plain += 1
-        self.measures_plain = self._is_plain_due(batch)
-        if self.measures_plain:
-            plans = dict.fromkeys(options, NO_DRAFTS)
-        elif self.branches.num_branches:
+        plans = self._planned(options, batch)
+        if self.branches.num_branches and not self.measures_plain:
             plans = {i: self._plan_branches(i, option, plans[i]) for i, option in options.items()}
-        elif not self.plan.steps:
+        elif not self.plan.steps and not self.measures_plain:
             self._run_trials(plans, options, max_branches, tried)
+        self._rested = 0
         if self.uses_model:
             self._trial_in = 0
+            self._model_trials.has_paid_off()
+        return self._finished(plans)
+
+    def _has_changed(self, sequences: int) -> bool:
+        return abs(sequences - self.plan.sequences) > PLAN_BATCH_CHANGE * self.plan.sequences
+
+    def _planned(self, options: Mapping[int, DraftOptions], batch: int) -> dict[int, DraftPlan]:
+        """Plan each sequence, without drafts if a plain round is due."""
+        plans = {i: self._plan_sequence(i, option) for i, option in options.items()}
+        self._num_lookup_tokens = {i: len(plan.lookup_ids) for i, plan in plans.items() if not plan.num_draft_tokens}
+        if any(self._num_lookup_tokens.values()):
+            self._lookup_trials.has_paid_off()
+        self._since_plain += 1
+        self.measures_plain = self._is_plain_due(batch)
+        return dict.fromkeys(options, NO_DRAFTS) if self.measures_plain else plans
+
+    def _finished(self, plans: dict[int, DraftPlan]) -> dict[int, DraftPlan]:
+        """The plans, after counting the rounds since the last plain one."""
         if not any(plan.num_draft_tokens or plan.lookup_ids for plan in plans.values()):
             self._since_plain = 0
         return plans
@@ -309,7 +336,8 @@ class DraftLengths:
                 plans.update(dict.fromkeys(tried, DraftPlan(1, num_branches, is_trial=True)))
         elif rates := {i: option.lookup_rate for i, option in idle.items() if option.lookup_ids}:
             seconds = self.costs.seconds(len(options), [], len(rates)) - plain
-            if self._lookup_trials.may_try(plain, seconds, sum(rates.values()) * plain / len(options)):
+            gained = sum(rates.values()) * plain / len(options)
+            if self._lookup_trials.may_try(plain, self._rested + 1, seconds, gained):
                 plans.update({i: DraftPlan(lookup_ids=options[i].lookup_ids[:1], is_trial=True) for i in rates})
 
     def _is_trial_due(self, plain: float, seconds: float, gained: float) -> bool:
@@ -317,7 +345,7 @@ class DraftLengths:
         if self._trial_in:
             self._trial_in -= 1
             return not self._trial_in
-        may_try = self._model_trials.may_try(plain, seconds, gained)
+        may_try = self._model_trials.may_try(plain, self._rested + 1, seconds, gained)
         self._trial_in = STATES_BEFORE_TRIAL * (may_try and self.reads_states)
         return may_try and not self._trial_in
 

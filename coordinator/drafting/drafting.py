@@ -28,6 +28,7 @@ MAX_RISE = 4.0
 OVERLAP_GAIN = 0.05
 # Draft tokens that a request with a fixed length always gets, even in a round with adaptive requests.
 MIN_FIXED_TOKENS = 4
+NO_STATES = NO_DRAFTS._replace(reads_states=False)
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,15 @@ class Drafting:
         self.lookup.index_answers()
         limits = {s.sequence_id: self._max_num_draft_tokens(s) for s in drafting}
         lookups = {s.sequence_id: self.lookup.look_up(s, limits[s.sequence_id]) for s in drafting}
+        adaptive = [sequence for sequence in drafting if sequence.request.adaptive]
+        rests = bool(adaptive) and self.lengths.rests(len(adaptive))
         options = {
-            s.sequence_id: self._options(s, worker, lookups[s.sequence_id], limits[s.sequence_id]) for s in drafting
+            s.sequence_id: self._options(s, worker, lookups[s.sequence_id], limits[s.sequence_id])
+            for s in drafting
+            if not rests or lookups[s.sequence_id].run or not s.request.adaptive
         }
         mean_length = sum(len(sequence.token_ids) for sequence in group) / len(group)
         self.costs.verify.cached = self.costs.draft.cached = mean_length
-        adaptive = {s.sequence_id: options[s.sequence_id] for s in drafting if s.request.adaptive}
         plans = dict.fromkeys((sequence.sequence_id for sequence in group), NO_DRAFTS)
         max_branches = 0
         if worker is not None:
@@ -124,25 +128,27 @@ class Drafting:
             self.lengths.reads_states = worker.reads_states
             first = costs.exchange + costs.scheduling if costs.ahead_exchange is None else costs.ahead_exchange
             costs.ahead_exchange = first if worker.selects_branches else None
-        plans |= self.lengths.choose(adaptive, batch or len(group), max_branches) if adaptive else {}
-        limit = max(MIN_FIXED_TOKENS, len(self.lengths.plan.steps)) if adaptive else None
-        for sequence in drafting:
-            sequence_id = sequence.sequence_id
-            if sequence.request.adaptive:
-                plans[sequence_id] = self._plan_adaptive(sequence, plans[sequence_id], limits[sequence_id])
-            else:
-                plans[sequence_id] = self._plan_fixed(sequence, options[sequence_id], limit)
+        of_adaptive = {s.sequence_id: options[s.sequence_id] for s in adaptive if s.sequence_id in options}
+        if rests:
+            plans |= self.lengths.rest(of_adaptive, batch or len(group))
+        elif adaptive:
+            plans |= self.lengths.choose(of_adaptive, batch or len(group), max_branches)
+            plans |= {
+                s.sequence_id: self._plan_adaptive(s, plans[s.sequence_id], limits[s.sequence_id]) for s in adaptive
+            }
         if fixed := [sequence for sequence in drafting if not sequence.request.adaptive]:
+            limit = max(MIN_FIXED_TOKENS, len(self.lengths.plan.steps)) if adaptive else None
+            plans |= {s.sequence_id: self._plan_fixed(s, options[s.sequence_id], limit) for s in fixed}
             plans |= self._fixed_branches(fixed, plans, len(group), max_branches, bool(adaptive))
         if not any(plan.num_draft_tokens for plan in plans.values()):
             self._draft_steps = 0
-        if constrained := [s.sequence_id for s in drafting if s.request.adaptive and s.request.sampling.grammar]:
+        if constrained := [s.sequence_id for s in adaptive if s.request.sampling.grammar]:
             allowed = self.forced_tokens.are_allowed(self.lengths.plan.row, self.lengths.measures_plain)
             plans |= {i: plans[i]._replace(allows_forced_tokens=allowed) for i in constrained}
         plans |= {i: plans[i]._replace(lookup=lookup) for i, lookup in lookups.items() if lookup.run}
         if worker is not None and worker.reads_states:
-            unread = [s.sequence_id for s in drafting if not self._reads_states(s, options[s.sequence_id])]
-            plans |= {i: plans[i]._replace(reads_states=False) for i in unread}
+            unread = [s.sequence_id for s in drafting if not self._reads_states(s, options.get(s.sequence_id))]
+            plans |= {i: NO_STATES if plans[i] is NO_DRAFTS else plans[i]._replace(reads_states=False) for i in unread}
         return plans
 
     def observe_round(self, outcome: RoundOutcome) -> None:
@@ -261,9 +267,10 @@ class Drafting:
             lookup_rate=self.lookup.rate(sequence.sequence_id, lookup),
         )
 
-    def _reads_states(self, sequence: Sequence, options: DraftOptions) -> bool:
-        """Whether a draft that reads hidden states drafts for a sequence now or soon."""
-        return options.has_model and (not sequence.request.adaptive or self.lengths.needs_states)
+    def _reads_states(self, sequence: Sequence, options: DraftOptions | None) -> bool:
+        """Whether a draft that reads hidden states drafts for a sequence now or soon. `options`: None if it rests."""
+        has_model = options is not None and options.has_model
+        return has_model and (not sequence.request.adaptive or self.lengths.needs_states)
 
     def _max_num_draft_tokens(self, sequence: Sequence) -> int:
         num_draft_tokens = sequence.max_num_draft_tokens

@@ -46,7 +46,9 @@ class PromptLookup:
             found.append((LookupSource.ANSWERS, *self._answers.propose(request.namespace, sequence.token_ids, limit)))
         min_run, length = ngrams.MIN_RUN if request.adaptive else MIN_FIXED_RUN, len(sequence.token_ids)
         lookups = [Lookup(token_ids, run, source, length) for source, token_ids, run in found if run >= min_run]
-        return max(lookups, key=partial(self._expected_tokens, sequence.sequence_id), default=NO_LOOKUP)
+        if len(lookups) < 2:  # the usual case, in every round of every sequence
+            return lookups[0] if lookups else NO_LOOKUP
+        return max(lookups, key=partial(self._expected_tokens, sequence.sequence_id))
 
     def rate(self, sequence_id: int, lookup: Lookup) -> float:
         """Expected acceptance rate of a lookup; 0 if it found nothing."""

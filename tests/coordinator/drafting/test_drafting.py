@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coordinator.drafting.acceptance import Calibration
 from coordinator.drafting.costs import StepTimes
-from coordinator.drafting.draft_lengths import PLAIN_EVERY, PLAN_ROUNDS
+from coordinator.drafting.draft_lengths import PLAIN_EVERY, PLAN_ROUNDS, STATES_BEFORE_TRIAL
 from coordinator.drafting.drafting import Drafting, DraftWorker
 from coordinator.drafting.forced_tokens import TRIAL_EVERY
 from coordinator.drafting.outcome import RoundOutcome
@@ -381,3 +381,44 @@ def test_a_round_that_measures_plain_decoding_has_no_forced_tokens() -> None:
     drafting.lengths.guard.is_active = True  # no plain round was measured yet
     plan = plan_of(drafting, make_constrained())
     assert (plan.num_draft_tokens, plan.allows_forced_tokens) == (0, False)
+
+
+# --- Rounds in which the model rests
+
+
+def test_a_model_that_rests_is_still_tried_with_states_before() -> None:
+    """Rounds between plans are planned without the model's options, and count towards its trials."""
+    drafting, sequence = make_drafting(rate=0.02), make_sequence(method=DraftMethod.MODEL)
+    worker, reads, trials, rests = replace(WORKER, reads_states=True), list[bool](), list[int](), 0
+    for number in range(3000):
+        rests += drafting.lengths.rests(1)
+        plan = plan_of(drafting, sequence, worker)
+        reads.append(plan.reads_states)
+        if plan.num_draft_tokens:
+            assert plan.is_trial
+            trials.append(number)
+            drafting.lengths.acceptance.add(sequence.sequence_id, 1, 0)
+    assert len(trials) > 10
+    assert rests > 2000
+    assert all(all(reads[number - STATES_BEFORE_TRIAL : number + 1]) for number in trials)
+    assert sum(reads) <= len(trials) * (STATES_BEFORE_TRIAL + 1) + STATES_BEFORE_TRIAL
+
+
+def test_prompt_lookup_drafts_while_the_model_rests() -> None:
+    drafting, sequence = make_drafting(rate=0.02), make_sequence(LOOP)
+    for _ in range(20):
+        plan = plan_of(drafting, sequence)
+        drafting.observe(commit_of(sequence, (5, 6, 7, 8, 5), lookup=plan.lookup))
+    drafted = [(drafting.lengths.rests(1), len(plan_of(drafting, sequence).lookup_ids)) for _ in range(20)]
+    assert any(rests for rests, _ in drafted)
+    assert all(length > 3 for _, length in drafted)
+
+
+def test_a_model_that_has_become_good_drafts_again() -> None:
+    drafting, sequence = make_drafting(rate=0.02), make_sequence(method=DraftMethod.MODEL)
+    for _ in range(5000):
+        plan = plan_of(drafting, sequence)
+        if plan.num_draft_tokens and not plan.is_trial:
+            return
+        drafting.lengths.acceptance.add(sequence.sequence_id, plan.num_draft_tokens, plan.num_draft_tokens)
+    pytest.fail("the model was never used")
