@@ -6,10 +6,9 @@ One service runs all kinds in turns, because each request names its draft method
 "k5" draft a fixed number of tokens with the draft model, "adaptive" as many as pay off. "ngram" drafts by prompt
 lookup. "best" is the server's default, which picks the better method. The last three learn from run to run, so a
 warm-up comes first. Ratios are taken within a repeat; the tables show medians. Answers are streamed, and the client
-measures all times. "sustained"
-is the ratio while all places are taken, until the last request begins. "promise" is the speedup that the server
-predicts halfway through a run. An answer is exact if it
-equals the first plain answer to the same prompt. Exit status 1: an answer was not exact. The last line printed is JSON.
+measures all times. "sustained" is the ratio while all places are taken, until the last request begins. "promise" is
+the speedup that the server predicts halfway through a run. An answer is exact if it equals the first plain answer to
+the same prompt. Exit status 1: an answer was not exact. The last line printed is JSON.
 """
 
 import argparse

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from benchmarks.simulate.machine import Machine, Spent
 from coordinator.drafting.draft_lengths import DraftLengths, DraftOptions
+from coordinator.scheduling.commits import NO_DRAFTS
 from coordinator.scheduling.sequence import DraftMethod
 
 MAX_DRAFT_TOKENS = 8
@@ -62,7 +63,11 @@ class Adaptive(Fixed):
         """Whether the last round is a trial."""
 
     def choose(self, limits: dict[int, int]) -> dict[int, int]:
-        plans = self.lengths.choose({number: DraftOptions(limit) for number, limit in limits.items()})
+        plans = dict.fromkeys(limits, NO_DRAFTS)
+        if self.lengths.rests(len(limits)):
+            self.lengths.rest({}, len(limits))
+        else:
+            plans = self.lengths.choose({number: DraftOptions(limit) for number, limit in limits.items()})
         self._is_trial = any(plan.is_trial for plan in plans.values())
         return {number: plan.num_draft_tokens for number, plan in plans.items()}
 

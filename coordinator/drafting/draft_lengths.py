@@ -101,6 +101,8 @@ class DraftLengths:
     """Sequences for which the last round drafted branches in a trial."""
     _allowed_last: tuple[int, ...] = ()
     """Whether the model, prompt lookup, and trials only were allowed in the last round, and the maximum of branches."""
+    _has_model: bool = True
+    """Whether the draft worker could draft for a sequence at the model's last chance to draft."""
     _rested: int = 0
     """Rounds since the model's last chance to draft."""
     _since_plain: float = math.inf
@@ -124,8 +126,9 @@ class DraftLengths:
         return self.uses_model or self._trial_in > 0 or self._tries_model
 
     def rests(self, sequences: int) -> bool:
-        """Whether the model certainly does not draft in the next round, so that `rest` can replace `choose`."""
-        is_idle = not (self.uses_model or self._trial_in or self._tried) and self._model_trials.made >= FREE_TRIALS
+        """Whether the model does not draft in the next round, so that `rest` can replace `choose`."""
+        is_known = self._model_trials.made >= FREE_TRIALS or not self._has_model
+        is_idle = is_known and not (self.uses_model or self._trial_in or self._tried)
         return is_idle and self._age + 1 < PLAN_ROUNDS and not self._has_changed(sequences)
 
     def rest(self, options: Mapping[int, DraftOptions], batch: int) -> dict[int, DraftPlan]:
@@ -155,10 +158,10 @@ class DraftLengths:
             plans = {i: self._plan_branches(i, option, plans[i]) for i, option in options.items()}
         elif not self.plan.steps and not self.measures_plain:
             self._run_trials(plans, options, max_branches, tried)
-        self._rested = 0
+        self._rested, self._has_model = 0, any(option.has_model for option in options.values())
         if self.uses_model:
             self._trial_in = 0
-            self._model_trials.has_paid_off()
+            self._model_trials.restart()
         return self._finished(plans)
 
     def _has_changed(self, sequences: int) -> bool:
@@ -169,7 +172,7 @@ class DraftLengths:
         plans = {i: self._plan_sequence(i, option) for i, option in options.items()}
         self._num_lookup_tokens = {i: len(plan.lookup_ids) for i, plan in plans.items() if not plan.num_draft_tokens}
         if any(self._num_lookup_tokens.values()):
-            self._lookup_trials.has_paid_off()
+            self._lookup_trials.restart()
         self._since_plain += 1
         self.measures_plain = self._is_plain_due(batch)
         return dict.fromkeys(options, NO_DRAFTS) if self.measures_plain else plans

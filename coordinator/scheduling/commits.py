@@ -55,7 +55,7 @@ class DraftPlan(NamedTuple):
     reads_states: bool = True
     """Whether a draft that reads hidden states drafts now or soon, so that the target worker should return them."""
     is_trial: bool = False
-    """Whether the round is a trial of a draft method that currently does not pay off."""
+    """Whether the sequence tries a draft method that currently does not pay off."""
 
 
 NO_DRAFTS = DraftPlan()

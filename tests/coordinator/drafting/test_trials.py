@@ -28,13 +28,21 @@ def test_trials_that_lose_become_rarer_up_to_a_limit() -> None:
     assert EXTRA / last < TIME_SHARE / 4
 
 
-def test_a_trial_that_gains_or_use_of_the_method_makes_trials_frequent_again() -> None:
+def test_trials_that_gain_or_use_of_the_method_makes_trials_frequent_again() -> None:
     often, rarely = rounds_until_next(after_losses(FREE_TRIALS + 1)), rounds_until_next(after_losses(40))
     gaining, used = after_losses(40), after_losses(40)
-    gaining.settle(-0.1)
-    used.has_paid_off()
+    for _ in range(6):
+        gaining.settle(-0.1)
+    used.restart()
     assert rounds_until_next(gaining) <= often < rarely
     assert rounds_until_next(used) <= often
+
+
+def test_a_stalled_trial_is_paid_for_at_the_full_rate() -> None:
+    trials = after_losses(40)
+    rounds_until_next(trials)
+    trials.settle(4 * PLAIN)
+    assert rounds_until_next(trials) < 1.1 * 4 * PLAIN / TIME_SHARE + rounds_until_next(after_losses(40))
 
 
 def test_rounds_without_a_chance_to_try_count() -> None:
