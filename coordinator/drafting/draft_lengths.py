@@ -150,6 +150,7 @@ class DraftLengths:
         self._tries_model, tried = False, self._tried
         self._tried = ()
         options = self._allowed(options, batch, max_branches)
+        self._has_model = any(option.has_model for option in options.values())
         if self._has_changed(len(options)) or self._age >= PLAN_ROUNDS:
             self.plan, self._age = self._best_plan(options), 0
             self.branches = self._best_branches(options, batch, max_branches)
@@ -158,7 +159,7 @@ class DraftLengths:
             plans = {i: self._plan_branches(i, option, plans[i]) for i, option in options.items()}
         elif not self.plan.steps and not self.measures_plain:
             self._run_trials(plans, options, max_branches, tried)
-        self._rested, self._has_model = 0, any(option.has_model for option in options.values())
+        self._rested = 0
         if self.uses_model:
             self._trial_in = 0
             self._model_trials.restart()
@@ -322,7 +323,7 @@ class DraftLengths:
             i: option for i, option in options.items() if option.max_num_draft_tokens > 0 and not plans[i].lookup_ids
         }
         plain = self.costs.seconds(len(options), [])
-        if not any(option.has_model for option in options.values()):
+        if not self._has_model:
             self._trial_in = 0
         if lags := {i: option.draft_lag for i, option in idle.items() if option.has_model}:
             min_lag = min(lags.values())

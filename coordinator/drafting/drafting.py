@@ -106,6 +106,7 @@ class Drafting:
         In a round with adaptive requests, a fixed number of draft tokens is limited to the draft steps of the plan, or
         to `MIN_FIXED_TOKENS` if that is more. Otherwise adaptive requests would wait for unprofitable steps.
         """
+        batch = batch or len(group)
         self.costs.verify = verify_times or self.costs.verify
         self.costs.draft = (worker and worker.step_times) or self.costs.draft
         drafting = [sequence for sequence in group if sequence.request.num_speculative_tokens]
@@ -130,9 +131,9 @@ class Drafting:
             costs.ahead_exchange = first if worker.selects_branches else None
         of_adaptive = {s.sequence_id: options[s.sequence_id] for s in adaptive if s.sequence_id in options}
         if rests:
-            plans |= self.lengths.rest(of_adaptive, batch or len(group))
+            plans |= self.lengths.rest(of_adaptive, batch)
         elif adaptive:
-            plans |= self.lengths.choose(of_adaptive, batch or len(group), max_branches)
+            plans |= self.lengths.choose(of_adaptive, batch, max_branches)
             plans |= {
                 s.sequence_id: self._plan_adaptive(s, plans[s.sequence_id], limits[s.sequence_id]) for s in adaptive
             }

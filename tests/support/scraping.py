@@ -35,6 +35,11 @@ class Scrape:
         """Return the value of one sample. KeyError if there is none."""
         return self.values(name)[tuple(sorted(labels.items()))]
 
+    def calls(self) -> dict[tuple[str, str, str], float]:
+        """Return how many calls have ended, by service, method and status code."""
+        counts = ((dict(labels), count) for labels, count in self.values("specpool:grpc_server_handled_total").items())
+        return {(by["grpc_service"], by["grpc_method"], by["grpc_code"]): count for by, count in counts}
+
 
 async def http(port: int, request: str | bytes) -> tuple[str, dict[str, str], str]:
     """Send a request; return status, headers and body of the answer."""

@@ -24,7 +24,6 @@ from specpool.rpc.ports import free_port
 from specpool.rpc.server.server import Server
 
 ENDPOINT = "specpool.rpc.observability.metrics_endpoint"
-HANDLED = "specpool:grpc_server_handled_total"
 GET = "GET /metrics HTTP/1.1\r\n\r\n"
 
 
@@ -222,9 +221,6 @@ def text_of(metrics: list[Metric]) -> str:
 
 def counts(seen: Scrape) -> dict[tuple[str, str], float]:
     """Calls by method and code."""
-    totals = {}
-    for labels, value in seen.values(HANDLED).items():
-        by = dict(labels)
-        assert by["grpc_service"].startswith("grpc.") or by["grpc_service"] == by["grpc_method"] == "unknown"
-        totals[by["grpc_method"], by["grpc_code"]] = value
-    return totals
+    calls = seen.calls()
+    assert all(service.startswith("grpc.") or service == method == "unknown" for service, method, _ in calls)
+    return {(method, code): count for (_, method, code), count in calls.items()}
