@@ -99,9 +99,12 @@ class Verifier(SequenceEngine):
             raise WorkerFailedError(f"sequence {item.sequence_id}: the model's logits are not finite")
         rules = self.engine.slots[key].sampling
         grammar = None if rules is None else rules.grammar
-        if grammar is not None and (error := grammar.error_in(len(choices.token_ids))):
-            self.keep(key, item.base_length)
-            return Verdict(item.sequence_id, ItemStatus.GRAMMAR_FAILED, error=error)
+        if grammar is not None and not item.prefill_only:
+            choices = choices.first(grammar.num_masks)
+            if not choices.token_ids:
+                self.keep(key, item.base_length)
+                status = ItemStatus.GRAMMAR_FAILED if grammar.failure else ItemStatus.GRAMMAR_NOT_READY
+                return Verdict(item.sequence_id, status, error=grammar.failure)
         gained = [] if item.prefill_only else accept(item.draft_token_ids, choices.token_ids)
         # Rejected positions stay in the slot until overwritten. `num_cached_tokens` marks the valid ones.
         num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(gained) - 1)

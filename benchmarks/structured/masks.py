@@ -13,10 +13,11 @@ import torch
 
 from benchmarks.report import percentile, progress, seconds_of
 from benchmarks.structured.questions import Question
-from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.options import MAX_GRAMMAR_MEMORY, EngineOptions
 from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.engine.run.sequences import SequenceEngine
-from specpool.engine.sampling.grammars import Grammars, SequenceGrammar
+from specpool.engine.sampling.grammars import Grammars
+from specpool.engine.sampling.masks import SequenceGrammar
 from specpool.engine.sampling.rules import SequenceRules
 from specpool.engine.startup.loading import load_unproven_engine
 from specpool.protocol.sampling import SamplingParams
@@ -32,10 +33,8 @@ def mask_rows(answers: list[tuple[Question, list[int]]], options: argparse.Names
     target = str(embedded_pair().target)
     engine = SequenceEngine(load_unproven_engine(EngineOptions(model=target, max_sequences=8), exact=True))
     files, size = engine.engine.loaded.tokenizer, engine.engine.vocab_size
-    masks = [replayed(Grammars(files, size), size, answers)]
-    masks.append(
-        replayed(Grammars(enlarged(files, options.vocabulary), options.vocabulary), options.vocabulary, answers)
-    )
+    sizes = {size: files, options.vocabulary: enlarged(files, options.vocabulary)}
+    masks = [replayed(Grammars(own, number, MAX_GRAMMAR_MEMORY), number, answers) for number, own in sizes.items()]
     passes = [pass_row(engine, answers, sequences, options.draft_tokens, 30) for sequences in (1, 8)]
     return masks, passes
 
@@ -65,6 +64,7 @@ def replayed(grammars: Grammars, size: int, answers: list[tuple[Question, list[i
     compiled, seconds, forced, right, forcing = [], [], 0, 0, 0
     for question, token_ids in progress(answers, f"masks of {size:,} tokens"):
         start = time.perf_counter()
+        grammars.error_of(question.grammar)
         grammar = grammars.start(question.grammar, 0)
         compiled.append(time.perf_counter() - start)
         for length in range(len(token_ids)):

@@ -9,8 +9,10 @@ from tokenizers import Tokenizer
 
 from specpool.protocol.tokenizer import TokenizerFiles
 
-LIMITS = LLParserLimits(max_grammar_size=200_000, step_max_items=2000, verbose_errors=False)
-"""Limits of a grammar. They keep its compilation within tenths of a second, and nearly all masks within hundredths."""
+MAX_LEXER_STATES = 32_000
+"""Maximum states of a compiled grammar's lexer, which take up to 600 bytes each (measured)."""
+STEP_MAX_ITEMS = 2000
+"""Maximum parser items of a mask."""
 
 
 class GrammarError(ValueError):
@@ -28,9 +30,20 @@ def load_grammar_tokenizer(files: TokenizerFiles, vocab_size: int) -> LLTokenize
     return LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(files.eos_token_ids) or None)
 
 
-def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Return a matcher at the start of the text. Raises GrammarError. Releases the interpreter lock."""
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+def compile_grammar(tokenizer: LLTokenizer, grammar: str, max_lexer_states: int = MAX_LEXER_STATES) -> LLMatcher:
+    """Return a matcher at the start of the text. Raises GrammarError. Releases the interpreter lock.
+
+    The limits keep compilation and nearly all masks within tenths of a second. A mask that reuses lexer states takes
+    less fuel, so the limit on fuel is far above what 32,000 states of ordinary grammars need.
+    """
+    limits = LLParserLimits(
+        max_grammar_size=200_000,
+        step_max_items=STEP_MAX_ITEMS,
+        step_lexer_fuel=2_000_000,
+        max_lexer_states=max_lexer_states,
+        verbose_errors=False,
+    )
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarError(matcher.get_error())
     return matcher

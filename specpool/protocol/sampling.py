@@ -94,6 +94,11 @@ class Logprobs:
             packed.top_logprobs.extend(top_logprobs)
         return packed
 
+    def first(self, count: int) -> "Logprobs":
+        """The log-probabilities of the first `count` positions."""
+        top = count * self.num_top
+        return Logprobs(self.num_top, self.logprobs[:count], self.top_token_ids[:top], self.top_logprobs[:top])
+
     def __len__(self) -> int:
         return len(self.logprobs)
 

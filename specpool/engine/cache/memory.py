@@ -29,14 +29,17 @@ class Footprint:
     weights: int
     activations: int  # upper bound for one pass
     kv: int = 0  # KV cache of all slots
-    base: int = 0  # everything else in the process; counted only under `memory_limit`
+    # Counted only under `memory_limit`:
+    grammars: int = 0  # compiled grammars and their tokenizer, once they are used
+    base: int = 0  # everything else in the process
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.kv + self.base
+        return self.weights + self.activations + self.kv + self.grammars + self.base
 
     def __str__(self) -> str:
-        parts = [f"{name} {_readable(count)}" for name, count in vars(self).items() if count or name != "base"]
+        optional = "grammars", "base"
+        parts = [f"{name} {_readable(count)}" for name, count in vars(self).items() if count or name not in optional]
         return f"{_readable(self.total)}: {', '.join(parts)}"
 
 
@@ -71,8 +74,9 @@ class KVLimit:
         if self.included is None:
             return limit
         base = f"{self.included.base:,} of the process, " if self.included.base else ""
+        grammars = f"{self.included.grammars:,} of grammars, " if self.included.grammars else ""
         own = f"{self.included.weights:,} of weights and {self.included.activations:,} of activations"
-        return f"{limit}, less {base}{own},"
+        return f"{limit}, less {base}{grammars}{own},"
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -9,6 +9,7 @@ from specpool.engine.config.activations import INT8, Activations, check_int8
 
 MAX_RANKS = 64
 MIN_MODEL_LEN = 16
+MIN_GRAMMAR_MEMORY, MAX_GRAMMAR_MEMORY = 32 * 2**20, 256 * 2**20
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -68,6 +69,11 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         None,
         description="total memory per rank, such as 2GiB: on a CPU, the resident memory of the process; on a GPU, what "
         "it allocates there. The KV cache gets what everything else leaves; replaces kv_memory",
+    )
+    grammar_memory: ByteSize | None = Field(
+        None,
+        description="host memory of compiled grammars, at least 32MiB; 0 turns constraints off; default: 256MiB, or a "
+        "32nd of a CPU worker's memory_limit, which includes it",
     )
     kv_layout: Literal["slots", "padded"] = Field(
         "slots",
@@ -140,6 +146,14 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         limits = {name: getattr(self, name) for name in ("kv_memory", "memory_budget", "memory_limit")}
         return {name: int(limit) for name, limit in limits.items() if limit is not None}
 
+    def resolve_grammar_memory(self, device_type: str) -> int:
+        """Return `grammar_memory` in bytes, or its default for this type of device."""
+        if self.grammar_memory is not None:
+            return int(self.grammar_memory)
+        if self.memory_limit is None or device_type != "cpu":
+            return MAX_GRAMMAR_MEMORY
+        return min(MAX_GRAMMAR_MEMORY, max(MIN_GRAMMAR_MEMORY, int(self.memory_limit) // 32))
+
     def resolve_max_num_batched_tokens(self, device_type: str) -> int:
         """Return `max_num_batched_tokens`, or its default for this type of device."""
         return self.max_num_batched_tokens or (512 if device_type == "cpu" else 2048)
@@ -160,6 +174,8 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
             raise ValueError("master_addr must be given if nnodes is above 1, and only then")
         if self.master_secret_file is not None and self.nnodes == 1:
             raise ValueError("master_secret_file must be given only if nnodes is above 1")
+        if self.grammar_memory is not None and 0 < self.grammar_memory < MIN_GRAMMAR_MEMORY:
+            raise ValueError(f"grammar_memory must be 0 or at least 32MiB, not {self.grammar_memory.human_readable()}")
         if len(self.memory_limits) > 1:
             raise ValueError(f"give {' or '.join(self.memory_limits)}, not both")
         if self.activations == INT8:

@@ -66,6 +66,8 @@ class Engine:
         log.info("max_model_len %d (%s)", self.max_model_len, reason)
         self.kv_layout = options.kv_layout
         self.slots, self.layout, self.footprint = reserved.slots, reserved.layout, reserved.footprint
+        self.grammar_bytes = reserved.grammar_bytes
+        """Limit of the memory of compiled grammars."""
         self.leader = leader
         """Rank 0's connection to the other ranks; None unless the model is sharded."""
         self.runner = PassRunner(forward_pass, self.layout.arena, self.tiles, facts.query_groups, facts.hidden_size)

@@ -26,6 +26,8 @@ from specpool.engine.passes.forward_pass import ForwardPass
 
 log = logging.getLogger(__name__)
 
+GRAMMAR_BYTES_PER_TOKEN = 900
+"""Measured size of llguidance's tokenizer per token of the vocabulary."""
 LENGTH_STEP = 512
 """A `max_model_len` that memory limits is a multiple of this, so starts with slightly less memory agree on it."""
 
@@ -39,6 +41,8 @@ class ReservedCache:
     footprint: Footprint
     max_model_len: int
     """Maximum positions of a sequence: fewer than the model's if memory limits them."""
+    grammar_bytes: int
+    """Limit of the memory of compiled grammars."""
 
 
 def footprint_of(loaded: LoadedModel, facts: ModelFacts, forward_pass: ForwardPass, rows: int) -> Footprint:
@@ -68,6 +72,9 @@ def reserve_cache(
     UnsupportedModelError: the limit is too small for a sequence of the requested length, or exceeds the device memory.
     """
     layout, per_token = LAYOUTS[options.kv_layout], facts.kv_bytes_per_token(dtype)
+    grammar_bytes = options.resolve_grammar_memory(facts.device.type)
+    if options.memory_limit is not None and grammar_bytes and facts.device.type == "cpu":
+        others = replace(others, grammars=grammar_bytes + facts.vocab_size * GRAMMAR_BYTES_PER_TOKEN)
     limit = replace(kv_limit(options, others, facts.device), other_ranks=other_ranks)
     spare = tiles.kv if layout.spare_columns else 0
     length = facts.max_model_len
@@ -88,7 +95,8 @@ def reserve_cache(
             f"a KV cache of {columns * per_token:,} bytes cannot be allocated: {first_line(error)}"
         ) from error
     extents = Extents(options.max_sequences, longest, columns, multiple)
-    return ReservedCache(SlotTable(options.max_sequences, extents), layout(arena, extents), footprint, length)
+    slots = SlotTable(options.max_sequences, extents)
+    return ReservedCache(slots, layout(arena, extents), footprint, length, grammar_bytes)
 
 
 def _affordable_length(length: int, columns: int) -> int:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.passes.drafts import Choice, Draft, DraftRound, drafts_of, extend_drafts
 from specpool.engine.run.engine import Engine
 from specpool.engine.sampling.batch import Sampler
-from specpool.engine.sampling.grammars import Grammars
+from specpool.engine.sampling.grammars import Grammars, settle
 from specpool.engine.sampling.ranking import Ranking, rank_rows
 from specpool.engine.sampling.rows import SequenceRows
 from specpool.engine.sampling.rules import SequenceRules
@@ -28,7 +29,7 @@ from specpool.protocol.worker_info import CacheLoad, WorkerInfo
 ITEMS_PER_SLOT = 4
 """A round may name more sequences than there are slots; the rest get NO_SLOT."""
 GRAMMAR_SECONDS = 0.01
-"""How long a round waits for a new grammar. Afterwards, the round continues without its sequence."""
+"""How long a round waits for new grammars, and for masks after its pass. Then it continues without these sequences."""
 LOGITS_PER_SLOT = 1 + 4 * MAX_DRAFT_TOKENS
 """Bounds the logits of a round: drafts of four times the usual length in all sequences at once."""
 
@@ -53,6 +54,10 @@ class Choices:
     states: States | None = None
     """Hidden states of the span's last `num_states` tokens; None: no states were requested."""
 
+    def first(self, count: int) -> Self:
+        """The choices of the first `count` rows."""
+        return replace(self, token_ids=self.token_ids[:count], logprobs=self.logprobs.first(count))
+
 
 class SequenceEngine:
     """An engine whose slots belong to sequences. Base class of both workers' backends."""
@@ -68,9 +73,9 @@ class SequenceEngine:
         if facts.device.type == "cuda" and not kernels:
             engine.notes.append("samples slowly, row by row, because its sampling kernels cannot run here")
         self._sampler = Sampler(engine.head, facts.device, engine.native)
-        self.grammars = Grammars(engine.loaded.tokenizer, engine.vocab_size)
+        self.grammars = Grammars(engine.loaded.tokenizer, engine.vocab_size, engine.grammar_bytes)
         self._grammar_deadline = 0.0
-        """Until when the current round waits for new grammars, in seconds of `time.monotonic`."""
+        """Until when the current round waits for grammars before its pass, in seconds of `time.monotonic`."""
 
     def info(self) -> WorkerInfo:
         """Description of the model and its load."""
@@ -184,7 +189,7 @@ class SequenceEngine:
         """Run the spans in one forward pass, and choose the tokens of their rows of logits. See `choose`."""
         if confidences:
             rows = [replace(each, num_logprobs=0) if each.rules is None else each for each in rows]
-        masks = self.grammars.compute(
+        jobs = self.grammars.compute(
             (each.rules.grammar, each.token_ids, each.count)
             for each in rows
             if each.rules is not None and each.rules.grammar is not None and each.prefix_length is None and each.count
@@ -195,9 +200,8 @@ class SequenceEngine:
                 logits, found = self.engine.forward_with_states(spans, state_layers)
             else:
                 logits = self.engine.forward(spans)
-        finally:  # the next pass uses the same matchers
-            if masks is not None:
-                masks.result()
+        finally:
+            settle(jobs, GRAMMAR_SECONDS)
         choices, sampled = [], self._sampler(logits, rows)
         states: Sequence[States | None] = [None] * len(spans)
         if found is not None:  # on a GPU, this copy waits for the pass
@@ -307,6 +311,8 @@ class SequenceEngine:
         slots = self.engine.slots
         if self._is_first_contact(item) and (status := self._grammar_status(item.sampling)) is not ItemStatus.OK:
             return status
+        if self.requires_grammars and not self._has_masks(slots.find(key)):
+            return ItemStatus.GRAMMAR_NOT_READY
         if item.prefix_sequence_id is not None and key not in slots:
             copied = self._copy(key, (key[0], item.prefix_sequence_id), item)
             if copied is not ItemStatus.OK:
@@ -323,6 +329,12 @@ class SequenceEngine:
             return ItemStatus.GRAMMAR_NOT_READY
         failed = self.requires_grammars and self.grammars.error_of(sampling.grammar)
         return ItemStatus.GRAMMAR_FAILED if failed else ItemStatus.OK
+
+    def _has_masks(self, slot: Slot | None) -> bool:
+        """Wait for the masks of a sequence that took too long in its last round. Return whether they are complete."""
+        if slot is None or slot.sampling is None or slot.sampling.grammar is None:
+            return True
+        return slot.sampling.grammar.wait(max(0.0, self._grammar_deadline - time.monotonic()))
 
     def _copy(self, key: SequenceKey, source_key: SequenceKey, item: SequenceItem) -> ItemStatus:
         """Start a sequence from another sequence's cache."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from specpool.engine.sampling.grammars import BITS, SequenceGrammar, Words, mask_of
+from specpool.engine.sampling.lexers import BITS, Words, mask_of
+from specpool.engine.sampling.masks import SequenceGrammar
 from specpool.protocol.sampling import SamplingParams
 
 Ids = NDArray[np.int32]
@@ -94,8 +95,6 @@ class SequenceRules:
         """Forget all but the first `length` tokens of the sequence."""
         if self._counts is not None:
             self._counts.truncate(length)
-        if self.grammar is not None:
-            self.grammar.truncate(length)
 
     def changes(self, token_ids: Sequence[int], count: int) -> list[Changes | None]:
         """Return the changes of each of `count` rows, which follow the last tokens of the sequence. None: no change.

@@ -161,7 +161,9 @@ async def test_drafts_are_legal_and_forced_tokens_take_no_pass(draft: Worker) ->
 
 
 def matches_prefix(engine: Engine, text: str) -> bool:
-    sequence = Grammars(engine.loaded.tokenizer, engine.vocab_size).start(OBJECT, 0)
+    grammars = Grammars(engine.loaded.tokenizer, engine.vocab_size, 2**26)
+    assert not grammars.error_of(OBJECT)
+    sequence = grammars.start(OBJECT, 0)
     (mask,) = sequence.masks(ids_of(text), 1)
     return mask is not None
 
@@ -194,6 +196,30 @@ async def test_nobody_waits_for_a_slow_grammar(target: Worker, monkeypatch: pyte
     while result.status == GRAMMAR_NOT_READY:
         (result,) = await target.round(item)
     assert result.status == OK
+
+
+MANY_STATES = r"start: /(.|\n)*[!-~](.|\n){12}z1/"
+"""The lexer has a state for every set of places of printable ASCII characters among the last characters."""
+
+
+@pytest.mark.parametrize("max_states", [60, 32_000])
+async def test_limits_of_a_grammar_end_what_plain_decoding_ends(
+    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, max_states: int
+) -> None:
+    """Neither drafts nor earlier requests with the same grammar use up what a request may take."""
+    monkeypatch.setattr("specpool.engine.sampling.grammars.SMALL_LEXER_STATES", 40)
+    monkeypatch.setattr("specpool.protocol.grammars.MAX_LEXER_STATES", max_states)
+    outcomes = []
+    async with serving(TARGET, engines[TARGET.name]) as target:
+        for k in (0, 3, 0, 12, 1):
+            results = await target.round(first(sampled(MANY_STATES, temperature=1.5)))
+            while results[-1].status == OK and len(token_ids := tokens_in(results)) < 90:
+                drafts = ids_of("aeiou" * 3)[:k]
+                results += await target.round(verify(1, len(PROMPT) + len(token_ids) - 1, token_ids[-1:], drafts))
+            outcomes.append((tokens_in(results)[:90], results[-1].status, results[-1].error))
+            await target.release(1)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    assert outcomes[0][1] == (GRAMMAR_FAILED if max_states == 60 else OK)
 
 
 @pytest.mark.parametrize("is_installed", [True, False])

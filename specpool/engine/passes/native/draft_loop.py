@@ -32,8 +32,8 @@ from specpool.engine.passes.packing import NUMBERS_PER_ROW, PackedBatch
 from specpool.engine.sampling import compiled
 from specpool.engine.sampling.batch import compiled_is_exact
 from specpool.engine.sampling.compiled import NOTHING_REJECTED, NativeSampler, Row, compile_sampler, point_to_changes
-from specpool.engine.sampling.grammars import SequenceGrammar, Words
 from specpool.engine.sampling.head import Head
+from specpool.engine.sampling.lexers import ALL, Reader, Words
 from specpool.engine.sampling.rules import Changes
 
 SOURCES = (Path(__file__).with_name("draft_loop.c"), compiled.ROWS)
@@ -215,16 +215,19 @@ READ_TOKEN = CFUNCTYPE(None, c_int64, c_int64)
 
 def _reader(drafts: Sequence[Draft], changes: Sequence[Changes | None]) -> Any:
     """The function that updates a draft's mask after each token. Each draft reads a fork of its sequence's grammar."""
-    grammars: dict[int, tuple[SequenceGrammar, Words]] = {}
+    readers: dict[int, tuple[Reader | None, Words]] = {}
     for number, (draft, change) in enumerate(zip(drafts, changes, strict=True)):
         if change is not None and change.allowed is not None:
             assert draft.rules is not None
             assert draft.rules.grammar is not None
-            grammars[number] = draft.rules.grammar.fork(draft.context), change.allowed
+            readers[number] = draft.rules.grammar.fork(draft.context), change.allowed
 
     def read_token(number: int, token_id: int) -> None:
-        grammar, allowed = grammars[number]
-        grammar.read_token(token_id, allowed)
+        reader, allowed = readers[number]
+        if reader is None:
+            allowed.fill(ALL)
+        else:
+            reader.read_token(token_id, allowed)
 
     return READ_TOKEN(read_token)
 

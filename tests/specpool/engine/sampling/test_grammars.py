@@ -1,25 +1,28 @@
 """Masks depend only on the tokens before them, however a sequence grew, and samplers choose allowed tokens only."""
 
 import random
+import threading
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from llguidance import LLParserLimits
 
 from specpool.engine.sampling.batch import Sampler
 from specpool.engine.sampling.compiled import BLOCK
-from specpool.engine.sampling.grammars import BITS, Grammars, SequenceGrammar, Words
+from specpool.engine.sampling.grammars import Grammars, settle
 from specpool.engine.sampling.head import Head
+from specpool.engine.sampling.lexers import BITS, Lexer, Words
+from specpool.engine.sampling.masks import SequenceGrammar
 from specpool.engine.sampling.rows import SequenceRows
 from specpool.engine.sampling.rules import SequenceRules
 from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.testing import EOS_TOKEN_ID, byte_tokenizer
 
+MEMORY = 2**26
 VOCAB = EOS_TOKEN_ID + 44
 """Models have more tokens than their tokenizers."""
 PROMPT = [1, 2, EOS_TOKEN_ID]
@@ -31,7 +34,19 @@ FILES = TokenizerFiles(TOKENIZER.to_str().encode(), "", {}, (EOS_TOKEN_ID,))
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return Grammars(FILES, VOCAB)
+    return Grammars(FILES, VOCAB, MEMORY)
+
+
+def start(grammars: Grammars, grammar: str, prompt_length: int = 0) -> SequenceGrammar:
+    """A new sequence with a compiled grammar."""
+    assert not grammars.error_of(grammar)
+    return grammars.start(grammar, prompt_length)
+
+
+def masks_of(grammars: Grammars, sequence: SequenceGrammar, token_ids: Sequence[int], count: int) -> list[Words | None]:
+    """The masks of a round, however long they take."""
+    settle(grammars.compute([(sequence, token_ids, count)]), 60.0)
+    return sequence.masks(token_ids, count)
 
 
 def ids_of(text: str) -> list[int]:
@@ -45,7 +60,7 @@ def allowed_by(mask: Words | None) -> set[int]:
 
 
 def fresh_masks(grammars: Grammars, grammar: str, token_ids: Sequence[int], count: int) -> list[set[int] | None]:
-    masks = grammars.start(grammar, len(PROMPT)).masks(token_ids, count)
+    masks = start(grammars, grammar, len(PROMPT)).masks(token_ids, count)
     return [None if mask is None else allowed_by(mask) for mask in masks]
 
 
@@ -53,29 +68,26 @@ def fresh_masks(grammars: Grammars, grammar: str, token_ids: Sequence[int], coun
 @given(grammar=st.sampled_from([COLORS, LIST]), seed=st.integers(0, 10_000))
 def test_masks_are_those_of_a_grammar_that_reads_all_at_once(grammars: Grammars, grammar: str, seed: int) -> None:
     """Sequences grow by legal tokens, are verified with legal and illegal drafts, and are truncated."""
-    pick, kept, tokens = random.Random(seed), grammars.start(grammar, len(PROMPT)), [*PROMPT]
+    pick, kept, tokens = random.Random(seed), start(grammars, grammar, len(PROMPT)), [*PROMPT]
     for _ in range(12):
         (mask,) = kept.masks(tokens, 1)
         legal = sorted(allowed_by(mask))
         tokens.append(pick.choice(legal))
         if tokens[-1] == EOS_TOKEN_ID or pick.random() < 0.3:
             del tokens[pick.randrange(len(PROMPT), len(tokens)) :]
-        kept.truncate(len(tokens))
         drafts = [pick.choice([*legal, pick.randrange(EOS_TOKEN_ID)]) for _ in range(pick.randrange(4))]
         if pick.random() < 0.5:
-            kept.compute([*tokens, *drafts], len(drafts) + 1)
+            settle(grammars.compute([(kept, [*tokens, *drafts], len(drafts) + 1)]), 60.0)
         masks = kept.masks([*tokens, *drafts], len(drafts) + 1)
         expected = fresh_masks(grammars, grammar, [*tokens, *drafts], len(drafts) + 1)
         assert [None if mask is None else allowed_by(mask) for mask in masks] == expected
-        assert not kept.error_in(len(drafts) + 1)
-        kept.truncate(len(tokens))
+        assert not kept.failure
 
 
 def test_the_end_is_allowed_where_the_text_may_end(grammars: Grammars) -> None:
-    sequence, tokens = grammars.start(COLORS, len(PROMPT)), [*PROMPT, *ids_of("red"), EOS_TOKEN_ID]
+    sequence, tokens = start(grammars, COLORS, len(PROMPT)), [*PROMPT, *ids_of("red"), EOS_TOKEN_ID]
     masks = [allowed_by(mask) for mask in sequence.masks(tokens, 5)]
     assert masks == [{*ids_of("rg")}, {*ids_of("e")}, {*ids_of("d")}, {EOS_TOKEN_ID}, {EOS_TOKEN_ID}]
-    sequence.truncate(len(tokens) - 1)
     assert [allowed_by(mask) for mask in sequence.masks(tokens[:-1], 1)] == [{EOS_TOKEN_ID}]
     assert fresh_masks(grammars, COLORS, tokens, 1) == [{EOS_TOKEN_ID}]
     for text in ([*ids_of("re"), EOS_TOKEN_ID], [*ids_of("red"), EOS_TOKEN_ID, 0]):
@@ -83,42 +95,40 @@ def test_the_end_is_allowed_where_the_text_may_end(grammars: Grammars) -> None:
 
 
 def test_all_tokens_that_end_a_text_are_allowed_together() -> None:
-    several = Grammars(TokenizerFiles(FILES.tokenizer_json, "", {}, (EOS_TOKEN_ID, 0)), VOCAB)
-    (mask,) = several.start(COLORS, 0).masks(ids_of("red"), 1)
+    several = Grammars(TokenizerFiles(FILES.tokenizer_json, "", {}, (EOS_TOKEN_ID, 0)), VOCAB, MEMORY)
+    (mask,) = start(several, COLORS).masks(ids_of("red"), 1)
     assert allowed_by(mask) == {EOS_TOKEN_ID, 0}
 
 
 def test_rows_after_an_illegal_draft_token_have_no_mask(grammars: Grammars) -> None:
-    masks = grammars.start(COLORS, len(PROMPT)).masks([*PROMPT, *ids_of("gxe")], 4)
+    masks = start(grammars, COLORS, len(PROMPT)).masks([*PROMPT, *ids_of("gxe")], 4)
     assert [mask is None for mask in masks] == [False, False, True, True]
 
 
 def test_a_committed_text_outside_the_grammar_is_an_error(grammars: Grammars) -> None:
-    sequence = grammars.start(COLORS, len(PROMPT))
-    assert sequence.masks([*PROMPT, *ids_of("x")], 1) == [None]
-    assert "does not match" in sequence.error_in(1)
-    assert sequence.error_in(0) == ""
+    sequence = start(grammars, COLORS, len(PROMPT))
+    assert masks_of(grammars, sequence, [*PROMPT, *ids_of("x")], 1) == [None]
+    assert "does not match" in sequence.failure
 
 
 def test_forced_tokens_are_the_only_continuation(grammars: Grammars) -> None:
-    sequence, tokens = grammars.start(COLORS, len(PROMPT)), [*PROMPT, *ids_of("grey")]
+    sequence, tokens = start(grammars, COLORS, len(PROMPT)), [*PROMPT, *ids_of("grey")]
     assert sequence.forced(tokens, 10) == (*ids_of(" goose"),)
     assert sequence.forced(tokens, 2) == (*ids_of(" g"),)
     assert sequence.forced(tokens, 0) == ()
-    sequence.truncate(len(tokens) - 1)
     assert sequence.forced(tokens[:-1], 10) == ()  # green, or grey goose
     assert sequence.forced([*tokens[:-1], *ids_of("x")], 10) == ()
 
 
 def test_a_fork_reads_on_by_itself(grammars: Grammars) -> None:
-    sequence = grammars.start(COLORS, len(PROMPT))
+    sequence = start(grammars, COLORS, len(PROMPT))
     sequence.masks([*PROMPT, *ids_of("g")], 1)
     forks = [sequence.fork([*PROMPT, *ids_of(text)]) for text in ("gre", "gre")]
     mask = np.zeros(-(-VOCAB // BITS), np.uint32)
-    forks[0].read_token(*ids_of("y"), mask)
-    assert allowed_by(mask) == {*ids_of(" ")}
-    forks[1].read_token(*ids_of("e"), mask)
-    assert allowed_by(mask) == {*ids_of("n")}
+    for fork, token, following in zip(forks, "ye", " n", strict=True):
+        assert fork is not None
+        fork.read_token(*ids_of(token), mask)
+        assert allowed_by(mask) == {*ids_of(following)}
     assert [allowed_by(each) for each in sequence.masks([*PROMPT, *ids_of("gr")], 1)] == [{*ids_of("e")}]
 
 
@@ -139,63 +149,187 @@ AMBIGUOUS = 'start: "y" | "x" s\ns: s s s | s s | T\nT: /[a-z ]/'
 
 
 def test_a_failure_after_a_draft_token_concerns_only_that_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specpool.protocol.grammars.LIMITS", LLParserLimits(step_max_items=120, verbose_errors=False))
-    sequence = Grammars(FILES, VOCAB).start(AMBIGUOUS, len(PROMPT))
+    monkeypatch.setattr("specpool.protocol.grammars.STEP_MAX_ITEMS", 120)
+    grammars = Grammars(FILES, VOCAB, MEMORY)
+    sequence = start(grammars, AMBIGUOUS, len(PROMPT))
     draft = [*PROMPT, *ids_of("x" + 30 * "a")]
-    masks = sequence.masks(draft, 32)
+    masks = masks_of(grammars, sequence, draft, 32)
     failed = [mask is None for mask in masks].index(True)
     assert 0 < failed < 31
-    assert sequence.error_in(failed) == ""
-    assert "items" in sequence.error_in(failed + 1)
-    sequence.truncate(len(PROMPT))
-    assert [allowed_by(mask) for mask in sequence.masks([*PROMPT, *ids_of("y")], 2)] == [
+    assert (sequence.num_masks, sequence.failure) == (failed, "")
+    assert masks_of(grammars, sequence, draft[: len(PROMPT) + failed], 1) == [None]
+    assert "items" in sequence.failure
+    assert [allowed_by(mask) for mask in masks_of(grammars, sequence, [*PROMPT, *ids_of("y")], 2)] == [
         {*ids_of("xy")},
         {EOS_TOKEN_ID},
     ]
-    assert sequence.error_in(2) == ""
+    assert sequence.failure == ""
+
+
+MANY_STATES = "start: /(.|\\n)*[aeiou](.|\\n){12}z1/"
+"""The lexer has a state for every set of places of vowels among the last letters."""
+
+
+class Client:
+    """Generates random legal texts with drafts, as a target worker verifies them."""
+
+    def __init__(self, grammars: Grammars, grammar: str, seed: int, length: int) -> None:
+        self._grammars, self._sequence = grammars, start(grammars, grammar, len(PROMPT))
+        self._pick, self._length = random.Random(seed), length
+        self.token_ids, self.failure = [*PROMPT], ""
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.failure) or len(self.token_ids) >= self._length
+
+    def choice(self, mask: Words, length: int) -> int:
+        """The token of the "model" at this length, among the allowed ones."""
+        letters = sorted(allowed_by(mask) & {*ids_of("aeioxy")})
+        return random.Random(f"{self._length} {length} {self.token_ids[len(PROMPT) :]}").choice(letters)
+
+    def step(self, k: int) -> None:
+        """Verify k draft tokens, of which some are right."""
+        drafts = self._pick.choices(ids_of("aeioxz1"), k=k)
+        masks = masks_of(self._grammars, self._sequence, [*self.token_ids, *drafts], k + 1)
+        self.failure = self._sequence.failure
+        for mask, draft in zip(masks, [*drafts, None], strict=True):
+            if mask is None or self.is_done:
+                break
+            self.token_ids.append(self.choice(mask, len(self.token_ids)))
+            if self.token_ids[-1] != draft:
+                break
+
+
+@pytest.fixture
+def _few_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specpool.engine.sampling.grammars.SMALL_LEXER_STATES", 40)
+    monkeypatch.setattr("specpool.protocol.grammars.MAX_LEXER_STATES", 70)
+
+
+@pytest.mark.usefixtures("_few_states")
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rounds=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8)), max_size=60), memory=st.booleans())
+def test_the_outcome_is_that_of_a_fresh_worker(rounds: list[tuple[int, int]], memory: bool) -> None:
+    """Whatever the drafts, the history, the other clients of the grammar and the memory are.
+
+    Plain decoding on a fresh worker fails once its lexer alone needs too many states for a text.
+    """
+    shared = Grammars(FILES, VOCAB, MEMORY if memory else 1)
+    clients = [Client(shared, MANY_STATES, seed, 60 + 20 * seed) for seed in range(3)]
+    for number, k in [*rounds, *((number, 4) for number in range(3) for _ in range(120))]:
+        if not clients[number].is_done:
+            clients[number].step(k)
+    for seed, client in enumerate(clients):
+        fresh = Client(Grammars(FILES, VOCAB, MEMORY), MANY_STATES, seed, 60 + 20 * seed)
+        while not fresh.is_done:
+            fresh.step(0)
+        assert (client.token_ids, client.failure) == (fresh.token_ids, fresh.failure)
+
+
+@pytest.mark.usefixtures("_few_states")
+def test_texts_that_need_too_many_states_fail_at_the_same_token(grammars: Grammars) -> None:
+    ends = set()
+    for k in (0, 1, 5, 16):
+        client = Client(Grammars(FILES, VOCAB, MEMORY), MANY_STATES, 0, 400)
+        while not client.is_done:
+            client.step(k)
+        assert "too many states" in client.failure
+        ends.add(len(client.token_ids))
+    assert len(ends) == 1
+
+
+def test_masks_that_take_long_make_nobody_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence with a large lexer goes on once its mask is there."""
+    monkeypatch.setattr("specpool.engine.sampling.grammars.SMALL_LEXER_STATES", 12)
+    grammars, may_go_on = Grammars(FILES, VOCAB, MEMORY), threading.Event()
+    compile_lexer = Grammars.compile
+
+    def patient(self: Grammars, grammar: str, is_large: bool) -> Lexer:
+        assert not is_large or may_go_on.wait(60)
+        return compile_lexer(self, grammar, is_large)
+
+    slow, quick = start(grammars, MANY_STATES), start(grammars, COLORS)
+    monkeypatch.setattr(Grammars, "compile", patient)
+    text, draft = ids_of("aexyaxiay"), ids_of("aeio")
+    jobs = grammars.compute([(slow, [*text, *draft], 5), (quick, ids_of("g"), 2)])
+    assert quick.wait(60)
+    settle(jobs, 0.0)
+    assert [mask is None for mask in quick.masks(ids_of("g"), 2)] == [False, False]
+    assert (slow.num_masks, slow.failure, slow.is_busy) == (0, "", True)
+    assert slow.masks([*text, *draft], 5) == [None] * 5
+    assert slow.forced(text, 4) == ()
+    assert slow.fork(text) is None
+    may_go_on.set()
+    assert slow.wait(60)
+    assert not any(mask is None for mask in masks_of(grammars, slow, [*text, *draft], 5))
+
+
+def test_a_mask_that_is_late_is_used_in_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specpool.engine.sampling.grammars.SMALL_LEXER_STATES", 8)
+    grammars = Grammars(FILES, VOCAB, MEMORY)
+    sequence = start(grammars, MANY_STATES)
+    jobs = grammars.compute([(sequence, ids_of("axe"), 1)])
+    settle(jobs, 0.0)
+    assert (sequence.num_masks, sequence.failure) in ((0, ""), (1, ""))
+    assert sequence.wait(60)
+    again = grammars.compute([(sequence, ids_of("axe"), 1)])
+    settle(again, 60.0)
+    assert again[0].masks[0] is jobs[0].masks[0]
+
+
+def test_compiled_grammars_stay_within_their_memory() -> None:
+    """A client's many grammars evict each other. Running sequences do not notice."""
+    grammars = Grammars(FILES, VOCAB, 3 * 2**20)
+    text = ids_of("axe")
+    sequences = [start(grammars, f"start: /(.|\\n)*[aeiou](.|\\n){{{number}}}z1/") for number in range(8, 24)]
+    expected = [allowed_by(*masks_of(grammars, each, text, 1)) for each in sequences]
+    assert grammars.num_bytes <= 3 * 2**20
+    assert [allowed_by(*masks_of(grammars, each, text, 1)) for each in sequences] == expected
+    assert grammars.num_bytes <= 3 * 2**20
+
+
+def test_evicted_grammars_free_their_memory() -> None:
+    grammars = Grammars(FILES, VOCAB, 1)
+    sequence = start(grammars, MANY_STATES)
+    masks_of(grammars, sequence, ids_of("axe"), 1)
+    lexer = grammars.cached(MANY_STATES)
+    assert lexer is not None
+    start(grammars, COLORS)
+    assert lexer.is_closed
+    with lexer.reading(sequence) as reader:
+        assert reader is None
 
 
 def test_a_grammar_cannot_end_the_text_in_its_middle(grammars: Grammars) -> None:
-    sequence = grammars.start('start: "a" (<eos> "b" | "c")', 0)
+    sequence = start(grammars, 'start: "a" (<eos> "b" | "c")')
     (mask,) = sequence.masks(ids_of("a"), 1)
     assert allowed_by(mask) == {*ids_of("c")}
-    only_end = grammars.start('start: "a" <eos> "b"', 0)
+    only_end = start(grammars, 'start: "a" <eos> "b"')
     assert only_end.forced(ids_of("a"), 9) == ()
-    assert only_end.masks(ids_of("a"), 1) == [None]
-    assert "no token" in only_end.error_in(1)
+    assert masks_of(grammars, only_end, ids_of("a"), 1) == [None]
+    assert "no token" in only_end.failure
 
 
-def test_grammars_being_compiled_are_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specpool.engine.sampling.grammars.MAX_GRAMMARS", 3)
-    own = Grammars(FILES, VOCAB)
+def test_a_flood_of_grammars_waits_for_its_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specpool.engine.sampling.grammars.MAX_COMPILING", 3)
+    own = Grammars(FILES, VOCAB, MEMORY)
     slow = ["start: " + " | ".join(f'"{n}" /[a-z]{{1,9}}{i}x{n}/' for n in range(300)) for i in range(5)]
-    for _ in range(3):
-        assert not any(own.wait(each, 0.0) for each in slow[3:])
-        own.wait(slow[0], 0.0)
-    assert len(own._compiled) == 3
-    assert all(own.wait(each, 60) for each in [*own._compiled])
-    assert all(own.wait(each, 60) for each in slow)
-
-
-def test_grammars_are_forgotten_in_the_order_of_their_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specpool.engine.sampling.grammars.MAX_GRAMMARS", 5)
-    own = Grammars(FILES, VOCAB)
-    for number in range(9):
-        assert own.wait(f'start: "{number}"', 60)
-        assert own.wait(COLORS, 60)
-    assert [*own._compiled] == [*(f'start: "{number}"' for number in range(5, 9)), COLORS]
+    for grammar in slow:
+        while not own.wait(grammar, 60):
+            pass
+        assert own.error_of(grammar) == ""
 
 
 def test_without_the_library_a_grammar_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpool.environment.extras._is_installed", lambda module: module != "llguidance")
-    without = Grammars(FILES, VOCAB)
+    without = Grammars(FILES, VOCAB, MEMORY)
     assert without.wait(COLORS, 0)
     assert "llguidance" in without.error_of(COLORS)
 
 
 def test_the_minimum_length_yields_where_only_the_end_is_allowed(grammars: Grammars) -> None:
     params = SamplingParams(min_tokens=9, stop_token_ids=(EOS_TOKEN_ID, *ids_of("e")), grammar=COLORS)
-    rules = SequenceRules(params, grammars.start(COLORS, 0))
+    rules = SequenceRules(params, start(grammars, COLORS))
     chosen = []
     for text in ("", "gre", "red"):
         rules.truncate(0)
@@ -211,9 +345,6 @@ class RandomMasks(SequenceGrammar):
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._size, self._seed = -(-vocab_size // BITS), seed
-
-    def truncate(self, length: int) -> None:
-        pass
 
     def masks(self, token_ids: Sequence[int], count: int) -> list[Words | None]:
         numbers = np.random.default_rng(self._seed)
