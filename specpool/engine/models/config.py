@@ -114,7 +114,9 @@ def _why_never_served(config: PreTrainedConfig, options: EngineOptions) -> str |
     check_sizes({name: read(name) for name in LIMITS}, options.model)  # the names are the same for all architectures
     if not read("num_attention_heads"):
         return unsupported(model_type, "no attention")
-    feature = None if is_fusable(config) else unsupported_attention(config)
+    # Drafts that read a target's states need the fused pass, whose refusal says more.
+    is_plain = not is_fusable(config) and options.target_model is None
+    feature = unsupported_attention(config) if is_plain else None
     return None if feature is None else unsupported(model_type, feature)
 
 
