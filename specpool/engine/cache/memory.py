@@ -128,6 +128,8 @@ def weight_bytes(model: nn.Module) -> int:
 def activation_bytes(config: Any, dtype: torch.dtype, vocab_size: int, rows: int) -> int:
     """Return an upper estimate of the activation bytes of a pass with `rows` rows that all need logits."""
     intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if isinstance(intermediate, list):  # one size per layer
+        intermediate = max(intermediate)
     per_row = HIDDEN_COPIES * config.hidden_size + INTERMEDIATE_COPIES * intermediate
     row_bytes: int = per_row * dtype.itemsize + LOGIT_COPIES * vocab_size * torch.float32.itemsize
     return rows * row_bytes

@@ -1,14 +1,80 @@
-"""Kinds of models, by the names in their configuration."""
+"""Kinds of models, and the features that no pass supports, by the names in a model's configuration. No torch."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForCausalLMEagle", "ForCausalLMEagle3")
 """Endings of the architectures with a causal language-model head, those of EAGLE heads included."""
+SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+MODELS_PAGE = "docs/models.md lists the supported models"
+"""End of every refusal of a kind of model."""
+
+_MODALITIES = ("vision_config", "audio_config", "audio_encoder_config", "audio_encoder", "vq_config", "text_config")
+_FEATURES: Mapping[str, str] = MappingProxyType(
+    {
+        "kv_lora_rank": "latent attention (MLA)",
+        "attn_logit_softcapping": "soft caps on attention scores",
+        "alibi": "position biases (ALiBi)",
+        "is_heterogeneous": "layers of different sizes",
+    }
+)
+"""Features by the key that has a value if a model has them."""
+_STATE_SPACE = ("state_size", "ssm_state_size", "mamba_d_state", "mamba_d_ssm")
+"""Keys of models whose unsupported layers are state-space layers."""
+_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        "bloom": "position biases (ALiBi)",
+        "mpt": "position biases (ALiBi)",
+        "rwkv": "recurrent layers without attention",
+        "xlstm": "recurrent layers without attention",
+        "gpt_oss": "attention sinks",
+        "diffllama": "differential attention",
+        "jetmoe": "mixtures of attention heads",
+        "reformer": "local and hashed attention",
+        "xlnet": "two-stream attention",
+        "xlm": "language embeddings",
+        "xmod": "language adapters",
+        "blt": "byte patches instead of tokens",
+    }
+)
+"""Features of model types whose configuration has no key for them."""
 
 
-def why_not_a_decoder(model_type: object, architectures: object, is_encoder_decoder: bool) -> str | None:
-    """Return why a model is not a decoder-only language model; None if it is, or if it names no architectures."""
-    if is_encoder_decoder:
-        return f"a {model_type} model is an encoder-decoder; only decoder-only models are served"
+def why_not_supported(read: Callable[[str], object]) -> str | None:
+    """Return why no model with these values in its configuration can be served; None if none rules it out.
+
+    `read`: returns the value of a key in config.json, or of a transformers configuration; None if it has none.
+    """
+    model_type, architectures = read("model_type"), read("architectures")
+    model = f"this {model_type} model"
+    if read("is_encoder_decoder") is True:
+        return f"{model} is an encoder-decoder; only decoder-only models are served; {MODELS_PAGE}"
+    modalities = ", ".join(key for key in _MODALITIES if read(key))
+    if modalities:
+        return f"{model} is multimodal ({modalities}); only language models are served; {MODELS_PAGE}"
+    features = (feature for key, feature in _FEATURES.items() if read(key))
+    feature = _TYPES.get(str(model_type)) or next(features, None)
+    if feature is not None:
+        return unsupported(model_type, feature)
     names = [str(name) for name in architectures] if isinstance(architectures, list) else []
     if names and not any(name.endswith(LANGUAGE_MODELS) for name in names):
-        return f"a {model_type} model has no causal language-model head (architectures: {', '.join(names)})"
+        return f"{model} has no causal language-model head (architectures: {', '.join(names)}); {MODELS_PAGE}"
     return None
+
+
+def why_layers_not_supported(read: Callable[[str], object]) -> str | None:
+    """Return why a model's layers cannot be served; None if `layer_types` does not rule them out.
+
+    `read`: returns a value of a transformers configuration. In config.json, older names of layers are possible.
+    """
+    types = read("layer_types")
+    names = sorted(set(types) - SUPPORTED_LAYERS) if isinstance(types, list | tuple) else []
+    if not names:
+        return None
+    kinds = ["state-space", *names] if any(map(read, _STATE_SPACE)) else names
+    return unsupported(read("model_type"), f"{', '.join(kinds)} layers")
+
+
+def unsupported(model_type: object, feature: str) -> str:
+    """Return the refusal of a model with this feature."""
+    return f"this {model_type} model is not supported, because it has {feature}; {MODELS_PAGE}"

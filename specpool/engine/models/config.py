@@ -5,14 +5,21 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
-from specpool.engine.config.architectures import why_not_a_decoder
-from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.architectures import (
+    MODELS_PAGE,
+    unsupported,
+    why_layers_not_supported,
+    why_not_supported,
+)
+from specpool.engine.config.options import MIN_MODEL_LEN, EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line, source_of
 from specpool.engine.models.checkpoint_quantization import why_unsupported_quantization
 from specpool.engine.models.config_values import LIMITS, check_gguf_sizes, check_sizes, check_types
 from specpool.engine.models.gguf_header import GgufError
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.model_files import read_config_file
+from specpool.engine.passes.dry_run import unsupported_attention
+from specpool.engine.passes.fused import is_fusable
 
 UNSTATED_MAX_MODEL_LEN = 4096
 """Maximum positions of a model that states none. No default is shorter, except the model's own limit."""
@@ -26,13 +33,9 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
         _check_files(options, is_gguf="gguf_file" in source)
         config: PreTrainedConfig = AutoConfig.from_pretrained(**source)
         check_types(config, options.model)
-        # With the defaults of its class, and under the same names for all architectures.
-        check_sizes({name: getattr(config, name, None) for name in LIMITS}, options.model)
-        refusal = (
-            _why_no_language_model(config)
-            or _why_not_full_attention(config, resolve_max_model_len(config, options))
-            or why_unsupported_quantization(config)
-        )
+        refusal = _why_never_served(config, options)
+        if refusal is None:
+            refusal = _why_not_at_length(config, resolve_max_model_len(config, options))
     except UnsupportedModelError:
         raise
     except GgufError as error:
@@ -53,7 +56,9 @@ def resolve_max_model_len(config: PreTrainedConfig, options: EngineOptions) -> i
     limit = _own_max_model_len(config)
     if options.max_model_len is not None:
         if options.max_model_len > limit:
-            raise UnsupportedModelError(f"max_model_len {options.max_model_len} exceeds the model's {limit} positions")
+            raise UnsupportedModelError(
+                f"--max-model-len {options.max_model_len} exceeds the model's {limit} positions"
+            )
         return options.max_model_len
     if options.kv_layout == "padded":  # every sequence takes the columns of the longest
         return min(limit, UNSTATED_MAX_MODEL_LEN)
@@ -79,7 +84,7 @@ def explain(error: Exception) -> str:
     """Return why transformers failed. Messages about unsafe files are replaced by clearer ones."""
     reason = first_line(error)
     if "contains custom code" in reason:
-        return "it needs its own code, which is never run"
+        return f"it needs its own code, which is never run; {MODELS_PAGE}"
     if "no file named model.safetensors" in reason or "a file named model.safetensors" in reason:
         return "it has no model.safetensors; only safetensors and GGUF files are read, because others can run code"
     return f"unknown or missing key {reason}" if isinstance(error, KeyError) else reason
@@ -93,32 +98,41 @@ def _check_files(options: EngineOptions, is_gguf: bool) -> None:
         read_config_file(options.model, options.revision)
 
 
-def _why_no_language_model(config: PreTrainedConfig) -> str | None:
-    model_type, architectures = config.model_type, getattr(config, "architectures", None)
-    refusal = why_not_a_decoder(model_type, architectures, config.is_encoder_decoder)
+def _why_never_served(config: PreTrainedConfig, options: EngineOptions) -> str | None:
+    """Return why no options can serve this configuration. Raises UnsupportedModelError for invalid sizes."""
+
+    def read(name: str) -> object:  # also defaults of the class
+        return getattr(config, name, None)
+
+    model_type = config.model_type
+    refusal = why_not_supported(read) or why_layers_not_supported(read) or why_unsupported_quantization(config)
+    if refusal is not None:
+        return refusal
     # GGUF files name no architecture; transformers then picks its class for the model type.
-    if refusal is None and not architectures and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return f"a {model_type} model has no causal language-model head (architectures: none)"
-    return refusal
+    if not read("architectures") and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"this {model_type} model has no causal language-model head (architectures: none); {MODELS_PAGE}"
+    check_sizes({name: read(name) for name in LIMITS}, options.model)  # the names are the same for all architectures
+    if not read("num_attention_heads"):
+        return unsupported(model_type, "no attention")
+    # Drafts that read a target's states need the fused pass, whose refusal says more.
+    is_plain = not is_fusable(config) and options.target_model is None
+    feature = unsupported_attention(config) if is_plain else None
+    return None if feature is None else unsupported(model_type, feature)
 
 
-def _why_not_full_attention(config: PreTrainedConfig, max_model_len: int) -> str | None:
-    model = f"{config.model_type} model"
-    unsupported = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
-    if unsupported:
-        return f"this {model} has {', '.join(unsupported)} layers; only full attention is served"
-    if not getattr(config, "num_attention_heads", None):
-        return f"a {model} has no attention; only full attention is served"
+def _why_not_at_length(config: PreTrainedConfig, max_model_len: int) -> str | None:
     limits = _attention_limits(config)
-    switch, window = limits.get(ROTARY, max_model_len), limits.get(WINDOW, max_model_len)
-    if switch < max_model_len:
-        return (
-            f"this {model} re-encodes the positions of a whole batch once one exceeds {switch}; "
-            f"serve it with max_model_len <= {switch}"
-        )
-    if window < max_model_len:
-        return f"this {model} has a sliding window of {window} positions; serve it with max_model_len <= {window}"
-    return None
+    cause = min(limits, key=limits.__getitem__, default=None)
+    if cause is None or limits[cause] >= max_model_len:
+        return None
+    limit = limits[cause]
+    feature = {
+        ROTARY: f"re-encodes the positions of a whole batch once one exceeds {limit}",
+        WINDOW: f"has a sliding window of {limit} positions",
+    }[cause]
+    if limit < MIN_MODEL_LEN:
+        return f"this {config.model_type} model {feature}, fewer than the minimum of {MIN_MODEL_LEN}; {MODELS_PAGE}"
+    return f"this {config.model_type} model {feature}; serve it with --max-model-len {limit} (see docs/models.md)"
 
 
 def _own_max_model_len(config: PreTrainedConfig) -> int:

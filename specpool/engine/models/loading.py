@@ -88,9 +88,7 @@ def load_model(
             return _load_eagle_head(options, config, device, report)
         return _load(options, config, device, share, report)
     except Exception as error:  # the files may contain anything
-        fixed = isinstance(error, KeyError) and error.args == (PACKED_ATTENTION,)
-        reason = f"{config.model_type} does not support custom attention" if fixed else explain(error)
-        raise UnsupportedModelError(f"{options.model} cannot be loaded: {reason}") from error
+        raise UnsupportedModelError(f"{options.model} cannot be loaded: {explain(error)}") from error
 
 
 def _check_activations(options: EngineOptions, config: PreTrainedConfig, device: torch.device) -> None:

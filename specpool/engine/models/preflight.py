@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ByteSize
 
-from specpool.engine.config.architectures import why_not_a_decoder
+from specpool.engine.config.architectures import why_not_supported
 from specpool.engine.config.device_names import check_device_name
 from specpool.engine.config.master_secret import read_secret
 from specpool.engine.config.options import MIN_MODEL_LEN, EngineOptions
@@ -89,9 +89,7 @@ def _read_config(options: EngineOptions) -> dict[str, Any] | None:
                 raise UnsupportedModelError(f"{model} is not a GGUF file")
         return None
     config = read_config_file(model, options.revision)
-    refusal = why_not_a_decoder(
-        config.get("model_type"), config.get("architectures"), config.get("is_encoder_decoder") is True
-    )
+    refusal = why_not_supported(config.get)
     if refusal is not None:
         raise UnsupportedModelError(refusal)
     return config

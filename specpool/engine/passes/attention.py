@@ -1,7 +1,8 @@
 """Packed attention over cache slots, for any transformers model through its attention registry."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,8 +16,24 @@ from specpool.engine.passes.packing import PackedBatch
 
 PACKED_ATTENTION = "specpool_packed"
 
-# Attention features that this function lacks. It raises if a model uses one.
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+# Features of attention that packed batches lack, by the argument with which models ask for them.
+_FEATURES: Mapping[str, str] = MappingProxyType(
+    {
+        "softcap": "soft caps on attention scores",
+        "s_aux": "attention sinks",
+        "sinks": "attention sinks",
+        "position_bias": "position biases",
+    }
+)
+
+
+def why_not_packed(module: torch.nn.Module, attention_mask: object, features: Mapping[str, Any]) -> str | None:
+    """Return the feature of this call of attention that packed batches lack; None if they run it."""
+    if attention_mask is not None:
+        return "attention masks of its own"
+    if not getattr(module, "is_causal", True):
+        return "bidirectional attention, like an encoder"
+    return next((feature for name, feature in _FEATURES.items() if features.get(name) is not None), None)
 
 
 def packed_attention(
@@ -24,7 +41,7 @@ def packed_attention(
     query: torch.Tensor,  # [1, heads, rows, dim]
     key: torch.Tensor,  # [1, kv_heads, rows, dim]
     value: torch.Tensor,  # [1, kv_heads, rows, dim]
-    attention_mask: None,
+    attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     packed_batch: PackedBatch | None = None,
     **features: Any,
@@ -34,9 +51,9 @@ def packed_attention(
     The signature is that of transformers' attention functions.
     """
     assert packed_batch is not None, f"{type(module).__name__} does not pass keyword arguments on to attention"
-    for name in _UNSUPPORTED:
-        if features.get(name) is not None:
-            raise NotImplementedError(f"attention with {name}")
+    reason = why_not_packed(module, attention_mask, features)
+    if reason is not None:
+        raise NotImplementedError(f"it has {reason}")
     window = features.get("sliding_window")
     if window is not None and window < packed_batch.max_length:
         raise NotImplementedError(f"attention with sliding_window {window} at position {packed_batch.max_length}")

@@ -1,6 +1,10 @@
 """Refuses a model if the engine's logits differ from the logits of the library's own attention."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
+from transformers import PreTrainedConfig
 
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.sources import UnsupportedModelError, first_line
@@ -10,14 +14,34 @@ from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.run.engine import Engine
 
 PROBE_TOKENS = 8
-# Tokens of the first of two passes; the second pass takes the rest.
-FIRST_PASS = 3
-COMPARED = 4
+# Maximum tokens that a probe of a window or of scaled positions takes, by type of device.
+MAX_PROBE_TOKENS = {"cpu": 512, "cuda": 2048}
+# Tokens of the second of two passes, which attends to the cache of the first, and how many of their logits to compare.
+SECOND_PASS, COMPARED = 5, 4
+WINDOWS = (
+    "sliding_window",
+    "sliding_window_size",
+    "attention_window_size",
+    "attention_chunk_size",
+    "window_size",
+    "local_attention",
+)
+"""Keys of the distance beyond which some layers stop to attend, in the configurations of different families."""
+
+
+def probe_lengths(config: PreTrainedConfig, facts: ModelFacts) -> tuple[int, ...]:
+    """Return the numbers of probe tokens: a few, and enough for a window or scaled positions to make a difference."""
+    longest = min(facts.max_model_len, MAX_PROBE_TOKENS.get(facts.device.type, PROBE_TOKENS))
+    windows = [size for name in WINDOWS if isinstance(size := getattr(config, name, None), int)]
+    needed = [size + PROBE_TOKENS for size in windows if size + COMPARED < longest]
+    # Scaling changes high positions most, so even a probe that does not reach them all reveals more if it is longer.
+    needed += [size + PROBE_TOKENS for size in _scaled_from(config)]
+    return tuple(sorted({PROBE_TOKENS, min(longest, max(needed, default=PROBE_TOKENS))}))
 
 
 @torch.inference_mode()
-def library_logits(loaded: LoadedModel, facts: ModelFacts) -> torch.Tensor | None:
-    """Logits [COMPARED, rows of the head] of the last probe tokens, with the model's own attention.
+def library_logits(loaded: LoadedModel, facts: ModelFacts) -> Mapping[int, torch.Tensor] | None:
+    """Logits [COMPARED, rows of the head] of the last tokens by number of probe tokens, with the model's own attention.
 
     None: transformers does not know the model. UnsupportedModelError: the model cannot run.
     """
@@ -25,50 +49,74 @@ def library_logits(loaded: LoadedModel, facts: ModelFacts) -> torch.Tensor | Non
         return None
     model = loaded.model
     model.set_attn_implementation("eager")
+    expected = {}
     try:
-        input_ids = torch.tensor([_probe_tokens(facts.vocab_size)], device=facts.device)
-        output = model(input_ids=input_ids, use_cache=False)
+        for count in probe_lengths(loaded.config, facts):
+            input_ids = torch.tensor([_probe_tokens(facts.vocab_size, count)], device=facts.device)
+            output = model(input_ids=input_ids, use_cache=False, logits_to_keep=COMPARED)
+            expected[count] = output.logits[0, -COMPARED:]
     except Exception as error:  # the code of a foreign model may raise anything
         kind = loaded.config.model_type
         raise UnsupportedModelError(f"this {kind} model cannot run: {first_line(error)}") from error
     finally:
         model.set_attn_implementation(PACKED_ATTENTION)
-    logits: torch.Tensor = output.logits[0, -COMPARED:]
-    return logits
+    return expected
 
 
 @torch.inference_mode()
-def refuse_other_logits(engine: Engine, expected: torch.Tensor | None) -> None:
+def refuse_other_logits(engine: Engine, expected: Mapping[int, torch.Tensor] | None) -> None:
     """Raise UnsupportedModelError if a model bypasses the engine's attention, or computes something else with it.
 
     `expected`: the result of `library_logits`.
     """
-    kind, tokens = engine.loaded.config.model_type, _probe_tokens(engine.vocab_size)
-    try:
-        # Two passes, so the second one depends on the cache.
-        engine.forward([Span(slot=0, start=0, token_ids=tokens[:FIRST_PASS], num_logits=0)])
-        logits = engine.forward([Span(slot=0, start=FIRST_PASS, token_ids=tokens[FIRST_PASS:], num_logits=COMPARED)])
-    except Exception as error:  # the code of a foreign model may raise anything
-        raise UnsupportedModelError(f"this {kind} model cannot run packed batches: {first_line(error)}") from error
-    # A layer that bypasses the engine's attention caches no keys.
-    cached = slice(0, PROBE_TOKENS)
-    bypassing = [layer for layer, keys in enumerate(engine.layout.arena.keys) if not keys[:, cached].any()]
-    if bypassing:
-        raise UnsupportedModelError(f"layers {bypassing} of this {kind} model have another kind of attention or none")
-    if expected is None:
-        return
+    kind = engine.loaded.config.model_type
+    for count in expected or (PROBE_TOKENS,):
+        if count > engine.max_model_len:  # memory allows fewer positions than the model has
+            continue
+        try:
+            logits = _logits(engine, count)
+        except Exception as error:  # the code of a foreign model may raise anything
+            raise UnsupportedModelError(f"this {kind} model cannot run packed batches: {first_line(error)}") from error
+        # A layer that bypasses the engine's attention caches no keys.
+        cached = slice(0, PROBE_TOKENS)
+        bypassing = [layer for layer, keys in enumerate(engine.layout.arena.keys) if not keys[:, cached].any()]
+        if bypassing:
+            raise UnsupportedModelError(
+                f"layers {bypassing} of this {kind} model have another kind of attention or none"
+            )
+        if expected is not None:
+            _compare(kind, count, logits, expected[count])
+
+
+def _logits(engine: Engine, count: int) -> torch.Tensor:
+    """Logits [COMPARED, rows of the head] of the last of `count` probe tokens, in two passes."""
+    tokens, first = _probe_tokens(engine.vocab_size, count), count - SECOND_PASS
+    engine.forward([Span(slot=0, start=0, token_ids=tokens[:first], num_logits=0)])
+    return engine.forward([Span(slot=0, start=first, token_ids=tokens[first:], num_logits=COMPARED)])
+
+
+def _compare(kind: str, count: int, logits: torch.Tensor, expected: torch.Tensor) -> None:
     # Rounding errors are far below this threshold in every dtype. A wrong mask, scale or head order is far above it.
     difference, largest = (logits - expected).abs().max().item(), expected.abs().max().item()
     if not difference <= 0.1 * largest:
         raise UnsupportedModelError(
             f"packed batches do not give this {kind} model's own logits: "
-            f"they differ by {difference:.3g} of {largest:.3g}"
+            f"they differ by {difference:.3g} of {largest:.3g} after {count} tokens"
         )
 
 
-def _probe_tokens(vocab_size: int) -> list[int]:
+def _scaled_from(config: PreTrainedConfig) -> list[int]:
+    """The numbers of positions for which a model was trained before its rotary embedding was scaled."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    variants = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one per layer type
+    scaled = [part for part in variants if part.get("rope_type", "default") != "default"]
+    return [int(part.get("original_max_position_embeddings") or 0) for part in scaled]
+
+
+def _probe_tokens(vocab_size: int, count: int) -> list[int]:
     """Tokens from the whole vocabulary. The first ids are often untrained control tokens.
 
     With the first ids, bfloat16 changed the logits of SmolLM2-135M by 94% of the largest; with these, by 2%.
     """
-    return [vocab_size * i // PROBE_TOKENS for i in range(PROBE_TOKENS)]
+    eighths = [vocab_size * i // PROBE_TOKENS for i in range(PROBE_TOKENS)]
+    return [(eighths[i % PROBE_TOKENS] + i // PROBE_TOKENS) % vocab_size for i in range(count)]

@@ -38,7 +38,7 @@ def measure_step_times(engine: Engine, row_counts: Sequence[int] | None = None) 
         for rows in counts:
             if row_counts is None and rows > ALWAYS_ROWS and max(times.values(), default=0.0) > LONG_SECONDS:
                 break
-            if spans := _spans(slots, rows):
+            if spans := _spans(engine, slots, rows):
                 times[rows] = _fastest(engine, spans)
     return times
 
@@ -50,7 +50,7 @@ def timed_passes(engine: Engine, row_counts: Sequence[int]) -> Iterator[dict[int
     All slots of the engine must be free. Within the context they are taken.
     """
     with torch.inference_mode(), _slots(engine, SEQUENCES, max(row_counts)) as slots:
-        spans = {rows: _spans(slots, rows) for rows in row_counts}
+        spans = {rows: _spans(engine, slots, rows) for rows in row_counts}
         yield {rows: partial(_seconds, engine, members) for rows, members in spans.items() if members}
 
 
@@ -58,7 +58,8 @@ def timed_passes(engine: Engine, row_counts: Sequence[int]) -> Iterator[dict[int
 def measure_seconds_per_cached(engine: Engine) -> float:
     """Extra seconds per new token and additional cached position. All slots of the engine must be free."""
     with _slots(engine, LONGER_SEQUENCES, cached=LONG) as slots:
-        short, long = min(STEP_CACHED, slots[0].capacity - 1), slots[0].capacity - 1
+        long = min(slots[0].capacity, engine.max_model_len) - 1
+        short = min(STEP_CACHED, long)
         if long == short:
             return 0.0
         passes = [[Span(slot.index, cached, [0], 1) for slot in slots] for cached in (short, long)]
@@ -87,13 +88,14 @@ def _slots(engine: Engine, sequences: int, rows: int = 1, cached: int = STEP_CAC
         engine.slots.drop_released()
 
 
-def _spans(slots: Sequence[Slot], rows: int) -> list[Span]:
+def _spans(engine: Engine, slots: Sequence[Slot], rows: int) -> list[Span]:
     """Spans of `rows` new tokens spread over the slots; none if a slot is too small for its part."""
     counts = [rows // len(slots) + (i < rows % len(slots)) for i in range(len(slots))]
-    if max(counts) > min(slot.capacity for slot in slots):
+    room = min(engine.max_model_len, *(slot.capacity for slot in slots))  # slots are rounded up to whole tiles
+    if max(counts) > room:
         return []
     return [
-        Span(slot.index, min(STEP_CACHED, slot.capacity - count), [0] * count, count)
+        Span(slot.index, min(STEP_CACHED, room - count), [0] * count, count)
         for slot, count in zip(slots, counts, strict=True)
         if count
     ]

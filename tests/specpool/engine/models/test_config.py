@@ -35,11 +35,21 @@ def save_config(folder: Path, config: PreTrainedConfig, **changes: Any) -> Path:
         ("bert", "BertForMaskedLM", {}, "no causal language-model head"),
         ("llama", "LlamaForSequenceClassification", {}, "no causal language-model head"),
         ("vit", None, {}, "no causal language-model head"),
-        ("mamba", "MambaForCausalLM", {}, "only full attention"),
-        ("rwkv", "RwkvForCausalLM", {}, "only full attention"),
+        ("llava", "LlavaForConditionalGeneration", {}, "multimodal (vision_config, text_config)"),
+        ("mamba", "MambaForCausalLM", {}, "state-space, linear_attention layers"),
+        ("rwkv", "RwkvForCausalLM", {}, "recurrent layers"),
         ("qwen3_next", "Qwen3NextForCausalLM", {}, "linear_attention layers"),
         ("llama4_text", "Llama4ForCausalLM", {}, "chunked_attention layers"),
-        ("gemma2", "Gemma2ForCausalLM", {"sliding_window": 64}, "sliding window of 64 positions"),
+        ("gemma2", "Gemma2ForCausalLM", {"sliding_window": 64}, "soft caps on attention scores"),
+        ("gpt_oss", "GptOssForCausalLM", {}, "attention sinks"),
+        ("granitemoe_swa", "GraniteMoeSWAForCausalLM", {}, "attention sinks"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", {}, "latent attention"),
+        ("bloom", "BloomForCausalLM", {}, "position biases (ALiBi)"),
+        ("diffllama", "DiffLlamaForCausalLM", {}, "differential attention"),
+        ("doge", "DogeForCausalLM", {}, "attention masks of its own"),
+        ("bert", "BertLMHeadModel", {}, "bidirectional attention"),
+        ("stablelm", "StableLmForCausalLM", {}, "attention outside transformers' attention interface"),
+        ("gptj", "GPTJForCausalLM", {}, "attention outside transformers' attention interface"),
     ],
 )
 def test_unsupported_models_are_refused_before_weights_are_read(
@@ -49,6 +59,7 @@ def test_unsupported_models_are_refused_before_weights_are_read(
     message = refusal(save_config(tmp_path, config, architectures=[architecture] if architecture else None))
     assert reason in message
     assert model_type in message
+    assert message.endswith("docs/models.md lists the supported models")
 
 
 @pytest.mark.parametrize(
@@ -92,11 +103,24 @@ LONGROPE_4096 = {**LONGROPE, "original_max_position_embeddings": 4096}
 )
 def test_partly_supported_models_need_a_lower_max_model_len(tmp_path: Path, config: Any) -> None:
     folder = save_model(tmp_path, config)
-    assert "max_model_len <= 64" in refusal(folder)
-    assert "max_model_len <= 64" in refusal(folder, max_model_len=65)
+    assert refusal(folder).endswith("serve it with --max-model-len 64 (see docs/models.md)")
+    assert refusal(folder, max_model_len=65).endswith("serve it with --max-model-len 64 (see docs/models.md)")
     engine = load_engine(folder, max_model_len=64)
     tokens = random_tokens(64)
     torch.testing.assert_close(decode_alone(engine, tokens), transformers_logits(folder, tokens), atol=1e-4, rtol=1e-4)
+
+
+def test_the_lowest_limit_of_a_model_is_the_remedy(tmp_path: Path) -> None:
+    config = small_config("phi3", sliding_window=48, rope_parameters=LONGROPE, original_max_position_embeddings=64)
+    folder = save_model(tmp_path, config)
+    assert refusal(folder).endswith("serve it with --max-model-len 48 (see docs/models.md)")
+    assert load_engine(folder, max_model_len=48).max_model_len == 48
+
+
+def test_a_window_below_the_minimum_length_has_no_remedy(tmp_path: Path) -> None:
+    message = refusal(save_config(tmp_path, small_config("mistral", sliding_window=8)))
+    assert "sliding window of 8 positions, fewer than the minimum of 16" in message
+    assert "--max-model-len" not in message
 
 
 @pytest.mark.parametrize(
@@ -117,7 +141,7 @@ def test_max_model_len_defaults_to_the_models_limit(
     folder = save_model(tmp_path, config)
     assert load_model(EngineOptions(model=str(folder), max_model_len=option)).max_model_len == expected
     message = refusal(folder, max_model_len=limit + 1)
-    assert message == f"max_model_len {limit + 1} exceeds the model's {limit} positions"
+    assert message == f"--max-model-len {limit + 1} exceeds the model's {limit} positions"
 
 
 # --- Missing or foreign files

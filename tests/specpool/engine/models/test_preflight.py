@@ -65,9 +65,9 @@ def test_usable_models_are_accepted(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["BertForMaskedLM"], "model_type": "bert"},
-            "a bert model has no causal language-model head",
+            "this bert model has no causal language-model head",
         ),
-        ({"is_encoder_decoder": True, "model_type": "t5"}, "a t5 model is an encoder-decoder"),
+        ({"is_encoder_decoder": True, "model_type": "t5"}, "this t5 model is an encoder-decoder"),
     ],
 )
 def test_models_of_another_kind_are_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:

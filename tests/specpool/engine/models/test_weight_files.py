@@ -75,6 +75,7 @@ def test_large_headers_are_refused(folder: Path) -> None:
         ({"weight_map": {"a": 1}}, "weight_map has '1', which is no"),
         ({"weight_map": {"a": "gone.safetensors"}}, "weight_map has gone.safetensors, which does not exist"),
         ({"weight_map": ["a"]}, "weight_map is not an object"),
+        ({"weight_map": {}}, "weight_map is not an object"),
         ({}, "weight_map is not an object"),
         ([], " does not contain a JSON object"),
     ],
@@ -92,8 +93,12 @@ def test_a_folder_with_an_index_is_a_model(folder: Path) -> None:
     (folder / FILE).rename(folder / "model-1-of-1.safetensors")
     names = json.loads((folder / "model-1-of-1.safetensors").read_bytes()[8:].partition(b"}}")[0] + b"}}").keys()
     parts = {name: "model-1-of-1.safetensors" for name in names if name != "__metadata__"}
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": parts}))
-    assert load_engine(folder).bitwise
+    for index in ({"weight_map": parts}, {"weight_map": parts, "metadata": [1]}):
+        (folder / INDEX).write_text(json.dumps(index))
+        assert f'{folder / INDEX}: metadata is not an object; an empty one is enough: "metadata": {{}}' in refusal(
+            folder
+        )
+    assert load_engine(edit_json(folder, INDEX, metadata={})).bitwise
 
 
 # --- Configurations that claim more than the files

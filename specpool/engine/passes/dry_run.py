@@ -1,0 +1,89 @@
+"""Runs a model's modules without weights, to refuse kinds of attention that packed batches lack before a download."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+
+from specpool.engine.passes.attention import why_not_packed
+from specpool.engine.sharding.shares import head_dim_of
+
+DRY_RUN = "specpool_dry_run"
+# A model with more layers would take seconds to build.
+MAX_LAYERS = 256
+TOKENS = 8
+FOREIGN = "attention outside transformers' attention interface"
+
+
+class UnsupportedAttentionError(Exception):
+    """A layer has a kind of attention that packed batches lack. The message names it."""
+
+
+class _Calls(Counter[int]):
+    """Counts calls of attention by layer. Raises UnsupportedAttentionError."""
+
+    def __init__(self, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        # The cache copies a single KV head to all of its heads.
+        self._shapes = (kv_heads, head_dim), (1, head_dim)
+
+    def record(self, module: Any, key: torch.Tensor, value: torch.Tensor, mask: object, features: Any) -> None:
+        reason = why_not_packed(module, mask, features)
+        if reason is None and any((each.shape[1], each.shape[-1]) not in self._shapes for each in (key, value)):
+            reason = "key and value heads of other numbers or sizes than its configuration"
+        if reason is not None:
+            raise UnsupportedAttentionError(reason)
+        self[module.layer_idx] += 1
+
+
+@torch.inference_mode()
+def unsupported_attention(config: PreTrainedConfig) -> str | None:
+    """Return the kind of attention that packed batches lack; None if they run the model, or if only weights can tell.
+
+    Builds the model on the meta device, so it takes no memory, and runs it there.
+    """
+    sizes: Any = config
+    layers, heads = sizes.num_hidden_layers, sizes.num_attention_heads
+    if layers > MAX_LAYERS:
+        return None
+    calls = _Calls(getattr(sizes, "num_key_value_heads", None) or heads, head_dim_of(config))
+    try:
+        with torch.device("meta"):
+            # The other implementations of experts read values.
+            model: Any = AutoModelForCausalLM.from_config(
+                config, attn_implementation=DRY_RUN, experts_implementation="batched_mm"
+            )
+            model.eval()(
+                input_ids=torch.zeros(1, TOKENS, dtype=torch.long),
+                position_ids=torch.arange(TOKENS)[None],
+                use_cache=False,
+                packed_batch=calls,
+            )
+    except UnsupportedAttentionError as error:
+        return str(error)
+    except Exception as error:  # the code of a foreign model may raise anything; loading says what is wrong with it
+        return FOREIGN if isinstance(error, KeyError) and error.args == (DRY_RUN,) else None
+    if not calls:
+        return FOREIGN
+    if calls != Counter(range(layers)):
+        return "layers that attend several times, or not at all"
+    return None
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object = None,
+    packed_batch: _Calls | None = None,
+    **features: Any,
+) -> tuple[torch.Tensor, None]:
+    if packed_batch is None:
+        raise UnsupportedAttentionError(FOREIGN)
+    packed_batch.record(module, key, value, attention_mask, features)
+    return query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1]), None
+
+
+AttentionInterface.register(DRY_RUN, _attend)

@@ -1,0 +1,51 @@
+"""A pass that ignores a feature of its model is refused, however few tokens would hide it."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import load_engine, refusal, save_model, small_config
+
+from specpool.engine.models import config
+from specpool.engine.passes import fused
+from specpool.engine.passes.rotary import RotaryTables
+from specpool.engine.startup import library_logits
+
+WINDOW, THETA = 64, 10_000.0
+OTHER_LOGITS = "packed batches do not give this {} model's own logits"
+
+
+class UnscaledTables(RotaryTables):
+    """Tables of the rotary embedding before its scaling."""
+
+    def __init__(self, rotary_embedding: Any, head_dim: int, like: torch.Tensor) -> None:
+        unscaled = deepcopy(rotary_embedding)
+        unscaled.inv_freq = THETA ** -(torch.arange(0, head_dim, 2) / head_dim)
+        super().__init__(unscaled, head_dim, like)
+
+
+def test_a_pass_that_ignores_a_window_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_model(tmp_path, small_config("mistral", sliding_window=WINDOW))
+    monkeypatch.setattr(config, "_attention_limits", lambda _: {})
+    assert OTHER_LOGITS.format("mistral") in refusal(folder, max_model_len=2 * WINDOW)
+    monkeypatch.setattr(library_logits, "MAX_PROBE_TOKENS", {})  # a few tokens
+    assert load_engine(folder, max_model_len=2 * WINDOW)
+
+
+def test_a_pass_that_ignores_scaled_positions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": THETA, "factor": 8.0, "original_max_position_embeddings": 400}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 2.0}
+    folder = save_model(tmp_path, small_config("llama", rope_parameters=rope))
+    assert load_engine(folder).bitwise
+    monkeypatch.setattr(fused, "RotaryTables", UnscaledTables)
+    assert OTHER_LOGITS.format("llama") in refusal(folder)
+    monkeypatch.setattr(library_logits, "MAX_PROBE_TOKENS", {})
+    assert load_engine(folder)
+
+
+def test_a_cache_for_fewer_positions_than_the_model_has_is_checked(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "rope_theta": THETA, "factor": 4.0}
+    folder = save_model(tmp_path, small_config("llama", rope_parameters=rope))
+    assert load_engine(folder, max_model_len=16).bitwise
