@@ -25,7 +25,7 @@ def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokeniz
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> TokenizerFiles:
-    """Return the files of a tokenizer. Raises UnsupportedModelError if it has no fast form."""
+    """Return the files of a tokenizer. Raises UnsupportedModelError if it has no fast form or unknown ids."""
     if not tokenizer.is_fast:
         raise UnsupportedModelError("the tokenizer has no fast (tokenizer.json) form")
     # The files of a model may disagree on its end-of-sequence tokens; all of them count.
@@ -33,6 +33,11 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) 
     for config in (model.config, model.generation_config):
         eos = getattr(config, "eos_token_id", None)
         ids.update(eos if isinstance(eos, list) else [eos])
+    largest = max(
+        [*(ids - {None}), *tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False).values()], default=0
+    )
+    if largest >= (size := model.config.get_text_config().vocab_size):
+        raise UnsupportedModelError(f"the tokenizer's token id {largest} exceeds the model's vocabulary size {size}")
     templates = tokenizer.chat_template
     if not isinstance(templates, dict):  # by name
         templates = {"default": templates}
@@ -40,6 +45,6 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) 
         tokenizer_json=tokenizer.backend_tokenizer.to_str().encode(),
         chat_template=templates.get("default") or "",
         special_tokens={name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)},
-        eos_token_ids=tuple(sorted(ids - {None})),
+        eos_token_ids=tuple(sorted(ids)),
         tool_chat_template=templates.get("tool_use") or "",
     )
