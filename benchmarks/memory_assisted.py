@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoTokenizer, logging
+from transformers import logging
 
 from benchmarks.memory import Answers, peak_of, reset_peak
 from benchmarks.peers import CPU, Peers
 from specpool.engine.cache.memory import return_freed_memory
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.config.sources import source_of
 from specpool.engine.models.config import load_config
 from specpool.engine.models.draft_weights import find_named
 from specpool.engine.models.output_head import OUTPUT_HEAD
+from specpool.engine.models.tokenizer import load_tokenizer
 from specpool.engine.models.weights import read_weights
 from specpool.engine.weights.quantized import as_tensor
 
@@ -32,7 +32,7 @@ def main() -> None:
     order = json.load(sys.stdin)
     logging.set_verbosity_error()
     peers = Peers(order["target"])
-    tokenizer: Any = AutoTokenizer.from_pretrained(**source_of(order["target"], None))
+    tokenizer: Any = load_tokenizer(order["target"])
     draft = assistant(order["draft"], peers.model.config.vocab_size)
     return_freed_memory()
     before, began = reset_peak(os.getpid()), time.perf_counter()

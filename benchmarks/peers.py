@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from coordinator.prompts.chat_reader import read_chat
@@ -11,9 +11,8 @@ from coordinator.prompts.tokenizer import TargetTokenizer
 from specpool.client import Chat
 from specpool.client.chats import make_chat
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.config.sources import source_of
 from specpool.engine.models.config import load_config
-from specpool.engine.models.tokenizer import tokenizer_files
+from specpool.engine.models.tokenizer import load_tokenizer, tokenizer_files
 from specpool.engine.models.weights import read_weights
 from specpool.protocol.tokenizer import TokenizerFiles
 
@@ -26,7 +25,7 @@ class Peers:
     def __init__(self, target: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> None:
         self.model: Any
         self.model, _ = read_weights(target, load_config(EngineOptions(model=target)), device, dtype)
-        files = tokenizer_files(AutoTokenizer.from_pretrained(**source_of(target, None)), self.model)
+        files = tokenizer_files(load_tokenizer(target), self.model)
         self.tokenizer = TargetTokenizer(TokenizerFiles(**vars(files)))
         self._eos = set(files.eos_token_ids)
         self._pad: int = self.model.config.pad_token_id or 0

@@ -7,10 +7,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from specpool.client.prompts import PromptLine, own_prompts, read_prompts
-from specpool.engine.config.sources import source_of
+from specpool.engine.models.tokenizer import load_tokenizer
 
 LOAD, MIN_PROMPTS = 2, 4
 """Prompts of a run: per request in flight, and the minimum."""
@@ -54,7 +52,7 @@ def in_turn(categories: Iterable[list[PromptLine]]) -> list[PromptLine]:
 
 def token_ids(model: Path, lines: list[PromptLine]) -> list[list[int]]:
     """Token ids of texts, or of conversations in the model's chat template."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(**source_of(str(model), None))
+    tokenizer: Any = load_tokenizer(str(model))
     return [
         list(tokenizer(line.prompt).input_ids)
         if isinstance(line.prompt, str)

@@ -11,7 +11,7 @@ from coordinator.serving.coordinator import Coordinator
 from coordinator.serving.intake import Intake
 from coordinator.serving.service import GenerationServicer
 from coordinator.telemetry.metrics import CoordinatorMetrics
-from coordinator.workers.errors import MismatchError
+from coordinator.workers.errors import MismatchError, UnusableModelError
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
 from specpool.rpc.observability.tracing import tracer_of
@@ -112,7 +112,7 @@ def main() -> None:
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], COLLECTIONS_PER_FULL_COLLECTION)
     try:
-        with naming(PROGRAM, "", ListenError):
+        with naming(PROGRAM, "", ListenError, UnusableModelError):
             asyncio.run(serve(settings))
     except (OSError, MismatchError) as error:
         sys.exit(f"{PROGRAM}: {error}")

@@ -122,7 +122,7 @@ class TokenizerPool:
                 self._in_background(self._revive(link))
 
     async def load(self, files: TokenizerFiles, vocab_size: int) -> TokenizerDescription:
-        """Load a tokenizer into all processes. Raises TokenizerError if it cannot be used."""
+        """Load a tokenizer into all processes. Raises TokenizerError if it cannot be used, LimitError."""
         self.start()
         request = marshal.dumps((astuple(files), vocab_size))
         allowance = Allowance.load(len(files.tokenizer_json))
@@ -132,12 +132,12 @@ class TokenizerPool:
                 await link.start()
             kind, body = await link.ask(Kind.LOAD, request, allowance, MAX_DESCRIPTION_BYTES)
             if kind is not Kind.DONE:
-                raise TokenizerError(_text(body))
+                raise (LimitError if kind is Kind.EXHAUSTED else TokenizerError)(_text(body))
             description = await asyncio.to_thread(read_description, body, files)
         except ProcessDiedError as error:
-            raise TokenizerError(f"loading it {error.reason}") from None
+            raise LimitError(f"loading it {error.reason}") from None
         except OSError as error:
-            raise TokenizerError(f"cannot start a prompt process: {error.strerror}") from None
+            raise LimitError(f"cannot start a prompt process: {error.strerror}") from None
         else:
             link.loaded, self._load, self._load_allowance = request, request, allowance
             for other in self._turns.take_free():

@@ -3,6 +3,7 @@
 WorkerUnreachableError    no valid response in time; `cause` says why
 WorkerRefusedError        an error from the worker's handler; a retry would most likely fail again
 MismatchError             the worker runs a model that must not be used
+UnusableModelError        no coordinator can use the worker's model
 """
 
 from enum import Enum, auto
@@ -34,3 +35,7 @@ class WorkerRefusedError(Exception):
 
 class MismatchError(Exception):
     """A worker runs a model that does not match the one in use."""
+
+
+class UnusableModelError(MismatchError):
+    """The target worker's model cannot be served, and no retry can change that."""

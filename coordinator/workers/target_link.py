@@ -10,10 +10,10 @@ import grpc
 
 from coordinator.drafting.costs import UNKNOWN_VERIFY
 from coordinator.prompts.description import TokenizerDescription, TokenizerError
-from coordinator.prompts.tokenizer_pool import TokenizerPool
+from coordinator.prompts.tokenizer_pool import LimitError, TokenizerPool
 from coordinator.scheduling.counters import Timed
 from coordinator.workers.backoff import Backoff
-from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError
+from coordinator.workers.errors import Cause, MismatchError, UnusableModelError, WorkerRefusedError
 from coordinator.workers.interface import Complete
 from coordinator.workers.link import PROBE_TIMEOUT_SECONDS, WorkerLink, timed
 from coordinator.workers.states import LinkState
@@ -103,6 +103,8 @@ class TargetLink(WorkerLink):
         try:
             self.tokenizer = await self._tokenizers.load(files, description.model.vocab_size)
         except TokenizerError as error:
+            raise UnusableModelError(f"{description.model.model} has an unusable tokenizer: {error}") from None
+        except LimitError as error:
             raise InvalidResponseError(f"unusable tokenizer: {error}") from None
 
     def activate(self) -> None:

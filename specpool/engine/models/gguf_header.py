@@ -1,7 +1,7 @@
 """Reads the headers of GGUF files within limits, so that a hostile file is refused before other libraries parse it.
 
 Source: the specification in ggml's docs/gguf.md. The reader in the PyPI package `gguf` takes seconds, because it builds
-an array for each string of a vocabulary; this one skips them.
+an array for each string of a vocabulary; this one skips arrays until they are asked for.
 """
 
 import math
@@ -54,6 +54,15 @@ class Tensor:
         return prod(self.shape[:-1]) * self.row_bytes
 
 
+@dataclass(frozen=True)
+class Array:
+    """The place of an array's elements."""
+
+    element: int  # type number
+    count: int
+    offset: int  # bytes from the beginning of the file
+
+
 class GgufHeader:
     """Metadata and tensors of a file that has all bytes of its tensors."""
 
@@ -62,6 +71,7 @@ class GgufHeader:
         self._bytes, self._path, self._at, self._elements = data, path, 0, 0
         self.metadata: dict[str, Any] = {}
         """Numbers and strings by key; None for arrays."""
+        self.arrays: dict[str, Array] = {}
         self.tensors: dict[str, Tensor] = {}
         try:
             self._read()
@@ -69,6 +79,18 @@ class GgufHeader:
             raise GgufError(f"{path} is not a complete GGUF file: it ends within its header") from error
         except UnicodeDecodeError as error:
             raise GgufError(f"{path} is damaged: its header has a string that is not UTF-8") from error
+
+    def read_array(self, key: str) -> list[Any]:
+        """Return the elements of an array of numbers or strings. Raises GgufError for other values."""
+        if (array := self.arrays.get(key)) is None or array.element == ARRAY:
+            raise self._damaged(f"its {key} is not an array of numbers or strings")
+        if array.element in SIMPLE:
+            return list(struct.unpack_from(f"<{array.count}{SIMPLE[array.element][1]}", self._bytes, array.offset))
+        self._at = array.offset
+        try:
+            return [self._string() for _ in range(array.count)]
+        except UnicodeDecodeError:
+            raise self._damaged(f"its {key} has a string that is not UTF-8") from None
 
     def _read(self) -> None:
         if bytes(self._bytes[: len(GGUF_MAGIC)]) != GGUF_MAGIC:
@@ -156,6 +178,8 @@ class GgufHeader:
             raise self._damaged(f"its {key} nests arrays more than {MAX_NESTED} deep")
         element, count = self._number("<I"), self._number("<Q")
         self._elements += count
+        if not depth:
+            self.arrays[key] = Array(element, count, self._at)
         size = struct.calcsize(SIMPLE[element]) if element in SIMPLE else ELEMENT_BYTES
         self._check_count(f"array elements up to {key}", self._elements, MAX_ELEMENTS, 0)
         self._check_count(f"elements in {key}", count, MAX_ELEMENTS, size)

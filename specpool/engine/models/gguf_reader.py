@@ -28,6 +28,7 @@ class GgufFile:
         header = GgufHeader(self._bytes.data, path)
         self.metadata, self.tensors = header.metadata, header.tensors
         """Metadata: numbers and strings by key; None for arrays. Tensors: by name."""
+        self.arrays, self.read_array = header.arrays, header.read_array
         self.architecture = str(self.metadata.get(ARCHITECTURE))
         parts = self.metadata.get(PARTS)
         if type(parts) is int and parts > 1:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specpool.engine.config.activations import INT8, Int8RefusedError
 from specpool.engine.config.devices import use_device
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.config.sources import UnsupportedModelError, source_of
+from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.checkpoint_quantization import method_of
 from specpool.engine.models.config import explain, load_config, resolve_max_model_len
 from specpool.engine.models.download import download_weights
@@ -26,7 +26,7 @@ from specpool.engine.models.feature_input import (
 from specpool.engine.models.output_head import OUTPUT_HEAD, replace_output_head
 from specpool.engine.models.stored_model import build_stored_model, dequantize_model
 from specpool.engine.models.stored_weights import StoredWeights, stored_weights
-from specpool.engine.models.tokenizer import tokenizer_files
+from specpool.engine.models.tokenizer import load_tokenizer, tokenizer_files
 from specpool.engine.models.weights import check_all_used, check_complete, read_with_transformers
 from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.passes.features import FeatureEmbedding
@@ -121,10 +121,7 @@ def _load(
 ) -> LoadedModel:
     dtype = _resolve_dtype(options, config, device)
     shard = None if share is None else ShardConfig(config, share)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(**source_of(options.model, options.revision))
-    except Exception as error:  # its messages do not say which file
-        raise UnsupportedModelError(f"its tokenizer cannot be read: {explain(error)}") from error
+    tokenizer = load_tokenizer(options.model, options.revision)
     download_weights(options, report)
     report("loading weights")
     stored = stored_weights(options, config)
@@ -154,7 +151,7 @@ def _load_eagle_head(
     assert options.target_model is not None
     if options.tensor_parallel > 1 or not options.fused:
         raise UnsupportedModelError("EAGLE heads need the fused pass, on one rank")
-    tokenizer = AutoTokenizer.from_pretrained(**source_of(options.target_model, None))
+    tokenizer = load_tokenizer(options.target_model)
     report("loading weights")
     head = build_eagle_head(options, config, _resolve_dtype(options, config, device), device)
     return LoadedModel(

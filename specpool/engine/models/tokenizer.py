@@ -1,21 +1,43 @@
-"""A model's tokenizer, as files for the coordinator."""
+"""A model's tokenizer, and its files for the coordinator."""
 
-from transformers import PreTrainedModel
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.config.sources import UnsupportedModelError, source_of
+from specpool.engine.models.config import explain
+from specpool.engine.models.gguf_reader import GgufFile
+from specpool.engine.models.gguf_tokenizer import END_IDS, gguf_tokenizer
 from specpool.protocol.tokenizer import TokenizerFiles
 
 
+def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a hub id, a folder or a GGUF file. Raises UnsupportedModelError."""
+    source = source_of(model, revision)
+    try:
+        if "gguf_file" in source:
+            return gguf_tokenizer(GgufFile(Path(model)))
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**source)
+    except Exception as error:  # the files may contain anything
+        raise UnsupportedModelError(f"its tokenizer cannot be read: {explain(error)}") from error
+    return tokenizer
+
+
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> TokenizerFiles:
-    """Return the files of a tokenizer. Raises UnsupportedModelError if it has no fast form."""
+    """Return the files of a tokenizer. Raises UnsupportedModelError if it has no fast form or unknown ids."""
     if not tokenizer.is_fast:
         raise UnsupportedModelError("the tokenizer has no fast (tokenizer.json) form")
     # The files of a model may disagree on its end-of-sequence tokens; all of them count.
-    ids = {tokenizer.eos_token_id}
+    ids = {tokenizer.eos_token_id, *tokenizer.init_kwargs.get(END_IDS, ())}
     for config in (model.config, model.generation_config):
         eos = getattr(config, "eos_token_id", None)
         ids.update(eos if isinstance(eos, list) else [eos])
+    largest = max(
+        [*(ids - {None}), *tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False).values()], default=0
+    )
+    if largest >= (size := model.config.get_text_config().vocab_size):
+        raise UnsupportedModelError(f"the tokenizer's token id {largest} exceeds the model's vocabulary size {size}")
     templates = tokenizer.chat_template
     if not isinstance(templates, dict):  # by name
         templates = {"default": templates}
@@ -23,6 +45,6 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) 
         tokenizer_json=tokenizer.backend_tokenizer.to_str().encode(),
         chat_template=templates.get("default") or "",
         special_tokens={name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)},
-        eos_token_ids=tuple(sorted(ids - {None})),
+        eos_token_ids=tuple(sorted(ids)),
         tool_chat_template=templates.get("tool_use") or "",
     )

@@ -16,6 +16,8 @@ from serving import PATIENCE_SECONDS, Serving, make_request, serving, violated_f
 from tokenizers import Tokenizer
 
 from coordinator.prompts import tokenizer_pool
+from coordinator.prompts.tokenizer_pool import LimitError, TokenizerPool
+from coordinator.workers.errors import UnusableModelError
 from specpool.testing import byte_tokenizer
 from specpool.v1 import generation_pb2 as pb
 
@@ -150,13 +152,26 @@ def is_busy(pid: int) -> bool:
         return False
 
 
-async def test_a_target_whose_tokenizer_cannot_be_loaded_is_refused_with_a_reason() -> None:
+async def test_a_target_whose_tokenizer_cannot_be_loaded_ends_the_coordinator() -> None:
+    target, reason = FilesTarget(tokenizer_json="{}"), r"has an unusable tokenizer: tokenizer\.json is broken"
+    try:
+        with pytest.raises(UnusableModelError, match=reason):  # noqa: PT012 - raised when the service ends
+            async with serving(with_draft=False, with_target=False) as served:
+                await target.start(served.target_address)
+                await served.process.server.wait_stopped()
+    finally:
+        await target.stop()
+
+
+async def test_a_tokenizer_is_loaded_again_after_a_failure_that_may_pass() -> None:
+    target = FilesTarget(TEMPLATE)
     async with serving(with_draft=False, with_target=False) as served:
-        target = FilesTarget(tokenizer_json="{}")
-        await target.start(served.target_address)
         try:
-            info = await served.until(lambda info: "unusable tokenizer" in info.target.reason)
-            assert "tokenizer.json is broken" in info.target.reason
-            assert (await refused(served, text("hello"))).code() is StatusCode.UNAVAILABLE
+            with mock.patch.object(TokenizerPool, "load", side_effect=LimitError("no process can start")):
+                await target.start(served.target_address)
+                await served.until(lambda info: "unusable tokenizer: no process can start" in info.target.reason)
+                assert (await refused(served, text("hello"))).code() is StatusCode.UNAVAILABLE
+            await served.until_ready(False)
+            assert (await served.stub.Generate(text("hello"))).usage.prompt_tokens == 5
         finally:
             await target.stop()

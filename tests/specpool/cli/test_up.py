@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -238,6 +239,21 @@ async def test_up_repeats_the_reason_of_a_process_that_fails(tiny_pair: Pair, tm
     assert "Traceback" not in err.decode()
     if log_format == "json":
         assert {json.loads(line)["process"] for line in log} == {"coordinator", "target-worker"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["up", "demo"])
+async def test_a_model_that_the_coordinator_refuses_ends_all_processes(
+    tiny_pair: Pair, tmp_path: Path, command: str
+) -> None:
+    folder = shutil.copytree(tiny_pair[0], tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% broken")
+    async with started(command, *pair_flags((folder, folder), "--draft", "none")) as process:
+        out, err = await process.communicate()
+    assert (process.returncode, out) == (2, b"")
+    reason = f"coordinator: {folder} has an unusable tokenizer: the chat template"
+    assert err.decode().splitlines()[-1].startswith(f"specpool {command}: {reason}")
+    assert "Traceback" not in err.decode()
 
 
 @pytest.mark.slow

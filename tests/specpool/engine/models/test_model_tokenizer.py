@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.loading import load_model
 from specpool.engine.models.tokenizer import tokenizer_files
 from specpool.protocol.codec import tokenizer_response
@@ -58,6 +59,16 @@ def test_padded_heads_and_further_end_tokens_keep_the_fingerprint(tmp_path: Path
     assert padded.tokenizer.eos_token_ids == (3, 7, EOS_TOKEN_ID)
     assert (padded.vocab_size, plain.vocab_size) == (320, 257)
     assert padded.tokenizer.fingerprint == plain.tokenizer.fingerprint
+
+
+@pytest.mark.parametrize("changes", [{"vocab_size": 200}, {"eos_token_id": 257}])
+def test_tokens_beyond_the_models_vocabulary_are_refused(tmp_path: Path, changes: dict[str, int]) -> None:
+    folder, reason = (
+        save_model(tmp_path, tiny_config(**changes)),
+        r"token id 25[567] exceeds the model's vocabulary size",
+    )
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load_model(EngineOptions(model=str(folder)))
 
 
 def test_fingerprint_depends_only_on_token_ids() -> None:

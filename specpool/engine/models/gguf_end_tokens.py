@@ -1,0 +1,77 @@
+"""Which tokens of a GGUF vocabulary end a generation, and whose types the file gets wrong.
+
+Source: llama.cpp's src/llama-vocab.cpp. Files name these tokens in part only, so llama.cpp also knows them by their
+texts.
+"""
+# ruff: noqa: RUF001 - DeepSeek's special tokens have ambiguous characters
+
+from collections.abc import Mapping, Sequence
+
+from gguf import TokenType
+
+KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""The ids `tokenizer.ggml.{name}_token_id` that end a generation."""
+END_TEXTS = frozenset((
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+))  # fmt: skip
+"""Texts of tokens that end a generation in every vocabulary."""
+FILL_TEXTS: Mapping[str, Sequence[str]] = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+"""Texts of tokens that end a generation unless the file gives the id for their purpose."""
+MARK_TEXTS = frozenset((
+    "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>",
+    "<|prefix|>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>",
+    "<|code_suffix|>", "<|suffix|>", "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>",
+    "▁<MID>", "<|code_middle|>", "<|middle|>",
+))  # fmt: skip
+"""Texts of control tokens that do not end a generation."""
+VISIBLE_TEXTS = frozenset(("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"))
+"""Texts of control tokens that are part of an answer's text."""
+CALLS, CHANNEL_ENDS = frozenset(("<|call|>", "<|calls|>")), frozenset(("<|return|>", "<|flush|>"))
+"""With end tokens of both sets, "<|end|>" ends only a part of an answer."""
+NORMAL_S = frozenset(("<|tool_response>", "<|plamo:eos|>"))
+"""With one of these end tokens, "</s>" is ordinary text."""
+
+
+PART_END, SENTENCE_END = "<|end|>", "</s>"
+
+
+def end_tokens(ids: Mapping[str, int], given: Mapping[str, int]) -> frozenset[str]:
+    """Return the texts of the tokens that end a generation.
+
+    `ids`: the vocabulary's ids by text. `given`: ids of the file by their name in KEYS.
+    """
+    texts = {token_id: text for text, token_id in ids.items()}
+    ends = {texts[given[name]] for name in KEYS if name in given}
+    ends |= END_TEXTS & ids.keys()
+    for name, fill_texts in FILL_TEXTS.items():
+        if name not in given:
+            ends |= set(sorted(ids.keys() & set(fill_texts), key=ids.__getitem__)[:1])
+    if CALLS & ends and CHANNEL_ENDS & ends:
+        ends.discard(PART_END)
+    if NORMAL_S & ends:
+        ends.discard(SENTENCE_END)
+    return frozenset(ends)
+
+
+def correct_types(types: Sequence[int], ids: Mapping[str, int], ends: frozenset[str]) -> list[int]:
+    """Return the types of all tokens (TokenType) with those that follow from the texts of special tokens.
+
+    `ids`: the vocabulary's ids by text. `ends`: from `end_tokens`.
+    """
+    fills = {text for texts in FILL_TEXTS.values() for text in texts} & ends
+    corrected = dict.fromkeys(END_TEXTS | MARK_TEXTS | fills, TokenType.CONTROL)
+    corrected |= dict.fromkeys(VISIBLE_TEXTS, TokenType.USER_DEFINED)
+    if PART_END not in ends:
+        corrected[PART_END] = TokenType.USER_DEFINED
+    if SENTENCE_END not in ends:
+        corrected[SENTENCE_END] = TokenType.NORMAL
+    result = list(types)
+    for text in corrected.keys() & ids.keys():
+        result[ids[text]] = corrected[text]
+    return result
