@@ -24,7 +24,7 @@ WINDOW, BASE_OF_WINDOWS, WINDOW_PATTERN = (
     "attention.sliding_window_pattern",
 )
 HEADS, KEY_LENGTH, VALUE_LENGTH = "attention.head_count", "attention.key_length", "attention.value_length"
-CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+CAP = "final_logit_softcapping"
 SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -70,22 +70,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "phi3": Family(
             RMS_NORM, {"rope.scaling.original_context_length": "original_max_position_embeddings"}, partial=True
         ),
-        "gemma2": Family(RMS_NORM, CAPS, {WINDOW_PATTERN: (2,)}, scaled_by_width=46),
         "gemma3": Family(
             {**RMS_NORM, WINDOW: "sliding_window"},
-            {"final_logit_softcapping": "final_logit_softcapping"},
+            {CAP: CAP},
             {WINDOW_PATTERN: (6,)},
             scaled_by_width=62,
         ),
         "starcoder2": Family(_layer_norm("norm_epsilon")),
-        # Whether residuals are parallel follows from the tensors; converters write a wrong value.
-        "stablelm": Family(
-            _layer_norm("layer_norm_eps"),
-            neutral={"use_parallel_residual": (True, False)},
-            partial=True,
-            free_head_dim=False,
-        ),
-        "nemotron": Family(_layer_norm("norm_eps"), partial=True),
         "gpt2": Family(
             {**_layer_norm("layer_norm_epsilon"), "feed_forward_length": "n_inner"}, rotary=False, free_head_dim=False
         ),
@@ -131,14 +122,16 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
     """
     family, keys = _family(file), _keys(file)
     fields = {name: keys[key] for key, name in {**family.required, **_optional(family)}.items() if key in keys}
-    fields.update({name: fields[name] or None for name in CAPS if name in fields})
+    if CAP in fields:
+        fields[CAP] = fields[CAP] or None
     heads = keys[HEADS]
     fields.setdefault("num_key_value_heads", heads)
     head_dim = fields.setdefault("head_dim", keys["embedding_length"] // heads)
     if keys.get(VALUE_LENGTH, head_dim) != head_dim:
         raise _refusal(file, VALUE_LENGTH, f"keys have the size {head_dim}")
-    if not family.free_head_dim and head_dim * heads != keys["embedding_length"]:
-        raise _refusal(file, KEY_LENGTH, f"{file.architecture} models have heads of embedding_length / head_count")
+    if head_dim < 1 or (not family.free_head_dim and head_dim * heads != keys["embedding_length"]):
+        key = KEY_LENGTH if KEY_LENGTH in keys else HEADS
+        raise _refusal(file, key, f"heads must divide the embedding_length of {keys['embedding_length']}")
     fields.update(_window(file, family, keys))
     if family.scaled_by_width is not None:
         wide = keys["block_count"] == family.scaled_by_width
@@ -156,7 +149,8 @@ def check_config(file: GgufFile, config: PreTrainedConfig) -> None:
     family, keys = _family(file), _keys(file)
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     for key, name in {**family.required, **_optional(family), "rope.freq_base": "rope_theta"}.items():
-        stated, configured = keys.get(key), getattr(config, name, rope.get(name))
+        stated: Any = keys.get(key)
+        configured: Any = getattr(config, name, rope.get(name))
         # More positions may be configured than the file was made for, and vocabularies may be padded.
         if key in ("context_length", "vocab_size") or None in (stated, configured):
             continue
@@ -213,8 +207,8 @@ def _keys(file: GgufFile) -> dict[str, Any]:
 def _check_number(file: GgufFile, key: str, keys: Mapping[str, Any]) -> None:
     if key not in keys:
         raise UnsupportedModelError(f"{file.path}: {file.architecture}.{key} is missing; convert the model again")
-    fraction = key in CAPS or key.endswith("epsilon")
-    if type(keys[key]) not in ((int, float) if fraction else (int,)) or keys[key] < (key not in CAPS and not fraction):
+    fraction = key == CAP or key.endswith("epsilon")
+    if type(keys[key]) not in ((int, float) if fraction else (int,)) or keys[key] < (not fraction):
         raise _refusal(file, key, "a positive number is needed" if fraction else "a positive whole number is needed")
 
 
@@ -224,8 +218,6 @@ def _optional(family: Family) -> Mapping[str, str]:
 
 def _window(file: GgufFile, family: Family, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return the window that limits the length of sequences; 0 means none."""
-    if file.architecture == "gemma2":
-        return {"sliding_window": keys.get(WINDOW, 4096)}
     window = keys.get(WINDOW, 0)
     if type(window) is not int or window < 0:
         raise _refusal(file, WINDOW, "a whole number is needed")

@@ -46,7 +46,7 @@ def rope_parameters(file: GgufFile, keys: Mapping[str, Any], head_dim: int, part
     for key, default in UNREAD.items():
         if keys.get(key, default[0]) not in default:
             raise _refusal(file, key, keys[key], f"only {default[0]} is supported")
-    rope = {"rope_type": "default", "rope_theta": _positive(file, keys, BASE, 10_000.0)}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _positive(file, keys, BASE, 10_000.0)}
     dimensions = keys.get(DIMENSIONS, head_dim)
     if partial:
         rope["partial_rotary_factor"] = dimensions / head_dim
@@ -132,6 +132,4 @@ def _positive(file: GgufFile, keys: Mapping[str, Any], key: str, default: float)
 
 
 def _refusal(file: GgufFile, key: str, value: object, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{file.path}: {file.architecture}.{key} is {value!r}: {reason}; {HELP}"
-    )
+    return UnsupportedModelError(f"{file.path}: {file.architecture}.{key} is {value!r}: {reason}; {HELP}")

@@ -116,7 +116,11 @@ def test_files_with_long_and_short_factors_serve_the_short_length(tmp_path: Path
         ({"llama.rope.dimension_count": 8}, {}, "llama.rope.dimension_count is 8: heads have the size 16"),
         ({}, {"rope_freqs.weight": np.ones(4, np.float32)}, "the tensor rope_freqs.weight must have 8 factors"),
         ({}, {"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}, "the tensor rope_freqs.weight scales"),
-        ({FACTOR: 4.0, ORIGINAL: 64}, {"rope_freqs.weight": llama3_factors(16, 8.0, 64)}, "rope_freqs.weight and rope.scaling.factor both"),
+        (
+            {FACTOR: 4.0, ORIGINAL: 64},
+            {"rope_freqs.weight": llama3_factors(16, 8.0, 64)},
+            "both scale positions",
+        ),
     ],
 )
 def test_other_scaling_is_refused_by_name(
