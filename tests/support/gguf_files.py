@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -43,6 +44,7 @@ NAMES = {
 }
 """Tensor names in transformers and in llama.cpp."""
 
+ARCHITECTURE = "general.architecture"
 Choice = Callable[[str], str | None]
 
 
@@ -86,6 +88,38 @@ def save_gguf(folder: Path, path: Path, kind_of: Choice = lambda name: None, **t
         else:
             number_of_kind = GGMLQuantizationType[kind]
             writer.add_tensor(name, _quantized(stored, kind, number), raw_dtype=number_of_kind)
+    return _finish(writer, path)
+
+
+def edited_gguf(
+    file: Path, path: Path, keys: Mapping[str, Any], tensors: Mapping[str, np.ndarray] = MappingProxyType({})
+) -> Path:
+    """Copy a GGUF file with other keys and more tensors: float32, or Q8_0 if they are bytes.
+
+    `keys`: replaced or added; None removes a key.
+    """
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(str(path), str(keys.get("general.architecture", reader.fields[ARCHITECTURE].contents())))
+    for key, field in reader.fields.items():
+        if key not in (ARCHITECTURE, *keys) and not key.startswith("GGUF."):
+            writer.add_key_value(key, field.contents(), field.types[0], field.types[-1] if field.types[1:] else None)
+    for key, value in keys.items():
+        if value is not None and key != ARCHITECTURE:
+            element = _type_of(value[0]) if isinstance(value, list) else None
+            writer.add_key_value(key, value, _type_of(value), element)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for name, numbers in tensors.items():
+        q8 = GGMLQuantizationType.Q8_0 if numbers.dtype == np.uint8 else None
+        writer.add_tensor(name, numbers, raw_dtype=q8)
+    return _finish(writer, path)
+
+
+def _type_of(value: Any) -> gguf.GGUFValueType:
+    return gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
+
+
+def _finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

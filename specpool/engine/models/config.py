@@ -14,8 +14,9 @@ from specpool.engine.config.architectures import (
 from specpool.engine.config.options import MIN_MODEL_LEN, EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line, source_of
 from specpool.engine.models.checkpoint_quantization import why_unsupported_quantization
-from specpool.engine.models.config_values import LIMITS, check_gguf_sizes, check_sizes, check_types
+from specpool.engine.models.config_values import LIMITS, check_sizes, check_types
 from specpool.engine.models.gguf_header import GgufError
+from specpool.engine.models.gguf_keys import config_fields
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.model_files import read_config_file
 from specpool.engine.passes.dry_run import unsupported_attention
@@ -30,8 +31,10 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
     """Load a model's configuration. Raises UnsupportedModelError if the model cannot be served."""
     source = source_of(options.model, options.revision)
     try:
-        _check_files(options, is_gguf="gguf_file" in source)
+        stated = _check_files(options, is_gguf="gguf_file" in source)
         config: PreTrainedConfig = AutoConfig.from_pretrained(**source)
+        for name, value in stated.items():
+            setattr(config, name, value)
         check_types(config, options.model)
         refusal = _why_never_served(config, options)
         if refusal is None:
@@ -90,12 +93,15 @@ def explain(error: Exception) -> str:
     return f"unknown or missing key {reason}" if isinstance(error, KeyError) else reason
 
 
-def _check_files(options: EngineOptions, is_gguf: bool) -> None:
-    """Refuse files that transformers would read for long, or with less clear errors."""
+def _check_files(options: EngineOptions, is_gguf: bool) -> dict[str, Any]:
+    """Refuse files that transformers would read for long, or with less clear errors.
+
+    Returns the fields that a GGUF file states, because transformers drops some.
+    """
     if is_gguf:
-        check_gguf_sizes(GgufFile(Path(options.model)).metadata, options.model)
-    else:
-        read_config_file(options.model, options.revision)
+        return config_fields(GgufFile(Path(options.model)))
+    read_config_file(options.model, options.revision)
+    return {}
 
 
 def _why_never_served(config: PreTrainedConfig, options: EngineOptions) -> str | None:

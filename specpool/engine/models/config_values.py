@@ -28,6 +28,7 @@ GGUF_LIMITS: Mapping[str, int] = MappingProxyType(
         "attention.key_length": MAX_HEADS,
         "attention.value_length": MAX_HEADS,
         "rope.dimension_count": MAX_HEADS,
+        "rope.scaling.original_context_length": MAX_POSITIONS,
         "embedding_length": MAX_HIDDEN,
         "feed_forward_length": MAX_ROWS,
         "vocab_size": MAX_ROWS,

@@ -32,7 +32,10 @@ class GgufFile:
         self.architecture = str(self.metadata.get(ARCHITECTURE))
         parts = self.metadata.get(PARTS)
         if type(parts) is int and parts > 1:
-            raise GgufError(f"{path} is one of {parts} parts of a model; join them with llama-gguf-split --merge")
+            raise GgufError(
+                f"{path} is one of {parts} parts of a model; join them with "
+                f"llama-gguf-split --merge NAME-00001-of-{parts:05}.gguf JOINED.gguf"
+            )
 
     def read(self, name: str) -> Weight:
         """Read a tensor: quantized if its type is one of QUANTIZATION_TYPES, else float32.

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
@@ -11,25 +10,20 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig
 
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of
+from specpool.engine.config.sources import gguf_file_of
 from specpool.engine.models.checkpoint_quantization import DRAFT_METHOD, method_of
 from specpool.engine.models.draft_weights import find_named
+from specpool.engine.models.gguf_keys import check_config
 from specpool.engine.models.gguf_reader import GgufFile
+from specpool.engine.models.gguf_rope import ROPE_TENSORS
 from specpool.engine.models.weight_files import check_layers, stored_sizes
 from specpool.engine.passes.fused import why_not_fusable
-from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
+from specpool.engine.weights.quantized import Quantized, Weight
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Their GGUF tensors match transformers, except for names and the row order of ROTATED in Llama.
 GGUF_ARCHITECTURES = {"llama", "qwen2", "qwen3"}
 ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
-# Sizes in the metadata of a GGUF file, and their names in a configuration.
-SIZES = {
-    "block_count": "num_hidden_layers",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-}
-ROPE_FREQS, ROPE_SCALING = "rope_freqs.weight", "rope.scaling.type"
 
 
 class StoredWeights(ABC):
@@ -61,9 +55,8 @@ class GgufWeights(StoredWeights):
 
     def __init__(self, file: GgufFile, config: PreTrainedConfig) -> None:
         """Raise UnsupportedModelError if the configuration does not match the file."""
-        super().__init__(file.tensors.keys() - {ROPE_FREQS})
-        _check_sizes(file, config)
-        _check_rope_scaling(file, config)
+        super().__init__(file.tensors.keys() - ROPE_TENSORS)
+        check_config(file, config)
         self._file, self._config, self.folder = file, config, file.path.parent
         self.dequantized = file.dequantized
         (architecture,) = (arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == file.architecture)
@@ -117,30 +110,6 @@ def stored_weights(options: EngineOptions, config: PreTrainedConfig) -> StoredWe
     if stored is not None:
         check_layers(config, stored.tensors)
     return DraftWeights(Path(options.model) / "model.safetensors") if method_of(config) == DRAFT_METHOD else None
-
-
-def _check_sizes(file: GgufFile, config: PreTrainedConfig) -> None:
-    for key, name in SIZES.items():
-        size, configured = file.metadata.get(f"{file.architecture}.{key}"), getattr(config, name, None)
-        if None not in (size, configured) and size != configured:
-            raise UnsupportedModelError(
-                f"the configuration does not match {file.path.name}: "
-                f"{name} is {configured}, but the file's {key} is {size}"
-            )
-
-
-def _check_rope_scaling(file: GgufFile, config: Any) -> None:
-    """Refuse a file with scaled positions if the configuration has none: transformers ignores scaling in GGUF files."""
-    scaling, key = file.metadata.get(f"{file.architecture}.{ROPE_SCALING}"), ROPE_FREQS
-    if scaling not in (None, "none"):
-        key = f"{file.architecture}.{ROPE_SCALING} ({scaling})"
-    elif ROPE_FREQS not in file.tensors or bool((as_tensor(file.read(ROPE_FREQS)) == 1).all()):
-        return
-    if (config.rope_parameters or {}).get("rope_type", "default") == "default":
-        raise UnsupportedModelError(
-            f"the rotary embedding is scaled, as {key} of {file.path.name} says, but the configuration does not say "
-            "how; serve the folder with the model's own config.json instead"
-        )
 
 
 def _rotary_order(rows: int, heads: int) -> torch.Tensor:

@@ -70,7 +70,7 @@ def read_with_transformers(
     """Read a model onto a device with transformers, and its loading report."""
     check_weights(options, config)
     source, gguf = source_of(options.model, options.revision), gguf_file_of(options.model)
-    if gguf is not None and "gguf_file" not in source:  # in a folder with a configuration
+    if gguf is not None:
         source = {**source, "gguf_file": gguf.name, "config": config}
     quantization = dequantization_arguments(config, source)
     # With a device map, transformers reads onto a GPU tensor by tensor, so the host never holds the whole model. Shards

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import random_rows, save_random_gguf
+from gguf_files import edited_gguf, random_rows, save_random_gguf
 from safetensors.torch import load_file, save_file
 from test_embedded_pair import random_trained
 from tiny_models import edit_json, edited_weights, refusal, save_model, small_config
@@ -45,52 +45,38 @@ def with_config(file: Path, folder: Path, **changes: Any) -> Path:
     return edit_json(folder, **changes)
 
 
-def with_tensors(file: Path, path: Path, scaling: str = "", **tensors: np.ndarray) -> Path:
-    """Copy a GGUF file and add tensors and a type of rotary scaling."""
-    reader, writer = gguf.GGUFReader(file), gguf.GGUFWriter(str(path), "llama")
-    for key, field in reader.fields.items():
-        if not key.startswith(("GGUF.", "general.architecture")):
-            value_type = field.types[0]
-            writer.add_key_value(key, field.contents(), value_type, field.types[-1] if len(field.types) > 1 else None)
-    if scaling:
-        writer.add_string("llama.rope.scaling.type", scaling)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    for name, numbers in tensors.items():
-        q8 = gguf.GGMLQuantizationType.Q8_0 if numbers.dtype == np.uint8 else None
-        writer.add_tensor(f"{name}.weight", numbers, raw_dtype=q8)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 @pytest.mark.parametrize(
     ("name", "number", "reason"),
     [
         ("num_hidden_layers", 1, "num_hidden_layers is 1, but the file's block_count is 2"),
         ("num_attention_heads", 2, "num_attention_heads is 2, but the file's attention.head_count is 4"),
         ("num_key_value_heads", 1, "num_key_value_heads is 1, but the file's attention.head_count_kv is 2"),
+        ("rms_norm_eps", 0.5, "rms_norm_eps is 0.5, but the file's attention.layer_norm_rms_epsilon is 9.99999997"),
+        (
+            "rope_parameters",
+            {"rope_theta": 5000.0, "rope_type": "default"},
+            "rope_theta is 5000.0, but the file's rope.freq_base is 10000.0",
+        ),
     ],
 )
-def test_different_sizes_are_refused(tmp_path: Path, untied: Path, name: str, number: int, reason: str) -> None:
+def test_different_sizes_are_refused(tmp_path: Path, untied: Path, name: str, number: Any, reason: str) -> None:
     message = refusal(with_config(untied, tmp_path, **{name: number}))
-    assert message.endswith(f"the configuration does not match model.gguf: {reason}")
+    assert f"the configuration does not match model.gguf: {reason}" in message
 
 
 def test_unused_weights_are_refused(tmp_path: Path, untied: Path) -> None:
-    more = {name: np.ones(4, np.float32) for name in ("d", "c", "b", "a")}
-    message = refusal(with_tensors(untied, tmp_path / "more.gguf", **more))
+    more = {f"{name}.weight": np.ones(4, np.float32) for name in ("d", "c", "b", "a")}
+    message = refusal(edited_gguf(untied, tmp_path / "more.gguf", {}, more))
     assert message.endswith("4 weights that the configured model does not use: a.weight, b.weight, c.weight, ...")
 
 
 def test_a_head_that_differs_from_tied_embeddings_is_refused(tmp_path: Path, tied: Path) -> None:
     embeddings = next(tensor.data for tensor in gguf.GGUFReader(tied).tensors if tensor.name == "token_embd.weight")
     (tmp_path / "saved").symlink_to(tied.parent / "saved")
-    same = with_tensors(tied, tmp_path / "same.gguf", output=embeddings)
+    same = edited_gguf(tied, tmp_path / "same.gguf", {}, {"output.weight": embeddings})
     assert load(with_config(same, tmp_path / "first")).vocab_size == 258
-    other = with_tensors(tied, tmp_path / "other.gguf", output=random_rows("Q8_0", 258, 64, seed=9))
+    head = random_rows("Q8_0", 258, 64, seed=9)
+    other = edited_gguf(tied, tmp_path / "other.gguf", {}, {"output.weight": head})
     message = refusal(with_config(other, tmp_path / "second"))
     assert "the output head in the file differs from the embeddings" in message
     assert "tie_word_embeddings" in message
@@ -98,14 +84,18 @@ def test_a_head_that_differs_from_tied_embeddings_is_refused(tmp_path: Path, tie
 
 def test_rotary_scaling_must_be_configured(tmp_path: Path, untied: Path) -> None:
     (tmp_path / "saved").symlink_to(untied.parent / "saved")
-    ones, freqs = np.ones(8, np.float32), np.linspace(1, 8, 8, dtype=np.float32)
-    assert load(with_tensors(untied, tmp_path / "ones.gguf", "none", rope_freqs=ones))
-    linear = with_tensors(untied, tmp_path / "linear.gguf", "linear")
-    assert "as llama.rope.scaling.type (linear) of linear.gguf says" in refusal(linear)
-    scaled = with_tensors(untied, tmp_path / "scaled.gguf", rope_freqs=freqs)
-    message = refusal(scaled)
-    assert "as rope_freqs.weight of scaled.gguf says" in message
-    assert message.endswith("serve the folder with the model's own config.json instead")
+    scaled = edited_gguf(untied, tmp_path / "scaled.gguf", {"llama.rope.scaling.factor": 2.0})
+    reason = "it has no scaling in rope_parameters, but the file has the type linear"
+    assert refusal(with_config(scaled, tmp_path / "folder")).endswith(reason)
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    assert load(with_config(scaled, tmp_path / "folder", rope_parameters=rope))
+
+
+def test_a_configuration_may_state_factors_that_a_file_cannot(tmp_path: Path, untied: Path) -> None:
+    (tmp_path / "saved").symlink_to(untied.parent / "saved")
+    freqs = {"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}
+    scaled = edited_gguf(untied, tmp_path / "scaled.gguf", {}, freqs)
+    assert refusal(scaled).endswith("serve the folder with the model's own config.json instead")
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     assert load(with_config(scaled, tmp_path / "folder", rope_parameters=rope))
 
