@@ -137,8 +137,6 @@ async def measure(options: argparse.Namespace, standby: bool) -> list[dict[str, 
         idle = worker_at(info.standby.address) if standby else None
         resident = round(idle.memory_info().rss / 2**20) if idle is not None else None
         for fault in options.faults:
-            if not standby and fault == "stop":
-                continue  # nothing would restart a stopped process
             for streams in options.streams:
                 row = await lose_target(client, prompts[:streams], options.max_tokens, FAULTS[fault], standby)
                 labels = {"standby": standby, "fault": fault, "streams": streams, "start_s": start}

@@ -253,14 +253,19 @@ class RoundLoop:
             self._fail(sequence, UnavailableError(f"{field}: {reason}"))
 
     async def _run_or_split(self, group: Group, may_join: bool) -> bool:
-        """Run a round. If the target refuses it, run each sequence alone and fail the ones refused again."""
+        """Run a round. If the target refuses it, run each sequence alone and fail the ones refused again.
+
+        Raises WorkerUnreachableError if the target fails every round. Then no sequence fails.
+        """
         try:
             return await self._runner.run(group, self._work.set, may_join)
         except WorkerRefusedError:
             for sequence in self._pool.hold(group.sequences):
+                instance_id = self._target.instance_id
                 try:
                     await self._runner.run(Group([sequence]), self._work.set)
                 except WorkerRefusedError as error:
+                    await self._target.check_rounds(instance_id)
                     self._fail(sequence, WorkerFailedError(f"the target worker refused the sequence twice: {error}"))
             return True
 

@@ -52,6 +52,7 @@ class Target(Worker, Protocol):
         may_join: bool,
         features: WantedFeatures | None,
     ) -> tuple[list[Verdict], Timed]: ...
+    async def check_rounds(self, instance_id: str) -> None: ...
 
 
 class Draft(Worker, Protocol):

@@ -102,7 +102,7 @@ class WorkerLink:
         raise NotImplementedError
 
     async def _check(self, description: common_pb2.GetWorkerInfoResponse) -> None:
-        """Raise MismatchError if the worker must not be used."""
+        """Raise MismatchError if the worker must not be used, and WorkerRefusedError if it cannot be used now."""
         raise NotImplementedError
 
     def _replaced(self, description: common_pb2.GetWorkerInfoResponse) -> None:
@@ -300,6 +300,8 @@ class WorkerLink:
             self._rounds.abort()  # a worker that fails a probe will not answer a round
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # the connection may be a black hole
                 self._reconnect(None)
+        except WorkerRefusedError as error:
+            self._back_off(str(error))
         except InvalidResponseError as error:
             self._back_off(f"invalid description: {error}")
         except Exception as error:

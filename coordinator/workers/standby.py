@@ -7,6 +7,7 @@ from typing import Any
 
 from coordinator.drafting.costs import StepTimes
 from coordinator.scheduling.counters import Timed
+from coordinator.workers.errors import Cause, WorkerUnreachableError
 from coordinator.workers.interface import Complete
 from coordinator.workers.link import RENEWED
 from coordinator.workers.states import LISTEN_SECONDS, LinkState
@@ -107,6 +108,12 @@ class TargetPair:
         features: WantedFeatures | None,
     ) -> tuple[list[Verdict], Timed]:
         return await self.active.verify(round_id, items, traceparent, complete, may_join, features)
+
+    async def check_rounds(self, instance_id: str) -> None:
+        """Raise WorkerUnreachableError if the process that has refused rounds fails every round, or is replaced."""
+        if self.instance_id != instance_id:
+            raise WorkerUnreachableError("another target process took over", Cause.NOT_SENT)
+        await self.active.check_rounds()
 
     def probes(self) -> list[Coroutine[Any, Any, None]]:
         """Coroutines that probe the workers forever.

@@ -13,20 +13,37 @@ from coordinator.prompts.description import TokenizerDescription, TokenizerError
 from coordinator.prompts.tokenizer_pool import LimitError, TokenizerPool
 from coordinator.scheduling.counters import Timed
 from coordinator.workers.backoff import Backoff
-from coordinator.workers.errors import Cause, MismatchError, UnusableModelError, WorkerRefusedError
+from coordinator.workers.errors import (
+    Cause,
+    MismatchError,
+    UnusableModelError,
+    WorkerRefusedError,
+    WorkerUnreachableError,
+)
 from coordinator.workers.interface import Complete
-from coordinator.workers.link import PROBE_TIMEOUT_SECONDS, WorkerLink, timed
+from coordinator.workers.link import PROBE_TIMEOUT_SECONDS, WorkerLink, status_text, timed
 from coordinator.workers.states import LinkState
 from coordinator.workers.streams import RoundCalls
 from coordinator.workers.target_model import TargetModel
-from specpool.protocol.codec import verify_request
+from specpool.protocol.codec import release_request, verify_request
 from specpool.protocol.features import WantedFeatures
 from specpool.protocol.responses import InvalidResponseError, decoded, drops_features, read_tokenizer, read_verdicts
 from specpool.protocol.rounds import Verdict, VerifyItem
+from specpool.protocol.sampling import SamplingParams
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import common_pb2, target_worker_pb2, target_worker_pb2_grpc
 
 log = logging.getLogger(__name__)
+
+TRIAL_ID = 0
+"""Id of the sequence of trial rounds. Requests have larger ones."""
+_UNRELATED = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+"""Status codes of a trial round that do not say whether the worker can serve rounds."""
 
 
 async def _complete() -> None:
@@ -50,6 +67,8 @@ class TargetLink(WorkerLink):
     _is_active = True
     _drops_features = False
     """Whether the worker has returned features of a wrong size."""
+    _failed_id: int | None = None
+    """A sequence of the last failed round. While it is set, the worker must serve a trial round to become ready."""
 
     def __init__(
         self,
@@ -86,6 +105,9 @@ class TargetLink(WorkerLink):
             if other.is_ready and description.instance_id == other.instance_id != "":
                 known = "the target worker itself" if other is self.peer else "a target worker already in use"
                 raise MismatchError(f"the worker is {known}, known as {other.address}")
+        if description.instance_id == self.instance_id:
+            await self.try_round()
+        self._failed_id = None
 
     @property
     def _others(self) -> "list[TargetLink]":
@@ -106,6 +128,41 @@ class TargetLink(WorkerLink):
             raise UnusableModelError(f"{description.model.model} has an unusable tokenizer: {error}") from None
         except LimitError as error:
             raise InvalidResponseError(f"unusable tokenizer: {error}") from None
+
+    async def try_round(self) -> None:
+        """If a round has failed, learn whether the worker or the round is the reason: run a token of another sequence.
+
+        Raises WorkerRefusedError if that fails, too, and AioRpcError or InvalidResponseError if nothing can be learned.
+        """
+        if self._failed_id is None:
+            return
+        items = [VerifyItem(TRIAL_ID, 0, (0,), sampling=SamplingParams(), max_length=1)]
+        request = verify_request(self._coordinator_id, 0, items)
+        try:
+            with self._releases.in_round([TRIAL_ID]):
+                response = decoded(await self._stub.Verify(request, timeout=self._timeout), "trial round")
+                if any(result.status == common_pb2.ITEM_STATUS_NO_SLOT for result in response.results):
+                    # Take the slot of the failed sequence, whose cache is then rebuilt.
+                    release = release_request(self._coordinator_id, [self._failed_id])
+                    await self._stub.Release(release, timeout=self._timeout)
+                    await self._stub.Verify(request, timeout=self._timeout)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _UNRELATED:
+                raise
+            raise WorkerRefusedError(f"the worker fails every round: {status_text(error)}") from None
+        finally:
+            self._releases.add([TRIAL_ID])
+        self._failed_id = None
+
+    async def check_rounds(self) -> None:
+        """Raise WorkerUnreachableError if the worker fails every round, and back off until it serves one.
+
+        Call it after WorkerRefusedError.
+        """
+        try:
+            await self._returned(self.try_round())
+        except (WorkerRefusedError, InvalidResponseError) as error:
+            raise self._lost(str(error), Cause.FAILED) from None
 
     def activate(self) -> None:
         """Serve rounds from now on. The link is ready."""
@@ -172,6 +229,21 @@ class TargetLink(WorkerLink):
         `features`: for the items that want them.
         """
         request = verify_request(self._coordinator_id, round_id, items, traceparent, may_join, features)
+        try:
+            return await self._verify_again(request, items, complete, features)
+        except (WorkerUnreachableError, WorkerRefusedError) as error:
+            if isinstance(error, WorkerRefusedError) or error.cause is not Cause.NOT_SENT:
+                self._failed_id = items[0].sequence_id
+            raise
+
+    async def _verify_again(
+        self,
+        request: target_worker_pb2.VerifyRequest,
+        items: list[VerifyItem],
+        complete: Complete,
+        features: WantedFeatures | None,
+    ) -> tuple[list[Verdict], Timed]:
+        """Run a round, and repeat it once if the response is invalid."""
         try:
             return await self._verify(request, items, complete, features)
         except InvalidResponseError as error:

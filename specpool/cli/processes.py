@@ -31,6 +31,8 @@ PROBE_SECONDS = 0.2
 """Pause between two health checks."""
 # A process may answer slowly while it starts.
 PROBE_TIMEOUT_SECONDS = 1.0
+# A process that has served counts as stopped after this many consecutive health checks without an answer.
+MAX_UNANSWERED, LIVENESS_SECONDS, LIVENESS_TIMEOUT_SECONDS = 2, 1.0, 5.0
 _UNREACHABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 # Iterations for which a waiting thread of torch spins: well below a millisecond.
 SPIN_COUNT = "30000"
@@ -57,6 +59,16 @@ async def is_serving(channel: grpc.aio.Channel, service: str = "") -> bool:
             return False
         raise
     return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def _answers(channel: grpc.aio.Channel) -> bool:
+    """Whether the server answers a health check in time, with any status. A server that is gone does not time out."""
+    request = health_pb2.HealthCheckRequest()
+    try:
+        await health_pb2_grpc.HealthStub(channel).Check(request, timeout=LIVENESS_TIMEOUT_SECONDS)
+    except grpc.aio.AioRpcError as error:
+        return bool(error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED)
+    return True
 
 
 @dataclass
@@ -102,14 +114,30 @@ class Service:
                 await asyncio.sleep(PROBE_SECONDS)
 
     async def keep_running(self) -> None:
-        """Restart the process whenever it ends; never return."""
+        """Restart the process whenever it ends, and kill it if it stops answering; never return."""
         while True:
             assert self.process is not None
-            status = await self.process.wait()
+            watching = asyncio.create_task(self._kill_if_stopped(self.process))
+            try:
+                status = await self.process.wait()
+            finally:
+                watching.cancel()
             ending = await asyncio.to_thread(self.log.ending, status)
             log.warning("%s: %s; restarting it", self.name, ending)
             await asyncio.sleep(RESTART_SECONDS)
             await self.start()
+
+    async def _kill_if_stopped(self, process: asyncio.subprocess.Process) -> None:
+        """Kill a process that has served, once it leaves several health checks unanswered. Starts may take any time."""
+        with contextlib.suppress(ProcessFailedError):  # it has ended
+            await self.wait_serving()
+        unanswered = 0
+        async with Connector(self.address, **self.security).open() as channel:
+            while unanswered < MAX_UNANSWERED:
+                await asyncio.sleep(LIVENESS_SECONDS)
+                unanswered = 0 if await _answers(channel) else unanswered + 1
+        log.warning("%s has not answered %d health checks; killing it", self.name, unanswered)
+        await kill([process])
 
     async def stop(self, drain_seconds: float) -> None:
         """Let the process drain, and kill it if that takes too long."""

@@ -7,11 +7,12 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from specpool.protocol.errors import UnavailableError
-from specpool.protocol.rounds import RoundLimits
 from specpool.protocol.worker_info import CacheLoad, WorkerInfo
+from specpool.worker.backend import Backend
+from specpool.worker.failures import DeviceFailedError, Failure, describe, failure_of
 from specpool.worker.model_thread import ModelThread
 from specpool.worker.round_merging import Round, RoundMerging
 from specpool.worker.startup import Startup
@@ -27,49 +28,6 @@ ServeRounds = Callable[[Sequence[Any], Any], list[Any]]
 """Maps the requests of different coordinators and the backend to the results of each. Raises for all of them."""
 
 
-class Backend(Protocol):
-    """A worker's model, called on the model thread. Any thread may read the counters."""
-
-    @property
-    def realign_ns(self) -> int:
-        """Nanoseconds spent on realignment so far."""
-
-    @property
-    def passes(self) -> int:
-        """Forward passes so far."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that these passes have run."""
-
-    @property
-    def max_num_batched_tokens(self) -> int:
-        """Maximum tokens of a forward pass."""
-
-    def info(self) -> WorkerInfo:
-        """Description of the model and its load. Called once, when the model is loaded."""
-
-    @property
-    def load(self) -> CacheLoad:
-        """How full the cache is. Read after each work item, so it must take only microseconds."""
-
-    @property
-    def limits(self) -> RoundLimits:
-        """Limits for the items of a round. Any thread may read them."""
-
-    def release(self, coordinator_id: str, sequence_ids: list[int] | None) -> int:
-        """Free sequences, or all of a coordinator; return how many held a slot."""
-
-    def renew_lease(self, coordinator_id: str, now: float) -> None:
-        """Record that a coordinator is alive."""
-
-    def orphan(self, coordinator_id: str) -> None:
-        """Let a coordinator's sequences yield their slots until its lease is renewed."""
-
-    def expire(self, now: float, lease_seconds: float) -> int:
-        """Free the sequences of silent coordinators; return how many."""
-
-
 class WorkerHost:
     """Owner of the model thread and the backend on it."""
 
@@ -79,13 +37,13 @@ class WorkerHost:
         """Id of the process; a new one after each start."""
         self.startup = Startup()
         self.streams = RoundStreams(self._orphan)
-        self.on_exhausted: Callable[[], None] = lambda: None
-        """Called when a work item could not allocate memory, on the model thread."""
+        self.on_failure: Callable[[str], None] = lambda reason: None
+        """Called when the process can serve nothing any more, before a call is answered. Must end the process."""
         self.rounds = 0
         self.forward_ns = 0
         """Nanoseconds that rounds have taken, without realignment."""
         self._load = load
-        self._thread = ModelThread()
+        self._thread = ModelThread(self._end)
         self._merging = RoundMerging()
         self._backend: Backend | None = None
         self._info: WorkerInfo | None = None
@@ -124,13 +82,15 @@ class WorkerHost:
         return self._watchdog.hanging if self._watchdog is not None else None
 
     async def load(self) -> None:
-        """Build the backend on the model thread."""
+        """Build the backend on the model thread. DeviceFailedError: another start may succeed."""
         report = self.startup.reporter()
         try:
             backend = await self._thread.run("loading the model", lambda: self._load(report))
             self._info = await self._thread.run("describing the model", backend.info)
         except Exception as error:
             self.startup.end(failure=str(error) or type(error).__name__)
+            if failure_of(error) in (Failure.DEVICE, Failure.DEVICE_MEMORY):
+                raise DeviceFailedError(describe(error)) from error
             raise
         self._backend = backend
         self.startup.end()
@@ -140,17 +100,20 @@ class WorkerHost:
 
         UnavailableError: the model is loading, hangs, or has too many calls waiting.
         """
-        return await self._thread.run(name, partial(self._serve, self._ready_backend(), work, coordinator_id))
+        backend = self._ready_backend()
+        serve = partial(self._serve, backend, work, coordinator_id)
+        return await self._thread.run(name, partial(self._survive, backend, serve))
 
     async def serve_round(self, round_: Round, name: str, serve: ServeRounds) -> tuple[Any, dict[str, int]]:
         """Serve a round, perhaps together with others. Raises like `run`.
 
         Return its result, and the response's timing fields in nanoseconds.
         """
-        work = partial(self._serve_round, self._ready_backend(), serve, round_)
+        backend = self._ready_backend()
+        work = partial(self._serve_round, backend, serve, round_)
         self._merging.add(round_)
         try:
-            return await self._thread.run(name, work)
+            return await self._thread.run(name, partial(self._survive, backend, work))
         finally:
             self._merging.discard(round_)
 
@@ -185,6 +148,9 @@ class WorkerHost:
         """End the model thread after its current work item; False if that takes longer than `timeout` seconds."""
         return self._thread.close(timeout)
 
+    def _end(self, reason: str) -> None:
+        self.on_failure(reason)  # it may be set after the thread has started
+
     def _ready_backend(self) -> Backend:
         backend: Backend = self.backend
         if (hanging := self.hanging) is not None:
@@ -194,6 +160,24 @@ class WorkerHost:
     def _orphan(self, coordinator_id: str) -> None:
         """Defer to the model thread, which may still run work of this coordinator."""
         self._orphans[coordinator_id] = None
+
+    def _survive(self, backend: Backend, work: Callable[[], T]) -> T:
+        """Do work that can be repeated. End the process if the device or the memory fails, before the call is answered.
+
+        Work that lacks device memory is repeated with smaller passes.
+        """
+        try:
+            return work()
+        except Exception as error:
+            if (failure := failure_of(error)) is None:
+                raise
+            reason = f"{failure.value} ({describe(error)})"
+        # By now, the error no longer holds the tensors of its traceback.
+        if failure is Failure.DEVICE_MEMORY and self._survive(backend, backend.shrink_passes):
+            log.warning("%s; repeating the work with at most %d tokens a pass", reason, backend.max_num_batched_tokens)
+            return self._survive(backend, work)
+        self.on_failure(reason)
+        raise UnavailableError(reason)
 
     def _serve(self, backend: Backend, work: Callable[[Any], T], coordinator_id: str | None) -> T:
         with self._leased(backend, () if coordinator_id is None else (coordinator_id,)):
@@ -208,8 +192,8 @@ class WorkerHost:
             except Exception:
                 if len(rounds) == 1:
                     raise
-                # Repeating a round is safe. The others are served alone when their turn comes.
-                self._serve_together(backend, serve, [round_])
+            if round_.response is None:  # repeating a round is safe
+                self._serve_together(backend, serve, [round_])  # the others are served alone when their turn comes
         assert round_.response is not None
         return round_.response
 
@@ -236,16 +220,7 @@ class WorkerHost:
             backend.renew_lease(coordinator_id, time.monotonic())
         try:
             yield
-        except Exception as error:
-            if _is_out_of_memory(error):
-                self.on_exhausted()
-            raise
         finally:
             for coordinator_id in coordinator_ids:
                 backend.renew_lease(coordinator_id, time.monotonic())
             self._cache_load = backend.load
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether Python, torch or the loader of a library could not allocate memory of the host."""
-    return isinstance(error, MemoryError | ImportError) or "DefaultCPUAllocator: can't allocate" in str(error)

@@ -6,7 +6,8 @@ from prometheus_client.metrics_core import Metric
 
 from specpool.protocol.worker_info import RankMemory, WorkerInfo
 from specpool.rpc.observability.metrics import Families
-from specpool.worker.host import Backend, WorkerHost
+from specpool.worker.backend import Backend
+from specpool.worker.host import WorkerHost
 
 
 class WorkerMetrics:

@@ -68,16 +68,18 @@ class ModelThread:
     and this thread could start the next function only once the loop has built the response.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_death: Callable[[str], None] = lambda reason: None) -> None:
+        """`on_death`: called on a thread that ends because of an error outside the functions."""
+        self._on_death = on_death
         self.running: WorkItem | None = None
         """The work item that runs now."""
         self._waiting: deque[WorkItem] = deque()
         self._changed = threading.Condition()
         self._closed = False
         # A daemon, so a function that never ends does not keep the process alive.
-        self._thread = threading.Thread(target=self._work, name="model", daemon=True)
+        self._thread = threading.Thread(target=self._live, args=(self._work,), name="model", daemon=True)
         self._finished: SimpleQueue[WorkItem | None] = SimpleQueue()
-        self._delivery = threading.Thread(target=self._deliver, name="results", daemon=True)
+        self._delivery = threading.Thread(target=self._live, args=(self._deliver,), name="results", daemon=True)
 
     @property
     def waiting(self) -> int:
@@ -122,6 +124,13 @@ class ModelThread:
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    def _live(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except BaseException as error:
+            self._on_death(f"the {threading.current_thread().name} thread has died ({error!r})")
+            raise
 
     def _work(self) -> None:
         while self._run_next():

@@ -15,7 +15,9 @@ from specpool.rpc.observability.tracing import Tracer, tracer_of
 from specpool.rpc.ports import ListenError
 from specpool.rpc.security.channel import MAX_ROUND_BYTES
 from specpool.rpc.server.server import Server
-from specpool.worker.host import Backend, WorkerHost
+from specpool.worker.backend import Backend
+from specpool.worker.failures import DeviceFailedError
+from specpool.worker.host import WorkerHost
 from specpool.worker.metrics import WorkerMetrics
 from specpool.worker.servicer import WorkerServicer
 from specpool.worker.settings import WorkerSettings
@@ -52,7 +54,7 @@ def run_worker(
         with naming(program, "", ListenError, *refusals):
             tracer = tracer_of(settings, program)
             asyncio.run(_serve(settings, host, add_service, tracer))
-    except OSError as error:
+    except (OSError, DeviceFailedError) as error:
         sys.exit(f"{program}: {error}")
     finally:
         # Skip the garbage collection at exit: scanning torch's objects takes a second or more.
@@ -90,7 +92,8 @@ async def _serve(
         server.set_live(not hangs)
         server.set_serving(not hangs)
         if hangs:
-            ending = asyncio.get_running_loop().call_later(settings.watchdog_seconds, _end_hung)
+            reason = "the model has hung for twice `watchdog_seconds`"
+            ending = asyncio.get_running_loop().call_later(settings.watchdog_seconds, _end, reason)
         elif ending is not None:
             ending.cancel()
 
@@ -108,7 +111,7 @@ async def _serve(
             if settings.watchdog_seconds:
                 tasks.create_task(host.watch(settings.watchdog_seconds, on_hang_change))
 
-    server.on_drain, host.on_exhausted = drain, _end_exhausted
+    server.on_drain, host.on_failure = drain, _end
     serving = asyncio.create_task(load_and_serve())
     serving.add_done_callback(lambda task: server.stop())
     await server.wait_stopped()
@@ -126,13 +129,7 @@ async def _serve(
     log.info("stopped")
 
 
-def _end_exhausted() -> None:
+def _end(reason: str) -> None:
     """End the process, so its supervisor can restart it. Requests continue elsewhere meanwhile."""
-    log.error("out of memory; the process ends")
-    os._exit(1)
-
-
-def _end_hung() -> None:
-    """End the process, so its supervisor can restart it."""
-    log.error("the model has hung for twice `watchdog_seconds`; the process ends")
+    log.error("%s; the process ends", reason)
     os._exit(1)

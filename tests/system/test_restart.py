@@ -1,10 +1,11 @@
-"""Killing a worker process during a generation: the stream continues with the same tokens."""
+"""A worker process that ends during a generation: the stream continues with the same tokens."""
 
 import asyncio
 from pathlib import Path
 
 import pytest
-from lab.processes import running
+from lab.failing_device import BROKEN, FAILURES, NO_MEMORY
+from lab.processes import ROLES, running
 
 from benchmarks.cost.fakes import wait_ready
 from specpool.cli.processes import Service
@@ -55,3 +56,42 @@ async def test_killed_worker_costs_no_token(tiny_pair: tuple[Path, Path]) -> Non
         response = await client.stub.Generate(request(k=3))
         assert response.speculative_decoding.num_draft_tokens > 0
         assert response.token_ids == truth.token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [BROKEN, NO_MEMORY])
+async def test_failing_device_ends_the_worker_and_costs_no_token(
+    error: str, tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FAILURES, str(tmp_path))
+    starting = running(*tiny_pair, slots=4, devices_can_fail=True)
+    async with starting as processes, AsyncClient(processes.address) as client:
+        await wait_ready(client)
+        truth = await client.stub.Generate(request(k=0))
+        supervising = [asyncio.create_task(worker.keep_running()) for worker in processes.services[:2]]
+        for victim, role, k in zip(processes.services[:2], ROLES, (0, 3), strict=True):
+            assert victim.process is not None
+            begun, ended = asyncio.Event(), asyncio.create_task(victim.process.wait())
+            streams = [asyncio.create_task(tokens_of_stream(client, k, begun)) for _ in range(4)]
+            await begun.wait()
+            (tmp_path / "new").write_text(error)
+            (tmp_path / "new").rename(tmp_path / role)
+            assert await ended == 1
+            assert await asyncio.gather(*streams) == [list(truth.token_ids)] * 4
+            await victim.wait_serving()
+            await wait_ready(client)
+        response = await client.stub.Generate(request(k=3))
+        assert response.speculative_decoding.num_draft_tokens > 0
+        assert dict((await client.server_info()).counters.finished) == {"length": 10}
+        for task in supervising:
+            task.cancel()
+
+
+async def tokens_of_stream(client: AsyncClient, k: int, begun: asyncio.Event) -> list[int]:
+    """The tokens of a generation. `begun`: set once there are some."""
+    tokens: list[int] = []
+    async for message in client.stub.GenerateStream(request(k)):
+        tokens.extend(message.chunk.token_ids)
+        if len(tokens) > 20:
+            begun.set()
+    return tokens

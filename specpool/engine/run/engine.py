@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 STEP_CACHED = 128
 """Cached positions of each sequence in the passes whose times are `Engine.step_seconds`."""
+MIN_BATCHED_TOKENS = 64
+"""Maximum tokens of the smallest passes, if device memory runs out."""
 
 
 class Engine:
@@ -125,6 +127,17 @@ class Engine:
             nothing = torch.empty(0, len(layers) * self.facts.hidden_size, dtype=torch.bfloat16)
             states = [torch.cat([nothing.to(self.facts.device), *states])]
         return self._joined([each.logits for each in passes]), states[0]
+
+    def shrink_passes(self) -> bool:
+        """Free unused device memory, and halve `max_num_batched_tokens`. Return False if passes cannot be smaller.
+
+        Ranks of a sharded model cannot repeat a pass, so they do not shrink.
+        """
+        torch.cuda.empty_cache()
+        if self.leader is not None or self.max_num_batched_tokens <= MIN_BATCHED_TOKENS:
+            return False
+        self.max_num_batched_tokens = max(MIN_BATCHED_TOKENS, self.max_num_batched_tokens // 2)
+        return True
 
     @property
     def has_states(self) -> bool:

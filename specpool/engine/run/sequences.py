@@ -124,6 +124,10 @@ class SequenceEngine:
         """Free the sequences of coordinators that were silent for longer than the lease; return how many."""
         return self.engine.slots.expire(now, lease_seconds)
 
+    def shrink_passes(self) -> bool:
+        """Free unused device memory, and let a pass take fewer tokens. False if it cannot take fewer."""
+        return self.engine.shrink_passes()
+
     def realign(self, coordinator_id: str, round_id: int, items: Sequence[SequenceItem]) -> list[ItemStatus]:
         """Bring every sequence's cache to its base length where possible. Return the status of each.
 

@@ -144,9 +144,21 @@ async def test_the_sample_rate_applies_to_requests_without_context() -> None:
         assert 5 < len(requests(collector)) < 35
 
 
+class PickyTarget(RecordingTarget):
+    """A target that refuses rounds with a token, but no other round."""
+
+    refused = 250
+
+    async def Verify(self, request: Any, context: Any) -> Any:
+        if any(self.refused in item.token_ids for item in request.items):
+            await context.abort(grpc.StatusCode.INTERNAL, "told to fail")
+        return await super().Verify(request, context)
+
+
 async def test_spans_of_failed_requests_have_an_error_type() -> None:
+    settings = {"queue_size": 0, "max_num_seqs": 1, "with_draft": False}
     async with collecting() as (collector, url):
-        async with serving(otlp_traces_endpoint=url, queue_size=0, max_num_seqs=1, with_draft=False) as served:
+        async with serving(PickyTarget(), otlp_traces_endpoint=url, **settings) as served:
             await fails(served.stub.Generate(pb.GenerateRequest()))
             served.target.open.clear()
             call = served.stub.GenerateStream(make_request(max_tokens=50))
@@ -155,8 +167,7 @@ async def test_spans_of_failed_requests_have_an_error_type() -> None:
             call.cancel()
             served.target.open.set()
             await served.until_idle()
-            served.target.fail_next = [grpc.StatusCode.INTERNAL] * 20
-            await fails(served.stub.Generate(make_request(max_tokens=3)))
+            await fails(served.stub.Generate(make_request([PickyTarget.refused], max_tokens=3)))
         ends = [(span.attributes.get("error.type"), span.is_fault) for span in requests(collector)]
         expected = [("INVALID_ARGUMENT", 0), ("CANCELLED", 0), ("RESOURCE_EXHAUSTED", 0), ("INTERNAL", 1)]
         assert sorted(ends) == sorted(expected)

@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tiny_models import forget_all, random_tokens
 from tiny_pair import MAX_MODEL_LEN
@@ -114,6 +115,25 @@ async def test_chunked_prefill_matches_a_single_prefill(target: Worker, chunk: i
         assert result.cached_length == target.cached(1) == start + len(piece)
     (result,) = await target.round(verify(1, 60, prompt[60:]))
     assert list(result.token_ids) == target.continuation(prompt, 1)
+
+
+async def test_a_round_that_lacks_device_memory_is_repeated_in_smaller_passes(
+    target: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, run, sizes = random_tokens(250), target.engine.runner.run, list[int]()
+    expected = target.continuation(prompt, 1)
+
+    def run_if_small(spans: Any, *arguments: Any) -> Any:
+        sizes.append(sum(len(span.token_ids) for span in spans))
+        if sizes[-1] > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(spans, *arguments)
+
+    monkeypatch.setattr(target.engine.runner, "run", run_if_small)
+    monkeypatch.setattr(target.engine, "max_num_batched_tokens", target.engine.max_num_batched_tokens)  # restores it
+    (result,) = await target.round(verify(1, 0, prompt))
+    assert list(result.token_ids) == expected
+    assert sizes[-4:] == [64, 64, 64, 58]
 
 
 async def test_each_sequence_gets_its_number_of_draft_tokens(draft: Worker) -> None:

@@ -73,17 +73,22 @@ async def running(
     proxied: bool = False,
     workers: tuple[int, int] = (1, 1),
     worker_flags: Sequence[str] = (),
+    devices_can_fail: bool = False,
 ) -> AsyncIterator[Processes]:
     """Run the processes; none is restarted if it ends. ProcessFailedError.
 
     `proxied`: put a proxy on each link. `workers`: numbers of target and draft workers. Several are found by name, in
-    DNS records that can be changed.
+    DNS records that can be changed. `devices_can_fail`: see `lab.failing_device`.
     """
     shared = ["--log-level", "error", "--drain-seconds", str(DRAIN_SECONDS)]
     flags = [*shared, "--max-sequences", str(slots), *worker_flags]
     models = zip(ROLES, (target, draft), workers, strict=True)
     groups = {role: _workers(role, str(model), count, flags) for role, model, count in models}
     processes = Processes([worker for group in groups.values() for worker in group])
+    if devices_can_fail:
+        for role, group in groups.items():
+            for worker in group:
+                worker.module, worker.arguments = "lab.failing_device", [role, *worker.arguments]
     with tempfile.TemporaryDirectory() as folder, _environment(folder):
         try:
             processes.proxies = [CuttingProxy() for _ in processes.services] if proxied else []

@@ -1,0 +1,60 @@
+"""Errors after which a worker process can serve nothing. Knows torch's errors by name, because it imports no torch."""
+
+import re
+from collections.abc import Iterator
+from enum import Enum
+
+
+class Failure(Enum):
+    """Why a worker cannot go on, in words for the log."""
+
+    HOST_MEMORY = "out of memory"
+    DEVICE_MEMORY = "out of device memory"
+    """A smaller pass may still succeed."""
+    DEVICE = "the device has failed"
+    """CUDA reports the error of one call again for all later calls of the process."""
+
+
+class DeviceFailedError(Exception):
+    """The model cannot be loaded because its device fails or lacks memory. A later start may succeed."""
+
+
+_MEMORY_TYPES = {"OutOfMemoryError"}
+_DEVICE_TYPES = {"AcceleratorError", "CudaError", "DistBackendError"}
+"""Classes of torch: errors of CUDA calls, and of NCCL."""
+# Messages of torch, its libraries and Triton begin like this. Text of a client can only follow other words.
+_DEVICE_MESSAGE = re.compile(r"(CUDA (driver )?|cuBLAS |cuDNN |cusolver |NCCL )error\b|Triton Error \[CUDA\]")
+_MEMORY_MESSAGE = re.compile(r"out of memory|_ALLOC_FAILED")
+_HOST_MEMORY_MESSAGE = "DefaultCPUAllocator: can't allocate"
+
+
+def failure_of(error: BaseException) -> Failure | None:
+    """Return why the process cannot survive this error; None if it can: the error is about the work, not the device."""
+    is_torch = isinstance(error, RuntimeError)
+    if isinstance(error, MemoryError | ImportError) or (is_torch and _HOST_MEMORY_MESSAGE in str(error)):
+        return Failure.HOST_MEMORY  # the loader of a library raises ImportError
+    return next(filter(None, map(_device_failure, _causes(error))), None)
+
+
+def describe(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    return str(error).partition("\n")[0].strip() or type(error).__name__
+
+
+def _device_failure(error: BaseException) -> Failure | None:
+    types, message = {base.__name__ for base in type(error).__mro__}, str(error)
+    if not isinstance(error, RuntimeError):  # all errors of torch and Triton are
+        return None
+    if types & _MEMORY_TYPES:
+        return Failure.DEVICE_MEMORY
+    if not types & _DEVICE_TYPES and _DEVICE_MESSAGE.match(message) is None:
+        return None
+    return Failure.DEVICE_MEMORY if _MEMORY_MESSAGE.search(message) else Failure.DEVICE
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and those that caused it: compilers and loaders wrap the errors of the device."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__

@@ -1,0 +1,50 @@
+"""Child processes of a command: one that stops answering is restarted."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import grpc
+import pytest
+
+from specpool.cli import processes
+from specpool.cli.processes import Service, kill
+from specpool.rpc.ports import free_port
+
+SUPPORT = Path(__file__).parents[2] / "support"
+PATIENCE_SECONDS = 60
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP")
+async def test_stopped_process_is_restarted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    monkeypatch.setattr(processes, "RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(processes, "LIVENESS_TIMEOUT_SECONDS", 1.0)
+    answers, watched = processes._answers, asyncio.Event()
+
+    async def answers_noted(channel: grpc.aio.Channel) -> bool:
+        if answered := await answers(channel):
+            watched.set()
+        return answered
+
+    monkeypatch.setattr(processes, "_answers", answers_noted)
+    port = free_port()
+    service = Service("health", "health_process", [str(port)], f"127.0.0.1:{port}")
+    await service.start()
+    keeping = asyncio.create_task(service.keep_running())
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await watched.wait()
+            first = service.process
+            assert first is not None
+            os.kill(first.pid, signal.SIGSTOP)
+            assert await first.wait() == -signal.SIGKILL
+            while service.process is first:  # noqa: ASYNC110 - another task replaces it
+                await asyncio.sleep(0.01)
+            await service.wait_serving()
+        assert "has not answered 2 health checks; killing it" in caplog.text
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await kill([service.process] if service.process is not None else [])
