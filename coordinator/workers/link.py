@@ -320,8 +320,7 @@ class WorkerLink:
 
     async def _is_serving(self) -> bool:
         health = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_SECONDS)
-        status: int = decoded(health, "health").status
-        return status == health_pb2.HealthCheckResponse.SERVING
+        return bool(decoded(health, "health").status == health_pb2.HealthCheckResponse.SERVING)
 
     async def _serves_already(self) -> bool:
         """Whether the worker serves, although its startup has not ended. A worker that exits may still say why."""
