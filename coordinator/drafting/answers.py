@@ -14,12 +14,13 @@ TOKENS_PER_CALL = 512
 MIN_ANSWER_TOKENS = 16
 # Buckets of the hash table per token, of 8 bytes each. More buckets lose fewer runs to collisions.
 BUCKETS_PER_TOKEN = 8
-# One namespace holds at most this share of the tokens.
+# One client holds at most this share of the tokens, whatever number of salts it uses.
 MAX_SHARE = 0.5
 # A bucket packs the number of an answer, and the position after the run in these bits. 0: empty. Numbers never repeat.
 POSITION_BITS = 24
 
 Namespace = tuple[str, str]
+"""Client and salt."""
 
 
 @dataclass(eq=False)
@@ -29,6 +30,14 @@ class _Shelf:
     number: int
     answers: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     """Numbers of the answers by tokens, oldest first."""
+
+
+@dataclass(eq=False)
+class _Client:
+    """The answers of one client."""
+
+    shelves: OrderedDict[str, _Shelf] = field(default_factory=OrderedDict)
+    """By salt, least recently used first."""
     num_tokens: int = 0
 
 
@@ -48,10 +57,10 @@ class AnswerStore:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        """`max_tokens`: of all namespaces. Above it, the least recently used namespace loses its oldest answers."""
+        """`max_tokens`: of all clients. Above it, the least recently used one loses the oldest answers of a salt."""
         self.max_tokens = max_tokens
         self.num_tokens = 0
-        self._shelves: OrderedDict[Namespace, _Shelf] = OrderedDict()
+        self._clients: OrderedDict[str, _Client] = OrderedDict()
         """Least recently used first."""
         self._answers: dict[int, _Answer] = {}
         self._unindexed: OrderedDict[int, int] = OrderedDict()
@@ -67,20 +76,24 @@ class AnswerStore:
         length = len(text) // array("I").itemsize
         if length < MIN_ANSWER_TOKENS:
             return
-        shelf = self._shelves.pop(namespace, None) or _Shelf(next(self._numbers))
+        name, salt = namespace
+        client = self._clients.pop(name, None) or _Client()
+        shelf = client.shelves.pop(salt, None) or _Shelf(next(self._numbers))
+        client.shelves[salt] = shelf
         if text in shelf.answers:
             shelf.answers.move_to_end(text)
         else:
-            while shelf.num_tokens + length > max_tokens:
-                self._evict_oldest(shelf)
+            while client.num_tokens + length > max_tokens:
+                self._evict_from(client)
             while self.num_tokens + length > self.max_tokens:
                 self._evict_from_idle()
             shelf.answers[text] = next(self._numbers)
             self._answers[shelf.answers[text]] = _Answer(shelf, memoryview(text).cast("I"))
-            shelf.num_tokens += length
+            client.num_tokens += length
             self.num_tokens += length
         self._unindexed[shelf.answers[text]] = MIN_RUN
-        self._shelves[namespace] = shelf
+        client.shelves[salt] = shelf  # again, if it was empty
+        self._clients[name] = client
 
     def index_some(self) -> None:
         """Index at most `TOKENS_PER_CALL` tokens of new answers, oldest first."""
@@ -100,10 +113,13 @@ class AnswerStore:
 
         `((), 0)` if no run repeats.
         """
-        shelf = self._shelves.get(namespace)
-        if shelf is None or k <= 0:
+        name, salt = namespace
+        client = self._clients.get(name)
+        if client is None or salt not in client.shelves or k <= 0:
             return (), 0
-        self._shelves.move_to_end(namespace)
+        self._clients.move_to_end(name)
+        client.shelves.move_to_end(salt)
+        shelf = client.shelves[salt]
         last_ids = list(token_ids[-MAX_RUN:])
         for bucket in reversed(list(self._buckets(shelf, last_ids))):
             number, end = divmod(self._table[bucket], 1 << POSITION_BITS)
@@ -132,17 +148,21 @@ class AnswerStore:
                 yield key % self._num_buckets
 
     def _evict_from_idle(self) -> None:
-        """Evict the oldest answer of the least recently used namespace."""
-        namespace, shelf = next(iter(self._shelves.items()))
-        self._evict_oldest(shelf)
-        if not shelf.answers:
-            del self._shelves[namespace]
+        """Evict an answer of the least recently used client."""
+        name, client = next(iter(self._clients.items()))
+        self._evict_from(client)
+        if not client.shelves:
+            del self._clients[name]
 
-    def _evict_oldest(self, shelf: _Shelf) -> None:
+    def _evict_from(self, client: _Client) -> None:
+        """Evict the oldest answer of the client's least recently used salt."""
+        salt, shelf = next(iter(client.shelves.items()))
         _, number = shelf.answers.popitem(last=False)
+        if not shelf.answers:
+            del client.shelves[salt]
         length = len(self._answers.pop(number).token_ids)
         self._unindexed.pop(number, None)
-        shelf.num_tokens -= length
+        client.num_tokens -= length
         self.num_tokens -= length
 
 

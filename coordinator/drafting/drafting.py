@@ -186,11 +186,12 @@ class Drafting:
         sequence_id, proposal = commit.sequence.sequence_id, commit.proposal
         self.lookup.observe(commit.sequence, commit.lookup)
         self.lookup.store_answer(commit.sequence)
-        if commit.forced and commit.accepted == commit.drafted:
-            self.forced_tokens.observe(commit.forced, commit.accepted_forced)
+        if commit.forced and commit.num_agreed >= commit.drafted:
+            self.forced_tokens.observe(commit.forced, commit.num_agreed - commit.drafted)
         if proposal is None or not proposal.draft_token_ids:
             return
-        drafted, accepted = (commit.drafted, commit.accepted) if commit.method is DraftMethod.MODEL else (0, 0)
+        drafted = commit.drafted if commit.method is DraftMethod.MODEL else 0
+        accepted = min(commit.num_agreed, drafted)
         self.calibration.add(proposal.confidences[:drafted], accepted)
         unverified = proposal.confidences[drafted : drafted + 1]
         if accepted == drafted and unverified:  # the first unverified token counts with its probability

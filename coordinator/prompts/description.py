@@ -1,6 +1,7 @@
 """The target's tokenizer as the coordinator knows it, from a prompt process's description."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +46,9 @@ class TokenizerDescription:
     def has_chat_template(self) -> bool:
         return self.template is not None
 
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self.vocabulary)
+    def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+        """Return a detokenizer of the tokens that follow a prompt."""
+        return Detokenizer(self.vocabulary, prompt_ids)
 
 
 def read_description(body: bytes, files: TokenizerFiles) -> TokenizerDescription:

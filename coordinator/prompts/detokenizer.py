@@ -1,8 +1,9 @@
 """Incremental detokenization in constant time per token, even for invalid bytes."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from coordinator.prompts.decoders import Decode
 
@@ -14,6 +15,8 @@ REPLACEMENT = "\ufffd"
 MAX_PENDING = 16
 # Tokens that still wait beyond this maximum: the last ones may begin a character.
 KEPT_PENDING = 4
+# Last prompt tokens to read as context: a whole character, a part of another, and what precedes the first one.
+PROMPT_CONTEXT = 12
 
 
 @dataclass(frozen=True)
@@ -26,15 +29,22 @@ class Vocabulary:
 
 
 class Detokenizer:
-    """Converts tokens to text as they arrive. Incomplete characters wait for the next token."""
+    """Converts tokens to text as they arrive. Incomplete characters wait for the next token.
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    The text is what the tokens add to the decoded prompt, as in vLLM and TGI: a decoder that strips the first space
+    strips the prompt's. A character that begins in the prompt belongs to the tokens that complete it.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int] = ()) -> None:
         self._tokens, self._decode_tokens = vocabulary.tokens, vocabulary.decode
         self._context: list[str] = []
         """Tokens of the last piece. Text, such as a space between words, can depend on the token before it."""
         self._context_text = ""
         self._pending: list[str] = []
+        self._prompt_rest = ""
+        """Text of the prompt's last tokens that is not context yet, because they may begin a character."""
         self._has_warned = False
+        self._read_prompt(prompt_ids)
 
     def feed(self, token_ids: Iterable[int]) -> str:
         """Return the text that these tokens complete. Undecodable tokens become replacement characters."""
@@ -44,12 +54,29 @@ class Detokenizer:
                 pieces.append(self._step(token))
                 if len(self._pending) > MAX_PENDING:
                     pieces.append(self._flush_invalid())
-        return "".join(pieces)
+        return self._without_prompt("".join(pieces))
 
     def flush(self) -> str:
         """Return the remaining text. Incomplete characters become replacement characters."""
-        text = self._decode(self._pending) if self._pending else ""
+        text = self._pending_text() if self._pending else ""
         self._pending = []
+        return self._without_prompt(text)
+
+    def _read_prompt(self, prompt_ids: Sequence[int]) -> None:
+        """Read the prompt's last tokens as context. The first ones may be the end of a character."""
+        with_text = (token for i in reversed(prompt_ids) if (token := self._tokens.get(i)) is not None)
+        tokens = list(islice(with_text, PROMPT_CONTEXT))[::-1]
+        for start in range(KEPT_PENDING if len(tokens) == PROMPT_CONTEXT else 1):
+            self._context, self._context_text, self._pending = [], "", []
+            text = "".join(map(self._step, tokens[start:]))
+            if text and REPLACEMENT not in text:
+                break
+        self._prompt_rest = self._pending_text() if self._pending else ""
+
+    def _without_prompt(self, text: str) -> str:
+        """Remove the prompt's last characters from the first text, unless the tokens have completed them."""
+        if text and self._prompt_rest:
+            text, self._prompt_rest = text.removeprefix(self._prompt_rest), ""
         return text
 
     def _step(self, token: str) -> str:
@@ -57,14 +84,20 @@ class Detokenizer:
         text = self._try_decode([*self._context, *self._pending])
         if text is not None and (len(text) <= len(self._context_text) or text.endswith(REPLACEMENT)):
             return ""
-        if text is not None and text.startswith(self._context_text):
-            piece = text[len(self._context_text) :]
-        else:
-            # With byte fallback, an invalid byte changes the decoding of earlier bytes, whose text is already out.
-            piece = self._decode(self._pending)
+        piece = self._added(text)
         self._context, self._context_text = self._pending, self._decode(self._pending)
         self._pending = []
         return piece
+
+    def _pending_text(self) -> str:
+        return self._added(self._try_decode([*self._context, *self._pending]))
+
+    def _added(self, text: str | None) -> str:
+        """Return what the pending tokens add to the context, given the text of both."""
+        if text is not None and text.startswith(self._context_text):
+            return text[len(self._context_text) :]
+        # With byte fallback, an invalid byte changes the decoding of earlier bytes, whose text is already out.
+        return self._decode(self._pending)
 
     def _flush_invalid(self) -> str:
         """Return the text of all pending tokens but the last ones, since they complete no character."""

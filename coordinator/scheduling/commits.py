@@ -72,7 +72,10 @@ class Commit:
     drafted: int = 0
     """Draft tokens of the draft method."""
     accepted: int = 0
-    """How many of `drafted` were accepted."""
+    """How many of `drafted` were accepted: with those of `accepted_forced`, one less than the tokens committed.
+
+    If the generation ends within the draft, its last token takes the place of the bonus token.
+    """
     method: DraftMethod | None = None
     """Draft method used; None if nothing was drafted."""
     proposal: Proposal | None = None
@@ -86,6 +89,13 @@ class Commit:
     forced: int = 0
     """Forced tokens that the target worker appended."""
     accepted_forced: int = 0
+    num_dropped: int = 0
+    """Verified tokens after the end of the generation."""
+
+    @property
+    def num_agreed(self) -> int:
+        """How many of `drafted` and `forced` the target agreed with, even after the end of the generation."""
+        return self.accepted + self.accepted_forced + self.num_dropped
 
     @cached_property
     def text(self) -> str:

@@ -5,7 +5,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class SpeculationStats:
-    """Draft tokens and acceptance, over the rounds that verified at least one draft token."""
+    """Draft tokens and acceptance, over the rounds that verified at least one draft token.
+
+    A round emits one token more than it accepts. If a stop cuts it, the last token emitted counts as that one, and the
+    draft tokens after it as not accepted.
+    """
 
     rounds: int = 0
     draft_tokens: int = 0

@@ -405,7 +405,8 @@ class Turn:
         if sequence.finish is not None:
             sequence.pending.clear()
             sequence.features = None
-        all_accepted, forced = min(len(gained) - 1, len(kept)), verdict.num_forced_tokens  # none after a stop
+        # A stop can end the round within the draft: what it emitted counts, with the last token as its own.
+        all_accepted, forced = len(kept) - 1, verdict.num_forced_tokens
         accepted = min(all_accepted, drafted)
         sequence.speculation.add(drafted + forced, all_accepted)
         return Commit(
@@ -422,6 +423,7 @@ class Turn:
             self._num_branches if self._ahead is not None else 0,
             forced,
             all_accepted - accepted,
+            len(gained) - len(kept),
         )
 
     def _choose_branch(self, gained: tuple[int, ...]) -> int | None:

@@ -220,8 +220,7 @@ class Coordinator:
     def _sequences(self, request: GenerationRequest) -> list[Sequence]:
         """The samples of a request, each with its own seed. All but the first copy the prompt of the first."""
         sequences = [
-            Sequence(next(self._sequence_ids), sample, TextStream(self.tokenizer.detokenizer(), sample.stop))
-            for sample in request.samples()
+            Sequence(next(self._sequence_ids), sample, self._text_stream(sample)) for sample in request.samples()
         ]
         first, *others = sequences
         for other in others:
@@ -230,3 +229,6 @@ class Coordinator:
             # Each sample needs the logits of the last token, so it runs that token itself.
             other.target_prefix = other.draft_prefix = Prefix(first, first.prompt_length - 1)
         return sequences
+
+    def _text_stream(self, sample: GenerationRequest) -> TextStream:
+        return TextStream(self.tokenizer.detokenizer(sample.prompt_ids), sample.stop)

@@ -17,6 +17,7 @@ from coordinator.workers.states import LinkState
 from coordinator.workers.streams import RoundCalls
 from specpool.protocol.codec import propose_request
 from specpool.protocol.features import FeatureSpec
+from specpool.protocol.response_sizes import max_propose_bytes
 from specpool.protocol.responses import InvalidResponseError, read_proposals
 from specpool.protocol.rounds import Proposal, ProposeItem
 from specpool.rpc.security.channel import Connector
@@ -109,13 +110,14 @@ class DraftLink(WorkerLink):
         """
         request = propose_request(self._coordinator_id, round_id, items, chances, step_cost, traceparent)
         try:
-            response, elapsed = await self._round(request, self._timeout_of(items))
+            response, elapsed = await self._round(request, lambda: max_propose_bytes(items), self._timeout_of(items))
             proposals = read_proposals(response, round_id, items)
         except WorkerRefusedError as error:
             self._back_off(str(error))
             raise
         except InvalidResponseError as error:
             raise self._lost(str(error), Cause.FAILED) from None
+        self._backoff.succeeded()
         self._rounds_served += 1
         return proposals, timed(elapsed, response)
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from coordinator.drafting.costs import StepTimes
 from coordinator.scheduling.counters import Timed
 from coordinator.workers.backoff import Backoff
+from coordinator.workers.bounds import ResponseSizes, read_slowly
 from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.recent import Recent
 from coordinator.workers.releases import Releases
@@ -76,12 +77,14 @@ class WorkerLink:
         self._releases = Releases(self._send_release)
         self._closing: set[asyncio.Task[None]] = set()
         self._load = Recent(self._query_load, is_reused=False)
+        self._sizes = ResponseSizes()
         self._connect()
 
     def _connect(self) -> None:
         self._channel = self._connector.open()
-        self._health = health_pb2_grpc.HealthStub(self._channel)
-        self._stub: Any = self._make_stub(self._channel)
+        bounded = self._sizes.bounded(self._channel)
+        self._health = health_pb2_grpc.HealthStub(bounded)
+        self._stub: Any = self._make_stub(bounded)
         self._rounds = self._make_rounds()
 
     def _reconnect(self, grace_seconds: float | None) -> None:
@@ -213,14 +216,16 @@ class WorkerLink:
         self._rounds.close()
         await asyncio.gather(self._channel.close(None), *self._closing)
 
-    async def _round(self, request: Any, timeout_seconds: float | None = None) -> tuple[Any, float]:
-        """Return the response, and the seconds that `RoundCalls` counts.
+    async def _round(
+        self, request: Any, max_bytes: Callable[[], int], timeout_seconds: float | None = None
+    ) -> tuple[Any, float]:
+        """Return the response, and the seconds that `RoundCalls` counts. `max_bytes`: returns its maximum size.
 
-        Raises WorkerUnreachableError, WorkerRefusedError.
+        The caller notes its success after reading it. Raises WorkerUnreachableError, WorkerRefusedError.
         """
         if not self.is_ready:  # the worker now at this address has not been checked
             raise WorkerUnreachableError(self.reason, Cause.NOT_SENT)
-        with self._releases.in_round(item.sequence_id for item in request.items):
+        with self._releases.in_round(item.sequence_id for item in request.items), self._sizes.in_round(max_bytes):
             response, seconds = await self._returned(self._rounds(request, timeout_seconds))
         return self._decoded(response), seconds
 
@@ -256,8 +261,7 @@ class WorkerLink:
     def _decoded(self, response: Any) -> Any:
         """Return the response of a successful call. Raises WorkerUnreachableError."""
         if response is None:
-            raise self._lost("the response is not a message of the expected type", Cause.FAILED)
-        self._backoff.succeeded()
+            raise self._lost("the response is too large, or not a message of the expected type", Cause.FAILED)
         return response
 
     def _error(self, error: grpc.aio.AioRpcError) -> Exception:
@@ -309,29 +313,48 @@ class WorkerLink:
             self._back_off(f"unusable description: {shortened(str(error))}")
 
     async def _check_health(self) -> None:
-        health = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_SECONDS)
-        if decoded(health, "health").status != health_pb2.HealthCheckResponse.SERVING:
-            await self._follow_startup()
-        elif not self.is_ready:
+        if not await self._is_serving() and not (await self._follow_startup() and await self._is_serving()):
+            return
+        if not self.is_ready:
             await self._read_description()
         if self.is_ready and self._releases.are_due:
             await self._releases.send()
 
-    async def _follow_startup(self) -> None:
-        """Show the phases of the worker's startup until it ends. A hanging or draining worker has none."""
-        startup: common_pb2.WatchStartupResponse | None = None
+    async def _is_serving(self) -> bool:
+        health = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_SECONDS)
+        return bool(decoded(health, "health").status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def _serves_already(self) -> bool:
+        """Whether the worker serves, although its startup has not ended. A worker that exits may still say why."""
         try:
-            async for response in self._stub.WatchStartup(common_pb2.WatchStartupRequest()):
-                startup = decoded(response, "startup")
-                state = LinkState.FAILED if startup.failure else LinkState.LOADING
-                self._set_state(state, shortened(startup.failure or startup.phase))
+            return await self._is_serving()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return False
+
+    async def _follow_startup(self) -> bool:
+        """Show the phases of the worker's startup. A hanging or draining worker has none.
+
+        Return whether the worker may serve now: its startup has ended, or its health says so.
+        """
+        startup: common_pb2.WatchStartupResponse | None = None
+        watch = self._stub.WatchStartup(common_pb2.WatchStartupRequest())
+        try:
+            async with aclosing(read_slowly(watch, PROBE_SECONDS)) as responses:
+                async for response in responses:
+                    if response is not ...:
+                        startup = decoded(response, "startup")
+                        state = LinkState.FAILED if startup.failure else LinkState.LOADING
+                        self._set_state(state, shortened(startup.failure or startup.phase))
+                    elif await self._serves_already():
+                        return True
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:  # an earlier version
                 raise
         if startup is None:
             self._set_state(LinkState.CONNECTING, "the worker is up but not serving yet")
-        elif not startup.failure:  # it serves now
-            self._probe_now.set()
+        return startup is not None and not startup.failure
 
     async def _read_description(self) -> None:
         """Read the worker's description and set the link ready."""

@@ -27,6 +27,7 @@ from coordinator.workers.streams import RoundCalls
 from coordinator.workers.target_model import TargetModel
 from specpool.protocol.codec import release_request, verify_request
 from specpool.protocol.features import WantedFeatures
+from specpool.protocol.response_sizes import max_verify_bytes
 from specpool.protocol.responses import InvalidResponseError, decoded, drops_features, read_tokenizer, read_verdicts
 from specpool.protocol.rounds import Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
@@ -261,9 +262,10 @@ class TargetLink(WorkerLink):
         complete: Complete,
         features: WantedFeatures | None,
     ) -> tuple[list[Verdict], Timed]:
-        response, elapsed = await self._round(request)
+        response, elapsed = await self._round(request, lambda: max_verify_bytes(items, features))
         await complete()
         verdicts = read_verdicts(response, request.round_id, items, self.vocab_size, features)
+        self._backoff.succeeded()
         if features is not None and not self._drops_features and drops_features(response, verdicts):
             self._drops_features = True
             log.warning("ignoring features of the worker at %s: their size is wrong", self.address)

@@ -163,9 +163,9 @@ def read_step_costs(response: common_pb2.GetWorkerInfoResponse) -> StepCosts:
 
 
 def decoded(message: M | None, name: str) -> M:
-    """Return the message. Raises InvalidResponseError for None, which gRPC returns for undecodable bytes."""
+    """Return the message. Raises InvalidResponseError for None, which stands for refused or undecodable bytes."""
     if message is None:
-        raise InvalidResponseError(f"the {name} is not a message of the expected type")
+        raise InvalidResponseError(f"the {name} is too large, or not a message of the expected type")
     return message
 
 

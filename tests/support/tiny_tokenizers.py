@@ -2,7 +2,9 @@
 
 import json
 import string
+from collections.abc import Sequence
 from itertools import islice, product
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -29,6 +31,19 @@ def byte_fallback_tokenizer() -> Tokenizer:
 
 
 FALLBACK = byte_fallback_tokenizer()
+
+
+def word_tokenizer(decoder: Any, *words: str) -> Tokenizer:
+    """Return a tokenizer with these tokens, and the special token "<s>"."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, words[0]))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["<s>"])
+    return tokenizer
+
+
+METASPACE = word_tokenizer(decoders.Metaspace(), "▁", "▁a", "b", "▁b▁", "é")
+WORDPIECE = word_tokenizer(decoders.WordPiece(), "a", "##b", ",", "don", "é", "'", "##'", "t")
+WORD_ENDS = word_tokenizer(decoders.BPEDecoder(suffix="</w>"), "a", "b</w>", "é</w>", ",</w>")
 
 
 def ascii_tokenizer() -> Tokenizer:
@@ -62,6 +77,6 @@ def detokenizer_of(tokenizer: Tokenizer) -> Detokenizer:
     return described(tokenizer).detokenizer()
 
 
-def pieces_of(tokenizer: Tokenizer, groups: list[list[int]]) -> list[str]:
-    detokenizer = detokenizer_of(tokenizer)
+def pieces_of(tokenizer: Tokenizer, groups: list[list[int]], prompt_ids: Sequence[int] = ()) -> list[str]:
+    detokenizer = described(tokenizer).detokenizer(prompt_ids)
     return [*(detokenizer.feed(group) for group in groups), detokenizer.flush()]

@@ -17,11 +17,13 @@ from coordinator.drafting.answers import (
     AnswerStore,
 )
 
-ALICE, BOB, CAROL = ("alice", "s"), ("bob", "s"), ("alice", "t")
+ALICE, BOB, CAROL = ("alice", "s"), ("bob", "s"), ("carol", "s")
+ALICE_TOO = "alice", "t"
+NAMESPACES = ALICE, BOB, CAROL, ALICE_TOO
 
 lengths = st.integers(0, 3 * MIN_ANSWER_TOKENS)
 answers = lengths.flatmap(lambda length: st.lists(st.integers(0, 3), min_size=length, max_size=length))
-additions = st.lists(st.tuples(st.sampled_from([ALICE, BOB, CAROL]), answers), max_size=12)
+additions = st.lists(st.tuples(st.sampled_from(NAMESPACES), answers), max_size=12)
 
 
 def answer(number: int, length: int = MIN_ANSWER_TOKENS) -> list[int]:
@@ -46,10 +48,12 @@ def filled(*added: tuple[tuple[str, str], list[int]], max_tokens: int = 10_000) 
 
 def has(store: AnswerStore, namespace: tuple[str, str], number: int) -> bool:
     """Whether the store proposes the end of `answer(number)`, without counting as a use of the namespace."""
-    order = list(store._shelves)
+    orders = [store._clients, *(client.shelves for client in store._clients.values())]
+    before = [list(order) for order in orders]
     proposed = store.propose(namespace, answer(number)[:4], 3)
-    for name in order:
-        store._shelves.move_to_end(name)
+    for order, names in zip(orders, before, strict=True):
+        for name in names:
+            order.move_to_end(name)
     assert proposed in [((), 0), (tuple(answer(number)[4:7]), 4)]
     return proposed[1] > 0
 
@@ -69,7 +73,7 @@ def test_the_proposal_follows_the_last_occurrence_of_the_longest_run(
     added: list[tuple[tuple[str, str], list[int]]], last_ids: list[int], k: int
 ) -> None:
     store = filled(*added)
-    for namespace in (ALICE, BOB, CAROL):
+    for namespace in NAMESPACES:
         own = [text for name, text in added if name == namespace and len(text) >= MIN_ANSWER_TOKENS]
         assert store.propose(namespace, last_ids, k) == reference(own, last_ids, k)
 
@@ -99,7 +103,7 @@ def test_the_store_is_bounded_and_proposes_only_text_of_the_namespace(
         if is_indexed:
             store.index_some()
         check_bounds(store, table_bytes)
-        for name in (ALICE, BOB, CAROL):
+        for name in NAMESPACES:
             proposal, run = store.propose(name, last_ids, 3)
             assert bool(proposal) == (run >= MIN_RUN) == (run > 0)
             wanted = [*last_ids[len(last_ids) - run :], *proposal]
@@ -107,12 +111,18 @@ def test_the_store_is_bounded_and_proposes_only_text_of_the_namespace(
 
 
 def check_bounds(store: AnswerStore, table_bytes: int) -> None:
-    held = Counter[int]()
+    by_shelf = Counter[int]()
     for held_answer in store._answers.values():
-        held[id(held_answer.shelf)] += len(held_answer.token_ids)
+        by_shelf[id(held_answer.shelf)] += len(held_answer.token_ids)
+    held = {
+        name: sum(by_shelf[id(shelf)] for shelf in client.shelves.values()) for name, client in store._clients.items()
+    }
     assert sum(held.values()) == store.num_tokens <= store.max_tokens
     assert all(tokens <= store.max_tokens * MAX_SHARE for tokens in held.values())
-    assert {id(shelf): shelf.num_tokens for shelf in store._shelves.values()} == held, "no empty namespace is kept"
+    assert {name: client.num_tokens for name, client in store._clients.items()} == held
+    shelves = [shelf for client in store._clients.values() for shelf in client.shelves.values()]
+    assert {id(shelf) for shelf in shelves} == by_shelf.keys(), "no empty namespace is kept"
+    assert all(held.values()), "no empty client is kept"
     assert store._unindexed.keys() <= store._answers.keys()
     assert len(store._table) * store._table.itemsize == table_bytes
 
@@ -142,7 +152,7 @@ def test_long_answers_are_indexed_over_many_calls() -> None:
         assert found == [*range(4, 4 + len(found))]
 
 
-def test_the_least_recently_used_namespace_loses_its_oldest_answers() -> None:
+def test_the_least_recently_used_client_loses_its_oldest_answers() -> None:
     size = MIN_ANSWER_TOKENS
     store = filled((ALICE, answer(1)), (ALICE, answer(2)), (BOB, answer(3)), (BOB, answer(4)), max_tokens=4 * size)
     store.propose(ALICE, [1, 2], 1)  # a use
@@ -152,13 +162,25 @@ def test_the_least_recently_used_namespace_loses_its_oldest_answers() -> None:
     assert [has(store, ALICE, 1), has(store, ALICE, 2), has(store, BOB, 4)] == [1, 1, 0]
 
 
-def test_one_namespace_cannot_displace_all_others() -> None:
+@pytest.mark.parametrize("num_salts", [1, 2, 40])
+def test_one_client_cannot_displace_all_others(num_salts: int) -> None:
     store = filled((BOB, answer(0)), max_tokens=10 * MIN_ANSWER_TOKENS)
+    salts = [("alice", str(number % num_salts)) for number in range(40)]
     for number in range(1, 40):
-        store.add(ALICE, answer(number))
+        store.add(salts[number], answer(number))
     index_all(store)
     assert has(store, BOB, 0)
-    assert [number for number in range(40) if has(store, ALICE, number)] == [35, 36, 37, 38, 39]
+    assert [number for number in range(40) if has(store, salts[number], number)] == [35, 36, 37, 38, 39]
+
+
+def test_a_client_loses_answers_of_the_salt_that_it_has_not_used_for_longest() -> None:
+    size = MIN_ANSWER_TOKENS
+    store = filled((ALICE, answer(1)), (ALICE_TOO, answer(2)), (ALICE_TOO, answer(3)), max_tokens=6 * size)
+    store.propose(ALICE, [1, 2], 1)  # a use
+    store.add(ALICE, answer(4))
+    index_all(store)
+    held = [has(store, ALICE, 1), has(store, ALICE_TOO, 2), has(store, ALICE_TOO, 3), has(store, ALICE, 4)]
+    assert held == [True, False, True, True]
 
 
 def test_a_repeated_answer_is_kept_once_and_becomes_the_newest() -> None:
@@ -174,10 +196,10 @@ def test_a_repeated_answer_is_kept_once_and_becomes_the_newest() -> None:
 def test_short_answers_are_not_kept(length: int) -> None:
     store = filled((ALICE, answer(1, length)))
     assert store.num_tokens == 0
-    assert not store._shelves
+    assert not store._clients
 
 
-def test_an_answer_longer_than_a_namespace_may_hold_is_cut() -> None:
+def test_an_answer_longer_than_a_client_may_hold_is_cut() -> None:
     store = filled((ALICE, answer(1, 100)), max_tokens=60)
     assert store.num_tokens == 30
     assert store.propose(ALICE, answer(1)[:4], 99) == (tuple(answer(1, 30)[4:]), 4)
@@ -186,7 +208,7 @@ def test_an_answer_longer_than_a_namespace_may_hold_is_cut() -> None:
 def test_other_namespaces_find_nothing() -> None:
     store = filled((ALICE, answer(1)))
     assert has(store, ALICE, 1)
-    for other in (BOB, CAROL, ("", ""), ("alice", ""), ("", "s")):
+    for other in (BOB, ALICE_TOO, ("", ""), ("alice", ""), ("", "s")):
         assert store.propose(other, answer(1)[:4], 3) == ((), 0)
         assert not has(filled((ALICE, answer(1)), (other, answer(2))), other, 1)
 

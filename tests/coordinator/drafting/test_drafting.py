@@ -331,6 +331,20 @@ def test_calibration_corrects_an_overconfident_draft() -> None:
     assert calibration.chance(0.55) == pytest.approx(0.55), "other confidences keep their chances"
 
 
+@pytest.mark.parametrize("accepted", range(4))
+def test_draft_tokens_after_the_end_count_as_agreed(accepted: int) -> None:
+    """A stop says nothing about the draft, wherever it cuts a round that agreed with all of it."""
+    whole, cut = make_drafting(0.5), make_drafting(0.5)
+    for drafting, committed in ((whole, 5), (cut, accepted + 1)):
+        sequence = make_sequence()
+        proposal = proposal_of(sequence, (4, 5, 6, 7), (0.9,) * 4)
+        tokens, dropped = (4, 5, 6, 7, 8)[:committed], 5 - committed
+        commit = Commit(sequence, tokens, str, (), 4, committed - 1, DraftMethod.MODEL, proposal, num_dropped=dropped)
+        drafting.observe(commit)
+    assert cut.lengths.acceptance.overall_rate == whole.lengths.acceptance.overall_rate
+    assert cut.calibration.chances == whole.calibration.chances
+
+
 @given(rounds=st.lists(st.tuples(st.lists(st.floats(0, 1), max_size=6), st.integers(0, 6)), max_size=30))
 def test_calibrated_chances_are_probabilities(rounds: list[tuple[list[float], int]]) -> None:
     calibration = Calibration()

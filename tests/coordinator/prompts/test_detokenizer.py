@@ -6,7 +6,17 @@ import random
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import BYTES, FALLBACK, REPLACEMENT, detokenizer_of, pieces_of
+from tiny_tokenizers import (
+    BYTES,
+    FALLBACK,
+    METASPACE,
+    REPLACEMENT,
+    WORD_ENDS,
+    WORDPIECE,
+    described,
+    detokenizer_of,
+    pieces_of,
+)
 from tokenizers import Tokenizer
 
 from coordinator.prompts.detokenizer import MAX_PENDING, Detokenizer, Vocabulary
@@ -72,6 +82,65 @@ def test_byte_fallback_keeps_spaces_around_invalid_bytes(ids: list[int], words: 
     assert text.startswith(FALLBACK.decode(words))
     with_space = FALLBACK.decode([258, *words])[1:]
     assert text.endswith(with_space)
+
+
+def added_text(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> str:
+    """The text that tokens add to a prompt, whose last character may be incomplete."""
+    prompt, whole = tokenizer.decode(prompt_ids), tokenizer.decode([*prompt_ids, *ids])
+    return whole.removeprefix(prompt if whole.startswith(prompt) else whole_characters(tokenizer, prompt_ids))
+
+
+def whole_characters(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text of the tokens without the last ones, which form no character."""
+    return next(text for end in range(len(ids), -1, -1) if REPLACEMENT not in (text := tokenizer.decode(ids[:end])))
+
+
+@settings(deadline=None)
+@given(
+    text=st.text(st.characters(codec="utf-8", exclude_characters=REPLACEMENT), max_size=40)
+    | st.text("ab é€", max_size=40),
+    at=st.floats(0, 1),
+    seed=st.integers(0, 2**32),
+)
+@pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["bytes", "byte fallback"])
+def test_pieces_continue_the_text_of_the_prompt(tokenizer: Tokenizer, text: str, at: float, seed: int) -> None:
+    """Even if the prompt ends within a character, which then belongs to the tokens that complete it."""
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    prompt_ids, rest = ids[: round(at * len(ids))], ids[round(at * len(ids)) :]
+    pieces = pieces_of(tokenizer, random_groups(rest, seed), prompt_ids)
+    assert "".join(pieces) == added_text(tokenizer, prompt_ids, rest)
+    assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+@settings(deadline=None)
+@given(data=st.data(), seed=st.integers(0, 2**32))
+@pytest.mark.parametrize("tokenizer", [METASPACE, WORDPIECE, WORD_ENDS], ids=["metaspace", "wordpiece", "word ends"])
+def test_pieces_of_words_continue_the_text_of_the_prompt(tokenizer: Tokenizer, data: st.DataObject, seed: int) -> None:
+    some_ids = st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=30)
+    prompt_ids, ids = data.draw(some_ids), data.draw(some_ids)
+    pieces = pieces_of(tokenizer, random_groups(ids, seed), prompt_ids)
+    assert "".join(pieces) == added_text(tokenizer, prompt_ids, ids)
+
+
+@settings(deadline=None)
+@given(prompt=st.text(max_size=30), text=st.text(max_size=30))
+def test_a_whole_prompt_leaves_the_text_of_bytes_alone(prompt: str, text: str) -> None:
+    """Even if the prompt ends with a replacement character of its own."""
+    prompt_ids, ids = BYTES.encode(prompt).ids, BYTES.encode(text).ids
+    assert "".join(pieces_of(BYTES, [[token] for token in ids], prompt_ids)) == text
+
+
+def test_a_completion_keeps_the_space_before_its_first_word() -> None:
+    ids = FALLBACK.encode("a b").ids
+    assert detokenizer_of(FALLBACK).feed(ids[-1:]) == "b"
+    assert described(FALLBACK).detokenizer(ids[:-1]).feed(ids[-1:]) == " b"
+
+
+@pytest.mark.parametrize("special", [0, 100])
+def test_special_tokens_at_the_end_of_a_prompt_are_not_its_context(special: int) -> None:
+    prompt_ids = [*FALLBACK.encode("a").ids, *[256] * special]
+    assert described(FALLBACK).detokenizer(prompt_ids).feed([261]) == " b"
+    assert described(FALLBACK).detokenizer([256] * special).feed([261]) == "b"
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters=REPLACEMENT), min_size=1, max_size=20))

@@ -14,6 +14,7 @@ from coordinator.scheduling.counters import Counters, DraftCounters
 from coordinator.scheduling.prefill import MAX_UNCHUNKED_TOKENS
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import DraftMethod, Finish, FinishReason, GenerationRequest, Prefix, Sequence
+from coordinator.scheduling.text import TextStream
 from coordinator.scheduling.turn import DRAFT_BACKOFF_ROUNDS, DraftLimits
 from specpool.protocol.rounds import Branch, ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
@@ -580,7 +581,58 @@ def test_tokens_after_a_stop_do_not_count_as_accepted() -> None:
     run_once([sequence], target, draft, [True] * 4)
     run_once([sequence], target, draft, [True] * 4)
     assert sequence.generated_ids == expected[:3]
-    assert sequence.speculation.histogram == [0, 0, 1]
+    assert sequence.speculation.histogram == [0, 1]
+    assert sequence.speculation.mean_acceptance_length == 2, "the round emitted two tokens"
+
+
+@settings(deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=4),
+    max_tokens=st.integers(1, 30),
+    stops=st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=3),
+    stop=st.lists(st.text("abcde", min_size=1, max_size=3), max_size=2).map(tuple),
+    k=st.integers(0, 6),
+    rights=st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=30),
+)
+def test_statistics_agree_with_the_tokens_emitted(
+    prompt: list[int],
+    max_tokens: int,
+    stops: frozenset[int],
+    stop: tuple[str, ...],
+    k: int,
+    rights: list[list[bool]],
+) -> None:
+    """Wherever a stop token, a stop string or `max_tokens` cuts the last round."""
+    request = GenerationRequest("r", tuple(prompt), max_tokens, stops, k, stop=stop)
+    sequence, counters = Sequence(0, request, TextStream(Letters(), stop)), Counters()
+    target, draft, by_round = Worker(), Worker(), []
+    for number, is_right in enumerate([*rights, *[[True] * 6] * max_tokens], 1):
+        if sequence.finish is not None:
+            break
+        round_ = Round(number, [sequence], 100)
+        round_.take_proposals([draft.propose(item, is_right) for item in round_.propose_items(NO_LIMITS)], VOCAB_SIZE)
+        (item,) = round_.verify_items()
+        for commit in round_.commit([target.verify(item)]):
+            counters.add_commit(commit)
+            by_round.append((commit.drafted, len(commit.token_ids)))
+    stats, drafted = sequence.speculation, [tokens for drafted, tokens in by_round if drafted]
+    assert (
+        stats.histogram == [drafted.count(i + 1) for i in range(max(drafted, default=0))] == counters.accepted_lengths
+    )
+    assert stats.mean_acceptance_length == pytest.approx(sum(drafted) / len(drafted) if drafted else 0)
+    assert stats.accepted_tokens == counters.accepted_draft_tokens == sum(drafted) - len(drafted)
+    assert stats.draft_tokens == counters.draft_tokens == sum(drafted for drafted, _ in by_round)
+    assert counters.completion_tokens == sequence.num_generated == sum(tokens for _, tokens in by_round)
+
+
+class Letters:
+    """The text of token 0 is "a"."""
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        return "".join(chr(97 + token) for token in token_ids)
+
+    def flush(self) -> str:
+        return ""
 
 
 def test_the_branch_that_came_true_becomes_the_next_draft() -> None:

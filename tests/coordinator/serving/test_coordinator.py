@@ -40,9 +40,7 @@ def check_statistics(response: pb.GenerateResponse) -> None:
     assert sum(histogram) == stats.num_spec_steps
     assert sum(i * rounds for i, rounds in enumerate(histogram)) == stats.num_accepted_draft_tokens
     assert stats.num_accepted_draft_tokens <= stats.num_draft_tokens
-    # A round gains one token beyond the accepted ones, unless a stop token cut it.
-    cut = response.finish_reason == "stop"
-    assert stats.num_spec_steps + stats.num_accepted_draft_tokens <= response.usage.completion_tokens + cut
+    assert stats.num_spec_steps + stats.num_accepted_draft_tokens <= response.usage.completion_tokens
     if stats.num_spec_steps:
         assert stats.mean_acceptance_length == 1 + stats.num_accepted_draft_tokens / stats.num_spec_steps
         assert stats.draft_acceptance_rate == stats.num_accepted_draft_tokens / stats.num_draft_tokens
@@ -219,6 +217,32 @@ async def test_full_acceptance_gains_k_plus_one_tokens_per_round(k: int, policy:
         assert stats.mean_acceptance_length == k + 1
         assert stats.draft_acceptance_rate == 1
         check_statistics(complete)
+
+
+@pytest.mark.parametrize("end", ["stop_token_ids", "stop", "max_tokens"])
+@pytest.mark.parametrize("emitted", range(1, 6))
+async def test_a_round_that_is_cut_counts_the_tokens_it_emitted(end: str, emitted: int) -> None:
+    target = LettersTarget()
+    last = 64 + emitted
+    params = {"stop_token_ids": {end: [last]}, "stop": {end: [byte_tokenizer().decode([last])]}, "max_tokens": {}}[end]
+    async with serving(target, FakeDraft(target, acceptance=1.0)) as served:
+        request = make_request([60], 40 if params else emitted, 4, **params)
+        response = await served.stub.Generate(request)
+        stats, counters = response.speculative_decoding, (await served.until_idle()).counters
+    check_statistics(response)
+    assert len(response.token_ids) == emitted
+    has_drafted = emitted > 1 or end != "max_tokens"
+    assert stats.num_spec_steps == has_drafted
+    assert stats.mean_acceptance_length == emitted * has_drafted
+    assert counters.accepted_draft_tokens == stats.num_accepted_draft_tokens == emitted - 1
+    assert counters.completion_tokens == response.usage.completion_tokens
+
+
+class LettersTarget(FakeTarget):
+    """A target that says "bcdefg..." after a prompt of one token."""
+
+    def choose(self, context: Sequence[int]) -> int:
+        return 64 + len(context)
 
 
 async def test_k_defaults_to_the_setting() -> None:

@@ -1,0 +1,83 @@
+"""Bounds on what a worker can make the coordinator read: sizes of responses, and the rate of startup phases."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from specpool.protocol.response_sizes import MAX_SMALL_BYTES
+from specpool.rpc.security.channel import MAX_WORKER_MESSAGE_BYTES
+
+PHASES_PER_PROBE = 16
+"""Startup phases to read between two health probes. A worker has about as many in all."""
+TOKENIZER, ROUNDS = "GetTokenizer", {"Verify", "VerifyStream", "Propose", "ProposeStream"}
+KINDS_OF_CALLS = "unary_unary", "unary_stream", "stream_stream"
+
+
+class ResponseSizes:
+    """Refuses responses that are larger than any that the worker may send now, before they are parsed."""
+
+    def __init__(self) -> None:
+        self._expected: list[Callable[[], int]] = []
+        """Maximum sizes of the responses to the rounds in progress."""
+
+    @contextmanager
+    def in_round(self, max_bytes: Callable[[], int]) -> Iterator[None]:
+        """Allow responses of `max_bytes`, which is called for large ones only."""
+        self._expected.append(max_bytes)
+        try:
+            yield
+        finally:
+            self._expected.remove(max_bytes)
+
+    def bounded(self, channel: Any) -> Any:
+        """Return the channel, for a stub. Calls return None for refused responses, as for undecodable ones."""
+        return SimpleNamespace(**{kind: partial(self._calls, getattr(channel, kind)) for kind in KINDS_OF_CALLS})
+
+    def _calls(
+        self, make: Callable[..., Any], path: str, request_serializer: Any, response_deserializer: Any, **options: Any
+    ) -> Any:
+        method = path.rpartition("/")[2]
+
+        def parse(payload: bytes) -> Any:
+            if not self._fits(method, len(payload)):
+                return None
+            try:
+                return response_deserializer(payload)
+            except DecodeError:
+                return None
+
+        return make(path, request_serializer=request_serializer, response_deserializer=parse, **options)
+
+    def _fits(self, method: str, size: int) -> bool:
+        if size <= MAX_SMALL_BYTES:
+            return True
+        if method in ROUNDS:
+            return any(size <= max_bytes() for max_bytes in self._expected)
+        return method == TOKENIZER and size <= MAX_WORKER_MESSAGE_BYTES
+
+
+async def read_slowly(call: Any, seconds: float) -> AsyncGenerator[Any, None]:
+    """Yield the responses of a call, at most `PHASES_PER_PROBE` in `seconds`, and `...` whenever these have passed."""
+    reading = asyncio.ensure_future(call.read())
+    try:
+        while True:
+            deadline = asyncio.get_running_loop().time() + seconds
+            for _ in range(PHASES_PER_PROBE):
+                await asyncio.wait([reading], timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
+                if not reading.done():
+                    break
+                if (response := reading.result()) is grpc.aio.EOF:
+                    return
+                reading = asyncio.ensure_future(call.read())
+                yield response
+            await asyncio.sleep(max(0.0, deadline - asyncio.get_running_loop().time()))
+            yield ...
+    finally:
+        call.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
