@@ -7,8 +7,8 @@ def accept(draft: Sequence[int], choices: Iterable[int]) -> list[int]:
     """The tokens that a verified sequence gains: the longest common prefix of `draft` and `choices`, then one choice.
 
     The last token is the recovered token after a mismatch, or the bonus token after full acceptance. `choices[i]` is
-    the target's choice given `draft[:i]`. Choices after the first mismatch are not read. If they end before a mismatch,
-    all of them are accepted draft tokens.
+    the target's choice given `draft[:i]`. Choices after the first mismatch are not read. Without a
+    mismatch, too few choices are all accepted draft tokens.
     """
     gained: list[int] = []
     for choice in choices:

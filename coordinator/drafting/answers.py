@@ -14,7 +14,7 @@ TOKENS_PER_CALL = 512
 MIN_ANSWER_TOKENS = 16
 # Buckets of the hash table per token, of 8 bytes each. More buckets lose fewer runs to collisions.
 BUCKETS_PER_TOKEN = 8
-# One client holds at most this share of the tokens, whatever number of salts it uses.
+# Maximum share of the tokens that one client may hold across all its salts.
 MAX_SHARE = 0.5
 # A bucket packs the number of an answer, and the position after the run in these bits. 0: empty. Numbers never repeat.
 POSITION_BITS = 24
@@ -57,7 +57,7 @@ class AnswerStore:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        """`max_tokens`: of all clients. Above it, the least recently used one loses the oldest answers of a salt."""
+        """`max_tokens`: limit across all clients. Beyond it, the least recently used client loses answers."""
         self.max_tokens = max_tokens
         self.num_tokens = 0
         self._clients: OrderedDict[str, _Client] = OrderedDict()
@@ -92,7 +92,7 @@ class AnswerStore:
             client.num_tokens += length
             self.num_tokens += length
         self._unindexed[shelf.answers[text]] = MIN_RUN
-        client.shelves[salt] = shelf  # again, if it was empty
+        client.shelves[salt] = shelf  # eviction may have removed the emptied shelf
         self._clients[name] = client
 
     def index_some(self) -> None:
@@ -148,14 +148,14 @@ class AnswerStore:
                 yield key % self._num_buckets
 
     def _evict_from_idle(self) -> None:
-        """Evict an answer of the least recently used client."""
+        """Evict one answer from the least recently used client."""
         name, client = next(iter(self._clients.items()))
         self._evict_from(client)
         if not client.shelves:
             del self._clients[name]
 
     def _evict_from(self, client: _Client) -> None:
-        """Evict the oldest answer of the client's least recently used salt."""
+        """Evict the oldest answer stored under the client's least recently used salt."""
         salt, shelf = next(iter(client.shelves.items()))
         _, number = shelf.answers.popitem(last=False)
         if not shelf.answers:

@@ -47,7 +47,7 @@ class TokenizerDescription:
         return self.template is not None
 
     def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
-        """Return a detokenizer of the tokens that follow a prompt."""
+        """Return a detokenizer for the tokens generated after a prompt."""
         return Detokenizer(self.vocabulary, prompt_ids)
 
 

@@ -15,7 +15,7 @@ REPLACEMENT = "\ufffd"
 MAX_PENDING = 16
 # Tokens that still wait beyond this maximum: the last ones may begin a character.
 KEPT_PENDING = 4
-# Last prompt tokens to read as context: a whole character, a part of another, and what precedes the first one.
+# Trailing prompt tokens to read as context: enough for a whole character, part of the next, and some text before.
 PROMPT_CONTEXT = 12
 
 
@@ -31,8 +31,8 @@ class Vocabulary:
 class Detokenizer:
     """Converts tokens to text as they arrive. Incomplete characters wait for the next token.
 
-    The text is what the tokens add to the decoded prompt, as in vLLM and TGI: a decoder that strips the first space
-    strips the prompt's. A character that begins in the prompt belongs to the tokens that complete it.
+    As in vLLM and TGI, the output is the text that the tokens add to the decoded prompt. A decoder that strips the
+    first space strips the prompt's, not the answer's. A character that begins in the prompt belongs to the output.
     """
 
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int] = ()) -> None:
@@ -42,7 +42,7 @@ class Detokenizer:
         self._context_text = ""
         self._pending: list[str] = []
         self._prompt_rest = ""
-        """Text of the prompt's last tokens that is not context yet, because they may begin a character."""
+        """Text of the prompt's trailing tokens, which may begin a character and so are not context yet."""
         self._has_warned = False
         self._read_prompt(prompt_ids)
 
@@ -63,7 +63,7 @@ class Detokenizer:
         return self._without_prompt(text)
 
     def _read_prompt(self, prompt_ids: Sequence[int]) -> None:
-        """Read the prompt's last tokens as context. The first ones may be the end of a character."""
+        """Read the prompt's last tokens as context. Skip leading tokens that are the tail of a split character."""
         with_text = (token for i in reversed(prompt_ids) if (token := self._tokens.get(i)) is not None)
         tokens = list(islice(with_text, PROMPT_CONTEXT))[::-1]
         for start in range(KEPT_PENDING if len(tokens) == PROMPT_CONTEXT else 1):
@@ -74,7 +74,7 @@ class Detokenizer:
         self._prompt_rest = self._pending_text() if self._pending else ""
 
     def _without_prompt(self, text: str) -> str:
-        """Remove the prompt's last characters from the first text, unless the tokens have completed them."""
+        """Strip the prompt's incomplete trailing text from the first output, unless the new tokens completed it."""
         if text and self._prompt_rest:
             text, self._prompt_rest = text.removeprefix(self._prompt_rest), ""
         return text
@@ -93,7 +93,7 @@ class Detokenizer:
         return self._added(self._try_decode([*self._context, *self._pending]))
 
     def _added(self, text: str | None) -> str:
-        """Return what the pending tokens add to the context, given the text of both."""
+        """Return the text that the pending tokens add to the context. `text`: the decoded text of both."""
         if text is not None and text.startswith(self._context_text):
             return text[len(self._context_text) :]
         # With byte fallback, an invalid byte changes the decoding of earlier bytes, whose text is already out.

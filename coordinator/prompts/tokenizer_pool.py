@@ -122,7 +122,10 @@ class TokenizerPool:
                 self._in_background(self._revive(link))
 
     async def load(self, files: TokenizerFiles, vocab_size: int) -> TokenizerDescription:
-        """Load a tokenizer into all processes. Raises TokenizerError if it cannot be used, LimitError."""
+        """Load a tokenizer into all processes.
+
+        Raises TokenizerError if the tokenizer is unusable, and LimitError for failures that a retry may fix.
+        """
         self.start()
         request = marshal.dumps((astuple(files), vocab_size))
         allowance = Allowance.load(len(files.tokenizer_json))

@@ -255,7 +255,7 @@ class RoundLoop:
     async def _run_or_split(self, group: Group, may_join: bool) -> bool:
         """Run a round. If the target refuses it, run each sequence alone and fail the ones refused again.
 
-        Raises WorkerUnreachableError if the target fails every round. Then no sequence fails.
+        Raises WorkerUnreachableError instead of failing a sequence if the target fails every round.
         """
         try:
             return await self._runner.run(group, self._work.set, may_join)

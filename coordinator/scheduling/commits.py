@@ -72,9 +72,9 @@ class Commit:
     drafted: int = 0
     """Draft tokens of the draft method."""
     accepted: int = 0
-    """How many of `drafted` were accepted: with those of `accepted_forced`, one less than the tokens committed.
+    """Accepted tokens of `drafted`. Together with `accepted_forced`, one less than the committed tokens.
 
-    If the generation ends within the draft, its last token takes the place of the bonus token.
+    If generation ends within the draft, the last committed token counts as the bonus token.
     """
     method: DraftMethod | None = None
     """Draft method used; None if nothing was drafted."""
@@ -90,11 +90,11 @@ class Commit:
     """Forced tokens that the target worker appended."""
     accepted_forced: int = 0
     num_dropped: int = 0
-    """Verified tokens after the end of the generation."""
+    """Verified tokens past the end of generation."""
 
     @property
     def num_agreed(self) -> int:
-        """How many of `drafted` and `forced` the target agreed with, even after the end of the generation."""
+        """Tokens of `drafted` and `forced` that match the target's choices, even past the end of generation."""
         return self.accepted + self.accepted_forced + self.num_dropped
 
     @cached_property

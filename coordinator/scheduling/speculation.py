@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 class SpeculationStats:
     """Draft tokens and acceptance, over the rounds that verified at least one draft token.
 
-    A round emits one token more than it accepts. If a stop cuts it, the last token emitted counts as that one, and the
-    draft tokens after it as not accepted.
+    A round emits one token more than it accepts. If a stop cuts the round short, the last emitted token counts as the
+    bonus token; it and all later draft tokens count as not accepted.
     """
 
     rounds: int = 0

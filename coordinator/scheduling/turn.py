@@ -405,7 +405,7 @@ class Turn:
         if sequence.finish is not None:
             sequence.pending.clear()
             sequence.features = None
-        # A stop can end the round within the draft: what it emitted counts, with the last token as its own.
+        # If a stop ends the round within the draft, the last emitted token counts as the bonus token.
         all_accepted, forced = len(kept) - 1, verdict.num_forced_tokens
         accepted = min(all_accepted, drafted)
         sequence.speculation.add(drafted + forced, all_accepted)

@@ -1,4 +1,4 @@
-"""Bounds on what a worker can make the coordinator read: sizes of responses, and the rate of startup phases."""
+"""Limits on what a worker can make the coordinator read: response sizes and the rate of startup phases."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -14,21 +14,21 @@ from specpool.protocol.response_sizes import MAX_SMALL_BYTES
 from specpool.rpc.security.channel import MAX_WORKER_MESSAGE_BYTES
 
 PHASES_PER_PROBE = 16
-"""Startup phases to read between two health probes. A worker has about as many in all."""
+"""Startup phases read between two health probes. A whole startup has about this many."""
 TOKENIZER, ROUNDS = "GetTokenizer", {"Verify", "VerifyStream", "Propose", "ProposeStream"}
 KINDS_OF_CALLS = "unary_unary", "unary_stream", "stream_stream"
 
 
 class ResponseSizes:
-    """Refuses responses that are larger than any that the worker may send now, before they are parsed."""
+    """Rejects responses that are larger than any valid response to the current calls, before parsing them."""
 
     def __init__(self) -> None:
         self._expected: list[Callable[[], int]] = []
-        """Maximum sizes of the responses to the rounds in progress."""
+        """For each round in progress, a function that returns the maximum size of its response."""
 
     @contextmanager
     def in_round(self, max_bytes: Callable[[], int]) -> Iterator[None]:
-        """Allow responses of `max_bytes`, which is called for large ones only."""
+        """Allow round responses of up to `max_bytes()`, which is called only for large responses."""
         self._expected.append(max_bytes)
         try:
             yield
@@ -36,7 +36,7 @@ class ResponseSizes:
             self._expected.remove(max_bytes)
 
     def bounded(self, channel: Any) -> Any:
-        """Return the channel, for a stub. Calls return None for refused responses, as for undecodable ones."""
+        """Wrap a channel for a stub. Calls return None for oversized responses, as for undecodable ones."""
         return SimpleNamespace(**{kind: partial(self._calls, getattr(channel, kind)) for kind in KINDS_OF_CALLS})
 
     def _calls(
@@ -63,7 +63,7 @@ class ResponseSizes:
 
 
 async def read_slowly(call: Any, seconds: float) -> AsyncGenerator[Any, None]:
-    """Yield the responses of a call, at most `PHASES_PER_PROBE` in `seconds`, and `...` whenever these have passed."""
+    """Yield a call's responses, at most `PHASES_PER_PROBE` per `seconds`, and `...` after each such interval."""
     reading = asyncio.ensure_future(call.read())
     try:
         while True:

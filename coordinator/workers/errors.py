@@ -3,7 +3,7 @@
 WorkerUnreachableError    no valid response in time; `cause` says why
 WorkerRefusedError        an error from the worker's handler; a retry would most likely fail again
 MismatchError             the worker runs a model that must not be used
-UnusableModelError        no coordinator can use the worker's model
+UnusableModelError        no coordinator can serve the worker's model
 """
 
 from enum import Enum, auto
@@ -38,4 +38,4 @@ class MismatchError(Exception):
 
 
 class UnusableModelError(MismatchError):
-    """The target worker's model cannot be served, and no retry can change that."""
+    """The target worker's model cannot be served, and retrying does not help."""

@@ -105,7 +105,7 @@ class WorkerLink:
         raise NotImplementedError
 
     async def _check(self, description: common_pb2.GetWorkerInfoResponse) -> None:
-        """Raise MismatchError if the worker must not be used, and WorkerRefusedError if it cannot be used now."""
+        """Raise MismatchError if the worker must not be used, and WorkerRefusedError if it cannot serve rounds now."""
         raise NotImplementedError
 
     def _replaced(self, description: common_pb2.GetWorkerInfoResponse) -> None:
@@ -219,9 +219,10 @@ class WorkerLink:
     async def _round(
         self, request: Any, max_bytes: Callable[[], int], timeout_seconds: float | None = None
     ) -> tuple[Any, float]:
-        """Return the response, and the seconds that `RoundCalls` counts. `max_bytes`: returns its maximum size.
+        """Return the response, and the seconds that `RoundCalls` counts. `max_bytes` returns the maximum response size.
 
-        The caller notes its success after reading it. Raises WorkerUnreachableError, WorkerRefusedError.
+        The caller reports success to the backoff once the response is valid. Raises WorkerUnreachableError,
+        WorkerRefusedError.
         """
         if not self.is_ready:  # the worker now at this address has not been checked
             raise WorkerUnreachableError(self.reason, Cause.NOT_SENT)
@@ -325,7 +326,10 @@ class WorkerLink:
         return bool(decoded(health, "health").status == health_pb2.HealthCheckResponse.SERVING)
 
     async def _serves_already(self) -> bool:
-        """Whether the worker serves, although its startup has not ended. A worker that exits may still say why."""
+        """Return whether the worker serves although its startup stream is still open.
+
+        An unreachable worker counts as not serving: it may be exiting, and the stream may still report why.
+        """
         try:
             return await self._is_serving()
         except grpc.aio.AioRpcError as error:
@@ -334,9 +338,9 @@ class WorkerLink:
             return False
 
     async def _follow_startup(self) -> bool:
-        """Show the phases of the worker's startup. A hanging or draining worker has none.
+        """Follow the phases of the worker's startup. A hanging or draining worker reports none.
 
-        Return whether the worker may serve now: its startup has ended, or its health says so.
+        Return whether the worker may serve now, because its startup has ended or its health check says so.
         """
         startup: common_pb2.WatchStartupResponse | None = None
         watch = self._stub.WatchStartup(common_pb2.WatchStartupRequest())

@@ -110,7 +110,7 @@ class TargetPair:
         return await self.active.verify(round_id, items, traceparent, complete, may_join, features)
 
     async def check_rounds(self, instance_id: str) -> None:
-        """Raise WorkerUnreachableError if the process that has refused rounds fails every round, or is replaced."""
+        """Raise WorkerUnreachableError if the process that refused a round fails every round or has been replaced."""
         if self.instance_id != instance_id:
             raise WorkerUnreachableError("another target process took over", Cause.NOT_SENT)
         await self.active.check_rounds()

@@ -37,14 +37,14 @@ from specpool.v1 import common_pb2, target_worker_pb2, target_worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 TRIAL_ID = 0
-"""Id of the sequence of trial rounds. Requests have larger ones."""
+"""Sequence id of trial rounds. Requests use larger ids."""
 _UNRELATED = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-"""Status codes of a trial round that do not say whether the worker can serve rounds."""
+"""Status codes that make a trial round inconclusive."""
 
 
 async def _complete() -> None:
@@ -69,7 +69,7 @@ class TargetLink(WorkerLink):
     _drops_features = False
     """Whether the worker has returned features of a wrong size."""
     _failed_id: int | None = None
-    """A sequence of the last failed round. While it is set, the worker must serve a trial round to become ready."""
+    """A sequence of the last failed round. While set, the same process must serve a trial round to become ready."""
 
     def __init__(
         self,
@@ -131,9 +131,10 @@ class TargetLink(WorkerLink):
             raise InvalidResponseError(f"unusable tokenizer: {error}") from None
 
     async def try_round(self) -> None:
-        """If a round has failed, learn whether the worker or the round is the reason: run a token of another sequence.
+        """After a failed round, run a trial round of one token to tell a broken worker from a bad request.
 
-        Raises WorkerRefusedError if that fails, too, and AioRpcError or InvalidResponseError if nothing can be learned.
+        Raises WorkerRefusedError if the trial round fails too, and AioRpcError or InvalidResponseError if it is
+        inconclusive.
         """
         if self._failed_id is None:
             return
@@ -143,7 +144,7 @@ class TargetLink(WorkerLink):
             with self._releases.in_round([TRIAL_ID]):
                 response = decoded(await self._stub.Verify(request, timeout=self._timeout), "trial round")
                 if any(result.status == common_pb2.ITEM_STATUS_NO_SLOT for result in response.results):
-                    # Take the slot of the failed sequence, whose cache is then rebuilt.
+                    # Free the failed sequence's slot for the trial. Its next round rebuilds the cache.
                     release = release_request(self._coordinator_id, [self._failed_id])
                     await self._stub.Release(release, timeout=self._timeout)
                     await self._stub.Verify(request, timeout=self._timeout)
@@ -156,9 +157,9 @@ class TargetLink(WorkerLink):
         self._failed_id = None
 
     async def check_rounds(self) -> None:
-        """Raise WorkerUnreachableError if the worker fails every round, and back off until it serves one.
+        """After WorkerRefusedError, raise WorkerUnreachableError if the worker fails every round.
 
-        Call it after WorkerRefusedError.
+        The link then backs off until a trial round succeeds.
         """
         try:
             await self._returned(self.try_round())
@@ -244,7 +245,7 @@ class TargetLink(WorkerLink):
         complete: Complete,
         features: WantedFeatures | None,
     ) -> tuple[list[Verdict], Timed]:
-        """Run a round, and repeat it once if the response is invalid."""
+        """Run a round, and retry it once if the response is invalid."""
         try:
             return await self._verify(request, items, complete, features)
         except InvalidResponseError as error:

@@ -31,7 +31,7 @@ PROBE_SECONDS = 0.2
 """Pause between two health checks."""
 # A process may answer slowly while it starts.
 PROBE_TIMEOUT_SECONDS = 1.0
-# A process that has served counts as stopped after this many consecutive health checks without an answer.
+# A process that has served counts as stopped after this many consecutive unanswered health checks.
 MAX_UNANSWERED, LIVENESS_SECONDS, LIVENESS_TIMEOUT_SECONDS = 2, 1.0, 5.0
 _UNREACHABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 # Iterations for which a waiting thread of torch spins: well below a millisecond.
@@ -62,7 +62,7 @@ async def is_serving(channel: grpc.aio.Channel, service: str = "") -> bool:
 
 
 async def _answers(channel: grpc.aio.Channel) -> bool:
-    """Whether the server answers a health check in time, with any status. A server that is gone does not time out."""
+    """Return whether a health check completes in time, with any status. A process that has exited does not time out."""
     request = health_pb2.HealthCheckRequest()
     try:
         await health_pb2_grpc.HealthStub(channel).Check(request, timeout=LIVENESS_TIMEOUT_SECONDS)
@@ -114,7 +114,7 @@ class Service:
                 await asyncio.sleep(PROBE_SECONDS)
 
     async def keep_running(self) -> None:
-        """Restart the process whenever it ends, and kill it if it stops answering; never return."""
+        """Restart the process whenever it exits, and kill it if it stops answering. Never returns."""
         while True:
             assert self.process is not None
             watching = asyncio.create_task(self._kill_if_stopped(self.process))
@@ -128,7 +128,7 @@ class Service:
             await self.start()
 
     async def _kill_if_stopped(self, process: asyncio.subprocess.Process) -> None:
-        """Kill a process that has served, once it leaves several health checks unanswered. Starts may take any time."""
+        """Kill a process that has served if it misses several health checks in a row. Startup may take any time."""
         with contextlib.suppress(ProcessFailedError):  # it has ended
             await self.wait_serving()
         unanswered = 0

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from specpool.protocol.tokenizer import TokenizerFiles
 
 MAX_LEXER_STATES = 32_000
-"""Maximum states of a compiled grammar's lexer, which take up to 600 bytes each (measured)."""
+"""Maximum lexer states of a compiled grammar. Each takes up to 600 bytes (measured)."""
 STEP_MAX_ITEMS = 2000
-"""Maximum parser items of a mask."""
+"""Maximum parser items per mask."""
 
 
 class GrammarError(ValueError):
@@ -33,8 +33,8 @@ def load_grammar_tokenizer(files: TokenizerFiles, vocab_size: int) -> LLTokenize
 def compile_grammar(tokenizer: LLTokenizer, grammar: str, max_lexer_states: int = MAX_LEXER_STATES) -> LLMatcher:
     """Return a matcher at the start of the text. Raises GrammarError. Releases the interpreter lock.
 
-    The limits keep compilation and nearly all masks within tenths of a second. A mask that reuses lexer states takes
-    less fuel, so the limit on fuel is far above what 32,000 states of ordinary grammars need.
+    The limits keep compilation and nearly all masks within tenths of a second. Reusing existing lexer states takes less
+    fuel, so the fuel limit is far above what 32,000 states of ordinary grammars need.
     """
     limits = LLParserLimits(
         max_grammar_size=200_000,

@@ -1,4 +1,4 @@
-"""Maximum sizes of workers' responses in bytes. Larger ones are refused before they are parsed."""
+"""Maximum sizes of worker responses, in bytes. Larger responses are rejected before parsing."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,8 +6,8 @@ from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import ProposeItem, VerifyItem
 
 MAX_SMALL_BYTES = 2**16
-"""Of all responses but tokenizers and rounds, and of the response to any round."""
-# Upper bounds on the encoded fields of a result, with its error, of a token, and of a log-probability.
+"""Limit of all responses except tokenizers and rounds. Responses of rounds may always be this large."""
+# Upper bounds on encoded sizes: a result with its error but without tokens, a token, and a log-probability.
 ITEM_BYTES, TOKEN_BYTES, LOGPROB_BYTES = 8192, 16, 16
 
 

@@ -163,7 +163,7 @@ def read_step_costs(response: common_pb2.GetWorkerInfoResponse) -> StepCosts:
 
 
 def decoded(message: M | None, name: str) -> M:
-    """Return the message. Raises InvalidResponseError for None, which stands for refused or undecodable bytes."""
+    """Return the message. Raises InvalidResponseError for None, which stands for an oversized or undecodable one."""
     if message is None:
         raise InvalidResponseError(f"the {name} is too large, or not a message of the expected type")
     return message

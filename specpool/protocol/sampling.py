@@ -95,7 +95,7 @@ class Logprobs:
         return packed
 
     def first(self, count: int) -> "Logprobs":
-        """The log-probabilities of the first `count` positions."""
+        """Return the log-probabilities of the first `count` positions."""
         top = count * self.num_top
         return Logprobs(self.num_top, self.logprobs[:count], self.top_token_ids[:top], self.top_logprobs[:top])
 

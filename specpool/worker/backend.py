@@ -1,4 +1,4 @@
-"""What the host needs of a worker's model."""
+"""The interface between the host and a worker's model."""
 
 from typing import Protocol
 
@@ -49,4 +49,4 @@ class Backend(Protocol):
         """Free the sequences of silent coordinators; return how many."""
 
     def shrink_passes(self) -> bool:
-        """Free unused device memory, and let a pass take fewer tokens. False if it cannot take fewer."""
+        """Free unused device memory and make passes smaller. Return False if they cannot be smaller."""

@@ -1,4 +1,4 @@
-"""Errors after which a worker process can serve nothing. Knows torch's errors by name, because it imports no torch."""
+"""Recognizes errors that a worker process cannot survive. Matches torch's errors by name, to avoid importing torch."""
 
 import re
 from collections.abc import Iterator
@@ -6,33 +6,33 @@ from enum import Enum
 
 
 class Failure(Enum):
-    """Why a worker cannot go on, in words for the log."""
+    """Why a worker cannot continue, worded for the log."""
 
     HOST_MEMORY = "out of memory"
     DEVICE_MEMORY = "out of device memory"
     """A smaller pass may still succeed."""
     DEVICE = "the device has failed"
-    """CUDA reports the error of one call again for all later calls of the process."""
+    """After a failed call, CUDA fails all later calls of the process with the same error."""
 
 
 class DeviceFailedError(Exception):
-    """The model cannot be loaded because its device fails or lacks memory. A later start may succeed."""
+    """The model cannot be loaded because its device failed or ran out of memory. Another start may succeed."""
 
 
 _MEMORY_TYPES = {"OutOfMemoryError"}
 _DEVICE_TYPES = {"AcceleratorError", "CudaError", "DistBackendError"}
-"""Classes of torch: errors of CUDA calls, and of NCCL."""
-# Messages of torch, its libraries and Triton begin like this. Text of a client can only follow other words.
+"""Names of torch's exceptions for CUDA calls and NCCL."""
+# Prefixes of messages from torch, its libraries and Triton. A client's text never comes first in a message.
 _DEVICE_MESSAGE = re.compile(r"(CUDA (driver )?|cuBLAS |cuDNN |cusolver |NCCL )error\b|Triton Error \[CUDA\]")
 _MEMORY_MESSAGE = re.compile(r"out of memory|_ALLOC_FAILED")
 _HOST_MEMORY_MESSAGE = "DefaultCPUAllocator: can't allocate"
 
 
 def failure_of(error: BaseException) -> Failure | None:
-    """Return why the process cannot survive this error; None if it can: the error is about the work, not the device."""
+    """Return why the process cannot survive this error; None if the error concerns only the work."""
     is_torch = isinstance(error, RuntimeError)
     if isinstance(error, MemoryError | ImportError) or (is_torch and _HOST_MEMORY_MESSAGE in str(error)):
-        return Failure.HOST_MEMORY  # the loader of a library raises ImportError
+        return Failure.HOST_MEMORY  # raised if a library cannot be mapped into memory
     return next(filter(None, map(_device_failure, _causes(error))), None)
 
 
@@ -53,7 +53,7 @@ def _device_failure(error: BaseException) -> Failure | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and those that caused it: compilers and loaders wrap the errors of the device."""
+    """Yield an error and its causes, because compilers and loaders wrap device errors."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause

@@ -38,7 +38,7 @@ class WorkerHost:
         self.startup = Startup()
         self.streams = RoundStreams(self._orphan)
         self.on_failure: Callable[[str], None] = lambda reason: None
-        """Called when the process can serve nothing any more, before a call is answered. Must end the process."""
+        """Called with the reason before a call is answered if the process can no longer serve. Must end the process."""
         self.rounds = 0
         self.forward_ns = 0
         """Nanoseconds that rounds have taken, without realignment."""
@@ -82,7 +82,7 @@ class WorkerHost:
         return self._watchdog.hanging if self._watchdog is not None else None
 
     async def load(self) -> None:
-        """Build the backend on the model thread. DeviceFailedError: another start may succeed."""
+        """Build the backend on the model thread. Raises DeviceFailedError if another start may succeed."""
         report = self.startup.reporter()
         try:
             backend = await self._thread.run("loading the model", lambda: self._load(report))
@@ -149,7 +149,7 @@ class WorkerHost:
         return self._thread.close(timeout)
 
     def _end(self, reason: str) -> None:
-        self.on_failure(reason)  # it may be set after the thread has started
+        self.on_failure(reason)  # may be set after the thread has started
 
     def _ready_backend(self) -> Backend:
         backend: Backend = self.backend
@@ -162,9 +162,9 @@ class WorkerHost:
         self._orphans[coordinator_id] = None
 
     def _survive(self, backend: Backend, work: Callable[[], T]) -> T:
-        """Do work that can be repeated. End the process if the device or the memory fails, before the call is answered.
+        """Run repeatable work. If the device fails or memory runs out, end the process before the call is answered.
 
-        Work that lacks device memory is repeated with smaller passes.
+        If device memory runs out, first retry with smaller passes.
         """
         try:
             return work()
@@ -172,9 +172,9 @@ class WorkerHost:
             if (failure := failure_of(error)) is None:
                 raise
             reason = f"{failure.value} ({describe(error)})"
-        # By now, the error no longer holds the tensors of its traceback.
+        # Outside the except block, the traceback no longer keeps tensors alive.
         if failure is Failure.DEVICE_MEMORY and self._survive(backend, backend.shrink_passes):
-            log.warning("%s; repeating the work with at most %d tokens a pass", reason, backend.max_num_batched_tokens)
+            log.warning("%s; retrying with at most %d tokens per pass", reason, backend.max_num_batched_tokens)
             return self._survive(backend, work)
         self.on_failure(reason)
         raise UnavailableError(reason)

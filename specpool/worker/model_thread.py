@@ -69,7 +69,7 @@ class ModelThread:
     """
 
     def __init__(self, on_death: Callable[[str], None] = lambda reason: None) -> None:
-        """`on_death`: called on a thread that ends because of an error outside the functions."""
+        """`on_death`: called with the reason on a thread that dies of an error outside the work items."""
         self._on_death = on_death
         self.running: WorkItem | None = None
         """The work item that runs now."""

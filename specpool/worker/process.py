@@ -130,6 +130,6 @@ async def _serve(
 
 
 def _end(reason: str) -> None:
-    """End the process, so its supervisor can restart it. Requests continue elsewhere meanwhile."""
+    """End the process, so that its supervisor can restart it. Requests continue elsewhere in the meantime."""
     log.error("%s; the process ends", reason)
     os._exit(1)

@@ -74,7 +74,7 @@ def save_gguf(folder: Path, path: Path, kind_of: Choice = lambda name: None, **t
     """Convert a saved model of 258 tokens like llama.cpp's converter.
 
     `kind_of` maps a matrix's name in transformers to its type; None: float32. Types that `gguf` cannot write get random
-    blocks. `tokenizer`: changes of `byte_level_values`.
+    blocks. `tokenizer`: changes for `byte_level_values`.
     """
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(str(path), config["model_type"])
@@ -94,9 +94,9 @@ def save_gguf(folder: Path, path: Path, kind_of: Choice = lambda name: None, **t
 def edited_gguf(
     file: Path, path: Path, keys: Mapping[str, Any], tensors: Mapping[str, np.ndarray] = MappingProxyType({})
 ) -> Path:
-    """Copy a GGUF file with other keys and more tensors: float32, or Q8_0 if they are bytes.
+    """Copy a GGUF file with changed keys and additional tensors: float32, or Q8_0 if their dtype is uint8.
 
-    `keys`: replaced or added; None removes a key.
+    `keys`: keys to replace or add; None removes a key.
     """
     reader = gguf.GGUFReader(file)
     writer = gguf.GGUFWriter(str(path), str(keys.get("general.architecture", reader.fields[ARCHITECTURE].contents())))
@@ -171,7 +171,7 @@ def byte_level_values(
 ) -> dict[str, Any]:
     """Return the `tokenizer.ggml` values of a byte-level vocabulary: 256 bytes, the results of merges, special tokens.
 
-    Its last token ends texts. `changes`: by name; None removes a value.
+    The last token ends texts. `changes`: values by name; None removes a value.
     """
     ids = byte_tokenizer().get_vocab()
     merged = dict.fromkeys(merge.replace(" ", "", 1) for merge in merges)
@@ -191,7 +191,7 @@ def sentencepiece_values(*words: str, **changes: Any) -> dict[str, Any]:
 
 
 def save_tokenizer_gguf(path: Path, values: Mapping[str, Any], **others: Any) -> Path:
-    """Save a file without tensors. `values`: of `tokenizer.ggml` by name. `others`: by key, with `__` for dots."""
+    """Save a file without tensors. `values`: `tokenizer.ggml` values by name. `others`: by key, with `__` for dots."""
     writer = gguf.GGUFWriter(str(path), "llama")
     _write_values(writer, values)
     for key, value in others.items():

@@ -1,4 +1,4 @@
-"""A process that serves only health, under the name that `specpool up` asks for: `python -m health_process PORT`."""
+"""Serves only health checks, under the name that `specpool up` checks: `python -m health_process PORT`."""
 
 import os
 import sys

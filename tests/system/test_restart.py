@@ -60,7 +60,7 @@ async def test_killed_worker_costs_no_token(tiny_pair: tuple[Path, Path]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [BROKEN, NO_MEMORY])
-async def test_failing_device_ends_the_worker_and_costs_no_token(
+async def test_failing_device_ends_the_worker_without_changing_tokens(
     error: str, tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FAILURES, str(tmp_path))
@@ -88,7 +88,7 @@ async def test_failing_device_ends_the_worker_and_costs_no_token(
 
 
 async def tokens_of_stream(client: AsyncClient, k: int, begun: asyncio.Event) -> list[int]:
-    """The tokens of a generation. `begun`: set once there are some."""
+    """Return the tokens of a generation. `begun`: set after the first 20."""
     tokens: list[int] = []
     async for message in client.stub.GenerateStream(request(k)):
         tokens.extend(message.chunk.token_ids)

@@ -30,7 +30,7 @@ class Footprint:
     activations: int  # upper bound for one pass
     kv: int = 0  # KV cache of all slots
     # Counted only under `memory_limit`:
-    grammars: int = 0  # compiled grammars and their tokenizer, once they are used
+    grammars: int = 0  # reserved for compiled grammars and their tokenizer
     base: int = 0  # everything else in the process
 
     @property

@@ -1,4 +1,4 @@
-"""Kinds of models, and the features that no pass supports, by the names in a model's configuration. No torch."""
+"""Recognizes kinds of models, and features that no pass supports, from a configuration. Imports no torch."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -7,7 +7,7 @@ LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForCausalLMEagle", "ForCausalL
 """Endings of the architectures with a causal language-model head, those of EAGLE heads included."""
 SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 MODELS_PAGE = "docs/models.md lists the supported models"
-"""End of every refusal of a kind of model."""
+"""Ends every error message that refuses a kind of model."""
 
 _MODALITIES = ("vision_config", "audio_config", "audio_encoder_config", "audio_encoder", "vq_config", "text_config")
 _FEATURES: Mapping[str, str] = MappingProxyType(
@@ -18,9 +18,9 @@ _FEATURES: Mapping[str, str] = MappingProxyType(
         "is_heterogeneous": "layers of different sizes",
     }
 )
-"""Features by the key that has a value if a model has them."""
+"""Features by configuration key. A model has the feature if the key is set to a true value."""
 _STATE_SPACE = ("state_size", "ssm_state_size", "mamba_d_state", "mamba_d_ssm")
-"""Keys of models whose unsupported layers are state-space layers."""
+"""Keys that identify a model's unsupported layers as state-space layers."""
 _TYPES: Mapping[str, str] = MappingProxyType(
     {
         "bloom": "position biases (ALiBi)",
@@ -37,13 +37,13 @@ _TYPES: Mapping[str, str] = MappingProxyType(
         "blt": "byte patches instead of tokens",
     }
 )
-"""Features of model types whose configuration has no key for them."""
+"""Features by model type, where the configuration has no key for them."""
 
 
 def why_not_supported(read: Callable[[str], object]) -> str | None:
-    """Return why no model with these values in its configuration can be served; None if none rules it out.
+    """Return why a model with this configuration cannot be served; None if nothing rules it out.
 
-    `read`: returns the value of a key in config.json, or of a transformers configuration; None if it has none.
+    `read`: returns a value of config.json or of a transformers configuration by key; None if the key is missing.
     """
     model_type, architectures = read("model_type"), read("architectures")
     model = f"this {model_type} model"
@@ -65,7 +65,7 @@ def why_not_supported(read: Callable[[str], object]) -> str | None:
 def why_layers_not_supported(read: Callable[[str], object]) -> str | None:
     """Return why a model's layers cannot be served; None if `layer_types` does not rule them out.
 
-    `read`: returns a value of a transformers configuration. In config.json, older names of layers are possible.
+    `read`: returns a value of a transformers configuration, not of config.json, which may use older layer names.
     """
     types = read("layer_types")
     names = sorted(set(types) - SUPPORTED_LAYERS) if isinstance(types, list | tuple) else []
@@ -76,5 +76,5 @@ def why_layers_not_supported(read: Callable[[str], object]) -> str | None:
 
 
 def unsupported(model_type: object, feature: str) -> str:
-    """Return the refusal of a model with this feature."""
+    """Return the error message that refuses a model with this feature."""
     return f"this {model_type} model is not supported, because it has {feature}; {MODELS_PAGE}"

@@ -72,8 +72,8 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     )
     grammar_memory: ByteSize | None = Field(
         None,
-        description="host memory of compiled grammars, at least 32MiB; 0 turns constraints off; default: 256MiB, or a "
-        "32nd of a CPU worker's memory_limit, which includes it",
+        description="host memory for compiled grammars, at least 32MiB; 0 turns off constraints; default: 256MiB, or "
+        "on a CPU with memory_limit, 1/32 of that limit (32MiB to 256MiB), which includes it",
     )
     kv_layout: Literal["slots", "padded"] = Field(
         "slots",

@@ -94,9 +94,9 @@ def explain(error: Exception) -> str:
 
 
 def _check_files(options: EngineOptions, is_gguf: bool) -> dict[str, Any]:
-    """Refuse files that transformers would read for long, or with less clear errors.
+    """Refuse files that transformers would read slowly or reject with less clear errors.
 
-    Returns the fields that a GGUF file states, because transformers drops some.
+    Return the configuration fields of a GGUF file, because transformers drops some. Empty for other formats.
     """
     if is_gguf:
         return config_fields(GgufFile(Path(options.model)))
@@ -105,9 +105,9 @@ def _check_files(options: EngineOptions, is_gguf: bool) -> dict[str, Any]:
 
 
 def _why_never_served(config: PreTrainedConfig, options: EngineOptions) -> str | None:
-    """Return why no options can serve this configuration. Raises UnsupportedModelError for invalid sizes."""
+    """Return why no options can serve this model; None if some may. Raises UnsupportedModelError for invalid sizes."""
 
-    def read(name: str) -> object:  # also defaults of the class
+    def read(name: str) -> object:  # including class defaults
         return getattr(config, name, None)
 
     model_type = config.model_type
@@ -117,10 +117,10 @@ def _why_never_served(config: PreTrainedConfig, options: EngineOptions) -> str |
     # GGUF files name no architecture; transformers then picks its class for the model type.
     if not read("architectures") and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return f"this {model_type} model has no causal language-model head (architectures: none); {MODELS_PAGE}"
-    check_sizes({name: read(name) for name in LIMITS}, options.model)  # the names are the same for all architectures
+    check_sizes({name: read(name) for name in LIMITS}, options.model)  # all architectures use these names
     if not read("num_attention_heads"):
         return unsupported(model_type, "no attention")
-    # Drafts that read a target's states need the fused pass, whose refusal says more.
+    # Drafts that read hidden states need the fused pass, which reports a more specific error.
     is_plain = not is_fusable(config) and options.target_model is None
     feature = unsupported_attention(config) if is_plain else None
     return None if feature is None else unsupported(model_type, feature)

@@ -1,7 +1,7 @@
 """Reads the headers of GGUF files within limits, so that a hostile file is refused before other libraries parse it.
 
 Source: the specification in ggml's docs/gguf.md. The reader in the PyPI package `gguf` takes seconds, because it builds
-an array for each string of a vocabulary; this one skips arrays until they are asked for.
+an array for each string of a vocabulary; this one reads arrays only on request.
 """
 
 import math
@@ -56,7 +56,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Array:
-    """The place of an array's elements."""
+    """The location of an array's elements."""
 
     element: int  # type number
     count: int

@@ -1,4 +1,4 @@
-"""Maps the metadata of GGUF files to configurations. A key that changes the numbers is applied, or the file is refused.
+"""Maps GGUF metadata to model configurations. Every key that affects results is applied, or the file is refused.
 
 transformers drops many of these keys. Sources: ggml's docs/gguf.md for names; llama.cpp's src/llama-model.cpp and
 src/models/ for defaults, and for the keys that each architecture reads.
@@ -47,15 +47,15 @@ def _layer_norm(epsilon: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Family:
-    """What the files of an architecture say, by keys without the architecture."""
+    """The keys of an architecture's files, without the architecture prefix."""
 
-    required: Mapping[str, str]  # key to field of the configuration
+    required: Mapping[str, str]  # configuration field by key
     optional: Mapping[str, str] = field(default_factory=dict)
     neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     rotary: bool = True
-    partial: bool = False  # whether a part of each head can be rotated
-    free_head_dim: bool = True  # whether heads can have another size than hidden_size / num_attention_heads
-    scaled_by_width: int | None = None  # Gemma: layers of the model whose scores are scaled by the embedding's size
+    partial: bool = False  # whether the rotary embedding may cover only part of each head
+    free_head_dim: bool = True  # whether head_dim may differ from hidden_size / num_attention_heads
+    scaled_by_width: int | None = None  # Gemma: layers of the model that scales scores by hidden_size
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -102,13 +102,13 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "use_parallel_residual": (False,),
     }
 )
-"""Values that leave the numbers of all architectures as they are."""
+"""Values that do not affect the results of any architecture."""
 WITHOUT_EFFECT = frozenset(
     {
-        "attention.layer_norm_epsilon",  # where the architecture has the other norm
+        "attention.layer_norm_epsilon",  # of architectures with the other kind of norm
         "attention.layer_norm_rms_epsilon",
         "pooling_type",  # for embeddings
-        "tensor_data_layout",  # names the layout that all files of the architecture have
+        "tensor_data_layout",  # all files of an architecture have the same layout
     }
 )
 """Keys that no served architecture reads."""
@@ -116,9 +116,9 @@ KINDS = {"expert_": "a mixture of experts", "ssm.": "a state-space hybrid", "sho
 
 
 def config_fields(file: GgufFile) -> dict[str, Any]:
-    """Return the fields of the configuration that a file states, defaults of llama.cpp included.
+    """Return the configuration fields that a file defines, including llama.cpp's defaults.
 
-    Raises UnsupportedModelError, naming the key, if the file states something that cannot be applied.
+    Raises UnsupportedModelError, naming the key, for a value that cannot be applied.
     """
     family, keys = _family(file), _keys(file)
     fields = {name: keys[key] for key, name in {**family.required, **_optional(family)}.items() if key in keys}
@@ -128,10 +128,10 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
     fields.setdefault("num_key_value_heads", heads)
     head_dim = fields.setdefault("head_dim", keys["embedding_length"] // heads)
     if keys.get(VALUE_LENGTH, head_dim) != head_dim:
-        raise _refusal(file, VALUE_LENGTH, f"keys have the size {head_dim}")
+        raise _refusal(file, VALUE_LENGTH, f"it must equal the key length of {head_dim}")
     if head_dim < 1 or (not family.free_head_dim and head_dim * heads != keys["embedding_length"]):
         key = KEY_LENGTH if KEY_LENGTH in keys else HEADS
-        raise _refusal(file, key, f"heads must divide the embedding_length of {keys['embedding_length']}")
+        raise _refusal(file, key, f"it does not fit the embedding_length of {keys['embedding_length']}")
     fields.update(_window(file, family, keys))
     if family.scaled_by_width is not None:
         wide = keys["block_count"] == family.scaled_by_width
@@ -145,13 +145,13 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
 
 
 def check_config(file: GgufFile, config: PreTrainedConfig) -> None:
-    """Refuse a file whose own configuration, beside it in a folder, states something else. UnsupportedModelError."""
+    """Raise UnsupportedModelError if the config.json in a file's folder contradicts the file."""
     family, keys = _family(file), _keys(file)
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     for key, name in {**family.required, **_optional(family), "rope.freq_base": "rope_theta"}.items():
         stated: Any = keys.get(key)
         configured: Any = getattr(config, name, rope.get(name))
-        # More positions may be configured than the file was made for, and vocabularies may be padded.
+        # A configuration may allow more positions than the file states, or pad the vocabulary.
         if key in ("context_length", "vocab_size") or None in (stated, configured):
             continue
         if not isclose(stated, configured, rel_tol=1e-5):  # the file's numbers are float32
@@ -164,7 +164,7 @@ def check_config(file: GgufFile, config: PreTrainedConfig) -> None:
         if scaled["rope_type"] != "default":
             raise UnsupportedModelError(
                 f"the configuration does not match {file.path.name}: it has no scaling in rope_parameters, but the "
-                f"file has the type {scaled['rope_type']}"
+                f"file scales positions (type {scaled['rope_type']})"
             )
 
 
@@ -183,7 +183,7 @@ def _family(file: GgufFile) -> Family:
 
 
 def _keys(file: GgufFile) -> dict[str, Any]:
-    """Return the values by keys without the architecture. Refuses keys that the architecture does not read."""
+    """Return the values by key without the architecture prefix. Refuses keys that the architecture does not read."""
     family, prefix = _family(file), f"{file.architecture}."
     check_gguf_sizes(file.metadata, str(file.path))
     keys = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
@@ -193,12 +193,10 @@ def _keys(file: GgufFile) -> dict[str, Any]:
     for key, value in keys.items():
         if key in applied:
             if value is None:
-                raise _refusal(file, key, "one value for all layers is supported")
+                raise _refusal(file, key, "only one value for all layers is supported")
         elif value not in family.neutral.get(key, NEUTRAL.get(key, ())) and key not in WITHOUT_EFFECT:
             kind = next((kind for start, kind in KINDS.items() if key.startswith(start)), "")
-            raise _refusal(
-                file, key, kind and f"the model is {kind}, which is not served from {file.architecture} files"
-            )
+            raise _refusal(file, key, kind and f"the model is {kind}, which {file.architecture} files do not support")
     for key in (*family.required, *(key for key in family.optional if key in keys)):
         _check_number(file, key, keys)
     return keys
@@ -209,7 +207,7 @@ def _check_number(file: GgufFile, key: str, keys: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(f"{file.path}: {file.architecture}.{key} is missing; convert the model again")
     fraction = key == CAP or key.endswith("epsilon")
     if type(keys[key]) not in ((int, float) if fraction else (int,)) or keys[key] < (not fraction):
-        raise _refusal(file, key, "a positive number is needed" if fraction else "a positive whole number is needed")
+        raise _refusal(file, key, "it must be a positive number" if fraction else "it must be a positive whole number")
 
 
 def _optional(family: Family) -> Mapping[str, str]:
@@ -217,11 +215,11 @@ def _optional(family: Family) -> Mapping[str, str]:
 
 
 def _window(file: GgufFile, family: Family, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the window that limits the length of sequences; 0 means none."""
+    """Return the fields of the window that limits the length of sequences. A window of 0 means none."""
     window = keys.get(WINDOW, 0)
     if type(window) is not int or window < 0:
-        raise _refusal(file, WINDOW, "a whole number is needed")
-    if not window and file.architecture == "qwen2moe":  # transformers builds a mask that no layer uses
+        raise _refusal(file, WINDOW, "it must be a whole number, at least 0")
+    if not window and file.architecture == "qwen2moe":  # otherwise transformers builds a mask that no layer uses
         return {"use_sliding_window": False}
     return {"sliding_window": window or None, "use_sliding_window": window > 0}
 

@@ -1,9 +1,8 @@
-"""How byte-level GGUF vocabularies split text before merging: the kinds that `tokenizer.ggml.pre` names.
+"""How byte-level GGUF tokenizers split text before merging, by the kind that `tokenizer.ggml.pre` names.
 
-Source: the table of kinds in llama.cpp's src/llama-vocab.cpp. Where llama.cpp simplifies an
-expression for its own engine and quotes the original, this table has the original ("tekken", "gpt-4o"). Kinds that need
-code or raw UTF-8 merges ("kimi-k2", "afmoe", "gemma4", "sarvam-moe"), and kinds of encoders, are missing, so files with
-them are refused.
+Source: the table of kinds in llama.cpp's src/llama-vocab.cpp. Where llama.cpp simplifies an expression for its own
+engine and quotes the original, this table has the original ("tekken", "gpt-4o"). Files are refused if their kind needs
+code or raw UTF-8 merges ("kimi-k2", "afmoe", "gemma4", "sarvam-moe"), or belongs to an encoder.
 """
 # ruff: noqa: RUF001 - the expressions name ambiguous characters
 
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 DEFAULT = "default"
-"""The kind of files without the key."""
+"""The kind of files that lack the key."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +18,9 @@ class PreTokenizer:
     """A kind of pre-tokenizer."""
 
     splits: tuple[str, ...]
-    """Regular expressions (Oniguruma). Each isolates its matches in the pieces that the one before it left."""
+    """Regular expressions (Oniguruma). Each isolates its matches within the pieces left by the previous one."""
     ignores_merges: bool = False
-    """Whether a piece that is a token needs no merges."""
+    """Whether a piece that is itself a token skips merging."""
     adds_bos: bool = False
     """Whether texts begin with the beginning-of-sequence token unless `tokenizer.ggml.add_bos_token` is set."""
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings of GGUF files: their keys and tensors, as parameters of transformers.
+"""Translates rotary embedding keys and tensors of GGUF files into `rope_parameters` of transformers.
 
 Sources: llama.cpp's src/llama-model.cpp and src/llama-context.cpp; transformers' modeling_rope_utils.py.
 """
@@ -13,13 +13,13 @@ from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.weights.quantized import as_tensor
 
-HELP = "see docs/models.md, GGUF files"
+HELP = "see docs/faults.md, GGUF files"
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = frozenset({FREQS, LONG, SHORT})
 TYPE, FACTOR, OLD_FACTOR = "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"
 ATTENTION_FACTOR, ORIGINAL_LENGTH = "rope.scaling.attn_factor", "rope.scaling.original_context_length"
 BASE, DIMENSIONS = "rope.freq_base", "rope.dimension_count"
-# Values that llama.cpp reads for other architectures only. It scales attention by `ATTENTION_FACTOR` instead.
+# Neutral values of keys that llama.cpp reads only for other architectures. Here it reads `ATTENTION_FACTOR` instead.
 UNREAD = {
     "rope.scaling.alpha": (0,),
     "rope.scaling.yarn_attn_factor": (1,),
@@ -32,7 +32,7 @@ FINETUNED = "rope.scaling.finetuned"  # metadata
 ROPE_KEYS = frozenset(
     {TYPE, FACTOR, OLD_FACTOR, ATTENTION_FACTOR, ORIGINAL_LENGTH, BASE, DIMENSIONS, FINETUNED, *UNREAD}
 )
-# Llama 3.1 and later, of which files only have the factors by frequency.
+# Llama 3.1 and later. Their files store only the resulting factor of each frequency.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_LENGTH = 8192
 
@@ -40,7 +40,7 @@ LLAMA3_LENGTH = 8192
 def rope_parameters(file: GgufFile, keys: Mapping[str, Any], head_dim: int, partial: bool) -> dict[str, Any]:
     """Return `rope_parameters` of a configuration.
 
-    `keys`: values by key without the architecture. `partial`: whether a part of each head can be rotated.
+    `keys`: values by key without the architecture prefix. `partial`: whether only part of each head may be rotated.
     Raises UnsupportedModelError for an embedding that transformers cannot compute.
     """
     for key, default in UNREAD.items():
@@ -50,9 +50,9 @@ def rope_parameters(file: GgufFile, keys: Mapping[str, Any], head_dim: int, part
     dimensions = keys.get(DIMENSIONS, head_dim)
     if partial:
         rope["partial_rotary_factor"] = dimensions / head_dim
-    # transformers computes the dimensions from the factor.
+    # transformers derives the dimensions from this factor.
     if dimensions > head_dim or int(head_dim * rope.get("partial_rotary_factor", 1)) != dimensions:
-        raise _refusal(file, DIMENSIONS, dimensions, f"heads have the size {head_dim}")
+        raise _refusal(file, DIMENSIONS, dimensions, f"it does not match the head size {head_dim}")
     scaling = _scaling(file, keys, dimensions)
     factors = _frequency_factors(file, keys, dimensions, rope["rope_theta"])
     if scaling and factors:
@@ -68,7 +68,7 @@ def _scaling(file: GgufFile, keys: Mapping[str, Any], dimensions: int) -> dict[s
     original = keys.get(ORIGINAL_LENGTH, keys["context_length"])
     if kind == "longrope" or {LONG, SHORT} & file.tensors.keys():
         if factor != 1:
-            raise _refusal(file, key, factor, "frequencies are scaled by factors as well")
+            raise _refusal(file, key, factor, "it cannot be combined with longrope factors")
         return {
             "rope_type": "longrope",
             "long_factor": _factors(file, LONG, dimensions),
@@ -77,14 +77,14 @@ def _scaling(file: GgufFile, keys: Mapping[str, Any], dimensions: int) -> dict[s
             "original_max_position_embeddings": original,
         }
     if kind not in ("none", "linear", "yarn"):
-        raise _refusal(file, TYPE, kind, "the types none, linear, yarn, and longrope are supported")
+        raise _refusal(file, TYPE, kind, "supported types are none, linear, yarn, and longrope")
     if kind == "yarn" and factor != 1:
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-        # transformers multiplies by the first term itself, unless a factor is given.
+        # Without `attention_factor`, transformers applies the YaRN term itself.
         more = {} if attention == 1 else {"attention_factor": _yarn_attention(factor) * attention}
         return {**scaling, **more}
     if attention != 1:
-        raise _refusal(file, ATTENTION_FACTOR, attention, "it is supported for yarn and longrope only")
+        raise _refusal(file, ATTENTION_FACTOR, attention, "it is supported only for yarn and longrope")
     return {} if factor == 1 else {"rope_type": "linear", "factor": factor}
 
 
@@ -93,7 +93,7 @@ def _yarn_attention(factor: float) -> float:
 
 
 def _frequency_factors(file: GgufFile, keys: Mapping[str, Any], dimensions: int, base: float) -> dict[str, Any]:
-    """Return the scaling of Llama 3.1 if a file has its factors, or nothing if it scales no frequency."""
+    """Return Llama 3.1 scaling if the file has its factors; empty if the file scales no frequency."""
     if FREQS not in file.tensors:
         return {}
     factors = torch.tensor(_factors(file, FREQS, dimensions))
@@ -113,11 +113,9 @@ def _frequency_factors(file: GgufFile, keys: Mapping[str, Any], dimensions: int,
 
 
 def _factors(file: GgufFile, name: str, dimensions: int) -> list[float]:
-    """Read a small tensor with one factor for each frequency."""
+    """Read a small tensor with one factor per frequency."""
     if name not in file.tensors or file.tensors[name].shape != (dimensions // 2,):
-        raise UnsupportedModelError(
-            f"{file.path}: the tensor {name} must have {dimensions // 2} factors of frequencies"
-        )
+        raise UnsupportedModelError(f"{file.path}: the tensor {name} must have {dimensions // 2} frequency factors")
     factors: list[float] = as_tensor(file.read(name)).tolist()
     if not all(0 < factor < math.inf for factor in factors):
         raise UnsupportedModelError(f"{file.path}: the tensor {name} has a factor that is not a positive number")
@@ -127,7 +125,7 @@ def _factors(file: GgufFile, name: str, dimensions: int) -> list[float]:
 def _positive(file: GgufFile, keys: Mapping[str, Any], key: str, default: float) -> float:
     value = keys.get(key, default)
     if type(value) not in (int, float) or not value > 0:
-        raise _refusal(file, key, value, "a positive number is needed")
+        raise _refusal(file, key, value, "it must be a positive number")
     return float(value)
 
 

@@ -1,7 +1,7 @@
 """Builds the tokenizer that a GGUF file describes. Every key that changes tokens is applied, or the file is refused.
 
-Source: the keys in ggml's docs/gguf.md, and their meaning in llama.cpp's src/llama-vocab.cpp. The conversion in
-transformers is not used, because it drops some of them.
+Sources: ggml's docs/gguf.md for the keys, llama.cpp's src/llama-vocab.cpp for their meaning. The conversion in
+transformers drops some keys, so it is not used.
 """
 
 from collections.abc import Mapping
@@ -21,26 +21,26 @@ BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
 """The supported values of `tokenizer.ggml.model`."""
 PREFIX, GGML, TEMPLATE = "tokenizer.", "tokenizer.ggml.", "tokenizer.chat_template"
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
-"""Special tokens in transformers, and the names of their ids in the file."""
+"""Names of special tokens in transformers, and of their ids in the file."""
 APPLIED = frozenset(
     [TEMPLATE, "tokenizer.chat_templates"]
     + [f"{GGML}{name}" for name in ("model", "pre", "tokens", "token_type", "scores", "merges")]
     + [f"{GGML}{name}" for name in ("add_bos_token", "add_eos_token", "add_space_prefix")]
     + [f"{GGML}{name}_token_id" for name in (*SPECIAL.values(), *KEYS)]
 )
-"""Keys that decide tokens. Further templates have keys of their own, after TEMPLATE and a dot."""
+"""Keys that affect tokens. Named chat templates have further keys: TEMPLATE, a dot, and the name."""
 WITHOUT_EFFECT = frozenset(
     ["tokenizer.huggingface.json"]  # the same tokenizer in another format
-    + [f"{GGML}{name}" for name in ("token_type_count", "add_sep_token")]  # encoders of two texts read them
-    # Clients write these tokens into prompts by their texts.
+    + [f"{GGML}{name}" for name in ("token_type_count", "add_sep_token")]  # for encoders of text pairs
+    # Clients write these tokens into prompts as text.
     + [f"{GGML}{name}_token_id" for name in ("fim_pre", "fim_suf", "fim_mid", "prefix", "suffix", "middle")]
 )
-"""Keys that change no token of a text or a chat."""
+"""Keys that do not affect the tokens of texts or chats."""
 END_IDS = "end_of_generation_ids"
-"""Setting of the tokenizer with the ids that end a generation."""
+"""Tokenizer setting with the ids that end generation."""
 SPACE = "▁"
 STRIPPED_BY, NOT_STRIPPING = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
-"""Names of models whose special tokens take the spaces that follow, and their tokens that do not."""
+"""Names of models whose special tokens absorb the spaces after them, and their tokens that do not."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Vocabulary:
     ids: Mapping[str, int]
     types: list[int]  # TokenType
     ends: frozenset[str]
-    """Texts of the tokens that end a generation."""
+    """Texts of the tokens that end generation."""
 
 
 def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
@@ -83,7 +83,7 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
 
 
 def _check_keys(file: GgufFile) -> None:
-    """Refuse keys that would have to be applied. False and empty values ask for nothing."""
+    """Refuse unsupported keys, unless their value is false or empty and so has no effect."""
     for key, value in file.metadata.items():
         if not key.startswith(PREFIX) or key in APPLIED | WITHOUT_EFFECT or key.startswith(f"{TEMPLATE}."):
             continue
@@ -92,7 +92,7 @@ def _check_keys(file: GgufFile) -> None:
 
 
 def _token_ids(file: GgufFile, kind: str) -> dict[str, int]:
-    """Return the ids in the file by their name in SPECIAL or KEYS, with llama.cpp's defaults for SentencePiece."""
+    """Return the file's ids by name in SPECIAL or KEYS. SentencePiece files get llama.cpp's defaults."""
     ids = {"bos": 1, "eos": 2, "unk": 0} if kind == SENTENCEPIECE else {}
     for name in {**SPECIAL, **dict.fromkeys(KEYS)}:
         key = f"{GGML}{SPECIAL.get(name, name)}_token_id"
@@ -110,7 +110,7 @@ def _vocabulary(file: GgufFile, given: Mapping[str, int]) -> Vocabulary:
         raise GgufError(f"{GGML}tokens has {repeated!r} twice")
     embeddings = file.tensors.get("token_embd.weight")
     if embeddings is not None and len(tokens) > embeddings.shape[0]:
-        raise GgufError(f"{GGML}tokens has {len(tokens):,} tokens, but the model only {embeddings.shape[0]:,}")
+        raise GgufError(f"{GGML}tokens has {len(tokens):,} tokens, but the model has only {embeddings.shape[0]:,}")
     for name, token_id in given.items():
         if type(token_id) is not int or not 0 <= token_id < len(tokens):
             key = f"{GGML}{SPECIAL.get(name, name)}_token_id"
@@ -140,7 +140,7 @@ def _byte_level(file: GgufFile, ids: Mapping[str, int], pre: PreTokenizer) -> To
 
 def _merges(file: GgufFile, ids: Mapping[str, int]) -> list[tuple[str, str]]:
     pairs = []
-    for merge in dict.fromkeys(_elements(file, "merges", str)):  # the first of equal ones counts
+    for merge in dict.fromkeys(_elements(file, "merges", str)):  # the first of several duplicates counts
         cut = merge.find(" ", 1)
         left, right = merge[:cut], merge[cut + 1 :]
         for part in (left, right, left + right):
@@ -151,7 +151,7 @@ def _merges(file: GgufFile, ids: Mapping[str, int]) -> list[tuple[str, str]]:
 
 
 def _sentencepiece(file: GgufFile, vocabulary: Vocabulary, given: Mapping[str, int]) -> Tokenizer:
-    """The vocabulary has a score for each token instead of a list of merges: pairs with the best scores merge first."""
+    """Build a SentencePiece tokenizer. Scores replace a list of merges: the pair with the best score merges first."""
     scores, ids = _elements(file, "scores", float, len(vocabulary.tokens)), vocabulary.ids
     merges = [
         (-scores[token_id], token_id, text[:cut], text[cut:])
@@ -171,7 +171,7 @@ def _sentencepiece(file: GgufFile, vocabulary: Vocabulary, given: Mapping[str, i
 
 
 def _added(file: GgufFile, vocabulary: Vocabulary, types: tuple[TokenType, ...]) -> list[AddedToken]:
-    """The tokens of these types, which match their text before anything else does."""
+    """Return the tokens of these types. They match their text before any other step."""
     name = str(file.metadata.get("general.name", "")).lower()
     strips = any(part in name for part in STRIPPED_BY)
     return [
@@ -190,14 +190,14 @@ def _template(names: list[str], vocabulary: Vocabulary, given: Mapping[str, int]
     """Put the named special tokens around a text."""
     for name in names:
         if name not in given:
-            raise GgufError(f"{GGML}{name}_token_id is missing, but each text gets this token")
+            raise GgufError(f"{GGML}{name}_token_id is missing, but this token is added to every text")
     around = [{"id": name, "ids": [given[name]], "tokens": [vocabulary.tokens[given[name]]]} for name in names]
     before, after = ([name for name in names if name == wanted] for wanted in ("bos", "eos"))
     return processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=around)
 
 
 def _chat_templates(file: GgufFile) -> str | dict[str, str] | None:
-    """Return the template, or all templates by name if the file has more."""
+    """Return the template, or all templates by name if the file names some."""
     named = {
         key.removeprefix(f"{TEMPLATE}."): value
         for key, value in file.metadata.items()
@@ -206,7 +206,7 @@ def _chat_templates(file: GgufFile) -> str | dict[str, str] | None:
     default = file.metadata.get(TEMPLATE)
     for name, template in {"": default or "", **named}.items():
         if not isinstance(template, str):
-            raise GgufError(f"{TEMPLATE}{name and f'.{name}'} is not a text")
+            raise GgufError(f"{TEMPLATE}{name and f'.{name}'} is not a string")
     return {**({"default": default} if default else {}), **named} if named else default
 
 
@@ -218,7 +218,7 @@ def _flag(file: GgufFile, name: str, default: bool) -> bool:
 
 
 def _elements(file: GgufFile, name: str, kind: type, count: int = 0) -> list[Any]:
-    """Return an array of at least `count` elements of a type, without those that follow."""
+    """Return the first `count` elements of an array, or all if `count` is 0. Raises GgufError if they do not exist."""
     key = f"{GGML}{name}"
     if key not in file.metadata:
         raise GgufError(f"{key} is missing")
@@ -226,5 +226,5 @@ def _elements(file: GgufFile, name: str, kind: type, count: int = 0) -> list[Any
     if len(elements) < count:
         raise GgufError(f"{key} has {len(elements):,} elements for {count:,} tokens")
     if elements and not isinstance(elements[0], (kind, int) if kind is float else kind):
-        raise GgufError(f"{key} has elements of a wrong type")
+        raise GgufError(f"{key} has elements of the wrong type")
     return elements[: count or None]

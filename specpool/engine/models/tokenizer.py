@@ -25,7 +25,7 @@ def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokeniz
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> TokenizerFiles:
-    """Return the files of a tokenizer. Raises UnsupportedModelError if it has no fast form or unknown ids."""
+    """Return the files of a tokenizer. UnsupportedModelError: it has no fast form, or ids beyond the model's."""
     if not tokenizer.is_fast:
         raise UnsupportedModelError("the tokenizer has no fast (tokenizer.json) form")
     # The files of a model may disagree on its end-of-sequence tokens; all of them count.

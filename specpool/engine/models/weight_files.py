@@ -88,7 +88,7 @@ def _safetensors_files(options: EngineOptions) -> list[Path]:
     content = read_json(index, MAX_INDEX_BYTES)
     parts = content.get("weight_map")
     if not isinstance(parts, dict) or not parts:
-        raise UnsupportedModelError(f"{index}: weight_map is not an object with the file of each weight")
+        raise UnsupportedModelError(f"{index}: weight_map is not an object that maps weights to files")
     files = []
     for name in sorted(set(map(str, parts.values()))):
         if Path(name).name != name or not name.endswith(".safetensors"):
@@ -98,7 +98,7 @@ def _safetensors_files(options: EngineOptions) -> list[Path]:
         if not (index.parent / name).is_file():
             raise UnsupportedModelError(f"{index}: weight_map has {name}, which does not exist")
         files.append(index.parent / name)
-    if not isinstance(content.get("metadata"), dict):  # transformers fails without it
+    if not isinstance(content.get("metadata"), dict):  # transformers requires it
         raise UnsupportedModelError(f'{index}: metadata is not an object; an empty one is enough: "metadata": {{}}')
     return files
 

@@ -16,7 +16,7 @@ from specpool.engine.passes.packing import PackedBatch
 
 PACKED_ATTENTION = "specpool_packed"
 
-# Features of attention that packed batches lack, by the argument with which models ask for them.
+# Attention features that packed batches do not support, by the argument that requests them.
 _FEATURES: Mapping[str, str] = MappingProxyType(
     {
         "softcap": "soft caps on attention scores",
@@ -28,9 +28,9 @@ _FEATURES: Mapping[str, str] = MappingProxyType(
 
 
 def why_not_packed(module: torch.nn.Module, attention_mask: object, features: Mapping[str, Any]) -> str | None:
-    """Return the feature of this call of attention that packed batches lack; None if they run it."""
+    """Return the feature of this attention call that packed batches do not support; None if there is none."""
     if attention_mask is not None:
-        return "attention masks of its own"
+        return "custom attention masks"
     if not getattr(module, "is_causal", True):
         return "bidirectional attention, like an encoder"
     return next((feature for name, feature in _FEATURES.items() if features.get(name) is not None), None)

@@ -1,4 +1,4 @@
-"""Runs a model's modules without weights, to refuse kinds of attention that packed batches lack before a download."""
+"""Runs a model without weights, so that unsupported kinds of attention are refused before a download."""
 
 from collections import Counter
 from typing import Any
@@ -10,18 +10,18 @@ from specpool.engine.passes.attention import why_not_packed
 from specpool.engine.sharding.shares import head_dim_of
 
 DRY_RUN = "specpool_dry_run"
-# A model with more layers would take seconds to build.
+# Models with more layers would take seconds to build.
 MAX_LAYERS = 256
 TOKENS = 8
 FOREIGN = "attention outside transformers' attention interface"
 
 
 class UnsupportedAttentionError(Exception):
-    """A layer has a kind of attention that packed batches lack. The message names it."""
+    """A layer has a kind of attention that packed batches do not support. The message names it."""
 
 
 class _Calls(Counter[int]):
-    """Counts calls of attention by layer. Raises UnsupportedAttentionError."""
+    """Counts attention calls by layer. Raises UnsupportedAttentionError for unsupported calls."""
 
     def __init__(self, kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class _Calls(Counter[int]):
     def record(self, module: Any, key: torch.Tensor, value: torch.Tensor, mask: object, features: Any) -> None:
         reason = why_not_packed(module, mask, features)
         if reason is None and any((each.shape[1], each.shape[-1]) not in self._shapes for each in (key, value)):
-            reason = "key and value heads of other numbers or sizes than its configuration"
+            reason = "key and value heads whose number or size differs from its configuration"
         if reason is not None:
             raise UnsupportedAttentionError(reason)
         self[module.layer_idx] += 1
@@ -39,9 +39,9 @@ class _Calls(Counter[int]):
 
 @torch.inference_mode()
 def unsupported_attention(config: PreTrainedConfig) -> str | None:
-    """Return the kind of attention that packed batches lack; None if they run the model, or if only weights can tell.
+    """Return the kind of attention that packed batches do not support; None if there is none, or only weights can tell.
 
-    Builds the model on the meta device, so it takes no memory, and runs it there.
+    Builds and runs the model on the meta device, which takes no memory.
     """
     sizes: Any = config
     layers, heads = sizes.num_hidden_layers, sizes.num_attention_heads
@@ -50,7 +50,7 @@ def unsupported_attention(config: PreTrainedConfig) -> str | None:
     calls = _Calls(getattr(sizes, "num_key_value_heads", None) or heads, head_dim_of(config))
     try:
         with torch.device("meta"):
-            # The other implementations of experts read values.
+            # Other implementations of experts read tensor values, which the meta device lacks.
             model: Any = AutoModelForCausalLM.from_config(
                 config, attn_implementation=DRY_RUN, experts_implementation="batched_mm"
             )
@@ -62,12 +62,12 @@ def unsupported_attention(config: PreTrainedConfig) -> str | None:
             )
     except UnsupportedAttentionError as error:
         return str(error)
-    except Exception as error:  # the code of a foreign model may raise anything; loading says what is wrong with it
+    except Exception as error:  # model code may raise anything; loading the model reports it
         return FOREIGN if isinstance(error, KeyError) and error.args == (DRY_RUN,) else None
     if not calls:
         return FOREIGN
     if calls != Counter(range(layers)):
-        return "layers that attend several times, or not at all"
+        return "layers that run attention several times or not at all"
     return None
 
 

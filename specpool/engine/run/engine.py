@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 STEP_CACHED = 128
 """Cached positions of each sequence in the passes whose times are `Engine.step_seconds`."""
 MIN_BATCHED_TOKENS = 64
-"""Maximum tokens of the smallest passes, if device memory runs out."""
+"""Lower limit of `max_num_batched_tokens` when it is halved because device memory runs out."""
 
 
 class Engine:
@@ -69,7 +69,7 @@ class Engine:
         self.kv_layout = options.kv_layout
         self.slots, self.layout, self.footprint = reserved.slots, reserved.layout, reserved.footprint
         self.grammar_bytes = reserved.grammar_bytes
-        """Limit of the memory of compiled grammars."""
+        """Memory limit of compiled grammars, in bytes."""
         self.leader = leader
         """Rank 0's connection to the other ranks; None unless the model is sharded."""
         self.runner = PassRunner(forward_pass, self.layout.arena, self.tiles, facts.query_groups, facts.hidden_size)
@@ -129,9 +129,9 @@ class Engine:
         return self._joined([each.logits for each in passes]), states[0]
 
     def shrink_passes(self) -> bool:
-        """Free unused device memory, and halve `max_num_batched_tokens`. Return False if passes cannot be smaller.
+        """Free unused device memory, and halve `max_num_batched_tokens`. Return False if it is minimal.
 
-        Ranks of a sharded model cannot repeat a pass, so they do not shrink.
+        Sharded models do not shrink, because their ranks cannot repeat a pass.
         """
         torch.cuda.empty_cache()
         if self.leader is not None or self.max_num_batched_tokens <= MIN_BATCHED_TOKENS:

@@ -27,7 +27,7 @@ from specpool.engine.passes.forward_pass import ForwardPass
 log = logging.getLogger(__name__)
 
 GRAMMAR_BYTES_PER_TOKEN = 900
-"""Measured size of llguidance's tokenizer per token of the vocabulary."""
+"""Measured bytes of llguidance's tokenizer per vocabulary token."""
 LENGTH_STEP = 512
 """A `max_model_len` that memory limits is a multiple of this, so starts with slightly less memory agree on it."""
 
@@ -42,7 +42,7 @@ class ReservedCache:
     max_model_len: int
     """Maximum positions of a sequence: fewer than the model's if memory limits them."""
     grammar_bytes: int
-    """Limit of the memory of compiled grammars."""
+    """Memory limit of compiled grammars, in bytes."""
 
 
 def footprint_of(loaded: LoadedModel, facts: ModelFacts, forward_pass: ForwardPass, rows: int) -> Footprint:

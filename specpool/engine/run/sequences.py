@@ -29,7 +29,7 @@ from specpool.protocol.worker_info import CacheLoad, WorkerInfo
 ITEMS_PER_SLOT = 4
 """A round may name more sequences than there are slots; the rest get NO_SLOT."""
 GRAMMAR_SECONDS = 0.01
-"""How long a round waits for new grammars, and for masks after its pass. Then it continues without these sequences."""
+"""Maximum wait for new grammars before a pass, and for masks after it. The round then leaves late sequences out."""
 LOGITS_PER_SLOT = 1 + 4 * MAX_DRAFT_TOKENS
 """Bounds the logits of a round: drafts of four times the usual length in all sequences at once."""
 
@@ -55,7 +55,7 @@ class Choices:
     """Hidden states of the span's last `num_states` tokens; None: no states were requested."""
 
     def first(self, count: int) -> Self:
-        """The choices of the first `count` rows."""
+        """Return the choices of the first `count` rows."""
         return replace(self, token_ids=self.token_ids[:count], logprobs=self.logprobs.first(count))
 
 
@@ -75,7 +75,7 @@ class SequenceEngine:
         self._sampler = Sampler(engine.head, facts.device, engine.native)
         self.grammars = Grammars(engine.loaded.tokenizer, engine.vocab_size, engine.grammar_bytes)
         self._grammar_deadline = 0.0
-        """Until when the current round waits for grammars before its pass, in seconds of `time.monotonic`."""
+        """When the current round stops waiting for grammars before its pass, in seconds of `time.monotonic`."""
 
     def info(self) -> WorkerInfo:
         """Description of the model and its load."""
@@ -125,7 +125,7 @@ class SequenceEngine:
         return self.engine.slots.expire(now, lease_seconds)
 
     def shrink_passes(self) -> bool:
-        """Free unused device memory, and let a pass take fewer tokens. False if it cannot take fewer."""
+        """Free unused device memory and make passes smaller. Return False if they cannot be smaller."""
         return self.engine.shrink_passes()
 
     def realign(self, coordinator_id: str, round_id: int, items: Sequence[SequenceItem]) -> list[ItemStatus]:
@@ -335,7 +335,7 @@ class SequenceEngine:
         return ItemStatus.GRAMMAR_FAILED if failed else ItemStatus.OK
 
     def _has_masks(self, slot: Slot | None) -> bool:
-        """Wait for the masks of a sequence that took too long in its last round. Return whether they are complete."""
+        """Wait for masks that were late in the sequence's last round. Return whether they are complete."""
         if slot is None or slot.sampling is None or slot.sampling.grammar is None:
             return True
         return slot.sampling.grammar.wait(max(0.0, self._grammar_deadline - time.monotonic()))

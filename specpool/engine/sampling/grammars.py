@@ -1,7 +1,7 @@
-"""Compiles the grammars of a worker, and schedules the masks of its sequences.
+"""Compiles a worker's grammars and schedules the masks of its sequences.
 
 llguidance compiles grammars and computes masks without the interpreter lock, so both overlap with forward passes. Large
-lexers have a thread of their own, so that they do not delay the masks of other sequences.
+lexers run on a separate thread, so they do not delay the masks of other sequences.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_COMPILING, MAX_ERRORS = 64, 256
-"""Maximum grammars that wait for their compilation, and errors to keep."""
+"""Maximum number of grammars awaiting compilation, and of errors to keep."""
 SMALL_LEXER_STATES = 2000
-"""Enough for most schemas. Masks of a lexer with so few states take milliseconds at most."""
+"""Enough for most schemas. A lexer with so few states computes masks in milliseconds."""
 STATE_BYTES, CHARACTER_BYTES = 600, 20
-"""Upper estimates, from measurements: bytes of a lexer's state, and of a compiled grammar per character."""
+"""Measured upper estimates: bytes per lexer state, and per character of a compiled grammar."""
 SLOW_NICENESS = 10
 
 
 class Grammars:
-    """Compiles grammars and computes masks for one tokenizer, on threads of its own."""
+    """Compiles grammars and computes masks for one tokenizer, on its own threads."""
 
     def __init__(self, files: TokenizerFiles, vocab_size: int, max_bytes: int) -> None:
-        """`max_bytes`: limit of the memory of compiled grammars. 0: grammars are not supported."""
+        """`max_bytes`: memory limit of compiled grammars; 0 turns grammars off."""
         self._files, self._vocab_size = files, vocab_size
         self._ends = EndTokens(frozenset(files.eos_token_ids), mask_of(files.eos_token_ids, vocab_size))
         self._tokenizer: Future[LLTokenizer] | None = None
@@ -58,7 +58,7 @@ class Grammars:
 
     @property
     def num_bytes(self) -> int:
-        """Upper estimate of the memory of compiled grammars."""
+        """Upper estimate of the memory of compiled grammars, in bytes."""
         return self._lexers.num_bytes
 
     def wait(self, grammar: str, seconds: float) -> bool:
@@ -73,7 +73,7 @@ class Grammars:
         return False
 
     def error_of(self, grammar: str) -> str:
-        """Why a grammar cannot be used. Empty if it can. Waits until it is compiled."""
+        """Return why a grammar cannot be used; empty if it can. Waits for its compilation."""
         if self.why_unsupported:
             return self.why_unsupported
         if self._lexers.get(grammar) is None and grammar not in self._errors:
@@ -81,16 +81,16 @@ class Grammars:
         return self._errors.get(grammar, "")
 
     def start(self, grammar: str, prompt_length: int) -> SequenceGrammar:
-        """The grammar for a new sequence. `error_of` must be empty."""
+        """Return the grammar state of a new sequence. `error_of` must have returned an empty string."""
         return SequenceGrammar(self, grammar, prompt_length, self._ends)
 
     def compute(self, work: Iterable[tuple[SequenceGrammar, Sequence[int], int]]) -> list[MaskJob]:
-        """Start jobs with these arguments of `SequenceGrammar.start`, on other threads."""
+        """Start a job on another thread for each tuple: a grammar and the arguments of its `start`."""
         jobs, fast = [], []
         for grammar, token_ids, count in work:
             is_busy = grammar.is_busy
             jobs.append(job := grammar.start(token_ids, count))
-            if is_busy:  # its last job is on the thread for slow masks
+            if is_busy:  # its last job runs on the thread for slow masks
                 self._slow.submit(_run, job)
             else:
                 fast.append(job)
@@ -99,7 +99,7 @@ class Grammars:
         return jobs
 
     def _run_fast(self, jobs: list[MaskJob]) -> None:
-        """Compute a row of each job at a time. Pass on jobs that take long."""
+        """Compute one row of each job at a time. Hand slow jobs over to the slow thread."""
         while jobs:
             jobs = [job for job in jobs if self._step(job)]
 
@@ -122,7 +122,7 @@ class Grammars:
 
     def compile(self, grammar: str, is_large: bool) -> Lexer:
         """See `LexerSource`."""
-        from specpool.protocol.grammars import MAX_LEXER_STATES, compile_grammar  # an extra
+        from specpool.protocol.grammars import MAX_LEXER_STATES, compile_grammar  # needs an extra
 
         max_states = MAX_LEXER_STATES if is_large else SMALL_LEXER_STATES
         matcher = compile_grammar(self._loaded().result(), grammar, max_states)
@@ -137,13 +137,13 @@ class Grammars:
             return future
 
     def _compile_first(self, grammar: str) -> None:
-        """Compile a grammar that was not used before, or was evicted. Keep its lexer or its error."""
+        """Compile a new or evicted grammar. Keep its lexer or its error."""
         from specpool.protocol.grammars import GrammarError
 
         try:
             try:
                 lexer = self.compile(grammar, is_large=False)
-            except GrammarError:  # perhaps it needs more states from the start
+            except GrammarError:  # it may need more states at the start
                 lexer = self.compile(grammar, is_large=True)
             self.keep(grammar, lexer)
         except BaseException as error:  # llguidance's panics do not derive from Exception
@@ -154,7 +154,7 @@ class Grammars:
             del self._waiting[grammar]
 
     def _loaded(self) -> Future[LLTokenizer]:
-        """The tokenizer, whose loading begins with the first call."""
+        """Return the tokenizer. The first call starts loading it."""
         if self._tokenizer is None:
             from specpool.protocol.grammars import load_grammar_tokenizer
 
@@ -163,7 +163,7 @@ class Grammars:
 
 
 def settle(jobs: Sequence[MaskJob], seconds: float) -> None:
-    """Wait up to `seconds` for all jobs, and let their sequences use the masks computed by then."""
+    """Wait up to `seconds` for all jobs, then give their sequences the masks computed so far."""
     deadline = time.monotonic() + seconds
     for job in jobs:
         job.ended.wait(max(0.0, deadline - time.monotonic()))
@@ -178,12 +178,12 @@ def _run(job: MaskJob) -> None:
 
 
 def _fail(job: MaskJob, error: BaseException) -> None:
-    log.error("a mask failed: %r", error)
+    log.error("mask computation failed: %r", error)
     job.fail(f"the grammar failed: {error}")
 
 
 def _yield_to_others() -> None:
     """Give the calling thread a low priority."""
-    if sys.platform == "linux":  # elsewhere, this would concern another process
+    if sys.platform == "linux":  # elsewhere, the id could name another process
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SLOW_NICENESS)

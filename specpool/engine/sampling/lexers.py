@@ -1,7 +1,7 @@
-"""Compiled grammars within a limit of memory, and their readers.
+"""Compiled grammars, their readers, and a cache with a memory limit.
 
-All readers of a compiled grammar share its lexer, which adds states with every mask and fails for good when it has too
-many. Only a lexer that has read no other text tells whether the grammar fails after a text.
+All readers of a compiled grammar share its lexer, which adds states with every mask and fails permanently when it has
+too many. Only a lexer that has read nothing else can tell whether the grammar fails after a text.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 Words = NDArray[np.uint32]
-"""A bit for each token of the vocabulary: whether the token is allowed."""
+"""One bit per vocabulary token: whether the token is allowed."""
 BITS, ALL = 32, np.uint32(2**32 - 1)
 RECENT = 32
-"""Last tokens in which texts of the same sequence usually differ."""
+"""Number of trailing tokens in which two texts of a sequence usually differ."""
 
 
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> Words:
-    """The mask that allows only these tokens."""
+    """Return the mask that allows only these tokens."""
     mask = np.zeros(-(-vocab_size // BITS), np.uint32)
     for token in token_ids:
         mask[token // BITS] |= np.uint32(1 << token % BITS)
@@ -45,7 +45,7 @@ class EndTokens:
 
 
 class Reader:
-    """A matcher of a grammar, and the text that it has read."""
+    """A grammar matcher and the text it has read."""
 
     def __init__(self, matcher: LLMatcher, ends: EndTokens) -> None:
         self._matcher, self._ends = matcher, ends
@@ -56,11 +56,11 @@ class Reader:
 
     @property
     def failure(self) -> str:
-        """Why the matcher failed, which is for good. Empty if it did not; illegal tokens are not failures."""
+        """Why the matcher failed permanently; empty if it did not. Illegal tokens are not failures."""
         return self._matcher.get_error() or "the grammar failed" if self._matcher.is_error() else ""
 
     def read(self, token_ids: Sequence[int]) -> bool:
-        """Read a whole text, most of which it may have read before. Return whether the grammar allows it."""
+        """Read a whole text, reusing the prefix already read. Return whether the grammar allows it."""
         kept = common_length(self._token_ids, token_ids)
         if kept < len(self._token_ids):
             self._matcher.rollback(len(self._token_ids) - kept)
@@ -69,12 +69,12 @@ class Reader:
         return self._read_on(token_ids[kept:])
 
     def read_token(self, token_id: int, mask: Words) -> None:
-        """Read a draft's next token, and replace `mask` with the mask after it. If that fails, allow all tokens."""
+        """Read a draft's next token and fill `mask` with the mask after it. If that fails, allow all tokens."""
         if not self._read_on([token_id]) or self.fill(mask):
             mask.fill(ALL)
 
     def fill(self, mask: Words) -> str:
-        """Compute the mask after the text. Return why there is none; empty if there is one."""
+        """Compute the mask after the text. Return why that failed; empty on success."""
         if self._has_ended:
             mask[:] = self._ends.mask
             return ""
@@ -87,12 +87,12 @@ class Reader:
         return "" if mask.any() else "the grammar allows no token after this text"
 
     def forced(self, limit: int) -> tuple[int, ...]:
-        """At most `limit` tokens of the only text that may follow."""
+        """Return at most `limit` tokens of the only possible continuation."""
         token_ids = () if self._has_ended else self._matcher.compute_ff_tokens()[:limit]
         return tuple(takewhile(lambda token: token not in self._ends.ids, token_ids))
 
     def fork(self) -> Reader:
-        """A copy that reads on by itself."""
+        """Return an independent copy."""
         copy = Reader(self._matcher.deep_copy(), self._ends)
         copy._token_ids, copy._has_ended = [*self._token_ids], self._has_ended
         return copy
@@ -111,7 +111,7 @@ class Reader:
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of leading tokens that two lists have in common."""
+    """Return the length of the common prefix of two token lists."""
     length = min(len(one), len(other))
     begin = max(0, length - RECENT)
     if one[:begin] != other[:begin]:
@@ -123,10 +123,10 @@ class Lexer:
     """A compiled grammar with its readers."""
 
     def __init__(self, matcher: LLMatcher, ends: EndTokens, max_bytes: int, is_large: bool) -> None:
-        """`matcher`: has read nothing. `max_bytes`: upper estimate of the memory, however much is read."""
+        """`matcher`: must have read nothing. `max_bytes`: upper estimate of the memory, however much is read."""
         self._start: Reader | None = Reader(matcher, ends)
         self.max_bytes, self.is_large = max_bytes, is_large
-        """`is_large`: whether it may have the maximum number of states, so that masks may take long."""
+        """`is_large`: whether it may grow to the maximum number of states, which makes masks slow."""
         self.is_closed = False
         self._readers: WeakKeyDictionary[object, Reader] = WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -134,7 +134,7 @@ class Lexer:
 
     @contextmanager
     def reading(self, owner: object) -> Iterator[Reader | None]:
-        """Yield the owner's reader, alone on this lexer; None if the lexer is closed. A new reader has read nothing."""
+        """Yield the owner's reader with exclusive use of the lexer; None if it is closed. A new reader is empty."""
         with self._lock:
             reader = self._readers.get(owner)
             if reader is None and self._start is not None:
@@ -144,7 +144,7 @@ class Lexer:
                 self._free()
 
     def close(self) -> None:
-        """Free the memory, once the reader in use is done."""
+        """Free the memory once no reader is in use."""
         self.is_closed = True
         if self._lock.acquire(blocking=False):
             self._free()
@@ -156,7 +156,7 @@ class Lexer:
 
 
 class LexerCache:
-    """Lexers by grammar, within a limit of memory. Evicts those that were used least recently. For any thread."""
+    """Thread-safe cache of lexers by grammar, with a memory limit. Evicts the least recently used."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -165,19 +165,19 @@ class LexerCache:
 
     @property
     def num_bytes(self) -> int:
-        """Upper estimate of the memory of all lexers."""
+        """Upper estimate of the memory of all lexers, in bytes."""
         with self._lock:
             return sum(lexer.max_bytes for lexer in self._lexers.values())
 
     def get(self, grammar: str) -> Lexer | None:
-        """The grammar's lexer, which becomes the most recently used. None: it was evicted, or never compiled."""
+        """Return the grammar's lexer and mark it as most recently used; None if it was evicted or never compiled."""
         with self._lock:
             if grammar in self._lexers:
                 self._lexers.move_to_end(grammar)
             return self._lexers.get(grammar)
 
     def put(self, grammar: str, lexer: Lexer) -> None:
-        """Add a lexer in place of the grammar's last one. Evict others until all fit."""
+        """Add or replace a grammar's lexer. Evict others until all fit."""
         with self._lock:
             replaced = self._lexers.pop(grammar, None)
             if replaced is not None:

@@ -1,7 +1,7 @@
 """The grammar of a sequence, and the jobs that compute its masks on other threads.
 
 A mask depends only on the tokens before it, so masked choices are the same in every batch and with every draft. Whether
-there is a mask depends on nothing else either: a lexer that fails is replaced by a new one, which reads the whole text.
+a mask exists depends only on them, too: a lexer that fails is replaced by a new one that reads the whole text.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from specpool.engine.sampling.lexers import EndTokens, Lexer, Reader, Words, com
 
 
 class LexerSource(Protocol):
-    """Compiles grammars."""
+    """Compiles and keeps lexers."""
 
     def cached(self, grammar: str) -> Lexer | None:
-        """The grammar's lexer; None if it was evicted."""
+        """Return the grammar's lexer; None if it was evicted."""
 
     def compile(self, grammar: str, is_large: bool) -> Lexer:
-        """A new lexer that has read nothing. Takes up to tenths of a second. Raises GrammarError."""
+        """Return a new lexer that has read nothing. Takes up to tenths of a second. Raises GrammarError."""
 
     def keep(self, grammar: str, lexer: Lexer) -> None:
-        """Make this the lexer of all sequences with the grammar."""
+        """Use this lexer for all sequences with the grammar."""
 
 
 class SlowMaskError(Exception):
-    """A mask may take long, and the calling thread must not wait for it."""
+    """A mask may be slow, and the calling thread must not wait for it."""
 
 
 class SequenceGrammar:
-    """The grammar of one sequence. For the model thread; jobs use its lexer on other threads, one job at a time."""
+    """The grammar state of one sequence, for the model thread. Jobs use its lexer on other threads, one at a time."""
 
     def __init__(self, source: LexerSource, grammar: str, prompt_length: int, ends: EndTokens) -> None:
         self._source, self._grammar, self._begin, self._ends = source, grammar, prompt_length, ends
         self._lexer: Lexer | None = None
         self._job: MaskJob | None = None
         self._settled: tuple[MaskJob, list[Words]] | None = None
-        """The last job, and the masks that it had when it was awaited."""
+        """The last job, and its masks when `settle` was called."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job has not ended."""
+        """Whether the last job is still running."""
         return self._job is not None and not self._job.ended.is_set()
 
     def wait(self, seconds: float) -> bool:
@@ -54,7 +54,7 @@ class SequenceGrammar:
         return self._job is None or self._job.ended.wait(seconds)
 
     def start(self, token_ids: Sequence[int], count: int) -> MaskJob:
-        """A job for the masks of `count` rows, which follow the last tokens of the sequence."""
+        """Create a job for the masks of `count` rows, which follow the last tokens of the sequence."""
         self._job, self._settled = MaskJob(self, token_ids, count, self._job), None
         return self._job
 
@@ -63,9 +63,9 @@ class SequenceGrammar:
         self._settled = job, [*job.masks]
 
     def masks(self, token_ids: Sequence[int], count: int) -> list[Words | None]:
-        """The masks of the last job's rows. Other rows get those that take little time.
+        """Return the masks of the rows: those of the last job if it was for them, else those that are quick to compute.
 
-        None: the row follows an illegal draft token, or its mask failed or takes too long.
+        A mask is None if the row follows an illegal draft token, or if the mask failed or is too slow.
         """
         if self._settled is None or not self._settled[0].is_for(token_ids, count):
             if self.is_busy:
@@ -82,30 +82,30 @@ class SequenceGrammar:
 
     @property
     def num_masks(self) -> int:
-        """Leading rows of the last job that have a mask. Choices of later rows are void."""
+        """Number of leading rows of the last job with a mask. Choices of later rows are invalid."""
         return 0 if self._settled is None else len(self._settled[1])
 
     @property
     def failure(self) -> str:
-        """Why the first row of the last job never gets a mask. Empty if it may."""
+        """Why the first row of the last job can have no mask; empty if it has one or may still get one."""
         return "" if self._settled is None or self._settled[1] else self._settled[0].failure
 
     def forced(self, token_ids: Sequence[int], limit: int) -> tuple[int, ...]:
-        """At most `limit` tokens of the only text that may follow the sequence, as the tokenizer splits it."""
+        """Return at most `limit` tokens of the only possible continuation, as the tokenizer splits it."""
         with self._reading_fast() as reader:
             if limit <= 0 or reader is None or not reader.read(token_ids[self._begin :]):
                 return ()
             return reader.forced(limit)
 
     def fork(self, token_ids: Sequence[int]) -> Reader | None:
-        """A reader of this continuation of the sequence, for a draft. None: its masks may take long."""
+        """Return a reader for a draft of this continuation; None if it is illegal or its masks may be slow."""
         with self._reading_fast() as reader:
             fork = None if reader is None else reader.fork()
         return fork if fork is not None and fork.read(token_ids[self._begin :]) else None
 
     @contextmanager
     def _reading_fast(self) -> Iterator[Reader | None]:
-        """Yield the reader; None if its masks may take long."""
+        """Yield the reader; None if its masks may be slow."""
         lexer = None
         with suppress(SlowMaskError):
             lexer = None if self.is_busy else self._current_lexer(may_take_long=False)
@@ -116,17 +116,17 @@ class SequenceGrammar:
             yield reader
 
     def compute(self, token_ids: Sequence[int], is_draft: bool, may_take_long: bool) -> Words | str:
-        """The mask after the tokens, or why there is none. For jobs.
+        """Return the mask after the tokens, or why there is none. Called by jobs.
 
-        `is_draft`: whether the last token is a draft token, which needs no mask at any cost. SlowMaskError: the mask
-        may take long, but must not.
+        `is_draft`: whether the last token is a draft token, after which a mask may be missing. Raises SlowMaskError if
+        the mask may be slow, unless `may_take_long`.
         """
         mask = self._mask(self._current_lexer(may_take_long), token_ids)
         if is_draft or not isinstance(mask, str):
             return mask
         if not may_take_long:
             raise SlowMaskError
-        # Only a lexer that has read nothing else says whether the grammar fails after these tokens.
+        # Only a lexer that has read nothing else can tell whether the grammar fails after these tokens.
         lexer = self._source.compile(self._grammar, is_large=True)
         mask = self._mask(lexer, token_ids)
         if not isinstance(mask, str):
@@ -156,7 +156,7 @@ class SequenceGrammar:
 
 
 class MaskJob:
-    """Computes the masks of rows in order. Ends early once stopped, but not before the first row."""
+    """Computes the masks of rows in order. A stopped job ends early, but not before the first row."""
 
     def __init__(
         self, grammar: SequenceGrammar, token_ids: Sequence[int], count: int, previous: MaskJob | None
@@ -165,21 +165,21 @@ class MaskJob:
         self._token_ids, self._count = [*token_ids], count
         self._first = len(token_ids) - count + 1
         self.masks: list[Words] = []
-        """Masks so far. They only grow."""
+        """Masks computed so far. Only appended to."""
         self.failure = ""
         """Why the first row has no mask."""
         self.ended = threading.Event()
         self.is_stopped = False
-        """Whether later rows are not needed."""
+        """Whether rows after the first are no longer needed."""
         if previous is not None and previous.ended.is_set():
             self.masks += previous._masks_of(self._token_ids, self._first)
 
     def is_for(self, token_ids: Sequence[int], count: int) -> bool:
-        """Whether it computes the masks of these rows."""
+        """Return whether the job is for exactly these rows."""
         return self._count == count and self._token_ids == token_ids
 
     def _masks_of(self, token_ids: list[int], first: int) -> list[Words]:
-        """Its masks of rows of a sequence from `first` on."""
+        """Return the job's masks that are valid for a sequence's rows from `first` on."""
         if first < self._first:
             return []
         return self.masks[first - self._first : common_length(self._token_ids, token_ids) - self._first + 1]
@@ -190,9 +190,9 @@ class MaskJob:
             pass
 
     def step(self, may_take_long: bool) -> bool:
-        """Compute the mask of the next row. Return whether another one follows.
+        """Compute the mask of the next row. Return whether another row may follow.
 
-        SlowMaskError: it may take long, but must not.
+        Raises SlowMaskError if the mask may be slow, unless `may_take_long`.
         """
         grammar, row = self._grammar(), len(self.masks)
         if grammar is not None and row < self._count and not (row and self.is_stopped):
@@ -205,13 +205,13 @@ class MaskJob:
         return False
 
     def settle(self) -> None:
-        """End after the next mask, unless it has ended, and let the sequence use the masks so far."""
+        """Stop the job after its current mask, and give the sequence the masks computed so far."""
         self.is_stopped = True
         if (grammar := self._grammar()) is not None:
             grammar.settle(self)
 
     def fail(self, reason: str) -> None:
-        """End without another mask."""
+        """End the job without another mask."""
         if not self.masks:
             self.failure = reason
         self.ended.set()

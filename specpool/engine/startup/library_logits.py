@@ -14,9 +14,9 @@ from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.run.engine import Engine
 
 PROBE_TOKENS = 8
-# Maximum tokens that a probe of a window or of scaled positions takes, by type of device.
+# Maximum tokens of a probe that tests a window or scaled positions, by device type.
 MAX_PROBE_TOKENS = {"cpu": 512, "cuda": 2048}
-# Tokens of the second of two passes, which attends to the cache of the first, and how many of their logits to compare.
+# Tokens of the second of two passes, which attends to the cache of the first, and how many of its logits to compare.
 SECOND_PASS, COMPARED = 5, 4
 WINDOWS = (
     "sliding_window",
@@ -26,22 +26,22 @@ WINDOWS = (
     "window_size",
     "local_attention",
 )
-"""Keys of the distance beyond which some layers stop to attend, in the configurations of different families."""
+"""Configuration keys of different families for the distance beyond which some layers do not attend."""
 
 
 def probe_lengths(config: PreTrainedConfig, facts: ModelFacts) -> tuple[int, ...]:
-    """Return the numbers of probe tokens: a few, and enough for a window or scaled positions to make a difference."""
+    """Return probe lengths in tokens: a short one, and one at which a window or scaled positions affect the logits."""
     longest = min(facts.max_model_len, MAX_PROBE_TOKENS.get(facts.device.type, PROBE_TOKENS))
     windows = [size for name in WINDOWS if isinstance(size := getattr(config, name, None), int)]
     needed = [size + PROBE_TOKENS for size in windows if size + COMPARED < longest]
-    # Scaling changes high positions most, so even a probe that does not reach them all reveals more if it is longer.
+    # Scaling affects high positions most, so a longer probe reveals more even if it does not reach them all.
     needed += [size + PROBE_TOKENS for size in _scaled_from(config)]
     return tuple(sorted({PROBE_TOKENS, min(longest, max(needed, default=PROBE_TOKENS))}))
 
 
 @torch.inference_mode()
 def library_logits(loaded: LoadedModel, facts: ModelFacts) -> Mapping[int, torch.Tensor] | None:
-    """Logits [COMPARED, rows of the head] of the last tokens by number of probe tokens, with the model's own attention.
+    """Logits [COMPARED, rows of the head] of the last tokens by probe length, with the model's own attention.
 
     None: transformers does not know the model. UnsupportedModelError: the model cannot run.
     """
@@ -71,7 +71,7 @@ def refuse_other_logits(engine: Engine, expected: Mapping[int, torch.Tensor] | N
     """
     kind = engine.loaded.config.model_type
     for count in expected or (PROBE_TOKENS,):
-        if count > engine.max_model_len:  # memory allows fewer positions than the model has
+        if count > engine.max_model_len:  # memory limits the engine to fewer positions
             continue
         try:
             logits = _logits(engine, count)
@@ -89,7 +89,7 @@ def refuse_other_logits(engine: Engine, expected: Mapping[int, torch.Tensor] | N
 
 
 def _logits(engine: Engine, count: int) -> torch.Tensor:
-    """Logits [COMPARED, rows of the head] of the last of `count` probe tokens, in two passes."""
+    """Logits [COMPARED, rows of the head] of the last of `count` probe tokens, computed in two passes."""
     tokens, first = _probe_tokens(engine.vocab_size, count), count - SECOND_PASS
     engine.forward([Span(slot=0, start=0, token_ids=tokens[:first], num_logits=0)])
     return engine.forward([Span(slot=0, start=first, token_ids=tokens[first:], num_logits=COMPARED)])
@@ -106,7 +106,7 @@ def _compare(kind: str, count: int, logits: torch.Tensor, expected: torch.Tensor
 
 
 def _scaled_from(config: PreTrainedConfig) -> list[int]:
-    """The numbers of positions for which a model was trained before its rotary embedding was scaled."""
+    """Return the original maximum positions of each scaled rotary embedding; 0 if the configuration has none."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     variants = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one per layer type
     scaled = [part for part in variants if part.get("rope_type", "default") != "default"]

@@ -173,7 +173,7 @@ def test_one_client_cannot_displace_all_others(num_salts: int) -> None:
     assert [number for number in range(40) if has(store, salts[number], number)] == [35, 36, 37, 38, 39]
 
 
-def test_a_client_loses_answers_of_the_salt_that_it_has_not_used_for_longest() -> None:
+def test_a_client_loses_answers_of_its_least_recently_used_salt() -> None:
     size = MIN_ANSWER_TOKENS
     store = filled((ALICE, answer(1)), (ALICE_TOO, answer(2)), (ALICE_TOO, answer(3)), max_tokens=6 * size)
     store.propose(ALICE, [1, 2], 1)  # a use

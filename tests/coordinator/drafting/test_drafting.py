@@ -333,7 +333,7 @@ def test_calibration_corrects_an_overconfident_draft() -> None:
 
 @pytest.mark.parametrize("accepted", range(4))
 def test_draft_tokens_after_the_end_count_as_agreed(accepted: int) -> None:
-    """A stop says nothing about the draft, wherever it cuts a round that agreed with all of it."""
+    """A stop does not count against the draft, wherever it cuts a fully accepted round."""
     whole, cut = make_drafting(0.5), make_drafting(0.5)
     for drafting, committed in ((whole, 5), (cut, accepted + 1)):
         sequence = make_sequence()

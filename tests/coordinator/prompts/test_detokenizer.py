@@ -85,13 +85,13 @@ def test_byte_fallback_keeps_spaces_around_invalid_bytes(ids: list[int], words: 
 
 
 def added_text(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> str:
-    """The text that tokens add to a prompt, whose last character may be incomplete."""
+    """Return the text that tokens add to a prompt, whose last character may be incomplete."""
     prompt, whole = tokenizer.decode(prompt_ids), tokenizer.decode([*prompt_ids, *ids])
     return whole.removeprefix(prompt if whole.startswith(prompt) else whole_characters(tokenizer, prompt_ids))
 
 
 def whole_characters(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """The text of the tokens without the last ones, which form no character."""
+    """Return the text of the tokens without trailing ones that form no whole character."""
     return next(text for end in range(len(ids), -1, -1) if REPLACEMENT not in (text := tokenizer.decode(ids[:end])))
 
 
@@ -104,7 +104,7 @@ def whole_characters(tokenizer: Tokenizer, ids: list[int]) -> str:
 )
 @pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["bytes", "byte fallback"])
 def test_pieces_continue_the_text_of_the_prompt(tokenizer: Tokenizer, text: str, at: float, seed: int) -> None:
-    """Even if the prompt ends within a character, which then belongs to the tokens that complete it."""
+    """A character that is split between the prompt and the answer belongs to the answer."""
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     prompt_ids, rest = ids[: round(at * len(ids))], ids[round(at * len(ids)) :]
     pieces = pieces_of(tokenizer, random_groups(rest, seed), prompt_ids)
@@ -124,8 +124,8 @@ def test_pieces_of_words_continue_the_text_of_the_prompt(tokenizer: Tokenizer, d
 
 @settings(deadline=None)
 @given(prompt=st.text(max_size=30), text=st.text(max_size=30))
-def test_a_whole_prompt_leaves_the_text_of_bytes_alone(prompt: str, text: str) -> None:
-    """Even if the prompt ends with a replacement character of its own."""
+def test_a_prompt_of_whole_characters_does_not_change_the_answer(prompt: str, text: str) -> None:
+    """This holds even if the prompt itself ends with a replacement character."""
     prompt_ids, ids = BYTES.encode(prompt).ids, BYTES.encode(text).ids
     assert "".join(pieces_of(BYTES, [[token] for token in ids], prompt_ids)) == text
 

@@ -602,7 +602,7 @@ def test_statistics_agree_with_the_tokens_emitted(
     k: int,
     rights: list[list[bool]],
 ) -> None:
-    """Wherever a stop token, a stop string or `max_tokens` cuts the last round."""
+    """A stop token, a stop string or `max_tokens` may cut the last round anywhere."""
     request = GenerationRequest("r", tuple(prompt), max_tokens, stops, k, stop=stop)
     sequence, counters = Sequence(0, request, TextStream(Letters(), stop)), Counters()
     target, draft, by_round = Worker(), Worker(), []
@@ -626,7 +626,7 @@ def test_statistics_agree_with_the_tokens_emitted(
 
 
 class Letters:
-    """The text of token 0 is "a"."""
+    """Detokenizer that maps token 0 to "a", 1 to "b", and so on."""
 
     def feed(self, token_ids: Iterable[int]) -> str:
         return "".join(chr(97 + token) for token in token_ids)

@@ -1,4 +1,4 @@
-"""The text of an answer continues the text of its prompt, with a tokenizer whose decoder strips the first space."""
+"""Answers continue the prompt's text, even if the tokenizer's decoder strips the first space."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Any

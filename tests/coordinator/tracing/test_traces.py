@@ -145,7 +145,7 @@ async def test_the_sample_rate_applies_to_requests_without_context() -> None:
 
 
 class PickyTarget(RecordingTarget):
-    """A target that refuses rounds with a token, but no other round."""
+    """A target that refuses only rounds with a certain token."""
 
     refused = 250
 

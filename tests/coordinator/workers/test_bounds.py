@@ -1,4 +1,4 @@
-"""Workers that send too much: large messages are refused before they are parsed, and phases are read slowly."""
+"""Workers that send too much: oversized messages are rejected before parsing, and phases are read slowly."""
 
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -15,7 +15,7 @@ from specpool.v1 import common_pb2
 
 NO_PROBE_SECONDS = 3600.0
 CALLS = 100
-"""Calls that give a coordinator time to do what it should not do."""
+"""Calls that give the coordinator time to misbehave."""
 
 
 class Reporting(FakeTarget):
@@ -126,7 +126,7 @@ class Oversized(RecordingTarget):
 
 
 @pytest.mark.parametrize("method", ["Verify", "Release"])
-async def test_a_target_whose_answers_are_too_large_is_backed_off(method: str) -> None:
+async def test_the_coordinator_backs_off_from_a_target_with_oversized_responses(method: str) -> None:
     target = Oversized(method, 20 * 2**20)
     async with serving(target, with_draft=False) as served:
         for number in range(6):

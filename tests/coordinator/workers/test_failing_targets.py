@@ -1,4 +1,4 @@
-"""A target worker that refuses every round is taken out of service, until it serves a trial round."""
+"""A target worker that refuses every round is taken out of service until it serves a trial round."""
 
 import asyncio
 from typing import Any
@@ -83,7 +83,7 @@ async def test_a_second_target_continues_without_an_error() -> None:
         assert dict(info.counters.finished) == {"length": 8}
 
 
-async def test_a_broken_target_is_no_ready_standby() -> None:
+async def test_a_broken_target_is_not_a_ready_standby() -> None:
     target, standby = BreakableTarget(), BreakableTarget()
     address = await standby.start()
     try:

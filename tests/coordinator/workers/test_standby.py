@@ -148,7 +148,7 @@ async def test_lost_connections_do_not_count_against_a_request() -> None:
         for target in (served.target, standby):
             target.fail_next = [grpc.StatusCode.UNAVAILABLE] * 3
         await served.expect(make_request())
-        assert await takeovers(served) >= 1  # the trial rounds fail, too
+        assert await takeovers(served) >= 1  # the trial rounds fail too
 
 
 async def test_standby_takes_over_from_an_idle_target() -> None:

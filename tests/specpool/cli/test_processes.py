@@ -1,4 +1,4 @@
-"""Child processes of a command: one that stops answering is restarted."""
+"""A child process that stops answering is restarted."""
 
 import asyncio
 import os

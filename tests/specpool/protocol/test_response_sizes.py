@@ -1,4 +1,4 @@
-"""Bounds of response sizes hold for the largest valid responses."""
+"""The size limits allow the largest valid responses."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,6 +77,6 @@ def test_proposals_of_any_valid_size_fit(items: list[ProposeItem]) -> None:
     assert response.ByteSize() <= max_propose_bytes(items)
 
 
-def test_features_that_nobody_wants_do_not_fit() -> None:
+def test_unrequested_features_exceed_the_limit() -> None:
     items = [VerifyItem(1, 0, (1,)) for _ in range(6)]
     assert max_verify_bytes(items, None) < 2 * MAX_SMALL_BYTES

@@ -199,14 +199,14 @@ async def test_nobody_waits_for_a_slow_grammar(target: Worker, monkeypatch: pyte
 
 
 MANY_STATES = r"start: /(.|\n)*[!-~](.|\n){12}z1/"
-"""The lexer has a state for every set of places of printable ASCII characters among the last characters."""
+"""The lexer has one state for every pattern of printable ASCII characters in the last characters."""
 
 
 @pytest.mark.parametrize("max_states", [60, 32_000])
-async def test_limits_of_a_grammar_end_what_plain_decoding_ends(
+async def test_grammar_limits_end_requests_at_the_same_token_as_plain_decoding(
     engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, max_states: int
 ) -> None:
-    """Neither drafts nor earlier requests with the same grammar use up what a request may take."""
+    """Drafts and earlier requests with the same grammar do not count against a request's limit."""
     monkeypatch.setattr("specpool.engine.sampling.grammars.SMALL_LEXER_STATES", 40)
     monkeypatch.setattr("specpool.protocol.grammars.MAX_LEXER_STATES", max_states)
     outcomes = []

@@ -76,7 +76,7 @@ async def test_work_longer_than_the_lease_keeps_its_sequences(fails: bool, monke
 
 
 async def loaded_host(shrinks: int = 0) -> tuple[WorkerHost, list[str]]:
-    """A host whose passes can shrink some times, and the reasons for which it ends its process."""
+    """Return a host whose passes can shrink `shrinks` times, and the list of reasons given to `on_failure`."""
     slots, reasons, left = SlotTable(4), list[str](), [True] * shrinks
     slots.load = slots.info = lambda: None  # type: ignore[attr-defined]
     slots.max_num_batched_tokens, slots.realign_ns = 64, 0  # type: ignore[attr-defined]
@@ -88,7 +88,7 @@ async def loaded_host(shrinks: int = 0) -> tuple[WorkerHost, list[str]]:
 
 
 def failing(*errors: Exception) -> Callable[[Any], str]:
-    """Work that raises these errors, one at a time, and then succeeds."""
+    """Return work that raises these errors, one per call, and then succeeds."""
     left = list(errors)
 
     def work(backend: Any) -> str:
@@ -150,7 +150,7 @@ async def test_merged_rounds_without_device_memory_are_served_alone() -> None:
     def serve(requests: list[Any], backend: Any) -> list[Any]:
         if len(requests) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        tracebacks.append(sys.exception() is not None)  # it would keep the tensors of the first attempt
+        tracebacks.append(sys.exception() is not None)  # it would keep tensors alive
         return requests
 
     rounds = [Round(name, name, lambda: Work(1)) for name in "ab"]
@@ -170,7 +170,7 @@ async def test_merged_rounds_without_device_memory_are_served_alone() -> None:
 
 @pytest.mark.parametrize("error", [*BROKEN_DEVICE, *NO_DEVICE_MEMORY], ids=repr)
 @pytest.mark.parametrize("is_described", [False, True])
-async def test_a_failure_of_the_device_while_loading_is_no_refusal(error: Exception, is_described: bool) -> None:
+async def test_a_device_failure_while_loading_is_not_a_refusal(error: Exception, is_described: bool) -> None:
     class UnsupportedModelError(Exception):
         """Would end the process for good."""
 

@@ -117,7 +117,7 @@ async def test_chunked_prefill_matches_a_single_prefill(target: Worker, chunk: i
     assert list(result.token_ids) == target.continuation(prompt, 1)
 
 
-async def test_a_round_that_lacks_device_memory_is_repeated_in_smaller_passes(
+async def test_a_round_without_device_memory_is_repeated_in_smaller_passes(
     target: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, run, sizes = random_tokens(250), target.engine.runner.run, list[int]()

@@ -1,7 +1,7 @@
 """A worker whose device can fail: `python -m lab.failing_device ROLE FLAGS`.
 
-A pass that finds a file with the worker's role as its name in the folder FAILURES removes it, and fails with the error
-that it names. So does every later pass of the process, as after an error of CUDA.
+If the folder FAILURES has a file named after the worker's role, the next pass removes it and raises the error that the
+file names. Every later pass of the process raises it too, as after a CUDA error.
 """
 
 import os
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 FAILURES = "FAILURES"
-"""Environment variable."""
+"""Environment variable with the folder."""
 BROKEN, NO_MEMORY = "broken", "no memory"
 
 
 def fail_on_demand(role: str) -> None:
-    """Make passes look for the file."""
+    """Patch forward passes to look for the file."""
     import torch
 
     from specpool.engine.run.runner import PassRunner

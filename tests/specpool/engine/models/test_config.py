@@ -46,7 +46,7 @@ def save_config(folder: Path, config: PreTrainedConfig, **changes: Any) -> Path:
         ("deepseek_v3", "DeepseekV3ForCausalLM", {}, "latent attention"),
         ("bloom", "BloomForCausalLM", {}, "position biases (ALiBi)"),
         ("diffllama", "DiffLlamaForCausalLM", {}, "differential attention"),
-        ("doge", "DogeForCausalLM", {}, "attention masks of its own"),
+        ("doge", "DogeForCausalLM", {}, "custom attention masks"),
         ("bert", "BertLMHeadModel", {}, "bidirectional attention"),
         ("stablelm", "StableLmForCausalLM", {}, "attention outside transformers' attention interface"),
         ("gptj", "GPTJForCausalLM", {}, "attention outside transformers' attention interface"),
@@ -110,14 +110,14 @@ def test_partly_supported_models_need_a_lower_max_model_len(tmp_path: Path, conf
     torch.testing.assert_close(decode_alone(engine, tokens), transformers_logits(folder, tokens), atol=1e-4, rtol=1e-4)
 
 
-def test_the_lowest_limit_of_a_model_is_the_remedy(tmp_path: Path) -> None:
+def test_the_refusal_suggests_the_lowest_limit_of_a_model(tmp_path: Path) -> None:
     config = small_config("phi3", sliding_window=48, rope_parameters=LONGROPE, original_max_position_embeddings=64)
     folder = save_model(tmp_path, config)
     assert refusal(folder).endswith("serve it with --max-model-len 48 (see docs/models.md)")
     assert load_engine(folder, max_model_len=48).max_model_len == 48
 
 
-def test_a_window_below_the_minimum_length_has_no_remedy(tmp_path: Path) -> None:
+def test_the_refusal_suggests_nothing_for_a_window_below_the_minimum(tmp_path: Path) -> None:
     message = refusal(save_config(tmp_path, small_config("mistral", sliding_window=8)))
     assert "sliding window of 8 positions, fewer than the minimum of 16" in message
     assert "--max-model-len" not in message

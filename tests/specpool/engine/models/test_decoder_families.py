@@ -1,4 +1,4 @@
-"""Every decoder family of transformers is served with its own logits, or refused by its configuration alone."""
+"""Every decoder family of transformers is served with correct logits, or refused from its configuration alone."""
 
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "modernbert-decoder": {"pad_token_id": 0},
     "xlnet": {"d_head": 16},
 }
-"""Values without which a small configuration is invalid, or unlike the published ones."""
+"""Changes that make a small configuration valid, or similar to published ones."""
 UNBUILT = {"dbrx", "gemma4_assistant"}
-"""Families whose class refuses its own defaults, or builds another model once saved."""
+"""Families whose class rejects its own defaults, or loads a different model from a saved configuration."""
 OPTIONAL = ("pad_token_id", "bos_token_id", "head_dim", "num_hidden_layers")
 SERVED = """
 afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm dots1
@@ -56,7 +56,7 @@ VARIANTS = [
     ("lfm2", {"layer_types": ["full_attention", "full_attention"]}, None),
     ("mistral", {"vision_config": {"hidden_size": 8}}, "multimodal (vision_config)"),
 ]
-"""Families of which some models have a feature and others lack it."""
+"""Families in which only some models have an unsupported feature."""
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
@@ -99,7 +99,7 @@ def check_logits(folder: Path, config: PreTrainedConfig) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - UNBUILT))
-def test_a_family_is_served_or_refused_by_its_configuration(tmp_path: Path, family: str) -> None:
+def test_a_family_is_served_or_refused_from_its_configuration(tmp_path: Path, family: str) -> None:
     config = tiny_config(family)
     message = refused_by_config(tmp_path / "config", config, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
     if message is None:
@@ -112,7 +112,7 @@ def test_a_family_is_served_or_refused_by_its_configuration(tmp_path: Path, fami
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "changes", "feature"), VARIANTS)
-def test_features_are_told_by_their_values(
+def test_features_are_recognized_by_their_values(
     tmp_path: Path, family: str, changes: dict[str, Any], feature: str | None
 ) -> None:
     config = tiny_config(family, **changes)

@@ -1,4 +1,4 @@
-"""Every key of the specification is applied to the configuration, has no effect, or refuses the file by its name."""
+"""Every key of the specification is applied, has no effect, or causes a refusal that names it."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ VALUES = {
     "attention.head_count_kv": 2,
     "attention.sliding_window": 32,
 }
-# Their values say nothing that a pass could apply, or nothing without a second key.
+# Keys without an effect of their own, or without an effect unless another key is set.
 WITHOUT_EFFECT = {
     "attention.layer_norm_epsilon",
     "attention.layer_norm_rms_epsilon",
@@ -54,7 +54,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def header(architecture: str, **more: object) -> GgufFile:
-    """The header of a small file with the keys that its architecture needs."""
+    """Return the header of a small file with the keys that its architecture requires."""
     keys = {key: VALUES.get(key, 1e-5 if "epsilon" in key else 8) for key in FAMILIES[architecture].required}
     keys = {**keys, "attention.head_count_kv": 2, **more}
     metadata = {f"{architecture}.{key}": value for key, value in keys.items()}
@@ -63,7 +63,7 @@ def header(architecture: str, **more: object) -> GgufFile:
 
 
 def outcome(file: GgufFile) -> dict[str, Any] | str:
-    """The fields of a configuration, or the reason for the refusal."""
+    """Return the fields of the configuration, or the reason for the refusal."""
     try:
         return config_fields(file)
     except UnsupportedModelError as error:
@@ -97,16 +97,16 @@ def test_missing_keys_are_refused(architecture: str) -> None:
         (
             "expert_count",
             8,
-            "llama.expert_count is 8: the model is a mixture of experts, which is not",
+            "llama.expert_count is 8: the model is a mixture of experts, which llama files do not support",
         ),
         (
             "ssm.state_size",
             16,
-            "llama.ssm.state_size is 16: the model is a state-space hybrid, which is not",
+            "llama.ssm.state_size is 16: the model is a state-space hybrid, which llama files do not support",
         ),
-        ("attention.head_count_kv", [2, 1], "llama.attention.head_count_kv is an array: one value for all layers"),
-        ("feed_forward_length", [96, 64], "llama.feed_forward_length is an array: one value for all layers"),
-        ("attention.value_length", 32, "llama.attention.value_length is 32: keys have the size 16"),
+        ("attention.head_count_kv", [2, 1], "llama.attention.head_count_kv is an array: only one value for all layers"),
+        ("feed_forward_length", [96, 64], "llama.feed_forward_length is an array: only one value for all layers"),
+        ("attention.value_length", 32, "llama.attention.value_length is 32: it must equal the key length of 16"),
         ("attention.causal", False, "llama.attention.causal is False: it is not supported for llama models"),
         ("attention.scale", 0.5, "llama.attention.scale is 0.5: it is not supported for llama models"),
         ("logit_scale", 0.5, "llama.logit_scale is 0.5: it is not supported for llama models"),
@@ -114,18 +114,22 @@ def test_missing_keys_are_refused(architecture: str) -> None:
         ("use_parallel_residual", True, "llama.use_parallel_residual is True: it is not supported"),
         ("no_such_key", 1, "llama.no_such_key is 1: it is not supported for llama models and may change their results"),
         ("attention.layer_norm_rms_epsilon", None, "llama.attention.layer_norm_rms_epsilon is missing"),
-        ("attention.layer_norm_rms_epsilon", "x", "llama.attention.layer_norm_rms_epsilon is 'x': a positive number"),
-        ("attention.sliding_window", -1.0, "llama.attention.sliding_window is -1.0: a whole number is needed"),
+        (
+            "attention.layer_norm_rms_epsilon",
+            "x",
+            "attention.layer_norm_rms_epsilon is 'x': it must be a positive",
+        ),
+        ("attention.sliding_window", -1.0, "llama.attention.sliding_window is -1.0: it must be a whole number"),
     ],
 )
-def test_files_are_refused_by_the_keys_name(tmp_path: Path, llama: Path, key: str, value: Any, reason: str) -> None:
+def test_refusals_name_the_key(tmp_path: Path, llama: Path, key: str, value: Any, reason: str) -> None:
     message = refusal(edited_gguf(llama, tmp_path / "other.gguf", {f"llama.{key}": value}))
     assert reason in message
-    assert value is None or message.endswith("see docs/models.md, GGUF files")
+    assert value is None or message.endswith("see docs/faults.md, GGUF files")
 
 
-def test_a_refusal_needs_no_weights(tmp_path: Path, llama: Path) -> None:
-    """The weights hold an infinite scale, which reading them would report."""
+def test_files_are_refused_before_weights_are_read(tmp_path: Path, llama: Path) -> None:
+    """Reading the weights would report their infinite scale."""
     file = edited_gguf(llama, tmp_path / "other.gguf", {"llama.expert_count": 8})
     content = bytearray(file.read_bytes())
     content[-34 * 64 :] = b"\x00\x7c" * (17 * 64)
@@ -142,9 +146,7 @@ def test_a_refusal_needs_no_weights(tmp_path: Path, llama: Path) -> None:
         ({"general.type": "adapter"}, "general.type is adapter, not model"),
     ],
 )
-def test_other_architectures_are_refused_by_name(
-    tmp_path: Path, llama: Path, keys: dict[str, Any], reason: str
-) -> None:
+def test_refusals_name_the_architecture(tmp_path: Path, llama: Path, keys: dict[str, Any], reason: str) -> None:
     assert reason in refusal(edited_gguf(llama, tmp_path / "other.gguf", keys))
 
 
@@ -170,7 +172,7 @@ def test_a_window_limits_the_length(tmp_path: Path, llama: Path) -> None:
     assert "has a sliding window of 32 positions" in refusal(file, max_model_len=33)
 
 
-def test_absent_keys_have_the_defaults_of_llama_cpp(tmp_path: Path) -> None:
+def test_absent_keys_default_as_in_llama_cpp(tmp_path: Path) -> None:
     file = save_random_gguf(tmp_path, lambda name: None, "qwen2", num_key_value_heads=4)
     absent = dict.fromkeys(
         ("rope.freq_base", "rope.dimension_count", "attention.head_count_kv", "attention.key_length"), None

@@ -1,4 +1,4 @@
-"""A GGUF file with scaled positions gives the logits of the same model with `rope_parameters`, in every pass."""
+"""GGUF files with scaled positions give the logits of the same model with `rope_parameters`, in every pass."""
 
 import shutil
 from pathlib import Path
@@ -19,7 +19,7 @@ OTHER_PASSES: list[tuple[str, dict[str, Any]]] = [("yarn attention", {"native": 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file without scaling; its safetensors model is beside it."""
+    """Save a file without scaling beside its safetensors model."""
     folder = tmp_path_factory.mktemp("plain")
     saved = save_model(folder / "saved", gguf_config(max_position_embeddings=LENGTH))
     return save_gguf(saved, folder / "plain.gguf")
@@ -31,7 +31,7 @@ def logits(model: Path, **options: Any) -> torch.Tensor:
 
 
 def llama3_factors(dimensions: int, factor: float, original: int) -> np.ndarray:
-    """Factors as llama.cpp's converter writes them."""
+    """Return factors as llama.cpp's converter writes them."""
     factors = []
     for wavelength in 2 * np.pi * 10_000.0 ** (np.arange(0, dimensions, 2) / dimensions):
         smooth = (original / wavelength - 1) / 3
@@ -86,7 +86,7 @@ def test_neutral_scaling_changes_nothing(tmp_path: Path, plain: Path, case: tupl
     assert torch.equal(logits(edited_gguf(plain, tmp_path / "same.gguf", *case)), logits(plain))
 
 
-def test_files_with_long_and_short_factors_serve_the_short_length(tmp_path: Path, plain: Path) -> None:
+def test_files_with_long_and_short_factors_are_served_at_the_short_length(tmp_path: Path, plain: Path) -> None:
     short, long = np.linspace(1, 2, 8, dtype=np.float32), np.linspace(2, 9, 8, dtype=np.float32)
     factors = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
     keys = {KIND: "longrope", ORIGINAL: 64, "llama.rope.scaling.attn_factor": 1.25}
@@ -107,14 +107,18 @@ def test_files_with_long_and_short_factors_serve_the_short_length(tmp_path: Path
     ("keys", "tensors", "reason"),
     [
         ({KIND: "dynamic", FACTOR: 4.0}, {}, "llama.rope.scaling.type is 'dynamic': "),
-        ({KIND: "longrope"}, {}, "the tensor rope_factors_long.weight must have 8 factors"),
-        ({FACTOR: -4.0}, {}, "llama.rope.scaling.factor is -4.0: a positive number is needed"),
-        ({FACTOR: "4"}, {}, "llama.rope.scaling.factor is '4': a positive number is needed"),
+        ({KIND: "longrope"}, {}, "the tensor rope_factors_long.weight must have 8 frequency factors"),
+        ({FACTOR: -4.0}, {}, "llama.rope.scaling.factor is -4.0: it must be a positive number"),
+        ({FACTOR: "4"}, {}, "llama.rope.scaling.factor is '4': it must be a positive number"),
         ({"llama.rope.scaling.attn_factor": 0.5}, {}, "llama.rope.scaling.attn_factor is 0.5: "),
         ({"llama.rope.scaling.yarn_beta_fast": 16.0}, {}, "llama.rope.scaling.yarn_beta_fast is 16.0: "),
         ({"llama.rope.scaling.alpha": 8.0}, {}, "llama.rope.scaling.alpha is 8.0: "),
-        ({"llama.rope.dimension_count": 8}, {}, "llama.rope.dimension_count is 8: heads have the size 16"),
-        ({}, {"rope_freqs.weight": np.ones(4, np.float32)}, "the tensor rope_freqs.weight must have 8 factors"),
+        ({"llama.rope.dimension_count": 8}, {}, "llama.rope.dimension_count is 8: it does not match the head size 16"),
+        (
+            {},
+            {"rope_freqs.weight": np.ones(4, np.float32)},
+            "the tensor rope_freqs.weight must have 8 frequency factors",
+        ),
         ({}, {"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}, "the tensor rope_freqs.weight scales"),
         (
             {FACTOR: 4.0, ORIGINAL: 64},
@@ -123,7 +127,7 @@ def test_files_with_long_and_short_factors_serve_the_short_length(tmp_path: Path
         ),
     ],
 )
-def test_other_scaling_is_refused_by_name(
+def test_unsupported_scaling_is_refused_by_name(
     tmp_path: Path, plain: Path, keys: dict[str, Any], tensors: dict[str, np.ndarray], reason: str
 ) -> None:
     assert reason in refusal(edited_gguf(plain, tmp_path / "scaled.gguf", keys, tensors))

@@ -1,6 +1,6 @@
 """Tokenizers of GGUF files: every key that changes tokens is applied, or the file is refused by name.
 
-The expected tokens are those of llama.cpp (PyPI's xllamacpp 2026.10).
+The expected tokens come from llama.cpp (xllamacpp 2026.10 on PyPI).
 """
 # ruff: noqa: RUF001 - DeepSeek's special tokens have ambiguous characters
 
@@ -43,7 +43,7 @@ TOKENS: dict[str | None, list[str]] = {
 }  # fmt: skip
 KEYS = [key for name, key in vars(gguf.constants.Keys.Tokenizer).items() if not name.startswith("_") and "{" not in key]
 LLAMA_CPP_KEYS = ["suppress_tokens", "normalizer.lowercase", "normalizer.strip_accents"]
-"""Further keys after "tokenizer.ggml.", which only llama.cpp's source has."""
+"""Further keys below "tokenizer.ggml." that appear only in llama.cpp's source."""
 
 
 def read(folder: Path, values: dict[str, Any], **others: Any) -> PreTrainedTokenizerFast:
@@ -53,7 +53,7 @@ def read(folder: Path, values: dict[str, Any], **others: Any) -> PreTrainedToken
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[str]:
-    """The tokens of a text, special ones included."""
+    """Return the tokens of a text, including special ones."""
     backend = tokenizer.backend_tokenizer
     return [backend.id_to_token(token_id) for token_id in backend.encode(text).ids]
 
@@ -77,20 +77,20 @@ def test_text_is_split_as_the_pre_tokenizer_says(tmp_path: Path, kind: str | Non
 
 
 @pytest.mark.parametrize("kind", ["kimi-k2", "made-up"])
-def test_other_pre_tokenizers_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+def test_unsupported_pre_tokenizers_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     assert f"tokenizer.ggml.pre '{kind}' is not a supported" in reason_for_refusal(
         tmp_path, byte_level_values(pre=kind)
     )
 
 
-def test_a_piece_that_is_a_token_needs_no_merges(tmp_path: Path) -> None:
+def test_a_piece_that_is_a_token_skips_merging(tmp_path: Path) -> None:
     values = byte_level_values(["a b"], special=["abc", "<eos>"])
     values["token_type"][-2] = gguf.TokenType.NORMAL
     assert tokens_of(read(tmp_path, {**values, "pre": "glm4"}), "abc") == ["abc"]
     assert tokens_of(read(tmp_path, {**values, "pre": "gpt-2"}), "abc") == ["ab", "c"]
 
 
-def test_special_tokens_may_have_any_characters(tmp_path: Path) -> None:
+def test_special_tokens_may_contain_any_characters(tmp_path: Path) -> None:
     special = ["<｜User｜>", "<｜end▁of▁sentence｜>", "日", "<eos>"]
     values = byte_level_values(special=special)
     values["token_type"][258:260] = [gguf.TokenType.NORMAL, gguf.TokenType.USER_DEFINED]
@@ -105,7 +105,7 @@ def test_special_tokens_may_have_any_characters(tmp_path: Path) -> None:
 # --- SentencePiece vocabularies
 
 
-def test_a_space_before_a_text_can_be_switched_off(tmp_path: Path) -> None:
+def test_the_space_before_a_text_can_be_turned_off(tmp_path: Path) -> None:
     values = sentencepiece_values("▁hi", "hi", "▁h", "h", "i", "▁")
     assert tokens_of(read(tmp_path, values), "hi") == ["<s>", "▁hi"]
     tokenizer = read(tmp_path, {**values, "add_space_prefix": False})
@@ -202,29 +202,29 @@ def test_chat_templates_and_special_tokens_are_read(tmp_path: Path) -> None:
         ({"token_type": [1]}, "tokenizer.ggml.token_type has 1 elements for 258 tokens"),
         ({"merges": None}, "tokenizer.ggml.merges is missing"),
         ({"merges": ["a b"]}, "tokenizer.ggml.merges has 'a b', but 'ab' is not a token"),
-        ({"merges": [1, 2]}, "tokenizer.ggml.merges has elements of a wrong type"),
+        ({"merges": [1, 2]}, "tokenizer.ggml.merges has elements of the wrong type"),
         ({"eos_token_id": 258}, "tokenizer.ggml.eos_token_id is 258, not one of the 258 tokens"),
         ({"eot_token_id": "a"}, "tokenizer.ggml.eot_token_id is 'a', not one of"),
-        ({"add_bos_token": True}, "tokenizer.ggml.bos_token_id is missing, but each text gets this token"),
+        ({"add_bos_token": True}, "tokenizer.ggml.bos_token_id is missing, but this token is added to every text"),
         ({"add_bos_token": 1}, "tokenizer.ggml.add_bos_token is 1, neither true nor false"),
         ({"precompiled_charsmap": [1]}, "tokenizer.ggml.precompiled_charsmap is not supported"),
         ({"remove_extra_whitespaces": True}, "tokenizer.ggml.remove_extra_whitespaces is not supported"),
     ],
 )
-def test_what_cannot_be_applied_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+def test_refusals_name_the_key(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     values = {**byte_level_values(), **changes}
     assert f"its tokenizer cannot be read: {reason}" in reason_for_refusal(tmp_path, values)
 
 
 @pytest.mark.parametrize("kind", ["bert", "rwkv", "plamo2", "gemma4"])
-def test_other_kinds_of_vocabularies_are_refused(tmp_path: Path, kind: str) -> None:
+def test_unsupported_vocabularies_are_refused(tmp_path: Path, kind: str) -> None:
     assert f"tokenizer.ggml.model '{kind}' is not supported" in reason_for_refusal(
         tmp_path, byte_level_values(model=kind)
     )
 
 
 @pytest.mark.parametrize("key", [*KEYS, *(f"tokenizer.ggml.{name}" for name in LLAMA_CPP_KEYS), "tokenizer.ggml.new"])
-def test_each_key_is_applied_or_has_no_effect_or_is_refused(tmp_path: Path, key: str) -> None:
+def test_each_key_is_applied_has_no_effect_or_is_refused(tmp_path: Path, key: str) -> None:
     if key in APPLIED | WITHOUT_EFFECT:
         assert not APPLIED & WITHOUT_EFFECT
         return
@@ -235,7 +235,7 @@ def test_each_key_is_applied_or_has_no_effect_or_is_refused(tmp_path: Path, key:
 def test_a_vocabulary_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     saved = save_model(tmp_path / "saved", small_config("llama", vocab_size=200, hidden_size=64))
     file = save_gguf(saved, tmp_path / "model.gguf")
-    with pytest.raises(UnsupportedModelError, match="tokens has 258 tokens, but the model only 200"):
+    with pytest.raises(UnsupportedModelError, match="tokens has 258 tokens, but the model has only 200"):
         load_tokenizer(str(file))
 
 

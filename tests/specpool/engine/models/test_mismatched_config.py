@@ -85,13 +85,13 @@ def test_a_head_that_differs_from_tied_embeddings_is_refused(tmp_path: Path, tie
 def test_rotary_scaling_must_be_configured(tmp_path: Path, untied: Path) -> None:
     (tmp_path / "saved").symlink_to(untied.parent / "saved")
     scaled = edited_gguf(untied, tmp_path / "scaled.gguf", {"llama.rope.scaling.factor": 2.0})
-    reason = "it has no scaling in rope_parameters, but the file has the type linear"
+    reason = "it has no scaling in rope_parameters, but the file scales positions (type linear)"
     assert refusal(with_config(scaled, tmp_path / "folder")).endswith(reason)
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     assert load(with_config(scaled, tmp_path / "folder", rope_parameters=rope))
 
 
-def test_a_configuration_may_state_factors_that_a_file_cannot(tmp_path: Path, untied: Path) -> None:
+def test_a_configuration_may_scale_positions_when_the_file_alone_is_refused(tmp_path: Path, untied: Path) -> None:
     (tmp_path / "saved").symlink_to(untied.parent / "saved")
     freqs = {"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}
     scaled = edited_gguf(untied, tmp_path / "scaled.gguf", {}, freqs)

@@ -38,13 +38,13 @@ def grammars() -> Grammars:
 
 
 def start(grammars: Grammars, grammar: str, prompt_length: int = 0) -> SequenceGrammar:
-    """A new sequence with a compiled grammar."""
+    """Start a sequence with a compiled grammar."""
     assert not grammars.error_of(grammar)
     return grammars.start(grammar, prompt_length)
 
 
 def masks_of(grammars: Grammars, sequence: SequenceGrammar, token_ids: Sequence[int], count: int) -> list[Words | None]:
-    """The masks of a round, however long they take."""
+    """Return the masks of a round, however long they take."""
     settle(grammars.compute([(sequence, token_ids, count)]), 60.0)
     return sequence.masks(token_ids, count)
 
@@ -167,7 +167,7 @@ def test_a_failure_after_a_draft_token_concerns_only_that_draft(monkeypatch: pyt
 
 
 MANY_STATES = "start: /(.|\\n)*[aeiou](.|\\n){12}z1/"
-"""The lexer has a state for every set of places of vowels among the last letters."""
+"""The lexer has one state for every pattern of vowels in the last letters."""
 
 
 class Client:
@@ -183,12 +183,12 @@ class Client:
         return bool(self.failure) or len(self.token_ids) >= self._length
 
     def choice(self, mask: Words, length: int) -> int:
-        """The token of the "model" at this length, among the allowed ones."""
+        """Return the allowed token that the "model" chooses at this length."""
         letters = sorted(allowed_by(mask) & {*ids_of("aeioxy")})
         return random.Random(f"{self._length} {length} {self.token_ids[len(PROMPT) :]}").choice(letters)
 
     def step(self, k: int) -> None:
-        """Verify k draft tokens, of which some are right."""
+        """Verify k draft tokens, some of them right."""
         drafts = self._pick.choices(ids_of("aeioxz1"), k=k)
         masks = masks_of(self._grammars, self._sequence, [*self.token_ids, *drafts], k + 1)
         self.failure = self._sequence.failure
@@ -210,9 +210,9 @@ def _few_states(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8)), max_size=60), memory=st.booleans())
 def test_the_outcome_is_that_of_a_fresh_worker(rounds: list[tuple[int, int]], memory: bool) -> None:
-    """Whatever the drafts, the history, the other clients of the grammar and the memory are.
+    """Drafts, history, other clients of the grammar and the memory limit do not matter.
 
-    Plain decoding on a fresh worker fails once its lexer alone needs too many states for a text.
+    Plain decoding on a fresh worker fails only when the text itself needs too many lexer states.
     """
     shared = Grammars(FILES, VOCAB, MEMORY if memory else 1)
     clients = [Client(shared, MANY_STATES, seed, 60 + 20 * seed) for seed in range(3)]
@@ -238,8 +238,8 @@ def test_texts_that_need_too_many_states_fail_at_the_same_token(grammars: Gramma
     assert len(ends) == 1
 
 
-def test_masks_that_take_long_make_nobody_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence with a large lexer goes on once its mask is there."""
+def test_slow_masks_do_not_delay_other_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence with a large lexer continues once its mask is available."""
     monkeypatch.setattr("specpool.engine.sampling.grammars.SMALL_LEXER_STATES", 12)
     grammars, may_go_on = Grammars(FILES, VOCAB, MEMORY), threading.Event()
     compile_lexer = Grammars.compile
@@ -277,8 +277,8 @@ def test_a_mask_that_is_late_is_used_in_the_next_round(monkeypatch: pytest.Monke
     assert again[0].masks[0] is jobs[0].masks[0]
 
 
-def test_compiled_grammars_stay_within_their_memory() -> None:
-    """A client's many grammars evict each other. Running sequences do not notice."""
+def test_compiled_grammars_stay_within_the_memory_limit() -> None:
+    """Many grammars evict each other without affecting running sequences."""
     grammars = Grammars(FILES, VOCAB, 3 * 2**20)
     text = ids_of("axe")
     sequences = [start(grammars, f"start: /(.|\\n)*[aeiou](.|\\n){{{number}}}z1/") for number in range(8, 24)]
@@ -310,7 +310,7 @@ def test_a_grammar_cannot_end_the_text_in_its_middle(grammars: Grammars) -> None
     assert "no token" in only_end.failure
 
 
-def test_a_flood_of_grammars_waits_for_its_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_grammars_wait_for_their_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpool.engine.sampling.grammars.MAX_COMPILING", 3)
     own = Grammars(FILES, VOCAB, MEMORY)
     slow = ["start: " + " | ".join(f'"{n}" /[a-z]{{1,9}}{i}x{n}/' for n in range(300)) for i in range(5)]

@@ -1,4 +1,4 @@
-"""A pass that ignores a feature of its model is refused, however few tokens would hide it."""
+"""A pass that ignores a feature of its model is refused, even if short probes would miss it."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -18,7 +18,7 @@ OTHER_LOGITS = "packed batches do not give this {} model's own logits"
 
 
 class UnscaledTables(RotaryTables):
-    """Tables of the rotary embedding before its scaling."""
+    """Rotary tables without scaling."""
 
     def __init__(self, rotary_embedding: Any, head_dim: int, like: torch.Tensor) -> None:
         unscaled = deepcopy(rotary_embedding)
@@ -45,7 +45,7 @@ def test_a_pass_that_ignores_scaled_positions_is_refused(tmp_path: Path, monkeyp
     assert load_engine(folder)
 
 
-def test_a_cache_for_fewer_positions_than_the_model_has_is_checked(tmp_path: Path) -> None:
+def test_the_check_works_with_fewer_positions_than_the_model_has(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "rope_theta": THETA, "factor": 4.0}
     folder = save_model(tmp_path, small_config("llama", rope_parameters=rope))
     assert load_engine(folder, max_model_len=16).bitwise
