@@ -42,11 +42,11 @@ class Verifier(SequenceEngine):
         }
         for key in continued.keys() & ready.keys():
             self.engine.slots[key].continued = continued[key]
-        forced = {key: self._extend(key, item) for key, item in ready.items()}
+        forced = {key: self._forced(key, item) for key, item in ready.items()}
         layers = layers_of(rounds)
         asking = rounds_with_features(rounds)
         windows = {key: round_.feature_window for key, round_ in asking.items()}
-        spans = {key: self._span(key, item, windows.get(key, 0)) for key, item in ready.items()}
+        spans = {key: self._span(key, item, forced[key], windows.get(key, 0)) for key, item in ready.items()}
         num_logprobs = {key: item.logprobs for key, item in ready.items()}
         choices = self.choose(spans, num_logprobs=num_logprobs, state_layers=layers)
         verdicts = {key: self._judge(key, item, choices[key], forced[key]) for key, item in ready.items()}
@@ -80,21 +80,20 @@ class Verifier(SequenceEngine):
         error = self.grammars.error_of(item.sampling.grammar) if failed and item.sampling is not None else ""
         return Verdict(item.sequence_id, state, error=error)
 
-    def _extend(self, key: SequenceKey, item: VerifyItem) -> int:
-        """Append forced tokens to an item's draft tokens. Return their number."""
+    def _forced(self, key: SequenceKey, item: VerifyItem) -> tuple[int, ...]:
+        """Forced tokens after an item's draft tokens. The item stays as it is, since its round may be repeated."""
         limit = item.max_draft_tokens - len(item.draft_token_ids)
         if item.prefill_only or limit <= 0:
-            return 0
-        forced = self.forced(key, item.token_ids + item.draft_token_ids, limit)
-        item.draft_token_ids += forced
-        return len(forced)
+            return ()
+        return self.forced(key, item.token_ids + item.draft_token_ids, limit)
 
-    def _span(self, key: SequenceKey, item: VerifyItem, feature_window: int) -> Span:
-        num_logits = 0 if item.prefill_only else len(item.draft_token_ids) + 1
-        num_states = item.num_features(feature_window, len(item.draft_token_ids))
-        return self.span(key, item.token_ids + item.draft_token_ids, num_logits, num_states=num_states)
+    def _span(self, key: SequenceKey, item: VerifyItem, forced: tuple[int, ...], feature_window: int) -> Span:
+        draft = item.draft_token_ids + forced
+        num_logits = 0 if item.prefill_only else len(draft) + 1
+        num_states = item.num_features(feature_window, len(draft))
+        return self.span(key, item.token_ids + draft, num_logits, num_states=num_states)
 
-    def _judge(self, key: SequenceKey, item: VerifyItem, choices: Choices, num_forced: int) -> Verdict:
+    def _judge(self, key: SequenceKey, item: VerifyItem, choices: Choices, forced: tuple[int, ...]) -> Verdict:
         if not choices.finite:
             raise WorkerFailedError(f"sequence {item.sequence_id}: the model's logits are not finite")
         rules = self.engine.slots[key].sampling
@@ -105,11 +104,12 @@ class Verifier(SequenceEngine):
                 self.keep(key, item.base_length)
                 status = ItemStatus.GRAMMAR_FAILED if grammar.failure else ItemStatus.GRAMMAR_NOT_READY
                 return Verdict(item.sequence_id, status, error=grammar.failure)
-        gained = [] if item.prefill_only else accept(item.draft_token_ids, choices.token_ids)
+        gained = [] if item.prefill_only else accept(item.draft_token_ids + forced, choices.token_ids)
         # Rejected positions stay in the slot until overwritten. `num_cached_tokens` marks the valid ones.
         num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(gained) - 1)
         self.keep(key, num_cached_tokens, gained[-1] if gained else None, max(0, len(gained) - 1))
-        return Verdict(item.sequence_id, ItemStatus.OK, tuple(gained), num_cached_tokens, choices.logprobs, num_forced)
+        logprobs, num_forced = choices.logprobs, len(forced)
+        return Verdict(item.sequence_id, ItemStatus.OK, tuple(gained), num_cached_tokens, logprobs, num_forced)
 
     @staticmethod
     def _add_features(

@@ -23,22 +23,31 @@ _MEMORY_TYPES = {"OutOfMemoryError"}
 _DEVICE_TYPES = {"AcceleratorError", "CudaError", "DistBackendError"}
 """Names of torch's exceptions for CUDA calls and NCCL."""
 # Prefixes of messages from torch, its libraries and Triton. A client's text never comes first in a message.
-_DEVICE_MESSAGE = re.compile(r"(CUDA (driver )?|cuBLAS |cuDNN |cusolver |NCCL )error\b|Triton Error \[CUDA\]")
-_MEMORY_MESSAGE = re.compile(r"out of memory|_ALLOC_FAILED")
-_HOST_MEMORY_MESSAGE = "DefaultCPUAllocator: can't allocate"
+_DEVICE_MESSAGE = re.compile(
+    r"(CUDA (driver )?|cuBLAS |cuDNN |cusolver |NCCL )error\b|Triton Error \[CUDA\]|NVML_SUCCESS == "
+)
+# If NVML fails as well, torch reports a lack of memory as a failed assertion (pytorch #112377).
+_MEMORY_MESSAGE = re.compile(r"out of memory|_ALLOC_FAILED|^NVML_SUCCESS == ")
+_HOST_MEMORY_MESSAGE = re.compile(r"(\[enforce fail at [^]]*\].*)?DefaultCPUAllocator: can't allocate|std::bad_alloc")
 
 
 def failure_of(error: BaseException) -> Failure | None:
     """Return why the process cannot survive this error; None if the error concerns only the work."""
-    is_torch = isinstance(error, RuntimeError)
-    if isinstance(error, MemoryError | ImportError) or (is_torch and _HOST_MEMORY_MESSAGE in str(error)):
-        return Failure.HOST_MEMORY  # raised if a library cannot be mapped into memory
+    if _lacks_host_memory(error):
+        return Failure.HOST_MEMORY
     return next(filter(None, map(_device_failure, _causes(error))), None)
 
 
 def describe(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if it has none."""
     return str(error).partition("\n")[0].strip() or type(error).__name__
+
+
+def _lacks_host_memory(error: BaseException) -> bool:
+    if isinstance(error, ImportError):  # raised by the loader of a library; a missing module is no lack of memory
+        return not isinstance(error, ModuleNotFoundError)
+    is_torch = isinstance(error, RuntimeError)
+    return isinstance(error, MemoryError) or (is_torch and _HOST_MEMORY_MESSAGE.match(str(error)) is not None)
 
 
 def _device_failure(error: BaseException) -> Failure | None:

@@ -6,6 +6,9 @@ from collections.abc import AsyncIterator, Callable
 
 log = logging.getLogger(__name__)
 
+MAX_FAILURE_CHARACTERS = 1000
+"""Maximum length of a failure. Libraries list thousands of tensors, but coordinators refuse large responses."""
+
 
 class Startup:
     """Current phase of a startup, or why it failed. For the event loop, except the function that `reporter` returns."""
@@ -33,7 +36,7 @@ class Startup:
     def end(self, failure: str = "") -> None:
         """End every watch, after it has sent the failure, if any. Only the first call counts."""
         if not self._is_over:
-            self._failure, self._is_over = failure, True
+            self._failure, self._is_over = failure[:MAX_FAILURE_CHARACTERS], True
             self._wake()
 
     def _wake(self) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from specpool.engine.sampling.lexers import EndTokens, Lexer, LexerCache, mask_of
 from specpool.engine.sampling.masks import MaskJob, SequenceGrammar, SlowMaskError
 from specpool.environment.extras import explain_missing
+from specpool.protocol.responses import MAX_ERROR_CHARACTERS
 from specpool.protocol.tokenizer import TokenizerFiles
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class Grammars:
                 lexer = self.compile(grammar, is_large=True)
             self.keep(grammar, lexer)
         except BaseException as error:  # llguidance's panics do not derive from Exception
-            self._errors[grammar] = str(error)
+            self._errors[grammar] = str(error)[:MAX_ERROR_CHARACTERS]  # it may quote the grammar
             if len(self._errors) > MAX_ERRORS:
                 self._errors.popitem(last=False)
         finally:

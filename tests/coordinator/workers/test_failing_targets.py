@@ -50,7 +50,7 @@ async def test_the_only_target_that_fails_every_round_is_not_serving(slots: int)
         running = await break_in_a_round(served, target, 6)
         info = await served.until(lambda info: info.target.state == "resting")
         assert "fails every round: INTERNAL: the device is broken" in info.target.reason
-        await served.until(lambda _: target.refusals > 10)
+        await served.until(lambda _: target.refusals > 6)
         assert await served.status() == await served.status("specpool.v1.GenerationService") == NOT_SERVING
         later = asyncio.create_task(served.expect(make_request([9], 5)))
         target.is_broken = False
@@ -91,7 +91,7 @@ async def test_a_broken_target_is_not_a_ready_standby() -> None:
             await served.until(lambda info: info.standby.state == "ready")
             running = await break_in_a_round(served, target, 8)
             await asyncio.gather(*running)
-            await served.until(lambda _: target.refusals > 10)
+            await served.until(lambda _: target.refusals > 6)
             info = await served.info()
             assert (info.target.address, info.target.state) == (address, "ready")
             assert (info.standby.address, info.standby.state) == (served.target_address, "resting")

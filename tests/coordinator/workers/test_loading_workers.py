@@ -7,6 +7,7 @@ import pytest
 from loading_workers import LoadingDraft, LoadingTarget
 from serving import Serving, make_request, serving
 
+from specpool.protocol.response_sizes import MAX_SMALL_BYTES
 from specpool.testing import FakeTarget
 
 NOT_SERVING, SERVING = 2, 1
@@ -49,6 +50,13 @@ async def test_a_failed_target_keeps_its_reason_until_it_starts_again(served: Se
     await target.loaded()
     await served.until_ready()
     await served.expect(make_request())
+
+
+async def test_a_long_reason_is_shortened(served: Serving, target: LoadingTarget) -> None:
+    await served.until(lambda info: info.target.state == "loading")
+    await target.fail("size mismatch" * MAX_SMALL_BYTES)
+    info = await served.until(lambda info: info.target.state == "failed")
+    assert info.target.reason.startswith("size mismatch")
 
 
 async def test_a_target_that_is_killed_while_it_loads_is_connecting_again(

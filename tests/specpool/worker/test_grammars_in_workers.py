@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from worker_service import DRAFT, OK, TARGET, Role, Worker, propose, serving, verify
 
 from specpool.engine.run.engine import Engine
@@ -108,6 +109,22 @@ async def test_the_worker_appends_what_the_grammar_forces(target: Worker) -> Non
     assert (result.num_forced_tokens, list(result.token_ids)) == (0, truth[:1])
     (result,) = await target.round(first(sampled()))
     assert (result.num_forced_tokens, list(result.token_ids)) == (0, truth[:1])
+
+
+async def test_a_repeated_pass_appends_the_same_tokens(target: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    (expected,) = await target.round(first(sampled(), max_draft_tokens=16), round_id=100)
+    assert expected.num_forced_tokens
+    failures, forward = [torch.cuda.OutOfMemoryError("CUDA out of memory.")], target.engine.forward
+
+    def forward_once_memory_is_free(spans: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return forward(spans)
+
+    monkeypatch.setattr(target.engine, "forward", forward_once_memory_is_free)
+    monkeypatch.setattr(target.engine, "shrink_passes", lambda: True)
+    assert await target.round(first(sampled(), max_draft_tokens=16), round_id=100) == [expected]
+    assert not failures
 
 
 async def test_forced_tokens_stay_within_the_reservation(target: Worker) -> None:

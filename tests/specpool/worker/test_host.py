@@ -22,6 +22,7 @@ NO_MEMORY = [
     MemoryError(),
     ImportError("_lib.so: failed to map segment from shared object"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: can't allocate memory: you tried to"),
+    RuntimeError("std::bad_alloc"),
 ]
 BROKEN_DEVICE = [
     torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ..."),
@@ -37,11 +38,14 @@ NO_DEVICE_MEMORY = [
     torch.AcceleratorError("CUDA error: out of memory"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":838, please'),
 ]
 ABOUT_THE_WORK = [
     ValueError("CUDA error: said the client"),
     InvalidArgumentError("items[0]", "CUDA error: out of memory"),
     RuntimeError("the client said: CUDA error: an illegal memory access"),
+    RuntimeError("the client said: DefaultCPUAllocator: can't allocate memory"),
+    ModuleNotFoundError("No module named 'an_extra'"),
     RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
     ZeroDivisionError(),
 ]

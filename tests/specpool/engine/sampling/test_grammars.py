@@ -18,6 +18,7 @@ from specpool.engine.sampling.lexers import BITS, Lexer, Words
 from specpool.engine.sampling.masks import SequenceGrammar
 from specpool.engine.sampling.rows import SequenceRows
 from specpool.engine.sampling.rules import SequenceRules
+from specpool.protocol.responses import MAX_ERROR_CHARACTERS
 from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.testing import EOS_TOKEN_ID, byte_tokenizer
@@ -136,6 +137,7 @@ def test_a_grammar_that_does_not_compile_says_why(grammars: Grammars) -> None:
     assert grammars.wait("start: foo", 60)
     assert "foo" in grammars.error_of("start: foo")
     assert grammars.error_of(COLORS) == ""
+    assert len(grammars.error_of("start: " + "foo" * 9999)) <= MAX_ERROR_CHARACTERS
 
 
 def test_slow_compilation_makes_nobody_wait(grammars: Grammars) -> None:
