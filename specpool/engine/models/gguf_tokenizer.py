@@ -31,7 +31,8 @@ APPLIED = frozenset(
 """Keys that decide tokens. Further templates have keys of their own, after TEMPLATE and a dot."""
 WITHOUT_EFFECT = frozenset(
     ["tokenizer.huggingface.json"]  # the same tokenizer in another format
-    + [f"{GGML}{name}" for name in ("token_type_count", "add_sep_token")]  # encoders of two texts read them
+    # Encoders read them.
+    + [f"{GGML}{name}" for name in ("token_type_count", "add_sep_token", "cls_token_id")]
     # Clients write these tokens into prompts by their texts.
     + [f"{GGML}{name}_token_id" for name in ("fim_pre", "fim_suf", "fim_mid", "prefix", "suffix", "middle")]
 )
