@@ -13,7 +13,7 @@ from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.weights.quantized import as_tensor
 
-HELP = "see docs/models.md, GGUF files"
+HELP = "see docs/faults.md, GGUF files"
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = frozenset({FREQS, LONG, SHORT})
 TYPE, FACTOR, OLD_FACTOR = "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"

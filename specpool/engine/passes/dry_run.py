@@ -1,6 +1,7 @@
 """Runs a model's modules without weights, to refuse kinds of attention that packed batches lack before a download."""
 
 from collections import Counter
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -50,9 +51,9 @@ def unsupported_attention(config: PreTrainedConfig) -> str | None:
     calls = _Calls(getattr(sizes, "num_key_value_heads", None) or heads, head_dim_of(config))
     try:
         with torch.device("meta"):
-            # The other implementations of experts read values.
+            # Building a model changes its configuration. The other implementations of experts read values.
             model: Any = AutoModelForCausalLM.from_config(
-                config, attn_implementation=DRY_RUN, experts_implementation="batched_mm"
+                deepcopy(config), attn_implementation=DRY_RUN, experts_implementation="batched_mm"
             )
             model.eval()(
                 input_ids=torch.zeros(1, TOKENS, dtype=torch.long),

@@ -121,7 +121,7 @@ def test_missing_keys_are_refused(architecture: str) -> None:
 def test_files_are_refused_by_the_keys_name(tmp_path: Path, llama: Path, key: str, value: Any, reason: str) -> None:
     message = refusal(edited_gguf(llama, tmp_path / "other.gguf", {f"llama.{key}": value}))
     assert reason in message
-    assert value is None or message.endswith("see docs/models.md, GGUF files")
+    assert value is None or message.endswith("see docs/faults.md, GGUF files")
 
 
 def test_a_refusal_needs_no_weights(tmp_path: Path, llama: Path) -> None:

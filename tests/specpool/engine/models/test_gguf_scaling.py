@@ -100,7 +100,7 @@ def test_files_with_long_and_short_factors_serve_the_short_length(tmp_path: Path
     scaled = logits(file, max_model_len=64)
     torch.testing.assert_close(scaled, logits(expected, max_model_len=64), atol=1e-5, rtol=1e-5)
     assert (scaled - logits(plain)).abs().max() > 1e-3
-    assert "serve it with max_model_len <= 64" in refusal(file, max_model_len=65)
+    assert "serve it with --max-model-len 64" in refusal(file, max_model_len=65)
 
 
 @pytest.mark.parametrize(
