@@ -38,6 +38,8 @@ EXPERTS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+SPECIAL_TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
+"""Names of ids in the file, and their fields of a configuration, whose classes have ids of other vocabularies."""
 OPTIONAL = {"vocab_size": "vocab_size", "attention.head_count_kv": "num_key_value_heads", KEY_LENGTH: "head_dim"}
 
 
@@ -124,6 +126,7 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
     fields = {name: keys[key] for key, name in {**family.required, **_optional(family)}.items() if key in keys}
     if CAP in fields:
         fields[CAP] = fields[CAP] or None
+    fields |= {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key, name in SPECIAL_TOKENS.items()}
     heads = keys[HEADS]
     fields.setdefault("num_key_value_heads", heads)
     head_dim = fields.setdefault("head_dim", keys["embedding_length"] // heads)

@@ -31,7 +31,7 @@ APPLIED = frozenset(
 """Keys that affect tokens. Named chat templates have further keys: TEMPLATE, a dot, and the name."""
 WITHOUT_EFFECT = frozenset(
     ["tokenizer.huggingface.json"]  # the same tokenizer in another format
-    + [f"{GGML}{name}" for name in ("token_type_count", "add_sep_token")]  # for encoders of text pairs
+    + [f"{GGML}{name}" for name in ("token_type_count", "add_sep_token", "cls_token_id")]  # for encoders
     # Clients write these tokens into prompts as text.
     + [f"{GGML}{name}_token_id" for name in ("fim_pre", "fim_suf", "fim_mid", "prefix", "suffix", "middle")]
 )

@@ -33,9 +33,8 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) 
     for config in (model.config, model.generation_config):
         eos = getattr(config, "eos_token_id", None)
         ids.update(eos if isinstance(eos, list) else [eos])
-    largest = max(
-        [*(ids - {None}), *tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False).values()], default=0
-    )
+    ids.discard(None)
+    largest = max([*ids, *tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False).values()], default=0)
     if largest >= (size := model.config.get_text_config().vocab_size):
         raise UnsupportedModelError(f"the tokenizer's token id {largest} exceeds the model's vocabulary size {size}")
     templates = tokenizer.chat_template

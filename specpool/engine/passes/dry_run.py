@@ -1,6 +1,7 @@
 """Runs a model without weights, so that unsupported kinds of attention are refused before a download."""
 
 from collections import Counter
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -50,9 +51,10 @@ def unsupported_attention(config: PreTrainedConfig) -> str | None:
     calls = _Calls(getattr(sizes, "num_key_value_heads", None) or heads, head_dim_of(config))
     try:
         with torch.device("meta"):
-            # Other implementations of experts read tensor values, which the meta device lacks.
+            # Building a model changes its configuration. Other implementations of experts read tensor values, which the
+            # meta device lacks.
             model: Any = AutoModelForCausalLM.from_config(
-                config, attn_implementation=DRY_RUN, experts_implementation="batched_mm"
+                deepcopy(config), attn_implementation=DRY_RUN, experts_implementation="batched_mm"
             )
             model.eval()(
                 input_ids=torch.zeros(1, TOKENS, dtype=torch.long),

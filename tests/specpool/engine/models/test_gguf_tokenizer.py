@@ -133,6 +133,7 @@ def test_phi_3_strips_spaces_after_special_tokens(tmp_path: Path) -> None:
     ("changes", "tokens"),
     [
         ({}, "t"),
+        ({"cls_token_id": 257}, "t"),
         ({"add_bos_token": True}, "<bos> t"),
         ({"add_eos_token": True}, "t <eos>"),
         ({"pre": "llama-bpe"}, "<bos> t"),
@@ -178,6 +179,12 @@ def test_a_served_file_ends_turns_with_its_end_of_turn_token(tmp_path: Path) -> 
     saved = save_model(tmp_path / "saved", small_config("llama", vocab_size=258, hidden_size=64))
     file = save_gguf(saved, tmp_path / "model.gguf", eot_token_id=10)
     assert load_model(EngineOptions(model=str(file))).tokenizer.eos_token_ids == (10, 257)
+
+
+def test_a_files_end_tokens_replace_those_of_its_architectures_class(tmp_path: Path) -> None:
+    saved = save_model(tmp_path / "saved", small_config("llama", vocab_size=258, hidden_size=64))
+    file = save_gguf(saved, tmp_path / "model.gguf", special=["<|end|>"], eos_token_id=None)
+    assert load_model(EngineOptions(model=str(file))).tokenizer.eos_token_ids == (257,)  # LlamaConfig has 2
 
 
 def test_chat_templates_and_special_tokens_are_read(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import save_model
+from tiny_models import edit_json, save_model
 from tiny_pair import tiny_config
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -59,6 +59,15 @@ def test_padded_heads_and_further_end_tokens_keep_the_fingerprint(tmp_path: Path
     assert padded.tokenizer.eos_token_ids == (3, 7, EOS_TOKEN_ID)
     assert (padded.vocab_size, plain.vocab_size) == (320, 257)
     assert padded.tokenizer.fingerprint == plain.tokenizer.fingerprint
+
+
+@pytest.mark.parametrize(("eos_token", "expected"), [("<eos>", (EOS_TOKEN_ID,)), (None, ())])
+def test_a_configuration_may_lack_an_end_token(
+    tmp_path: Path, eos_token: str | None, expected: tuple[int, ...]
+) -> None:
+    folder = save_model(tmp_path, tiny_config(eos_token_id=None))
+    edit_json(folder, "tokenizer_config.json", eos_token=eos_token)
+    assert load_model(EngineOptions(model=str(folder))).tokenizer.eos_token_ids == expected
 
 
 @pytest.mark.parametrize("changes", [{"vocab_size": 200}, {"eos_token_id": 257}])
