@@ -151,7 +151,8 @@ class Grammars:
             if len(self._errors) > MAX_ERRORS:
                 self._errors.popitem(last=False)
         finally:
-            del self._waiting[grammar]
+            with self._lock:  # it may end before `_compilation` has recorded it
+                del self._waiting[grammar]
 
     def _loaded(self) -> Future[LLTokenizer]:
         """The tokenizer, whose loading begins with the first call."""

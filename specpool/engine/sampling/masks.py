@@ -180,9 +180,8 @@ class MaskJob:
 
     def _masks_of(self, token_ids: list[int], first: int) -> list[Words]:
         """Its masks of rows of a sequence from `first` on."""
-        if first < self._first:
-            return []
-        return self.masks[first - self._first : common_length(self._token_ids, token_ids) - self._first + 1]
+        end = common_length(self._token_ids, token_ids) + 1
+        return self.masks[first - self._first : end - self._first] if self._first <= first < end else []
 
     def run(self) -> None:
         """Compute all rows, however long each takes."""

@@ -3,6 +3,8 @@
 import random
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import numpy as np
 import pytest
@@ -275,6 +277,28 @@ def test_a_mask_that_is_late_is_used_in_the_next_round(monkeypatch: pytest.Monke
     again = grammars.compute([(sequence, ids_of("axe"), 1)])
     settle(again, 60.0)
     assert again[0].masks[0] is jobs[0].masks[0]
+
+
+def test_masks_of_another_text_are_not_used_again(grammars: Grammars) -> None:
+    sequence = start(grammars, "start: /x[ab]*/ | /y[cd]*/")
+    masks_of(grammars, sequence, ids_of("x" + 20 * "a"), 20)
+    (mask,) = masks_of(grammars, sequence, ids_of("ycdc"), 1)
+    assert allowed_by(mask) == {*ids_of("cd"), EOS_TOKEN_ID}
+
+
+def test_grammars_that_compile_at_once_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if a compilation ends before the thread that started it goes on."""
+    own, submit = Grammars(FILES, VOCAB, MEMORY), ThreadPoolExecutor.submit
+    assert own.error_of(COLORS) == ""
+
+    def late(*args: Any) -> Future[Any]:
+        future = submit(*args)
+        wait([future], 0.1)
+        return future
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", late)
+    assert own.wait(LIST, 60)
+    assert own.error_of(LIST) == ""
 
 
 def test_compiled_grammars_stay_within_their_memory() -> None:
