@@ -85,17 +85,13 @@ class Grammars:
         return SequenceGrammar(self, grammar, prompt_length, self._ends)
 
     def compute(self, work: Iterable[tuple[SequenceGrammar, Sequence[int], int]]) -> list[MaskJob]:
-        """Start jobs with these arguments of `SequenceGrammar.start`, on other threads."""
-        jobs, fast = [], []
-        for grammar, token_ids, count in work:
-            is_busy = grammar.is_busy
-            jobs.append(job := grammar.start(token_ids, count))
-            if is_busy:  # its last job is on the thread for slow masks
-                self._slow.submit(_run, job)
-            else:
-                fast.append(job)
-        if fast:
-            self._masking.submit(self._run_fast, fast)
+        """Start jobs with these arguments of `SequenceGrammar.start`, on other threads.
+
+        A sequence whose last job has not ended gets none, so that slow jobs do not pile up.
+        """
+        jobs = [grammar.start(token_ids, count) for grammar, token_ids, count in work if not grammar.is_busy]
+        if jobs:
+            self._masking.submit(self._run_fast, [*jobs])
         return jobs
 
     def _run_fast(self, jobs: list[MaskJob]) -> None:

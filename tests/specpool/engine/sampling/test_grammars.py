@@ -259,6 +259,8 @@ def test_masks_that_take_long_make_nobody_wait(monkeypatch: pytest.MonkeyPatch) 
     assert [mask is None for mask in quick.masks(ids_of("g"), 2)] == [False, False]
     assert (slow.num_masks, slow.failure, slow.is_busy) == (0, "", True)
     assert slow.masks([*text, *draft], 5) == [None] * 5
+    assert grammars.compute([(slow, [*text, *ids_of("z")], 1)]) == []  # a draft worker does not wait for slow masks
+    assert slow.masks([*text, *ids_of("z")], 1) == [None]
     assert slow.forced(text, 4) == ()
     assert slow.fork(text) is None
     may_go_on.set()
