@@ -118,10 +118,16 @@ class Grammars:
 
     def compile(self, grammar: str, is_large: bool) -> Lexer:
         """See `LexerSource`."""
-        from specpool.protocol.grammars import MAX_LEXER_STATES, compile_grammar  # an extra
+        from specpool.protocol.grammars import (  # an extra
+            COMPILE_FUEL,
+            LARGE_FUEL,
+            MAX_LEXER_STATES,
+            compile_grammar,
+        )
 
         max_states = MAX_LEXER_STATES if is_large else SMALL_LEXER_STATES
-        matcher = compile_grammar(self._loaded().result(), grammar, max_states)
+        fuel = LARGE_FUEL if is_large else COMPILE_FUEL  # a large lexer may have to read a whole text at once
+        matcher = compile_grammar(self._loaded().result(), grammar, max_states, fuel)
         return Lexer(matcher, self._ends, max_states * STATE_BYTES + len(grammar) * CHARACTER_BYTES, is_large)
 
     def _compilation(self, grammar: str) -> Future[None]:
