@@ -11,6 +11,8 @@ from specpool.protocol.tokenizer import TokenizerFiles
 
 MAX_LEXER_STATES = 32_000
 """Maximum lexer states of a compiled grammar. Each takes up to 600 bytes (measured)."""
+COMPILE_FUEL, LARGE_FUEL = 1_000_000, 20_000_000
+"""Maximum fuel for compilation, and for a mask whose new lexer must first read a long text."""
 STEP_MAX_ITEMS = 2000
 """Maximum parser items per mask."""
 
@@ -30,16 +32,23 @@ def load_grammar_tokenizer(files: TokenizerFiles, vocab_size: int) -> LLTokenize
     return LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(files.eos_token_ids) or None)
 
 
-def compile_grammar(tokenizer: LLTokenizer, grammar: str, max_lexer_states: int = MAX_LEXER_STATES) -> LLMatcher:
+def compile_grammar(
+    tokenizer: LLTokenizer,
+    grammar: str,
+    max_lexer_states: int = MAX_LEXER_STATES,
+    compile_fuel: int = COMPILE_FUEL,
+) -> LLMatcher:
     """Return a matcher at the start of the text. Raises GrammarError. Releases the interpreter lock.
 
-    The limits keep compilation and nearly all masks within tenths of a second. Reusing existing lexer states takes less
-    fuel, so the fuel limit is far above what 32,000 states of ordinary grammars need.
+    The limits keep compilation and nearly all masks within tenths of a second. A mask that reuses lexer states takes
+    less fuel than one after the same text that computes them anew, so the limit on fuel is far above what 32,000
+    states need. `compile_fuel`: also limits the tokens that the matcher reads before its first mask.
     """
     limits = LLParserLimits(
         max_grammar_size=200_000,
         step_max_items=STEP_MAX_ITEMS,
-        step_lexer_fuel=2_000_000,
+        initial_lexer_fuel=compile_fuel,
+        step_lexer_fuel=LARGE_FUEL,
         max_lexer_states=max_lexer_states,
         verbose_errors=False,
     )

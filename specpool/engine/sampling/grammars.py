@@ -86,17 +86,14 @@ class Grammars:
         return SequenceGrammar(self, grammar, prompt_length, self._ends)
 
     def compute(self, work: Iterable[tuple[SequenceGrammar, Sequence[int], int]]) -> list[MaskJob]:
-        """Start a job on another thread for each tuple: a grammar and the arguments of its `start`."""
-        jobs, fast = [], []
-        for grammar, token_ids, count in work:
-            is_busy = grammar.is_busy
-            jobs.append(job := grammar.start(token_ids, count))
-            if is_busy:  # its last job runs on the thread for slow masks
-                self._slow.submit(_run, job)
-            else:
-                fast.append(job)
-        if fast:
-            self._masking.submit(self._run_fast, fast)
+        """Start a job on another thread for each tuple: a grammar and the arguments of its `start`.
+
+        Skip sequences whose last job is still running, so that slow jobs do not pile up.
+        """
+        started = [grammar.start(token_ids, count) for grammar, token_ids, count in work]
+        jobs = [job for job in started if job is not None]
+        if jobs:
+            self._masking.submit(self._run_fast, [*jobs])
         return jobs
 
     def _run_fast(self, jobs: list[MaskJob]) -> None:
@@ -123,10 +120,16 @@ class Grammars:
 
     def compile(self, grammar: str, is_large: bool) -> Lexer:
         """See `LexerSource`."""
-        from specpool.protocol.grammars import MAX_LEXER_STATES, compile_grammar  # needs an extra
+        from specpool.protocol.grammars import (  # needs an extra
+            COMPILE_FUEL,
+            LARGE_FUEL,
+            MAX_LEXER_STATES,
+            compile_grammar,
+        )
 
         max_states = MAX_LEXER_STATES if is_large else SMALL_LEXER_STATES
-        matcher = compile_grammar(self._loaded().result(), grammar, max_states)
+        fuel = LARGE_FUEL if is_large else COMPILE_FUEL  # a large lexer may have to read a whole text at once
+        matcher = compile_grammar(self._loaded().result(), grammar, max_states, fuel)
         return Lexer(matcher, self._ends, max_states * STATE_BYTES + len(grammar) * CHARACTER_BYTES, is_large)
 
     def _compilation(self, grammar: str) -> Future[None]:
@@ -152,7 +155,8 @@ class Grammars:
             if len(self._errors) > MAX_ERRORS:
                 self._errors.popitem(last=False)
         finally:
-            del self._waiting[grammar]
+            with self._lock:  # it may end before `_compilation` has recorded it
+                del self._waiting[grammar]
 
     def _loaded(self) -> Future[LLTokenizer]:
         """Return the tokenizer. The first call starts loading it."""

@@ -135,24 +135,25 @@ class Lexer:
     @contextmanager
     def reading(self, owner: object) -> Iterator[Reader | None]:
         """Yield the owner's reader with exclusive use of the lexer; None if it is closed. A new reader is empty."""
-        with self._lock:
-            reader = self._readers.get(owner)
-            if reader is None and self._start is not None:
-                reader = self._readers[owner] = self._start.fork()
-            yield reader
-            if self.is_closed:
-                self._free()
+        try:
+            with self._lock:
+                reader = self._readers.get(owner)
+                if reader is None and self._start is not None:
+                    reader = self._readers[owner] = self._start.fork()
+                yield reader
+        finally:
+            self._free_if_closed()
 
     def close(self) -> None:
         """Free the memory once no reader is in use."""
         self.is_closed = True
-        if self._lock.acquire(blocking=False):
-            self._free()
-            self._lock.release()
+        self._free_if_closed()
 
-    def _free(self) -> None:
-        self._start = None
-        self._readers.clear()
+    def _free_if_closed(self) -> None:
+        if self.is_closed and self._lock.acquire(blocking=False):  # else its holder calls this afterwards
+            self._start = None
+            self._readers.clear()
+            self._lock.release()
 
 
 class LexerCache:

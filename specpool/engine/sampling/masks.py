@@ -53,9 +53,15 @@ class SequenceGrammar:
         """Wait up to `seconds` for the last job. Return whether it has ended."""
         return self._job is None or self._job.ended.wait(seconds)
 
-    def start(self, token_ids: Sequence[int], count: int) -> MaskJob:
-        """Create a job for the masks of `count` rows, which follow the last tokens of the sequence."""
-        self._job, self._settled = MaskJob(self, token_ids, count, self._job), None
+    def start(self, token_ids: Sequence[int], count: int) -> MaskJob | None:
+        """Create a job for the masks of `count` rows, which follow the last tokens of the sequence.
+
+        None: the last job is still running.
+        """
+        self._settled = None
+        if self.is_busy:
+            return None
+        self._job = MaskJob(self, token_ids, count, self._job)
         return self._job
 
     def settle(self, job: MaskJob) -> None:
@@ -68,9 +74,9 @@ class SequenceGrammar:
         A mask is None if the row follows an illegal draft token, or if the mask failed or is too slow.
         """
         if self._settled is None or not self._settled[0].is_for(token_ids, count):
-            if self.is_busy:
-                return [None] * count
             job = self.start(token_ids, count)
+            if job is None:
+                return [None] * count
             with suppress(SlowMaskError):
                 while job.step(may_take_long=False):
                     pass
@@ -180,9 +186,8 @@ class MaskJob:
 
     def _masks_of(self, token_ids: list[int], first: int) -> list[Words]:
         """Return the job's masks that are valid for a sequence's rows from `first` on."""
-        if first < self._first:
-            return []
-        return self.masks[first - self._first : common_length(self._token_ids, token_ids) - self._first + 1]
+        end = common_length(self._token_ids, token_ids) + 1
+        return self.masks[first - self._first : end - self._first] if self._first <= first < end else []
 
     def run(self) -> None:
         """Compute all rows, however long each takes."""

@@ -3,6 +3,8 @@
 import random
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import numpy as np
 import pytest
@@ -259,6 +261,8 @@ def test_slow_masks_do_not_delay_other_sequences(monkeypatch: pytest.MonkeyPatch
     assert [mask is None for mask in quick.masks(ids_of("g"), 2)] == [False, False]
     assert (slow.num_masks, slow.failure, slow.is_busy) == (0, "", True)
     assert slow.masks([*text, *draft], 5) == [None] * 5
+    assert grammars.compute([(slow, [*text, *ids_of("z")], 1)]) == []  # a draft worker does not wait for slow masks
+    assert slow.masks([*text, *ids_of("z")], 1) == [None]
     assert slow.forced(text, 4) == ()
     assert slow.fork(text) is None
     may_go_on.set()
@@ -279,8 +283,30 @@ def test_a_mask_that_is_late_is_used_in_the_next_round(monkeypatch: pytest.Monke
     assert again[0].masks[0] is jobs[0].masks[0]
 
 
-def test_compiled_grammars_stay_within_the_memory_limit() -> None:
-    """Many grammars evict each other without affecting running sequences."""
+def test_masks_of_another_text_are_not_used_again(grammars: Grammars) -> None:
+    sequence = start(grammars, "start: /x[ab]*/ | /y[cd]*/")
+    masks_of(grammars, sequence, ids_of("x" + 20 * "a"), 20)
+    (mask,) = masks_of(grammars, sequence, ids_of("ycdc"), 1)
+    assert allowed_by(mask) == {*ids_of("cd"), EOS_TOKEN_ID}
+
+
+def test_grammars_that_compile_at_once_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if a compilation ends before the thread that started it goes on."""
+    own, submit = Grammars(FILES, VOCAB, MEMORY), ThreadPoolExecutor.submit
+    assert own.error_of(COLORS) == ""
+
+    def late(*args: Any) -> Future[Any]:
+        future = submit(*args)
+        wait([future], 0.1)
+        return future
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", late)
+    assert own.wait(LIST, 60)
+    assert own.error_of(LIST) == ""
+
+
+def test_compiled_grammars_stay_within_their_memory() -> None:
+    """A client's many grammars evict each other. Running sequences do not notice."""
     grammars = Grammars(FILES, VOCAB, 3 * 2**20)
     text = ids_of("axe")
     sequences = [start(grammars, f"start: /(.|\\n)*[aeiou](.|\\n){{{number}}}z1/") for number in range(8, 24)]
