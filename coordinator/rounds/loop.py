@@ -28,8 +28,8 @@ from specpool.rpc.observability import logs
 
 log = logging.getLogger(__name__)
 
-# Maximum consecutive rounds in which a sequence waits for the target worker to compile its grammar.
-MAX_GRAMMAR_WAITS = 2000
+# Maximum consecutive rounds in which a sequence waits for the target worker to compile its grammar or compute its mask.
+MAX_GRAMMAR_WAITS = 6000
 
 
 class RoundLoop:
@@ -249,7 +249,7 @@ class RoundLoop:
             reason = f"failed after {sequence.num_generated} tokens: {shortened(sequence.grammar_error)}"
             self._fail(sequence, InvalidArgumentError(field, reason))
         elif sequence.grammar_waits >= MAX_GRAMMAR_WAITS:
-            reason = f"the target worker has not compiled it after {MAX_GRAMMAR_WAITS} rounds"
+            reason = f"the target worker has not been ready for it in {MAX_GRAMMAR_WAITS} rounds"
             self._fail(sequence, UnavailableError(f"{field}: {reason}"))
 
     async def _run_or_split(self, group: Group, may_join: bool) -> bool:

@@ -37,18 +37,18 @@ def compile_grammar(
     grammar: str,
     max_lexer_states: int = MAX_LEXER_STATES,
     compile_fuel: int = COMPILE_FUEL,
+    step_fuel: int = LARGE_FUEL,
 ) -> LLMatcher:
     """Return a matcher at the start of the text. Raises GrammarError. Releases the interpreter lock.
 
-    The limits keep compilation and nearly all masks within tenths of a second. A mask that reuses lexer states takes
-    less fuel than one after the same text that computes them anew, so the limit on fuel is far above what 32,000
-    states need. `compile_fuel`: also limits the tokens that the matcher reads before its first mask.
+    A mask needs less fuel if the lexer already has its states. The default of `step_fuel` is therefore far above what
+    32,000 new states need. `compile_fuel` also limits the tokens that the matcher reads before its first mask.
     """
     limits = LLParserLimits(
         max_grammar_size=200_000,
         step_max_items=STEP_MAX_ITEMS,
         initial_lexer_fuel=compile_fuel,
-        step_lexer_fuel=LARGE_FUEL,
+        step_lexer_fuel=step_fuel,
         max_lexer_states=max_lexer_states,
         verbose_errors=False,
     )

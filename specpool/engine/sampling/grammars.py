@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 MAX_COMPILING, MAX_ERRORS = 64, 256
 """Maximum number of grammars awaiting compilation, and of errors to keep."""
-SMALL_LEXER_STATES = 2000
-"""Enough for most schemas. A lexer with so few states computes masks in milliseconds."""
-STATE_BYTES, CHARACTER_BYTES = 600, 20
-"""Measured upper estimates: bytes per lexer state, and per character of a compiled grammar."""
+SMALL_LEXER_STATES, SMALL_FUEL = 2000, 200_000
+"""Enough for most schemas. Such a lexer computes most masks in milliseconds. Its failures are never final."""
+SMALL_BYTES, LARGE_BYTES, CHARACTER_BYTES = 4 * 2**20, 22 * 2**20, 20
+"""Upper estimates from measurements: sizes of lexers with all their states, and bytes per character of a grammar."""
 SLOW_NICENESS = 10
 
 
@@ -127,10 +127,11 @@ class Grammars:
             compile_grammar,
         )
 
-        max_states = MAX_LEXER_STATES if is_large else SMALL_LEXER_STATES
-        fuel = LARGE_FUEL if is_large else COMPILE_FUEL  # a large lexer may have to read a whole text at once
-        matcher = compile_grammar(self._loaded().result(), grammar, max_states, fuel)
-        return Lexer(matcher, self._ends, max_states * STATE_BYTES + len(grammar) * CHARACTER_BYTES, is_large)
+        # A large lexer may have to read a whole text before its first mask.
+        large, small = (MAX_LEXER_STATES, LARGE_FUEL, LARGE_FUEL), (SMALL_LEXER_STATES, COMPILE_FUEL, SMALL_FUEL)
+        matcher = compile_grammar(self._loaded().result(), grammar, *(large if is_large else small))
+        max_bytes = (LARGE_BYTES if is_large else SMALL_BYTES) + len(grammar) * CHARACTER_BYTES
+        return Lexer(matcher, self._ends, max_bytes, is_large)
 
     def _compilation(self, grammar: str) -> Future[None]:
         with self._lock:

@@ -128,7 +128,7 @@ async def test_a_grammar_that_is_never_ready_fails_without_a_busy_loop(monkeypat
     async with serving(RecordingTarget()) as served:
         served.target.rounds_to_compile = 1000
         began = asyncio.get_running_loop().time()
-        with pytest.raises(grpc.aio.AioRpcError, match="has not compiled it after 8 rounds") as refused:
+        with pytest.raises(grpc.aio.AioRpcError, match="has not been ready for it in 8 rounds") as refused:
             await served.stub.Generate(constrained(1))
         assert refused.value.code() is StatusCode.UNAVAILABLE
         assert asyncio.get_running_loop().time() - began > 2 * RETRY_SECONDS  # up to three rounds pause at a time

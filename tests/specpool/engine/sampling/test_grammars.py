@@ -307,13 +307,13 @@ def test_grammars_that_compile_at_once_are_ready(monkeypatch: pytest.MonkeyPatch
 
 def test_compiled_grammars_stay_within_their_memory() -> None:
     """A client's many grammars evict each other. Running sequences do not notice."""
-    grammars = Grammars(FILES, VOCAB, 3 * 2**20)
+    grammars = Grammars(FILES, VOCAB, 9 * 2**20)
     text = ids_of("axe")
     sequences = [start(grammars, f"start: /(.|\\n)*[aeiou](.|\\n){{{number}}}z1/") for number in range(8, 24)]
     expected = [allowed_by(*masks_of(grammars, each, text, 1)) for each in sequences]
-    assert grammars.num_bytes <= 3 * 2**20
+    assert grammars.num_bytes <= 9 * 2**20
     assert [allowed_by(*masks_of(grammars, each, text, 1)) for each in sequences] == expected
-    assert grammars.num_bytes <= 3 * 2**20
+    assert grammars.num_bytes <= 9 * 2**20
 
 
 def test_evicted_grammars_free_their_memory() -> None:
