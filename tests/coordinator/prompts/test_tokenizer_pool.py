@@ -354,7 +354,7 @@ async def test_a_process_that_cannot_load_the_tokenizer_gets_no_prompt(
 
 
 async def test_a_tokenizer_that_kills_the_process_is_refused(pool: TokenizerPool) -> None:
-    with pytest.raises(TokenizerError, match=r"loading it takes more than \d+ MiB"):
+    with pytest.raises(LimitError, match=r"loading it takes more than \d+ MiB"):
         await pool.load(TokenizerFiles(wide_trie(), "", {}, ()), VOCAB_SIZE)
     await pool.load(files(), VOCAB_SIZE)
     assert await encode(pool, text("a")) == BYTES.encode("a").ids
