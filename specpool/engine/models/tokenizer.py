@@ -25,7 +25,7 @@ def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokeniz
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> TokenizerFiles:
-    """Return the files of a tokenizer. UnsupportedModelError: it has no fast form, or ids beyond the model's."""
+    """Return the files of a tokenizer. Raises UnsupportedModelError if it has no fast form."""
     if not tokenizer.is_fast:
         raise UnsupportedModelError("the tokenizer has no fast (tokenizer.json) form")
     # The files of a model may disagree on its end-of-sequence tokens; all of them count.
@@ -34,9 +34,6 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) 
         eos = getattr(config, "eos_token_id", None)
         ids.update(eos if isinstance(eos, list) else [eos])
     ids.discard(None)
-    largest = max([*ids, *tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False).values()], default=0)
-    if largest >= (size := model.config.get_text_config().vocab_size):
-        raise UnsupportedModelError(f"the tokenizer's token id {largest} exceeds the model's vocabulary size {size}")
     templates = tokenizer.chat_template
     if not isinstance(templates, dict):  # by name
         templates = {"default": templates}

@@ -43,7 +43,8 @@ class Grammars:
     def __init__(self, files: TokenizerFiles, vocab_size: int, max_bytes: int) -> None:
         """`max_bytes`: memory limit of compiled grammars; 0 turns grammars off."""
         self._files, self._vocab_size = files, vocab_size
-        self._ends = EndTokens(frozenset(files.eos_token_ids), mask_of(files.eos_token_ids, vocab_size))
+        end_ids = frozenset(files.eos_token_ids).intersection(range(vocab_size))  # a draft's vocabulary may be smaller
+        self._ends = EndTokens(end_ids, mask_of(end_ids, vocab_size))
         self._tokenizer: Future[LLTokenizer] | None = None
         self._lexers = LexerCache(max_bytes)
         self._waiting: dict[str, Future[None]] = {}
