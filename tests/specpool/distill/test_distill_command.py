@@ -203,7 +203,7 @@ def test_invalid_prompts_are_named_by_line(
     [
         (["--model", "/nope"], "model: /nope"),
         (["--target", "/nope"], "target: /nope"),
-        (["--max-model-len", "4096"], "target: max_model_len"),
+        (["--max-model-len", "4096"], "target: --max-model-len"),
         (["--model", "OTHER", "--max-model-len", "512"], "uses a different tokenizer than"),
     ],
 )

@@ -79,7 +79,7 @@ class Tampering:
     def _of_another_round(self, answer: Answer) -> None:
         """Answer like another round, whose results happen to fit."""
         self._choose_otherwise(answer)
-        answer.response.round_id += self._rng.choice([-1, 1, 7])
+        answer.response.round_id += self._rng.choice([-1, 1, 7] if answer.response.round_id else [1, 7])
 
     def _of_an_earlier_life(self, answer: Answer) -> None:
         """Answer like an earlier process, whose results happen to fit."""

@@ -119,7 +119,7 @@ def test_memory_budget_covers_weights_activations_and_cache(tiny_pair: tuple[Pat
 
 
 def test_memory_limit_covers_the_process(tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"max_sequences": 4}
+    options = {"max_sequences": 4, "grammar_memory": 0}
     whole = load_engine(tiny_pair[0], **options).footprint
     one, present, peak = whole.kv // 4, 2**30, 2**30 + 1
     monkeypatch.setattr(reservation, "process_memory", lambda device: (present, peak))
@@ -133,6 +133,15 @@ def test_memory_limit_covers_the_process(tiny_pair: tuple[Path, Path], monkeypat
     assert f"raise memory_limit to {least:,} bytes" in message
     peak = 2 * present  # loading took more than serving
     assert f"raise memory_limit to {peak:,} bytes" in refusal(tiny_pair[0], **options, memory_limit=peak - 1)
+
+
+def test_memory_limit_includes_compiled_grammars(tiny_pair: tuple[Path, Path]) -> None:
+    for reserved, expected in ((0, 0), (2**25, 2**25), (None, 2**28)):
+        footprint = load_engine(tiny_pair[0], max_sequences=4, memory_limit=2**34, grammar_memory=reserved).footprint
+        assert expected <= footprint.grammars <= 1.1 * expected
+        assert footprint.total <= 2**34
+    with pytest.raises(ValueError, match="grammar_memory must be 0 or at least 32MiB"):
+        load_engine(tiny_pair[0], grammar_memory=2**20)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's peak")

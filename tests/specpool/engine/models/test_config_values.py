@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf_files import save_random_gguf
+from gguf_files import edited_gguf, save_random_gguf
 from tiny_models import edit_json, refusal, save_model
 from tiny_pair import tiny_config
 
@@ -130,9 +130,6 @@ def test_sizes_in_gguf_files_are_checked(tmp_path: Path, valid: Path, key: str, 
 
 
 def test_a_list_of_block_counts_is_refused(tmp_path: Path, valid: Path) -> None:
-    key = b"llama.block_count"
-    before, _, after = valid.read_bytes().partition(key + struct.pack("<II", 4, 2))
-    file = tmp_path / "model.gguf"
-    file.write_bytes(before + key + struct.pack("<IIQI", 9, 4, 1, 100_000) + after)
+    file = edited_gguf(valid, tmp_path / "model.gguf", {"llama.block_count": [100_000]})
     with pytest.raises(UnsupportedModelError, match=r"llama.block_count is an array; it must be"):
         load_config(EngineOptions(model=str(file)))
