@@ -11,6 +11,7 @@ from grpc import StatusCode
 from lab.garbage import DRAFT_FAULTS, TARGET_FAULTS, GarbageDraft, GarbageTarget
 from serving import Serving, check_tokens, make_request, serving, stream
 
+from coordinator.workers.errors import UnusableModelError
 from specpool.testing import VOCAB_SIZE
 from specpool.v1 import generation_pb2 as pb
 
@@ -138,10 +139,17 @@ async def test_service_survives_a_wrong_description_of_the_target(fault: str) ->
         await recovers(served, target)
 
 
-@pytest.mark.parametrize("fault", ["template_does_not_compile", "template_fails"])
-async def test_chats_with_a_broken_template_are_refused(fault: str) -> None:
+async def test_a_template_that_does_not_compile_ends_the_coordinator() -> None:
+    target = GarbageTarget(fault="template_does_not_compile")
+    with pytest.raises(UnusableModelError, match="chat template"):  # noqa: PT012 - raised when the service ends
+        async with serving(target, with_target=False, with_draft=False) as served:
+            await target.start(served.target_address)
+            await served.process.server.wait_stopped()
+
+
+async def test_chats_with_a_template_that_fails_are_refused() -> None:
     request = pb.GenerateRequest(chat=pb.ChatInput(messages=[{"role": "user", "content": "hello"}]))
-    async with serving(GarbageTarget(fault=fault), with_target=False, with_draft=False) as served:
+    async with serving(GarbageTarget(fault="template_fails"), with_target=False, with_draft=False) as served:
         await served.target.start(served.target_address)
         await served.until(lambda info: served.target.spoiled and info.target.reason != "not connected yet")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
