@@ -122,6 +122,7 @@ class Service:
                 status = await self.process.wait()
             finally:
                 watching.cancel()
+                await asyncio.wait([watching])
             ending = await asyncio.to_thread(self.log.ending, status)
             log.warning("%s: %s; restarting it", self.name, ending)
             await asyncio.sleep(RESTART_SECONDS)

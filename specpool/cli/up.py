@@ -48,6 +48,7 @@ async def running(settings: UpSettings) -> AsyncIterator[str]:
                 await service.stop(settings.drain_seconds)
         finally:  # a second signal skips to here
             await kill([service.process for service in services if service.process is not None])
+            await asyncio.gather(*watchers, return_exceptions=True)
             for number in stop_signals:
                 asyncio.get_running_loop().remove_signal_handler(number)
 
