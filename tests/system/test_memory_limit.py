@@ -46,7 +46,7 @@ def request(number: int) -> pb.GenerateRequest:
 
 
 async def test_worker_keeps_to_its_memory_limit() -> None:
-    flags = ["--memory-limit", str(LIMIT), "--max-model-len", str(LENGTH)]
+    flags = ["--memory-limit", str(LIMIT), "--max-model-len", str(LENGTH), "--grammar-memory", "0"]
     models = EMBEDDED_TARGET, EMBEDDED_DRAFT
     async with running(*models, SLOTS, worker_flags=flags) as processes, AsyncClient(processes.address) as client:
         target, draft, _ = processes.services
