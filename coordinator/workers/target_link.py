@@ -2,7 +2,7 @@
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -232,27 +232,23 @@ class TargetLink(WorkerLink):
         """
         request = verify_request(self._coordinator_id, round_id, items, traceparent, may_join, features)
         try:
-            return await self._verify_again(request, items, complete, features)
+            return await self._retried(lambda: self._verify(request, items, complete, features))
         except (WorkerUnreachableError, WorkerRefusedError) as error:
             if isinstance(error, WorkerRefusedError) or error.cause is not Cause.NOT_SENT:
                 self._failed_id = items[0].sequence_id
             raise
 
-    async def _verify_again(
-        self,
-        request: target_worker_pb2.VerifyRequest,
-        items: list[VerifyItem],
-        complete: Complete,
-        features: WantedFeatures | None,
+    async def _retried(
+        self, verify: Callable[[], Awaitable[tuple[list[Verdict], Timed]]]
     ) -> tuple[list[Verdict], Timed]:
         """Run a round, and retry it once if the response is invalid."""
         try:
-            return await self._verify(request, items, complete, features)
+            return await verify()
         except InvalidResponseError as error:
             log.error("invalid response of the worker at %s: %s", self.address, error)
             self._rounds.discard()  # a desynchronized stream does not recover
         try:
-            return await self._verify(request, items, complete, features)
+            return await verify()
         except InvalidResponseError as error:
             raise self._lost(f"invalid response, twice: {error}", Cause.FAILED) from None
 

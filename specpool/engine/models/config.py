@@ -93,6 +93,12 @@ def explain(error: Exception) -> str:
     return f"unknown or missing key {reason}" if isinstance(error, KeyError) else reason
 
 
+def rope_variants(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return `rope_parameters`, and those of each layer type if it has several."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return [rope, *(part for part in rope.values() if isinstance(part, dict))]
+
+
 def _check_files(options: EngineOptions, is_gguf: bool) -> dict[str, Any]:
     """Refuse files that transformers would read slowly or reject with less clear errors.
 
@@ -147,9 +153,8 @@ def _own_max_model_len(config: PreTrainedConfig) -> int:
 
 def _attention_limits(config: PreTrainedConfig) -> dict[str, int]:
     """Return the lengths from which attention is no longer full, or changes for a whole batch, by their cause."""
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    variants = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one per layer type
-    switches = [part["original_max_position_embeddings"] for part in variants if part.get("rope_type") == "longrope"]
+    ropes = rope_variants(config)
+    switches = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     limits = {ROTARY: min(switches, default=None), WINDOW: window}
     return {cause: limit for cause, limit in limits.items() if limit is not None}

@@ -4,7 +4,6 @@ transformers drops many of these keys. Sources: ggml's docs/gguf.md for names; l
 src/models/ for defaults, and for the keys that each architecture reads.
 """
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isclose
@@ -16,7 +15,7 @@ from transformers import PreTrainedConfig
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.config_values import check_gguf_sizes
 from specpool.engine.models.gguf_reader import ARCHITECTURE, GgufFile
-from specpool.engine.models.gguf_rope import HELP, ROPE_KEYS, rope_parameters
+from specpool.engine.models.gguf_rope import HELP, ROPE_KEYS, refusal, rope_parameters
 
 WINDOW, BASE_OF_WINDOWS, WINDOW_PATTERN = (
     "attention.sliding_window",
@@ -131,10 +130,10 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
     fields.setdefault("num_key_value_heads", heads)
     head_dim = fields.setdefault("head_dim", keys["embedding_length"] // heads)
     if keys.get(VALUE_LENGTH, head_dim) != head_dim:
-        raise _refusal(file, VALUE_LENGTH, f"it must equal the key length of {head_dim}")
+        raise refusal(file, VALUE_LENGTH, f"it must equal the key length of {head_dim}")
     if head_dim < 1 or (not family.free_head_dim and head_dim * heads != keys["embedding_length"]):
         key = KEY_LENGTH if KEY_LENGTH in keys else HEADS
-        raise _refusal(file, key, f"it does not fit the embedding_length of {keys['embedding_length']}")
+        raise refusal(file, key, f"it does not fit the embedding_length of {keys['embedding_length']}")
     fields.update(_window(file, family, keys))
     if family.scaled_by_width is not None:
         wide = keys["block_count"] == family.scaled_by_width
@@ -196,10 +195,13 @@ def _keys(file: GgufFile) -> dict[str, Any]:
     for key, value in keys.items():
         if key in applied:
             if value is None:
-                raise _refusal(file, key, "only one value for all layers is supported")
+                raise refusal(file, key, "only one value for all layers is supported")
         elif value not in family.neutral.get(key, NEUTRAL.get(key, ())) and key not in WITHOUT_EFFECT:
             kind = next((kind for start, kind in KINDS.items() if key.startswith(start)), "")
-            raise _refusal(file, key, kind and f"the model is {kind}, which {file.architecture} files do not support")
+            reason = f"it is not supported for {file.architecture} models and may change their results"
+            if kind:
+                reason = f"the model is {kind}, which {file.architecture} files do not support"
+            raise refusal(file, key, reason)
     for key in (*family.required, *(key for key in family.optional if key in keys)):
         _check_number(file, key, keys)
     return keys
@@ -210,7 +212,7 @@ def _check_number(file: GgufFile, key: str, keys: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(f"{file.path}: {file.architecture}.{key} is missing; convert the model again")
     fraction = key == CAP or key.endswith("epsilon")
     if type(keys[key]) not in ((int, float) if fraction else (int,)) or keys[key] < (not fraction):
-        raise _refusal(file, key, "it must be a positive number" if fraction else "it must be a positive whole number")
+        raise refusal(file, key, "it must be a positive number" if fraction else "it must be a positive whole number")
 
 
 def _optional(family: Family) -> Mapping[str, str]:
@@ -221,14 +223,7 @@ def _window(file: GgufFile, family: Family, keys: Mapping[str, Any]) -> dict[str
     """Return the fields of the window that limits the length of sequences. A window of 0 means none."""
     window = keys.get(WINDOW, 0)
     if type(window) is not int or window < 0:
-        raise _refusal(file, WINDOW, "it must be a whole number, at least 0")
+        raise refusal(file, WINDOW, "it must be a whole number, at least 0")
     if not window and file.architecture == "qwen2moe":  # otherwise transformers builds a mask that no layer uses
         return {"use_sliding_window": False}
     return {"sliding_window": window or None, "use_sliding_window": window > 0}
-
-
-def _refusal(file: GgufFile, key: str, reason: str) -> UnsupportedModelError:
-    value = file.metadata.get(f"{file.architecture}.{key}")
-    shown = "an array" if value is None else reprlib.repr(value)
-    reason = reason or f"it is not supported for {file.architecture} models and may change their results"
-    return UnsupportedModelError(f"{file.path}: {file.architecture}.{key} is {shown}: {reason}; {HELP}")

@@ -4,6 +4,7 @@ Sources: llama.cpp's src/llama-model.cpp and src/llama-context.cpp; transformers
 """
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,14 +46,14 @@ def rope_parameters(file: GgufFile, keys: Mapping[str, Any], head_dim: int, part
     """
     for key, default in UNREAD.items():
         if keys.get(key, default[0]) not in default:
-            raise _refusal(file, key, keys[key], f"only {default[0]} is supported")
+            raise refusal(file, key, f"only {default[0]} is supported")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _positive(file, keys, BASE, 10_000.0)}
     dimensions = keys.get(DIMENSIONS, head_dim)
     if partial:
         rope["partial_rotary_factor"] = dimensions / head_dim
     # transformers derives the dimensions from this factor.
     if dimensions > head_dim or int(head_dim * rope.get("partial_rotary_factor", 1)) != dimensions:
-        raise _refusal(file, DIMENSIONS, dimensions, f"it does not match the head size {head_dim}")
+        raise refusal(file, DIMENSIONS, f"it does not match the head size {head_dim}")
     scaling = _scaling(file, keys, dimensions)
     factors = _frequency_factors(file, keys, dimensions, rope["rope_theta"])
     if scaling and factors:
@@ -68,7 +69,7 @@ def _scaling(file: GgufFile, keys: Mapping[str, Any], dimensions: int) -> dict[s
     original = keys.get(ORIGINAL_LENGTH, keys["context_length"])
     if kind == "longrope" or {LONG, SHORT} & file.tensors.keys():
         if factor != 1:
-            raise _refusal(file, key, factor, "it cannot be combined with longrope factors")
+            raise refusal(file, key, "it cannot be combined with longrope factors")
         return {
             "rope_type": "longrope",
             "long_factor": _factors(file, LONG, dimensions),
@@ -77,14 +78,14 @@ def _scaling(file: GgufFile, keys: Mapping[str, Any], dimensions: int) -> dict[s
             "original_max_position_embeddings": original,
         }
     if kind not in ("none", "linear", "yarn"):
-        raise _refusal(file, TYPE, kind, "supported types are none, linear, yarn, and longrope")
+        raise refusal(file, TYPE, "supported types are none, linear, yarn, and longrope")
     if kind == "yarn" and factor != 1:
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         # Without `attention_factor`, transformers applies the YaRN term itself.
         more = {} if attention == 1 else {"attention_factor": _yarn_attention(factor) * attention}
         return {**scaling, **more}
     if attention != 1:
-        raise _refusal(file, ATTENTION_FACTOR, attention, "it is supported only for yarn and longrope")
+        raise refusal(file, ATTENTION_FACTOR, "it is supported only for yarn and longrope")
     return {} if factor == 1 else {"rope_type": "linear", "factor": factor}
 
 
@@ -125,9 +126,12 @@ def _factors(file: GgufFile, name: str, dimensions: int) -> list[float]:
 def _positive(file: GgufFile, keys: Mapping[str, Any], key: str, default: float) -> float:
     value = keys.get(key, default)
     if type(value) not in (int, float) or not value > 0:
-        raise _refusal(file, key, value, "it must be a positive number")
+        raise refusal(file, key, "it must be a positive number")
     return float(value)
 
 
-def _refusal(file: GgufFile, key: str, value: object, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{file.path}: {file.architecture}.{key} is {value!r}: {reason}; {HELP}")
+def refusal(file: GgufFile, key: str, reason: str) -> UnsupportedModelError:
+    """Return the refusal of a file for the value of a key, which is given without the architecture prefix."""
+    value = file.metadata.get(f"{file.architecture}.{key}")
+    shown = "an array" if value is None else reprlib.repr(value)
+    return UnsupportedModelError(f"{file.path}: {file.architecture}.{key} is {shown}: {reason}; {HELP}")

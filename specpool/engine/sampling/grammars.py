@@ -65,7 +65,7 @@ class Grammars:
 
     def wait(self, grammar: str, seconds: float) -> bool:
         """Wait up to `seconds` for a grammar. Return whether its compilation has succeeded or failed."""
-        if self.why_unsupported or self._lexers.get(grammar) is not None or grammar in self._errors:
+        if self.why_unsupported or self._is_compiled(grammar):
             return True
         if grammar not in self._waiting and len(self._waiting) >= MAX_COMPILING:
             return False
@@ -78,7 +78,7 @@ class Grammars:
         """Return why a grammar cannot be used; empty if it can. Waits for its compilation."""
         if self.why_unsupported:
             return self.why_unsupported
-        if self._lexers.get(grammar) is None and grammar not in self._errors:
+        if not self._is_compiled(grammar):
             self._compilation(grammar).result()
         return self._errors.get(grammar, "")
 
@@ -133,6 +133,10 @@ class Grammars:
         matcher = compile_grammar(self._loaded().result(), grammar, *(large if is_large else small))
         max_bytes = (LARGE_BYTES if is_large else SMALL_BYTES) + len(grammar) * CHARACTER_BYTES
         return Lexer(matcher, self._ends, max_bytes, is_large)
+
+    def _is_compiled(self, grammar: str) -> bool:
+        """Whether a grammar's lexer or error is kept."""
+        return self._lexers.get(grammar) is not None or grammar in self._errors
 
     def _compilation(self, grammar: str) -> Future[None]:
         with self._lock:

@@ -1,13 +1,13 @@
 """Refuses a model if the engine's logits differ from the logits of the library's own attention."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.sources import UnsupportedModelError, first_line
+from specpool.engine.models.config import rope_variants
 from specpool.engine.models.facts import ModelFacts
 from specpool.engine.models.loading import LoadedModel
 from specpool.engine.passes.attention import PACKED_ATTENTION
@@ -107,10 +107,8 @@ def _compare(kind: str, count: int, logits: torch.Tensor, expected: torch.Tensor
 
 def _scaled_from(config: PreTrainedConfig) -> list[int]:
     """Return the original maximum positions of each scaled rotary embedding; 0 if the configuration has none."""
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    variants = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one per layer type
-    scaled = [part for part in variants if part.get("rope_type", "default") != "default"]
-    return [int(part.get("original_max_position_embeddings") or 0) for part in scaled]
+    scaled = [rope for rope in rope_variants(config) if rope.get("rope_type", "default") != "default"]
+    return [int(rope.get("original_max_position_embeddings") or 0) for rope in scaled]
 
 
 def _probe_tokens(vocab_size: int, count: int) -> list[int]:
