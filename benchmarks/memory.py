@@ -1,6 +1,6 @@
 """Compare generation memory and speed of chats as the workers' memory limit falls, on the CPU.
 
-    python -m benchmarks.memory [--limits none,1000MiB,900MiB] [--chats 8] [--turns 2] [--tokens 64] [--repeats 3]
+    python -m benchmarks.memory [--limits none,1200MiB,1100MiB] [--chats 8] [--turns 2] [--tokens 64] [--repeats 3]
         [--concurrency 1] [--max-model-len 1024] [--prompts FILE] [--no-peer] [--output FOLDER]
 
 Each system answers the same chats in processes of its own, and the systems take turns: the service without a limit, the
@@ -57,7 +57,7 @@ def main() -> None:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Options of the command line, with the chats as lists of questions."""
     parser = parser_of(__doc__)
-    parser.add_argument("--limits", type=_limits, default=f"{NO_LIMIT},1000MiB,900MiB", help="memory of a worker")
+    parser.add_argument("--limits", type=_limits, default=f"{NO_LIMIT},1200MiB,1100MiB", help="memory of a worker")
     parser.add_argument("--chats", type=whole(1, 10_000), default=8)
     parser.add_argument("--turns", type=whole(1, 100), default=2, help="questions of a chat")
     parser.add_argument("--tokens", type=whole(1, 1024), default=64, help="maximum tokens of an answer")

@@ -73,8 +73,6 @@ def _read_verdict(result: Any, status: ItemStatus, item: VerifyItem, vocab_size:
             raise InvalidResponseError(f"token id {largest} is outside the vocabulary")
         known = min(accepted, len(drafts))
         _require(tokens[:known] == drafts[:known], "the accepted tokens differ from the draft tokens")
-        recovered, rejected = tokens[accepted:], drafts[accepted : accepted + 1]
-        _require(recovered != rejected, "the recovered token equals the rejected draft token")
     expected = item.base_length + len(item.token_ids) + accepted
     _check_cached(result, expected)
     logprobs = _read_logprobs(result, item, vocab_size)

@@ -80,7 +80,7 @@ class Worker:
         self.caches.clear()
         self.released.clear()
 
-    def verify(self, item: VerifyItem, round_id: int = 0) -> Verdict:
+    def verify(self, item: VerifyItem, round_id: int = 0, num_masks: int = NO_LIMIT) -> Verdict:
         if item.after_round_id is not None:
             assert (item.base_length, item.token_ids, item.sampling) == (0, (), None)
             after, yielded = self.last.get(item.sequence_id, (None, [0]))
@@ -101,6 +101,7 @@ class Worker:
             gained.append(draft)
         if not item.prefill_only:
             gained.append(choose(tokens))
+            del tokens[len(tokens) - max(0, len(gained) - num_masks) :], gained[num_masks:]
             self.last[item.sequence_id] = round_id, gained
         return Verdict(item.sequence_id, status, tuple(gained), len(tokens), num_forced_tokens=len(forced))
 
@@ -366,9 +367,11 @@ class Simulation:
         return [self.verdict(item, round_.round_id) for item in items]
 
     def verdict(self, item: VerifyItem, round_id: int) -> Verdict:
-        if item.sampling is not None and item.sampling.grammar and self.fails():
+        has_grammar = self.sequences[item.sequence_id].request.sampling.grammar
+        if has_grammar and item.sampling is not None and self.fails():
             return Verdict(item.sequence_id, ItemStatus.GRAMMAR_NOT_READY)
-        return self.target.verify(item, round_id)
+        num_masks = self.rng.randint(1, 3) if has_grammar and self.fails() else NO_LIMIT
+        return self.target.verify(item, round_id, num_masks)
 
     def commit(self, round_: Round, group: list[Sequence], verdicts: list[Verdict]) -> None:
         if self.fails():  # the response is lost
