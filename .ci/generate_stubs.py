@@ -1,5 +1,6 @@
 """Regenerate the Python stubs in `specpool/v1`: `python .ci/generate_stubs.py [OUTPUT_FOLDER]`."""
 
+import os
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -12,6 +13,7 @@ PROTOS = ROOT / "protos"
 
 def generate(output: Path) -> None:
     """Write `*_pb2.py`, `*_pb2.pyi`, `*_pb2_grpc.py` and `*_pb2_grpc.pyi` under `output`."""
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # finds the plugin
     sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
     arguments = [
         "protoc",
