@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from hypothesis import settings
 
 os.environ["TRITON_INTERPRET"] = "1"  # run kernels on the CPU; Triton reads this when it imports them
 # Spinning threads would steal cores from tests that run in parallel.
@@ -18,6 +19,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 from certificates import Authority, Certificate
 from tiny_pair import make_tiny_pair
+
+settings.register_profile("specpool", deadline=None)
+settings.load_profile("specpool")
 
 
 @pytest.fixture(autouse=True)
