@@ -1,6 +1,5 @@
 """Regenerate the Python stubs in `specpool/v1`: `python .ci/generate_stubs.py [OUTPUT_FOLDER]`."""
 
-import os
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +12,6 @@ PROTOS = ROOT / "protos"
 
 def generate(output: Path) -> None:
     """Write `*_pb2.py`, `*_pb2.pyi`, `*_pb2_grpc.py` and `*_pb2_grpc.pyi` under `output`."""
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # finds the plugin
     sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
     arguments = [
         "protoc",
@@ -22,6 +20,7 @@ def generate(output: Path) -> None:
         f"--python_out={output}",
         f"--pyi_out={output}",
         f"--grpc_python_out={output}",
+        f"--plugin={Path(sys.executable).with_name('protoc-gen-mypy_grpc')}",
         f"--mypy_grpc_out=quiet:{output}",
         *sources,
     ]
