@@ -101,7 +101,8 @@ class Worker:
             gained.append(draft)
         if not item.prefill_only:
             gained.append(choose(tokens))
-            del tokens[len(tokens) - max(0, len(gained) - num_masks) :], gained[num_masks:]
+            late = gained[num_masks:]
+            del gained[num_masks:], tokens[len(tokens) - len(late) :]
             self.last[item.sequence_id] = round_id, gained
         return Verdict(item.sequence_id, status, tuple(gained), len(tokens), num_forced_tokens=len(forced))
 
