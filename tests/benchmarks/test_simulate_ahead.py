@@ -113,7 +113,7 @@ def test_the_draft_knows_as_much_as_in_the_measured_pair() -> None:
 # --- Bounds
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(list(STRATEGIES)),
     counts,

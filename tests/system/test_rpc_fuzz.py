@@ -37,9 +37,7 @@ REFUSALS = {
     StatusCode.FAILED_PRECONDITION,
     StatusCode.RESOURCE_EXHAUSTED,
 }
-FUZZING = settings(
-    max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)
+FUZZING = settings(max_examples=EXAMPLES, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 SERVICES = {
     "coordinator": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
     "draft": draft_worker_pb2.DESCRIPTOR.services_by_name["DraftWorkerService"],

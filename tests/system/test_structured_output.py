@@ -151,7 +151,7 @@ def service(tiny_pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Ite
         runner.run(context.__aexit__(None, None, None))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mix=st.lists(requests, min_size=1, max_size=6), forget_after=st.lists(st.integers(1, 8), max_size=2))
 def test_constrained_answers_equal_plain_decoding(
     service: Service, mix: list[Request], forget_after: list[int]

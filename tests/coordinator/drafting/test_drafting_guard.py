@@ -70,7 +70,7 @@ def test_larger_losses_pause_drafting_sooner(seconds: float, most: int) -> None:
 
 
 @given(slowdown=st.floats(1.05, 20), tokens=st.sampled_from([1, 1.5, 2, 4]), sequences=st.sampled_from([1, 4, 64]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_losing_draft_costs_at_most_one_percent_in_the_long_run(
     slowdown: float, tokens: float, sequences: int
 ) -> None:
@@ -205,7 +205,7 @@ def test_plain_rounds_are_needed_at_new_sizes_and_after_a_while() -> None:
     rate=st.floats(0, 0.95),
     batch=st.sampled_from([1, 3, 8]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_run_is_never_much_slower_than_plain_decoding(
     draft: float, row: float, believed: tuple[float, float], unseen: float, rate: float, batch: int
 ) -> None:

@@ -101,7 +101,7 @@ TOOL = st.builds(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=60)
 @given(
     st.tuples(MESSAGE, st.lists(MESSAGE, max_size=4)).map(lambda parts: [parts[0], *parts[1]]),
     st.lists(TOOL, max_size=2),

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizers import BYTES, FALLBACK, described
 from tokenizers import Tokenizer, decoders, models
@@ -34,7 +34,6 @@ USUAL = [
 TOKEN = st.sampled_from(["a", "▁", "▁b", "##c", "d</w>", "<0xE2>", "<0x82>", "<0xAC>", "|", "<pad>", "Ġe", "é", ","])
 
 
-@settings(deadline=None)
 @given(tokens=st.lists(TOKEN, max_size=12))
 @pytest.mark.parametrize("decoder", USUAL, ids=lambda decoder: type(decoder).__name__)
 def test_rebuilt_decoders_decode_as_the_library_does(decoder: Any, tokens: list[str]) -> None:

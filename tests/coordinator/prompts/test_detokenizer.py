@@ -4,7 +4,7 @@ import logging
 import random
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_tokenizers import (
     BYTES,
@@ -37,7 +37,6 @@ def random_groups(ids: list[int], seed: int) -> list[list[int]]:
     return groups
 
 
-@settings(deadline=None)
 @given(text=st.text(max_size=60), seed=st.integers(0, 2**32))
 @pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["bytes", "byte fallback"])
 def test_pieces_join_to_the_text_and_hold_whole_characters(tokenizer: Tokenizer, text: str, seed: int) -> None:
@@ -50,7 +49,6 @@ def test_pieces_join_to_the_text_and_hold_whole_characters(tokenizer: Tokenizer,
         assert not any(REPLACEMENT in piece for piece in pieces)
 
 
-@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=60), seed=st.integers(0, 2**32))
 def test_pieces_of_arbitrary_bytes_join_to_their_decoding(ids: list[int], seed: int) -> None:
     pieces = pieces_of(BYTES, random_groups(ids, seed))
@@ -58,13 +56,11 @@ def test_pieces_of_arbitrary_bytes_join_to_their_decoding(ids: list[int], seed: 
     assert not any(piece.endswith(REPLACEMENT) for piece in pieces[:-1])
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([*EURO, *CONTINUATIONS, *CONTINUATIONS, LETTERS[0]]), max_size=150))
 def test_long_runs_of_invalid_bytes_join_to_their_decoding(ids: list[int]) -> None:
     assert "".join(pieces_of(BYTES, [[token] for token in ids])) == BYTES.decode(ids)
 
 
-@settings(deadline=None)
 @given(ids=st.lists(st.sampled_from([0xC3, 0xA9, 0xE2, 0x82, 0xAC, 256, 257, 258, 260]), max_size=30))
 @example(ids=[0xC3, 0xA9, 0xE2, 258])  # "é" is out before the next byte turns it into replacement characters
 def test_byte_fallback_loses_no_words_around_invalid_bytes(ids: list[int]) -> None:
@@ -72,7 +68,6 @@ def test_byte_fallback_loses_no_words_around_invalid_bytes(ids: list[int]) -> No
     assert [c for c in text if c in "ab"] == [c for c in FALLBACK.decode(ids) if c in "ab"]
 
 
-@settings(deadline=None)
 @given(
     ids=st.lists(st.sampled_from([0xE2, 0x82, 0xAC, 0xAC, 0xF0]), min_size=1, max_size=100),
     words=st.lists(st.sampled_from([258, 260, 261]), min_size=1),
@@ -95,7 +90,6 @@ def whole_characters(tokenizer: Tokenizer, ids: list[int]) -> str:
     return next(text for end in range(len(ids), -1, -1) if REPLACEMENT not in (text := tokenizer.decode(ids[:end])))
 
 
-@settings(deadline=None)
 @given(
     text=st.text(st.characters(codec="utf-8", exclude_characters=REPLACEMENT), max_size=40)
     | st.text("ab é€", max_size=40),
@@ -112,7 +106,6 @@ def test_pieces_continue_the_text_of_the_prompt(tokenizer: Tokenizer, text: str,
     assert not any(REPLACEMENT in piece for piece in pieces)
 
 
-@settings(deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**32))
 @pytest.mark.parametrize("tokenizer", [METASPACE, WORDPIECE, WORD_ENDS], ids=["metaspace", "wordpiece", "word ends"])
 def test_pieces_of_words_continue_the_text_of_the_prompt(tokenizer: Tokenizer, data: st.DataObject, seed: int) -> None:
@@ -122,7 +115,6 @@ def test_pieces_of_words_continue_the_text_of_the_prompt(tokenizer: Tokenizer, d
     assert "".join(pieces) == added_text(tokenizer, prompt_ids, ids)
 
 
-@settings(deadline=None)
 @given(prompt=st.text(max_size=30), text=st.text(max_size=30))
 def test_a_prompt_of_whole_characters_does_not_change_the_answer(prompt: str, text: str) -> None:
     """This holds even if the prompt itself ends with a replacement character."""

@@ -4,7 +4,7 @@ from functools import partial
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizers import BYTES, make_tokenizer
 from tokenizers import Tokenizer, models
@@ -89,7 +89,6 @@ def test_panics_of_the_library_reject_the_prompt() -> None:
     assert tokenizer.encode_text("a") == BYTES.encode("a").ids
 
 
-@settings(deadline=None)
 @given(text=st.text(max_size=200), maximum=st.integers(1, 100), piece=st.integers(1, 50))
 def test_prompts_that_fit_are_never_rejected(text: str, maximum: int, piece: int) -> None:
     """Even if they are counted in pieces first."""

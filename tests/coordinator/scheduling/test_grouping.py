@@ -159,7 +159,7 @@ def serve_all(policy: Policy, pool: Pool, arrivals: list[Sequence], gain: Callab
     return groups
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(sorted(POLICIES)),
     limits=all_limits,

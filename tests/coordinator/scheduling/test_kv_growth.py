@@ -221,7 +221,7 @@ def test_a_sequence_without_room_in_the_worker_gives_up_its_place() -> None:
 REQUESTS = st.tuples(st.sampled_from("abc"), st.integers(1, 300), st.integers(1, 200), st.sampled_from([1, 1, 1, 3]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     requests=st.lists(REQUESTS, min_size=1, max_size=8),
     positions=st.sampled_from([512, 576, 768, 1024]),

@@ -98,7 +98,7 @@ def test_tokens_match_plain_decoding(workers: Workers, policy: str, layout: str,
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     policy=st.sampled_from(EVERY_POLICY),
     layout=st.sampled_from(EVERY_LAYOUT),

@@ -211,7 +211,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=80, stateful_step_count=40)
 
 
 def filled(max_num_seqs: int, number: int, queue_size: int = 100) -> tuple[Pool, list[Sequence]]:

@@ -433,7 +433,7 @@ REQUESTS = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     requests=st.lists(REQUESTS, min_size=1, max_size=6),
     budget=st.integers(1, 60),
@@ -589,7 +589,6 @@ def test_tokens_after_a_stop_do_not_count_as_accepted() -> None:
     assert sequence.speculation.mean_acceptance_length == 2, "the round emitted two tokens"
 
 
-@settings(deadline=None)
 @given(
     prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=4),
     max_tokens=st.integers(1, 30),

@@ -150,5 +150,5 @@ class RoundsInFlight(RuleBasedStateMachine):
         assert not unsent & {sequence.sequence_id for sequence in self.pool.ready}, "an unsent round is overtaken"
 
 
-RoundsInFlight.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+RoundsInFlight.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
 TestRoundsInFlight = RoundsInFlight.TestCase

@@ -71,7 +71,7 @@ def test_cheap_clients_run_beside_those_that_are_behind() -> None:
     assert min(speeds.values()) >= 1 / 3 - 0.02
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     loads=st.dictionaries(
         st.sampled_from("abcdef"),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.drafting.costs import StepTimes
@@ -331,7 +331,6 @@ class Sequence:
             self.backoff_until = round_id + DRAFT_BACKOFF_ROUNDS
 
 
-@settings(deadline=None)
 @given(st.integers(0), st.integers(2, 4), st.integers(1, 5))
 def test_no_worker_continues_another_text(seed: int, workers: int, slots: int) -> None:
     """Sequences are on one worker each, move only when they must, and every worker has the text that it continues."""

@@ -1,6 +1,6 @@
 """The size limits allow the largest valid responses."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specpool.protocol.features import FeatureSpec, WantedFeatures
@@ -36,7 +36,6 @@ PROPOSALS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(items=VERDICTS, features=st.none() | st.just(WantedFeatures(FeatureSpec((1, 2), 2048), 16)))
 def test_verdicts_of_any_valid_size_fit(items: list[VerifyItem], features: WantedFeatures | None) -> None:
     response = target_worker_pb2.VerifyResponse(
@@ -60,7 +59,6 @@ def test_verdicts_of_any_valid_size_fit(items: list[VerifyItem], features: Wante
     assert response.ByteSize() <= max_verify_bytes(items, features)
 
 
-@settings(deadline=None)
 @given(items=PROPOSALS)
 def test_proposals_of_any_valid_size_fit(items: list[ProposeItem]) -> None:
     response = draft_worker_pb2.ProposeResponse(

@@ -37,7 +37,7 @@ rounds = st.lists(
 )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=rounds)
 def test_padded_logits_match_in_place_decoding_bit_for_bit(
     engine: Engine, truth: list[torch.Tensor], rounds: list[dict[int, tuple[int, int]]]
@@ -58,7 +58,7 @@ def test_padded_logits_match_in_place_decoding_bit_for_bit(
             cached[i] += fed - min(rejected, fed)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rounds=rounds)
 def test_padding_never_accumulates_and_few_sequences_move(rounds: list[dict[int, tuple[int, int]]]) -> None:
     arena = KVArena(2, 1, SEQUENCES * MAX_LENGTH, 1, torch.float32, torch.device("cpu"))

@@ -131,7 +131,7 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 TestSlotMachine = SlotMachine.TestCase
-TestSlotMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestSlotMachine.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 def test_orphans_are_evicted_only_as_needed() -> None:

@@ -29,7 +29,7 @@ def test_invalid_bytes_are_refused(name: str, data: torch.Tensor, reason: str) -
         find_named({f"a.{name}": data}, "a")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**16), exponents=st.lists(st.integers(-30, 30), min_size=1, max_size=5))
 def test_int8_rounds_to_half_a_step(tmp_path_factory: pytest.TempPathFactory, seed: int, exponents: list[int]) -> None:
     file = tmp_path_factory.mktemp("compact") / "draft.safetensors"

@@ -219,7 +219,7 @@ def test_unusable_tensors_are_refused(tmp_path: Path, tensor: bytes, content: by
         file.read("up")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(end=st.floats(0, 1, exclude_max=True), place=st.integers(0, 1999), byte=st.integers(0, 255))
 def test_truncated_and_corrupted_files_raise_only_gguf_errors(
     tmp_path_factory: pytest.TempPathFactory, valid: Path, end: float, place: int, byte: int

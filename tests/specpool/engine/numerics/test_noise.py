@@ -23,7 +23,7 @@ def test_noise_follows_the_gumbel_distribution_independently() -> None:
         assert correlations.abs().max() < 6 / math.sqrt(rows.shape[1])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**31), chosen=st.lists(st.integers(0, 99_999), max_size=9)
 )
@@ -60,7 +60,7 @@ def test_noise_is_precise_and_finite_for_all_bits() -> None:
     assert 0 <= excess.min() <= excess.max() < noise._BOUND_ERROR
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     size=st.sampled_from([1, 2, 40, 1_000, 20_000]),
     spread=st.sampled_from([0.0, 0.1, 3.0, 1e6]),

@@ -185,7 +185,7 @@ def assert_own_states_agree(first: Engine, second: Engine) -> None:
         assert all(torch.equal(state, other.own_states[length]) for length, state in one.own_states.items())
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
 def test_drafts_match_single_steps(engines: Engines, seed: int) -> None:
     """Passes mix greedy and sampled sequences, branches, ragged lengths and early ends."""
@@ -198,7 +198,7 @@ def feature_engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     return looped_engine(folder, threads=2), stepped_engine(folder, threads=2)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
 def test_feature_drafts_match_single_steps(feature_engines: Engines, seed: int) -> None:
     """Items with and without the target's states; own states continue drafts, branches and rounds."""

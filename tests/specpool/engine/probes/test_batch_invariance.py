@@ -252,7 +252,7 @@ def test_the_self_test_fits_any_size_of_engine(tiny_pair: Pair, max_sequences: i
 
 
 @needs_onednn
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 40), st.booleans())
 def test_a_prepacked_layer_computes_the_same(inputs: int, outputs: int, rows: int, bias: bool) -> None:
     linear = nn.Linear(inputs, outputs, bias)

@@ -117,7 +117,7 @@ def test_branches_get_the_bits_of_a_sequence_of_their_own(engine: Engine, prefix
     check_logits(engine, prefix_length, (3, 3 + LENGTH, 40), (1, 1, 4, 3), exact=True)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     prefix_length=st.integers(1, 130),
     gaps=st.lists(st.integers(0, 20), min_size=1, max_size=4),

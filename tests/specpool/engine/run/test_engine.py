@@ -104,7 +104,7 @@ def ragged_rounds(draw: st.DrawFn) -> list[tuple[int, int, int, int, int]]:
     return rounds
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=ragged_rounds(), limit=st.sampled_from([1, 2, 3, 7, 16, 512]), junk=st.integers(0, 256))
 def test_verification_in_a_batch_equals_decoding_alone(
     engine: Engine,
@@ -134,7 +134,7 @@ def test_verification_in_a_batch_equals_decoding_alone(
         assert_same_cache(engine, truth, i, slot, at + 1)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=4),
     limit=st.sampled_from([1, 2, 5, 8, 17, 64, 300]),
@@ -335,7 +335,7 @@ def test_chunking_keeps_every_token_and_logit_in_order(spans: list[Span], limit:
 
 
 @pytest.mark.parametrize("gather", [False, True])
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     spans=spans_of_any_kind,
     slots=st.permutations(range(8)),
@@ -426,7 +426,7 @@ def test_unevenly_spaced_sequences_are_split_or_gathered(engine: Engine) -> None
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(spans=spans_with_branches(), rows_per_tile=st.integers(1, 9))
 def test_attention_tiles_cover_the_rows_of_each_sequence(spans: list[Span], rows_per_tile: int) -> None:
     arena = KVArena(1, 1, 1, 1, torch.float32, torch.device("cpu"))

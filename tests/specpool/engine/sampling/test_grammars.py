@@ -67,7 +67,7 @@ def fresh_masks(grammars: Grammars, grammar: str, token_ids: Sequence[int], coun
     return [None if mask is None else allowed_by(mask) for mask in masks]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(grammar=st.sampled_from([COLORS, LIST]), seed=st.integers(0, 10_000))
 def test_masks_are_those_of_a_grammar_that_reads_all_at_once(grammars: Grammars, grammar: str, seed: int) -> None:
     """Sequences grow by legal tokens, are verified with legal and illegal drafts, and are truncated."""
@@ -211,7 +211,7 @@ def _few_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_few_states")
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8)), max_size=60), memory=st.booleans())
 def test_the_outcome_is_that_of_a_fresh_worker(rounds: list[tuple[int, int]], memory: bool) -> None:
     """Drafts, history, other clients of the grammar and the memory limit do not matter.
@@ -382,7 +382,7 @@ class RandomMasks(SequenceGrammar):
         ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     size=st.sampled_from([40, BLOCK - 1, BLOCK, 3 * BLOCK + 7]),
     cut=st.booleans(),

@@ -28,7 +28,7 @@ def rank(logits: torch.Tensor, params: SamplingParams | None, context: Sequence[
     return ranking
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(params=all_params, context=contexts, seed=st.integers(0, 99), ties=st.booleans(), count=st.integers(1, VOCAB))
 def test_a_sampled_ranking_begins_with_the_choice(
     params: SamplingParams, context: tuple[list[int], list[int]], seed: int, ties: bool, count: int
@@ -53,7 +53,7 @@ def test_sampled_tokens_are_in_the_order_of_their_noisy_scores(seed: int) -> Non
     assert [probability for _, probability in ranking] == pytest.approx(expected, rel=1e-4)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 999), distinct=st.integers(1, 6), count=st.integers(1, VOCAB))
 def test_greedy_rankings_prefer_low_tokens_of_equal_logits(seed: int, distinct: int, count: int) -> None:
     logits = torch.randint(distinct, (3, VOCAB), generator=torch.Generator().manual_seed(seed)).float()

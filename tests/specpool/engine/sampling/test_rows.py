@@ -26,7 +26,7 @@ def alone(context: list[int], count: int) -> list[dict[int, int]]:
     return counts(SequenceRows(SequenceRules(PARAMS), context, count))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), sequence=st.lists(tokens, min_size=4, max_size=12))
 def test_rules_count_the_tokens_of_each_branch_and_of_the_sequence(data: st.DataObject, sequence: list[int]) -> None:
     rules, length = SequenceRules(PARAMS), 1

@@ -46,14 +46,14 @@ params_of = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(params=params_of, context=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), seed=st.integers(0, 99))
 def test_changes_match_the_definition_bit_for_bit(params: SamplingParams, context: list[int], seed: int) -> None:
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     assert torch.equal(adjust(logits, params, context), adjust_plainly(logits, params, context))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(params=params_of, seed=st.integers(0, 10_000))
 def test_rounds_with_rejected_drafts_match_rules_that_count_everything(params: SamplingParams, seed: int) -> None:
     """A worker may also be told to keep fewer positions than it has committed."""

@@ -32,7 +32,7 @@ DRAWS = 2_000
 QUANTILE_99_9 = 72.05
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=st.integers(1, 4), size=st.integers(1, 300), distinct=st.integers(1, 6), seed=st.integers(0, 99))
 def test_largest_equals_torch_argmax(rows: int, size: int, distinct: int, seed: int) -> None:
     """Includes ties, NaN and padded rows."""
@@ -89,7 +89,7 @@ contexts = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(params=all_params, context=contexts, seed=st.integers(0, 50), ties=st.booleans(), few=st.integers(1, VOCAB))
 def test_rules_match_transformers(
     params: SamplingParams, context: tuple[list[int], list[int]], seed: int, ties: bool, few: int
@@ -113,7 +113,6 @@ def test_rules_match_transformers(
     torch.testing.assert_close(actual[~edge], expected[~edge])
 
 
-@settings(deadline=None)
 @given(frequency=st.sampled_from([-1.0, 0.0, 0.5]), presence=st.sampled_from([-1.0, 0.0, 1.5]), context=contexts)
 def test_frequency_and_presence_penalties_count_generated_tokens(
     frequency: float, presence: float, context: tuple[list[int], list[int]]

@@ -1,7 +1,7 @@
 """Shards cover every weight exactly once and evenly; too small dimensions are refused."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import small_config
 
@@ -10,7 +10,6 @@ from specpool.engine.sharding.shares import Share, Sums, piece_of, shard, split_
 WEIGHTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-@settings(deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 64), st.integers(1, 64))
 def test_shares_are_even_and_cover_every_index_once(total: int, ranks: int, unit: int) -> None:
     shares = split_evenly(total, ranks, unit)

@@ -29,7 +29,7 @@ def finite_weight(name: str, rows: int, columns: int) -> Quantized:
 
 
 @pytest.mark.parametrize("name", GGML_TYPES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(rows=st.integers(1, 5), blocks=st.integers(1, 4), seed=st.integers(0, 2**32))
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 def test_dequantization_matches_ggml_bit_for_bit(name: str, rows: int, blocks: int, seed: int) -> None:
@@ -45,7 +45,6 @@ def test_dequantization_matches_ggml_bit_for_bit(name: str, rows: int, blocks: i
     assert torch.equal(actual[known].view(torch.int32), expected[known].view(torch.int32))
 
 
-@settings(deadline=None)
 @given(rows=st.integers(1, 5), columns=st.integers(1, 70), seed=st.integers(0, 2**32))
 def test_int8_rows_have_one_scale(rows: int, columns: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -4,7 +4,7 @@ import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specpool.engine.weights.quantized import Quantized
@@ -40,7 +40,6 @@ def test_packed_codes_dequantize_to_the_same_weights(rows: int, blocks: int, see
     assert torch.equal(torch.from_numpy(by_library), expected)
 
 
-@settings(deadline=None)
 @given(seed=seeds, exponents=st.lists(st.integers(-8, 12), min_size=1, max_size=4), offset=st.floats(-3, 3))
 def test_squared_errors_are_at_most_those_of_the_full_range(seed: int, exponents: list[int], offset: float) -> None:
     block = random_blocks(seed, exponents, offset)
@@ -51,7 +50,6 @@ def test_squared_errors_are_at_most_those_of_the_full_range(seed: int, exponents
     assert (errors <= bound).all()
 
 
-@settings(deadline=None)
 @given(seed=seeds)
 def test_important_columns_are_rounded_better(seed: int) -> None:
     block = random_blocks(seed, [0] * 64)

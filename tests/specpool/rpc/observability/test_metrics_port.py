@@ -12,7 +12,7 @@ import pytest
 from certificates import TOKEN
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from scraping import Scrape, http, scrape
@@ -197,7 +197,6 @@ async def test_unknown_methods_do_not_create_labels(tmp_path: Path) -> None:
         }
 
 
-@settings(deadline=None)
 @given(
     label=st.text(),
     values=st.dictionaries(st.text(), st.floats(allow_nan=False)),
