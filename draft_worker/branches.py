@@ -1,7 +1,7 @@
 """Branches: drafts for the most probable outcomes of a verification, made while it runs.
 
 One pass appends the tokens that are being verified and ranks the tokens that the target may choose. Each further pass
-extends all branches by a token. They share the cache of their sequence, and use positions that it does not need yet.
+extends all branches by a token. They share the cache of their sequence, in positions that it does not use yet.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ def draft_branches(
 
 
 def _appending(engine: SequenceEngine, items: Mapping[SequenceKey, ProposeItem]) -> Iterator[tuple[SequenceKey, Span]]:
-    """The spans that append the tokens of the items. Without logits, a sequence gets no branches."""
+    """Build the spans that append the items' tokens. Without logits, a sequence gets no branches."""
     sampled_rows = 0
     for key, item in items.items():
         num_logits = item.num_unverified + 1
@@ -59,7 +59,7 @@ def _appending(engine: SequenceEngine, items: Mapping[SequenceKey, ProposeItem])
 def _outlined(
     engine: SequenceEngine, key: SequenceKey, item: ProposeItem, rankings: Sequence[Ranking], chances: Sequence[float]
 ) -> Iterator[tuple[Outcome, Draft]]:
-    """The outcomes and drafts of a sequence's branches, as many as its extent has room for."""
+    """Return the outcomes and drafts of a sequence's branches, as many as its extent has room for."""
     end, length, slots = item.end, item.num_draft_tokens, engine.engine.slots
     max_length = engine.engine.max_model_len
     slots.grow(key, min(end + item.num_branches * length, max_length), evicts=False)

@@ -1,4 +1,4 @@
-"""Reads the target's hidden states that an item carries."""
+"""Reads the target's hidden states from an item."""
 
 import logging
 from functools import cache
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def states_of(item: ProposeItem, features: Features | None, following: int = 0) -> torch.Tensor | None:
-    """The states before the last committed tokens of an item, [n, width], and zeros for the tokens that follow them.
+    """Return the states before an item's last committed tokens, [n, width], with zeros for the tokens that follow.
 
     `following`: number of unverified or forced tokens after the committed ones. None if the item has no states, or not
     finite rows of them: a draft without states works, only worse, so malformed ones are ignored.

@@ -1,4 +1,4 @@
-"""The most probable outcomes of a verification, by the draft's own probabilities. Pure.
+"""Ranks outcomes of a verification by the draft's own probabilities. Pure.
 
 An outcome is the number of accepted tokens, and the target's token after them.
 """
@@ -22,7 +22,7 @@ class Outcome(NamedTuple):
 def most_probable(
     rankings: Sequence[Ranking], unverified: Sequence[int], chances: Sequence[float], count: int
 ) -> list[Outcome]:
-    """At most `count` outcomes of verifying the tokens `unverified`, the most probable first.
+    """Return at most `count` outcomes of verifying the tokens `unverified`, most probable first.
 
     `rankings`: the draft's most probable tokens in place of each of these tokens, and after the last one.
     """

@@ -23,7 +23,7 @@ class Proposer(SequenceEngine):
     """The draft worker's backend."""
 
     def info(self) -> WorkerInfo:
-        """Description of the model and its load."""
+        """Describe the model and its load."""
         return replace(super().info(), max_branches=MAX_ITEM_BRANCHES if self.engine.supports_branches else 1)
 
     def propose(self, rounds: Sequence[ProposeRound]) -> list[list[Proposal]]:
@@ -66,7 +66,7 @@ class Proposer(SequenceEngine):
         ]
 
     def _draft_of(self, key: SequenceKey, item: ProposeItem, forced: tuple[int, ...]) -> Draft:
-        """The draft after an item's forced tokens. Its span takes every token that is not cached yet.
+        """Build the draft after an item's forced tokens. Its span covers every token that is not cached yet.
 
         After full acceptance, this includes the draft's own last token. The last draft token is never cached.
         """

@@ -35,7 +35,7 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
 
     @staticmethod
     def work(round_: ProposeRound, proposer: Proposer) -> Work:
-        """A draft takes one forward pass for each draft token; branches take one more."""
+        """Return the cost: a forward pass per draft token, and one more for branches."""
         served = [item for item in round_.items if proposer.has_room(round_.coordinator_id, item.sequence_id)]
         return Work(
             sum(max(len(item.token_ids), item.num_branches) for item in served),

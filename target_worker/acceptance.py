@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 
 def accept(draft: Sequence[int], choices: Iterable[int]) -> list[int]:
-    """The tokens that a verified sequence gains: the longest common prefix of `draft` and `choices`, then one choice.
+    """Return the tokens that a sequence gains: the longest common prefix of `draft` and `choices`, then one choice.
 
     The last token is the recovered token after a mismatch, or the bonus token after full acceptance. `choices[i]` is
     the target's choice given `draft[:i]`. Choices after the first mismatch are not read. Without a

@@ -1,4 +1,4 @@
-"""Features: hidden states of the target, for the drafts of rounds that ask for them."""
+"""Packs hidden states of the target for the rounds that request them."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ from specpool.protocol.rounds import VerifyRound
 
 
 def layers_of(rounds: Sequence[VerifyRound]) -> tuple[int, ...]:
-    """All layers whose states any of the rounds needs, in ascending order."""
+    """Return all layers whose states any round needs, in ascending order."""
     return tuple(sorted({layer for round_ in rounds for layer in round_.feature_layers}))
 
 
 def rounds_with_features(rounds: Sequence[VerifyRound]) -> dict[SequenceKey, VerifyRound]:
-    """The round of each sequence whose features are wanted."""
+    """Return the round of each sequence whose features are requested."""
     asking = (round_ for round_ in rounds if round_.feature_layers)
     return {
         (round_.coordinator_id, item.sequence_id): round_

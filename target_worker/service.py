@@ -37,7 +37,7 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
 
     @staticmethod
     def work(round_: VerifyRound, verifier: Verifier) -> Work:
-        """Verification takes one forward pass."""
+        """Return the cost: one forward pass."""
         served = (item for item in round_.items if verifier.has_room(round_.coordinator_id, item.sequence_id))
         return Work(sum(max(1, len(item.token_ids)) + item.max_num_draft_tokens for item in served))
 

@@ -20,7 +20,7 @@ class Verifier(SequenceEngine):
     requires_grammars = True
 
     def info(self) -> WorkerInfo:
-        """Description of the model and its load."""
+        """Describe the model and its load."""
         return replace(super().info(), returns_features=self.engine.has_states)
 
     def tokenizer(self) -> TokenizerFiles:
@@ -81,7 +81,7 @@ class Verifier(SequenceEngine):
         return Verdict(item.sequence_id, state, error=error)
 
     def _forced(self, key: SequenceKey, item: VerifyItem) -> tuple[int, ...]:
-        """Forced tokens after an item's draft tokens. The item stays as it is, since its round may be repeated."""
+        """Return the forced tokens after an item's draft tokens. Leaves the item as it is, for a repeated round."""
         limit = item.max_draft_tokens - len(item.draft_token_ids)
         if item.prefill_only or limit <= 0:
             return ()
@@ -115,7 +115,7 @@ class Verifier(SequenceEngine):
     def _add_features(
         verdict: Verdict, item: VerifyItem, choices: Choices, layers: tuple[int, ...], round_: VerifyRound
     ) -> None:
-        """Add the states of the kept positions. `layers`: of `choices.states`."""
+        """Add the states of the kept positions. `layers`: the layers of `choices.states`."""
         if choices.states is not None and verdict.status is ItemStatus.OK:
             count = item.num_features(round_.feature_window, max(0, len(verdict.token_ids) - 1))
             verdict.features = pack_features(choices.states[:count], layers, round_.feature_layers)

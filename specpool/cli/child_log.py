@@ -1,4 +1,4 @@
-"""Copies the log of a child process to our stderr, and remembers how it ended."""
+"""Copies a child process's log to our stderr, and keeps its last line as the reason for its end."""
 
 import contextlib
 import json

@@ -89,7 +89,7 @@ def demo(settings: DemoSettings) -> int:
 
 
 def table_of(result: Mapping[str, object]) -> Table:
-    """The last table that the command prints."""
+    """Build the last table that the command prints."""
     table = Table("measure", "value")
     for name, value in result.items():
         table.add_row(name, str(value))

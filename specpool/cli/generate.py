@@ -132,7 +132,7 @@ def _split_choices(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _check_repeats(arguments: list[str]) -> None:
-    """Raise ValueError for a repeated constraint, of which argparse would silently take the last."""
+    """Raise ValueError for a repeated constraint; argparse would silently keep the last one."""
     flags = [argument.partition("=")[0] for argument in takewhile(lambda argument: argument != "--", arguments)]
     for flag in ("--json-schema", "--regex", "--grammar"):
         if flags.count(flag) > 1:
@@ -187,7 +187,7 @@ async def sure_answers(
 
 
 def as_record(line: PromptLine, response: pb.GenerateResponse) -> dict[str, object]:
-    """The object that `--json` prints for a prompt."""
+    """Build the object that `--json` prints for a prompt."""
     return {
         "id": line.id,
         "token_ids": list(response.token_ids),
@@ -205,7 +205,7 @@ def _as_dict(message: Message) -> dict[str, Any]:
 
 
 def why_cut(response: pb.GenerateResponse, max_tokens: int | None) -> str | None:
-    """Why the answer is incomplete; None if it is not. `max_tokens`: of the request."""
+    """Return why the answer is incomplete; None if it is complete. `max_tokens`: the request's."""
     tokens = f"after {response.usage.completion_tokens} tokens"
     if response.finish_reason == "length":
         return f"stopped {tokens}: {'the limit of the server without ' if max_tokens is None else ''}--max-tokens"
@@ -229,7 +229,7 @@ def _with_template_options(line: PromptLine, options: dict[str, Any] | None) -> 
 
 
 def _options(settings: GenerateSettings, constraint: str | None) -> dict[str, Any]:
-    """The options of requests. `constraint`: contents of the file with the schema or grammar."""
+    """Return the options of requests. `constraint`: contents of the file with the schema or grammar."""
     names = GenerateOptions.__annotations__.keys() & type(settings).model_fields.keys() - set(CHAT_OPTIONS)
     read = {name: constraint for name in ("json_schema", "grammar") if getattr(settings, name) is not None}
     stop = None if settings.stop is None else [settings.stop]
@@ -237,7 +237,7 @@ def _options(settings: GenerateSettings, constraint: str | None) -> dict[str, An
 
 
 def _with_file(error: SpecpoolError, settings: GenerateSettings) -> str:
-    """The message of an error. It names the file of a refused constraint."""
+    """Format an error, naming the file of a refused constraint."""
     files = {"sampling_params.json_schema": settings.json_schema, "sampling_params.grammar": settings.grammar}
     file = files.get(error.field) if isinstance(error, InvalidArgumentError) else None
     return f"{error}" if file is None else f"{file}: {error}"

@@ -71,7 +71,7 @@ def run(name: str, arguments: list[str]) -> int:
 
 
 def known_keys() -> set[str]:
-    """Names of the settings of all processes and commands."""
+    """Return the names of the settings of all processes and commands."""
     commands = (settings for settings, _ in COMMANDS.values())
     kinds: list[type[Settings]] = [CoordinatorSettings, WorkerSettings, *commands]
     return names_of_settings(EngineOptions).union(*(settings.keys() for settings in kinds))

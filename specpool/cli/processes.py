@@ -23,7 +23,7 @@ from specpool.rpc.server.health import process_name
 log = logging.getLogger(__name__)
 
 WRONG_SETTINGS = 2
-"""Exit status of a process whose settings cannot be used."""
+"""Exit status of a process with invalid settings."""
 # Time between the end of the drain period and SIGKILL.
 KILL_AFTER_SECONDS = 5.0
 RESTART_SECONDS = 1.0
@@ -82,7 +82,7 @@ class Service:
     security: SecurityOptions = field(default_factory=SecurityOptions)
     """Options of connections to the process."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The settings that `arguments` set, as far as they can be checked before the start."""
+    """The settings from `arguments` that can be checked before the start."""
     starts_last: bool = False
     """Whether the process starts once the others serve, and reuses their measurements."""
     process: asyncio.subprocess.Process | None = None
@@ -147,7 +147,7 @@ class Service:
 
 
 def arguments_of(settings: Mapping[str, Any]) -> list[str]:
-    """Command-line arguments; None and () keep the default of the process."""
+    """Format command-line arguments; None and () keep the process's default."""
     arguments = []
     for name, value in settings.items():
         flag = name.replace("_", "-")
@@ -159,13 +159,13 @@ def arguments_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 def require_torch() -> None:
-    """ProcessFailedError if torch, or another package that a worker needs, is not installed."""
+    """Raise ProcessFailedError if torch, or another package that a worker needs, is not installed."""
     if (problem := explain_missing("worker")) is not None:
         raise ProcessFailedError(problem)
 
 
 def run_module(module: str) -> list[str]:
-    """Command line of a module of Specpool. It imports nothing from the current directory."""
+    """Return the command line of a module of Specpool, which imports nothing from the current directory."""
     return [sys.executable, "-P", "-m", module]
 
 
@@ -176,7 +176,7 @@ async def start_module(module: str, *arguments: str, **options: Any) -> asyncio.
 
 
 async def end(process: asyncio.subprocess.Process, timeout_seconds: float) -> None:
-    """Terminate the process; kill it after the timeout, or if we are cancelled. Kill what it leaves behind."""
+    """Terminate the process; kill it after the timeout, or if we are cancelled. Then kill its remaining children."""
     if process.returncode is not None:
         return
     process.terminate()
@@ -201,7 +201,7 @@ async def kill(processes: list[asyncio.subprocess.Process]) -> None:
 
 
 def worker_environment() -> dict[str, str]:
-    """Environment of the processes: without our settings, and with threads that spin only briefly.
+    """Return the environment of the processes: without our settings, and with threads that spin only briefly.
 
     Spinning threads take cores from the other worker, but waking a sleeping thread takes longer than many operations
     (docs/decisions.md).

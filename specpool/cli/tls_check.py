@@ -14,7 +14,7 @@ MAX_MESSAGES = 4
 
 
 def health_check_security(security: ServerSecurity) -> SecurityOptions:
-    """Connection options for a coordinator with this security: trust only its certificate, and present the same one.
+    """Return connection options for a coordinator with this security: trust only its certificate, and present it.
 
     ProcessFailedError if the certificate has expired, or is invalid for clients although the coordinator requires that.
     """
@@ -31,7 +31,7 @@ def health_check_security(security: ServerSecurity) -> SecurityOptions:
 
 
 def _handshake(cert: Path, key: Path, ca: Path | None) -> dict[str, Any]:
-    """The server's certificate, as the client sees it in an in-memory handshake. ssl.SSLError if it fails."""
+    """Return the server's certificate as seen in an in-memory handshake. Raises ssl.SSLError if it fails."""
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     for context in (server, client):
         context.load_cert_chain(cert, key)
@@ -52,7 +52,7 @@ def _handshake(cert: Path, key: Path, ca: Path | None) -> dict[str, Any]:
 
 
 def _name(certificate: dict[str, Any]) -> str | None:
-    """A name for which the certificate is valid."""
+    """Return a name for which the certificate is valid."""
     names = dict(reversed(certificate.get("subjectAltName", ())))
     common = dict(pair for group in certificate.get("subject", ()) for pair in group).get("commonName")
     name: str | None = names.get("DNS", names.get("IP Address", common))

@@ -91,7 +91,7 @@ async def _print_once(settings: TopSettings, console: Console) -> int:
 
 
 async def _views(settings: TopSettings) -> AsyncGenerator[View | Exception, None]:
-    """A view of the server at every interval, or the error of a failed call."""
+    """Yield a view of the server at every interval, or the error of a failed call."""
     earlier: pb.GetServerInfoResponse | None = None
     async with AsyncClient(settings.address, **settings.security) as client:
         while True:
@@ -223,7 +223,7 @@ def _worker(worker: Worker) -> RenderableType:
 
 
 def _grid() -> Table:
-    """Rows of a name, a number, and a bar or text."""
+    """Lay out rows of a name, a number, and a bar or text."""
     columns = Column(no_wrap=True), Column(justify="right", no_wrap=True), Column(ratio=1)
     return Table.grid(*columns, padding=(0, 1, 0, 0), expand=True)
 
@@ -233,7 +233,7 @@ def _bar(part: float, total: float = 1.0) -> Bar:
 
 
 def _share_list(shares: Mapping[int, float]) -> str:
-    """The largest shares, in the order of their keys."""
+    """Return the largest shares, in the order of their keys."""
     largest = sorted(sorted(shares, key=lambda key: -shares[key])[:MAX_SHARES])
     return "  ".join(f"{key}: {_percent(shares[key])}" for key in largest) or UNDEFINED
 

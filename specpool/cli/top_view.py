@@ -8,7 +8,7 @@ from specpool.v1 import common_pb2
 from specpool.v1 import generation_pb2 as pb
 
 Totals: TypeAlias = dict[str, dict[str, float]]
-"""Counters by group and key, including the uptime. They only grow while a server runs."""
+"""Counters by group and key, including the uptime. They only grow during a server's life."""
 
 COUNTS = ("requests", "rounds", "completion_tokens", "prompt_tokens", "cached_tokens", "cache_misses")
 
@@ -49,7 +49,7 @@ class Activity:
     """Share of rounds by group size."""
     mean_group_size: float | None
     same_length_share: float | None
-    """Share of rounds with equal lengths among the rounds of several sequences."""
+    """Share of same-length rounds among rounds of several sequences."""
     stage_shares: Mapping[str, float]
     """Share of each stage in the duration of rounds."""
 
@@ -71,7 +71,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Plan:
-    """Expected speed with and without drafts, where their number is adaptive."""
+    """Expected speed with and without drafts, if draft lengths are adaptive."""
 
     draft_steps: int
     expected_tokens_per_s: float
@@ -125,7 +125,7 @@ def view_of(
     models: pb.GetModelInfoResponse | None,
     earlier: pb.GetServerInfoResponse | None,
 ) -> View:
-    """The view of a server. `models`: None before the target is connected."""
+    """Build the view of a server. `models`: None before the target is connected."""
     plan = info.speculation
     fixed = models is not None and models.HasField("num_speculative_tokens")
     targets = info.targets or [info.target]  # an earlier version sends one
@@ -153,7 +153,7 @@ def view_of(
 
 
 def equivalence_name(model: common_pb2.ModelInfo) -> str:
-    """How closely logits agree across batches: "bitwise", "numeric", or "unspecified"."""
+    """Return how closely logits agree across batches: "bitwise", "numeric", or "unspecified"."""
     return common_pb2.Equivalence.Name(model.equivalence).removeprefix("EQUIVALENCE_").lower()
 
 
@@ -181,7 +181,7 @@ def _worker(role: str, state: pb.WorkerState) -> Worker:
 
 
 def activity(later: pb.GetServerInfoResponse, earlier: pb.GetServerInfoResponse | None = None) -> Activity:
-    """Activity between two states. Without an earlier one, or after a restart: since the server's start."""
+    """Compute the activity between two states, or since the server's start if there is no earlier one."""
     totals = _totals(later)
     if earlier is None:
         return _activity(totals)
@@ -250,6 +250,6 @@ def _ratio(part: float, total: float) -> float | None:
 
 
 def _shares(counts: Mapping[str, float]) -> dict[str, float]:
-    """Share of each count in the total, without zeros."""
+    """Return the share of each nonzero count in the total."""
     total = sum(counts.values())
     return {key: count / total for key, count in counts.items() if count}

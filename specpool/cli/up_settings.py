@@ -19,7 +19,7 @@ from specpool.worker.settings import WorkerSettings
 MAX_WORKERS = 64
 """Maximum workers of a role."""
 METRICS_PORTS = {"target": 1, "draft": 2, "standby": 3}
-"""Metrics port of the first worker of each role, counted from the coordinator's. Those of other workers follow."""
+"""Offset of each role's first metrics port from the coordinator's. Other workers' ports follow."""
 CPU = "cpu"
 
 # Reuse the field definitions of the processes.
@@ -160,7 +160,7 @@ class UpSettings(ListeningSettings):
             raise ValueError("drafts needs a draft")
 
     def metrics_offset(self, role: str, number: int) -> int:
-        """Metrics port of the worker with this number, from 1, counted from the coordinator's."""
+        """Return the offset of a worker's metrics port from the coordinator's. Workers are numbered from 1."""
         if number == 1:
             return METRICS_PORTS[role]
         return len(METRICS_PORTS) + number - 1 + (self.targets - 1 if role == "draft" else 0)

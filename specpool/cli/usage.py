@@ -1,4 +1,4 @@
-"""The text of `specpool --help` and the answers that need no command. Works without any extra."""
+"""Answers `specpool --help` and other requests that need no command. Works without any extra."""
 
 import sys
 
@@ -30,7 +30,7 @@ def answer(name: str) -> int | None:
 
 
 def usage() -> str:
-    """The text of `specpool --help`."""
+    """Return the text of `specpool --help`."""
     lines = [f"  {name:10}{summary}" for name, summary in SUMMARIES.items()]
     return "\n".join(
         ["usage: specpool COMMAND [options]", "", *lines, "", "specpool COMMAND --help lists the options."]

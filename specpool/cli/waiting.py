@@ -1,4 +1,4 @@
-"""Shows what a command waits for: a live line on a terminal, otherwise a line per phase."""
+"""Shows why a command is waiting: a live line on a terminal, otherwise a line per phase."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -14,7 +14,7 @@ C = TypeVar("C")
 
 @dataclass(eq=False)
 class Connection(Generic[C]):
-    """A channel with its stub and number of calls."""
+    """A channel, its stub, and the number of calls in progress."""
 
     channel: C
     stub: Any
@@ -34,7 +34,7 @@ class Connected(Generic[C]):
         self._retry_seconds = retry_seconds
         self._lock = threading.Lock()
         self._connections = [self._connect()]
-        """The last one is for new calls."""
+        """New calls use the last one."""
 
     def _connect(self) -> Connection[C]:
         channel = type(self)._open_channel(self._connector)
@@ -42,7 +42,7 @@ class Connected(Generic[C]):
         return Connection(channel, make_stub(channel))
 
     def _begin_call(self) -> Connection[C]:
-        """The connection for a call. `_end_call` must follow."""
+        """Return the connection for a new call. Pair it with `_end_call`."""
         with self._lock:
             if self._connector.is_outdated:
                 self._connections.append(self._connect())

@@ -1,4 +1,4 @@
-"""Exceptions of `specpool.errors` from the errors of gRPC."""
+"""Converts gRPC errors to the exceptions of `specpool.errors`."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ _PERMANENT = (
 
 
 def is_permanent(error: RequestError) -> bool:
-    """Whether waiting for the server to start is useless. Includes unknown host names, although calls retry these."""
+    """Return whether waiting for the server to start is pointless. Includes unknown host names, which calls retry."""
     return isinstance(error, _PERMANENT)
 
 

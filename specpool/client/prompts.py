@@ -30,7 +30,7 @@ class PromptLine:
 
 
 def read_prompt_file(path: Path) -> list[PromptLine]:
-    """Prompts of a file, or of standard input for `-`. OSError, ValueError."""
+    """Read the prompts of a file, or of standard input for `-`. Raises OSError or ValueError."""
     if str(path) == "-":
         return read_prompts(read_standard_input().split("\n"))
     with path.open(encoding="utf-8") as file:
@@ -38,24 +38,24 @@ def read_prompt_file(path: Path) -> list[PromptLine]:
 
 
 def read_standard_input() -> str:
-    """Text of standard input. OSError, UnicodeDecodeError."""
+    """Read the text of standard input. Raises OSError or UnicodeDecodeError."""
     if sys.stdin is None:
         raise OSError("it is closed")
     return sys.stdin.read()
 
 
 def read_prompts(lines: Iterable[str]) -> list[PromptLine]:
-    """Prompts of all non-blank lines. PromptFileError."""
+    """Parse the non-blank lines. Raises PromptFileError."""
     return [_parse(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def reason_of(error: OSError | ValueError) -> str:
-    """Why prompts cannot be read, without the path that an OSError repeats."""
+    """Return why prompts cannot be read, without the path that an OSError repeats."""
     return getattr(error, "strerror", None) or str(error)
 
 
 def own_prompts() -> list[PromptLine]:
-    """A small built-in set of chat prompts."""
+    """Return a small built-in set of chat prompts."""
     return read_prompts((files(__package__) / "prompts.jsonl").read_text(encoding="utf-8").splitlines())
 
 

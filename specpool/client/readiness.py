@@ -1,4 +1,4 @@
-"""Waiting for a server that starts: what its answers mean, and how long to wait. Shared by both clients."""
+"""Interprets the answers of a starting server, and limits the wait. Shared by both clients."""
 
 import time
 from collections.abc import Callable
@@ -16,10 +16,10 @@ ProgressCallback = Callable[[str], None]
 
 
 class Readiness:
-    """Follows the startup of a server. The timeout starts anew whenever the server reports that it is loading."""
+    """Follows the startup of a server. The timeout restarts whenever the server reports that it is loading."""
 
     def __init__(self, patience: float, on_progress: ProgressCallback | None) -> None:
-        """`patience` in seconds."""
+        """`patience`: timeout in seconds."""
         self._patience, self._on_progress = patience, on_progress
         self._shown = ""
         self._alive_at = time.monotonic()
@@ -30,7 +30,7 @@ class Readiness:
         return min(ANSWER_SECONDS, max(POLL_SECONDS, self._alive_at + self._patience - time.monotonic()))
 
     def is_ready(self, info: pb.GetServerInfoResponse) -> bool:
-        """Whether the server can generate. NotReadyError if it never will, or after too long."""
+        """Return whether the server can generate. Raises NotReadyError if it never will, or after too long."""
         target = info.target
         if target.state == "ready":
             return True

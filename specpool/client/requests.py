@@ -1,4 +1,4 @@
-"""Request messages from Python arguments."""
+"""Builds request messages from Python arguments."""
 
 import secrets
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Retries without duplicate delivery: decide when to retry, and filter repeated streams."""
+"""Decides when to retry a call, and removes what a repeated stream has already delivered."""
 
 import random
 import time
@@ -23,7 +23,7 @@ _FINAL = (ProtocolError, CertificateError)
 # A disconnected request keeps its id and place until the server notices. Meanwhile, the queue may be full.
 _RETRYABLE_AFTER_FAILURE = (*_RETRYABLE, AlreadyExistsError, ResourceExhaustedError)
 TRANSIENT = (UnavailableError, DeadlineExceededError, ResourceExhaustedError)
-"""Errors of a server that may answer soon."""
+"""Errors after which the server may recover soon."""
 # Timers cannot handle longer timeouts.
 MAX_TIMEOUT_SECONDS = 1e9
 MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 2.0
@@ -74,7 +74,7 @@ class Retries:
 
 @dataclass
 class _Delivered:
-    """The delivered part of one sample."""
+    """The part of a sample that the caller already has."""
 
     token_ids: list[int] = field(default_factory=list)
     characters: int = 0
@@ -89,11 +89,11 @@ class Replay:
         self._position: dict[int, tuple[int, int]] = {}
 
     def begin(self) -> None:
-        """Begin the first or a repeated stream."""
+        """Start a new attempt."""
         self._position = {}
 
     def fresh(self, message: pb.GenerateStreamResponse) -> pb.GenerateStreamResponse | None:
-        """The undelivered part of a message; None if there is none. DivergedError."""
+        """Return the undelivered part of a message; None if there is none. Raises DivergedError."""
         is_end = message.HasField("complete")
         index = message.complete.index if is_end else message.chunk.index
         delivered = self._delivered.setdefault(index, _Delivered())

@@ -1,4 +1,4 @@
-"""The target's answers for a plan, and how much of them a draft predicts."""
+"""Generates the target's answers for a plan, and measures how much of them a draft predicts."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -37,7 +37,7 @@ class Answer:
 
 
 def encode_prompts(engine: Engine, lines: Sequence[PromptLine], max_tokens: int) -> list[list[int]]:
-    """Token ids of the prompts, encoded as the coordinator does."""
+    """Encode prompts as the coordinator does."""
     tokenizer = TargetTokenizer(TokenizerFiles(**asdict(engine.loaded.tokenizer)))
     limit = engine.max_model_len - max_tokens
     prompts = []
@@ -58,7 +58,7 @@ def encode_prompts(engine: Engine, lines: Sequence[PromptLine], max_tokens: int)
 def write_answers(
     engine: Engine, prompts: Sequence[list[int]], max_tokens: int, seconds: float, phases: Phases
 ) -> list[Answer]:
-    """Greedy answers to all prompts, in one batch. After `seconds`, they end with MIN_TOKENS or more."""
+    """Answer all prompts greedily in one batch. After `seconds`, answers stop once they have MIN_TOKENS."""
     slots = [engine.slots.take(("plan", i), len(prompt) + max_tokens) for i, prompt in enumerate(prompts)]
     answers = [Answer(prompt, []) for prompt in prompts]
     spans = [Span(slot.index, 0, prompt, 1) for slot, prompt in zip(slots, prompts, strict=True) if slot is not None]
@@ -94,9 +94,9 @@ def add_states(engine: Engine, answers: Sequence[Answer], layers: Collection[tup
 
 
 def agreement(engine: Engine, answers: Sequence[Answer], seconds: float, phases: Phases) -> Agreed:
-    """Whether the draft predicts each token of each answer, given all tokens before it.
+    """Return, for each token of each answer, whether the draft predicts it from the tokens before it.
 
-    After `seconds`, it ends with MIN_ANSWERS or more.
+    After `seconds`, it stops once MIN_ANSWERS answers are checked.
     """
     agreed: list[list[list[bool]]] = []
     deadline = time.monotonic() + seconds
@@ -120,6 +120,6 @@ def agreement(engine: Engine, answers: Sequence[Answer], seconds: float, phases:
 
 
 def _choices(engine: Engine, spans: Sequence[Span]) -> list[int]:
-    """The most probable token at each requested position."""
+    """Return the most probable token at each requested position."""
     chosen: list[int] = engine.token_ids(engine.forward(spans).argmax(-1)).tolist()
     return chosen

@@ -63,7 +63,7 @@ def _advice(settings: PlanSettings) -> str:
 
 
 def plan_of(settings: PlanSettings, console: Console) -> Plan:
-    """A plan for running workers, or for models that are measured here."""
+    """Plan for running workers, or measure the models here first."""
     if settings.target_address is not None:
         target, drafts = running_models(settings)
     else:
@@ -89,7 +89,7 @@ def plan_of(settings: PlanSettings, console: Console) -> Plan:
 
 
 def check_models(settings: PlanSettings) -> None:
-    """Refuse wrong devices and models before torch is imported. InvalidOptionError names the setting."""
+    """Reject invalid devices and models before importing torch. Raises InvalidOptionError, which names the setting."""
     target = EngineOptions(
         model=settings.target or EMBEDDED_TARGET, device=settings.device, max_model_len=settings.max_model_len
     )
@@ -101,7 +101,7 @@ def check_models(settings: PlanSettings) -> None:
 
 
 def running_models(settings: PlanSettings) -> tuple[Model, list[tuple[Model, Acceptance]]]:
-    """Models of running workers, with the acceptance rate from the settings."""
+    """Describe the models of running workers, with the acceptance rate from the settings."""
     assert settings.target_address is not None
     assert settings.draft_address is not None
     assert settings.acceptance is not None
@@ -117,7 +117,7 @@ def running_models(settings: PlanSettings) -> tuple[Model, list[tuple[Model, Acc
 
 
 def _model_of(connector: Connector, make_stub: Any) -> Model:
-    """The model of a worker, with the costs that it measured when it started."""
+    """Return a worker's model with the costs that it measured at startup."""
     response = _worker_info(connector, make_stub)
     costs, model, load = read_step_costs(response), response.model, response.load
     if len(costs.step_seconds) < 2:

@@ -88,7 +88,7 @@ def _measure_models(
 
 
 def options_of(settings: PlanSettings) -> tuple[EngineOptions, list[EngineOptions]]:
-    """Engine options of the target, and of each draft."""
+    """Return the engine options of the target, and of each draft."""
     target, drafts = settings.target, settings.draft or []
     if target is None:
         with naming(PROGRAM, "target", OSError):
@@ -113,7 +113,7 @@ def options_of(settings: PlanSettings) -> tuple[EngineOptions, list[EngineOption
 
 
 def powers_of_two(maximum: int) -> list[int]:
-    """Row counts to measure: at least two, and the last at least `maximum` or MAX_ROWS."""
+    """Return the row counts to measure: at least two, up to a power of two that covers `maximum` or MAX_ROWS."""
     return [2**power for power in range(max(1, (min(maximum, MAX_ROWS) - 1).bit_length()) + 1)]
 
 
@@ -140,7 +140,7 @@ def _load(options: EngineOptions, exact: bool, phases: Phases) -> Engine:
 
 
 def _measure(engine: Engine, row_counts: Sequence[int], phases: Phases) -> Model:
-    """Measure passes. ImplausibleTimesError."""
+    """Measure passes. Raises ImplausibleTimesError."""
     with (
         phases.phase("measuring its passes", REPEATS * len(row_counts)) as report,
         timed_passes(engine, row_counts) as passes,

@@ -1,4 +1,4 @@
-"""Which kind of worker to add next behind a coordinator, and what it brings. Pure.
+"""Recommends which kind of worker to add behind a coordinator. Pure.
 
 Targets divide the sequences, and drafts the drafting. With fewer drafts than targets, a draft serves several targets in
 turn; with more, several share a target's sequences.
@@ -23,12 +23,12 @@ class FleetSpeed:
     """Draft tokens of a sequence in a round."""
     tokens_per_second: float
     target_busy: float
-    """Share of the time in which a target runs its model."""
+    """Fraction of time that a target spends in its model."""
     draft_busy: float
 
     @property
     def bottleneck(self) -> str:
-        """The busiest kind of worker, or the messages if both mostly wait for them."""
+        """The busier kind of worker, or the messages if both mostly wait for messages."""
         busy = {
             "target": self.target_busy,
             "draft": self.draft_busy,
@@ -39,10 +39,10 @@ class FleetSpeed:
 
 @dataclass(frozen=True)
 class NextWorker:
-    """What a worker of either kind brings."""
+    """The gain from one more worker of either kind."""
 
     concurrency: int
-    """Requests at a time."""
+    """Concurrent requests."""
     now: FleetSpeed
     add_target: FleetSpeed
     add_draft: FleetSpeed
@@ -53,7 +53,7 @@ class NextWorker:
 
     @property
     def best(self) -> str | None:
-        """The kind of worker that brings more; None if neither is worthwhile."""
+        """The kind of worker to add; None if neither is worthwhile."""
         gains = {"target": self.gain(self.add_target), "draft": self.gain(self.add_draft)}
         kind = max(gains, key=lambda name: gains[name])
         return kind if gains[kind] >= WORTHWHILE else None
@@ -69,7 +69,7 @@ def next_worker(pair: MeasuredPair, targets: int, drafts: int, concurrency: int,
 
 
 def fleet_speed(pair: MeasuredPair, targets: int, drafts: int, running: int) -> FleetSpeed:
-    """Speed of this many running sequences with the best number of draft tokens."""
+    """Return the speed of this many running sequences with the best number of draft tokens."""
     lengths, batch = range(len(pair.lengths)), running / min(targets, running)
     choices = [(k, groups) for k, groups in product(lengths, (1, 2)) if groups == 1 or (k > 0 and batch >= groups)]
     return max(
@@ -79,7 +79,7 @@ def fleet_speed(pair: MeasuredPair, targets: int, drafts: int, running: int) -> 
 
 
 def _speed(pair: MeasuredPair, targets: int, drafts: int, running: int, k: int, groups: int) -> FleetSpeed:
-    """Speed if each target has `groups` groups in flight."""
+    """Return the speed if each target has `groups` groups in flight."""
     used = min(targets, running)
     group = running / used / groups
     verify = pair.verify_seconds(group, k)

@@ -36,7 +36,7 @@ class Terms:
     max_k: int
     """Maximum draft tokens of a sequence in a round."""
     exchange_seconds: float
-    """Seconds of a message to a worker and its answer."""
+    """Seconds for a message to a worker and its answer."""
     shared: bool | None
     """Whether target and draft share a device; None: if the names of their devices are equal."""
     positions: int | None = None
@@ -80,7 +80,7 @@ class WorkerNeeds:
 
 
 def worker_needs(memory: Memory, on_gpu: bool, slots: int, positions: int | None) -> WorkerNeeds:
-    """Memory of a worker with `slots` sequences of this length; None: full length."""
+    """Compute the memory of a worker with `slots` sequences of this length; None: full length."""
     kv = memory.kv_bytes(slots, positions)
     device = memory.weights + memory.activations + kv
     # Weights pass through host memory on their way to a GPU.
@@ -122,7 +122,7 @@ class LogLinear:
 
 
 def fit(sizes: Sequence[int], agreement: Sequence[float]) -> LogLinear | None:
-    """Least-squares fit; None with fewer than two sizes."""
+    """Fit by least squares; None with fewer than two sizes."""
     if len(set(sizes)) < 2:
         return None
     slope, intercept = linear_regression([math.log10(size) for size in sizes], agreement)
@@ -130,7 +130,7 @@ def fit(sizes: Sequence[int], agreement: Sequence[float]) -> LogLinear | None:
 
 
 def other_sizes(sizes: Sequence[int], target: int) -> list[int]:
-    """Round sizes from a tenth of the smallest draft up to the target."""
+    """Return round sizes from a tenth of the smallest draft up to the target."""
     rounded = (first * 10**decade for decade in range(len(str(target))) for first in (1, 3))
     return [size for size in rounded if min(sizes) / 10 <= size < target]
 

@@ -28,7 +28,7 @@ class Contradiction:
     """Two times that cannot both be true. Other load only slows passes down, so the longer one is wrong."""
 
     slow: int
-    """Rows of the pass that took too long."""
+    """Rows of the slow pass."""
     other: int
     """Rows of the pass that contradicts it."""
     factor: float
@@ -36,7 +36,7 @@ class Contradiction:
 
 
 def contradictions(step_seconds: Mapping[int, float]) -> list[Contradiction]:
-    """Passes that took longer than one of more rows, or much longer per row than one of fewer; the worst first.
+    """Find passes that took longer than one of more rows, or much longer per row than one of fewer; worst first.
 
     `step_seconds`: seconds of a pass by its rows.
     """
@@ -53,7 +53,7 @@ def contradictions(step_seconds: Mapping[int, float]) -> list[Contradiction]:
 
 
 def check_times(name: str, step_seconds: Mapping[int, float]) -> None:
-    """ImplausibleTimesError if times of this model contradict each other. The message names the worst ones."""
+    """Raise ImplausibleTimesError if the times of this model contradict each other, naming the worst ones."""
     worst: dict[int, Contradiction] = {}
     for each in contradictions(step_seconds):
         worst.setdefault(each.slow, each)
@@ -68,7 +68,7 @@ def measure_times(
     budget_seconds: float,
     report: Callable[[str], None] = lambda step: None,
 ) -> dict[int, float]:
-    """Seconds of a pass by its rows, each the fastest of several. Times that contradict each other are measured again.
+    """Measure the seconds of a pass by its rows, each the fastest of several. Repeats contradictory measurements.
 
     `seconds_of`: run a pass of this many rows, and return its seconds. `row_counts`: ascending. `budget_seconds`: once
     all passes together have taken this long, only a minimum is still measured. `report`: takes a description of the

@@ -1,4 +1,4 @@
-"""Predicted speed of a pair by batch size and draft length, and the best configuration. Pure."""
+"""Predicts the speed of a pair by batch size and draft length, and finds the best configuration. Pure."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from specpool.distill.replay import Agreed, acceptance_by_position, agreement_ra
 # A batch is large enough once it reaches this share of the highest throughput of any batch.
 SUFFICIENT = 0.95
 EXPECTED_POSITIONS = 2048
-"""Positions of a sequence for which a cache is sized by default. Few sequences reach a model's maximum."""
+"""Default sequence length for sizing caches. Few sequences reach a model's maximum."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class Memory:
         return -(-self.max_model_len // self.multiple) * self.multiple
 
     def slot_positions(self, positions: int | None) -> int:
-        """KV positions of a sequence of this length; None: of EXPECTED_POSITIONS. Never more than `full_slot`."""
+        """Return the KV positions of a sequence of this length (None: EXPECTED_POSITIONS), at most `full_slot`."""
         positions = EXPECTED_POSITIONS if positions is None else positions
         return min(self.full_slot, -(-positions // self.multiple) * self.multiple)
 
     def capacity(self, positions: int | None) -> int:
-        """Number of sequences of this length that fit in the measured KV cache."""
+        """Return how many sequences of this length fit in the measured KV cache."""
         return self.positions // self.slot_positions(positions)
 
     def kv_bytes(self, slots: int, positions: int | None) -> int:
-        """Size of a KV cache for `slots` sequences. A worker requires space for at least one full-length sequence."""
+        """Return the bytes of a KV cache for `slots` sequences, with room for at least one of full length."""
         return max(self.full_slot, slots * self.slot_positions(positions)) * self.kv_per_position
 
 
@@ -76,7 +76,7 @@ class Model:
         return not self.device.startswith("cpu")
 
     def step_times(self, positions: int | None) -> StepTimes:
-        """Seconds of passes over sequences of this length; None: as measured."""
+        """Return the seconds of passes over sequences of this length; None: as measured."""
         times = StepTimes(self.step_seconds, self.step_cached, self.seconds_per_cached, self.max_rows)
         times.cached = self.step_cached if positions is None else positions
         return times
@@ -95,13 +95,13 @@ class Acceptance:
 
 
 def replay_acceptance(agreed: Agreed, max_k: int) -> Acceptance:
-    """Acceptance for 0 to `max_k` draft tokens, given where a draft agrees with the target's answers."""
+    """Compute acceptance for 0 to `max_k` draft tokens from where a draft agrees with the target's answers."""
     lengths = [mean_acceptance_length(agreed, k) for k in range(max_k + 1)]
     return Acceptance(agreement_rate(agreed[0]), acceptance_by_position(agreed, max_k), lengths)
 
 
 def constant_acceptance(rate: float, max_k: int) -> Acceptance:
-    """Acceptance for 0 to `max_k` draft tokens, each accepted at this rate if all previous ones were."""
+    """Compute acceptance for 0 to `max_k` draft tokens, each accepted at this rate if all previous ones are."""
     by_position = [rate**k for k in range(1, max_k + 1)]
     return Acceptance(rate, by_position, [1 + sum(by_position[:k]) for k in range(max_k + 1)])
 
@@ -117,7 +117,7 @@ class MeasuredPair:
     """Whether both share a device, so that only one of them runs at a time."""
 
     def sequential_speed(self, batch: int, k: int) -> float:
-        """Tokens per second if the whole batch is drafted, then verified."""
+        """Return the tokens per second if the whole batch is drafted, then verified."""
         return batch * self.lengths[k] / self.costs.seconds(batch, [batch] * k)
 
     def overlapped_speed(self, batch: int, k: int) -> float:
@@ -130,11 +130,11 @@ class MeasuredPair:
         return batch * self.lengths[k] / period
 
     def draft_seconds(self, batch: float, k: int) -> float:
-        """Seconds of a round in the draft worker."""
+        """Return the seconds of a round in the draft worker."""
         return k * self.costs.draft(batch)
 
     def verify_seconds(self, batch: float, k: int) -> float:
-        """Seconds of a round in the target worker."""
+        """Return the seconds of a round in the target worker."""
         return self.costs.verify(batch * (k + 1))
 
 
@@ -160,7 +160,7 @@ class Workers:
 
 
 def predict(pair: MeasuredPair, batches: Iterable[int]) -> list[Speed]:
-    """Speed of every batch with every number of draft tokens, starting at 0 (plain decoding)."""
+    """Predict the speed of every batch with every number of draft tokens, from 0 (plain decoding)."""
     speeds = []
     for batch in batches:
         plain = pair.sequential_speed(batch, 0)
@@ -172,7 +172,7 @@ def predict(pair: MeasuredPair, batches: Iterable[int]) -> list[Speed]:
 
 
 def best_by_batch(speeds: Iterable[Speed]) -> dict[int, Speed]:
-    """The fastest k of each batch; the smallest k among equals."""
+    """Return the fastest k of each batch; the smallest among equals."""
     best: dict[int, Speed] = {}
     for speed in speeds:
         if speed.batch not in best or speed.tokens_per_second > best[speed.batch].tokens_per_second:
@@ -181,14 +181,14 @@ def best_by_batch(speeds: Iterable[Speed]) -> dict[int, Speed]:
 
 
 def smallest_sufficient(best: Iterable[Speed]) -> Speed:
-    """The smallest batch that reaches 95% of the highest throughput of any."""
+    """Return the smallest batch that reaches 95% of the highest throughput."""
     by_batch = sorted(best, key=lambda speed: speed.batch)
     maximum = max(speed.tokens_per_second for speed in by_batch)
     return next(speed for speed in by_batch if speed.tokens_per_second >= SUFFICIENT * maximum)
 
 
 def balanced_workers(pair: MeasuredPair, batch: int, k: int) -> Workers:
-    """How many target workers one draft worker can feed, or how many draft workers one target worker needs."""
+    """Compute how many targets one draft worker can feed, or how many draft workers one target needs."""
     if k == 0:
         return Workers(0, 1)
     ratio = pair.draft_seconds(batch, k) / pair.verify_seconds(batch, k)

@@ -1,4 +1,4 @@
-"""Shows how far a plan is: a bar for each phase on a terminal, elsewhere one line."""
+"""Shows the progress of a plan: a bar for each phase on a terminal, elsewhere a line."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ class Phases:
 
     @contextmanager
     def phase(self, description: str, steps: int | None = None) -> Iterator[Report]:
-        """Show a phase within this context. `steps`: how many times it reports; None: it cannot tell how far it is."""
+        """Show a phase within this context. `steps`: number of reports to expect; None if unknown."""
         self._begun += 1
         description = f"{self._begun}/{self._count} {description}"
         if not self._console.is_terminal:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SIGNIFICANT_DIGITS = 4
 MIB, GIB = 2**20, 2**30
 BUSY = 0.75
-"""Used share of a cell's window at which an autoscaler adds a cell."""
+"""Window utilization at which an autoscaler adds a cell."""
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -40,7 +40,7 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data."""
+    """Convert the plan to plain data."""
     chosen, window = plan.chosen, plan.window
     scaling = plan.scaling and {**asdict(plan.scaling), "agreement": plan.agreement_of_other_sizes()}
     result: dict[str, Any] = _rounded(
@@ -184,7 +184,7 @@ def _plot_speed_up(axes: "Axes", draft: DraftPlan) -> None:
 
 
 def helm_values(plan: Plan) -> str:
-    """YAML values, with comments that explain the numbers."""
+    """Write YAML values, with comments that explain the numbers."""
     capacity, window = plan.capacity, plan.window
     target, draft = (" ".join(model.device.split()) for model in (plan.target, plan.chosen.model))
     return f"""\
@@ -233,5 +233,5 @@ def _worker_values(role: str, plan: Plan, model: Model, needs: WorkerNeeds) -> s
 
 
 def _mi(size: int) -> str:
-    """Size as a Kubernetes quantity, rounded up. Followed by "B", it is a valid worker setting."""
+    """Format a size as a Kubernetes quantity, rounded up. With "B" appended, it is a valid worker setting."""
     return f"{math.ceil(size / MIB)}Mi"

@@ -126,7 +126,7 @@ class PlanSettings(Settings, ClientSecurity):
 
 
 def check_writable(file: Path, force: bool) -> None:
-    """ValueError if the file cannot be written, or exists without `force`."""
+    """Raise ValueError if the file cannot be written, or exists without `force`."""
     if file.is_dir():
         raise ValueError(f"output: {file} is a folder")
     if file.exists() and not force:

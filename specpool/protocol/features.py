@@ -16,7 +16,7 @@ class FeatureSpec(NamedTuple):
     layers: tuple[int, ...]
     """Numbers of layers of the target after which to take the residual stream."""
     width: int
-    """Numbers of a state, over all layers."""
+    """Values per state, over all layers."""
 
     @property
     def row_bytes(self) -> int:
@@ -25,7 +25,7 @@ class FeatureSpec(NamedTuple):
 
 
 class WantedFeatures(NamedTuple):
-    """The features that a target round is to return."""
+    """The features that a target round must return."""
 
     spec: FeatureSpec
     window: int

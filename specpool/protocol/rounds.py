@@ -34,11 +34,11 @@ class Continuation(NamedTuple):
     """Where a sequence continues after its last round."""
 
     base_length: int
-    """Cached positions that the round kept."""
+    """Positions that the round kept in the cache."""
     token_id: int
-    """The last token that it yielded."""
+    """The last token that the round yielded."""
     num_accepted: int
-    """Draft tokens that it accepted."""
+    """Draft tokens that the round accepted."""
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Branch:
 
     @property
     def outcome(self) -> tuple[int, int]:
-        """The outcome that it continues: accepted tokens, and the token after them."""
+        """The outcome that the branch continues: accepted tokens, and the token after them."""
         return self.num_accepted, self.token_id
 
 
@@ -185,7 +185,7 @@ class VerifyRound:
     round_id: int
     items: Sequence[VerifyItem]
     may_join: bool = False
-    """Whether it may share a forward pass with an earlier round of its coordinator."""
+    """Whether the round may share a forward pass with an earlier round of its coordinator."""
     feature_layers: tuple[int, ...] = ()
     """Numbers of layers after which to take the features."""
     feature_window: int = 0
@@ -206,7 +206,7 @@ class Verdict:
     num_forced_tokens: int = 0
     """Number of forced tokens that the worker appended to the draft tokens."""
     error: str = ""
-    """Why the grammar failed."""
+    """The reason if the grammar failed."""
     features: bytes = b""
     """Hidden states of the last cached positions, if requested; see `VerifyResult` in target_worker.proto."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 TENSOR_PARALLEL_SUMS = ("whole", "parts")
-"""How ranks combine the results of sharded GEMMs."""
+"""Ways in which ranks combine the results of sharded GEMMs."""
 
 
 class CacheLoad(NamedTuple):
@@ -99,7 +99,7 @@ class WorkerInfo:
     feature_layers: tuple[int, ...] = ()
     """Layers of the target whose hidden states the draft reads; empty: it reads none."""
     feature_width: int = 0
-    """Numbers of each state that the draft reads."""
+    """Values per state that the draft reads."""
 
     @property
     def summary(self) -> str:

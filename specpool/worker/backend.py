@@ -26,15 +26,15 @@ class Backend(Protocol):
         """Maximum tokens of a forward pass."""
 
     def info(self) -> WorkerInfo:
-        """Description of the model and its load. Called once, when the model is loaded."""
+        """Describe the model and its load. Called once, when the model is loaded."""
 
     @property
     def load(self) -> CacheLoad:
-        """How full the cache is. Read after each work item, so it must take only microseconds."""
+        """Return the load of the cache. Called after each work item, so it must take only microseconds."""
 
     @property
     def limits(self) -> RoundLimits:
-        """Limits for the items of a round. Any thread may read them."""
+        """Limits for the items of a round. Readable from any thread."""
 
     def release(self, coordinator_id: str, sequence_ids: list[int] | None) -> int:
         """Free sequences, or all of a coordinator; return how many held a slot."""

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Failure(Enum):
-    """Why a worker cannot continue, worded for the log."""
+    """The reason why a worker cannot continue, as logged."""
 
     HOST_MEMORY = "out of memory"
     DEVICE_MEMORY = "out of device memory"

@@ -21,10 +21,10 @@ class WorkerMetrics:
         """All metrics."""
         host, families = self._host, Families(labels={"worker": self._worker})
         counter, gauge = families.counter, families.gauge
-        yield gauge("worker_loaded", "Whether the model is loaded; 0 or 1.", host.is_loaded)
-        yield gauge("worker_hanging", "Whether the model hangs in a pass; 0 or 1.", host.hanging is not None)
-        yield gauge("worker_streams_open", "Streams of rounds that coordinators have open.", host.streams.open)
-        yield gauge("worker_calls_waiting", "Calls that wait for the model.", host.waiting)
+        yield gauge("worker_loaded", "1 once the model is loaded, else 0.", host.is_loaded)
+        yield gauge("worker_hanging", "1 if the model is stuck in a forward pass, else 0.", host.hanging is not None)
+        yield gauge("worker_streams_open", "Open streams of rounds.", host.streams.open)
+        yield gauge("worker_calls_waiting", "Calls waiting for the model.", host.waiting)
         yield counter("worker_rounds", "Rounds served.", host.rounds)
         text = "Seconds that rounds took in the model, without realignment."
         yield counter("worker_forward_seconds", text, host.forward_ns / 1e9)

@@ -83,11 +83,11 @@ class ModelThread:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting functions."""
+        """Number of functions that wait for the thread."""
         return len(self._waiting)
 
     async def run(self, name: str, function: Callable[[], T]) -> T:
-        """The function's result. UnavailableError: too many functions wait.
+        """Run a function and return its result. Raises UnavailableError if too many functions wait.
 
         A caller that is cancelled before its turn leaves no work behind.
         """
@@ -110,7 +110,7 @@ class ModelThread:
         return result
 
     def stack(self) -> str:
-        """The thread's call stack, innermost function first."""
+        """Return the thread's call stack, innermost function first."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         calls = reversed(traceback.extract_stack(frame, FRAMES_SHOWN)) if frame is not None else ()
         return " < ".join(f"{call.name} ({Path(call.filename).name}:{call.lineno})" for call in calls)

@@ -24,7 +24,7 @@ from specpool.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 SWITCH_SECONDS = 0.0005
-"""Maximum time that the model thread waits for the event loop's Python code. The default, 5 ms, is a whole pass."""
+"""Maximum time that the model thread waits for the event loop's Python code. The default of 5 ms is a whole pass."""
 CLOSE_SECONDS = 5.0
 """Time for a running pass to finish after the drain."""
 
@@ -79,7 +79,7 @@ def importing(report: Callable[[str], None]) -> Iterator[None]:
 async def _serve(
     settings: WorkerSettings, host: WorkerHost, add_service: Callable[[Server], None], tracer: Tracer | None = None
 ) -> None:
-    """Serve until a stop signal. Errors of loading are raised."""
+    """Serve until a stop signal. Raises the error if loading fails."""
     server = Server(settings, MAX_ROUND_BYTES)
     add_service(server)
     server.stop_on_signals()  # before anything that takes time

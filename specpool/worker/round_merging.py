@@ -1,4 +1,4 @@
-"""Merging of rounds: which rounds share a forward pass.
+"""Decides which rounds share a forward pass.
 
 Two half-full passes take almost as long as two full ones. So a round shares its pass with the waiting rounds of other
 coordinators, and with those of its own coordinator that may join, whose sequences have just arrived. Coordinators whose
@@ -26,7 +26,7 @@ MAX_COORDINATORS = 64
 
 
 class Work(NamedTuple):
-    """How much a round takes. `num_tokens`: tokens of the first forward pass. `steps`: forward passes."""
+    """The cost of a round. `num_tokens`: tokens of the first forward pass. `steps`: forward passes."""
 
     num_tokens: int
     steps: int = 1
@@ -45,7 +45,7 @@ class Round:
 
     @property
     def may_join(self) -> bool:
-        """Whether it may share a pass with an earlier round of its coordinator."""
+        """Whether the round may share a pass with an earlier round of its coordinator."""
         return getattr(self.request, "may_join", False)
 
 
@@ -80,7 +80,10 @@ class RoundMerging:
                 self._waiting.remove(round_)
 
     def take(self, first: Round, max_tokens: int) -> list[Round]:
-        """This round and the rounds to serve with it. Waits for those expected soon. `max_tokens`: of a pass."""
+        """Return this round and the rounds to serve with it, after waiting for those expected soon.
+
+        `max_tokens`: maximum tokens of a pass.
+        """
         with self._changed:
             while (seconds := self.patience(first)) > 0:
                 self._changed.wait(seconds)
@@ -108,7 +111,7 @@ class RoundMerging:
             self._seconds.append(now - began)
 
     def patience(self, first: Round) -> float:
-        """Seconds to wait for further rounds. 0: do not wait."""
+        """Return the seconds to wait for further rounds; 0: do not wait."""
         present = {first.coordinator_id, *(round_.coordinator_id for round_ in self._waiting)}
         missing = self._last - present
         if not missing:
@@ -121,7 +124,7 @@ class RoundMerging:
         return max(waits, default=0.0)
 
     def _fitting(self, first: Round, max_tokens: int) -> list[Round]:
-        """The first round, one of each other coordinator, and those that may join, while all fit in one pass.
+        """Return the first round, one of each other coordinator, and those that may join, while all fit in one pass.
 
         None of them delays the first round much.
         """

@@ -1,4 +1,4 @@
-"""The startup of a worker: the thread that loads the model reports phases, and calls on the event loop watch them."""
+"""Publishes the startup phases of a worker from the loading thread to calls on the event loop."""
 
 import asyncio
 import logging
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 log = logging.getLogger(__name__)
 
 MAX_FAILURE_CHARACTERS = 1000
-"""Maximum length of a failure. Libraries list thousands of tensors, but coordinators refuse large responses."""
+"""Maximum length of an error. Libraries list thousands of tensors, but coordinators refuse large responses."""
 
 
 class Startup:

@@ -1,4 +1,4 @@
-"""Streams of rounds: their number, their owners, and how they end."""
+"""Streams of rounds: limits, owners, and draining."""
 
 import asyncio
 from collections import Counter, deque
@@ -40,10 +40,10 @@ class RoundStreams:
     async def each(
         self, requests: AsyncIterator[Any], answer: Callable[[Any], Awaitable[Any]], client: str = ""
     ) -> AsyncIterator[Any]:
-        """Answer a stream of rounds until the caller ends it, or until a drain ends it after the rounds read so far.
+        """Answer a stream of rounds until the caller ends it, or a drain ends it after the rounds read so far.
 
         Reads at most `MAX_ROUNDS_AHEAD` requests beyond the round that runs, so HTTP/2 flow control holds back faster
-        callers. QueueFullError, InvalidArgumentError.
+        callers. Raises QueueFullError or InvalidArgumentError.
         """
         if self._draining or self._refusal(client):
             await _touch(requests)
@@ -116,7 +116,7 @@ class RoundStreams:
                 del self._open[client]
 
     def _refusal(self, client: str) -> str:
-        """Why a client may not open a stream; empty if it may."""
+        """Return why a client may not open a stream; empty if it may."""
         if self._open.total() >= MAX_STREAMS:
             return f"{self._open.total()} streams of rounds are open"
         if self._open[client] >= MAX_STREAMS_PER_CLIENT:
@@ -140,7 +140,7 @@ class RoundStreams:
 
 
 def _read_or_none(reading: asyncio.Future[Any]) -> Any:
-    """The request that was read; None at the end of the stream or during a drain."""
+    """Return the request; None at the end of the stream or during a drain."""
     return None if reading.cancelled() else reading.result()
 
 

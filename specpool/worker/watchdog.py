@@ -1,4 +1,4 @@
-"""Detects a hung model thread: its work finishes no forward pass for too long."""
+"""Detects a hung model thread, which finishes no forward pass for too long."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ from specpool.worker.model_thread import ModelThread, WorkItem
 log = logging.getLogger(__name__)
 
 CHECKS = 10
-"""Checks within the time limit."""
+"""Number of checks within the time limit."""
 
 
 class Watchdog:
