@@ -19,14 +19,14 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
-from matplotlib.figure import Figure
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from benchmarks.plots import memory_figure
 from benchmarks.prompts import add_prompts, checked, load_prompts
 from benchmarks.report import finish, output_folder, parser_of, show, whole
 from benchmarks.runs import Run, in_turns
@@ -52,7 +52,7 @@ def main() -> None:
     except (OSError, ProcessFailedError) as error:
         raise SystemExit(f"memory: {error}") from None
     show("generation memory", result["rows"])
-    finish("memory", result, options.output, plot(result["rows"]))
+    finish("memory", result, options.output, memory_figure(result["rows"]))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -176,17 +176,6 @@ def peak_of(pid: int) -> int:
     """The peak of a process's resident memory in bytes."""
     match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return 1024 * int(match[1]) if match is not None else 0
-
-
-def plot(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Speed over generation memory, one point per system."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for row in rows:
-        axes.plot(row["generation_mib"], row["tokens_per_s"], "o", label=row["system"])
-    axes.set(xlabel="generation memory, MiB", ylabel="tokens/s", xlim=(0, None), ylim=(0, None))
-    axes.legend(fontsize="x-small")
-    return figure
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
+from benchmarks.plots import throughput_figure
 from benchmarks.prompts import add_prompts, checked, in_turn, load_by_category
 from benchmarks.report import (
     console,
@@ -33,7 +34,6 @@ from benchmarks.report import (
     percentile,
     progress,
     show,
-    throughput_figure,
     whole,
     wholes,
 )

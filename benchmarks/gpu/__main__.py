@@ -34,8 +34,9 @@ from typing import Any
 from benchmarks.gpu.part import MEASURES, TINY_SHAPES, Settings
 from benchmarks.gpu.processes import run_part, scratch_folder
 from benchmarks.gpu.summary import goals, print_summary
+from benchmarks.plots import gpu_figure
 from benchmarks.provenance import describe_run
-from benchmarks.report import console, gpu_figure, output_folder
+from benchmarks.report import console, output_folder
 from benchmarks.shapes import SHAPES
 from specpool.engine.config.devices import pick_device
 from specpool.engine.config.sources import UnsupportedModelError

@@ -17,7 +17,7 @@ from benchmarks.gpu import drafts, part, preflight, processes
 from benchmarks.gpu.compare import counts_that_differ, row_counts
 from benchmarks.gpu.part import BROKEN, Findings, Settings
 from benchmarks.gpu.summary import MAX_LINES, goals, print_summary
-from benchmarks.report import gpu_figure
+from benchmarks.plots import gpu_figure
 from specpool.engine.run import pass_selection as forward
 
 pytest.importorskip("triton")
