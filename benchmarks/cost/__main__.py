@@ -5,7 +5,6 @@
 coordinator: rounds of the coordinator with instant fake workers, and the choice of a group
 round:       time of a real pair in models, wire and scheduling, and idle time
 start:       time from `specpool up` to the first answer, and memory of each process
-threads:     threads of the workers, beside busy processes, by a demo for each choice
 
 `--of PART --help` lists the options of a part. Every part ends in one line of JSON.
 """
@@ -14,7 +13,7 @@ from importlib import import_module
 
 from benchmarks.report import parser_of
 
-PARTS = ("coordinator", "round", "start", "threads")
+PARTS = ("coordinator", "round", "start")
 
 
 def main(arguments: list[str] | None = None) -> None:
