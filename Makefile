@@ -15,7 +15,7 @@ test: .venv/ready
 test-all: test
 	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
-# Small runs of whole benchmarks: GPU, equality, ranks.
+# Small runs of whole benchmarks: GPU, equality.
 test-benchmarks: .venv/ready
 	$(BIN)/pytest -m rehearsal tests/benchmarks
 

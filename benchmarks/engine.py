@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from benchmarks.report import engine_figure, finish, output_folder, parser_of, progress, seconds_of, show, whole
+from benchmarks.plots import engine_figure
+from benchmarks.report import finish, output_folder, parser_of, progress, seconds_of, show, whole
 from benchmarks.shapes import SHAPES, random_loaded, random_model
 from specpool.engine.cache.memory import zeros
 from specpool.engine.cache.spans import Span

@@ -20,7 +20,7 @@ from typing import get_args
 import torch
 
 from benchmarks.peers import Peers
-from benchmarks.prompts import add_prompts, load_prompts
+from benchmarks.prompts import add_prompts, checked, load_prompts
 from benchmarks.report import finish, parser_of, progress, show, whole
 from specpool.cli.generate import sure_answers
 from specpool.cli.processes import ProcessFailedError
@@ -56,7 +56,7 @@ def main() -> None:
     if options.target is None or options.draft is None:
         pair = embedded_pair()
         options.target, options.draft = options.target or str(pair.target), options.draft or str(pair.draft)
-    lines = load_prompts(options.prompts, options.num_prompts)
+    lines = checked(parser, lambda: load_prompts(options.prompts, options.num_prompts))
     try:
         served, alone, info = asyncio.run(serve(lines, options))
     except ProcessFailedError as error:

@@ -12,8 +12,7 @@ import time
 from itertools import count
 from typing import Any
 
-from matplotlib.figure import Figure
-
+from benchmarks.plots import grouping_figure
 from benchmarks.report import finish, output_folder, parser_of, progress, show, whole
 from coordinator.scheduling.capacity import QueueLimits
 from coordinator.scheduling.counters import GroupingCounters
@@ -44,7 +43,7 @@ def main() -> None:
     rows = [simulate(*case, options) for case in progress(plan, "windows")]
     show(f"exspec, batch {options.batch}, k {options.k}", rows)
     result = {"batch": options.batch, "k": options.k, "windows": rows}
-    finish("grouping", result, options.output, plot(rows, options.batch))
+    finish("grouping", result, options.output, grouping_figure(rows, options.batch))
 
 
 def simulate(
@@ -102,23 +101,6 @@ def run_round(sequence: Sequence, acceptance: float, rng: random.Random) -> None
     sequence.commit([0] * (accepted + 1))
     sequence.num_cached_tokens = len(sequence.token_ids) - 1
     sequence.num_draft_cached_tokens = sequence.num_cached_tokens - (accepted == drafted > 0)
-
-
-def plot(rows: list[dict[str, Any]], batch: int) -> Figure:
-    """Hit rate and group size over the window."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    axes = figure.subplots(1, 2)
-    for acceptance, min_group, admission in CASES:
-        case = {"acceptance": acceptance, "min_group": min_group, "admission": admission}
-        selected = [row for row in rows if case.items() <= row.items()]
-        windows = [row["window"] for row in selected]
-        label = f"acceptance {acceptance}, groups of {min_group}+" + ", by length" * (admission == "length")
-        axes[0].plot(windows, [row["same_length_hit_rate"] for row in selected], marker="o", label=label)
-        axes[1].plot(windows, [row["mean_group_size"] for row in selected], marker="o", label=label)
-    axes[0].set(xscale="log", xlabel="window, sequences", ylabel="rounds of equal length, share", ylim=(0, 1.02))
-    axes[1].set(xscale="log", xlabel="window, sequences", ylabel="sequences in a round", ylim=(0, batch + 0.3))
-    axes[0].legend(fontsize="small")
-    return figure
 
 
 if __name__ == "__main__":

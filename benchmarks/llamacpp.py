@@ -31,8 +31,9 @@ from typing import Any
 
 import grpc
 
-from benchmarks.prompts import add_prompts, load_prompts, number_of_prompts, token_ids
+from benchmarks.prompts import add_prompts, checked, load_prompts, number_of_prompts, token_ids
 from benchmarks.report import console, finish, output_folder, parser_of, progress, show, whole, wholes
+from benchmarks.runs import spread
 from specpool.cli.processes import ProcessFailedError, end
 from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
@@ -103,12 +104,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add_prompts(parser)
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args(arguments)
-    try:
-        options.lines = load_prompts(options.prompts, number_of_prompts(max(options.concurrency)))
-    except ZeroDivisionError:
-        parser.error(f"--prompts: {options.prompts} has no prompts")
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        parser.error(f"--prompts: {error}")
+    options.lines = checked(parser, lambda: load_prompts(options.prompts, number_of_prompts(max(options.concurrency))))
     return options
 
 
@@ -239,9 +235,7 @@ def summary(concurrency: int, system: str, turns: Sequence[Mapping[str, Run]]) -
         "concurrency": concurrency,
         "system": system,
         "tokens_per_s": round(statistics.median(turn[system].tokens_per_s for turn in counted), 1),
-        "ratio": round(statistics.median(ratios), 3),
-        "ratio_min": round(min(ratios), 3),
-        "ratio_max": round(max(ratios), 3),
+        **spread(ratios),
         "same_tokens": round(statistics.median(same), 3),
     }
 

@@ -19,16 +19,17 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
-from matplotlib.figure import Figure
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from benchmarks.prompts import add_prompts, load_prompts
-from benchmarks.report import finish, output_folder, parser_of, progress, show, whole
+from benchmarks.plots import memory_figure
+from benchmarks.prompts import add_prompts, checked, load_prompts
+from benchmarks.report import finish, output_folder, parser_of, show, whole
+from benchmarks.runs import Run, in_turns
 from specpool.cli.processes import ProcessFailedError, worker_environment
 from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
@@ -51,7 +52,7 @@ def main() -> None:
     except (OSError, ProcessFailedError) as error:
         raise SystemExit(f"memory: {error}") from None
     show("generation memory", result["rows"])
-    finish("memory", result, options.output, plot(result["rows"]))
+    finish("memory", result, options.output, memory_figure(result["rows"]))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -68,12 +69,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add_prompts(parser)
     parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
     options = parser.parse_args(arguments)
-    try:
-        lines = load_prompts(options.prompts, options.chats * options.turns)
-    except ZeroDivisionError:
-        parser.error(f"--prompts: {options.prompts} has no prompts")
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        parser.error(f"--prompts: {error}")
+    lines = checked(parser, lambda: load_prompts(options.prompts, options.chats * options.turns))
     questions = [line.prompt if isinstance(line.prompt, str) else str(line.prompt[-1]["content"]) for line in lines]
     options.questions = [questions[i : i + options.turns] for i in range(0, len(questions), options.turns)]
     return options
@@ -91,14 +87,16 @@ def _limits(text: str) -> list[str]:
 async def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Let the systems take turns. ProcessFailedError, OSError."""
     peers = [] if options.no_peer else [ASSISTED]
-    runs: dict[str, list[dict[str, Any]]] = {system: [] for system in [*options.limits, *peers]}
+
+    async def run(system: str) -> Run:
+        return await (assist if system == ASSISTED else serve)(options, system)
+
     # The smallest limits usually come last, and fail at once if they are too small.
-    for system in progress([*reversed(options.limits), *peers] * options.repeats, "systems"):
-        measure = assist if system == ASSISTED else serve
-        runs[system].append(await measure(options, system))
+    runs = await in_turns([*reversed(options.limits), *peers], options.repeats, run, "systems")
     first = runs[options.limits[0]][0]
     rows = []
-    for system, own in runs.items():
+    for system in (*options.limits, *peers):
+        own = runs[system]
         speed, memory = (statistics.median(run[name] for run in own) for name in ("tokens_per_s", "generation_mib"))
         is_exact = all(run["answers"] == first["answers"] for run in own)
         rows.append(
@@ -178,17 +176,6 @@ def peak_of(pid: int) -> int:
     """The peak of a process's resident memory in bytes."""
     match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return 1024 * int(match[1]) if match is not None else 0
-
-
-def plot(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Speed over generation memory, one point per system."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for row in rows:
-        axes.plot(row["generation_mib"], row["tokens_per_s"], "o", label=row["system"])
-    axes.set(xlabel="generation memory, MiB", ylabel="tokens/s", xlim=(0, None), ylim=(0, None))
-    axes.legend(fontsize="x-small")
-    return figure
 
 
 if __name__ == "__main__":

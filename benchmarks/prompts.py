@@ -2,14 +2,15 @@
 
 import argparse
 import json
-from collections.abc import Iterable
-from itertools import zip_longest
+from collections.abc import Callable, Iterable
+from itertools import cycle, islice, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from specpool.client.prompts import PromptLine, own_prompts, read_prompts
 from specpool.engine.models.tokenizer import load_tokenizer
 
+T = TypeVar("T")
 LOAD, MIN_PROMPTS = 2, 4
 """Prompts of a run: per request in flight, and the minimum."""
 
@@ -17,6 +18,14 @@ LOAD, MIN_PROMPTS = 2, 4
 def add_prompts(parser: argparse.ArgumentParser) -> None:
     """Add the option that names a file of prompts."""
     parser.add_argument("--prompts", type=Path, help="JSONL file; default: the prompts that come with Specpool")
+
+
+def checked(parser: argparse.ArgumentParser, read: Callable[[], T]) -> T:
+    """Return what `read` finds in the file of prompts. If the file is invalid, end the program."""
+    try:
+        return read()
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        parser.error(f"--prompts: {error}")
 
 
 def number_of_prompts(concurrency: int) -> int:
@@ -28,10 +37,10 @@ def load_prompts(path: Path | None, count: int) -> list[PromptLine]:
     """`count` prompts, repeated if there are fewer.
 
     Each line has the format of `specpool generate`, or is a Spec-Bench question: {"question_id", "turns"}. The first
-    turn becomes the prompt.
+    turn becomes the prompt. OSError, ValueError, LookupError, TypeError: the file is invalid.
     """
     lines = own_prompts() if path is None else _read(path.read_text(encoding="utf-8").splitlines())
-    return [lines[i % len(lines)] for i in range(count)]
+    return list(islice(cycle(lines), count))
 
 
 def load_by_category(path: Path | None) -> dict[str, list[PromptLine]]:
@@ -63,6 +72,8 @@ def token_ids(model: Path, lines: list[PromptLine]) -> list[list[int]]:
 
 def _read(texts: list[str]) -> list[PromptLine]:
     lines = read_prompts(map(_as_chat, texts))
+    if not lines:
+        raise ValueError("the file has no prompts")
     if any(line.options for line in lines):
         raise ValueError("benchmarks take no tools and no options of chat templates")
     return lines

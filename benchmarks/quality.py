@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.prompts import add_prompts, load_prompts
+from benchmarks.prompts import add_prompts, checked, load_prompts
 from benchmarks.report import console, finish, output_folder, parser_of, progress, show, whole
 from coordinator.prompts.templates import ChatTemplateError
 from coordinator.prompts.tokenizer import EncodingError
@@ -62,12 +62,7 @@ def main() -> None:
     parser.add_argument("--threads", type=whole(1, 1024), default=torch.get_num_threads())
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
-    try:
-        lines = load_prompts(options.prompts, options.num_prompts)
-    except ZeroDivisionError:
-        parser.error(f"--prompts: {options.prompts} has no prompts")
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        parser.error(f"--prompts: {error}")
+    lines = checked(parser, lambda: load_prompts(options.prompts, options.num_prompts))
     model = options.model or str(embedded_pair().target)
     try:
         engines = load(model, INT8, options), load(model, FLOAT32, options)  # int8 first: it may be refused

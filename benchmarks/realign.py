@@ -15,8 +15,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from benchmarks.peers import Peers
+from benchmarks.plots import realign_figure
 from benchmarks.prompts import add_prompts, load_prompts, number_of_prompts
-from benchmarks.report import console, finish, median, output_folder, parser_of, progress, realign_figure, show, whole
+from benchmarks.report import console, finish, median, output_folder, parser_of, progress, show, whole
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.server import CoordinatorServer
 from specpool.cli.processes import Service

@@ -25,10 +25,10 @@ from typing import Any
 
 from benchmarks.cost.fakes import cpu_seconds, start_coordinator, start_process, wait_ready
 from benchmarks.emulated_worker import SLOTS, pass_seconds
+from benchmarks.plots import devices_figure
 from benchmarks.report import (
     PassMs,
     chance,
-    devices_figure,
     finish,
     milliseconds,
     output_folder,

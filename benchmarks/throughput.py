@@ -23,7 +23,8 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from benchmarks.prompts import add_prompts, in_turn, load_by_category
+from benchmarks.plots import throughput_figure
+from benchmarks.prompts import add_prompts, checked, in_turn, load_by_category
 from benchmarks.report import (
     console,
     finish,
@@ -33,10 +34,10 @@ from benchmarks.report import (
     percentile,
     progress,
     show,
-    throughput_figure,
     whole,
     wholes,
 )
+from benchmarks.runs import Run, in_turns, ratios, spread
 from benchmarks.server_info import current_info
 from specpool.cli.processes import ProcessFailedError
 from specpool.cli.up import running
@@ -65,7 +66,6 @@ SHOWN = {
 }  # fmt: skip
 """Columns of a table: the measure and its digits."""
 OF_A_CATEGORY = ("tokens/s", "ratio", "min", "length", "drafted", "exact")
-Run = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,12 +123,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
     options = parser.parse_args(arguments)
     options.concurrencies = sorted(options.concurrencies)
-    try:
-        options.categories = load_by_category(options.prompts)
-        if not options.categories:
-            raise ValueError(f"{options.prompts} has no prompts")
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        parser.error(f"--prompts: {error}")
+    options.categories = checked(parser, lambda: load_by_category(options.prompts))
     return options
 
 
@@ -176,10 +171,8 @@ async def measure(client: AsyncClient, loads: list[Load], options: argparse.Name
     for load in progress([load for load in loads if load.category is None], "learning what rounds cost"):
         await run(client, Load(load.concurrency, load.lines[: load.concurrency], []), BEST, options.max_tokens, {})
     truth: dict[str, list[int]] = {}
-    runs: dict[tuple[Load, str], list[Run]] = {}
     cases = [(load, kind) for load in loads for kind in load.kinds]
-    for load, kind in progress(cases * options.repeats, "runs"):
-        runs.setdefault((load, kind), []).append(await run(client, load, kind, options.max_tokens, truth))
+    runs = await in_turns(cases, options.repeats, lambda case: run(client, *case, options.max_tokens, truth))
     return [summary(load, kind, found, runs[load, PLAIN]) for (load, kind), found in runs.items()]
 
 
@@ -268,22 +261,16 @@ def exact_match(lines: list[PromptLine], answers: list[Answer], truth: dict[str,
 
 def summary(load: Load, kind: str, runs: list[Run], plain: list[Run]) -> Run:
     """The row of a load and kind. `plain`: plain runs of the same repeats."""
-    ratios, sustained_ratios = (speedups(runs, plain, speed) for speed in ("tokens_per_s", "sustained_tokens_per_s"))
+    sustained_ratios = ratios(runs, plain, "sustained_tokens_per_s")
     row = {
         "tokens_per_s": median(runs, "tokens_per_s"),
-        **{"ratio": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)},
+        **spread(ratios(runs, plain, "tokens_per_s")),
         "sustained_ratio": statistics.median(sustained_ratios) if sustained_ratios else None,
         **{name: median(runs, name) for name in runs[0]},
     }
     rounded = {name: None if value is None else round(value, 3) for name, value in row.items()}
     rounded["exact_match"] = min(run["exact_match"] for run in runs)  # not rounded: one wrong answer must show
     return {"concurrency": load.concurrency, "category": load.category, "kind": kind, **rounded}
-
-
-def speedups(runs: list[Run], plain: list[Run], speed: str) -> list[float]:
-    """The ratio of a speed to that of the plain run of the same repeat, where both have it."""
-    pairs = ((run.get(speed), base.get(speed)) for run, base in zip(runs, plain, strict=True))
-    return [ours / base for ours, base in pairs if ours and base]
 
 
 def show_all(rows: list[Run]) -> None:

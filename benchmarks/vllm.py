@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.prompts import LOAD, add_prompts, load_prompts, token_ids
 from benchmarks.report import console, finish, output_folder, parser_of, progress, show, whole, wholes
+from benchmarks.runs import Run, spread
 from benchmarks.vllm_process import VllmEngine, draft_process, vllm_python
 from specpool.engine.models.embedded_pair import embedded_pair, float32_copy
 
@@ -38,7 +39,6 @@ STEP = ("step_ms", "asked", "waited_ms", "passes_ms", "alone_ms", "ratio", "rati
         "ratio_of_free_drafts")  # fmt: skip
 """Columns of the two tables."""
 TIMES = ("waited", "passes", "alone")
-Run = dict[str, Any]
 
 
 def main() -> None:
@@ -112,9 +112,7 @@ def summaries(runs: dict[str, list[Run]], concurrency: int) -> list[dict[str, An
                 "concurrency": concurrency,
                 "drafts": kind,
                 "tokens_per_s": round(statistics.median(tokens / run["seconds"] for run in counted), 1),
-                "ratio": statistics.median(ratios[1:]),
-                "ratio_min": min(ratios[1:]),
-                "ratio_max": max(ratios[1:]),
+                **spread(ratios[1:]),
                 "ratio_first": ratios[0],
                 "equal_answers": round(sum(answers) / len(answers), 3),
                 **_drafted(counted),

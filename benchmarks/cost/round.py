@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.prompts import add_prompts, load_prompts, number_of_prompts
-from benchmarks.report import finish, median, output_folder, parser_of, progress, show, whole
+from benchmarks.report import finish, median, output_folder, parser_of, show, whole
+from benchmarks.runs import Run, in_turns
 from benchmarks.server_info import current_info
 from specpool.cli.generate import sure_answers
 from specpool.cli.up import running
@@ -45,21 +46,20 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         port=0, log_level="error", drain_seconds=1, prefix_caching=False, target=options.target, draft=options.draft
     )
     cases = [(concurrency, k) for concurrency in CONCURRENCIES for k in DRAFT_LENGTHS]
-    found: dict[tuple[int, int], list[dict[str, float]]] = {case: [] for case in cases}
     async with running(settings) as address, AsyncClient(address) as client:
         await run(client, lines[:2], 1, max(DRAFT_LENGTHS), options.max_tokens)  # warms up both workers
-        for concurrency, k in progress(cases * options.repeats, "runs"):
-            some = lines[: number_of_prompts(concurrency)]
-            found[concurrency, k].append(await run(client, some, concurrency, k, options.max_tokens))
+        found = await in_turns(
+            cases,
+            options.repeats,
+            lambda case: run(client, lines[: number_of_prompts(case[0])], *case, options.max_tokens),
+        )
     return [
         {"concurrency": concurrency, "k": k, **{name: round(median(runs, name) or 0.0, 2) for name in runs[0]}}
         for (concurrency, k), runs in found.items()
     ]
 
 
-async def run(
-    client: AsyncClient, lines: list[PromptLine], concurrency: int, k: int, max_tokens: int
-) -> dict[str, float]:
+async def run(client: AsyncClient, lines: list[PromptLine], concurrency: int, k: int, max_tokens: int) -> Run:
     """Run all prompts once: speed, milliseconds of a round, and shares of the time."""
     before, began, tokens = (await current_info(client)).counters, time.perf_counter(), 0
     async for response in sure_answers(client, lines, concurrency, max_tokens=max_tokens, num_speculative_tokens=k):

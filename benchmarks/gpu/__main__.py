@@ -1,4 +1,4 @@
-"""Measures everything about one GPU in one run: kernels, exactness, steps, profiles, drafts, and whole answers.
+"""Measures everything about one GPU in one run: kernels, exactness, steps, drafts, and whole answers.
 
     python -m benchmarks.gpu --output FOLDER [--minutes 9] [--parts preflight,gemm,steps] [--resume]
     python -m benchmarks.gpu --output FOLDER --rehearse     (a dry run on a CPU, with tiny models)
@@ -16,8 +16,7 @@ their speed.
 
 Parts, most important first: `preflight`: packages, graph capture, bandwidth, GEMM rate; `gemm`, `attention`, `rows`,
 `sampling`: errors of kernels against float64, and batch invariance; `exactness`: tokens of speculation and of plain
-decoding; `steps`: steps of the target, beside the time to read weights and cache once; `profile`: the kernels of steps
-and of a draft, and the gaps between them; `sweep`: other tiles and warps of the kernels; `draft`: drafts of 4 tokens;
+decoding; `steps`: steps of the target, beside the time to read weights and cache once; `draft`: drafts of 4 tokens;
 `pair`: answers of the whole service; `transformers`: `generate` with the same target. A table of at most 60 lines comes
 last. Exits with status 1 if a part failed.
 """
@@ -35,8 +34,9 @@ from typing import Any
 from benchmarks.gpu.part import MEASURES, TINY_SHAPES, Settings
 from benchmarks.gpu.processes import run_part, scratch_folder
 from benchmarks.gpu.summary import goals, print_summary
+from benchmarks.plots import gpu_figure
 from benchmarks.provenance import describe_run
-from benchmarks.report import console, gpu_figure, output_folder
+from benchmarks.report import console, output_folder
 from benchmarks.shapes import SHAPES
 from specpool.engine.config.devices import pick_device
 from specpool.engine.config.sources import UnsupportedModelError
@@ -46,7 +46,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 # the parts up to `draft` take about 5 minutes.
 PARTS = {
     "preflight": (10, 30), "gemm": (20, 60), "attention": (15, 45), "rows": (15, 40), "sampling": (15, 40),
-    "exactness": (30, 110), "steps": (20, 60), "profile": (25, 75), "sweep": (15, 60), "draft": (15, 50),
+    "exactness": (30, 110), "steps": (20, 60), "draft": (15, 50),
     "pair": (60, 180), "transformers": (30, 80),
 }  # fmt: skip
 assert list(PARTS) == list(MEASURES)

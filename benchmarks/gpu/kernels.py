@@ -9,7 +9,6 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from benchmarks.gpu.compare import EPS, TOLERANCES, counts_that_differ, error, rms_norm, row_counts
 from benchmarks.gpu.part import Findings, Row, Settings
-from benchmarks.sampling import RULES
 from benchmarks.shapes import SHAPES
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.gpu.attention import attend_extents, num_splits, rows_per_tile
@@ -20,6 +19,14 @@ from specpool.engine.sampling.kernel import sample_rows
 from specpool.engine.sampling.sampler import choose_token
 from specpool.protocol.sampling import SamplingParams
 
+RULES: Mapping[str, Mapping[str, Any]] = {
+    "greedy": {},
+    "temperature": {"temperature": 1.0},
+    "top_k 50": {"temperature": 1.0, "top_k": 50},
+    "top_p 0.95": {"temperature": 1.0, "top_p": 0.95},
+    "min_p 0.05": {"temperature": 1.0, "min_p": 0.05},
+    "top_p, penalties": {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
+}
 # Minimum seconds left to start a check.
 CHECK_SECONDS = 2
 # The attended sequence begins at this column of the cache.

@@ -27,7 +27,7 @@ Row = dict[str, Any]
 MEASURES = {
     "preflight": "preflight:measure_preflight", "gemm": "gemms:measure_gemms", "attention": "kernels:measure_attention",
     "rows": "kernels:measure_rows", "sampling": "kernels:measure_sampling", "exactness": "exactness:measure_exactness",
-    "steps": "steps:measure_steps", "profile": "profiles:measure_profile", "sweep": "sweep:measure_sweep",
+    "steps": "steps:measure_steps", 
     "draft": "drafts:measure_drafts", "pair": "answers:measure_pair", "transformers": "answers:measure_transformers",
 }  # fmt: skip
 """The function of each part, most important first."""

@@ -1,12 +1,10 @@
 """Judges the results of all parts, and prints them in one short table."""
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from benchmarks.gpu.part import Row
-from specpool.engine.probes.kernels import MIN_SAVING
 
 Results = Mapping[str, Mapping[str, Any]]
 
@@ -81,9 +79,6 @@ def row_lines(results: Results) -> Iterator[str]:
     yield from _lines("draft", rows("draft", "drafts"))
     yield from answer_lines(rows("pair", "runs"))
     yield from _lines("peer", rows("transformers", "runs"))
-    yield from profile_lines(rows("profile", "steps"), rows("profile", "names"))
-    yield from tile_lines(rows("sweep", "gemm"))
-    yield from warp_lines(rows("sweep", "attention"))
 
 
 def step_lines(rows: Iterable[Row]) -> Iterator[str]:
@@ -113,53 +108,6 @@ def answer_lines(rows: Iterable[Row]) -> Iterator[str]:
          f"{row['kind']} {row['tokens_per_s']} ({row['ratio']}){'' if row['exact_match'] == 1 else ' INEXACT'}")
         for row in rows
     ))  # fmt: skip
-
-
-def profile_lines(rows: Iterable[Row], names: Iterable[Row]) -> Iterator[str]:
-    """A line for each profiled step: its time, captured if possible, and the microseconds of its kernels, eager."""
-    works: dict[str, Row] = {}
-    for row in rows:
-        works.setdefault(row["work"], row)  # the captured one comes first
-    kernels: dict[str, list[str]] = {}
-    for row in names:
-        if row["how"] == "eager":
-            kernels.setdefault(row["work"], []).append(f"{_short(row['name'])} {row['us']:.0f}")
-    for work, row in works.items():
-        total = f"{row['device_us']:.0f} us {row['how']}, {row['idle_share'] or 0:.0%} idle"
-        yield f"profile {work}: {total}; {', '.join(kernels.get(work, ()))}"
-
-
-def tile_lines(rows: Iterable[Row]) -> Iterator[str]:
-    """A line for each GEMM: the time of the chosen tile by row count, and the fastest one if it saves time."""
-    cases: dict[str, dict[int, list[tuple[float, Row]]]] = {}
-    for row in rows:
-        for count, us in _times(row):
-            cases.setdefault(row["gemm"], {}).setdefault(count, []).append((us, row))
-    for gemm, counts in cases.items():
-        parts = []
-        for count, timed in counts.items():
-            chosen = next((us for us, row in timed if row["tile"] == "chosen"), None)
-            us, best = min(timed, key=lambda case: case[0])
-            is_best = chosen is not None and us >= (1 - MIN_SAVING) * chosen
-            parts.append(f"{count} rows {chosen}" + ("" if is_best else f" ({us} by {best['tile']}{_bits(best)})"))
-        yield f"tile    {gemm}, us: {'; '.join(parts)}"
-
-
-def warp_lines(rows: Iterable[Row]) -> Iterator[str]:
-    """A line for each number of warps: microseconds of attention by rows."""
-    return _grouped("warps", (
-        (f"{row['warps']}, {row['cached']} cached, us", f"{row['rows']} rows {row['us']}{_bits(row)}") for row in rows
-    ))  # fmt: skip
-
-
-def _bits(row: Row) -> str:
-    return "" if row["same_bits"] else " OTHER BITS"
-
-
-def _short(kernel: str) -> str:
-    """The name of a kernel, without namespaces and parameters."""
-    name = re.split("[<(]", kernel.replace("(anonymous namespace)::", ""))[0].removeprefix("void ")
-    return name.split("::")[-1].strip(" _")[:24]
 
 
 def _times(row: Row) -> list[tuple[int, float]]:

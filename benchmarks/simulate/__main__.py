@@ -1,8 +1,8 @@
 """Simulate adaptive draft lengths against plain decoding and fixed lengths, by acceptance, batch size and costs.
 
-    python -m benchmarks.simulate [--answers 12] [--output FOLDER]
+    python -m benchmarks.simulate [--answers 12] [--costs NAME ...] [--batches N ...] [--output FOLDER]
 
-There is no model: costs are given and acceptance is random.
+There is no model: costs are given and acceptance is random. `--costs` and `--batches` select cells.
 
 The first cells have constant costs, known up to a factor of 1.5. "steady" acceptance rates vary a little around the
 given one. "changing" rates switch between good and bad halfway through.
@@ -16,7 +16,9 @@ Each row has the best fixed length in hindsight, the adaptive speed as a fractio
 speeds relative to plain decoding. The last line printed is JSON.
 """
 
+import argparse
 import itertools
+import statistics
 from collections.abc import Iterator
 
 from benchmarks.report import finish, output_folder, parser_of, progress, show, whole
@@ -37,14 +39,16 @@ def main() -> None:
     parser.add_argument(
         "--answers", type=whole(1, 10_000), default=12, help="answers per slot of the batch; at least 24 in total"
     )
+    parser.add_argument("--costs", choices=COSTS, nargs="+", default=list(COSTS), metavar="NAME", help=", ".join(COSTS))
+    parser.add_argument("--batches", type=int, choices=BATCHES, nargs="+", default=BATCHES)
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
-    cells = list(itertools.product(COSTS, BATCHES, RATES, ("steady", "changing")))
+    cells = list(itertools.product(options.costs, options.batches, RATES, ("steady", "changing")))
     rows = [row(*cell, answers=options.answers) for cell in progress(cells, "cells")]
     show("the cells farthest below the best fixed length", sorted(rows, key=lambda found: found["of_best"])[:NUM_SHOWN])
     worst_by_cost = {found["costs"]: found for found in sorted(rows, key=lambda found: -found["of_best"])}
-    show("the worst cell of each cost", [worst_by_cost[costs] for costs in COSTS])
-    hard = [hard_row(*cell) for cell in progress(list(_hard_cells()), "hard cells")]
+    show("the worst cell of each cost", [worst_by_cost[costs] for costs in options.costs])
+    hard = [hard_row(*cell) for cell in progress(list(hard_cells(options)), "hard cells")]
     show("hard cells: the slowest ones", sorted(hard, key=lambda found: found["of_plain"])[:NUM_SHOWN])
     worst_by_conditions = {
         (found["conditions"], found["length"]): found for found in sorted(hard, key=lambda found: -found["of_plain"])
@@ -53,6 +57,7 @@ def main() -> None:
     result = {
         "answers": options.answers,
         "least_of_best": min(found["of_best"] for found in rows),
+        "mean_of_best": round(statistics.fmean(found["of_best"] for found in rows), 4),
         "least_of_plain": min(found["of_plain"] for found in rows + hard),
         "rows": rows,
         "hard": hard,
@@ -60,8 +65,11 @@ def main() -> None:
     finish("simulate", result, options.output)
 
 
-def _hard_cells() -> Iterator[tuple[str, int, float, str, str]]:
-    for costs, (batch, rate) in itertools.product(HARD_COSTS, LOADS):
+def hard_cells(options: argparse.Namespace) -> Iterator[tuple[str, int, float, str, str]]:
+    """Costs, batch size, acceptance rate, conditions and length of each selected hard cell."""
+    costs_of_cells = [costs for costs in HARD_COSTS if costs in options.costs]
+    loads = [load for load in LOADS if load[0] in options.batches]
+    for costs, (batch, rate) in itertools.product(costs_of_cells, loads):
         for conditions, length in itertools.product((*CORNERS, *UNSEEN), ("short", "long")):
             yield costs, batch, rate, conditions, length
         for conditions in CHANGING:

@@ -1,4 +1,4 @@
-"""Measure structured output: the cost of masks, and the speed of constrained answers.
+"""Measure the speed of constrained answers.
 
     python -m benchmarks.structured [--prompts FILE] [--concurrencies 1,8] [--repeats 3] [--output FOLDER]
 
@@ -9,20 +9,13 @@ plain answer, and valid if jsonschema accepts it; answers cut off by --max-token
 --vllm, vLLM for the CPU then answers the same prompts, without speculation and with its own prompt lookup, in the
 environment that SPECPOOL_VLLM_PYTHON names.
 
-Afterwards, a client streams an unconstrained answer: first alone, then beside a client that sends large and hostile
-schemas. The table shows the times between its tokens.
-
-Then the plain answers are replayed on the target's tokenizer, and on one enlarged to --vocabulary tokens. The table
-shows the microseconds of a mask, the share of positions with forced tokens, and the share of forced tokens that the
-answer contains. Last, passes of the target that verify --draft-tokens draft tokens are timed with and without masks,
-interleaved. Exit status 1: an answer was not exact or not valid. The last line printed is JSON.
+Exit status 1: an answer was not exact or not valid. The last line printed is JSON.
 """
 
 import asyncio
 from pathlib import Path
 
 from benchmarks.report import finish, output_folder, parser_of, show, whole, wholes
-from benchmarks.structured.masks import mask_rows
 from benchmarks.structured.peer import peer_rows
 from benchmarks.structured.questions import PROMPTS, read_questions
 from benchmarks.structured.service import serve
@@ -36,8 +29,6 @@ def main() -> None:
     parser.add_argument("--concurrencies", type=wholes(1, 1000), default=[1, 8], metavar="1,8,...")
     parser.add_argument("--max-tokens", type=whole(1, 4000), default=160)
     parser.add_argument("--repeats", type=whole(1, 1000), default=3)
-    parser.add_argument("--draft-tokens", type=whole(0, 64), default=4, help="draft tokens of a timed pass")
-    parser.add_argument("--vocabulary", type=whole(1000, 10**6), default=152_064, help="tokens of the larger tokenizer")
     parser.add_argument("--vllm", action="store_true", help="also measure vLLM")
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
@@ -46,18 +37,14 @@ def main() -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         parser.error(f"--prompts: {error!r}")
     try:
-        rows, others, answers = asyncio.run(serve(questions, options))
+        rows = asyncio.run(serve(questions, options))
         peer = peer_rows(questions, options) if options.vllm else []
     except (ProcessFailedError, OSError, RuntimeError) as error:
         raise SystemExit(str(error)) from None
     show("constrained answers", rows)
-    show("an unconstrained stream", others)
     show("vLLM", peer)
-    masks, passes = mask_rows(answers, options)
-    show("masks", masks)
-    show("passes of the target with and without masks", passes)
-    result = {"max_tokens": options.max_tokens, "repeats": options.repeats, "rows": rows, "masks": masks}
-    finish("structured", {**result, "passes": passes, "others": others, "vllm": peer}, options.output)
+    result = {"max_tokens": options.max_tokens, "repeats": options.repeats, "rows": rows, "vllm": peer}
+    finish("structured", result, options.output)
     if any(row["exact_match"] < 1 or row["valid"] < 1 for row in rows):
         raise SystemExit("some answers differ from plain decoding, or are invalid")
 

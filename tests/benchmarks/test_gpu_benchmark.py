@@ -13,11 +13,11 @@ from interpreted_kernels import FakeGraphs, imitate_kernels, make_dot_batch_inva
 
 from benchmarks import shapes
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import drafts, part, preflight, processes, profiles
+from benchmarks.gpu import drafts, part, preflight, processes
 from benchmarks.gpu.compare import counts_that_differ, row_counts
 from benchmarks.gpu.part import BROKEN, Findings, Settings
 from benchmarks.gpu.summary import MAX_LINES, goals, print_summary
-from benchmarks.report import gpu_figure
+from benchmarks.plots import gpu_figure
 from specpool.engine.run import pass_selection as forward
 
 pytest.importorskip("triton")
@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 ROWS = {
     "gemm": ("gemm",), "attention": ("kernels",), "rows": ("kernels",), "sampling": ("kernels",),
     "exactness": ("exactness",), "steps": ("steps",),
-    "profile": ("steps", "names"), "sweep": ("gemm", "attention"), "draft": ("drafts",), "pair": ("runs",),
+    "draft": ("drafts",), "pair": ("runs",),
     "transformers": ("runs",),
 }  # fmt: skip
 
@@ -88,7 +88,6 @@ def test_a_rehearsal_measures_all_parts(
     ours = [row for row in results["gemm"]["gemm"] if row["backend"] == "triton"]
     assert len(ours) == 10
     assert all(row["near"] and row["exact"] for row in ours)
-    assert all(row["same_bits"] for rows in ("gemm", "attention") for row in results["sweep"][rows])
     assert all(row["equal"] for row in results["exactness"]["exactness"])
     assert results["steps"]["bitwise"]
     assert [row["rows"] for row in results["steps"]["steps"]] == [1, 5, 2, 10]
@@ -108,18 +107,13 @@ def test_the_gpu_pass_is_measured_captured_and_eager(tmp_path: Path, monkeypatch
     monkeypatch.setattr(forward, "CudaGraphs", FakeGraphs)
     settings = settings_for(tmp_path)
     results = {}
-    for name in ("steps", "draft", "profile"):
+    for name in ("steps", "draft"):
         assert part.run(name, settings) == 0
         results[name] = json.loads((tmp_path / f"{name}.json").read_text())
     assert all(row["captured"] for row in results["steps"]["steps"])
     assert len(results["steps"]["gemm_backends"]) == 5
     assert [row["rows"] for row in results["steps"]["steps"]] == [1, 5, 2, 10]
     assert all(row["ms"] > 0 and row["steps_ms"] > 0 and row["same_tokens"] for row in results["draft"]["drafts"])
-    assert [(row["work"], row["how"]) for row in results["profile"]["steps"]] == [
-        (work, how)
-        for work in ("1 x 1 rows", "2 x 1 rows", "2 x 5 rows", "4 draft tokens for 2")
-        for how in ("captured", "eager")
-    ]
     assert gpu_figure(results).axes
 
 
@@ -261,16 +255,6 @@ def test_a_process_has_a_time_limit(monkeypatch: pytest.MonkeyPatch, program: st
 # --- Figures
 
 
-def test_gaps_of_a_profile_are_times_when_nothing_runs() -> None:
-    events = [("b", 20.0, 30.0), ("a", 0.0, 10.0), ("a", 5.0, 12.0), ("b", 29.0, 31.0)]
-    row, names = profiles.summarize(events, layers=2)
-    assert (row["kernels"], row["kernels_a_layer"], row["device_us"]) == (4, 2, 31)
-    assert (row["idle_us"], row["longest_gap_us"]) == (8, 8)
-    assert [(name["name"], name["times"], name["us"]) for name in names] == [("a", 2, 17), ("b", 2, 12)]
-    with pytest.raises(RuntimeError, match="nothing run"):
-        profiles.summarize([], 2)
-
-
 def test_row_counts_that_change_bits_are_found() -> None:
     together = torch.arange(10.0)
     counts = counts_that_differ(lambda rows: together[rows] + (rows.start == 7), together, row_counts(10))
@@ -299,34 +283,15 @@ def test_the_summary_is_short(capsys: pytest.CaptureFixture[str]) -> None:
         {"gemm": f"shape {i // 2}", "backend": "triton", "exact": True, "near": True, "as_triton": not i, **times}
         for i in range(20)
     ]
-    tiles = [
-        {"gemm": "down", "tile": tile, "same_bits": tile == "chosen", **times} for tile in ("chosen", "64 16 64 4 4")
-    ]
-    tiles[1]["us_of_1"] = 10.0
-    work = {"work": "8 x 5 rows", "idle_share": 0.25}
-    profiled = [
-        {**work, "how": how, "device_us": us, "name": name, "us": us}
-        for how, name, us in (
-            ("captured", "_attend", 60.0),
-            ("eager", "_attend", 40.4),
-            ("eager", "void at::(anonymous namespace)::add<int>()", 9.6),
-        )
-    ]
     runs = [{"concurrency": 8, "kind": "k4", "ratio": 1.5, "tokens_per_s": 1.0, "exact_match": 1.0}] * 40
     results: dict[str, Any] = {name: {"failed": failed, "error": "50 measurements failed"} for name in gpu.PARTS}
-    results["gemm"]["gemm"], results["sweep"]["gemm"], results["pair"]["runs"] = gemms, tiles, runs
-    results["profile"] |= {"steps": profiled, "names": profiled}
+    results["gemm"]["gemm"], results["pair"]["runs"] = gemms, runs
     print_summary(results)
     text = capsys.readouterr().out
     lines = text.splitlines()
     assert len(lines) <= MAX_LINES
     assert len(text) < 12_000
     assert "gemm    shape 0, us: triton exact 12.5 12.5 12.5 12.5; triton exact OTHER BITS 12.5 12.5 12.5 12.5" in lines
-    assert "profile 8 x 5 rows: 60 us captured, 25% idle; attend 40, add 10" in lines
-    assert any(
-        line.startswith("tile    down, us: 1 rows 12.5 (10.0 by 64 16 64 4 4 OTHER BITS); 8 rows 12.5; ")
-        for line in lines
-    )
 
 
 # --- Options

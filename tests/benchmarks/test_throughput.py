@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from pair_service import serving_pair
 
+from benchmarks.plots import throughput_figure
 from benchmarks.prompts import load_by_category
-from benchmarks.report import percentile, throughput_figure
+from benchmarks.report import percentile
 from benchmarks.throughput import (
     KINDS,
     Answer,

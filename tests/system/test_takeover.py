@@ -5,8 +5,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from failover import lose_target, until_ready, worker_at
 
-from benchmarks.failover import lose_target, until_ready, worker_at
 from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient

@@ -1,13 +1,5 @@
-"""Measure the pause of client streams when the target worker is killed or stopped, with and without a standby.
+"""Lose the serving target worker of `specpool up` while clients stream, and time their pauses."""
 
-    python -m benchmarks.failover [--streams 1 16] [--faults kill stop] [--max-tokens 128] [--target DIR --draft DIR]
-
-`pause_s` is the longest time without a token of any stream, `first_pause_s` that of the first stream to continue, and
-`quiet_gap_s` the longest one without a fault. `back_s` is the time from the fault until the lost worker is ready
-again. The last line printed is JSON. Exit status 1: an answer changed.
-"""
-
-import argparse
 import asyncio
 import os
 import signal
@@ -15,21 +7,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.prompts import add_prompts, load_prompts
-from benchmarks.report import finish, parser_of, show, whole
 from benchmarks.server_info import current_info
-from specpool.cli.up import running
-from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
 from specpool.client.requests import Prompt, make_request
 from specpool.v1 import generation_pb2 as pb
 
-FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 POLL_SECONDS, PATIENCE_SECONDS = 0.02, 120.0
 
 
@@ -119,48 +105,3 @@ async def lose_target(
         "took_over": taken_over,
         "equal": [stream.token_ids for stream in streams] == [stream.token_ids for stream in peace],
     }
-
-
-async def measure(options: argparse.Namespace, standby: bool) -> list[dict[str, Any]]:
-    """One row per fault and number of streams, all with the same processes."""
-    settings = UpSettings(
-        port=0, target=options.target, draft=options.draft, threads=options.threads, standby=standby,
-        drain_seconds=1, log_level="error",
-    )  # fmt: skip
-    lines = load_prompts(options.prompts, max(options.streams))
-    prompts = [line.prompt for line in lines]
-    rows = []
-    began = time.perf_counter()
-    async with running(settings) as address, AsyncClient(address) as client:
-        start = round(time.perf_counter() - began, 1)
-        info = await until_ready(client, standby)
-        idle = worker_at(info.standby.address) if standby else None
-        resident = round(idle.memory_info().rss / 2**20) if idle is not None else None
-        for fault in options.faults:
-            for streams in options.streams:
-                row = await lose_target(client, prompts[:streams], options.max_tokens, FAULTS[fault], standby)
-                labels = {"standby": standby, "fault": fault, "streams": streams, "start_s": start}
-                rows.append({**labels, **row, "idle_standby_mib": resident})
-    return rows
-
-
-def main() -> None:
-    """Parse the command line and run the benchmark."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--target", help="target model; default: the embedded pair")
-    parser.add_argument("--draft")
-    add_prompts(parser)
-    parser.add_argument("--streams", type=whole(1, 256), nargs="+", default=[1, 8])
-    parser.add_argument("--faults", choices=FAULTS, nargs="+", default=list(FAULTS))
-    parser.add_argument("--max-tokens", type=whole(16, 100_000), default=128)
-    parser.add_argument("--threads", type=whole(1, 1024), default=UpSettings().threads)
-    parser.add_argument("--output", type=Path, help="folder for failover.json")
-    options = parser.parse_args()
-    rows = [row for standby in (False, True) for row in asyncio.run(measure(options, standby))]
-    show("pause of streams when the target is lost", rows)
-    finish("failover", {"max_tokens": options.max_tokens, "rows": rows}, options.output)
-    raise SystemExit(not all(row["equal"] for row in rows))
-
-
-if __name__ == "__main__":
-    main()
