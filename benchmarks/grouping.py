@@ -90,7 +90,8 @@ def newcomer(sequence_id: int, rng: random.Random, k: int) -> Sequence:
     """A sequence whose prompt is cached in both workers."""
     prompt, max_tokens = (0,) * rng.randint(*PROMPT_LENGTHS), rng.randint(*OUTPUT_LENGTHS)
     sequence = Sequence(sequence_id, GenerationRequest(str(sequence_id), prompt, max_tokens, frozenset(), k))
-    sequence.num_cached_tokens = sequence.num_draft_cached_tokens = len(prompt) - 1
+    sequence.target.commit(len(prompt) - 1)
+    sequence.draft.commit(len(prompt) - 1)
     return sequence
 
 
@@ -100,8 +101,8 @@ def run_round(sequence: Sequence, acceptance: float, rng: random.Random) -> None
     while accepted < drafted and rng.random() < acceptance:
         accepted += 1
     sequence.commit([0] * (accepted + 1))
-    sequence.num_cached_tokens = len(sequence.token_ids) - 1
-    sequence.num_draft_cached_tokens = sequence.num_cached_tokens - (accepted == drafted > 0)
+    sequence.target.commit(len(sequence.token_ids) - 1)
+    sequence.draft.commit(sequence.target.num_cached_tokens - (accepted == drafted > 0))
 
 
 def plot(rows: list[dict[str, Any]], batch: int) -> Figure:

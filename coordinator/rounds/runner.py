@@ -19,11 +19,11 @@ from coordinator.drafting.outcome import RoundOutcome
 from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.scheduling.commits import DraftPlan
 from coordinator.scheduling.counters import Counters, Timed
+from coordinator.scheduling.drafts import DraftLimits
 from coordinator.scheduling.grouping import Group
 from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import Sequence
-from coordinator.scheduling.turn import DraftLimits
 from coordinator.scheduling.worker_time import Part
 from coordinator.tracing.traces import RoundTrace, Traces
 from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError

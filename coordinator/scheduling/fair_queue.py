@@ -141,7 +141,7 @@ class FairQueue:
         running = {name: client.running for name, client in self._clients.items()}
         waiting = {name: client.waiting for name, client in self._clients.items() if client.waiting}
         for group in by_client.values():
-            group.sort(key=lambda member: (-member.request.priority, member.num_cached_tokens), reverse=True)
+            group.sort(key=lambda member: (-member.request.priority, member.target.num_cached_tokens), reverse=True)
         victims: list[Sequence] = []
         while waiting:
             name = min(waiting, key=lambda client: (running[client], self._clients[client].since))
@@ -176,7 +176,7 @@ class FairQueue:
         if max_running < 2:
             return None
         victims = [member for running, member in candidates if running == max_running]
-        victim = min(victims, key=lambda member: member.num_cached_tokens)
+        victim = min(victims, key=lambda member: member.target.num_cached_tokens)
         return victim if may_enter(self.next, [victim]) else None
 
     def _first_of(self, client: _Client) -> Sequence:

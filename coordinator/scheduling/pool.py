@@ -13,7 +13,6 @@ still holds its slot.
   sequences of clients with more than their share of the places or positions.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain, islice
@@ -24,7 +23,7 @@ from coordinator.scheduling.preemption import longest_of_largest, own_victim, pr
 from coordinator.scheduling.prefixes import PrefixIndex
 from coordinator.scheduling.ready import ReadySet
 from coordinator.scheduling.request_queue import RequestQueue
-from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
+from coordinator.scheduling.sequence import GenerationRequest, Sequence
 from coordinator.scheduling.worker_time import Part, WorkerTime
 
 # Sequences that may overtake one that does not fit in the KV cache yet, because they need less room.
@@ -155,7 +154,7 @@ class Pool:
     def newcomers(self) -> ReadySet:
         """Eligible sequences that the target worker has not seen."""
         in_round = self._open_rounds
-        return ReadySet(s for s in self.eligible if not s.num_cached_tokens and s.sequence_id not in in_round)
+        return ReadySet(s for s in self.eligible if not s.target.num_cached_tokens and s.sequence_id not in in_round)
 
     def add_round_time(self, parts: Mapping[str, Part], seconds: float, pass_seconds: Callable[[float], float]) -> None:
         """Count the time of a round that ends, by client: see `WorkerTime.add_round`."""
@@ -267,7 +266,7 @@ class Pool:
     def enter(self, sequence: Sequence) -> None:
         """Take a waiting sequence into the window."""
         if self.requests.has_source_beside(sequence, self):
-            sequence.target_prefix = sequence.draft_prefix = None
+            sequence.share(None)
         self._find_prefix(sequence)
         if self._shares_prefixes(sequence):
             self._prefixes.add(sequence)
@@ -283,22 +282,22 @@ class Pool:
 
     def _find_prefix(self, sequence: Sequence) -> None:
         """Look for a prefix. Samples of one request start with a source, which may have finished since."""
-        initial = sequence.target_prefix
+        initial = sequence.prefix
         if self._shares_prefixes(sequence) and (initial is None or initial.source.finish is not None):
-            sequence.target_prefix = sequence.draft_prefix = self._prefixes.find(sequence) or initial
+            sequence.share(self._prefixes.find(sequence) or initial)
 
     def _shares_prefixes(self, sequence: Sequence) -> bool:
         return self._prefix_caching and not sequence.request.is_background
 
     def _park_or_make_ready(self, sequence: Sequence) -> None:
-        if sequence.target_prefix is not None and sequence.target_prefix.is_pending:
+        if sequence.prefix is not None and sequence.prefix.is_pending:
             self._parked[sequence.sequence_id] = sequence
         else:
             self._make_ready(sequence)
 
     def _unpark(self) -> None:
         for sequence in list(self._parked.values()):
-            if sequence.target_prefix is None or not sequence.target_prefix.is_pending:
+            if sequence.prefix is None or not sequence.prefix.is_pending:
                 self._find_prefix(sequence)
                 del self._parked[sequence.sequence_id]
                 self._park_or_make_ready(sequence)
@@ -383,9 +382,7 @@ class Pool:
         self._leaving.add(sequence_id)
         self.requests.preempt(sequence)
         if self._shares_prefixes(sequence):
-            cached = copy.copy(sequence)
-            cached.finish, cached.target_prefix, cached.draft_prefix = Finish(FinishReason.ABORT), None, None
-            self._prefixes.finish(cached)  # the workers keep it until they need the room
+            self._prefixes.finish(sequence.snapshot())  # the workers keep it until they need the room
         sequence.preempt()
 
     def vacate(self) -> set[int]:
@@ -468,13 +465,12 @@ class Pool:
                     self._leave(sequence)
                     self.requests.forget(sequence)
                 continue
-            all_sent = open_rounds == len(sequence.pending)
+            all_sent = open_rounds == len(sequence.target.pending)
             if sequence_id not in self._in_round or not all_sent or not sequence.can_continue:
                 continue
             del self._in_round[sequence_id]
             self._make_ready(sequence)
-            if sequence.lacks_room:  # another coordinator may need its slot
-                sequence.lacks_room = False
+            if sequence.target.settle_room():  # another coordinator may need its slot
                 self._preempt(sequence)
 
     def _take_out(self, sequence_id: int) -> bool:
@@ -493,27 +489,23 @@ class Pool:
             is_ready = sequence.sequence_id in self.ready
             if is_ready:
                 self.ready.pop(sequence.sequence_id)
-            sequence.num_cached_tokens = 0
-            sequence.pending.clear()
-            if sequence.target_prefix is not None:
-                sequence.target_prefix.source.num_cached_tokens = 0
+            sequence.target.replace_worker()
             if is_ready:
                 self.ready.add(sequence)
         self._prefixes.trim(0)
 
     def _leave(self, sequence: Sequence) -> None:
         self._leaving.add(sequence.sequence_id)
-        sequence.target_prefix = sequence.draft_prefix = None  # otherwise chains of finished sequences stay in memory
+        sequence.share(None)  # otherwise chains of finished sequences stay in memory
         if self._shares_prefixes(sequence):
             self._prefixes.finish(sequence)
 
     def cut_prefixes(self, source: Sequence) -> None:
         """Forget prefixes to copy from a sequence that has moved to another window."""
         for sequence in self.members:
-            if sequence.target_prefix is not None and sequence.target_prefix.source is source:
-                sequence.target_prefix = None
-            if sequence.draft_prefix is not None and sequence.draft_prefix.source is source:
-                sequence.draft_prefix = None
+            for cache, other in ((sequence.target, source.target), (sequence.draft, source.draft)):
+                if cache.source is other:
+                    cache.copy_nothing()
 
     def find(self, client: str, request_id: str) -> list[Sequence]:
         """The samples of a client's request that are in flight."""

@@ -269,8 +269,7 @@ class RequestQueue:
         request, sequence_id = self._requests.get(sequence.request.key), sequence.sequence_id
         if request is None or sequence_id not in request.samples or sequence.finish is not None:
             return
-        sequence.finish = Finish(FinishReason.ABORT)
-        sequence.pending.clear()
+        sequence.end(Finish(FinishReason.ABORT))
         self.forget(sequence)
         if self.preempted.pop(sequence_id, None) is not None:
             return  # it holds no slot, or is already leaving

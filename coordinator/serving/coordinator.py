@@ -227,7 +227,7 @@ class Coordinator:
             other.first_sample_id = first.sequence_id
         for other in others if first.prompt_length > 1 else ():
             # Each sample needs the logits of the last token, so it runs that token itself.
-            other.target_prefix = other.draft_prefix = Prefix(first, first.prompt_length - 1)
+            other.share(Prefix(first, first.prompt_length - 1))
         return sequences
 
     def _text_stream(self, sample: GenerationRequest) -> TextStream:

@@ -120,8 +120,8 @@ def test_it_neither_uses_nor_leaves_cached_prefixes() -> None:
     for sequence in (first, second):
         submit(pool, sequence)
         pool.admit()
-        assert sequence.target_prefix is None
-        sequence.num_cached_tokens = 40
+        assert sequence.prefix is None
+        sequence.target.commit(40)
         pool.abort(sequence)
         pool.released([sequence.sequence_id])
     assert pool.is_empty
@@ -130,7 +130,7 @@ def test_it_neither_uses_nor_leaves_cached_prefixes() -> None:
 
 def test_its_prompt_takes_no_prefill_of_others() -> None:
     background, user, decoding = sequence_of(True, 500), sequence_of(length=500), sequence_of(length=500, client="b")
-    decoding.num_cached_tokens = 499
+    decoding.target.commit(499)
 
     def rows(*group: Sequence) -> dict[int, int]:
         round_ = Round(1, list(group), 128, pass_seconds=lambda count: 1 + count)

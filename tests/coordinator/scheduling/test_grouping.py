@@ -106,16 +106,18 @@ def test_mixed_groups_contain_the_oldest_and_the_nearest_in_length() -> None:
 
 def test_same_length_includes_caches_and_draft_lengths() -> None:
     one, other = make_sequences([6, 6])
-    one.num_cached_tokens = 5
+    one.target.commit(5)
     assert not Group([one, other]).same_length
-    other.num_cached_tokens = 5
+    other.target.commit(5)
     assert Group([one, other]).same_length
-    one.num_draft_cached_tokens, other.num_draft_cached_tokens = 4, 5
+    one.draft.commit(4)
+    other.draft.commit(5)
     assert Group([one, other]).same_length, "one pass takes one token or two"
-    other.num_draft_cached_tokens = 3
+    other.draft.commit(3)
     assert not Group([one, other]).same_length
     ending = make_sequence(2, 6, max_tokens=2)
-    ending.num_cached_tokens, ending.num_draft_cached_tokens = 5, 4
+    ending.target.commit(5)
+    ending.draft.commit(4)
     assert not Group([one, ending]).same_length, "its draft is shorter"
 
 
@@ -148,7 +150,7 @@ def serve_all(policy: Policy, pool: Pool, arrivals: list[Sequence], gain: Callab
         group = policy.choose(pool.ready, pool.rounds).sequences
         pool.begin_round(group)
         for member in group:
-            member.num_cached_tokens = len(member.token_ids)
+            member.target.commit(len(member.token_ids))
             member.commit([0] * gain())
             unfinished -= member.finish is not None
         pool.end_round(group)
@@ -213,9 +215,11 @@ def test_admission_by_length_starves_no_sequence() -> None:
 def test_a_sequence_keeps_the_shape_it_had_when_it_became_ready(prefer: str) -> None:
     """Even if the prefix that it could copy is lost afterwards."""
     source, member = make_sequences([40, 40])
-    source.num_cached_tokens = source.num_draft_cached_tokens = 39
-    member.target_prefix = member.draft_prefix = Prefix(source, 39)
+    source.target.commit(39)
+    source.draft.commit(39)
+    member.share(Prefix(source, 39))
     ready = ReadySet([member])
-    source.num_cached_tokens = source.num_draft_cached_tokens = 0
+    source.target.commit(0)
+    source.draft.commit(0)
     assert Exspec(GroupingLimits(2, 2, 8, prefer)).choose(ready, 0).sequences == [member]  # type: ignore[arg-type]
     assert ready.pop(1) is member

@@ -48,9 +48,9 @@ class Simulation:
         for sequence in group:
             reserved = pool.reservations[sequence.sequence_id]
             assert sequence.next_length <= min(reserved, sequence.reserved_length), "a draft may not fit"
-            sequence.target_prefix = sequence.draft_prefix = None
+            sequence.share(None)
             sequence.commit([7] * min(gained, 1 + max(0, sequence.max_num_draft_tokens)))
-            sequence.num_cached_tokens = len(sequence.token_ids) - 1
+            sequence.target.commit(len(sequence.token_ids) - 1)
         pool.end_round(group)
         assert not any(map(is_protected, pool._cramped.values())), "it holds positions, which nobody can use"
         pool.check_integrity()
@@ -191,7 +191,7 @@ def test_a_preempted_sequence_continues_from_its_own_cache_if_the_worker_still_h
     while preempted.is_preempted:
         simulation.pool.admit()
         if not preempted.is_preempted:
-            assert preempted.target_base_length >= len(preempted.token_ids) - 17
+            assert preempted.target.base_length >= len(preempted.token_ids) - 17
             return
         simulation.round()
 
@@ -211,7 +211,7 @@ def test_a_sequence_without_room_in_the_worker_gives_up_its_place() -> None:
     simulation.round()
     group = list(simulation.pool.ready)
     simulation.pool.begin_round(group)
-    sequence.lacks_room = True
+    sequence.target.refuse_room()
     simulation.pool.end_round(group)
     assert simulation.pool.leaving == {sequence.sequence_id}
     simulation.pool.released(simulation.pool.leaving)

@@ -106,7 +106,7 @@ class PoolMachine(RuleBasedStateMachine):
         samples = [make_sequence(next(self.ids), request_id, prompt=prompt, **fields) for _ in range(n)]
         entering = len(self.next_to_enter([*self.waiting, *samples]))
         for other in samples[1:]:
-            other.target_prefix = Prefix(samples[0], len(prompt) - 1)
+            other.share(Prefix(samples[0], len(prompt) - 1))
         if any(other.request.key == (client, request_id) for other in self.in_flight()):
             with pytest.raises(DuplicateRequestError):
                 self.pool.submit(samples)
@@ -138,8 +138,7 @@ class PoolMachine(RuleBasedStateMachine):
     def end_round(self, gained: int) -> None:
         for sequence in self.group:
             if sequence.finish is None:
-                sequence.num_cached_tokens = len(sequence.token_ids) - 1
-                sequence.target_prefix = None
+                sequence.target.commit(len(sequence.token_ids) - 1)
                 sequence.commit([0] * gained)
         self.pool.end_round(self.group)
         for sequence in self.group:
@@ -240,7 +239,7 @@ def sharing(pool: Pool, ids: Iterable[int], prompt: tuple[int, ...] = (5,) * 40)
 
 def prefill(pool: Pool, sequence: Sequence, length: int) -> None:
     pool.begin_round([sequence])
-    sequence.num_cached_tokens = length
+    sequence.target.commit(length)
     pool.end_round([sequence])
 
 
@@ -255,7 +254,7 @@ def test_sequences_wait_for_a_shared_prefix_to_be_prefilled() -> None:
     prefill(pool, first, 39)
     pool.admit()
     assert list(pool.ready) == [longer, first, second]
-    assert (second.target_base_length, longer.target_base_length) == (32, 16)
+    assert (second.target.base_length, longer.target.base_length) == (32, 16)
 
 
 @pytest.mark.parametrize("interrupt", [Pool.abort, Pool.pause])
@@ -267,7 +266,7 @@ def test_no_sequence_waits_for_an_aborted_or_paused_prefix(interrupt: Callable[[
     interrupt(pool, first)
     pool.admit()
     assert list(pool.ready) == [second]
-    assert second.target_base_length == 0
+    assert second.target.base_length == 0
 
 
 def test_prefix_caching_can_be_disabled() -> None:
@@ -275,7 +274,7 @@ def test_prefix_caching_can_be_disabled() -> None:
     sequences = sharing(pool, [1, 2])
     pool.admit()
     assert list(pool.ready) == sequences
-    assert [sequence.target_prefix for sequence in sequences] == [None, None]
+    assert [sequence.prefix for sequence in sequences] == [None, None]
 
 
 def test_finished_sequences_serve_as_prefixes_while_there_are_slots() -> None:
@@ -289,16 +288,16 @@ def test_finished_sequences_serve_as_prefixes_while_there_are_slots() -> None:
         sequence.commit([1, 1])
         pool.end_round([sequence])
         release(pool)
-        assert sequence.target_prefix is sequence.draft_prefix is None, "otherwise whole histories stay alive"
+        assert sequence.prefix is sequence.draft.source is None, "otherwise whole histories stay alive"
         sources.append(sequence)
     again = [*sharing(pool, [8], (7,) * 40 + (1, 1, 2)), *sharing(pool, [9], (5,) * 40)]
     pool.admit()
-    assert again[0].target_prefix == Prefix(sources[2], 32)
-    assert again[0].target_base_length == 32
+    assert again[0].prefix == Prefix(sources[2], 32)
+    assert again[0].target.base_length == 32
     pool.abort(again[0])
     release(pool)
     pool.admit()
-    assert again[1].target_prefix is None
+    assert again[1].prefix is None
 
 
 # --- Fairness between clients; test_fair_queue.py tests the rule itself
@@ -384,7 +383,8 @@ def paused_and_waiting(number: int) -> tuple[Pool, list[Sequence], list[Sequence
     pool, (one, other, *waiting) = filled(max_num_seqs=2, number=2 + number)
     pool.admit(2)
     for sequence in (one, other):
-        sequence.num_cached_tokens = sequence.num_draft_cached_tokens = 1
+        sequence.target.commit(1)
+        sequence.draft.commit(1)
         pool.pause(sequence)
     assert pool.admit() == []
     pool.check_integrity()
@@ -393,9 +393,9 @@ def paused_and_waiting(number: int) -> tuple[Pool, list[Sequence], list[Sequence
 
 def test_paused_sequences_are_preempted_only_for_waiting_ones() -> None:
     pool, (one, other), _ = paused_and_waiting(0)
-    assert (pool.leaving, list(pool.members), one.num_cached_tokens) == (set(), [one, other], 1)
+    assert (pool.leaving, list(pool.members), one.target.num_cached_tokens) == (set(), [one, other], 1)
     pool, (one, other), (waiting,) = paused_and_waiting(1)
-    assert (pool.leaving, list(pool.members), one.num_cached_tokens) == ({one.sequence_id}, [other], 0)
+    assert (pool.leaving, list(pool.members), one.target.num_cached_tokens) == ({one.sequence_id}, [other], 0)
     release(pool)
     assert (pool.admit(), pool.is_empty) == ([waiting], False)
     pool.resume(one)
@@ -464,7 +464,7 @@ def crowded(max_num_seqs: int, **settings: Any) -> tuple[Pool, list[Sequence]]:
     sequences = submit(pool, *(make_sequence(i, max_tokens=1000, client="anne") for i in range(max_num_seqs)))
     pool.admit()
     for sequence in sequences:
-        sequence.num_cached_tokens = 1 + sequence.sequence_id
+        sequence.target.commit(1 + sequence.sequence_id)
     return pool, sequences
 
 
@@ -473,7 +473,7 @@ def test_a_client_without_a_place_preempts_the_sequence_with_the_least_progress(
     (bob,) = submit(pool, make_sequence(9, client="bob"))
     for _ in range(2):
         assert pool.admit() == []
-        assert (pool.leaving, anne[0].num_cached_tokens, anne[0].is_preempted) == ({0}, 0, True)
+        assert (pool.leaving, anne[0].target.num_cached_tokens, anne[0].is_preempted) == ({0}, 0, True)
     release(pool)
     assert (pool.admit(), pool.queued) == ([bob], 1)
     assert pool.admit() == []
@@ -581,7 +581,7 @@ def test_all_sequences_finish_despite_preemption(data: st.DataObject) -> None:
         pool.begin_round(group)
         for sequence in group:
             sequence.commit([7])
-            sequence.num_cached_tokens = len(sequence.token_ids) - 1
+            sequence.target.commit(len(sequence.token_ids) - 1)
         pool.end_round(group)
         release(pool)
         pool.check_integrity()

@@ -32,8 +32,7 @@ def decode(window: Pool, group: list[Sequence], tokens: int = 1) -> None:
     window.begin_round(group)
     for sequence in group:
         sequence.commit([0] * tokens)
-        sequence.num_cached_tokens = len(sequence.token_ids) - 1
-        sequence.target_prefix = None
+        sequence.target.commit(len(sequence.token_ids) - 1)
     window.end_round(group)
 
 
@@ -102,7 +101,7 @@ class WindowsMachine(RuleBasedStateMachine):
                 began = self.begun_with.setdefault(sequence.first_sample_id, window.numerics)
                 assert began == window.numerics, "two models contribute to one response"
                 sequence.commit([0] * gained)
-                sequence.num_cached_tokens = len(sequence.token_ids) - 1
+                sequence.target.commit(len(sequence.token_ids) - 1)
         window.end_round(group)
         window.vacate() if window.is_lost else None
         self.drop_finished()
@@ -232,7 +231,7 @@ def test_sequences_of_a_lost_worker_go_first_and_keep_their_tokens() -> None:
     decode(windows[1], list(windows[1].members), 9)
     windows[1].released(windows[1].leaving)
     assert windows[1].admit() == lost
-    assert [(sequence.num_generated, sequence.num_cached_tokens) for sequence in lost] == [(1, 0)] * 2
+    assert [(sequence.num_generated, sequence.target.num_cached_tokens) for sequence in lost] == [(1, 0)] * 2
 
 
 def test_a_sequence_in_a_round_moves_after_it() -> None:

@@ -6,9 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from coordinator.scheduling.caches import PendingRound
 from coordinator.scheduling.capacity import KVCapacity, QueueLimits
 from coordinator.scheduling.pool import Pool
-from coordinator.scheduling.sequence import GenerationRequest, PendingRound, Sequence
+from coordinator.scheduling.sequence import GenerationRequest, Sequence
 from specpool.protocol.rounds import VerifyItem
 
 MAX_ROUNDS = 2
@@ -84,7 +85,7 @@ class RoundsInFlight(RuleBasedStateMachine):
         for sequence in flight.group:
             if sequence.finish is None:
                 flight.pending[sequence] = PendingRound(flight.number, VerifyItem(1, 0, ()), None)
-                sequence.pending.append(flight.pending[sequence])
+                sequence.target.send(flight.pending[sequence])
                 self.held.add(sequence.sequence_id)
         self.pool.round_sent(flight.group)
 
@@ -94,15 +95,15 @@ class RoundsInFlight(RuleBasedStateMachine):
         """The oldest round is answered. Token 0: the worker has lost the caches."""
         flight = self.flights.pop(0)
         for sequence, pending in flight.pending.items():
-            if sequence.finish is not None or sequence.pending[:1] != [pending]:
+            if sequence.finish is not None or not sequence.target.awaits(pending):
                 continue
-            sequence.pending.pop(0)
+            sequence.target.answer()
             if token:
-                sequence.num_cached_tokens = len(sequence.token_ids)
+                sequence.target.commit(len(sequence.token_ids))
                 sequence.commit([token])
             else:
-                sequence.pending.clear()
-                sequence.num_cached_tokens = 0
+                sequence.target.discard_all()
+                sequence.target.miss()
         self.pool.end_round(flight.group)
 
     @precondition(lambda self: self.flights and self.flights[0].is_sent)
@@ -111,8 +112,8 @@ class RoundsInFlight(RuleBasedStateMachine):
         """The oldest round fails. Its sequences stay in it until it ends."""
         flight = self.flights.pop(0)
         for sequence, pending in flight.pending.items():
-            if pending in sequence.pending:
-                sequence.pending.clear()
+            if pending in sequence.target.pending:
+                sequence.target.discard_all()
         held = self.pool.hold(flight.group)
         assert not {sequence.sequence_id for sequence in held} & {s.sequence_id for s in self.pool.ready}
         self.pool.end_round(flight.group)
@@ -145,7 +146,7 @@ class RoundsInFlight(RuleBasedStateMachine):
         in_flight = [sequence for flight in self.flights for sequence in flight.group]
         for sequence in in_flight:
             assert in_flight.count(sequence) <= MAX_ROUNDS
-            assert len(sequence.pending) <= in_flight.count(sequence)
+            assert len(sequence.target.pending) <= in_flight.count(sequence)
         unsent = {s.sequence_id for flight in self.flights if not flight.is_sent for s in flight.group}
         assert not unsent & {sequence.sequence_id for sequence in self.pool.ready}, "an unsent round is overtaken"
 
