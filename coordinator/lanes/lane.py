@@ -10,7 +10,6 @@ from coordinator.drafting.drafting import Drafting
 from coordinator.drafting.lookup import PromptLookup
 from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.rounds.loop import RoundLoop
-from coordinator.rounds.runner import RoundRunner
 from coordinator.scheduling.capacity import KVCapacity
 from coordinator.scheduling.counters import Counters
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits
@@ -55,8 +54,12 @@ class Lane:
             settings.usable_window, shared.queue, prefix_caching=settings.prefix_caching, preempts=not is_eqspec
         )
         self.drafting = Drafting(settings.max_num_speculative_tokens, lookup=shared.lookup)
-        runner = RoundRunner(
+        limits = GroupingLimits(
+            settings.max_batch_size, settings.default_group_size, settings.max_wait_rounds, settings.prefer_group
+        )
+        self._loop = RoundLoop(
             self.pool,
+            POLICIES[settings.policy](limits),
             Workers(targets, draft),
             self.drafting,
             shared.in_flight,
@@ -67,10 +70,6 @@ class Lane:
             runs_ahead=POLICIES[settings.policy].runs_ahead,
             feature_window=settings.feature_window,
         )
-        limits = GroupingLimits(
-            settings.max_batch_size, settings.default_group_size, settings.max_wait_rounds, settings.prefer_group
-        )
-        self._loop = RoundLoop(self.pool, POLICIES[settings.policy](limits), runner, shared.in_flight)
         targets.on_change = self.update
         for link in targets.links:
             link.on_replaced = self._target_replaced
@@ -116,11 +115,11 @@ class Lane:
     def _target_replaced(self, numerics: str) -> None:
         if numerics != self.pool.numerics:
             self._on_other_numerics()
-        self._loop.target_replaced(numerics)
+        self._loop.failures.target_replaced(numerics)
 
     def vacate(self) -> None:
         """Let the sequences continue in other lanes if the target worker is lost."""
-        self._loop.vacate()
+        self._loop.failures.vacate()
 
     def _fit_window(self) -> None:
         """Limit the window to the target's slots. More sequences would only evict each other."""
@@ -135,7 +134,7 @@ class Lane:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._loop.close()
+        self._loop.failures.target_removed()
         await self.close()
 
     async def close(self) -> None:

@@ -202,7 +202,7 @@ async def test_coordinator_bug_fails_its_requests_and_not_the_service(
 ) -> None:
     async with serving() as served:
         with monkeypatch.context() as broken:
-            broken.setattr("coordinator.rounds.runner.Round.verify_items", lambda _: 1 / 0)
+            broken.setattr("coordinator.scheduling.round.Round.verify_items", lambda _: 1 / 0)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await served.stub.Generate(make_request())
         assert caught.value.code() is StatusCode.INTERNAL
