@@ -13,8 +13,8 @@ from coordinator.rounds.loop import RoundLoop
 from coordinator.scheduling.capacity import KVCapacity
 from coordinator.scheduling.counters import Counters
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits
-from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.request_queue import RequestQueue
+from coordinator.scheduling.window import Window
 from coordinator.tracing.traces import Traces
 from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.interface import Workers
@@ -50,7 +50,7 @@ class Lane:
         self._settings, self._on_change = settings, on_change
         self._tasks: list[asyncio.Task[None]] = []
         is_eqspec = settings.policy == "eqspec"  # a fixed batch neither preempts nor overlaps
-        self.pool = Pool(
+        self.window = Window(
             settings.usable_window, shared.queue, prefix_caching=settings.prefix_caching, preempts=not is_eqspec
         )
         self.drafting = Drafting(settings.max_num_speculative_tokens, lookup=shared.lookup)
@@ -58,7 +58,8 @@ class Lane:
             settings.max_batch_size, settings.default_group_size, settings.max_wait_rounds, settings.prefer_group
         )
         self._loop = RoundLoop(
-            self.pool,
+            shared.queue,
+            self.window,
             POLICIES[settings.policy](limits),
             Workers(targets, draft),
             self.drafting,
@@ -74,7 +75,7 @@ class Lane:
         for link in targets.links:
             link.on_replaced = self._target_replaced
         self._loop.on_admission, self._on_other_numerics = shared.on_admission, shared.on_other_numerics
-        self.pool.is_open = False
+        self.window.is_open = False
 
     @property
     def address(self) -> str:
@@ -93,7 +94,7 @@ class Lane:
     @property
     def is_releasing(self) -> bool:
         """Whether slots are about to be released."""
-        return bool(self.pool.occupied) or (self.draft is not None and self.draft.is_releasing)
+        return bool(self.window.occupied) or (self.draft is not None and self.draft.is_releasing)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Connect to the workers and run rounds.
@@ -108,12 +109,12 @@ class Lane:
         """Adapt the window to the state of the target worker."""
         if self.is_ready:
             self._fit_window()
-        self.pool.is_open = self.is_ready and not self.is_draining
-        self.pool.is_lost = not self.is_ready and self.targets.active.reason != RENEWED
+        self.window.is_open = self.is_ready and not self.is_draining
+        self.window.is_lost = not self.is_ready and self.targets.active.reason != RENEWED
         self._on_change()
 
     def _target_replaced(self, numerics: str) -> None:
-        if numerics != self.pool.numerics:
+        if numerics != self.window.numerics:
             self._on_other_numerics()
         self._loop.failures.target_replaced(numerics)
 
@@ -124,10 +125,10 @@ class Lane:
     def _fit_window(self) -> None:
         """Limit the window to the target's slots. More sequences would only evict each other."""
         load = self.targets.active.load_at_start
-        self.pool.slots = load.slots_total
-        self.pool.max_num_seqs = min(self._settings.usable_window, self.pool.slots)
+        self.window.slots = load.slots_total
+        self.window.max_num_seqs = min(self._settings.usable_window, self.window.slots)
         grows = load.kv_reservations_grow and self._settings.policy != "eqspec"  # a fixed batch does not preempt
-        self.pool.reservations.capacity = KVCapacity(load.kv_positions_total, load.kv_positions_multiple, grows)
+        self.window.reservations.capacity = KVCapacity(load.kv_positions_total, load.kv_positions_multiple, grows)
 
     async def remove(self) -> None:
         """Stop the lane. Its sequences continue in other lanes, or fail."""

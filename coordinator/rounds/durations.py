@@ -5,7 +5,7 @@ import time
 
 from coordinator.rounds.running import RunningRound
 from coordinator.scheduling.counters import Counters
-from coordinator.scheduling.pool import Pool
+from coordinator.scheduling.window import Window
 from coordinator.scheduling.worker_time import Part
 from coordinator.workers.interface import Target
 
@@ -13,7 +13,7 @@ from coordinator.workers.interface import Target
 class Durations:
     """Measures rounds. They may overlap: each counts the time since the last one ended."""
 
-    def __init__(self, target: Target, window: Pool, counters: Counters) -> None:
+    def __init__(self, target: Target, window: Window, counters: Counters) -> None:
         self._target, self._window, self._counters = target, window, counters
         self._measured_times = target.step_times
         self._plain_times = copy.deepcopy(self._measured_times)

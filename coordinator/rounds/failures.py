@@ -11,8 +11,9 @@ from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.rounds.releasing import Releasing
 from coordinator.scheduling.counters import Counters
 from coordinator.scheduling.grouping import Group
-from coordinator.scheduling.pool import Pool
+from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import Sequence
+from coordinator.scheduling.window import Window
 from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.interface import Target
 from coordinator.workers.link import shortened
@@ -38,9 +39,15 @@ class Failures:
     """Handles the errors of one target worker's rounds."""
 
     def __init__(
-        self, window: Pool, target: Target, releasing: Releasing, in_flight: RequestsInFlight, counters: Counters
+        self,
+        queue: RequestQueue,
+        window: Window,
+        target: Target,
+        releasing: Releasing,
+        in_flight: RequestsInFlight,
+        counters: Counters,
     ) -> None:
-        self._window, self._target, self._releasing = window, target, releasing
+        self._queue, self._window, self._target, self._releasing = queue, window, target, releasing
         self._in_flight, self._counters = in_flight, counters
         self._lost_rounds: list[tuple[str, Group, str]] = []
         """Rounds during which a target worker was lost: (instance id, group, reason). It may not be back yet."""
@@ -148,35 +155,34 @@ class Failures:
         Unless the new process certainly runs the same model, fail the requests that have tokens: two models must not
         contribute to one response. Fail constrained requests if it cannot follow grammars.
         """
-        requests = self._window.requests
         reason = "another target process took over without fingerprints that prove it runs the same model"
-        self._fail_begun(requests.change_numerics(self._window, numerics), reason)
+        self._fail_begun(self._queue.change_numerics(self._window, numerics), reason)
         refusal = self._target.grammar_refusal
         self._window.follows_grammars = refusal is None
         if refusal is not None:
-            for sequence in requests.without_grammars(self._window):
+            for sequence in self._queue.without_grammars(self._window):
                 self._fail(sequence, UnimplementedError(f"{sequence.request.constraint}: {refusal}"))
         self._window.forget_target_caches()
-        requests.wake()
+        self._queue.wake()
 
     def vacate(self) -> None:
         """If the target worker is lost, let its sequences continue on others. Blame the rounds that it lost."""
-        if not self._window.is_lost or not self._window.requests.has_open_window:
+        if not self._window.is_lost or not self._queue.has_open_window:
             return
         for instance_id, group, reason in self._lost_rounds:  # they may have crashed it, and must not crash all others
             self._blame(group, reason)
             self._blamed_rounds.append((instance_id, group))
         self._lost_rounds.clear()
-        if moved := self._window.vacate():
+        if moved := self._queue.vacate(self._window):
             log.warning("target worker lost; %d sequences continue on other target workers", len(moved))
             self._releasing.abandon(moved)
-            self._window.requests.wake()
+            self._queue.wake()
 
     def target_removed(self) -> None:
         """Give up the window. Its rounds no longer run."""
-        begun = self._window.close()
+        begun = self._queue.remove(self._window)
         self._fail_begun(begun, "the target worker was removed, and no other one is proven to run the same model")
-        self._window.requests.wake()
+        self._queue.wake()
 
     def _fail_begun(self, sequences: list[Sequence], reason: str) -> None:
         if sequences:
@@ -188,7 +194,7 @@ class Failures:
     def _fail(self, sequence: Sequence, error: ServiceError) -> None:
         """End a sequence with an error, unless it has finished."""
         if sequence.finish is None:
-            self._window.abort(sequence)
+            self._queue.abort(sequence)
             self._in_flight.failed(sequence, error)
 
 

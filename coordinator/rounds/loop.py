@@ -16,11 +16,13 @@ from coordinator.rounds.failures import Failures, request_ids
 from coordinator.rounds.proposing import MAX_ROUNDS_WITH_NEWCOMERS, Proposing
 from coordinator.rounds.releasing import RETRY_SECONDS, Releasing
 from coordinator.rounds.running import RunningRound
+from coordinator.scheduling.admission import Admission
 from coordinator.scheduling.counters import Counters
 from coordinator.scheduling.grouping import Group, Policy
-from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.ready import ReadySet
+from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import Sequence
+from coordinator.scheduling.window import Window
 from coordinator.tracing.traces import Traces
 from coordinator.workers.errors import Cause, WorkerUnreachableError
 from coordinator.workers.interface import Workers
@@ -36,7 +38,8 @@ class RoundLoop:
 
     def __init__(
         self,
-        window: Pool,
+        queue: RequestQueue,
+        window: Window,
         policy: Policy,
         workers: Workers,
         drafting: Drafting,
@@ -50,7 +53,8 @@ class RoundLoop:
         feature_window: int = 1,
     ) -> None:
         """`counters`: may be shared. See `Proposing` for the rest."""
-        self._window, self._policy, self._target, self._drafting = window, policy, workers.target, drafting
+        self._queue, self._window, self._admission = queue, window, Admission(queue, window)
+        self._policy, self._target, self._drafting = policy, workers.target, drafting
         self._in_flight, self._traces, self._counters = in_flight, traces, counters
         self._releasing = Releasing(workers, drafting)
         self._proposing = Proposing(
@@ -64,7 +68,7 @@ class RoundLoop:
             runs_ahead=runs_ahead,
             feature_window=feature_window,
         )
-        self.failures = Failures(window, workers.target, self._releasing, in_flight, counters)
+        self.failures = Failures(queue, window, workers.target, self._releasing, in_flight, counters)
         self._durations = Durations(workers.target, window, counters)
         self.on_admission: Callable[[], None] = lambda: None
         """Called before sequences are admitted."""
@@ -163,7 +167,7 @@ class RoundLoop:
         self.on_admission()
         window = self._window
         limit = self._admission_limit() if window.queued and window.capacity else 0
-        for sequence in window.admit(limit):
+        for sequence in self._admission.admit(limit):
             self._in_flight.admitted(sequence)
         if window.leaving:  # includes preempted sequences
             self._has_leaving.set()
@@ -259,7 +263,7 @@ class RoundLoop:
             if leaving := self._window.leaving:
                 await self._releasing.release(leaving)
                 self._window.released(leaving)
-                self._window.requests.wake()  # preempted sequences may continue anywhere
+                self._queue.wake()  # preempted sequences may continue anywhere
 
 
 def _without_suspects(sequences: list[Sequence]) -> list[Sequence]:

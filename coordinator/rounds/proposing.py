@@ -19,8 +19,8 @@ from coordinator.scheduling.commits import DraftPlan
 from coordinator.scheduling.counters import Counters, Timed
 from coordinator.scheduling.drafts import DraftLimits
 from coordinator.scheduling.grouping import Group
-from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.sequence import Sequence
+from coordinator.scheduling.window import Window
 from coordinator.workers.errors import WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.interface import Draft, Workers
 from specpool.protocol.features import WantedFeatures
@@ -40,7 +40,7 @@ class Proposing:
 
     def __init__(
         self,
-        window: Pool,
+        window: Window,
         workers: Workers,
         drafting: Drafting,
         releasing: Releasing,

@@ -140,7 +140,7 @@ class Sequence:
         self.prefill_waits = 0
         """Rounds in a row that had no share of the target worker's prefill budget left for the sequence."""
         self.ready_since = 0
-        """The pool's round count when the sequence became ready."""
+        """The window's round count when the sequence became ready."""
         self.reserved: int | None = None
         """Positions reserved in the workers. None: all that it can need."""
         self.grammar_error: str | None = None

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from itertools import count, pairwise
 
 import pytest
+from admitting_window import AdmittingWindow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.scheduling.capacity import QueueLimits
 from coordinator.scheduling.grouping import POLICIES, Exspec, Group, GroupingLimits, Policy
-from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.ready import ReadySet
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 
@@ -138,14 +138,16 @@ def test_eqspec_admits_until_the_first_token_and_again_once_all_have_left() -> N
 # --- A pool under load
 
 
-def serve_all(policy: Policy, pool: Pool, arrivals: list[Sequence], gain: Callable[[], int]) -> list[list[Sequence]]:
+def serve_all(
+    policy: Policy, pool: AdmittingWindow, arrivals: list[Sequence], gain: Callable[[], int]
+) -> list[list[Sequence]]:
     """Run rounds until all have finished. Two sequences arrive before every round."""
     groups: list[list[Sequence]] = []
     waiting, unfinished = iter(arrivals), len(arrivals)
     while unfinished:
         for newcomer in (next(waiting, None), next(waiting, None)):
             if newcomer is not None:
-                pool.submit([newcomer])
+                pool.queue.submit([newcomer])
         pool.admit(policy.admissible(pool.members, len(pool.leaving), pool.capacity))
         group = policy.choose(pool.ready, pool.rounds).sequences
         pool.begin_round(group)
@@ -175,7 +177,7 @@ def test_all_sequences_finish_without_starving(
 ) -> None:
     rng = random.Random(seed)
     arrivals = [make_sequence(i, length, max_tokens=rng.randint(1, 40)) for i, length in enumerate(lengths)]
-    pool = Pool(window, QueueLimits(100), by_length=by_length)
+    pool = AdmittingWindow(window, QueueLimits(100), by_length=by_length)
     groups = serve_all(POLICIES[name](limits), pool, arrivals, gain=lambda: rng.randint(1, 5))
     turns: dict[int, list[int]] = {}
     for number, group in enumerate(groups):
@@ -188,25 +190,25 @@ def test_all_sequences_finish_without_starving(
 
 
 def test_admission_by_length_keeps_neighbours_equally_long() -> None:
-    pool = Pool(5, QueueLimits(9), by_length=True)
+    pool = AdmittingWindow(5, QueueLimits(9), by_length=True)
     for newcomer in make_sequences([50, 9, 52, 90, 49]):
-        pool.submit([newcomer])
+        pool.queue.submit([newcomer])
     assert ids_of(pool.admit()) == [1, 4, 0, 2, 3]
 
 
 def test_admission_by_length_starves_no_sequence() -> None:
-    pool = Pool(1, QueueLimits(9), by_length=True)
+    pool = AdmittingWindow(1, QueueLimits(9), by_length=True)
     long, ids = make_sequence(0, 500), count(1)
-    pool.submit([long])
+    pool.queue.submit([long])
     for _ in range(100):
         short = [make_sequence(next(ids), 5) for _ in range(2)]
         for sequence in short:
-            pool.submit([sequence])
+            pool.queue.submit([sequence])
         (admitted,) = pool.admit()
         if admitted is long:
             return
         for sequence in short:
-            pool.abort(sequence)
+            pool.queue.abort(sequence)
         pool.released(pool.leaving)
     raise AssertionError("the long prompt never entered")
 

@@ -406,7 +406,7 @@ class Simulation:
 
     def cancel_one(self, group: list[Sequence]) -> None:
         sequence = self.rng.choice(group)
-        if sequence.finish is None:  # as `Pool.abort` does
+        if sequence.finish is None:  # as `AdmittingWindow.abort` does
             sequence.end(Finish(FinishReason.ABORT))
 
     def run_to_the_end(self) -> None:

@@ -2,13 +2,13 @@
 
 from itertools import count
 
+from admitting_window import AdmittingWindow
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from coordinator.scheduling.caches import PendingRound
 from coordinator.scheduling.capacity import KVCapacity, QueueLimits
-from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
 from specpool.protocol.rounds import VerifyItem
 
@@ -29,7 +29,7 @@ class RoundsInFlight(RuleBasedStateMachine):
 
     @initialize(max_num_seqs=st.integers(1, 4), positions=st.sampled_from([0, 30, 90]), preempts=st.booleans())
     def start(self, max_num_seqs: int, positions: int, preempts: bool) -> None:
-        self.pool = Pool(max_num_seqs, QueueLimits(1000), preempts=preempts)
+        self.pool = AdmittingWindow(max_num_seqs, QueueLimits(1000), preempts=preempts)
         self.pool.reservations.capacity = KVCapacity(positions, 1, grows=True)
         self.ids, self.rounds = count(1), count(1)
         self.flights: list[Flight] = []
@@ -43,9 +43,9 @@ class RoundsInFlight(RuleBasedStateMachine):
             return
         for sequence in self.alive:
             if sequence.paused:
-                self.pool.resume(sequence)
+                self.pool.queue.resume(sequence)
         for _ in range(2000):
-            if self.pool.is_empty and not self.flights:
+            if self.pool.queue.is_empty and not self.flights:
                 break
             while self.flights:
                 if not self.flights[0].is_sent:
@@ -55,7 +55,7 @@ class RoundsInFlight(RuleBasedStateMachine):
             self.admit()
             if len(self.pool.ready):
                 self.begin(4)
-        assert self.pool.is_empty, "sequences never end"
+        assert self.pool.queue.is_empty, "sequences never end"
         assert not self.held, "a slot is never released"
 
     @rule(prompt_length=st.integers(1, 20), max_tokens=st.integers(1, 6), client=st.sampled_from("xy"))
@@ -63,7 +63,7 @@ class RoundsInFlight(RuleBasedStateMachine):
         sequence_id = next(self.ids)
         request = GenerationRequest(str(sequence_id), (1,) * prompt_length, max_tokens, frozenset(), 0, client=client)
         self.alive.append(Sequence(sequence_id, request))
-        self.pool.submit([self.alive[-1]])
+        self.pool.queue.submit([self.alive[-1]])
 
     @rule()
     def admit(self) -> None:
@@ -121,14 +121,14 @@ class RoundsInFlight(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.pool.abort(data.draw(st.sampled_from(self.alive)))
+        self.pool.queue.abort(data.draw(st.sampled_from(self.alive)))
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
     def pause_or_resume(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.alive))
         if sequence.finish is None:
-            (self.pool.resume if sequence.paused else self.pool.pause)(sequence)
+            (self.pool.queue.resume if sequence.paused else self.pool.queue.pause)(sequence)
 
     @rule()
     def release(self) -> None:
