@@ -2,40 +2,17 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.config.settings import CoordinatorSettings
 from coordinator.drafting.drafting import Drafting
-from coordinator.drafting.lookup import PromptLookup
-from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.rounds.loop import RoundLoop
+from coordinator.rounds.shared import Shared
 from coordinator.scheduling.capacity import KVCapacity
-from coordinator.scheduling.counters import Counters
-from coordinator.scheduling.grouping import POLICIES, GroupingLimits
-from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.window import Window
-from coordinator.tracing.traces import Traces
 from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.interface import Workers
 from coordinator.workers.link import RENEWED
 from coordinator.workers.standby import TargetPair
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What all lanes share."""
-
-    settings: CoordinatorSettings
-    queue: RequestQueue
-    in_flight: RequestsInFlight
-    traces: Traces
-    lookup: PromptLookup
-    on_admission: Callable[[], None]
-    """Called before sequences are admitted."""
-    on_other_numerics: Callable[[], None]
-    """Called when a target process takes over that may choose other tokens."""
-    counters: Counters = field(default_factory=Counters)
 
 
 class Lane:
@@ -47,35 +24,18 @@ class Lane:
         """`on_change`: called when the state of the target worker has changed."""
         settings = shared.settings
         self.targets, self.draft, self.is_draining = targets, draft, False
-        self._settings, self._on_change = settings, on_change
+        self._settings, self._on_change, self._on_other_numerics = settings, on_change, shared.on_other_numerics
         self._tasks: list[asyncio.Task[None]] = []
-        is_eqspec = settings.policy == "eqspec"  # a fixed batch neither preempts nor overlaps
+        preempts = settings.policy != "eqspec"  # a fixed batch neither preempts nor overlaps
         self.window = Window(
-            settings.usable_window, shared.queue, prefix_caching=settings.prefix_caching, preempts=not is_eqspec
+            settings.usable_window, shared.queue, prefix_caching=settings.prefix_caching, preempts=preempts
         )
+        self.window.is_open = False
         self.drafting = Drafting(settings.max_num_speculative_tokens, lookup=shared.lookup)
-        limits = GroupingLimits(
-            settings.max_batch_size, settings.default_group_size, settings.max_wait_rounds, settings.prefer_group
-        )
-        self._loop = RoundLoop(
-            shared.queue,
-            self.window,
-            POLICIES[settings.policy](limits),
-            Workers(targets, draft),
-            self.drafting,
-            shared.in_flight,
-            shared.traces,
-            shared.counters,
-            prefill_tokens=settings.prefill_tokens,
-            overlap="off" if is_eqspec else settings.overlap,
-            runs_ahead=POLICIES[settings.policy].runs_ahead,
-            feature_window=settings.feature_window,
-        )
+        self._loop = RoundLoop(shared, self.window, Workers(targets, draft), self.drafting)
         targets.on_change = self.update
         for link in targets.links:
             link.on_replaced = self._target_replaced
-        self._loop.on_admission, self._on_other_numerics = shared.on_admission, shared.on_other_numerics
-        self.window.is_open = False
 
     @property
     def address(self) -> str:

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from coordinator.drafting.drafting import SpeculationState
-from coordinator.lanes.lane import Lane, Shared
+from coordinator.lanes.lane import Lane
 from coordinator.prompts.template_file import read_template
 from coordinator.prompts.tokenizer_pool import TokenizerPool
+from coordinator.rounds.shared import Shared
 from coordinator.workers.discovery import Discovery, Endpoint
 from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.draft_link import DraftLink

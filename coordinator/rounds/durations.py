@@ -13,7 +13,7 @@ from coordinator.workers.interface import Target
 class Durations:
     """Measures rounds. They may overlap: each counts the time since the last one ended."""
 
-    def __init__(self, target: Target, window: Window, counters: Counters) -> None:
+    def __init__(self, counters: Counters, window: Window, target: Target) -> None:
         self._target, self._window, self._counters = target, window, counters
         self._measured_times = target.step_times
         self._plain_times = copy.deepcopy(self._measured_times)

@@ -7,11 +7,9 @@ then fails.
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 
-from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.rounds.releasing import Releasing
-from coordinator.scheduling.counters import Counters
+from coordinator.rounds.shared import Shared
 from coordinator.scheduling.grouping import Group
-from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import Sequence
 from coordinator.scheduling.window import Window
 from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError
@@ -38,17 +36,9 @@ RunRound = Callable[[Group, bool], Awaitable[bool]]
 class Failures:
     """Handles the errors of one target worker's rounds."""
 
-    def __init__(
-        self,
-        queue: RequestQueue,
-        window: Window,
-        target: Target,
-        releasing: Releasing,
-        in_flight: RequestsInFlight,
-        counters: Counters,
-    ) -> None:
-        self._queue, self._window, self._target, self._releasing = queue, window, target, releasing
-        self._in_flight, self._counters = in_flight, counters
+    def __init__(self, shared: Shared, window: Window, target: Target, releasing: Releasing) -> None:
+        self._queue, self._in_flight, self._counters = shared.queue, shared.in_flight, shared.counters
+        self._window, self._target, self._releasing = window, target, releasing
         self._lost_rounds: list[tuple[str, Group, str]] = []
         """Rounds during which a target worker was lost: (instance id, group, reason). It may not be back yet."""
         self._blamed_rounds: list[tuple[str, Group]] = []

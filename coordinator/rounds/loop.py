@@ -4,26 +4,22 @@ The loop waits while the target worker is unavailable. `failures.py` handles err
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from coordinator.config.settings import Overlap
 from coordinator.drafting.drafting import Drafting
-from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.rounds.durations import Durations
 from coordinator.rounds.failures import Failures, request_ids
 from coordinator.rounds.proposing import MAX_ROUNDS_WITH_NEWCOMERS, Proposing
 from coordinator.rounds.releasing import RETRY_SECONDS, Releasing
 from coordinator.rounds.running import RunningRound
+from coordinator.rounds.shared import Shared
 from coordinator.scheduling.admission import Admission
-from coordinator.scheduling.counters import Counters
-from coordinator.scheduling.grouping import Group, Policy
+from coordinator.scheduling.grouping import POLICIES, Group, GroupingLimits
 from coordinator.scheduling.ready import ReadySet
-from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import Sequence
 from coordinator.scheduling.window import Window
-from coordinator.tracing.traces import Traces
 from coordinator.workers.errors import Cause, WorkerUnreachableError
 from coordinator.workers.interface import Workers
 from specpool.protocol.rounds import ItemStatus, Verdict
@@ -36,42 +32,19 @@ UNSERVED = (ItemStatus.NO_SLOT, ItemStatus.GRAMMAR_NOT_READY)
 class RoundLoop:
     """Runs the rounds of a window, as many at a time as `Proposing` allows."""
 
-    def __init__(
-        self,
-        queue: RequestQueue,
-        window: Window,
-        policy: Policy,
-        workers: Workers,
-        drafting: Drafting,
-        in_flight: RequestsInFlight,
-        traces: Traces,
-        counters: Counters,
-        *,
-        prefill_tokens: int,
-        overlap: Overlap,
-        runs_ahead: bool = True,
-        feature_window: int = 1,
-    ) -> None:
-        """`counters`: may be shared. See `Proposing` for the rest."""
-        self._queue, self._window, self._admission = queue, window, Admission(queue, window)
-        self._policy, self._target, self._drafting = policy, workers.target, drafting
-        self._in_flight, self._traces, self._counters = in_flight, traces, counters
-        self._releasing = Releasing(workers, drafting)
-        self._proposing = Proposing(
-            window,
-            workers,
-            drafting,
-            self._releasing,
-            counters,
-            prefill_tokens=prefill_tokens,
-            overlap=overlap,
-            runs_ahead=runs_ahead,
-            feature_window=feature_window,
+    def __init__(self, shared: Shared, window: Window, workers: Workers, drafting: Drafting) -> None:
+        self._shared, self._window, self._target, self._drafting = shared, window, workers.target, drafting
+        self._queue, self._in_flight, self._counters = shared.queue, shared.in_flight, shared.counters
+        settings = shared.settings
+        limits = GroupingLimits(
+            settings.max_batch_size, settings.default_group_size, settings.max_wait_rounds, settings.prefer_group
         )
-        self.failures = Failures(queue, window, workers.target, self._releasing, in_flight, counters)
-        self._durations = Durations(workers.target, window, counters)
-        self.on_admission: Callable[[], None] = lambda: None
-        """Called before sequences are admitted."""
+        self._policy = POLICIES[settings.policy](limits)
+        self._admission = Admission(shared.queue, window)
+        self._releasing = Releasing(workers, drafting)
+        self._proposing = Proposing(shared, window, workers, drafting, self._releasing)
+        self.failures = Failures(shared, window, workers.target, self._releasing)
+        self._durations = Durations(shared.counters, window, workers.target)
         window.wake, window.admission_limit = self._wake, self._admission_limit
         self._work = asyncio.Event()
         self._has_leaving = asyncio.Event()
@@ -117,7 +90,7 @@ class RoundLoop:
         """
         round_ = self._proposing.plan(group, self._work.set, may_join)
         try:
-            with self._traces.round(group) as round_.trace:
+            with self._shared.traces.round(group) as round_.trace:
                 await self._proposing.propose(round_)
                 round_.outcome.verify_items = round_.verify_items()
                 if not round_.outcome.verify_items:
@@ -164,7 +137,7 @@ class RoundLoop:
             return Group([]), False
 
     def _admit(self) -> None:
-        self.on_admission()
+        self._shared.on_admission()
         window = self._window
         limit = self._admission_limit() if window.queued and window.capacity else 0
         for sequence in self._admission.admit(limit):

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 
-from coordinator.config.settings import Overlap
 from coordinator.drafting.drafting import Drafting, DraftWorker
 from coordinator.rounds.releasing import Releasing
 from coordinator.rounds.running import RunningRound
+from coordinator.rounds.shared import Shared
 from coordinator.scheduling.commits import DraftPlan
-from coordinator.scheduling.counters import Counters, Timed
+from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.drafts import DraftLimits
-from coordinator.scheduling.grouping import Group
+from coordinator.scheduling.grouping import POLICIES, Group
 from coordinator.scheduling.sequence import Sequence
 from coordinator.scheduling.window import Window
 from coordinator.workers.errors import WorkerRefusedError, WorkerUnreachableError
@@ -39,30 +39,12 @@ class Proposing:
     """Drafts for rounds: of two groups that alternate, or of one group that runs ahead."""
 
     def __init__(
-        self,
-        window: Window,
-        workers: Workers,
-        drafting: Drafting,
-        releasing: Releasing,
-        counters: Counters,
-        *,
-        prefill_tokens: int,
-        overlap: Overlap,
-        runs_ahead: bool = True,
-        feature_window: int = 1,
+        self, shared: Shared, window: Window, workers: Workers, drafting: Drafting, releasing: Releasing
     ) -> None:
-        """`prefill_tokens`: budget of a round for prompt tokens, for each worker.
-
-        `runs_ahead`: whether to send the next round before the response to the last one, if the target worker can.
-
-        `feature_window`: maximum tokens of a prompt whose hidden states go to a draft that reads them.
-        """
         self.num_groups = 1
         """Number of groups that alternate, updated with every round."""
-        self._window, self._workers, self._drafting = window, workers, drafting
-        self._target, self._releasing, self._counters = workers.target, releasing, counters
-        self._prefill_tokens, self._overlap, self._may_run_ahead = prefill_tokens, overlap, runs_ahead
-        self._feature_window = feature_window
+        self._window, self._workers, self._target, self._drafting = window, workers, workers.target, drafting
+        self._settings, self._counters, self._releasing = shared.settings, shared.counters, releasing
         self._round_ended = asyncio.Event()
         self._not_followed: set[RunningRound] = set()
         """Drafting rounds in flight, until the next round may be sent."""
@@ -95,7 +77,7 @@ class Proposing:
 
     @property
     def _runs_ahead(self) -> bool:
-        return self._may_run_ahead and self._target.max_rounds_ahead > 0
+        return POLICIES[self._settings.policy].runs_ahead and self._target.max_rounds_ahead > 0
 
     @property
     def _selects_branches(self) -> bool:
@@ -104,9 +86,10 @@ class Proposing:
     @property
     def _can_overlap(self) -> bool:
         """Whether both workers can run at the same time without slowing each other down."""
-        if self._workers.ready_draft is None or self._overlap == "off":
+        overlap = self._settings.overlap
+        if self._workers.ready_draft is None or overlap == "off" or self._settings.policy == "eqspec":
             return False
-        return self._overlap == "on" or not self._shares_devices
+        return overlap == "on" or not self._shares_devices
 
     @property
     def _shares_devices(self) -> bool:
@@ -133,7 +116,7 @@ class Proposing:
             group,
             sent,
             may_join,
-            prefill_tokens=self._prefill_tokens,
+            prefill_tokens=self._settings.prefill_tokens,
             plans=plans,
             chance=self._drafting.chance,
             pass_seconds=self._target.step_times,
@@ -164,7 +147,7 @@ class Proposing:
         draft = self._workers.ready_draft
         if draft is None or draft.features is None or not self._target.returns_features:
             return None
-        return WantedFeatures(draft.features, self._feature_window)
+        return WantedFeatures(draft.features, self._settings.feature_window)
 
     def prepare(self, last: RunningRound | None) -> None:
         """Plan the next round's drafts while the last one sent drafts branches, so that it can be sent right after."""

@@ -1,31 +1,12 @@
 """The requests in flight, the queue that all windows share, and the window of each running sequence. Pure."""
 
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from coordinator.scheduling.fair_queue import FairQueue
+from coordinator.scheduling.fair_queue import FairQueue, Request
 from coordinator.scheduling.sequence import Sequence
 
 W = TypeVar("W")
 """A window. The registry only passes it on."""
-
-
-@dataclass
-class Request(Generic[W]):
-    """A request with unfinished samples."""
-
-    samples: dict[int, Sequence]
-    size: int
-    """Number of samples, finished ones included."""
-    numerics: str = ""
-    """Numerics of the windows that may continue it. Empty until its first sample enters one."""
-    source_window: W | None = None
-    """The window that its first sample entered last."""
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether any sample has tokens."""
-        return len(self.samples) < self.size or any(sample.num_generated for sample in self.samples.values())
 
 
 class Registry(Generic[W]):
@@ -36,7 +17,7 @@ class Registry(Generic[W]):
         self.preempted: dict[int, Sequence] = {}
         """Preempted sequences that are not queued yet: they still hold a slot, or are paused."""
         self.windows: list[W] = []
-        self.requests: dict[tuple[str, str], Request[W]] = {}
+        self.requests: dict[tuple[str, str], Request] = {}
         self._window_of: dict[int, W] = {}
         """Of the sequences that hold a place, by id."""
 
@@ -54,7 +35,7 @@ class Registry(Generic[W]):
         """Whether no sequence is queued or preempted."""
         return not (self.waiting or self.preempted)
 
-    def of(self, sequence: Sequence) -> Request[W]:
+    def of(self, sequence: Sequence) -> Request:
         """The request of an unfinished sequence."""
         return self.requests[sequence.request.key]
 
@@ -62,7 +43,7 @@ class Registry(Generic[W]):
         """The window in which a sequence holds a place."""
         return self._window_of.get(sequence.sequence_id)
 
-    def windows_of(self, request: Request[W]) -> list[W]:
+    def windows_of(self, request: Request) -> list[W]:
         """The windows of the samples that hold a place."""
         return [window for i in request.samples if (window := self._window_of.get(i)) is not None]
 
@@ -72,9 +53,7 @@ class Registry(Generic[W]):
 
     def add(self, samples: list[Sequence]) -> None:
         """Queue the samples of a new request."""
-        self.waiting.add(samples)
-        by_id = {sample.sequence_id: sample for sample in samples}
-        self.requests[samples[0].request.key] = Request(by_id, len(samples))
+        self.requests[samples[0].request.key] = self.waiting.add(samples)
 
     def enter(self, sequence: Sequence, window: W, numerics: str) -> None:
         """Move a waiting sequence into a window."""
@@ -104,7 +83,7 @@ class Registry(Generic[W]):
         sequence = self.preempted.get(sequence_id)
         if sequence is not None and not sequence.paused and sequence_id not in self._window_of:
             del self.preempted[sequence_id]
-            self.waiting.add([sequence], goes_first)
+            self.waiting.add([sequence], self.of(sequence), goes_first)
 
     def forget(self, sequence: Sequence) -> None:
         """Remove the sample from its request. After an abort, another request may already use the same id."""

@@ -10,7 +10,6 @@ from itertools import count
 from coordinator.audit.spare_room import SpareRoom
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.drafting.lookup import PromptLookup
-from coordinator.lanes.lane import Shared
 from coordinator.lanes.lanes import Lanes
 from coordinator.prompts.constraint_reader import ConstraintReader
 from coordinator.prompts.description import TokenizerDescription
@@ -18,6 +17,7 @@ from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.requests.generation import Generation
 from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.requests.latencies import Latencies
+from coordinator.rounds.shared import Shared
 from coordinator.scheduling.capacity import DuplicateRequestError, PoolFullError, QueueLimits
 from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence

@@ -446,7 +446,7 @@ def test_a_preempted_sequence_can_be_aborted(released: bool) -> None:
 def test_admitting_and_aborting_examine_few_of_ten_thousand_sequences() -> None:
     pool = AdmittingWindow(8, QueueLimits(20_000))
     ranks = mock.Mock(side_effect=lambda owner: (owner.priority, owner.running, owner.since))
-    with mock.patch("coordinator.scheduling.fair_queue._Request.rank", property(ranks)):
+    with mock.patch("coordinator.scheduling.fair_queue.Request.rank", property(ranks)):
         sequences = submit(pool, *(make_sequence(i, client=str(i % 100)) for i in range(10_000)))
         assert ranks.call_count <= 2 * len(sequences)
         ranks.reset_mock()
