@@ -346,7 +346,7 @@ async def test_burst_within_the_pool_needs_no_queue() -> None:
 
 async def test_coordinator_stops_after_a_fatal_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving() as served:
-        monkeypatch.setattr(served.process.coordinator.lanes.first.window, "admit", lambda *_: 1 / 0)
+        monkeypatch.setattr(served.process.coordinator.lanes.first.window, "settle", lambda *_: 1 / 0)
         served.process.coordinator.queue.wake()
         with pytest.raises(ExceptionGroup) as caught:
             await served.process.wait_stopped()
