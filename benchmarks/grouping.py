@@ -14,11 +14,13 @@ from typing import Any
 
 from benchmarks.plots import grouping_figure
 from benchmarks.report import finish, output_folder, parser_of, progress, show, whole
+from coordinator.scheduling.admission import Admission
 from coordinator.scheduling.capacity import QueueLimits
 from coordinator.scheduling.counters import GroupingCounters
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits
-from coordinator.scheduling.pool import Pool
+from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
+from coordinator.scheduling.window import Window
 
 WINDOWS = (8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 10_000)
 CASES = ((0.3, 4, "arrival"), (0.6, 4, "arrival"), (0.9, 4, "arrival"), (0.6, 2, "arrival"), (0.6, 4, "length"))
@@ -47,37 +49,38 @@ def main() -> None:
 
 
 def simulate(
-    acceptance: float, min_group: int, admission: str, window: int, options: argparse.Namespace
+    acceptance: float, min_group: int, admission: str, size: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Run rounds with a full window, and count them after a warm-up."""
     rng, ids = random.Random(0), count()
-    queue = QUEUE_PER_WINDOW * window if admission == "length" else window
-    pool = Pool(window, QueueLimits(queue), by_length=admission == "length", prefix_caching=False)
+    queue = QUEUE_PER_WINDOW * size if admission == "length" else size
+    requests = RequestQueue(QueueLimits(queue), by_length=admission == "length")
+    window = Window(size, requests, prefix_caching=False)
     policy = POLICIES["exspec"](GroupingLimits(options.batch, min_group))
     # Long enough to replace almost every sequence.
-    warm_up = max(options.rounds, 4 * window)
+    warm_up = max(options.rounds, 4 * size)
     counters, choosing = GroupingCounters(), 0.0
-    for turn in range(warm_up + max(options.rounds, 2 * window)):
-        while pool.queued < queue:
-            pool.submit([newcomer(next(ids), rng, options.k)])
-        pool.admit()
+    for turn in range(warm_up + max(options.rounds, 2 * size)):
+        while requests.queued < queue:
+            requests.submit([newcomer(next(ids), rng, options.k)])
+        Admission(requests, window).admit()
         began = time.perf_counter()
-        group = policy.choose(pool.ready, pool.rounds)
+        group = policy.choose(window.ready, window.rounds)
         if turn >= warm_up:
             choosing += time.perf_counter() - began
             counters.add(group, group.same_length)
-        pool.begin_round(group.sequences)
+        window.begin_round(group.sequences)
         for sequence in group.sequences:
             run_round(sequence, acceptance, rng)
-        pool.end_round(group.sequences)
-        pool.released(pool.leaving)
+        window.end_round(group.sequences)
+        window.released(window.leaving)
     rounds, grouped = sum(counters.group_sizes), counters.same_length_rounds + counters.mixed_rounds
     grouped_sequences = sum(size * times for size, times in enumerate(counters.group_sizes, 1))
     return {
         "acceptance": acceptance,
         "min_group": min_group,
         "admission": admission,
-        "window": window,
+        "window": size,
         "same_length_hit_rate": round(counters.same_length_rounds / grouped, 4) if grouped else None,
         "fallback_rate": round(counters.fallback_rounds / rounds, 4),
         "mean_group_size": round(grouped_sequences / rounds, 2),
@@ -89,7 +92,8 @@ def newcomer(sequence_id: int, rng: random.Random, k: int) -> Sequence:
     """A sequence whose prompt is cached in both workers."""
     prompt, max_tokens = (0,) * rng.randint(*PROMPT_LENGTHS), rng.randint(*OUTPUT_LENGTHS)
     sequence = Sequence(sequence_id, GenerationRequest(str(sequence_id), prompt, max_tokens, frozenset(), k))
-    sequence.num_cached_tokens = sequence.num_draft_cached_tokens = len(prompt) - 1
+    sequence.target.commit(len(prompt) - 1)
+    sequence.draft.commit(len(prompt) - 1)
     return sequence
 
 
@@ -99,8 +103,8 @@ def run_round(sequence: Sequence, acceptance: float, rng: random.Random) -> None
     while accepted < drafted and rng.random() < acceptance:
         accepted += 1
     sequence.commit([0] * (accepted + 1))
-    sequence.num_cached_tokens = len(sequence.token_ids) - 1
-    sequence.num_draft_cached_tokens = sequence.num_cached_tokens - (accepted == drafted > 0)
+    sequence.target.commit(len(sequence.token_ids) - 1)
+    sequence.draft.commit(sequence.target.num_cached_tokens - (accepted == drafted > 0))
 
 
 if __name__ == "__main__":

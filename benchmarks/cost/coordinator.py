@@ -9,15 +9,17 @@ from contextlib import ExitStack
 
 from benchmarks.cost.fakes import load_options, run_once, start_coordinator, start_fakes, wait_ready
 from benchmarks.report import finish, progress, seconds_of, show
+from coordinator.scheduling.admission import Admission
 from coordinator.scheduling.capacity import QueueLimits
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits, Policy
-from coordinator.scheduling.pool import Pool
+from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
+from coordinator.scheduling.window import Window
 from specpool.client import AsyncClient
 
 GOAL_ROUND_MS, GOAL_CHOICE_MS = 2.0, 1.0
 PORT = 50058
-POOL_SIZE, CHOICES = 10_000, 1_000
+WINDOW_SIZE, CHOICES = 10_000, 1_000
 PROMPT_LENGTHS = 20, 2_000
 
 
@@ -49,18 +51,19 @@ async def run_all(options: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def measure_choice(name: str) -> float:
-    """Median milliseconds to choose a group of 8 and put it back, in a pool of 10,000 ready sequences."""
-    pool = Pool(max_num_seqs=POOL_SIZE, queue=QueueLimits(POOL_SIZE), prefix_caching=False)
+    """Median milliseconds to choose a group of 8 and put it back, in a window of 10,000 ready sequences."""
+    queue = RequestQueue(QueueLimits(WINDOW_SIZE))
+    window = Window(WINDOW_SIZE, queue, prefix_caching=False)
     rng = random.Random(0)
-    for i in range(POOL_SIZE):
+    for i in range(WINDOW_SIZE):
         prompt = (1,) * rng.randint(*PROMPT_LENGTHS)
-        pool.submit([Sequence(i, GenerationRequest(str(i), prompt, 1000, frozenset(), 4))])
-    pool.admit()
+        queue.submit([Sequence(i, GenerationRequest(str(i), prompt, 1000, frozenset(), 4))])
+    Admission(queue, window).admit()
     policy = POLICIES[name](GroupingLimits(max_batch_size=8, min_group_size=4))
-    return statistics.median(seconds_of(lambda: _choose(pool, policy)) for _ in range(CHOICES)) * 1000
+    return statistics.median(seconds_of(lambda: _choose(window, policy)) for _ in range(CHOICES)) * 1000
 
 
-def _choose(pool: Pool, policy: Policy) -> None:
-    group = policy.choose(pool.ready, pool.rounds).sequences
-    pool.begin_round(group)
-    pool.end_round(group)
+def _choose(window: Window, policy: Policy) -> None:
+    group = policy.choose(window.ready, window.rounds).sequences
+    window.begin_round(group)
+    window.end_round(group)

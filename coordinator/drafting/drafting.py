@@ -263,7 +263,7 @@ class Drafting:
         return DraftOptions(
             max_num_draft_tokens=limit,
             has_model=_can_draft(sequence, worker),
-            draft_lag=max(0, len(sequence.token_ids) - sequence.draft_cached_length - MAX_DRAFT_LAG),
+            draft_lag=max(0, len(sequence.token_ids) - sequence.draft.base_length - MAX_DRAFT_LAG),
             catch_up_rounds=max(1, min(MAX_CATCH_UP_ROUNDS, limit)),
             lookup_ids=lookup.token_ids,
             lookup_rate=self.lookup.rate(sequence.sequence_id, lookup),
@@ -343,5 +343,5 @@ def _can_draft(sequence: Sequence, worker: DraftWorker | None) -> bool:
         worker is not None
         and sequence.request.method is not DraftMethod.NGRAM
         and len(sequence.token_ids) < worker.max_model_len
-        and worker.round_id >= sequence.draft_backoff_until
+        and worker.round_id >= sequence.draft.backoff_until
     )

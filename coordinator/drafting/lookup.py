@@ -8,8 +8,8 @@ from coordinator.drafting.acceptance import AcceptanceRates, expected_tokens
 from coordinator.drafting.answers import AnswerStore
 from coordinator.drafting.ngrams import NgramIndex
 from coordinator.scheduling.commits import NO_LOOKUP, Lookup, LookupSource
+from coordinator.scheduling.drafts import agreement_length
 from coordinator.scheduling.sequence import DraftMethod, FinishReason, GenerationRequest, Sequence
-from coordinator.scheduling.turn import agreement_length
 
 # Initial acceptance rates by length of the repeated run.
 FIRST_RATES = {1: 0.15, 2: 0.3, 3: 0.45, 4: 0.6}

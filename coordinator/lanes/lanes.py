@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from coordinator.drafting.drafting import SpeculationState
-from coordinator.lanes.lane import Lane, Shared
+from coordinator.lanes.lane import Lane
 from coordinator.prompts.template_file import read_template
 from coordinator.prompts.tokenizer_pool import TokenizerPool
+from coordinator.rounds.shared import Shared
 from coordinator.workers.discovery import Discovery, Endpoint
 from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.draft_link import DraftLink
@@ -69,26 +70,26 @@ class Lanes:
     @property
     def max_num_seqs(self) -> int:
         """Maximum number of sequences in all windows."""
-        pools = [lane.pool for lane in self]
-        usable = [pool for pool in pools if pool.is_open] or pools
-        return sum(pool.max_num_seqs for pool in usable) or self._shared.settings.usable_window
+        windows = [lane.window for lane in self]
+        usable = [window for window in windows if window.is_open] or windows
+        return sum(window.max_num_seqs for window in usable) or self._shared.settings.usable_window
 
     @property
     def running(self) -> int:
         """Sequences being generated."""
-        return sum(lane.pool.running for lane in self)
+        return sum(lane.window.running for lane in self)
 
     @property
     def kv_usage(self) -> float:
         """Mean share of the target workers' KV caches that is reserved, 0 to 1."""
-        known = [lane.pool.kv_usage for lane in self if lane.is_known]
+        known = [lane.window.kv_usage for lane in self if lane.is_known]
         return sum(known) / max(1, len(known))
 
     @property
     def speculation(self) -> SpeculationState:
         """The estimates of the first lane, with the speeds of all lanes. Raises UnavailableError if there are none."""
         state = self.first.drafting.state()
-        others = [lane.drafting.state() for lane in self if lane.pool.occupied and lane is not self.first]
+        others = [lane.drafting.state() for lane in self if lane.window.occupied and lane is not self.first]
         return replace(
             state,
             expected_tokens_per_s=sum(each.expected_tokens_per_s for each in (state, *others)),
@@ -173,7 +174,7 @@ class Lanes:
         """Remove a lane once its sequences have finished or moved, unless its address comes back."""
         clock = asyncio.get_running_loop().time
         lost_since: float | None = None
-        while lane.is_draining and lane.pool.occupied and (lost_since is None or clock() < lost_since + LOST_SECONDS):
+        while lane.is_draining and lane.window.occupied and (lost_since is None or clock() < lost_since + LOST_SECONDS):
             lost_since = None if lane.is_ready else (lost_since or clock())
             await asyncio.sleep(POLL_SECONDS)
         if lane.is_draining and lane in self._lanes:

@@ -27,15 +27,29 @@ MAX_EXAMINED = 16
 
 
 @dataclass
-class _Request:
-    """A request with samples waiting or in the window."""
+class Request:
+    """A request with unfinished samples."""
 
     first_sample_id: int
     priority: int
-    since: int
+    samples: dict[int, Sequence]
+    """Unfinished samples, by id."""
+    size: int
+    """Number of samples, finished ones included."""
+    since: int = 0
     """Time of the arrival or of the last turn."""
     waiting: dict[int, Sequence] = field(default_factory=dict)
     running: int = 0
+    """Samples in a window."""
+    numerics: str = ""
+    """Numerics of the windows that may continue it. Empty until its first sample enters one."""
+    source_window: object = None
+    """The window that its first sample entered last."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any sample has tokens."""
+        return len(self.samples) < self.size or any(sample.num_generated for sample in self.samples.values())
 
     @property
     def first(self) -> Sequence:
@@ -57,7 +71,7 @@ class _Client:
     running: int = 0
     overtakes: int = 0
     """Sequences that overtook the one whose turn it is."""
-    requests: dict[int, _Request] = field(default_factory=dict)
+    requests: dict[int, Request] = field(default_factory=dict)
     """By the id of the first sample."""
     turns: Ranking[int] = field(default_factory=Ranking)
     """Requests with waiting samples."""
@@ -78,7 +92,7 @@ class FairQueue:
         self.tokens = 0
         """Prompt tokens of all waiting sequences."""
         self._waiting: dict[int, Sequence] = {}
-        self._places: dict[int, tuple[_Client, _Request]] = {}
+        self._places: dict[int, tuple[_Client, Request]] = {}
         """By sequence, waiting or in the window."""
         self._clients: dict[str, _Client] = {}
         self._turns: Ranking[str] = Ranking()
@@ -141,7 +155,7 @@ class FairQueue:
         running = {name: client.running for name, client in self._clients.items()}
         waiting = {name: client.waiting for name, client in self._clients.items() if client.waiting}
         for group in by_client.values():
-            group.sort(key=lambda member: (-member.request.priority, member.num_cached_tokens), reverse=True)
+            group.sort(key=lambda member: (-member.request.priority, member.target.num_cached_tokens), reverse=True)
         victims: list[Sequence] = []
         while waiting:
             name = min(waiting, key=lambda client: (running[client], self._clients[client].since))
@@ -176,7 +190,7 @@ class FairQueue:
         if max_running < 2:
             return None
         victims = [member for running, member in candidates if running == max_running]
-        victim = min(victims, key=lambda member: member.num_cached_tokens)
+        victim = min(victims, key=lambda member: member.target.num_cached_tokens)
         return victim if may_enter(self.next, [victim]) else None
 
     def _first_of(self, client: _Client) -> Sequence:
@@ -201,21 +215,28 @@ class FairQueue:
         """Clients that wait, and have no sequence in the window."""
         return {name for name in self._turns if not self._clients[name].running}
 
-    def add(self, samples: Items[Sequence], goes_first: bool = False) -> None:
-        """Queue samples of one request, new or preempted. `goes_first`: before others of its client."""
-        request, first_id = samples[0].request, samples[0].first_sample_id
+    def add(self, samples: Items[Sequence], request: Request | None = None, goes_first: bool = False) -> Request:
+        """Queue samples of a request. Return it.
+
+        `request`: of preempted samples; None: a new one. `goes_first`: before other requests of its client.
+        """
+        asked, first_id = samples[0].request, samples[0].first_sample_id
         now, waiting = next(self._clock), {sample.sequence_id: sample for sample in samples}
-        client = self._clients.setdefault(request.client, _Client(request.client))
-        queued = client.requests.setdefault(first_id, _Request(first_id, request.priority, since=now))
-        queued.since = 0 if goes_first else queued.since
-        queued.waiting.update(waiting)
+        request = request or Request(first_id, asked.priority, dict(waiting), len(samples))
+        client = self._clients.setdefault(asked.client, _Client(asked.client))
+        client.requests[first_id] = request
+        if not (request.waiting or request.running):
+            request.since = now
+        request.since = 0 if goes_first else request.since
+        request.waiting.update(waiting)
         client.since = client.since if client.waiting else now
         client.waiting += len(samples)
         self._waiting.update(waiting)
         self._preempted += sum(sample.is_preempted for sample in samples)
-        self._places.update(dict.fromkeys(waiting, (client, queued)))
+        self._places.update(dict.fromkeys(waiting, (client, request)))
         self.tokens += sum(sample.prompt_length for sample in samples)
-        self._settle(client, queued)
+        self._settle(client, request)
+        return request
 
     def enter(self, sequence: Sequence) -> None:
         """Move a waiting sequence into the window, which takes the turn of its client and request."""
@@ -242,7 +263,7 @@ class FairQueue:
         request.running -= 1
         self._settle(client, request)
 
-    def _remove(self, sequence: Sequence) -> tuple[_Client, _Request]:
+    def _remove(self, sequence: Sequence) -> tuple[_Client, Request]:
         client, request = self._places[sequence.sequence_id]
         del self._waiting[sequence.sequence_id], request.waiting[sequence.sequence_id]
         client.waiting -= 1
@@ -250,7 +271,7 @@ class FairQueue:
         self.tokens -= sequence.prompt_length
         return client, request
 
-    def _settle(self, client: _Client, request: _Request) -> None:
+    def _settle(self, client: _Client, request: Request) -> None:
         """Update the ranks of a client and its request, and drop those with no sequence left."""
         if request.waiting:
             client.turns.put(request.first_sample_id, request.rank)

@@ -91,5 +91,5 @@ def _turn(catchup: Catchup) -> tuple[bool, bool, int, int]:
     """Rank of a sequence within its client."""
     sequence, missing = catchup
     # A sequence without a free slot would waste the share of another.
-    is_overdue = sequence.prefill_waits >= MAX_WAIT_ROUNDS and not sequence.had_no_slot
-    return not is_overdue, sequence.had_no_slot, sequence.request.priority, missing
+    is_overdue = sequence.prefill_waits >= MAX_WAIT_ROUNDS and not sequence.target.had_no_slot
+    return not is_overdue, sequence.target.had_no_slot, sequence.request.priority, missing

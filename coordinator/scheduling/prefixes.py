@@ -48,8 +48,8 @@ class PrefixIndex:
     def finish(self, sequence: Sequence) -> None:
         """Limit a finished or preempted sequence to its cached tokens."""
         self.discard(sequence)
-        if sequence.num_cached_tokens >= BLOCK_TOKENS:
-            self._index(sequence, sequence.num_cached_tokens)
+        if sequence.target.num_cached_tokens >= BLOCK_TOKENS:
+            self._index(sequence, sequence.target.num_cached_tokens)
             self._finished[sequence.sequence_id] = sequence
 
     def trim(self, limit: int) -> None:
@@ -117,7 +117,7 @@ class PrefixIndex:
 def _shared_length(source: Sequence, sequence: Sequence, matched: int) -> int:
     """Length of the shared prefix, whose first `matched` tokens are known to be equal."""
     one, other = source.token_ids, sequence.token_ids
-    end = min(len(one) if source.finish is None else source.num_cached_tokens, len(other) - 1)
+    end = min(len(one) if source.finish is None else source.target.num_cached_tokens, len(other) - 1)
     if source.first_sample_id == sequence.first_sample_id and source.sequence_id != sequence.sequence_id:
         # Beyond the prompt, samples differ.
         return min(end, sequence.prompt_length)
@@ -134,7 +134,7 @@ def _preference(shared: int, source: Sequence) -> tuple[int, int, bool, int]:
     """
     is_running = source.finish is None
     return (
-        min(source.num_cached_tokens, shared),
+        min(source.target.num_cached_tokens, shared),
         shared,
         is_running,
         -source.sequence_id if is_running else source.sequence_id,

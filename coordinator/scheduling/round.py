@@ -10,16 +10,17 @@ from collections.abc import Sequence as Items
 from types import MappingProxyType
 
 from coordinator.scheduling.commits import Commit, DraftPlan
+from coordinator.scheduling.drafts import DraftLimits, Drafts
 from coordinator.scheduling.features import limit_propose_items, limit_verify_items
 from coordinator.scheduling.prefill import Catchup, share_prefill, timely_budget, with_short_background
 from coordinator.scheduling.sequence import Sequence
-from coordinator.scheduling.turn import DraftLimits, Turn
+from coordinator.scheduling.verification import Verification
 from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
 
 
 class Round:
-    """The turns of a group."""
+    """The drafts and verifications of a group."""
 
     def __init__(
         self,
@@ -33,65 +34,68 @@ class Round:
     ) -> None:
         """`prefill_tokens`: budget of each worker for long catch-ups. `chance`: acceptance by draft probability.
 
+        `plans`: by sequence id. Without a plan, the model drafts as many tokens as the request allows.
         `pass_seconds`: seconds of the target worker's pass by rows, which limit prefill; None: no limit.
-
-        `plans`: by sequence id. Without a plan, the model drafts as many tokens as the request allows. `features`:
-        that the draft worker reads.
+        `features`: hidden states that the draft worker reads.
         """
         self.round_id, self.features = round_id, features
         self._prefill_tokens, self._pass_seconds = prefill_tokens, pass_seconds
-        self._turns = {
-            sequence.sequence_id: Turn(
-                sequence,
-                plans.get(sequence.sequence_id) or DraftPlan(sequence.max_num_draft_tokens),
-                round_id,
-                chance,
-                features,
-            )
-            for sequence in group
-        }
+        self._drafts: dict[int, Drafts] = {}
+        self._verifications: dict[int, Verification] = {}
+        for sequence in group:
+            plan = plans.get(sequence.sequence_id) or DraftPlan(sequence.max_num_draft_tokens)
+            drafts = self._drafts[sequence.sequence_id] = Drafts(sequence, plan, round_id, chance)
+            self._verifications[sequence.sequence_id] = Verification(drafts, round_id, features)
 
     @property
     def cache_misses(self) -> int:
-        return sum(turn.cache_misses for turn in self._turns.values())
+        return sum(each.cache_misses + each.drafts.cache_misses for each in self._verifications.values())
 
     @property
     def is_trial(self) -> bool:
         """Whether the round is a trial of its draft method."""
-        return any(turn.is_trial for turn in self._turns.values())
+        return any(drafts.plan.is_trial for drafts in self._drafts.values())
 
     @property
     def wants_drafts(self) -> bool:
         """Whether the draft worker is to draft for a sequence, or to follow its prompt."""
-        return any(turn.wants_drafts for turn in self._turns.values())
+        return any(drafts.wants_drafts for drafts in self._drafts.values())
 
     @property
     def drafts_ahead(self) -> bool:
         """Whether the draft worker drafts during the verification, instead of before it."""
-        return any(turn.drafts_ahead for turn in self._turns.values())
+        return any(drafts.runs_ahead for drafts in self._drafts.values())
+
+    # --- Propose
 
     def propose_items(self, worker: DraftLimits) -> list[ProposeItem]:
         """Items for the draft worker, to draft before the verification."""
-        return self._draft_items(worker, Turn.propose_item)
+        return self._draft_items(worker, lambda drafts, count: drafts.propose_item(count, worker))
 
     def ahead_items(self, worker: DraftLimits) -> list[ProposeItem]:
         """Items for the draft worker, to draft branches during the verification. Call after `verify_items`."""
-        return self._draft_items(worker, Turn.ahead_item)
+
+        def build(drafts: Drafts, count: int) -> ProposeItem | None:
+            verified = self._verifications[drafts.sequence.sequence_id].unverified_ids
+            return drafts.ahead_item(count, verified, worker)
+
+        return self._draft_items(worker, build)
 
     def _draft_items(
-        self, worker: DraftLimits, build: Callable[[Turn, int, DraftLimits], ProposeItem | None]
+        self, worker: DraftLimits, build: Callable[[Drafts, int], ProposeItem | None]
     ) -> list[ProposeItem]:
-        turns = self._unfinished()
-        missing = {turn: count for turn in turns if (count := turn.draft_catchup(worker.max_model_len))}
+        unfinished = [drafts for drafts in self._drafts.values() if drafts.sequence.finish is None]
+        missing = {drafts: count for drafts in unfinished if (count := drafts.catchup(worker.max_model_len))}
         # Tokens that are recomputed with their states are no prefill, which would wait for other sequences.
-        catchups = [(turn.sequence, max(1, count - turn.sequence.draft_recompute)) for turn, count in missing.items()]
+        recomputed = {drafts: drafts.sequence.num_recomputed for drafts in missing}
+        catchups = [(drafts.sequence, max(1, count - recomputed[drafts])) for drafts, count in missing.items()]
         shares = self._shares(catchups, num_draft_tokens=0)
         counts = {
-            turn: min(missing[turn], share + turn.sequence.draft_recompute)
-            for turn in missing
-            if (share := shares.get(turn.sequence.sequence_id, 0))
+            drafts: min(count, share + recomputed[drafts])
+            for drafts, count in missing.items()
+            if (share := shares.get(drafts.sequence.sequence_id, 0))
         }
-        built = (build(turn, counts.get(turn, 0), worker) for turn in turns)
+        built = (build(drafts, counts.get(drafts, 0)) for drafts in unfinished)
         items = [item for item in built if item is not None]
         if self.features is not None:
             limit_propose_items(items)
@@ -102,44 +106,53 @@ class Round:
 
         No sequence waits for the drafts of another. `target_selects`: whether the target worker can select branches.
         """
-        for turn in self._unfinished():
-            turn.take_branches(target_selects)
+        for drafts in self._drafts.values():
+            if drafts.sequence.finish is None:
+                drafts.take_branches(target_selects)
 
     def take_proposals(self, proposals: Items[Proposal], target_vocab_size: int) -> None:
         """Take the draft tokens before the first one outside the target's vocabulary."""
         for proposal in proposals:
-            self._turns[proposal.sequence_id].take_proposal(proposal, target_vocab_size)
+            self._drafts[proposal.sequence_id].take_proposal(proposal, target_vocab_size)
 
     def take_ahead(self, proposals: Items[Proposal], target_vocab_size: int) -> None:
         """Take the branches drafted during the verification, before the round commits."""
         for proposal in proposals:
-            self._turns[proposal.sequence_id].take_ahead(proposal, target_vocab_size)
+            branches = self._drafts[proposal.sequence_id].take_ahead(proposal, target_vocab_size)
+            pending = self._verifications[proposal.sequence_id].pending
+            if branches and pending is not None:
+                pending.branches = branches
+
+    # --- Verify and commit
 
     def verify_items(self) -> list[VerifyItem]:
         """Items for the target worker. Skips sequences aborted during the draft round."""
-        turns = self._unfinished()
-        num_draft_tokens = sum(turn.num_draft_tokens for turn in turns)
-        shares = self._shares([(turn.sequence, turn.catchup) for turn in turns], num_draft_tokens)
-        for turn in turns:
-            turn.sequence.prefill_waits = 0 if shares[turn.sequence.sequence_id] else turn.sequence.prefill_waits + 1
-        items = [turn.verify_item(count) for turn in turns if (count := shares[turn.sequence.sequence_id])]
+        unfinished = [each for each in self._verifications.values() if each.sequence.finish is None]
+        num_draft_tokens = sum(each.drafts.max_num_tokens for each in unfinished)
+        shares = self._shares([(each.sequence, each.catchup) for each in unfinished], num_draft_tokens)
+        items = []
+        for each in unfinished:
+            count = shares[each.sequence.sequence_id]
+            each.sequence.prefill_waits = 0 if count else each.sequence.prefill_waits + 1
+            if count:
+                items.append(each.item(count))
         if self.features is not None:
             limit_verify_items(items, self.features)
         return items
 
     def complete_items(self) -> None:
         """Fill in position, last token and draft tokens of continued items, once the rounds before have committed."""
-        for turn in self._turns.values():
-            turn.complete_item()
+        for each in self._verifications.values():
+            each.complete()
 
     def discard(self) -> None:
         """Drop the round, and those that continue its sequences, after a failure."""
-        for turn in self._turns.values():
-            turn.discard()
+        for each in self._verifications.values():
+            each.discard()
 
     def commit(self, verdicts: Items[Verdict]) -> list[Commit]:
         """Apply the verdicts. Return a commit for each sequence that gained tokens."""
-        commits = (self._turns[verdict.sequence_id].take_verdict(verdict) for verdict in verdicts)
+        commits = (self._verifications[verdict.sequence_id].take_verdict(verdict) for verdict in verdicts)
         return [commit for commit in commits if commit is not None]
 
     def _shares(self, catchups: Items[Catchup], num_draft_tokens: int) -> dict[int, int]:
@@ -148,6 +161,3 @@ class Round:
         if self._pass_seconds is not None:
             budget = timely_budget(catchups, num_draft_tokens, budget, self._pass_seconds)
         return share_prefill(catchups, budget)
-
-    def _unfinished(self) -> list[Turn]:
-        return [turn for turn in self._turns.values() if turn.sequence.finish is None]

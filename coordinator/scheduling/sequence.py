@@ -1,5 +1,6 @@
-"""A sequence being generated: tokens, cached positions in both workers, and stop conditions. Pure."""
+"""A sequence being generated: tokens, its cache in each worker, and stop conditions. Pure."""
 
+import copy
 import enum
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
@@ -7,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from coordinator.scheduling.blame import Blame, Progress
+from coordinator.scheduling.caches import WorkerCache
 from coordinator.scheduling.digests import PrefixDigests
-from coordinator.scheduling.features import FeatureStore
 from coordinator.scheduling.speculation import SpeculationStats
 from coordinator.scheduling.text import ShownText, TextStream
-from specpool.protocol.rounds import Branch, VerifyItem
+from specpool.protocol.rounds import Branch
 from specpool.protocol.sampling import SamplingParams
 
 Shape = tuple[int, int, int, int]
@@ -113,34 +114,8 @@ class Prefix:
     def is_pending(self) -> bool:
         """Whether the source is still prefilling the prefix, so that it is worth waiting for."""
         source = self.source
-        return not (source.finish or source.paused or source.is_preempted) and source.num_cached_tokens < self.length
-
-    @property
-    def in_target(self) -> int:
-        """Positions of the prefix cached in the target worker."""
-        return min(self.length, self.source.num_cached_tokens)
-
-    @property
-    def in_draft(self) -> int:
-        """Positions of the prefix cached in the draft worker."""
-        return min(self.length, self.source.num_draft_cached_tokens)
-
-
-@dataclass(eq=False)
-class PendingRound:
-    """A round of a sequence that the target worker has not answered."""
-
-    round_id: int
-    item: VerifyItem
-    num_cached_tokens: int | None
-    """Positions cached after a prompt chunk. None: the round yields tokens, so its result decides."""
-    branches: tuple[Branch, ...] = ()
-    """Draft tokens for the next round, by outcome of this one."""
-
-    @property
-    def max_gain(self) -> int:
-        """Maximum number of tokens that it yields."""
-        return self.item.max_num_draft_tokens + 1 if self.num_cached_tokens is None else 0
+        is_running = not (source.finish or source.paused or source.is_preempted)
+        return is_running and source.target.num_cached_tokens < self.length
 
 
 class Sequence:
@@ -154,35 +129,20 @@ class Sequence:
         self.request = request
         self.token_ids = list(request.prompt_ids)
         self.digests = PrefixDigests()
-        self.num_cached_tokens = 0
-        self.num_draft_cached_tokens = 0
-        self.target_prefix: Prefix | None = None
-        """Prefix for the target worker to copy. None once copied or lost."""
-        self.draft_prefix: Prefix | None = None
-        """Prefix for the draft worker to copy. None once copied or lost."""
+        self.target, self.draft = WorkerCache(sequence_id), WorkerCache(sequence_id)
+        self._prefix: Prefix | None = None
         self.cached_tokens = 0
         """Prompt tokens that the target worker copied instead of prefilling."""
-        self.pending: list[PendingRound] = []
-        """Rounds sent to the target worker, at most one ahead of the one that runs. Discarding them here drops their
-        results."""
         self.num_accepted = 0
         """Draft tokens that the last verification accepted."""
         self.branch: Branch | None = None
         """The branch that matched the last verification, for the next round to verify."""
-        self.features: FeatureStore | None = None
-        """Hidden states for a draft that reads them."""
-        self.draft_backoff_until = 0
-        """First round that may use the draft worker again after it had no free slot."""
         self.prefill_waits = 0
         """Rounds in a row that had no share of the target worker's prefill budget left for the sequence."""
-        self.had_no_slot = False
-        """Whether the target worker had no free slot in the last round."""
         self.ready_since = 0
-        """The pool's round count when the sequence became ready."""
+        """The window's round count when the sequence became ready."""
         self.reserved: int | None = None
         """Positions reserved in the workers. None: all that it can need."""
-        self.lacks_room = False
-        """The target worker could not enlarge its reservation."""
         self.grammar_error: str | None = None
         """Why the grammar failed; None if it did not."""
         self.grammar_waits = 0
@@ -218,63 +178,45 @@ class Sequence:
 
     @property
     def progress(self) -> Progress:
-        return len(self.token_ids), self.num_cached_tokens
+        return len(self.token_ids), self.target.num_cached_tokens
 
     @property
-    def continues(self) -> bool:
-        """Whether the result of a pending round decides where the next one begins."""
-        return bool(self.pending) and self.pending[-1].num_cached_tokens is None
+    def prefix(self) -> Prefix | None:
+        """Prefix for the target worker to copy. None once copied or lost."""
+        return self._prefix if self.target.source is not None else None
 
     @property
     def can_continue(self) -> bool:
         """Whether another round can begin now, although one may be pending."""
         if self.finish is not None:
             return False
-        if not self.pending:
+        pending = self.target.pending
+        if not pending:
             return True
-        gain = sum(min(1, pending.max_gain) for pending in self.pending)
+        gain = sum(min(1, each.max_gain) for each in pending)
         is_last = self.num_generated + gain >= self.request.max_tokens
-        return len(self.pending) == 1 and not is_last and not self.blame.is_suspect
+        return len(pending) == 1 and not is_last and not self.blame.is_suspect
 
     @property
     def is_decoding(self) -> bool:
         """Whether the target lacks only the last token, so that the next pass yields a new one."""
-        if self.continues:
-            return True
-        cached = self.pending[-1].num_cached_tokens if self.pending else self.num_cached_tokens
-        return cached == len(self.token_ids) - 1
-
-    @property
-    def target_base_length(self) -> int:
-        """Positions for the target worker to keep, initially from the prefix. Unknown if it `continues`."""
-        if self.pending and self.pending[-1].num_cached_tokens is not None:
-            return self.pending[-1].num_cached_tokens
-        return self.num_cached_tokens or (self.target_prefix.in_target if self.target_prefix else 0)
+        return self.target.continues or self.target.expected_length == len(self.token_ids) - 1
 
     @property
     def draft_base_length(self) -> int:
-        """Positions for the draft worker to keep, initially from the prefix.
-
-        It recomputes those whose states it lacked.
-        """
-        return self.draft_cached_length - self.draft_recompute
+        """Positions for the draft worker to keep. It recomputes those whose states it lacked."""
+        return self.draft.base_length - self.num_recomputed
 
     @property
-    def draft_recompute(self) -> int:
-        """Number of positions that the draft worker has cached without the states that have come since."""
-        if self.features is None or not self.features.is_due(len(self.token_ids)):
-            return 0
-        return max(0, self.draft_cached_length - self.features.first_unread - 1)
-
-    @property
-    def draft_cached_length(self) -> int:
-        return self.num_draft_cached_tokens or (self.draft_prefix.in_draft if self.draft_prefix else 0)
+    def num_recomputed(self) -> int:
+        """Positions that the draft worker has cached without states that have arrived since."""
+        return self.draft.num_recomputed(len(self.token_ids))
 
     @property
     def shape(self) -> Shape:
         length = len(self.token_ids)
         draft_lag = max(MAX_DRAFT_LAG, length - self.draft_base_length)
-        return length, length - self.target_base_length, draft_lag, self.max_num_draft_tokens
+        return length, length - self.target.base_length, draft_lag, self.max_num_draft_tokens
 
     @property
     def max_length(self) -> int:
@@ -289,30 +231,49 @@ class Sequence:
     @property
     def next_length(self) -> int:
         """Maximum number of positions after the next round."""
-        return len(self.token_ids) + self.max_pending_gain + max(0, self.max_num_draft_tokens)
-
-    @property
-    def max_pending_gain(self) -> int:
-        """Maximum number of tokens that pending rounds yield."""
-        return sum(pending.max_gain for pending in self.pending)
+        return len(self.token_ids) + self.target.max_pending_gain + max(0, self.max_num_draft_tokens)
 
     @property
     def max_num_draft_tokens(self) -> int:
         """Maximum useful draft tokens. Every round gains one token more than it accepts."""
-        return min(self.request.num_speculative_tokens, self.remaining - self.max_pending_gain - 1)
+        return min(self.request.num_speculative_tokens, self.remaining - self.target.max_pending_gain - 1)
+
+    def share(self, prefix: Prefix | None) -> None:
+        """Let both workers copy a prefix of another sequence; None: compute all tokens."""
+        self._prefix = prefix
+        if prefix is None:
+            self.target.copy_nothing()
+            self.draft.copy_nothing()
+        else:
+            self.target.copy_from(prefix.source.target, prefix.length)
+            self.draft.copy_from(prefix.source.draft, prefix.length)
 
     def preempt(self) -> None:
         """Take the sequence out of the window. The workers drop its cache."""
         self.is_preempted = True
-        self.pending.clear()
-        self.num_cached_tokens = self.num_draft_cached_tokens = self.draft_backoff_until = 0
-        self.target_prefix = self.draft_prefix = self.branch = self.features = None
+        self._prefix = self.branch = None
+        self.target.release()
+        self.draft.release()
 
-    def commit(self, gained: Items[int]) -> tuple[list[int], ShownText]:
+    def end(self, finish: Finish) -> None:
+        """End the generation. Results of pending rounds are dropped."""
+        self.finish = finish
+        self.target.discard_all()
+
+    def snapshot(self) -> "Sequence":
+        """Return an ended copy with the present caches, whose prefixes others can share after a preemption."""
+        copied = copy.copy(self)
+        copied.target, copied.draft = self.target.snapshot(), self.draft.snapshot()
+        copied.finish, copied._prefix = Finish(FinishReason.ABORT), None
+        return copied
+
+    def commit(self, gained: Items[int], branch: Branch | None = None) -> tuple[list[int], ShownText]:
         """Append verified tokens up to the first that ends the generation. Return them, and their text on demand.
 
-        Detokenizes only if there are stop strings, since the round waits for it. Call the functions in commit order.
+        `branch`: the one that matches them. Detokenizes only if there are stop strings, since the round waits for it.
+        Call the functions in commit order.
         """
+        self.num_accepted, self.branch = len(gained) - 1, branch
         kept: list[int] = []
         undecoded: list[int] = []
         shown = ""
@@ -330,6 +291,9 @@ class Sequence:
                 undecoded.append(token)
             if self.finish is None and self.num_generated >= self.request.max_tokens:
                 self.finish = Finish(FinishReason.LENGTH)
+        if self.finish is not None:
+            self.target.discard_all()
+            self.draft.drop_features()
         flush = self.finish is not None and self.finish.matched_stop is None
         return kept, partial(self._show, shown, undecoded, flush)
 

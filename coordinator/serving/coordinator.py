@@ -10,7 +10,6 @@ from itertools import count
 from coordinator.audit.spare_room import SpareRoom
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.drafting.lookup import PromptLookup
-from coordinator.lanes.lane import Shared
 from coordinator.lanes.lanes import Lanes
 from coordinator.prompts.constraint_reader import ConstraintReader
 from coordinator.prompts.description import TokenizerDescription
@@ -18,11 +17,12 @@ from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.requests.generation import Generation
 from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.requests.latencies import Latencies
+from coordinator.rounds.shared import Shared
 from coordinator.scheduling.capacity import DuplicateRequestError, PoolFullError, QueueLimits
-from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 from coordinator.scheduling.text import TextStream
+from coordinator.scheduling.window import Window
 from coordinator.serving.auditor import DEFAULT_SHARE, Auditor
 from coordinator.tracing.traces import Traces
 from coordinator.workers.draft_group import DraftGroup
@@ -58,7 +58,7 @@ class Coordinator:
         limits = QueueLimits(settings.queue_size, settings.queue_tokens, settings.max_requests_per_client)
         self.queue = RequestQueue(limits, by_length=settings.admission == "length")
         self.in_flight = RequestsInFlight(Latencies() if settings.metrics_port is not None else None)
-        room = SpareRoom(self._audited_pools, settings.max_batch_size, mixes_lengths=settings.policy == "ragged")
+        room = SpareRoom(self._audited_windows, settings.max_batch_size, mixes_lengths=settings.policy == "ragged")
         self.auditor = Auditor(room, self.generate, self._abort, lambda: self.audit_share)
         lookup = PromptLookup(settings.lookup_store_tokens)
         shared = Shared(
@@ -191,14 +191,14 @@ class Coordinator:
         await self.tokenizers.close()
         await self.lanes.close()
 
-    def _audited_pools(self) -> list[Pool]:
+    def _audited_windows(self) -> list[Window]:
         """The open windows; none if they may choose different tokens."""
-        pools = [lane.pool for lane in self.lanes if lane.pool.is_open]
-        return pools if len({pool.numerics for pool in pools}) == 1 else []
+        windows = [lane.window for lane in self.lanes if lane.window.is_open]
+        return windows if len({window.numerics for window in windows}) == 1 else []
 
     @contextmanager
     def _refusals(self, request: GenerationRequest) -> Iterator[None]:
-        """Translate errors of the pool."""
+        """Translate errors of the queue."""
         try:
             yield
         except DuplicateRequestError:
@@ -227,7 +227,7 @@ class Coordinator:
             other.first_sample_id = first.sequence_id
         for other in others if first.prompt_length > 1 else ():
             # Each sample needs the logits of the last token, so it runs that token itself.
-            other.target_prefix = other.draft_prefix = Prefix(first, first.prompt_length - 1)
+            other.share(Prefix(first, first.prompt_length - 1))
         return sequences
 
     def _text_stream(self, sample: GenerationRequest) -> TextStream:

@@ -1,4 +1,4 @@
-"""The coordinator's metrics, collected from counters, pool and links on each scrape."""
+"""The coordinator's metrics, collected from counters, windows and links on each scrape."""
 
 from collections.abc import Iterator
 
@@ -110,11 +110,11 @@ class CoordinatorMetrics:
 
     def _limits(self, families: Families) -> Iterator[Metric]:
         coordinator, settings, gauge = self._coordinator, self._coordinator.settings, families.gauge
-        pools = [lane.pool for lane in coordinator.lanes]
-        used, slots = sum(pool.occupied for pool in pools), sum(pool.slots for pool in pools)
+        windows = [lane.window for lane in coordinator.lanes]
+        used, slots = sum(window.occupied for window in windows), sum(window.slots for window in windows)
         yield gauge("num_requests_waiting_limit", "Maximum samples in the queue.", settings.queue_size)
         yield gauge(
-            "prompt_tokens_waiting", "Prompt tokens of the samples in the queue.", coordinator.queue.queued_tokens
+            "prompt_tokens_waiting", "Prompt tokens of the samples in the queue.", coordinator.queue.waiting.tokens
         )
         yield gauge("prompt_tokens_waiting_limit", "Maximum prompt tokens in the queue.", settings.queue_tokens)
         yield gauge("window_size", "Maximum samples generated at a time.", coordinator.lanes.max_num_seqs)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from coordinator.drafting.costs import UNKNOWN_DRAFT, StepTimes
 from coordinator.drafting.outcome import draft_steps
 from coordinator.scheduling.counters import Timed
-from coordinator.scheduling.turn import DRAFT_BACKOFF_ROUNDS
+from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS
 from coordinator.workers.discovery import Discovery, Endpoint
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.errors import WorkerRefusedError, WorkerUnreachableError

@@ -12,6 +12,7 @@ from coordinator.drafting.costs import StepTimes
 from coordinator.drafting.drafting import Drafting, DraftWorker
 from coordinator.scheduling.commits import DraftPlan
 from coordinator.scheduling.counters import Timed
+from coordinator.scheduling.drafts import DraftLimits
 from coordinator.scheduling.prefixes import PrefixIndex
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import (
@@ -22,7 +23,6 @@ from coordinator.scheduling.sequence import (
     GenerationRequest,
     Sequence,
 )
-from coordinator.scheduling.turn import DraftLimits
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict
 from specpool.vllm.costs import StepCosts
 from specpool.vllm.pacing import Mode, Pacing
@@ -155,7 +155,7 @@ class Drafter:
             self.drafting.observe(commit)
         for sequence in gone:
             sequence.finish = Finish(FinishReason.STOP)
-            sequence.draft_prefix = None  # would keep the history of its request alive
+            sequence.draft.copy_nothing()  # would keep the history of its request alive
             self._prefixes.finish(sequence)
         self.drafting.forget(sequence.sequence_id for sequence in gone)
         self._sequences = [sequence or self._new_sequence(batch, row) for row, sequence in enumerate(matched)]
@@ -175,8 +175,9 @@ class Drafter:
             method=DraftMethod.BEST,
         )
         sequence = Sequence(next(self._ids), request)
-        sequence.draft_prefix = self._prefixes.find(sequence)
-        sequence.num_cached_tokens = length - 1 if batch.sampled[row] else 0
+        if (prefix := self._prefixes.find(sequence)) is not None:
+            sequence.draft.copy_from(prefix.source.draft, prefix.length)
+        sequence.target.commit(length - 1 if batch.sampled[row] else 0)
         self._prefixes.add(sequence)
         return sequence
 

@@ -87,7 +87,8 @@ class PairService:
         """Wait until neither worker holds a slot and the pool is empty."""
         while True:
             holds = [await host.run(lambda b: b.info().slots_in_use) for host in (self.target, self.draft) if host]
-            if not any(holds) and self.process.coordinator.lanes.first.pool.is_empty:
+            coordinator = self.process.coordinator
+            if not any(holds) and coordinator.queue.is_empty and not coordinator.lanes.first.window.occupied:
                 return
             await asyncio.sleep(0.01)
 

@@ -21,9 +21,9 @@ from serving import (
     stream,
 )
 
+from coordinator.scheduling.drafts import DraftLimits
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
-from coordinator.scheduling.turn import DraftLimits
 from specpool.v1 import generation_pb2 as pb
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -202,7 +202,7 @@ async def test_coordinator_bug_fails_its_requests_and_not_the_service(
 ) -> None:
     async with serving() as served:
         with monkeypatch.context() as broken:
-            broken.setattr("coordinator.rounds.runner.Round.verify_items", lambda _: 1 / 0)
+            broken.setattr("coordinator.scheduling.round.Round.verify_items", lambda _: 1 / 0)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await served.stub.Generate(make_request())
         assert caught.value.code() is StatusCode.INTERNAL
@@ -243,7 +243,7 @@ async def test_sequence_without_a_slot_uses_no_prefill_budget() -> None:
 async def test_sequence_with_tokens_unknown_to_the_draft_gets_no_draft() -> None:
     """One such sequence would make the draft worker refuse the whole round."""
     round_ = Round(1, [sequence := Sequence(1, GenerationRequest("a", (5, 900), 9, frozenset(), 3))], 64)
-    sequence.num_cached_tokens = 1
+    sequence.target.commit(1)
     assert round_.propose_items(DraftLimits(1000, 900)) == []
     (item,) = round_.propose_items(DraftLimits(1000, 901))
     assert item.num_draft_tokens == 3
@@ -346,7 +346,7 @@ async def test_burst_within_the_pool_needs_no_queue() -> None:
 
 async def test_coordinator_stops_after_a_fatal_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving() as served:
-        monkeypatch.setattr(served.process.coordinator.lanes.first.pool, "admit", lambda *_: 1 / 0)
+        monkeypatch.setattr(served.process.coordinator.lanes.first.window, "settle", lambda *_: 1 / 0)
         served.process.coordinator.queue.wake()
         with pytest.raises(ExceptionGroup) as caught:
             await served.process.wait_stopped()

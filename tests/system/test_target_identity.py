@@ -18,8 +18,8 @@ from secure_service import until
 from serving import RecordingDraft, RecordingTarget, Serving, expected_tokens, make_request, serving
 
 from coordinator.drafting.branching import Branching, BranchPlan
-from coordinator.rounds import runner
-from coordinator.rounds.runner import RoundRunner
+from coordinator.rounds import proposing
+from coordinator.rounds.proposing import Proposing
 from coordinator.workers.errors import MismatchError
 from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import generation_pb2 as pb
@@ -214,9 +214,9 @@ async def test_a_round_of_a_replaced_target_is_discarded(monkeypatch: pytest.Mon
                 link._back_off("a probe failed")
                 await until(lambda: link.instance_id != instance_id)
 
-        monkeypatch.setattr(RoundRunner, "_draft_ahead", outlast_the_target)
-        monkeypatch.setattr(RoundRunner, "_can_overlap", True)
-        monkeypatch.setattr(runner, "MAX_LATENESS", 1e6)
+        monkeypatch.setattr(Proposing, "_draft_ahead", outlast_the_target)
+        monkeypatch.setattr(Proposing, "_can_overlap", True)
+        monkeypatch.setattr(proposing, "MAX_LATENESS", 1e6)
         monkeypatch.setattr(Branching, "best", lambda *_: BranchPlan(num_branches=1, length=1, speed=1e9))
         response = await served.stub.Generate(request)
         assert replaced.is_set()

@@ -3,10 +3,10 @@
 from itertools import count
 
 import pytest
+from admitting_window import AdmittingWindow
 
 from coordinator.audit.spare_room import SpareRoom
 from coordinator.scheduling.capacity import KVCapacity, QueueLimits
-from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.prefill import MAX_UNCHUNKED_TOKENS
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
@@ -28,19 +28,19 @@ def sequence_of(is_background: bool = False, length: int = 40, client: str = "us
     return Sequence(number, request)
 
 
-def submit(pool: Pool, *sequences: Sequence) -> None:
+def submit(pool: AdmittingWindow, *sequences: Sequence) -> None:
     for sequence in sequences:
-        pool.submit([sequence])
+        pool.queue.submit([sequence])
 
 
-def pool_of(places: int = 16, users: int = 0, queue: int = 100, **options: int) -> Pool:
-    pool = Pool(places, QueueLimits(queue), **options)
+def pool_of(places: int = 16, users: int = 0, queue: int = 100, **options: int) -> AdmittingWindow:
+    pool = AdmittingWindow(places, QueueLimits(queue), **options)
     submit(pool, *(sequence_of() for _ in range(users)))
     pool.admit()
     return pool
 
 
-def room_of(pool: Pool, max_batch_size: int = 16, mixes_lengths: bool = True) -> SpareRoom:
+def room_of(pool: AdmittingWindow, max_batch_size: int = 16, mixes_lengths: bool = True) -> SpareRoom:
     return SpareRoom(lambda: [pool], max_batch_size, mixes_lengths)
 
 
@@ -115,22 +115,22 @@ def test_requests_that_wait_for_its_place_are_not_refused() -> None:
 
 
 def test_it_neither_uses_nor_leaves_cached_prefixes() -> None:
-    pool = Pool(4, QueueLimits(8), slots=8)
+    pool = AdmittingWindow(4, QueueLimits(8), slots=8)
     first, second = sequence_of(is_background=True), sequence_of(is_background=True)
     for sequence in (first, second):
         submit(pool, sequence)
         pool.admit()
-        assert sequence.target_prefix is None
-        sequence.num_cached_tokens = 40
-        pool.abort(sequence)
+        assert sequence.prefix is None
+        sequence.target.commit(40)
+        pool.queue.abort(sequence)
         pool.released([sequence.sequence_id])
-    assert pool.is_empty
+    assert pool.queue.is_empty
     assert not pool.background
 
 
 def test_its_prompt_takes_no_prefill_of_others() -> None:
     background, user, decoding = sequence_of(True, 500), sequence_of(length=500), sequence_of(length=500, client="b")
-    decoding.num_cached_tokens = 499
+    decoding.target.commit(499)
 
     def rows(*group: Sequence) -> dict[int, int]:
         round_ = Round(1, list(group), 128, pass_seconds=lambda count: 1 + count)

@@ -16,9 +16,9 @@ from coordinator.drafting.outcome import RoundOutcome
 from coordinator.drafting.trials import FREE_TRIALS
 from coordinator.scheduling.commits import Commit, DraftPlan, Lookup, LookupSource
 from coordinator.scheduling.counters import Timed
+from coordinator.scheduling.drafts import DraftLimits
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import DraftMethod, GenerationRequest, Sequence
-from coordinator.scheduling.turn import DraftLimits
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
 
@@ -31,7 +31,8 @@ def make_sequence(prompt: tuple[int, ...] = (1, 2, 3), number: int = 1, k: int =
     """A decoding sequence: both workers lack only its last token."""
     fields = {"adaptive": True, "method": DraftMethod.BEST, **fields}
     sequence = Sequence(number, GenerationRequest(str(number), prompt, 200, frozenset(), k, **fields))  # type: ignore[arg-type]
-    sequence.num_cached_tokens = sequence.num_draft_cached_tokens = len(prompt) - 1
+    sequence.target.commit(len(prompt) - 1)
+    sequence.draft.commit(len(prompt) - 1)
     return sequence
 
 
@@ -159,7 +160,8 @@ def test_rounds_are_occasionally_plain() -> None:
 @pytest.mark.parametrize(("rate", "prefills"), [(0.9, True), (0.01, False)])
 def test_the_draft_prefills_only_sequences_that_it_will_draft_for(rate: float, prefills: bool) -> None:
     sequence = make_sequence(tuple(range(40)))
-    sequence.num_cached_tokens = sequence.num_draft_cached_tokens = 0
+    sequence.target.commit(0)
+    sequence.draft.commit(0)
     plans = make_drafting(rate, number=7).plan_round([sequence], WORKER)
     items = Round(1, [sequence], 128, plans).propose_items(DraftLimits(1000, 1000))
     assert bool(items) is prefills
@@ -173,7 +175,7 @@ def test_a_large_draft_lag_is_caught_up_only_where_it_pays() -> None:
         near = plan_of(drafting, make_sequence(tuple(range(900))))
     assert near.num_draft_tokens
     far = make_sequence(tuple(range(900)))
-    far.num_draft_cached_tokens = 0
+    far.draft.commit(0)
     assert plan_of(drafting, far).num_draft_tokens == 0
 
 
@@ -190,7 +192,7 @@ def test_only_likely_tokens_are_verified() -> None:
     assert item.draft_token_ids == (4, 5)
     (commit,) = round_.commit([Verdict(1, ItemStatus.OK, (4, 5, 6), 5)])
     assert (commit.drafted, commit.accepted) == (2, 2)
-    assert sequence.num_draft_cached_tokens == 3, "all proposed tokens were right, so the cache is kept"
+    assert sequence.draft.num_cached_tokens == 3, "all proposed tokens were right, so the cache is kept"
 
 
 def test_prompt_lookup_replaces_a_failed_draft() -> None:

@@ -14,7 +14,7 @@ def make_sequence(prompt: tuple[int, ...], number: int = 1, **fields: object) ->
     """A decoding sequence."""
     fields = {"adaptive": True, "method": DraftMethod.BEST, "cache_salt": "s", "client": "alice", **fields}
     sequence = Sequence(number, GenerationRequest(str(number), prompt, 200, frozenset(), 8, **fields))  # type: ignore[arg-type]
-    sequence.num_cached_tokens = len(prompt) - 1
+    sequence.target.commit(len(prompt) - 1)
     return sequence
 
 

@@ -66,8 +66,8 @@ def test_long_prompts_are_indexed_while_they_are_prefilled() -> None:
     lookup = PromptLookup()
     for _ in range(4):
         assert lookup.look_up(sequence, 2) == Lookup()
-        sequence.num_cached_tokens += TOKENS_PER_CALL
-    sequence.num_cached_tokens = len(prompt) - 1
+        sequence.target.commit(sequence.target.num_cached_tokens + TOKENS_PER_CALL)
+    sequence.target.commit(len(prompt) - 1)
     assert lookup.look_up(sequence, 2) == Lookup((4, 5), 3, start=len(prompt))
 
 

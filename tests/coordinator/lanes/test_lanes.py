@@ -38,7 +38,7 @@ async def until_all_idle(served: Serving, *others: FakeTarget) -> None:
     await served.until_idle()
     await served.until(lambda _: not any(other.caches for other in others))
     for lane in served.process.coordinator.lanes:
-        lane.pool.check_integrity()
+        lane.window.check_integrity()
 
 
 @pytest.mark.parametrize("settings", [{}, {"policy": "exspec"}, {"policy": "eqspec"}, {"num_speculative_tokens": 0}])
@@ -48,7 +48,7 @@ async def test_load_is_balanced(settings: dict[str, Any]) -> None:
         assert (await served.info()).max_num_seqs == 2 * 16
         lanes = list(served.process.coordinator.lanes)
         for lane in lanes:
-            lane.pool.is_open = False  # until all requests are queued: a fixed batch keeps later ones out
+            lane.window.is_open = False  # until all requests are queued: a fixed batch keeps later ones out
         streams = asyncio.ensure_future(stream_all(served, long_requests(16)))
         await served.until(lambda info: info.queued == 16)
         for lane in lanes:
@@ -216,7 +216,7 @@ async def test_requests_are_cancelled_and_aborted_in_either_lane(victim: int | N
             assert (await call).finish_reason == "abort"
         await served.until(lambda info: info.running == info.queued == 0)
         for lane in served.process.coordinator.lanes:
-            lane.pool.check_integrity()
+            lane.window.check_integrity()
 
 
 async def test_samples_of_a_request_on_both_workers() -> None:
@@ -373,9 +373,9 @@ async def test_an_address_that_comes_back_is_used_again() -> None:
                 lanes = {lane.address: lane for lane in served.process.coordinator.lanes}
                 resolver.hosts = {HOSTS[1]}
                 await served.until(lambda _: lanes[gone].is_draining)
-                assert not lanes[gone].pool.is_open
+                assert not lanes[gone].window.is_open
                 resolver.hosts = set(HOSTS[:2])
-                await served.until(lambda _: lanes[gone].pool.is_open)
+                await served.until(lambda _: lanes[gone].window.is_open)
 
             await stream_all(served, long_requests(8, tokens=1000), come_and_go)
             assert len((await served.info()).targets) == 2

@@ -10,8 +10,8 @@ import pytest
 from grpc import StatusCode
 from serving import RecordingTarget, make_request, serving, violated_fields
 
-from coordinator.rounds import loop
-from coordinator.rounds.runner import RETRY_SECONDS
+from coordinator.rounds import failures
+from coordinator.rounds.releasing import RETRY_SECONDS
 from specpool.v1 import generation_pb2 as pb
 
 SCHEMA = json.dumps(
@@ -124,7 +124,7 @@ async def test_rounds_go_on_while_a_grammar_is_compiled() -> None:
 
 
 async def test_a_grammar_that_is_never_ready_fails_without_a_busy_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "MAX_GRAMMAR_WAITS", 8)
+    monkeypatch.setattr(failures, "MAX_GRAMMAR_WAITS", 8)
     async with serving(RecordingTarget()) as served:
         served.target.rounds_to_compile = 1000
         began = asyncio.get_running_loop().time()

@@ -47,7 +47,7 @@ async def test_errors_in_group_selection_fail_their_requests_and_not_the_service
             assert isinstance(error, grpc.aio.AioRpcError)
             assert error.code() is grpc.StatusCode.INTERNAL
             assert trace not in str(error.details())
-        served.process.coordinator.lanes.first.pool.check_integrity()
+        served.process.coordinator.lanes.first.window.check_integrity()
         counters = served.process.coordinator.counters
         assert 1 <= counters.grouping_errors <= 3
         assert caplog.text.count("Traceback") == caplog.text.count(trace) == counters.grouping_errors

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from itertools import count, pairwise
 
 import pytest
+from admitting_window import AdmittingWindow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.scheduling.capacity import QueueLimits
 from coordinator.scheduling.grouping import POLICIES, Exspec, Group, GroupingLimits, Policy
-from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.ready import ReadySet
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 
@@ -106,16 +106,18 @@ def test_mixed_groups_contain_the_oldest_and_the_nearest_in_length() -> None:
 
 def test_same_length_includes_caches_and_draft_lengths() -> None:
     one, other = make_sequences([6, 6])
-    one.num_cached_tokens = 5
+    one.target.commit(5)
     assert not Group([one, other]).same_length
-    other.num_cached_tokens = 5
+    other.target.commit(5)
     assert Group([one, other]).same_length
-    one.num_draft_cached_tokens, other.num_draft_cached_tokens = 4, 5
+    one.draft.commit(4)
+    other.draft.commit(5)
     assert Group([one, other]).same_length, "one pass takes one token or two"
-    other.num_draft_cached_tokens = 3
+    other.draft.commit(3)
     assert not Group([one, other]).same_length
     ending = make_sequence(2, 6, max_tokens=2)
-    ending.num_cached_tokens, ending.num_draft_cached_tokens = 5, 4
+    ending.target.commit(5)
+    ending.draft.commit(4)
     assert not Group([one, ending]).same_length, "its draft is shorter"
 
 
@@ -136,19 +138,21 @@ def test_eqspec_admits_until_the_first_token_and_again_once_all_have_left() -> N
 # --- A pool under load
 
 
-def serve_all(policy: Policy, pool: Pool, arrivals: list[Sequence], gain: Callable[[], int]) -> list[list[Sequence]]:
+def serve_all(
+    policy: Policy, pool: AdmittingWindow, arrivals: list[Sequence], gain: Callable[[], int]
+) -> list[list[Sequence]]:
     """Run rounds until all have finished. Two sequences arrive before every round."""
     groups: list[list[Sequence]] = []
     waiting, unfinished = iter(arrivals), len(arrivals)
     while unfinished:
         for newcomer in (next(waiting, None), next(waiting, None)):
             if newcomer is not None:
-                pool.submit([newcomer])
+                pool.queue.submit([newcomer])
         pool.admit(policy.admissible(pool.members, len(pool.leaving), pool.capacity))
         group = policy.choose(pool.ready, pool.rounds).sequences
         pool.begin_round(group)
         for member in group:
-            member.num_cached_tokens = len(member.token_ids)
+            member.target.commit(len(member.token_ids))
             member.commit([0] * gain())
             unfinished -= member.finish is not None
         pool.end_round(group)
@@ -173,7 +177,7 @@ def test_all_sequences_finish_without_starving(
 ) -> None:
     rng = random.Random(seed)
     arrivals = [make_sequence(i, length, max_tokens=rng.randint(1, 40)) for i, length in enumerate(lengths)]
-    pool = Pool(window, QueueLimits(100), by_length=by_length)
+    pool = AdmittingWindow(window, QueueLimits(100), by_length=by_length)
     groups = serve_all(POLICIES[name](limits), pool, arrivals, gain=lambda: rng.randint(1, 5))
     turns: dict[int, list[int]] = {}
     for number, group in enumerate(groups):
@@ -186,25 +190,25 @@ def test_all_sequences_finish_without_starving(
 
 
 def test_admission_by_length_keeps_neighbours_equally_long() -> None:
-    pool = Pool(5, QueueLimits(9), by_length=True)
+    pool = AdmittingWindow(5, QueueLimits(9), by_length=True)
     for newcomer in make_sequences([50, 9, 52, 90, 49]):
-        pool.submit([newcomer])
+        pool.queue.submit([newcomer])
     assert ids_of(pool.admit()) == [1, 4, 0, 2, 3]
 
 
 def test_admission_by_length_starves_no_sequence() -> None:
-    pool = Pool(1, QueueLimits(9), by_length=True)
+    pool = AdmittingWindow(1, QueueLimits(9), by_length=True)
     long, ids = make_sequence(0, 500), count(1)
-    pool.submit([long])
+    pool.queue.submit([long])
     for _ in range(100):
         short = [make_sequence(next(ids), 5) for _ in range(2)]
         for sequence in short:
-            pool.submit([sequence])
+            pool.queue.submit([sequence])
         (admitted,) = pool.admit()
         if admitted is long:
             return
         for sequence in short:
-            pool.abort(sequence)
+            pool.queue.abort(sequence)
         pool.released(pool.leaving)
     raise AssertionError("the long prompt never entered")
 
@@ -213,9 +217,11 @@ def test_admission_by_length_starves_no_sequence() -> None:
 def test_a_sequence_keeps_the_shape_it_had_when_it_became_ready(prefer: str) -> None:
     """Even if the prefix that it could copy is lost afterwards."""
     source, member = make_sequences([40, 40])
-    source.num_cached_tokens = source.num_draft_cached_tokens = 39
-    member.target_prefix = member.draft_prefix = Prefix(source, 39)
+    source.target.commit(39)
+    source.draft.commit(39)
+    member.share(Prefix(source, 39))
     ready = ReadySet([member])
-    source.num_cached_tokens = source.num_draft_cached_tokens = 0
+    source.target.commit(0)
+    source.draft.commit(0)
     assert Exspec(GroupingLimits(2, 2, 8, prefer)).choose(ready, 0).sequences == [member]  # type: ignore[arg-type]
     assert ready.pop(1) is member

@@ -6,11 +6,12 @@ from itertools import count
 from typing import Any
 
 import pytest
+from admitting_window import AdmittingWindow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.scheduling.admission import MAX_OVERTAKEN
 from coordinator.scheduling.capacity import KVCapacity, QueueLimits
-from coordinator.scheduling.pool import MAX_OVERTAKEN, Pool
 from coordinator.scheduling.preemption import is_protected, protected_tokens
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
 
@@ -21,7 +22,7 @@ class Simulation:
     """A pool with a perfect worker, in which every round gives each ready sequence one token."""
 
     def __init__(self, positions: int = POSITIONS, max_num_seqs: int = 16, **settings: Any) -> None:
-        self.pool = Pool(max_num_seqs, QueueLimits(10_000), **settings)
+        self.pool = AdmittingWindow(max_num_seqs, QueueLimits(10_000), **settings)
         self.pool.reservations.capacity = KVCapacity(positions, MULTIPLE, grows=True)
         self.ids = count()
         self.preemptions: Counter[str] = Counter()
@@ -35,24 +36,24 @@ class Simulation:
             sample.first_sample_id = first
         for _ in samples[1:]:
             next(self.ids)
-        self.pool.submit(samples)
+        self.pool.queue.submit(samples)
         return samples
 
     def round(self, group_size: int = 16, gained: int = 1) -> None:
         pool = self.pool
         self.rounds += 1
         pool.admit()
-        self.preemptions.update(sequence.request.client for sequence in pool.requests.preempted.values())
+        self.preemptions.update(sequence.request.client for sequence in pool.queue.preempted.values())
         group = list(pool.ready)[:group_size]
         pool.begin_round(group)
         for sequence in group:
             reserved = pool.reservations[sequence.sequence_id]
             assert sequence.next_length <= min(reserved, sequence.reserved_length), "a draft may not fit"
-            sequence.target_prefix = sequence.draft_prefix = None
+            sequence.share(None)
             sequence.commit([7] * min(gained, 1 + max(0, sequence.max_num_draft_tokens)))
-            sequence.num_cached_tokens = len(sequence.token_ids) - 1
+            sequence.target.commit(len(sequence.token_ids) - 1)
         pool.end_round(group)
-        assert not any(map(is_protected, pool._cramped.values())), "it holds positions, which nobody can use"
+        assert not any(map(is_protected, pool.cramped.values())), "it holds positions, which nobody can use"
         pool.check_integrity()
         pool.released(pool.leaving)
 
@@ -95,7 +96,7 @@ def test_a_short_request_does_not_wait_for_the_growth_of_longer_ones() -> None:
     """One long answer waits for the other. The short request takes the positions of the one that waits."""
     simulation = Simulation(positions=32 * POSITIONS)
     other, large = [*simulation.submit("b", 16_000, 4_000), *simulation.submit("a", 42_000, 16_000)]
-    while large.sequence_id not in simulation.pool._cramped:
+    while large.sequence_id not in simulation.pool.cramped:
         simulation.round()
         assert large.finish is None
     (short,) = simulation.submit("c", 1000, 1)
@@ -174,11 +175,11 @@ def test_paused_sequences_give_up_their_positions_first() -> None:
     simulation = Simulation(positions=1024)
     (idle,) = simulation.submit("a", 400, 100)
     simulation.round()
-    simulation.pool.pause(idle)
+    simulation.pool.queue.pause(idle)
     (busy,) = simulation.submit("b", 400, 600)
     simulation.run_until_done(busy, rounds=620)
     assert idle.is_preempted
-    simulation.pool.resume(idle)
+    simulation.pool.queue.resume(idle)
     simulation.run_until_done(idle, rounds=110)
 
 
@@ -191,7 +192,7 @@ def test_a_preempted_sequence_continues_from_its_own_cache_if_the_worker_still_h
     while preempted.is_preempted:
         simulation.pool.admit()
         if not preempted.is_preempted:
-            assert preempted.target_base_length >= len(preempted.token_ids) - 17
+            assert preempted.target.base_length >= len(preempted.token_ids) - 17
             return
         simulation.round()
 
@@ -211,7 +212,7 @@ def test_a_sequence_without_room_in_the_worker_gives_up_its_place() -> None:
     simulation.round()
     group = list(simulation.pool.ready)
     simulation.pool.begin_round(group)
-    sequence.lacks_room = True
+    sequence.target.refuse_room()
     simulation.pool.end_round(group)
     assert simulation.pool.leaving == {sequence.sequence_id}
     simulation.pool.released(simulation.pool.leaving)
@@ -240,14 +241,15 @@ def test_every_sequence_finishes(
         gained = chance.randint(1, 5)
         for _ in range(chance.randint(1, 30)):
             simulation.round(gained=gained)
-        acts = [simulation.pool.pause, simulation.pool.resume, simulation.pool.resume, simulation.pool.abort]
+        queue = simulation.pool.queue
+        acts = [queue.pause, queue.resume, queue.resume, queue.abort]
         for sequence in unfinished:
             if not requests:
-                simulation.pool.resume(sequence)
+                simulation.pool.queue.resume(sequence)
             elif chance.random() < 0.1:
                 chance.choice(acts)(sequence)
         unfinished = [sequence for sequence in unfinished if sequence.finish is None]
         assert simulation.rounds < 10_000, "a sequence starves"
     simulation.round()
-    assert simulation.pool.is_empty
+    assert simulation.pool.queue.is_empty
     assert simulation.pool.kv_usage == 0

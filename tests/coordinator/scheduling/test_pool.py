@@ -7,14 +7,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from admitting_window import AdmittingWindow
 from fair_rule import FairRule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from coordinator.scheduling.admission import MAX_OVERTAKEN
 from coordinator.scheduling.capacity import DuplicateRequestError, KVCapacity, PoolFullError, QueueLimits
 from coordinator.scheduling.grouping import GroupingLimits, Ragged
-from coordinator.scheduling.pool import MAX_OVERTAKEN, Pool
+from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Prefix, Sequence
 
 # Few ids, so that they are reused, even while an aborted request with the same id is in a round.
@@ -45,7 +47,7 @@ class PoolMachine(RuleBasedStateMachine):
         multiple=st.sampled_from([0, 1, 16]),
     )
     def start(self, max_num_seqs: int, queue_size: int, positions: int, multiple: int) -> None:
-        self.pool = Pool(max_num_seqs, QueueLimits(queue_size), preempts=False)
+        self.pool = AdmittingWindow(max_num_seqs, QueueLimits(queue_size), preempts=False)
         self.pool.reservations.capacity = KVCapacity(positions, multiple)
         self.reserved: dict[int, int] = {}
         self.overtaken: Counter[Sequence] = Counter()
@@ -89,7 +91,7 @@ class PoolMachine(RuleBasedStateMachine):
         return None
 
     def max_waiting(self, client: str, n: int, entering: int) -> int:
-        size, clients = self.pool.requests.limits.samples, [sequence.request.client for sequence in self.waiting]
+        size, clients = self.pool.queue.limits.samples, [sequence.request.client for sequence in self.waiting]
         reserve, own = min(size, self.pool.max_num_seqs), clients.count(client)
         fair = reserve // len(set(clients)) if own else size
         return size + reserve if own + n - entering <= fair else size
@@ -106,15 +108,15 @@ class PoolMachine(RuleBasedStateMachine):
         samples = [make_sequence(next(self.ids), request_id, prompt=prompt, **fields) for _ in range(n)]
         entering = len(self.next_to_enter([*self.waiting, *samples]))
         for other in samples[1:]:
-            other.target_prefix = Prefix(samples[0], len(prompt) - 1)
+            other.share(Prefix(samples[0], len(prompt) - 1))
         if any(other.request.key == (client, request_id) for other in self.in_flight()):
             with pytest.raises(DuplicateRequestError):
-                self.pool.submit(samples)
+                self.pool.queue.submit(samples)
         elif len(self.waiting) + n - entering > self.max_waiting(client, n, entering):
             with pytest.raises(PoolFullError):
-                self.pool.submit(samples)
+                self.pool.queue.submit(samples)
         else:
-            self.pool.submit(samples)
+            self.pool.queue.submit(samples)
             self.rule.add(samples)
 
     @rule()
@@ -138,8 +140,7 @@ class PoolMachine(RuleBasedStateMachine):
     def end_round(self, gained: int) -> None:
         for sequence in self.group:
             if sequence.finish is None:
-                sequence.num_cached_tokens = len(sequence.token_ids) - 1
-                sequence.target_prefix = None
+                sequence.target.commit(len(sequence.token_ids) - 1)
                 sequence.commit([0] * gained)
         self.pool.end_round(self.group)
         for sequence in self.group:
@@ -152,7 +153,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.in_flight()))
-        self.pool.abort(sequence)
+        self.pool.queue.abort(sequence)
         assert sequence.finish is not None
         assert sequence.finish.reason is FinishReason.ABORT
         if sequence in self.waiting:
@@ -166,9 +167,9 @@ class PoolMachine(RuleBasedStateMachine):
     def pause_or_resume(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.inside))
         if sequence.paused:
-            self.pool.resume(sequence)
+            self.pool.queue.resume(sequence)
         else:
-            self.pool.pause(sequence)
+            self.pool.queue.pause(sequence)
 
     @rule()
     def release(self) -> None:
@@ -188,7 +189,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert idle >= set(self.pool.ready)
         assert set(self.pool.members) == idle
         for sequence in self.in_flight():
-            assert sequence in self.pool.find(*sequence.request.key)
+            assert sequence in self.pool.queue.find(*sequence.request.key)
 
     def teardown(self) -> None:
         """Rounds of one sequence at a time finish everything."""
@@ -198,7 +199,7 @@ class PoolMachine(RuleBasedStateMachine):
         if self.group:
             self.end_round(1)
         for sequence in unfinished:
-            self.pool.resume(sequence)
+            self.pool.queue.resume(sequence)
         for _ in range(5 * len(unfinished) + 1):
             self.release()
             self.admit()
@@ -214,38 +215,38 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=80, stateful_step_count=40)
 
 
-def filled(max_num_seqs: int, number: int, queue_size: int = 100) -> tuple[Pool, list[Sequence]]:
-    pool = Pool(max_num_seqs, QueueLimits(queue_size))
+def filled(max_num_seqs: int, number: int, queue_size: int = 100) -> tuple[AdmittingWindow, list[Sequence]]:
+    pool = AdmittingWindow(max_num_seqs, QueueLimits(queue_size))
     return pool, submit(pool, *(make_sequence(i, max_tokens=1000) for i in range(number)))
 
 
-def submit(pool: Pool, *sequences: Sequence) -> list[Sequence]:
+def submit(pool: AdmittingWindow, *sequences: Sequence) -> list[Sequence]:
     """Submit each sequence as a request of its own."""
     for sequence in sequences:
-        pool.submit([sequence])
+        pool.queue.submit([sequence])
     return list(sequences)
 
 
-def release(pool: Pool) -> None:
+def release(pool: AdmittingWindow) -> None:
     pool.released(pool.leaving)
 
 
 # --- Prefixes
 
 
-def sharing(pool: Pool, ids: Iterable[int], prompt: tuple[int, ...] = (5,) * 40) -> list[Sequence]:
+def sharing(pool: AdmittingWindow, ids: Iterable[int], prompt: tuple[int, ...] = (5,) * 40) -> list[Sequence]:
     """Submit sequences with the same prompt."""
     return submit(pool, *(make_sequence(i, max_tokens=2, prompt=prompt) for i in ids))
 
 
-def prefill(pool: Pool, sequence: Sequence, length: int) -> None:
+def prefill(pool: AdmittingWindow, sequence: Sequence, length: int) -> None:
     pool.begin_round([sequence])
-    sequence.num_cached_tokens = length
+    sequence.target.commit(length)
     pool.end_round([sequence])
 
 
 def test_sequences_wait_for_a_shared_prefix_to_be_prefilled() -> None:
-    pool = Pool(4, QueueLimits(9))
+    pool = AdmittingWindow(4, QueueLimits(9))
     first, second, longer = [*sharing(pool, [1, 2]), *sharing(pool, [3], (5,) * 20 + (6,) * 20)]
     pool.admit()
     assert list(pool.ready) == [first]
@@ -255,31 +256,31 @@ def test_sequences_wait_for_a_shared_prefix_to_be_prefilled() -> None:
     prefill(pool, first, 39)
     pool.admit()
     assert list(pool.ready) == [longer, first, second]
-    assert (second.target_base_length, longer.target_base_length) == (32, 16)
+    assert (second.target.base_length, longer.target.base_length) == (32, 16)
 
 
-@pytest.mark.parametrize("interrupt", [Pool.abort, Pool.pause])
-def test_no_sequence_waits_for_an_aborted_or_paused_prefix(interrupt: Callable[[Pool, Sequence], None]) -> None:
-    pool = Pool(4, QueueLimits(9))
+@pytest.mark.parametrize("interrupt", [RequestQueue.abort, RequestQueue.pause])
+def test_no_sequence_waits_for_an_aborted_or_paused_prefix(interrupt: Callable[[RequestQueue, Sequence], None]) -> None:
+    pool = AdmittingWindow(4, QueueLimits(9))
     first, second = sharing(pool, [1, 2])
     pool.admit()
     assert list(pool.ready) == [first]
-    interrupt(pool, first)
+    interrupt(pool.queue, first)
     pool.admit()
     assert list(pool.ready) == [second]
-    assert second.target_base_length == 0
+    assert second.target.base_length == 0
 
 
 def test_prefix_caching_can_be_disabled() -> None:
-    pool = Pool(4, QueueLimits(9), prefix_caching=False)
+    pool = AdmittingWindow(4, QueueLimits(9), prefix_caching=False)
     sequences = sharing(pool, [1, 2])
     pool.admit()
     assert list(pool.ready) == sequences
-    assert [sequence.target_prefix for sequence in sequences] == [None, None]
+    assert [sequence.prefix for sequence in sequences] == [None, None]
 
 
 def test_finished_sequences_serve_as_prefixes_while_there_are_slots() -> None:
-    pool = Pool(1, QueueLimits(9), slots=2)
+    pool = AdmittingWindow(1, QueueLimits(9), slots=2)
     sources = []
     for i, prompt in enumerate([(5,) * 40, (6,) * 40, (7,) * 40]):
         (sequence,) = sharing(pool, [i], prompt)
@@ -289,69 +290,69 @@ def test_finished_sequences_serve_as_prefixes_while_there_are_slots() -> None:
         sequence.commit([1, 1])
         pool.end_round([sequence])
         release(pool)
-        assert sequence.target_prefix is sequence.draft_prefix is None, "otherwise whole histories stay alive"
+        assert sequence.prefix is sequence.draft.source is None, "otherwise whole histories stay alive"
         sources.append(sequence)
     again = [*sharing(pool, [8], (7,) * 40 + (1, 1, 2)), *sharing(pool, [9], (5,) * 40)]
     pool.admit()
-    assert again[0].target_prefix == Prefix(sources[2], 32)
-    assert again[0].target_base_length == 32
-    pool.abort(again[0])
+    assert again[0].prefix == Prefix(sources[2], 32)
+    assert again[0].target.base_length == 32
+    pool.queue.abort(again[0])
     release(pool)
     pool.admit()
-    assert again[1].target_prefix is None
+    assert again[1].prefix is None
 
 
 # --- Fairness between clients; test_fair_queue.py tests the rule itself
 
 
-def admit_all(pool: Pool, rounds: int) -> list[int]:
+def admit_all(pool: AdmittingWindow, rounds: int) -> list[int]:
     """The order in which sequences enter, if each leaves as soon as another needs its place."""
     entered: list[int] = []
     for _ in range(rounds):
         entered += [sequence.sequence_id for sequence in pool.admit()]
-        pool.abort(next(iter(pool.members)))
+        pool.queue.abort(next(iter(pool.members)))
         release(pool)
     return entered
 
 
 def test_no_client_locks_others_out_of_the_queue() -> None:
-    pool = Pool(2, QueueLimits(5))
+    pool = AdmittingWindow(2, QueueLimits(5))
     submit(pool, *(make_sequence(i, client="greedy") for i in range(7)))
     pool.admit()
     with pytest.raises(PoolFullError, match="5 samples wait"):
-        pool.submit([make_sequence(7, client="greedy")])
+        pool.queue.submit([make_sequence(7, client="greedy")])
     submit(pool, make_sequence(8, client="modest"))
     with pytest.raises(PoolFullError):
-        pool.submit([make_sequence(9, client="modest")])
+        pool.queue.submit([make_sequence(9, client="modest")])
     submit(pool, make_sequence(10, client="third"))
     with pytest.raises(PoolFullError):
-        pool.submit([make_sequence(11, client="fourth")])  # the reserve is limited too
+        pool.queue.submit([make_sequence(11, client="fourth")])  # the reserve is limited too
     pool.check_integrity()
 
 
 def test_a_client_may_have_several_samples_in_a_queue_that_another_fills() -> None:
-    pool = Pool(8, QueueLimits(20))
+    pool = AdmittingWindow(8, QueueLimits(20))
     submit(pool, *(make_sequence(i, client="greedy") for i in range(28)))
     pool.admit()
     submit(pool, *(make_sequence(i, client="modest") for i in range(30, 34)))
     with pytest.raises(PoolFullError):
-        pool.submit([make_sequence(34, client="modest")])
+        pool.queue.submit([make_sequence(34, client="modest")])
     submit(pool, make_sequence(35, client="third"))
     pool.check_integrity()
 
 
 def test_queued_prompt_tokens_are_limited() -> None:
-    pool = Pool(1, QueueLimits(99, tokens=100))
+    pool = AdmittingWindow(1, QueueLimits(99, tokens=100))
     submit(pool, make_sequence(0, prompt=(1,) * 500, client="a"))  # enters at once
     pool.admit()
     submit(pool, make_sequence(1, prompt=(1,) * 90, client="a"))
     with pytest.raises(PoolFullError, match="90 prompt tokens wait, of at most 100"):
-        pool.submit([make_sequence(2, prompt=(1,) * 11, client="a")])
+        pool.queue.submit([make_sequence(2, prompt=(1,) * 11, client="a")])
     submit(pool, make_sequence(3, prompt=(1,) * 10, client="a"), make_sequence(4, prompt=(1,) * 100, client="b"))
     with pytest.raises(PoolFullError):
-        pool.submit([make_sequence(5, client="c")])
+        pool.queue.submit([make_sequence(5, client="c")])
     for client, i in (("a", 1), ("a", 3), ("b", 4)):
-        pool.abort(*pool.find(client, str(i)))
+        pool.queue.abort(*pool.queue.find(client, str(i)))
     submit(pool, make_sequence(6, prompt=(1,) * 500, client="a"))  # a single request may always wait
     pool.check_integrity()
 
@@ -362,30 +363,31 @@ def test_queued_prompt_tokens_are_limited() -> None:
 def test_a_paused_sequence_joins_no_round_and_keeps_its_place() -> None:
     pool, (one, other, waiting) = filled(max_num_seqs=2, number=3)
     pool.admit()
-    pool.pause(one)
+    pool.queue.pause(one)
     assert (list(pool.ready), pool.running, pool.schedulable, pool.capacity) == ([other], 2, 1, 0)
     assert one in pool.members
     pool.begin_round([other])
-    pool.pause(other)
+    pool.queue.pause(other)
     pool.end_round([other])
-    assert (list(pool.ready), pool.is_empty) == ([], False)
+    assert (list(pool.ready), pool.queue.is_empty) == ([], False)
     pool.check_integrity()
-    pool.resume(other)
-    pool.resume(one)
+    pool.queue.resume(other)
+    pool.queue.resume(one)
     assert list(pool.ready) == [other, one]
-    pool.pause(one)
-    pool.abort(one)
+    pool.queue.pause(one)
+    pool.queue.abort(one)
     release(pool)
     assert pool.admit() == [waiting]
 
 
-def paused_and_waiting(number: int) -> tuple[Pool, list[Sequence], list[Sequence]]:
+def paused_and_waiting(number: int) -> tuple[AdmittingWindow, list[Sequence], list[Sequence]]:
     """A pool with two paused sequences and `number` waiting ones, after an admission."""
     pool, (one, other, *waiting) = filled(max_num_seqs=2, number=2 + number)
     pool.admit(2)
     for sequence in (one, other):
-        sequence.num_cached_tokens = sequence.num_draft_cached_tokens = 1
-        pool.pause(sequence)
+        sequence.target.commit(1)
+        sequence.draft.commit(1)
+        pool.queue.pause(sequence)
     assert pool.admit() == []
     pool.check_integrity()
     return pool, [one, other], waiting
@@ -393,12 +395,12 @@ def paused_and_waiting(number: int) -> tuple[Pool, list[Sequence], list[Sequence
 
 def test_paused_sequences_are_preempted_only_for_waiting_ones() -> None:
     pool, (one, other), _ = paused_and_waiting(0)
-    assert (pool.leaving, list(pool.members), one.num_cached_tokens) == (set(), [one, other], 1)
+    assert (pool.leaving, list(pool.members), one.target.num_cached_tokens) == (set(), [one, other], 1)
     pool, (one, other), (waiting,) = paused_and_waiting(1)
-    assert (pool.leaving, list(pool.members), one.num_cached_tokens) == ({one.sequence_id}, [other], 0)
+    assert (pool.leaving, list(pool.members), one.target.num_cached_tokens) == ({one.sequence_id}, [other], 0)
     release(pool)
-    assert (pool.admit(), pool.is_empty) == ([waiting], False)
-    pool.resume(one)
+    assert (pool.admit(), pool.queue.is_empty) == ([waiting], False)
+    pool.queue.resume(one)
     assert pool.queued == 1
     assert pool.admit() == []
     assert pool.leaving == {other.sequence_id}
@@ -411,10 +413,10 @@ def test_paused_sequences_are_preempted_only_for_waiting_ones() -> None:
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_preempted_sequence_queues_once_its_slot_is_released(resumed: bool) -> None:
     pool, (one, other), (waiting,) = paused_and_waiting(1)
-    pool.resume(one)
+    pool.queue.resume(one)
     assert pool.queued == 1
     if not resumed:
-        pool.pause(one)
+        pool.queue.pause(one)
     release(pool)
     assert pool.queued == 1 + resumed
     pool.check_integrity()
@@ -427,14 +429,14 @@ def test_a_preempted_sequence_can_be_aborted(released: bool) -> None:
     pool, (one, other), (waiting,) = paused_and_waiting(1)
     if released:
         release(pool)
-    pool.abort(one)
-    pool.resume(one)
+    pool.queue.abort(one)
+    pool.queue.resume(one)
     release(pool)
     assert pool.admit() == [waiting]
-    pool.abort(other)
-    pool.abort(waiting)
+    pool.queue.abort(other)
+    pool.queue.abort(waiting)
     release(pool)
-    assert (pool.is_empty, pool.find(*one.request.key)) == (True, [])
+    assert (pool.queue.is_empty, pool.queue.find(*one.request.key)) == (True, [])
     pool.check_integrity()
 
 
@@ -442,14 +444,14 @@ def test_a_preempted_sequence_can_be_aborted(released: bool) -> None:
 
 
 def test_admitting_and_aborting_examine_few_of_ten_thousand_sequences() -> None:
-    pool = Pool(8, QueueLimits(20_000))
+    pool = AdmittingWindow(8, QueueLimits(20_000))
     ranks = mock.Mock(side_effect=lambda owner: (owner.priority, owner.running, owner.since))
-    with mock.patch("coordinator.scheduling.fair_queue._Request.rank", property(ranks)):
+    with mock.patch("coordinator.scheduling.fair_queue.Request.rank", property(ranks)):
         sequences = submit(pool, *(make_sequence(i, client=str(i % 100)) for i in range(10_000)))
         assert ranks.call_count <= 2 * len(sequences)
         ranks.reset_mock()
         for sequence in sequences[::2]:
-            pool.abort(sequence)
+            pool.queue.abort(sequence)
         assert len(admit_all(pool, 1000)) == 1007
         assert ranks.call_count <= 2 * 6007
     pool.check_integrity()
@@ -458,13 +460,13 @@ def test_admitting_and_aborting_examine_few_of_ten_thousand_sequences() -> None:
 # --- Preemption for clients and requests without a place
 
 
-def crowded(max_num_seqs: int, **settings: Any) -> tuple[Pool, list[Sequence]]:
+def crowded(max_num_seqs: int, **settings: Any) -> tuple[AdmittingWindow, list[Sequence]]:
     """A pool full of one client's sequences, each with more cached tokens than the one before."""
-    pool = Pool(max_num_seqs, QueueLimits(100), **settings)
+    pool = AdmittingWindow(max_num_seqs, QueueLimits(100), **settings)
     sequences = submit(pool, *(make_sequence(i, max_tokens=1000, client="anne") for i in range(max_num_seqs)))
     pool.admit()
     for sequence in sequences:
-        sequence.num_cached_tokens = 1 + sequence.sequence_id
+        sequence.target.commit(1 + sequence.sequence_id)
     return pool, sequences
 
 
@@ -473,13 +475,13 @@ def test_a_client_without_a_place_preempts_the_sequence_with_the_least_progress(
     (bob,) = submit(pool, make_sequence(9, client="bob"))
     for _ in range(2):
         assert pool.admit() == []
-        assert (pool.leaving, anne[0].num_cached_tokens, anne[0].is_preempted) == ({0}, 0, True)
+        assert (pool.leaving, anne[0].target.num_cached_tokens, anne[0].is_preempted) == ({0}, 0, True)
     release(pool)
     assert (pool.admit(), pool.queued) == ([bob], 1)
     assert pool.admit() == []
     assert pool.leaving == set(), "a preempted sequence preempts none of its own client"
     pool.check_integrity()
-    pool.abort(bob)
+    pool.queue.abort(bob)
     release(pool)
     assert (pool.admit(), anne[0].is_preempted) == ([anne[0]], False)
 
@@ -493,11 +495,11 @@ def test_the_last_place_of_a_client_and_fixed_batches_are_never_preempted(max_nu
 
 
 def test_requests_of_one_client_preempt_each_others_samples() -> None:
-    pool = Pool(3, QueueLimits(100))
+    pool = AdmittingWindow(3, QueueLimits(100))
     samples = [make_sequence(i, request_id="many", client="anne") for i in range(5)]
     for sample in samples:
         sample.first_sample_id = 0
-    pool.submit(samples)
+    pool.queue.submit(samples)
     assert pool.admit() == samples[:3]
     (single,) = submit(pool, make_sequence(9, client="anne"))
     assert pool.admit() == []
@@ -508,27 +510,27 @@ def test_requests_of_one_client_preempt_each_others_samples() -> None:
         assert pool.admit() == []
         assert pool.leaving == set(), "a preempted sample preempts none of its own request"
     pool.check_integrity()
-    pool.abort(single)
+    pool.queue.abort(single)
     release(pool)
     assert len(pool.admit()) == 1
 
 
 def test_preempted_sequences_count_towards_client_limits() -> None:
-    pool = Pool(2, QueueLimits(4, per_client=6))
+    pool = AdmittingWindow(2, QueueLimits(4, per_client=6))
     anne = [make_sequence(i, client="anne") for i in range(6)]
     submit(pool, *anne[:2])
     pool.admit()
     for earlier, sequence in zip(anne, anne[2:], strict=False):
-        pool.pause(earlier)
+        pool.queue.pause(earlier)
         submit(pool, sequence)
         pool.admit()
         release(pool)
         pool.admit()
     assert pool.queued == 0
     with pytest.raises(PoolFullError, match="6 samples of this client"):
-        pool.submit([make_sequence(7, client="anne")])
+        pool.queue.submit([make_sequence(7, client="anne")])
     for sequence in anne:
-        pool.resume(sequence)
+        pool.queue.resume(sequence)
     assert pool.queued == 4
     submit(pool, *(make_sequence(i, client=str(i)) for i in range(10, 14)))
     pool.check_integrity()
@@ -550,7 +552,7 @@ def test_an_aborted_sequence_is_not_ready_when_its_round_has_been_sent() -> None
     pool, sequences = filled(2, 2)
     pool.admit()
     pool.begin_round(sequences)
-    pool.abort(sequences[0])
+    pool.queue.abort(sequences[0])
     pool.round_sent(sequences)
     pool.check_integrity()
     assert list(pool.ready) == sequences[1:]
@@ -559,7 +561,7 @@ def test_an_aborted_sequence_is_not_ready_when_its_round_has_been_sent() -> None
 @settings(max_examples=50)
 @given(st.data())
 def test_all_sequences_finish_despite_preemption(data: st.DataObject) -> None:
-    pool = Pool(data.draw(st.integers(1, 4)), QueueLimits(1000))
+    pool = AdmittingWindow(data.draw(st.integers(1, 4)), QueueLimits(1000))
     ids, num_requests = count(), 12
     unfinished: list[Sequence] = []
     while num_requests or unfinished:
@@ -570,28 +572,28 @@ def test_all_sequences_finish_despite_preemption(data: st.DataObject) -> None:
             samples = [make_sequence(i, request_id=str(first), max_tokens=2, client=client) for i in numbers]
             for sample in samples:
                 sample.first_sample_id = first
-            pool.submit(samples)
+            pool.queue.submit(samples)
             unfinished += samples
         if data.draw(st.booleans()) and unfinished:
-            (pool.resume if unfinished[0].paused else pool.pause)(unfinished[0])
+            (pool.queue.resume if unfinished[0].paused else pool.queue.pause)(unfinished[0])
         for sequence in unfinished if not num_requests else ():
-            pool.resume(sequence)
+            pool.queue.resume(sequence)
         pool.admit()
         group = list(pool.ready)[: data.draw(st.integers(1, 4))]
         pool.begin_round(group)
         for sequence in group:
             sequence.commit([7])
-            sequence.num_cached_tokens = len(sequence.token_ids) - 1
+            sequence.target.commit(len(sequence.token_ids) - 1)
         pool.end_round(group)
         release(pool)
         pool.check_integrity()
         unfinished = [sequence for sequence in unfinished if sequence.finish is None]
-    assert (pool.is_empty, pool.queued, pool.running) == (True, 0, 0)
+    assert (pool.queue.is_empty, pool.queued, pool.running) == (True, 0, 0)
 
 
 def test_prompts_that_enter_at_once_do_not_count_as_waiting() -> None:
-    pool = Pool(1, QueueLimits(9, tokens=50))
+    pool = AdmittingWindow(1, QueueLimits(9, tokens=50))
     for number in range(3):  # the first one enters with the next round
         request = GenerationRequest(f"r{number}", (1,) * 20, 4, frozenset(), num_speculative_tokens=0)
-        pool.submit([Sequence(number, request)])
+        pool.queue.submit([Sequence(number, request)])
     assert pool.queued == 3

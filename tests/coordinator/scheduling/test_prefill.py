@@ -65,7 +65,7 @@ def catchups(draw: st.DrawFn) -> list[tuple[Sequence, int]]:
     sequences = sequences_of(clients)
     for sequence in sequences:
         sequence.prefill_waits = draw(st.integers(0, 20))
-        sequence.had_no_slot = draw(st.booleans())
+        sequence.target.had_no_slot = draw(st.booleans())
     return [(sequence, sequence.prompt_length) for sequence in sequences]
 
 
@@ -117,7 +117,7 @@ def test_more_clients_than_the_budget_has_shares_take_turns() -> None:
     sequences = sequences_of([(f"client {number}", 40) for number in range(20)])
     for _ in range(20):
         prefill(sequences, budget=2 * MIN_SHARE)
-    assert min(sequence.num_cached_tokens for sequence in sequences) >= MIN_SHARE
+    assert min(sequence.target.num_cached_tokens for sequence in sequences) >= MIN_SHARE
 
 
 def test_a_sequence_without_a_slot_does_not_hold_up_others() -> None:
@@ -128,7 +128,7 @@ def test_a_sequence_without_a_slot_does_not_hold_up_others() -> None:
 def test_priority_orders_the_prompts_of_a_client() -> None:
     urgent, short = sequence_of(0, "a", 2 * BUDGET, priority=-1), sequence_of(1, "a", BUDGET)
     prefill([short, urgent])
-    assert (urgent.num_cached_tokens, short.num_cached_tokens) == (BUDGET, 0)
+    assert (urgent.target.num_cached_tokens, short.target.num_cached_tokens) == (BUDGET, 0)
 
 
 def pass_seconds(rows: int) -> float:
@@ -138,12 +138,12 @@ def pass_seconds(rows: int) -> float:
 
 def decoding(number: int, client: str) -> Sequence:
     sequence = sequence_of(number, client, 20)
-    sequence.num_cached_tokens = 19
+    sequence.target.commit(19)
     return sequence
 
 
 def budget_beside(decoders: list[Sequence], prefilling: list[Sequence]) -> int:
-    work = [(each, len(each.token_ids) - each.num_cached_tokens) for each in (*decoders, *prefilling)]
+    work = [(each, len(each.token_ids) - each.target.num_cached_tokens) for each in (*decoders, *prefilling)]
     return timely_budget(work, 0, BUDGET, pass_seconds)
 
 

@@ -16,7 +16,7 @@ SHARED = (5,) * (3 * BLOCK_TOKENS)
 
 def make(sequence_id: int, prompt: tuple[int, ...] = SHARED, cached: int = 0, **fields: Any) -> Sequence:
     sequence = Sequence(sequence_id, GenerationRequest(str(sequence_id), prompt, 99, frozenset(), 4, **fields))
-    sequence.num_cached_tokens = cached
+    sequence.target.commit(cached)
     return sequence
 
 
@@ -78,7 +78,7 @@ def test_finished_sequences_share_their_cached_tokens_only() -> None:
     index = PrefixIndex()
     sequence, answer = running(index, 1), list(range(100, 140))
     sequence.commit(answer)
-    sequence.num_cached_tokens = len(sequence.token_ids) - 1
+    sequence.target.commit(len(sequence.token_ids) - 1)
     index.finish(sequence)
     finished(index, 2, (*SHARED, *SHARED), cached=0)  # aborted before its prefill
     assert index.find(make(9, (*SHARED, *answer, 7, 8))) == Prefix(sequence, len(SHARED) + 32)
@@ -138,7 +138,7 @@ def test_samples_share_their_whole_prompt_and_nothing_beyond(preempted: bool) ->
         second.token_ids += [20, 21, 22, 23]
     index.add(first)
     running(index, 7, prompt, cached=len(prompt))
-    first.num_cached_tokens = len(prompt) + 3 * preempted
+    first.target.commit(len(prompt) + 3 * preempted)
     assert index.find(second) == Prefix(first, len(prompt) if preempted else len(prompt) - 1)
 
 

@@ -3,21 +3,23 @@
 from itertools import count
 
 import pytest
+from admitting_window import AdmittingWindow
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_pool import make_sequence
 
 from coordinator.scheduling.capacity import DuplicateRequestError, KVCapacity, PoolFullError, QueueLimits
-from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import Sequence
 
 INDEX = st.integers(0, 10**6)
 
 
-def make_windows(number: int, max_num_seqs: int = 4, queue_size: int = 100) -> tuple[RequestQueue, list[Pool]]:
+def make_windows(
+    number: int, max_num_seqs: int = 4, queue_size: int = 100
+) -> tuple[RequestQueue, list[AdmittingWindow]]:
     queue = RequestQueue(QueueLimits(queue_size))
-    windows = [Pool(max_num_seqs, queue) for _ in range(number)]
+    windows = [AdmittingWindow(max_num_seqs, queue) for _ in range(number)]
     for window in windows:
         window.numerics = "same"
     return queue, windows
@@ -27,13 +29,12 @@ def ids(sequences: "list[Sequence] | set[Sequence]") -> list[int]:
     return sorted(sequence.sequence_id for sequence in sequences)
 
 
-def decode(window: Pool, group: list[Sequence], tokens: int = 1) -> None:
+def decode(window: AdmittingWindow, group: list[Sequence], tokens: int = 1) -> None:
     """Run a round of a group."""
     window.begin_round(group)
     for sequence in group:
         sequence.commit([0] * tokens)
-        sequence.num_cached_tokens = len(sequence.token_ids) - 1
-        sequence.target_prefix = None
+        sequence.target.commit(len(sequence.token_ids) - 1)
     window.end_round(group)
 
 
@@ -53,12 +54,12 @@ class WindowsMachine(RuleBasedStateMachine):
             window.numerics = "same" if proven else f"life {next(self.lives)}"
             window.reservations.capacity = KVCapacity(positions, 1, grows=True)
         self.proven, self.ids = proven, count(1)
-        self.groups: dict[Pool, list[Sequence]] = {}
+        self.groups: dict[AdmittingWindow, list[Sequence]] = {}
         self.begun_with: dict[int, str] = {}
         """Numerics that chose the tokens of each request, by its first sample."""
         self.alive: dict[int, Sequence] = {}
 
-    def pick(self, index: int) -> Pool:
+    def pick(self, index: int) -> AdmittingWindow:
         return self.windows[index % len(self.windows)]
 
     @rule(
@@ -102,9 +103,9 @@ class WindowsMachine(RuleBasedStateMachine):
                 began = self.begun_with.setdefault(sequence.first_sample_id, window.numerics)
                 assert began == window.numerics, "two models contribute to one response"
                 sequence.commit([0] * gained)
-                sequence.num_cached_tokens = len(sequence.token_ids) - 1
+                sequence.target.commit(len(sequence.token_ids) - 1)
         window.end_round(group)
-        window.vacate() if window.is_lost else None
+        self.queue.vacate(window) if window.is_lost else None
         self.drop_finished()
 
     def drop_finished(self) -> None:
@@ -132,7 +133,7 @@ class WindowsMachine(RuleBasedStateMachine):
     def lose(self, index: int) -> None:
         window = self.pick(index)
         window.is_open, window.is_lost = False, True
-        window.vacate()
+        self.queue.vacate(window)
 
     @rule(index=INDEX, is_same=st.booleans())
     def come_back(self, index: int, is_same: bool) -> None:
@@ -227,12 +228,12 @@ def test_sequences_of_a_lost_worker_go_first_and_keep_their_tokens() -> None:
     lost = list(windows[0].members)
     decode(windows[0], lost)
     windows[0].is_open, windows[0].is_lost = False, True
-    assert windows[0].vacate() == set(ids(lost))
+    assert queue.vacate(windows[0]) == set(ids(lost))
     assert windows[0].occupied == 0
     decode(windows[1], list(windows[1].members), 9)
     windows[1].released(windows[1].leaving)
     assert windows[1].admit() == lost
-    assert [(sequence.num_generated, sequence.num_cached_tokens) for sequence in lost] == [(1, 0)] * 2
+    assert [(sequence.num_generated, sequence.target.num_cached_tokens) for sequence in lost] == [(1, 0)] * 2
 
 
 def test_a_sequence_in_a_round_moves_after_it() -> None:
@@ -241,9 +242,9 @@ def test_a_sequence_in_a_round_moves_after_it() -> None:
     (sequence,) = windows[0].admit()
     windows[0].begin_round([sequence])
     windows[0].is_open = False
-    assert not windows[0].vacate()
+    assert not queue.vacate(windows[0])
     windows[0].end_round([sequence])
-    assert windows[0].vacate() == {1}
+    assert queue.vacate(windows[0]) == {1}
     assert windows[1].admit() == [sequence]
 
 
@@ -257,7 +258,7 @@ def test_only_proven_numerics_continue_a_begun_request(begun: bool) -> None:
     if begun:
         decode(windows[0], [sequence])
     windows[0].is_open = False
-    assert windows[0].vacate() == (set() if begun else {1})
+    assert queue.vacate(windows[0]) == (set() if begun else {1})
     assert windows[1].admit() == ([] if begun else [sequence])
     assert queue.change_numerics(windows[0], "unproven 2") == ([sequence] if begun else [])
 
@@ -279,7 +280,7 @@ def test_a_removed_window_gives_up_its_sequences() -> None:
     for i in range(4):
         queue.submit([make_sequence(i, max_tokens=9)])
     windows[0].admit()
-    assert windows[0].close() == []
+    assert queue.remove(windows[0]) == []
     windows[1].admit()
     assert windows[1].occupied == 4
     assert queue.windows == [windows[1]]

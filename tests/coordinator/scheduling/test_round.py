@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.scheduling.caches import WorkerCache
 from coordinator.scheduling.commits import Commit, DraftPlan, Lookup
 from coordinator.scheduling.counters import Counters, DraftCounters
+from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS, DraftLimits
 from coordinator.scheduling.prefill import MAX_UNCHUNKED_TOKENS
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import DraftMethod, Finish, FinishReason, GenerationRequest, Prefix, Sequence
 from coordinator.scheduling.text import TextStream
-from coordinator.scheduling.turn import DRAFT_BACKOFF_ROUNDS, DraftLimits
 from specpool.protocol.rounds import Branch, ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
 
@@ -138,9 +139,11 @@ class Worker:
             yield Branch(accepted, context[begin - 1], tuple(context[begin:]))
 
 
-def check_first_contact(item: ProposeItem | VerifyItem, sequence: Sequence, cached: int, prefix: Prefix | None) -> None:
+def check_first_contact(
+    item: ProposeItem | VerifyItem, sequence: Sequence, cached: int, copied: WorkerCache | None
+) -> None:
     """Only the first contact with a sequence carries its prefix and sampling parameters."""
-    source = prefix.source.sequence_id if prefix is not None and item.base_length and not cached else None
+    source = copied.sequence_id if copied is not None and item.base_length and not cached else None
     assert item.prefix_sequence_id == source
     assert item.sampling == (None if cached and item.base_length else sequence.request.worker_sampling)
 
@@ -154,7 +157,7 @@ def check_propose_items(group: list[Sequence], items: list[ProposeItem], budget:
         end = item.base_length + len(item.token_ids)
         assert item.token_ids
         assert item.base_length == min(sequence.draft_base_length, length - 1)
-        check_first_contact(item, sequence, sequence.num_draft_cached_tokens, sequence.draft_prefix)
+        check_first_contact(item, sequence, sequence.draft.num_cached_tokens, sequence.draft.source)
         assert list(item.token_ids) == sequence.token_ids[item.base_length : end]
         assert 0 <= item.num_draft_tokens <= sequence.request.num_speculative_tokens
         assert item.num_draft_tokens <= max(0, sequence.request.max_tokens - sequence.num_generated - 1)
@@ -168,8 +171,9 @@ def send(round_: Round, group: list[Sequence], budget: int) -> list[VerifyItem]:
     """The items of a round, checked."""
     by_id = {sequence.sequence_id: sequence for sequence in group if sequence.finish is None}
     before = {
-        number: (sequence.target_base_length, sequence.pending.copy(), sequence.is_decoding, sequence.max_pending_gain)
+        number: (cache.base_length, cache.pending.copy(), sequence.is_decoding, cache.max_pending_gain)
         for number, sequence in by_id.items()
+        for cache in [sequence.target]
     }
     items = round_.verify_items()
     long = 0
@@ -183,7 +187,7 @@ def send(round_: Round, group: list[Sequence], budget: int) -> list[VerifyItem]:
         assert item.max_draft_tokens <= sequence.request.num_speculative_tokens
         assert sequence.request.sampling.grammar or not item.max_draft_tokens
         assert all(token < VOCAB_SIZE for token in item.token_ids + item.draft_token_ids)
-        assert sequence.pending[-1].max_gain == (0 if item.prefill_only else item.max_num_draft_tokens + 1)
+        assert sequence.target.pending[-1].max_gain == (0 if item.prefill_only else item.max_num_draft_tokens + 1)
         assert item.after_round_id is not None or not item.branches
         for branch in item.branches:
             assert not item.draft_token_ids
@@ -196,7 +200,7 @@ def send(round_: Round, group: list[Sequence], budget: int) -> list[VerifyItem]:
         assert item.after_round_id is None
         assert item.token_ids
         assert item.base_length == base_length
-        check_first_contact(item, sequence, sequence.num_cached_tokens or len(pending), sequence.target_prefix)
+        check_first_contact(item, sequence, sequence.target.num_cached_tokens or len(pending), sequence.target.source)
         assert list(item.token_ids) == sequence.token_ids[item.base_length : end]
         assert item.prefill_only == (end < len(sequence.token_ids))
         assert not item.draft_token_ids or len(item.token_ids) == 1
@@ -252,7 +256,7 @@ class Simulation:
             self.draft_ahead(round_, group)
             self.commit(round_, group, verdicts)
         for sequence in self.sequences:
-            assert not sequence.pending
+            assert not sequence.target.pending
             if sequence.finish is not None:
                 self.target.release(sequence.sequence_id)
                 self.draft.release(sequence.sequence_id)
@@ -311,8 +315,8 @@ class Simulation:
     def check_caches(self, sequence: Sequence) -> None:
         """Unless it was lost, a cache holds at least the tokens that the sequence expects."""
         for worker, length in (
-            (self.target, sequence.num_cached_tokens),
-            (self.draft, sequence.num_draft_cached_tokens),
+            (self.target, sequence.target.num_cached_tokens),
+            (self.draft, sequence.draft.num_cached_tokens),
         ):
             assert 0 <= length <= len(sequence.token_ids)
             cached = worker.caches.get(sequence.sequence_id)
@@ -347,7 +351,7 @@ class Simulation:
             length, num_committed = len(sequence.token_ids), len(item.token_ids) - item.num_unverified
             assert list(item.token_ids[:num_committed]) == sequence.token_ids[item.base_length :][:num_committed]
             assert num_committed > 0
-            check_first_contact(item, sequence, sequence.num_draft_cached_tokens, sequence.draft_prefix)
+            check_first_contact(item, sequence, sequence.draft.num_cached_tokens, sequence.draft.source)
             if item.num_branches:
                 assert item.num_draft_tokens > 0
                 assert item.base_length + num_committed == length
@@ -384,8 +388,8 @@ class Simulation:
         decoding = {
             sequence.sequence_id
             for sequence in group
-            if sequence.finish is None and sequence.pending and sequence.pending[0].round_id == round_.round_id
-            if sequence.pending[0].max_gain
+            for pending in sequence.target.pending[:1]
+            if sequence.finish is None and pending.round_id == round_.round_id and pending.max_gain
         }
         commits = round_.commit(verdicts)
         gained = {commit.sequence.sequence_id: list(commit.token_ids) for commit in commits}
@@ -402,9 +406,8 @@ class Simulation:
 
     def cancel_one(self, group: list[Sequence]) -> None:
         sequence = self.rng.choice(group)
-        if sequence.finish is None:  # as `Pool.abort` does
-            sequence.finish = Finish(FinishReason.ABORT)
-            sequence.pending.clear()
+        if sequence.finish is None:  # as `AdmittingWindow.abort` does
+            sequence.end(Finish(FinishReason.ABORT))
 
     def run_to_the_end(self) -> None:
         while any(sequence.finish is None for sequence in self.sequences):
@@ -418,7 +421,7 @@ def sharing(requests: list[GenerationRequest], shared: tuple[int, ...]) -> list[
     for i, request in enumerate(requests):
         sequences.append(Sequence(i, replace(request, prompt_ids=shared + request.prompt_ids)))
         if i and shared:
-            sequences[i].target_prefix = sequences[i].draft_prefix = Prefix(sequences[i - 1], len(shared))
+            sequences[i].share(Prefix(sequences[i - 1], len(shared)))
     return sequences
 
 
@@ -743,7 +746,7 @@ def test_a_sequence_without_its_branch_is_verified_without_drafts() -> None:
         round_.take_ahead(answers, VOCAB_SIZE)
         commits = round_.commit([target.verify(each) for each in verified])
     assert [commit.drafted for commit in commits] == [3, 0]
-    assert missed.num_draft_cached_tokens == len(missed.token_ids) - 1
+    assert missed.draft.num_cached_tokens == len(missed.token_ids) - 1
 
 
 @pytest.mark.parametrize("status", [ItemStatus.CACHE_MISS, ItemStatus.NO_SLOT, ItemStatus.STALE_ROUND])
@@ -756,7 +759,7 @@ def test_failed_branches_cost_no_tokens(status: ItemStatus) -> None:
         verified = round_.verify_items()
         round_.take_ahead([Proposal(i.sequence_id, status) for i in round_.ahead_items(NO_LIMITS)], VOCAB_SIZE)
         (commit,) = round_.commit([target.verify(each) for each in verified])
-        assert (commit.drafted, commit.branch, sequence.num_draft_cached_tokens) == (0, None, 0)
+        assert (commit.drafted, commit.branch, sequence.draft.num_cached_tokens) == (0, None, 0)
     assert sequence.generated_ids == decode_plainly(sequence.request)[:3]
 
 
@@ -782,9 +785,9 @@ def test_a_sequence_without_branches_keeps_its_draft_cache() -> None:
         verified = round_.verify_items()
         items = [item for item in round_.ahead_items(NO_LIMITS) if item.sequence_id == 1 or number == 1]
         round_.take_ahead([draft.propose(item, [True] * 9) for item in items], VOCAB_SIZE)
-        before = second.num_draft_cached_tokens
+        before = second.draft.num_cached_tokens
         round_.commit([target.verify(each) for each in verified])
-    assert second.num_draft_cached_tokens == before > 0
+    assert second.draft.num_cached_tokens == before > 0
 
 
 # --- Grammars
@@ -812,7 +815,7 @@ def test_forced_tokens_count_apart_from_those_of_the_draft_method() -> None:
     ]
     for gained, expected in cases:
         sequence = make_constrained()
-        sequence.num_cached_tokens = 2
+        sequence.target.commit(2)
 
         def answer(item: VerifyItem, gained: tuple[int, ...] = gained) -> Verdict:
             assert (item.draft_token_ids, item.max_draft_tokens) == ((5, 6), 4)
@@ -845,12 +848,12 @@ def test_a_grammar_that_is_not_ready_costs_no_cache() -> None:
     sequence = make_constrained()
     for waits in (1, 2):
         assert verify_once(sequence, lambda item: Verdict(0, ItemStatus.GRAMMAR_NOT_READY), DraftPlan()) is None
-        assert (sequence.grammar_waits, sequence.pending, sequence.blame.cache_misses) == (waits, [], 0)
+        assert (sequence.grammar_waits, sequence.target.pending, sequence.blame.cache_misses) == (waits, [], 0)
     assert verify_once(sequence, Worker().verify, DraftPlan()) is not None
-    assert (sequence.grammar_waits, sequence.num_cached_tokens > 0) == (0, True)
-    cached = sequence.num_cached_tokens
+    assert (sequence.grammar_waits, sequence.target.num_cached_tokens > 0) == (0, True)
+    cached = sequence.target.num_cached_tokens
     verify_once(sequence, lambda item: Verdict(0, ItemStatus.GRAMMAR_NOT_READY), DraftPlan())
-    assert (sequence.num_cached_tokens, sequence.is_decoding) == (cached, True)
+    assert (sequence.target.num_cached_tokens, sequence.is_decoding) == (cached, True)
 
 
 def test_a_grammar_that_failed_has_a_reason() -> None:

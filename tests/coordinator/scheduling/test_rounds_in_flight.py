@@ -2,13 +2,14 @@
 
 from itertools import count
 
+from admitting_window import AdmittingWindow
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from coordinator.scheduling.caches import PendingRound
 from coordinator.scheduling.capacity import KVCapacity, QueueLimits
-from coordinator.scheduling.pool import Pool
-from coordinator.scheduling.sequence import GenerationRequest, PendingRound, Sequence
+from coordinator.scheduling.sequence import GenerationRequest, Sequence
 from specpool.protocol.rounds import VerifyItem
 
 MAX_ROUNDS = 2
@@ -28,7 +29,7 @@ class RoundsInFlight(RuleBasedStateMachine):
 
     @initialize(max_num_seqs=st.integers(1, 4), positions=st.sampled_from([0, 30, 90]), preempts=st.booleans())
     def start(self, max_num_seqs: int, positions: int, preempts: bool) -> None:
-        self.pool = Pool(max_num_seqs, QueueLimits(1000), preempts=preempts)
+        self.pool = AdmittingWindow(max_num_seqs, QueueLimits(1000), preempts=preempts)
         self.pool.reservations.capacity = KVCapacity(positions, 1, grows=True)
         self.ids, self.rounds = count(1), count(1)
         self.flights: list[Flight] = []
@@ -42,9 +43,9 @@ class RoundsInFlight(RuleBasedStateMachine):
             return
         for sequence in self.alive:
             if sequence.paused:
-                self.pool.resume(sequence)
+                self.pool.queue.resume(sequence)
         for _ in range(2000):
-            if self.pool.is_empty and not self.flights:
+            if self.pool.queue.is_empty and not self.flights:
                 break
             while self.flights:
                 if not self.flights[0].is_sent:
@@ -54,7 +55,7 @@ class RoundsInFlight(RuleBasedStateMachine):
             self.admit()
             if len(self.pool.ready):
                 self.begin(4)
-        assert self.pool.is_empty, "sequences never end"
+        assert self.pool.queue.is_empty, "sequences never end"
         assert not self.held, "a slot is never released"
 
     @rule(prompt_length=st.integers(1, 20), max_tokens=st.integers(1, 6), client=st.sampled_from("xy"))
@@ -62,7 +63,7 @@ class RoundsInFlight(RuleBasedStateMachine):
         sequence_id = next(self.ids)
         request = GenerationRequest(str(sequence_id), (1,) * prompt_length, max_tokens, frozenset(), 0, client=client)
         self.alive.append(Sequence(sequence_id, request))
-        self.pool.submit([self.alive[-1]])
+        self.pool.queue.submit([self.alive[-1]])
 
     @rule()
     def admit(self) -> None:
@@ -84,7 +85,7 @@ class RoundsInFlight(RuleBasedStateMachine):
         for sequence in flight.group:
             if sequence.finish is None:
                 flight.pending[sequence] = PendingRound(flight.number, VerifyItem(1, 0, ()), None)
-                sequence.pending.append(flight.pending[sequence])
+                sequence.target.send(flight.pending[sequence])
                 self.held.add(sequence.sequence_id)
         self.pool.round_sent(flight.group)
 
@@ -94,15 +95,15 @@ class RoundsInFlight(RuleBasedStateMachine):
         """The oldest round is answered. Token 0: the worker has lost the caches."""
         flight = self.flights.pop(0)
         for sequence, pending in flight.pending.items():
-            if sequence.finish is not None or sequence.pending[:1] != [pending]:
+            if sequence.finish is not None or not sequence.target.awaits(pending):
                 continue
-            sequence.pending.pop(0)
+            sequence.target.answer()
             if token:
-                sequence.num_cached_tokens = len(sequence.token_ids)
+                sequence.target.commit(len(sequence.token_ids))
                 sequence.commit([token])
             else:
-                sequence.pending.clear()
-                sequence.num_cached_tokens = 0
+                sequence.target.discard_all()
+                sequence.target.miss()
         self.pool.end_round(flight.group)
 
     @precondition(lambda self: self.flights and self.flights[0].is_sent)
@@ -111,8 +112,8 @@ class RoundsInFlight(RuleBasedStateMachine):
         """The oldest round fails. Its sequences stay in it until it ends."""
         flight = self.flights.pop(0)
         for sequence, pending in flight.pending.items():
-            if pending in sequence.pending:
-                sequence.pending.clear()
+            if pending in sequence.target.pending:
+                sequence.target.discard_all()
         held = self.pool.hold(flight.group)
         assert not {sequence.sequence_id for sequence in held} & {s.sequence_id for s in self.pool.ready}
         self.pool.end_round(flight.group)
@@ -120,14 +121,14 @@ class RoundsInFlight(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.pool.abort(data.draw(st.sampled_from(self.alive)))
+        self.pool.queue.abort(data.draw(st.sampled_from(self.alive)))
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
     def pause_or_resume(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.alive))
         if sequence.finish is None:
-            (self.pool.resume if sequence.paused else self.pool.pause)(sequence)
+            (self.pool.queue.resume if sequence.paused else self.pool.queue.pause)(sequence)
 
     @rule()
     def release(self) -> None:
@@ -145,7 +146,7 @@ class RoundsInFlight(RuleBasedStateMachine):
         in_flight = [sequence for flight in self.flights for sequence in flight.group]
         for sequence in in_flight:
             assert in_flight.count(sequence) <= MAX_ROUNDS
-            assert len(sequence.pending) <= in_flight.count(sequence)
+            assert len(sequence.target.pending) <= in_flight.count(sequence)
         unsent = {s.sequence_id for flight in self.flights if not flight.is_sent for s in flight.group}
         assert not unsent & {sequence.sequence_id for sequence in self.pool.ready}, "an unsent round is overtaken"
 

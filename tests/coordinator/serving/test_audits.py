@@ -26,7 +26,7 @@ async def audited(served: Serving, count: int) -> dict[str, int]:
 
 async def until_replaying(served: Serving) -> None:
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while not served.process.coordinator.lanes.first.pool.background:  # noqa: ASYNC110
+        while not served.process.coordinator.lanes.first.window.background:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -55,7 +55,7 @@ async def test_equal_answers_pass_with_every_kind_of_request() -> None:
         await asyncio.gather(*map(served.stub.Generate, requests))
         assert await audited(served, 7) == {"equal": 7}
         await served.until_idle()
-        served.process.coordinator.lanes.first.pool.check_integrity()
+        served.process.coordinator.lanes.first.window.check_integrity()
 
 
 async def test_constrained_answers_pass() -> None:
@@ -123,10 +123,10 @@ async def test_replays_give_their_places_to_requests(settings: dict[str, Any]) -
         await served.stub.Generate(make_request([1], 100))
         await until_replaying(served)
         served.process.coordinator.auditor._share = lambda: 0.0
-        places = served.process.coordinator.lanes.first.pool.max_num_seqs
+        places = served.process.coordinator.lanes.first.window.max_num_seqs
         await asyncio.gather(*(served.expect(make_request([2, i], 20)) for i in range(min(places, 4))))
         assert await audited(served, 1) == {"aborted": 1}
-        served.process.coordinator.lanes.first.pool.check_integrity()
+        served.process.coordinator.lanes.first.window.check_integrity()
 
 
 async def test_replays_wait_for_room() -> None:
@@ -135,7 +135,7 @@ async def test_replays_wait_for_room() -> None:
         long = [asyncio.create_task(served.expect(make_request([i], 200))) for i in range(3)]
         await served.expect(make_request([9], 4))
         await asyncio.sleep(0.2)
-        assert not served.process.coordinator.lanes.first.pool.background
+        assert not served.process.coordinator.lanes.first.window.background
         assert not any(task.done() for task in long)
         await asyncio.gather(*long)
         assert await audited(served, 4) == {"equal": 4}

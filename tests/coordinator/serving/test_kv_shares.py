@@ -59,7 +59,7 @@ async def test_a_short_request_does_not_wait_for_a_long_answer_that_fills_the_ca
         await run("short", make_request([2] * 10, 1, ignore_eos=True), BOB)
         await long
         await served.until_idle()
-        assert served.process.coordinator.lanes.first.pool.kv_usage == 0
+        assert served.process.coordinator.lanes.first.window.kv_usage == 0
     assert order == ["short", "long"]
 
 

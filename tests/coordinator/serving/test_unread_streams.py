@@ -33,7 +33,7 @@ async def unread(served: Serving, request: pb.GenerateRequest) -> AsyncIterator[
 
 
 def paused(served: Serving) -> int:
-    return sum(sequence.paused for sequence in served.process.coordinator.lanes.first.pool.members)
+    return sum(sequence.paused for sequence in served.process.coordinator.lanes.first.window.members)
 
 
 async def until_paused(served: Serving, number: int = 1) -> None:
@@ -53,7 +53,7 @@ async def test_an_unread_stream_pauses_while_others_go_on() -> None:
         before = sample.sequence.num_generated
         for i in range(5):
             await stream(served, make_request([i], 100))
-        served.process.coordinator.lanes.first.pool.check_integrity()
+        served.process.coordinator.lanes.first.window.check_integrity()
         assert sample.sequence.num_generated == before < LONG
         # A round is published once the next one has begun.
         assert MAX_UNREAD < sample.unread <= MAX_UNREAD + 2 * 5
@@ -72,7 +72,7 @@ async def test_unread_streams_are_preempted_and_resume_when_they_are_read() -> N
         await until_paused(served)
         for i in range(3):
             await stream(served, make_request([i], 100))
-        served.process.coordinator.lanes.first.pool.check_integrity()
+        served.process.coordinator.lanes.first.window.check_integrity()
         rest = [message async for message in messages]
         check_tokens(served.target, request, rest[-1].complete)
         await served.until_idle()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coordinator.drafting.costs import StepTimes
 from coordinator.scheduling.counters import Timed
-from coordinator.scheduling.turn import DRAFT_BACKOFF_ROUNDS
+from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS
 from coordinator.workers.discovery import Discovery, Endpoint
 from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError

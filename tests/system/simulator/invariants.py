@@ -20,15 +20,15 @@ def check_structures(simulation: "Simulation") -> None:
     """Check the bookkeeping of the queue, of all windows and of all caches."""
     _check(simulation, simulation.coordinator.queue.check_integrity)
     for lane in simulation.coordinator.lanes:
-        pool = lane.pool
+        window = lane.window
         # A target that restarts with fewer slots shrinks the window and the cache below what is in use.
-        window, capacity = max(pool.max_num_seqs, pool.occupied), pool.reservations.capacity
-        positions = max(capacity.positions, round(pool.reservations.usage(1) * capacity.positions))
+        places, capacity = max(window.max_num_seqs, window.occupied), window.reservations.capacity
+        positions = max(capacity.positions, round(window.reservations.usage(1) * capacity.positions))
         with (
-            mock.patch.object(pool, "max_num_seqs", window),
-            mock.patch.object(pool.reservations, "capacity", replace(capacity, positions=positions)),
+            mock.patch.object(window, "max_num_seqs", places),
+            mock.patch.object(window.reservations, "capacity", replace(capacity, positions=positions)),
         ):
-            _check(simulation, pool.check_integrity)
+            _check(simulation, window.check_integrity)
     for worker in simulation.workers:
         if worker.engine is not None:
             _check(simulation, worker.engine.slots.check_integrity)
@@ -72,7 +72,7 @@ def leaks(simulation: "Simulation", after_lease: bool = False) -> list[str]:
     for lane in coordinator.lanes:
         for link in (*lane.targets.links, *(lane.draft.links if lane.draft is not None else [])):
             owners.setdefault(link.address, set()).add(link._coordinator_id)
-    is_empty = coordinator.queue.is_empty and not any(lane.pool.occupied for lane in coordinator.lanes)
+    is_empty = coordinator.queue.is_empty and not any(lane.window.occupied for lane in coordinator.lanes)
     found = [] if is_empty else ["sequences are left"]
     for worker in simulation.workers:
         address = worker.setup.address

@@ -1,0 +1,27 @@
+"""What the rounds of all windows share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.drafting.lookup import PromptLookup
+from coordinator.requests.in_flight import RequestsInFlight
+from coordinator.scheduling.counters import Counters
+from coordinator.scheduling.request_queue import RequestQueue
+from coordinator.tracing.traces import Traces
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the rounds of all windows share."""
+
+    settings: CoordinatorSettings
+    queue: RequestQueue
+    in_flight: RequestsInFlight
+    traces: Traces
+    lookup: PromptLookup
+    on_admission: Callable[[], None]
+    """Called before sequences are admitted."""
+    on_other_numerics: Callable[[], None]
+    """Called when a target process takes over that may choose other tokens."""
+    counters: Counters = field(default_factory=Counters)

@@ -1,0 +1,315 @@
+"""A sequence's drafts in a round: what to ask the draft worker, and which of its tokens to verify. Pure."""
+
+from collections.abc import Callable
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
+
+from coordinator.scheduling.caches import PendingRound, WorkerCache
+from coordinator.scheduling.commits import DraftPlan
+from coordinator.scheduling.sequence import Sequence
+from specpool.protocol.features import FeatureSpec
+from specpool.protocol.rounds import (
+    MAX_ITEM_BRANCHES,
+    MAX_ITEM_UNVERIFIED,
+    Branch,
+    ItemStatus,
+    Proposal,
+    ProposeItem,
+)
+from specpool.protocol.sampling import SamplingParams
+
+# Rounds of backoff after the draft worker had no free slot.
+DRAFT_BACKOFF_ROUNDS = 16
+
+
+class DraftLimits(NamedTuple):
+    """What a draft worker can do."""
+
+    max_model_len: int
+    vocab_size: int
+    reservations_grow: bool = False
+    max_branches: int = MAX_ITEM_BRANCHES
+    features: FeatureSpec | None = None
+    """The hidden states of the target that it reads."""
+
+
+class Drafts:
+    """The drafts of one sequence in one round."""
+
+    def __init__(self, sequence: Sequence, plan: DraftPlan, round_id: int, chance: Callable[[float], float]) -> None:
+        """`chance`: acceptance probability by draft probability."""
+        self.sequence, self.plan = sequence, plan
+        self.proposal: Proposal | None = None
+        """The proposal whose tokens the round verifies."""
+        self.cache_misses = 0
+        self._round_id, self._chance = round_id, chance
+        self._planned_length = len(sequence.token_ids)
+        self._read_end = 0
+        """Number of tokens whose states this round sends to the draft worker."""
+        self._ahead: Proposal | None = None
+        """Branches drafted during the verification."""
+        self._num_branches = 0
+        """Branches requested from the draft worker."""
+        self._by_outcome: dict[tuple[int, int], tuple[Proposal | None, tuple[int, ...]]] = {}
+        """For each outcome of the pending round: the proposal (None for prompt lookup), and the tokens to verify."""
+        self._draft_ids: tuple[int, ...] = ()
+        """Proposed tokens to verify."""
+
+    # --- Before the call to the draft worker
+
+    @property
+    def wants_drafts(self) -> bool:
+        """Whether the draft worker is to draft for the sequence, or to follow its prompt."""
+        return self.plan.num_draft_tokens > 0
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the draft worker is to draft branches during the verification."""
+        return self.plan.num_branches > 0
+
+    @property
+    def _limit(self) -> int:
+        return min(self.plan.num_draft_tokens, self.sequence.max_num_draft_tokens)
+
+    @property
+    def _base_length(self) -> int:
+        """Positions for the draft worker to keep."""
+        # After branches, all tokens may be cached. The last one must run again for its logits.
+        return min(self.sequence.draft_base_length, len(self.sequence.token_ids) - 1)
+
+    def catchup(self, max_model_len: int) -> int:
+        """Number of committed tokens to send to the draft worker; 0 to leave the sequence out."""
+        sequence, length = self.sequence, len(self.sequence.token_ids)
+        if self._limit <= 0 or length >= max_model_len or self._round_id < sequence.draft.backoff_until:
+            return 0
+        if sequence.target.had_no_slot:  # leave the draft worker's slots to sequences that the target worker serves
+            return 0
+        if not sequence.is_decoding and sequence.draft_base_length == length:
+            return 0
+        return length - self._base_length
+
+    def propose_item(self, count: int, worker: DraftLimits) -> ProposeItem | None:
+        """The item that sends `count` committed tokens to the draft worker; None to leave the sequence out."""
+        if (item := self._item(count, (), worker)) is None:
+            return None
+        is_caught_up = item.end == len(self.sequence.token_ids)
+        if is_caught_up and self.sequence.is_decoding:
+            item.num_draft_tokens = min(self._limit, worker.max_model_len - item.end)
+            item.min_chance = self.plan.min_chance if item.num_draft_tokens else 0.0
+            item.next_chance = self.plan.next_chance
+        return item
+
+    def ahead_item(self, count: int, verified: tuple[int, ...] | None, worker: DraftLimits) -> ProposeItem | None:
+        """The item that sends `count` committed tokens and drafts branches; None to leave the sequence out.
+
+        `verified`: draft tokens in verification; None if the verification yields no tokens.
+        """
+        length = len(self.sequence.token_ids)
+        unverified = verified or ()
+        num_draft_tokens = min(self._limit, worker.max_model_len - length - len(unverified) - 1)
+        num_branches = min(self.plan.num_branches, worker.max_branches)
+        is_caught_up = self._base_length + count == length
+        may_branch = num_branches and verified is not None and is_caught_up and len(unverified) <= MAX_ITEM_UNVERIFIED
+        if not may_branch or num_draft_tokens <= 0:
+            return self._item(count, (), worker)
+        if (item := self._item(count, unverified, worker)) is not None:
+            item.num_branches = self._num_branches = num_branches
+            item.num_unverified = len(unverified)
+            item.num_draft_tokens, item.min_chance = num_draft_tokens, self.plan.min_chance
+        return item
+
+    def _item(self, count: int, unverified: tuple[int, ...], worker: DraftLimits) -> ProposeItem | None:
+        """The item that extends the draft worker's cache, without draft tokens; None to leave the sequence out."""
+        sequence, base = self.sequence, self._base_length
+        tokens = tuple(sequence.token_ids[base : base + count])
+        # The target's output head can be larger than the draft's, and yield tokens outside the draft's vocabulary.
+        if not tokens or max(tokens + unverified) >= worker.vocab_size:
+            return None
+        source, sampling = first_contact(sequence, sequence.draft, bool(sequence.draft.num_cached_tokens), base)
+        reserved = full = None
+        if worker.reservations_grow and sequence.reserved is not None:
+            reserved = min(sequence.reserved_length, worker.max_model_len)
+        if sampling:
+            full = min(sequence.max_length, worker.max_model_len)
+        end, features, states = base + len(tokens), b"", sequence.draft.features
+        if states is not None and states.spec == worker.features and states.is_due(len(sequence.token_ids)):
+            features, self._read_end = states.before(base, end), end
+        return ProposeItem(
+            sequence_id=sequence.sequence_id,
+            base_length=base,
+            token_ids=tokens + unverified,
+            prefix_sequence_id=source,
+            sampling=sampling,
+            max_length=reserved or full,
+            features=features,
+        )
+
+    # --- The draft worker's answer
+
+    def take_proposal(self, proposal: Proposal, target_vocab_size: int) -> None:
+        """Take the draft tokens, and the number of positions that the draft worker has cached."""
+        if self._is_cached(proposal):
+            self.proposal = proposal
+            self._draft_ids = self._likely(known_tokens(proposal.draft_token_ids, target_vocab_size), proposal)
+
+    def take_ahead(self, proposal: Proposal, target_vocab_size: int) -> tuple[Branch, ...]:
+        """Take the branches drafted during the verification. Return them."""
+        if self.sequence.is_preempted or not self._is_cached(proposal):
+            return ()
+        for branch in proposal.branches:
+            branch.draft_token_ids = known_tokens(branch.draft_token_ids, target_vocab_size)
+        self._ahead = proposal
+        return proposal.branches
+
+    def _is_cached(self, proposal: Proposal) -> bool:
+        """Record the number of positions that the draft worker has cached. Return False if it has none."""
+        sequence, cache = self.sequence, self.sequence.draft
+        if proposal.status is ItemStatus.OK:
+            # Draft tokens are not committed yet.
+            cache.commit(min(proposal.num_cached_tokens, len(sequence.token_ids)))
+            if cache.features is not None:
+                cache.features.mark_read(self._read_end)
+            return True
+        self.cache_misses += proposal.status is ItemStatus.CACHE_MISS and cache.source is None
+        cache.miss()
+        if proposal.status is ItemStatus.NO_SLOT:
+            cache.back_off(self._round_id + DRAFT_BACKOFF_ROUNDS)
+        return False
+
+    def _likely(self, token_ids: tuple[int, ...], proposal: Proposal) -> tuple[int, ...]:
+        """Draft tokens before the first below `min_chance`; all of them without confidences."""
+        chances = accumulate(map(self._chance, proposal.confidences), mul)
+        end = next((i for i, chance in enumerate(chances) if chance < self.plan.min_chance), len(token_ids))
+        return token_ids[:end]
+
+    # --- Branches of the round before
+
+    def take_branches(self, target_selects: bool) -> None:
+        """Take the branch that matches the last verification, if there is one.
+
+        If the outcome is unknown and the target can select, take all. Prompt-lookup tokens form a branch, too.
+        """
+        sequence = self.sequence
+        if sequence.target.continues:
+            if target_selects:
+                self._take_all_branches(sequence.target.pending[-1])
+        elif sequence.branch is not None and sequence.is_decoding:
+            self.proposal, self._draft_ids = self._drafts_of(sequence.branch, self._limit)
+
+    def _take_all_branches(self, pending: PendingRound) -> None:
+        sequence = self.sequence
+        if self.wants_drafts:
+            limit = min(self.plan.num_draft_tokens, sequence.request.num_speculative_tokens)
+            for branch in pending.branches:
+                drafts = self._drafts_of(branch, min(limit, sequence.remaining - branch.num_accepted - 2))
+                self._by_outcome.setdefault(branch.outcome, drafts)
+        if self.plan.lookup_ids and not pending.item.branches:
+            self._take_lookup(pending.item.draft_token_ids)
+
+    def _take_lookup(self, pending_ids: tuple[int, ...]) -> None:
+        """Add the remaining prompt-lookup tokens as a branch for the outcome that the lookup predicts."""
+        sequence, looked_up = self.sequence, self.plan.lookup.token_ids
+        gained = tuple(sequence.token_ids[self._planned_length :])
+        accepted = agreement_length(pending_ids, looked_up[len(gained) :])
+        end = len(gained) + accepted
+        if gained == looked_up[: len(gained)] and end < len(looked_up):
+            limit = min(len(self.plan.lookup_ids), sequence.remaining - accepted - 2)
+            rest, outcome = looked_up[end + 1 : end + 1 + max(0, limit)], (accepted, looked_up[end])
+            if outcome not in self._by_outcome or not self._by_outcome[outcome][1]:
+                self._by_outcome[outcome] = None, rest
+
+    def _drafts_of(self, branch: Branch, limit: int) -> tuple[Proposal, tuple[int, ...]]:
+        """The first `limit` draft tokens of a branch as a proposal, and those worth verifying."""
+        drafted = branch.draft_token_ids[: max(0, limit)]
+        proposal = Proposal(self.sequence.sequence_id, ItemStatus.OK, drafted, 0, branch.confidences)
+        return proposal, self._likely(drafted, proposal)
+
+    # --- The verification
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """Draft tokens for each outcome of the pending round, for the target worker to select from."""
+        return tuple(Branch(*outcome, ids) for outcome, (_, ids) in self._by_outcome.items() if ids)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Draft tokens to verify. Empty if the target worker selects a branch."""
+        if not self.sequence.is_decoding or any(draft_ids for _, draft_ids in self._by_outcome.values()):
+            return ()
+        return self._draft_ids or self._lookup_ids
+
+    @property
+    def is_from_model(self) -> bool:
+        """Whether the draft worker proposed the tokens to verify."""
+        return bool(self._draft_ids)
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Maximum number of draft tokens to verify."""
+        return max([len(self.token_ids), *(len(draft_ids) for _, draft_ids in self._by_outcome.values())])
+
+    @property
+    def _lookup_ids(self) -> tuple[int, ...]:
+        """The tokens of the prompt lookup that remain since the round was planned."""
+        sequence, looked_up = self.sequence, self.plan.lookup_ids
+        gained, pending_gain = tuple(sequence.token_ids[self._planned_length :]), sequence.target.max_pending_gain
+        if not looked_up or gained != looked_up[: len(gained)] or pending_gain > 1:
+            return ()
+        return looked_up[len(gained) + pending_gain :][: max(0, sequence.max_num_draft_tokens)]
+
+    def select(self) -> tuple[int, int] | None:
+        """Select the branch that matches the round before. Return its outcome; None if there were no branches."""
+        if not self._by_outcome:
+            return None
+        outcome = self.sequence.num_accepted, self.sequence.token_ids[-1]
+        self.proposal, draft_ids = self._by_outcome.get(outcome, (None, ()))
+        self._draft_ids = draft_ids if self.proposal is not None else ()
+        return outcome
+
+    @property
+    def num_branches(self) -> int:
+        """Number of branches that were to be drafted during the verification, if they arrived."""
+        return self._num_branches if self._ahead is not None else 0
+
+    def settle(self, gained: tuple[int, ...]) -> int | None:
+        """Keep the draft worker's cache as far as it agrees with the verified tokens, before they are committed.
+
+        Return the index of the branch that matches them.
+        """
+        sequence, index = self.sequence, None
+        length, accepted = len(sequence.token_ids), len(gained) - 1
+        if self._ahead is not None:
+            sequence.draft.commit(min(self._ahead.num_cached_tokens, length + accepted))
+            outcomes = [branch.outcome for branch in self._ahead.branches]
+            index = outcomes.index((accepted, gained[-1])) if (accepted, gained[-1]) in outcomes else None
+        if self.proposal is not None and self.proposal.num_cached_tokens:  # drafted for this round
+            agreed = length + agreement_length(self.proposal.draft_token_ids, gained)
+            sequence.draft.commit(min(self.proposal.num_cached_tokens, agreed))
+        return index
+
+    def branch(self, index: int | None) -> Branch | None:
+        """A branch drafted during the verification."""
+        return None if index is None or self._ahead is None else self._ahead.branches[index]
+
+
+def first_contact(
+    sequence: Sequence, cache: WorkerCache, is_known: bool, base_length: int
+) -> tuple[int | None, SamplingParams | None]:
+    """The sequence to copy from and the sampling parameters, for a worker that has cached nothing of this sequence."""
+    if is_known and base_length:
+        return None, None
+    source = cache.source.sequence_id if cache.source is not None and base_length else None
+    return source, sequence.request.worker_sampling
+
+
+def agreement_length(drafted: tuple[int, ...], gained: tuple[int, ...]) -> int:
+    """Number of draft tokens, verified or not, before the first that differs from the target's choice."""
+    pairs = enumerate(zip(drafted, gained, strict=False))
+    return next((i for i, (draft, choice) in pairs if draft != choice), min(len(drafted), len(gained)))
+
+
+def known_tokens(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    """The tokens before the first that is outside the vocabulary."""
+    end = next((i for i, token in enumerate(token_ids) if token >= vocab_size), len(token_ids))
+    return token_ids[:end]

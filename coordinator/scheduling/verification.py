@@ -1,0 +1,170 @@
+"""A sequence's verification in a round: the item for the target worker, its verdict, and the commit. Pure."""
+
+from coordinator.scheduling.caches import PendingRound
+from coordinator.scheduling.commits import Commit
+from coordinator.scheduling.drafts import Drafts, first_contact
+from coordinator.scheduling.sequence import DraftMethod
+from specpool.protocol.features import WantedFeatures
+from specpool.protocol.rounds import ItemStatus, Verdict, VerifyItem
+
+
+class Verification:
+    """The verification of one sequence in one round."""
+
+    def __init__(self, drafts: Drafts, round_id: int, features: WantedFeatures | None) -> None:
+        """`features`: hidden states that the draft worker reads."""
+        self.sequence, self.drafts = drafts.sequence, drafts
+        self.cache_misses = 0
+        self.pending: PendingRound | None = None
+        """The round at the target worker, once its item is built."""
+        self._round_id, self._features = round_id, features
+
+    # --- The item
+
+    @property
+    def catchup(self) -> int:
+        """Number of tokens that the target worker lacks, apart from draft tokens."""
+        target = self.sequence.target
+        return 1 if target.continues else len(self.sequence.token_ids) - target.base_length
+
+    def item(self, count: int) -> VerifyItem:
+        """The item that sends `count` committed tokens to the target worker, followed by draft tokens if decoding.
+
+        If the sequence continues, `complete` fills in the tokens later.
+        """
+        sequence, target = self.sequence, self.sequence.target
+        after = target.pending[-1].round_id if target.continues else None
+        base = 0 if after is not None else target.base_length
+        tokens = tuple(sequence.token_ids[base : base + count]) if after is None else ()
+        source = sampling = None
+        if after is None:
+            source, sampling = first_contact(sequence, target, bool(target.num_cached_tokens or target.pending), base)
+        end = base + len(tokens)
+        prefill_only = after is None and end < len(sequence.token_ids)
+        item = VerifyItem(
+            sequence_id=sequence.sequence_id,
+            base_length=base,
+            token_ids=tokens,
+            draft_token_ids=self.drafts.token_ids,
+            prefill_only=prefill_only,
+            logprobs=sequence.request.logprobs,
+            prefix_sequence_id=source,
+            sampling=sampling,
+            max_length=sequence.reserved_length if sampling or sequence.reserved is not None else None,
+            after_round_id=after,
+            branches=self.drafts.branches,
+            max_draft_tokens=0 if prefill_only else self._max_draft_tokens,
+            want_features=self._wants_features(end if prefill_only else len(sequence.token_ids)),
+        )
+        self.pending = PendingRound(self._round_id, item, end if prefill_only else None)
+        target.send(self.pending)
+        return item
+
+    def _wants_features(self, end: int) -> bool:
+        """Whether to ask for the states of the last committed positions before `end`."""
+        wants_drafts = self.sequence.request.num_speculative_tokens and self.drafts.plan.reads_states
+        if self._features is None or not wants_drafts:
+            return False
+        return end > len(self.sequence.token_ids) - self._features.window
+
+    @property
+    def _max_draft_tokens(self) -> int:
+        """Maximum number of draft tokens, including forced tokens. 0: no forced tokens."""
+        sequence = self.sequence
+        if not sequence.request.sampling.grammar or not self.drafts.plan.allows_forced_tokens:
+            return 0
+        return max(0, sequence.max_num_draft_tokens)
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether the round begins where the sequence is. Otherwise its result is dropped."""
+        return self.sequence.target.awaits(self.pending)
+
+    @property
+    def unverified_ids(self) -> tuple[int, ...] | None:
+        """Draft tokens in verification. None if the round yields no tokens."""
+        if self.pending is None or not self._is_awaited or self.pending.num_cached_tokens is not None:
+            return None
+        return self.pending.item.draft_token_ids
+
+    def complete(self) -> None:
+        """Fill in position, last token and draft tokens of a continued item, once the round before has committed."""
+        if self.pending is None or self.pending.item.after_round_id is None or not self._is_awaited:
+            return
+        item, sequence = self.pending.item, self.sequence
+        item.base_length, item.token_ids = sequence.target.num_cached_tokens, (sequence.token_ids[-1],)
+        if (outcome := self.drafts.select()) is not None:
+            item.select_branch(*outcome)
+
+    def discard(self) -> None:
+        """Drop the round and those that continue it, without a result."""
+        self.sequence.target.discard(self.pending)
+
+    # --- The verdict
+
+    def take_verdict(self, verdict: Verdict) -> Commit | None:
+        """The commit; None if the sequence only prefilled, has ended, or was not served."""
+        sequence, target = self.sequence, self.sequence.target
+        if sequence.finish is not None or self.pending is None or not self._is_awaited:
+            return None
+        target.answer(had_no_slot=verdict.status is ItemStatus.NO_SLOT)
+        if verdict.status is not ItemStatus.OK:
+            target.discard_all()
+            self._handle_failure(verdict)
+            return None
+        sequence.grammar_waits = 0
+        if target.source is not None and not sequence.num_generated:  # a preempted sequence copies more than its prompt
+            sequence.cached_tokens = self.pending.item.base_length
+        if verdict.features:
+            assert self._features is not None
+            sequence.draft.add_features(verdict.features, verdict.num_cached_tokens, self._features)
+        target.commit(verdict.num_cached_tokens)
+        return self._commit(verdict, self.pending.item) if verdict.token_ids else None
+
+    def _handle_failure(self, verdict: Verdict) -> None:
+        sequence = self.sequence
+        if verdict.status is ItemStatus.GRAMMAR_FAILED:
+            sequence.grammar_error = verdict.error or "unknown reason"
+        elif verdict.status is ItemStatus.GRAMMAR_NOT_READY:  # the cache is intact
+            sequence.grammar_waits += 1
+        elif verdict.status is not ItemStatus.NO_SLOT:
+            self._forget_cache(is_lost=verdict.status is ItemStatus.CACHE_MISS)
+        elif sequence.target.num_cached_tokens:  # another coordinator holds the room
+            sequence.target.refuse_room()
+
+    def _forget_cache(self, *, is_lost: bool) -> None:
+        sequence, target = self.sequence, self.sequence.target
+        sequence.blame.record_cache_miss(sequence.progress)
+        if is_lost:
+            # A worker may evict a prefix when it needs the slot. That does not count as a cache miss of this sequence.
+            self.cache_misses += target.source is None
+            sequence.cached_tokens = 0
+        target.miss(keeps_source=not is_lost)
+
+    # --- The commit
+
+    def _commit(self, verdict: Verdict, item: VerifyItem) -> Commit:
+        sequence, drafts, gained = self.sequence, self.drafts, verdict.token_ids
+        drafted, forced = len(item.draft_token_ids), verdict.num_forced_tokens
+        index = drafts.settle(gained)
+        kept, shown = sequence.commit(gained, drafts.branch(index))
+        # If a stop ends the round within the draft, the last emitted token counts as the bonus token.
+        all_accepted = len(kept) - 1
+        accepted = min(all_accepted, drafted)
+        sequence.speculation.add(drafted + forced, all_accepted)
+        return Commit(
+            sequence,
+            tuple(kept),
+            shown,
+            verdict.logprobs[: len(kept)],
+            drafted,
+            accepted,
+            method=None if not drafted else DraftMethod.MODEL if drafts.is_from_model else DraftMethod.NGRAM,
+            proposal=drafts.proposal,
+            lookup=drafts.plan.lookup,
+            branch=index,
+            num_branches=drafts.num_branches,
+            forced=forced,
+            accepted_forced=all_accepted - accepted,
+            num_dropped=len(gained) - len(kept),
+        )

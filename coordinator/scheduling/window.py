@@ -1,0 +1,376 @@
+"""A window: the sequences that one target worker generates. Pure and synchronous.
+
+A sequence is queued -> ready <-> in a round -> leaving -> gone. It can be ready again while its round runs, if the next
+one can begin before the result is known. A leaving sequence still counts against the window, because the target worker
+still holds its slot.
+
+- Parked: waits for another sequence that is prefilling the same prefix.
+- Paused: waits for its reader to catch up.
+- Cramped: waits for positions in the target's KV cache to continue.
+- Preempted: taken out of the window for another sequence, and queued again.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+
+from coordinator.scheduling.capacity import Reservations
+from coordinator.scheduling.preemption import protect
+from coordinator.scheduling.prefixes import PrefixIndex
+from coordinator.scheduling.ready import ReadySet
+from coordinator.scheduling.registry import Registry
+from coordinator.scheduling.sequence import Sequence
+from coordinator.scheduling.worker_time import Part, WorkerTime
+
+
+class Window:
+    """Generates at most `max_num_seqs` sequences at a time."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        registry: "Registry[Window]",
+        *,
+        prefix_caching: bool = True,
+        slots: int = 0,
+        preempts: bool = True,
+    ) -> None:
+        """`registry`: shared by all windows.
+
+        `prefix_caching`: copy cached prefixes within a namespace. `slots`: slots of the target worker; slots beyond the
+        window keep prefixes of finished sequences. `preempts`: whether sequences may be preempted.
+        """
+        self.max_num_seqs, self.preempts = max_num_seqs, preempts
+        self.registry, self._queue = registry, registry.waiting
+        registry.windows.append(self)
+        self.is_open = True
+        """Whether sequences may enter: the target worker is ready, and not about to be removed."""
+        self.is_lost = False
+        """Whether the target worker is unavailable, so that sequences should continue in other windows."""
+        self.numerics = ""
+        """Windows of equal numerics choose the same tokens, so that sequences may move between them."""
+        self.follows_grammars = True
+        self.admission_limit: Callable[[], int] = lambda: self.capacity
+        """Returns how many sequences the grouping policy lets enter."""
+        self.wake: Callable[[], None] = lambda: None
+        """Called when there may be something to do."""
+        self.slots = slots or max_num_seqs
+        self.reservations = Reservations()
+        self._worker_time = WorkerTime()
+        self.rounds = 0
+        self._prefix_caching = prefix_caching
+        self.parked: dict[int, Sequence] = {}
+        self.paused: dict[int, Sequence] = {}
+        self.cramped: dict[int, Sequence] = {}
+        self.ready = ReadySet()
+        self.in_round: dict[int, Sequence] = {}
+        """Sequences in a round that cannot join another one yet."""
+        self.open_rounds: dict[int, int] = {}
+        """Rounds of each sequence that have begun and not ended."""
+        self.leaving_ids: set[int] = set()
+        self.background: set[int] = set()
+        """Background sequences in the window. Requests that wait for their places do not count against the queue."""
+        self._prefixes = PrefixIndex()
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """Sequences being generated."""
+        in_round = sum(sequence.finish is None for sequence in self.in_round.values())
+        return len(self.ready) + len(self.parked) + len(self.paused) + len(self.cramped) + in_round
+
+    @property
+    def schedulable(self) -> int:
+        """Sequences that are ready or in a round."""
+        return len(self.ready) + len(self.in_round)
+
+    @property
+    def occupied(self) -> int:
+        """Places of the window in use, including leaving sequences."""
+        return len(self.reservations)
+
+    @property
+    def capacity(self) -> int:
+        """Free places of the window."""
+        return max(0, self.max_num_seqs - self.occupied)
+
+    @property
+    def coming(self) -> int:
+        """Places that are free, or will be once leaving sequences have left."""
+        return self.capacity + len(self.leaving_ids)
+
+    @property
+    def load(self) -> float:
+        """Share of the places in use, 0 to 1."""
+        return self.occupied / max(1, self.max_num_seqs)
+
+    @property
+    def kv_usage(self) -> float:
+        """Reserved share of the target worker's KV cache, 0 to 1."""
+        return self.reservations.usage(self.slots)
+
+    @property
+    def members(self) -> Iterable[Sequence]:
+        """Sequences in the window that are in no round."""
+        return chain(self.ready, self.parked.values(), self.paused.values(), self.cramped.values())
+
+    @property
+    def eligible(self) -> ReadySet:
+        """Ready sequences of the clients that may join the next round."""
+        if not self.preempts:
+            return self.ready
+        clients = self._active_clients
+        allowed = self._worker_time.may_run(clients)
+        if len(allowed) == len(clients):
+            return self.ready
+        return ReadySet(s for s in self.ready if s.request.client in allowed or s.request.is_background)
+
+    @property
+    def _active_clients(self) -> set[str]:
+        """Clients with sequences that are ready or in a round. Background sequences take no share of worker time."""
+        active = chain(self.ready, self.in_round.values())
+        return {sequence.request.client for sequence in active if not sequence.request.is_background}
+
+    @property
+    def newcomers(self) -> ReadySet:
+        """Eligible sequences that the target worker has not seen."""
+        in_round = self.open_rounds
+        return ReadySet(s for s in self.eligible if not s.target.num_cached_tokens and s.sequence_id not in in_round)
+
+    def add_round_time(self, parts: Mapping[str, Part], seconds: float, pass_seconds: Callable[[float], float]) -> None:
+        """Count the time of a round that ends, by client: see `WorkerTime.add_round`."""
+        active = self._active_clients
+        self._worker_time.add_round(parts, seconds, pass_seconds, active | self._queue.clients_without_place())
+
+    @property
+    def entering(self) -> list[Sequence]:
+        """The next queued sequence, if it fits in the window."""
+        return [self._queue.next] if self._queue and self.count_fitting([self._queue.next]) else []
+
+    @property
+    def awaits_places(self) -> bool:
+        """Whether sequences wait for the places of preempted ones that still hold slots."""
+        return bool(self._queue) and not self.leaving_ids.isdisjoint(self.registry.preempted)
+
+    @property
+    def leaving(self) -> set[int]:
+        """Leaving sequences whose rounds have ended, so that their slots can be released."""
+        return self.leaving_ids - self.open_rounds.keys()
+
+    def has_other_rounds(self, group: Iterable[Sequence]) -> bool:
+        """Whether a sequence of this group, which is in a round, is also in another round."""
+        return any(self.open_rounds[sequence.sequence_id] > 1 for sequence in group)
+
+    def count_fitting(self, waiting: Iterable[Sequence]) -> int:
+        """Number of `waiting` sequences, in order, that fit into the window."""
+        return self.reservations.count_fitting(waiting, self.capacity)
+
+    def prefix_length(self, sequence: Sequence) -> int:
+        """Tokens of the sequence that the window has cached, or will have soon; a multiple of the block size."""
+        return self._prefixes.matched_length(sequence) if self._prefix_caching else 0
+
+    def enter(self, sequence: Sequence) -> None:
+        """Take a waiting sequence into the window."""
+        if self.registry.has_source_beside(sequence, self):
+            sequence.share(None)
+        self._find_prefix(sequence)
+        if self._shares_prefixes(sequence):
+            self._prefixes.add(sequence)
+        self.registry.enter(sequence, self, self.numerics)  # last, so that an error above leaves the sequence queued
+        if sequence.is_preempted:
+            if sequence.sequence_id == sequence.first_sample_id:
+                self._cut_prefixes_elsewhere(sequence)
+            protect(sequence)
+        sequence.is_preempted, sequence.overtaken = False, 0
+        self.reservations.add(sequence)
+        if sequence.request.is_background:
+            self.background.add(sequence.sequence_id)
+        self._park_or_make_ready(sequence)
+        self._prefixes.trim(self.slots - self.max_num_seqs + self.capacity)
+
+    def _find_prefix(self, sequence: Sequence) -> None:
+        """Look for a prefix. Samples of one request start with a source, which may have finished since."""
+        initial = sequence.prefix
+        if self._shares_prefixes(sequence) and (initial is None or initial.source.finish is not None):
+            sequence.share(self._prefixes.find(sequence) or initial)
+
+    def _shares_prefixes(self, sequence: Sequence) -> bool:
+        return self._prefix_caching and not sequence.request.is_background
+
+    def _park_or_make_ready(self, sequence: Sequence) -> None:
+        if sequence.prefix is not None and sequence.prefix.is_pending:
+            self.parked[sequence.sequence_id] = sequence
+        else:
+            self._make_ready(sequence)
+
+    def settle(self) -> None:
+        """Make sequences ready that no longer wait for a prefix or for positions."""
+        for sequence in list(self.parked.values()):
+            if sequence.prefix is None or not sequence.prefix.is_pending:
+                self._find_prefix(sequence)
+                del self.parked[sequence.sequence_id]
+                self._park_or_make_ready(sequence)
+        for cramped in list(self.cramped.values()):
+            if self.reservations.grow(cramped):
+                self.ready.add(self.cramped.pop(cramped.sequence_id))
+
+    def _make_ready(self, sequence: Sequence) -> None:
+        if sequence.paused:
+            self.paused[sequence.sequence_id] = sequence
+            return
+        sequence.ready_since = self.rounds
+        if self.reservations.grow(sequence):
+            self.ready.add(sequence)
+        else:
+            self.cramped[sequence.sequence_id] = sequence
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a sequence out of the window for another one. It keeps its place until its slot is released."""
+        sequence_id = sequence.sequence_id
+        self._take_out(sequence_id)
+        self.leaving_ids.add(sequence_id)
+        self.registry.preempt(sequence)
+        if self._shares_prefixes(sequence):
+            self._prefixes.finish(sequence.snapshot())  # the workers keep it until they need the room
+        sequence.preempt()
+
+    @property
+    def idle(self) -> list[Sequence]:
+        """Sequences in no round, including preempted ones that still hold a slot."""
+        preempted = [s for s in self.registry.preempted.values() if s.sequence_id in self.leaving_ids]
+        return [s for s in chain(self.members, preempted) if s.sequence_id not in self.open_rounds]
+
+    def give_up(self, sequences: Iterable[Sequence]) -> None:
+        """Queue sequences again, before others of their clients, without waiting for their slots."""
+        sequences = list(sequences)
+        for sequence in sequences:
+            if not sequence.is_preempted:
+                self.preempt(sequence)
+        self.released([sequence.sequence_id for sequence in sequences], goes_first=True)
+
+    def hold_back(self, sequence: Sequence) -> None:
+        """Keep a paused sequence out of later rounds."""
+        if sequence.sequence_id in self.ready:
+            self.paused[sequence.sequence_id] = self.ready.pop(sequence.sequence_id)
+        elif sequence.sequence_id in self.cramped:
+            self.paused[sequence.sequence_id] = self.cramped.pop(sequence.sequence_id)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Make a resumed sequence ready again, behind all others."""
+        if self.paused.pop(sequence.sequence_id, None) is not None:
+            self._make_ready(sequence)
+
+    def begin_round(self, group: Iterable[Sequence]) -> None:
+        """Take the group out of the ready set. Raises ValueError if any sequence is not ready."""
+        group = list(group)
+        if len({sequence.sequence_id for sequence in group if sequence.sequence_id in self.ready}) < len(group):
+            raise ValueError("a group has a sequence that is not ready, or one twice")
+        self.rounds += 1
+        for sequence in group:
+            sequence_id = sequence.sequence_id
+            self.in_round[sequence_id] = self.ready.pop(sequence_id)
+            self.open_rounds[sequence_id] = self.open_rounds.get(sequence_id, 0) + 1
+
+    def round_sent(self, group: Iterable[Sequence]) -> None:
+        """Make those sequences of the group ready that can continue before the round is answered."""
+        for sequence in group:
+            if sequence.sequence_id in self.in_round and sequence.can_continue:
+                del self.in_round[sequence.sequence_id]
+                self._make_ready(sequence)
+
+    def hold(self, group: Iterable[Sequence]) -> list[Sequence]:
+        """Put the ready sequences of a failed round back into it. Return the unfinished ones, to run again."""
+        for sequence in group:
+            if sequence.sequence_id in self.ready:
+                self.in_round[sequence.sequence_id] = self.ready.pop(sequence.sequence_id)
+        return [sequence for sequence in group if sequence.sequence_id in self.in_round and sequence.finish is None]
+
+    def end_round(self, group: Iterable[Sequence]) -> None:
+        """Make the unfinished sequences of the group ready, behind all others, unless they are in a later round."""
+        for sequence in group:
+            sequence_id = sequence.sequence_id
+            open_rounds = self.open_rounds.pop(sequence_id) - 1
+            if open_rounds:
+                self.open_rounds[sequence_id] = open_rounds
+            if sequence.finish is not None:
+                if self._take_out(sequence_id):
+                    self._leave(sequence)
+                    self.registry.forget(sequence)
+                continue
+            all_sent = open_rounds == len(sequence.target.pending)
+            if sequence_id not in self.in_round or not all_sent or not sequence.can_continue:
+                continue
+            del self.in_round[sequence_id]
+            self._make_ready(sequence)
+            if sequence.target.settle_room():  # another coordinator may need its slot
+                self.preempt(sequence)
+
+    def _take_out(self, sequence_id: int) -> bool:
+        """Take a sequence out of the window. Return whether it was there."""
+        if sequence_id in self.ready:
+            self.ready.pop(sequence_id)
+            return True
+        waiting = (self.in_round, self.parked, self.paused, self.cramped)
+        return any(states.pop(sequence_id, None) is not None for states in waiting)
+
+    def forget_target_caches(self) -> None:
+        """Forget what the target worker has cached, after another process has replaced it."""
+        for sequence in self.registry.in_flight:
+            if self.registry.window_of(sequence) not in (self, None) or self.registry.has_source_beside(sequence, self):
+                continue
+            is_ready = sequence.sequence_id in self.ready
+            if is_ready:
+                self.ready.pop(sequence.sequence_id)
+            sequence.target.replace_worker()
+            if is_ready:
+                self.ready.add(sequence)
+        self._prefixes.trim(0)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.leaving_ids.add(sequence.sequence_id)
+        sequence.share(None)  # otherwise chains of finished sequences stay in memory
+        if self._shares_prefixes(sequence):
+            self._prefixes.finish(sequence)
+
+    def _cut_prefixes_elsewhere(self, source: Sequence) -> None:
+        """Let no sequence of another window copy from a sequence that has moved to this one."""
+        for sequence in chain.from_iterable(other.members for other in self.registry.windows if other is not self):
+            for cache, left in ((sequence.target, source.target), (sequence.draft, source.draft)):
+                if cache.source is left:
+                    cache.copy_nothing()
+
+    def discard(self, sequence: Sequence) -> None:
+        """Let an aborted sequence leave the window, after its round."""
+        if sequence.sequence_id not in self.in_round and self._take_out(sequence.sequence_id):
+            self._leave(sequence)
+
+    def released(self, sequence_ids: Iterable[int], goes_first: bool = False) -> None:
+        """Free the places of sequences whose slots the workers have released.
+
+        `goes_first`: queue the preempted ones before other requests of their clients.
+        """
+        for sequence_id in self.leaving_ids.intersection(sequence_ids):
+            self.leaving_ids.remove(sequence_id)
+            self.background.discard(sequence_id)
+            self.reservations.remove(sequence_id)
+            self.registry.release(sequence_id, goes_first)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a sequence is in two states or a limit is exceeded."""
+        self.registry.check_integrity()
+        queued, ready = ({sequence.sequence_id for sequence in group} for group in (self._queue, self.ready))
+        waiting = [set(self.parked), set(self.paused), set(self.cramped)]
+        states = [queued, *waiting, ready, set(self.in_round), self.leaving_ids]
+        assert len(set().union(*states)) == sum(map(len, states)), "a sequence is in two states"
+        assert sum(map(len, states[1:])) <= self.max_num_seqs, "the window is exceeded"
+        self.reservations.check_integrity(set().union(*states[1:]))
+        assert self.open_rounds.keys() <= set().union(*states[1:]), "a sequence outside the window is in a round"
+        assert self.in_round.keys() <= self.open_rounds.keys(), "a sequence is in no round"
+        assert not any(sequence.finish for sequence in self.ready), "a finished sequence is ready"
+        assert all(sequence.paused for sequence in self.paused.values()), (
+            "a sequence is parked as paused, but not paused"
+        )
+        preempted = self.registry.preempted.keys() - self.leaving_ids
+        assert not preempted & set().union(*states), "preempted and in the window"
