@@ -1,0 +1,153 @@
+"""The edge of `deploy/edge`: a real HAProxy before a server, over real sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+
+import grpc
+import pytest
+from call_service import Calls, calls_server
+from certificates import OTHER_TOKEN, TOKEN, Authority
+from deaf_client import deaf_client
+from edge import checked, edge
+from framings import END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, block, frame
+from secure_service import until
+
+from specpool.rpc.security.channel import Connector
+
+HEADERS_OF_CALL = bytes([HEADERS, END_HEADERS, 0, 0, 0, 1])
+"""In the frame of the status of the first call."""
+BEGUN = PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, 1, 0)
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def running(**variables: str) -> AsyncIterator[tuple[Calls, str]]:
+    """Run a server behind an edge; yield its calls and the edge's address."""
+    async with calls_server() as (_, calls, coordinator), edge(coordinator, **variables) as address:
+        calls.open.set()
+        yield calls, address
+
+
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[Stream]:
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def until_closed(reader: asyncio.StreamReader) -> None:
+    with suppress(ConnectionError):
+        while await reader.read(2**16):
+            pass
+
+
+async def call(address: str, **security: str) -> bytes:
+    """Call on a new connection."""
+    async with Connector(address, **security).open() as channel:
+        answer: bytes = await channel.unary_unary("/calls/One")(b"a", wait_for_ready=True)
+        return answer
+
+
+async def test_calls_and_their_errors_pass() -> None:
+    async with running() as (_, address), Connector(address).open() as channel:
+        assert await call(address) == b"a"
+        assert [each async for each in channel.unary_stream("/calls/Stream")(b"b")] == [b"b"]
+        refused = channel.unary_unary("/calls/Refuse")(b"c")
+        assert await refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await refused.details() == "field: c"
+
+
+@pytest.mark.parametrize("greeting", [b"", PREFACE, BEGUN], ids=["nothing", "preface", "settings"])
+async def test_silent_connections_are_closed(greeting: bytes) -> None:
+    async with running(silent_seconds="1", idle_seconds="1") as (_, address), connected(address) as (reader, writer):
+        writer.write(greeting)
+        await until_closed(reader)
+
+
+async def test_quiet_calls_stay_open() -> None:
+    """A queued request may wait for longer than any timeout of a client."""
+    async with running(silent_seconds="1", idle_seconds="1", stalled_seconds="1") as (calls, address):
+        calls.open.clear()
+        async with Connector(address).open() as channel:
+            waiting = channel.unary_unary("/calls/One")(b"a")
+            async with connected(address) as (reader, writer):
+                writer.write(BEGUN)
+                await until_closed(reader)
+            await asyncio.sleep(1.5)  # longer than the timeouts
+            calls.open.set()
+            assert await waiting == b"a"
+
+
+async def test_connections_of_a_source_are_limited() -> None:
+    async with running(connections="2") as (_, address), AsyncExitStack() as stack:
+        for _ in range(2):
+            _, writer = await stack.enter_async_context(connected(address))
+            writer.write(BEGUN)
+        reader, _ = await stack.enter_async_context(connected(address))
+        await until_closed(reader)
+
+
+async def test_calls_of_a_source_are_limited() -> None:
+    async with running(call_rate="20") as (_, address), Connector(address).open() as channel:
+        codes = await asyncio.gather(*(channel.unary_unary("/calls/One")(b"a").code() for _ in range(60)))
+        assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+        assert 20 <= codes.count(grpc.StatusCode.OK) < 40
+
+
+async def test_floods_of_refused_calls_are_limited(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"alice {TOKEN}\n")
+    async with calls_server(api_tokens=tokens) as (_, _, server), edge(server, refused_rate="10") as address:
+        async with Connector(address, token=OTHER_TOKEN).open() as channel:
+            codes = [await channel.unary_unary("/calls/One")(b"a").code() for _ in range(20)]
+        assert codes[:5] == [grpc.StatusCode.UNAUTHENTICATED] * 5
+        assert codes[-1] is grpc.StatusCode.UNAVAILABLE
+        async with connected(address) as (reader, _):
+            await until_closed(reader)
+
+
+@pytest.mark.parametrize("path", [b"/calls/\xff\xfe", b"/grpc.health.v1.Health/\xff", b"/calls/One?\xff", b"\xff"])
+async def test_paths_that_are_not_utf8_are_refused(path: bytes) -> None:
+    async with running() as (_, address):
+        async with connected(address) as (reader, writer):
+            writer.write(BEGUN + frame(HEADERS, END_HEADERS | END_STREAM, 1, block({b":path": path})))
+            await reader.readuntil(HEADERS_OF_CALL)
+        assert await call(address) == b"a"
+
+
+async def test_clients_that_do_not_read_are_reset_and_block_nobody() -> None:
+    async with running(stalled_seconds="1") as (_, address), deaf_client(address) as deaf:
+        stream = await deaf.call("/calls/Large", b"1000000")
+        for _ in range(3):
+            assert await call(address) == b"a"
+        await until(lambda: deaf.was_reset(stream))
+
+
+async def test_a_paused_stream_blocks_no_other_of_its_connection() -> None:
+    async with running() as (_, address), deaf_client(address) as client:
+        paused = [await client.call("/calls/Large", b"1000000") for _ in range(4)]
+        other = await client.call("/calls/One", b"")
+        await until(lambda: client.has_ended(other))
+        assert not any(map(client.has_ended, paused))
+
+
+async def test_tls_ends_at_the_edge(ca: Authority) -> None:
+    """The key is beside the certificate."""
+    certificate = ca.issue("server")
+    assert certificate.key == certificate.cert.with_suffix(".key")
+    async with calls_server() as (_, calls, coordinator):
+        calls.open.set()
+        files = {"tls": "server", "cert": str(certificate.cert)}
+        async with edge(coordinator, tls_ca=str(ca.path), **files) as address:
+            assert await call(address, tls_ca=str(ca.path)) == b"a"
+
+
+@pytest.mark.parametrize("variables", [{"tls": "on"}, {"tls": ""}, {"connections": "0"}])
+def test_mistyped_variables_are_refused(variables: dict[str, str]) -> None:
+    assert checked(**variables).returncode == 1
+    assert checked().returncode == 0
