@@ -62,6 +62,8 @@ def failure(error: Any, connector: Connector) -> RequestError:
     """
     trailing_metadata = error.trailing_metadata() or ()
     kind, message = _ERRORS.get(error.code(), ServerError), error.details() or ""
+    if error.code() is grpc.StatusCode.UNKNOWN and ANSWERED not in trailing_metadata:
+        kind = UnavailableError  # a proxy has lost the server, which answers with other codes
     if kind is UnavailableError and ANSWERED not in trailing_metadata and (fault := diagnose(connector)) is not None:
         kind, message = fault
     details = details_of(error)

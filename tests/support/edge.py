@@ -5,51 +5,49 @@ import shutil
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
-import grpc
 import pytest
-from deployment import DEPLOY
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serving import free_address
 
-from specpool.rpc.security.channel import Connector
+from specpool.rpc.security.channel import open_channel
 
-CONFIGURATION = DEPLOY / "edge/haproxy.cfg"
+CONFIGURATION = Path(__file__).parents[2] / "deploy/edge/haproxy.cfg"
+FOLDERS = "/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin"
 
 
 def haproxy() -> str:
-    return shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin") or pytest.skip(
-        "HAProxy is not installed"
-    )
+    """Return the path of HAProxy. Skip the test without it."""
+    return shutil.which("haproxy", path=FOLDERS) or pytest.skip("HAProxy is not installed")
+
+
+def command(*options: str) -> list[str]:
+    return [haproxy(), *options, "-db", "-f", str(CONFIGURATION)]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Return the environment of an edge, from EDGE_* variables in lower case without the prefix."""
+    return {f"EDGE_{name.upper()}": value for name, value in variables.items()}
 
 
 def checked(**variables: str) -> subprocess.CompletedProcess[str]:
-    """Check the configuration with these EDGE_* variables."""
-    command = [haproxy(), "-c", "-f", str(CONFIGURATION)]
-    return subprocess.run(command, env=_environment(variables), capture_output=True, text=True, check=False)
+    """Check the configuration with these variables."""
+    return subprocess.run(command("-c"), env=environment(**variables), capture_output=True, text=True, check=False)
 
 
 @asynccontextmanager
-async def edge(coordinator: str, tls_ca: str | None = None, **variables: str) -> AsyncIterator[str]:
-    """Run an edge before a server and yield its address. `variables`: EDGE_* without the prefix, in any case."""
-    address = free_address()
-    where = {"bind": address, "coordinator": coordinator, "health_port": coordinator.rpartition(":")[2]}
-    command = [haproxy(), "-db", "-f", str(CONFIGURATION)]
-    process = await asyncio.create_subprocess_exec(*command, env=_environment(where | variables))
+async def edge(coordinator: str, **variables: str) -> AsyncIterator[str]:
+    """Run an edge before a server, and yield its address."""
+    address, health_port = free_address(), coordinator.rpartition(":")[2]
+    settings = environment(bind=address, coordinator=coordinator, health_port=health_port, **variables)
+    process = await asyncio.create_subprocess_exec(*command(), env=settings)
     try:
-        if tls_ca is None:
-            async with Connector(address).open() as channel:
-                await _answered(channel)
+        if "tls" not in variables:
+            async with open_channel(address) as channel:
+                request = health_pb2.HealthCheckRequest(service="live")
+                await health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True)
         yield address
     finally:
         process.kill()
         await process.wait()
-
-
-async def _answered(channel: grpc.aio.Channel) -> None:
-    request = health_pb2.HealthCheckRequest(service="live")
-    await health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True)
-
-
-def _environment(variables: dict[str, str]) -> dict[str, str]:
-    return {f"EDGE_{name.upper()}": value for name, value in variables.items()}

@@ -163,7 +163,7 @@ async def test_tls_ends_at_the_edge(ca: Authority, pair: Path) -> None:
     async with calls_server() as (_, calls, coordinator):
         calls.open.set()
         files = {"tls": "server", "cert": str(pair)}
-        async with edge(coordinator, tls_ca=str(ca.path), **files) as address:
+        async with edge(coordinator, **files) as address:
             assert await call(address, tls_ca=str(ca.path)) == b"a"
 
 
