@@ -37,6 +37,7 @@ _ERRORS: dict[grpc.StatusCode, type[RequestError]] = {
     grpc.StatusCode.CANCELLED: CallCancelledError,
     grpc.StatusCode.UNIMPLEMENTED: UnimplementedError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.UNKNOWN: UnavailableError,  # a proxy has lost the server, which never sends this code
 }
 """All other status codes become a ServerError."""
 
@@ -62,8 +63,6 @@ def failure(error: Any, connector: Connector) -> RequestError:
     """
     trailing_metadata = error.trailing_metadata() or ()
     kind, message = _ERRORS.get(error.code(), ServerError), error.details() or ""
-    if error.code() is grpc.StatusCode.UNKNOWN and ANSWERED not in trailing_metadata:
-        kind = UnavailableError  # a proxy has lost the server, which answers with other codes
     if kind is UnavailableError and ANSWERED not in trailing_metadata and (fault := diagnose(connector)) is not None:
         kind, message = fault
     details = details_of(error)

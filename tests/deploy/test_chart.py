@@ -230,7 +230,9 @@ def test_pods_and_containers_are_restricted(name: str) -> None:
             assert {"cpu", "memory"} <= server["resources"]["requests"].keys(), component
             assert "memory" in server["resources"]["limits"], component
             assert re.fullmatch(r".+:(?!latest$)[\w.-]+|.+@sha256:[0-9a-f]{64}", server["image"]), component
-            if "ports" in server and server not in sidecars:  # neither the test pod nor followers of a group serve anything
+            if (
+                "ports" in server and server not in sidecars
+            ):  # neither the test pod nor followers of a group serve anything
                 assert {"startupProbe", "readinessProbe", "livenessProbe"} <= server.keys(), component
 
 

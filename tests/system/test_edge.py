@@ -5,6 +5,7 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -13,8 +14,11 @@ from certificates import OTHER_TOKEN, TOKEN, Authority
 from deaf_client import deaf_client
 from edge import checked, edge
 from framings import END_HEADERS, END_STREAM, HEADERS, PREFACE, RST_STREAM, SETTINGS, block, frame
+from relay import forward
 from secure_service import until
 
+from specpool.client.failures import failure
+from specpool.errors import UnavailableError
 from specpool.rpc.security.channel import Connector
 
 IMPATIENT = {"header_seconds": "1", "idle_seconds": "1", "stalled_seconds": "1"}
@@ -54,7 +58,7 @@ async def refuses_connections(address: str) -> None:
             await until_closed(reader)
 
 
-async def call(address: str, **security: str) -> bytes:
+async def call(address: str, **security: Path) -> bytes:
     """Call on a new connection."""
     async with Connector(address, **security).open() as channel:
         answer: bytes = await channel.unary_unary("/calls/One")(b"a", wait_for_ready=True)
@@ -151,6 +155,25 @@ async def test_a_paused_stream_blocks_no_other_of_its_connection() -> None:
         assert not any(map(client.has_ended, paused))
 
 
+async def test_calls_of_a_lost_server_are_unavailable() -> None:
+    links: list[asyncio.Task[None]] = []
+    async with calls_server() as (_, served, coordinator):
+
+        def accept(*streams: Any) -> None:
+            links.append(asyncio.create_task(forward(*streams, coordinator)))
+
+        async with await asyncio.start_server(accept, "127.0.0.1", 0) as link:
+            address = f"127.0.0.1:{link.sockets[0].getsockname()[1]}"
+            async with edge(address) as proxy, Connector(proxy).open() as channel:
+                waiting = channel.unary_unary("/calls/One")(b"a")
+                await until(lambda: served.begun == 1)
+                for each in links:
+                    each.cancel()
+                with pytest.raises(grpc.aio.AioRpcError) as failed:
+                    await waiting
+                assert isinstance(failure(failed.value, Connector(proxy)), UnavailableError)
+
+
 @pytest.fixture
 def pair(ca: Authority, tmp_path: Path) -> Path:
     """A certificate beside its key, as in a Kubernetes secret."""
@@ -159,12 +182,14 @@ def pair(ca: Authority, tmp_path: Path) -> Path:
     return Path(shutil.copy(issued.cert, tmp_path / "tls.crt"))
 
 
-async def test_tls_ends_at_the_edge(ca: Authority, pair: Path) -> None:
+@pytest.mark.parametrize("mode", ["server", "mutual"])
+async def test_tls_ends_at_the_edge(ca: Authority, pair: Path, mode: str) -> None:
     async with calls_server() as (_, calls, coordinator):
         calls.open.set()
-        files = {"tls": "server", "cert": str(pair)}
+        files = {"tls": mode, "cert": str(pair), "ca": str(ca.path)}
+        own = ca.issue("client").options if mode == "mutual" else {}
         async with edge(coordinator, **files) as address:
-            assert await call(address, tls_ca=str(ca.path)) == b"a"
+            assert await call(address, tls_ca=ca.path, **own) == b"a"
 
 
 @pytest.mark.parametrize("variables", [{"tls": "on"}, {"tls": ""}, {"connections": "0"}])
