@@ -85,7 +85,8 @@ def configure_logging(level: str, log_format: LogFormat = "text", program: str =
 
     `program`: each line shows its name, without the prefix "specpool-".
     """
-    faulthandler.enable(sys.__stderr__)
+    if sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)
     handler, process = StderrHandler(), program.removeprefix("specpool-")
     handler.setFormatter(TextFormatter(process))
     threading.excepthook = _log_uncaught_in_thread

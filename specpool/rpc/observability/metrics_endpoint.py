@@ -110,6 +110,7 @@ class _Server(ThreadingWSGIServer):
     def __init__(self, host: str, port: int) -> None:
         self._open: dict[socket.socket, None] = {}
         """Connections, oldest first."""
+        address: Any
         self.address_family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         super().__init__(address, _Handler)
 
@@ -117,7 +118,7 @@ class _Server(ThreadingWSGIServer):
         if self.address_family == socket.AF_INET6 and socket.has_dualstack_ipv6():
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         TCPServer.server_bind(self)  # without a DNS query for the name of the host
-        self.server_name, self.server_port = self.server_address[:2]
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
