@@ -7,13 +7,11 @@ from specpool.environment.interrupts import silent_interrupts
 
 STARTS_WORKERS = ("up", "demo", "plan", "distill")
 """Commands that load a model."""
-CLIENTS = ("generate", "top")
 
 
 def main() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if command in CLIENTS:  # gRPC reads this when it is imported, and logs failed handshakes, which our errors explain
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when gRPC is imported: its lines may quote callers
     with silent_interrupts():
         from specpool.cli.usage import answer
         from specpool.environment.extras import missing_modules, require_extra

@@ -55,7 +55,7 @@ async def running(settings: UpSettings) -> AsyncIterator[str]:
 
 def up(settings: SecureUpSettings) -> int:
     """Run the command until SIGTERM or Ctrl-C; return its exit status."""
-    configure_logging(settings.log_level, settings.log_format, "up", follow_native=False)
+    configure_logging(settings.log_level, settings.log_format, "up")
     try:
         require_torch()
         asyncio.run(_serve(settings))

@@ -37,6 +37,7 @@ _ERRORS: dict[grpc.StatusCode, type[RequestError]] = {
     grpc.StatusCode.CANCELLED: CallCancelledError,
     grpc.StatusCode.UNIMPLEMENTED: UnimplementedError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.UNKNOWN: UnavailableError,  # a proxy has lost the server, which never sends this code
 }
 """All other status codes become a ServerError."""
 

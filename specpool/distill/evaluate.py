@@ -52,7 +52,7 @@ class EvaluateSettings(Settings):
 def main() -> None:
     """Entry point."""
     settings = EvaluateSettings.load(PROGRAM)
-    configure_logging(settings.log_level, follow_native=False)
+    configure_logging(settings.log_level)
     with naming(PROGRAM, "prompts", OSError, ValueError):
         chats = read_chats(settings.prompts)
     with naming(PROGRAM, "target", OSError):

@@ -52,7 +52,7 @@ def main() -> None:
 
 def distill(settings: DistillSettings) -> None:
     """Run the command. Invalid settings fail before hours of generation."""
-    configure_logging(settings.log_level, follow_native=False)
+    configure_logging(settings.log_level)
     with naming(PROGRAM, "output", OSError):
         settings.output.mkdir(parents=True, exist_ok=True)
     with naming(PROGRAM, "device", UnsupportedModelError):

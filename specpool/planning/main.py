@@ -35,7 +35,7 @@ class UnusableWorkerError(Exception):
 def main() -> None:
     """Entry point."""
     settings = PlanSettings.load(PROGRAM)
-    configure_logging(settings.log_level, follow_native=False)
+    configure_logging(settings.log_level)
     console = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
     if settings.output is not None and settings.values_file is None:
         with naming(PROGRAM, "output", OSError):

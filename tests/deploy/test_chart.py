@@ -38,6 +38,7 @@ EVERY_CASE = pytest.mark.parametrize("name", ALL_VALUES)
 UPDATES_SNAPSHOTS = "UPDATE_SNAPSHOTS" in os.environ
 SUPPORTED = [version for version in kubernetes_validate.utils.all_versions() if int(version.split(".")[1]) >= 30]
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+EDGE = CHART / "edge/haproxy.cfg"
 ALERTS, DASHBOARD = CHART / "monitoring/alerts.yaml", CHART / "monitoring/dashboard.json"
 
 
@@ -67,10 +68,13 @@ def test_manifests_match_the_snapshot(name: str) -> None:
 
 
 def _without_monitoring_files(manifest: Manifest) -> Manifest:
-    """Replace the alerts and the dashboard by the paths of their files in the chart."""
+    """Replace the alerts, the dashboard and the edge's configuration by the paths of their files in the chart."""
     if manifest["kind"] == "PrometheusRule":
         assert manifest["spec"] == yaml.load(ALERTS.read_text(), LOADER)
         return manifest | {"spec": "monitoring/alerts.yaml"}
+    if manifest["metadata"]["name"].endswith("-edge"):
+        assert manifest["data"]["haproxy.cfg"].rstrip() == EDGE.read_text().rstrip()
+        return manifest | {"data": {"haproxy.cfg": "edge/haproxy.cfg"}}
     if manifest["kind"] == "ConfigMap":
         assert json.loads(manifest["data"]["specpool.json"]) == json.loads(DASHBOARD.read_text())
         return manifest | {"data": {"specpool.json": "monitoring/dashboard.json"}}
@@ -214,9 +218,11 @@ def test_pods_and_containers_are_restricted(name: str) -> None:
         assert spec["automountServiceAccountToken"] is False, component
         assert spec["enableServiceLinks"] is False, component  # processes reject unknown SPECPOOL_* variables
         assert spec["serviceAccountName"] in of_kind(render(name), "ServiceAccount"), component
-        assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & spec.keys(), component
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys(), component
         assert not any("hostPath" in volume for volume in spec["volumes"]), component
-        for server in spec["containers"]:
+        sidecars = spec.get("initContainers", [])
+        assert [each["name"] for each in sidecars] in ([], ["edge"]), component
+        for server in (*spec["containers"], *sidecars):
             container = server["securityContext"]
             assert container["readOnlyRootFilesystem"], component
             assert container["capabilities"] == {"drop": ["ALL"]}, component
@@ -224,7 +230,9 @@ def test_pods_and_containers_are_restricted(name: str) -> None:
             assert {"cpu", "memory"} <= server["resources"]["requests"].keys(), component
             assert "memory" in server["resources"]["limits"], component
             assert re.fullmatch(r".+:(?!latest$)[\w.-]+|.+@sha256:[0-9a-f]{64}", server["image"]), component
-            if "ports" in server:  # neither the test pod nor followers of a group serve anything
+            if (
+                "ports" in server and server not in sidecars
+            ):  # neither the test pod nor followers of a group serve anything
                 assert {"startupProbe", "readinessProbe", "livenessProbe"} <= server.keys(), component
 
 

@@ -135,7 +135,10 @@ def test_services_lead_to_the_worker_of_the_same_cell(name: str) -> None:
         }
         assert spec["selector"].items() <= labels.items()
         assert spec["selector"][COMPONENT] == component
-        assert (spec["ports"][0]["port"], spec["ports"][0]["targetPort"]) == (settings.port, server["ports"][0]["name"])
+        served = (settings.port, server["ports"][0]["name"])
+        if (name, component) == ("edge", "coordinator"):
+            served = (50050, 50050)
+        assert (spec["ports"][0]["port"], spec["ports"][0]["targetPort"]) == served
     for worker in [component for component, *_ in processes(manifests) if component in WORKERS]:
         for cell in (0, 2):
             pod = "" if name == "disaggregated-set" else f"specpool-{worker}-{cell}."
@@ -197,8 +200,24 @@ def test_helm_test_pod_has_the_required_credentials(name: str) -> None:
     settings = settings_of("specpool generate", ["hello"], pod_environment(render(name), "test"))
     coordinator = pod_settings(render(name), "coordinator")
     assert (settings.token_file is None) == (coordinator.api_tokens is None)
-    assert (settings.tls_ca is None) == (coordinator.tls_files is None)
+    assert (settings.tls_ca is None) == (coordinator.tls_files is None and name != "edge")
     assert (settings.tls_cert is None) == (coordinator.tls_ca is None)
+
+
+# --- The edge
+
+
+def test_only_the_edge_reaches_a_coordinator() -> None:
+    manifests = render("edge")
+    coordinator = pod_settings(manifests, "coordinator")
+    [sidecar] = pod_template(manifests, "coordinator")["spec"]["initContainers"]
+    variables = {item["name"]: item["value"] for item in sidecar["env"]}
+    assert variables["EDGE_COORDINATOR"] == f"127.0.0.1:{coordinator.port}"
+    assert variables["EDGE_HEALTH_PORT"] == str(coordinator.health_port)
+    assert (variables["EDGE_TLS"], coordinator.tls_cert) == ("server", None)
+    assert coordinator.worker_tls_cert is not None
+    policy = of_kind(manifests, "NetworkPolicy")["specpool-coordinators"]["spec"]
+    assert policy["ingress"] == [{"ports": [{"port": sidecar["ports"][0]["containerPort"]}]}]
 
 
 # --- The gateway

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from edge import haproxy
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,10 +34,13 @@ def test_an_unknown_attack_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_well_behaved_client_gets_its_answers_under_an_attack() -> None:
-    done = run_attacks("--seconds", "1", "--only", "64 samples")
+@pytest.mark.parametrize("name", ["64 samples", "300 silent connections", "paths that are not UTF-8"])
+def test_a_well_behaved_client_gets_its_answers_under_an_attack(name: str) -> None:
+    if name != "64 samples":
+        haproxy()
+    done = run_attacks("--seconds", "1", "--only", name)
     assert done.returncode == 0, done.stderr
     quiet, attacked = json.loads(done.stdout.splitlines()[-1])["rows"]
-    assert (quiet["attack"], attacked["attack"]) == ("none", "64 samples")
+    assert (quiet["attack"], attacked["attack"]) == ("none", name)
     assert attacked["requests"] > 0
     assert attacked["wrong"] == attacked["failed"] == 0

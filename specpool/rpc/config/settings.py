@@ -195,7 +195,7 @@ class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
         1024,
         ge=1,
         le=MAX_CONNECTIONS,
-        description="maximum number of clients' connections; beyond it, the client with the most loses idle ones first",
+        description="maximum number of connections; further ones are closed",
     )
     max_calls: int = Field(
         4096,
@@ -210,9 +210,7 @@ class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
         ByteSize(128 * 2**20), ge=1, description="memory for the requests of all calls; further requests are refused"
     )
     receive_seconds: Seconds = Field(10.0, gt=0, description="time for a request to arrive")
-    stream_stall_seconds: Seconds = Field(
-        60.0, gt=0, description="time without a read after which a stream or an answer fails"
-    )
+    stream_stall_seconds: Seconds = Field(60.0, gt=0, description="time without a read after which a stream fails")
 
     parent_pid: int | None = Field(None, ge=1, description="stop when this parent process exits; default: never")
 

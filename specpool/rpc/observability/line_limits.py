@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,49 +16,6 @@ OTHER = "other"
 LIBRARIES = ("grpc", "asyncio")
 # Lines that a place in our own code may log in a burst: at info level, and above.
 INFO_BURST, WARNING_BURST = 32, 8
-# Lines of stack traces, which other processes and libraries write to stderr.
-STDERR, STDERR_BURST = "stderr", 512
-
-
-def amount(lines: int, size: int) -> str:
-    return f"{lines} {'line' if lines == 1 else 'lines'}, {size} bytes"
-
-
-@dataclass
-class _Kind:
-    next_at: float
-    level: int = logging.NOTSET
-    lines: int = 0
-    size: int = 0
-
-
-class LineCounts:
-    """Counts lines by kind, and sums them up once a second."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._kinds: dict[str, _Kind] = {}
-        self._clock = clock
-
-    def add(self, kind: str, size: int, level: int) -> None:
-        if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
-            kind = OTHER
-        counted = self._kinds.setdefault(kind, _Kind(self._clock()))
-        counted.lines += 1
-        counted.size += size
-        counted.level = max(counted.level, level)
-
-    def due(self) -> Iterator[tuple[int, str]]:
-        """Yield the level and the text of each summary that may be logged now."""
-        now = self._clock()
-        for name, kind in self._kinds.items():
-            if kind.lines and now >= kind.next_at:
-                yield kind.level, f"{name}: {amount(kind.lines, kind.size)}"
-                kind.next_at, kind.lines, kind.size, kind.level = now + SECONDS, 0, 0, logging.NOTSET
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether lines wait for their summary."""
-        return any(kind.lines for kind in self._kinds.values())
 
 
 @dataclass
@@ -107,8 +64,6 @@ def without_message(error: BaseException) -> Any:
 
 
 def _burst(record: logging.LogRecord) -> int:
-    if record.name == STDERR:
-        return STDERR_BURST
     return WARNING_BURST if record.levelno > logging.INFO else INFO_BURST
 
 
@@ -117,7 +72,8 @@ def _without_text(record: logging.LogRecord, lines: int, size: int) -> logging.L
     shown = logging.makeLogRecord(record.__dict__)
     error = record.exc_info[1] if record.exc_info else None
     what = str(record.msg) if record.args else "message"  # without arguments, it may have been formatted already
-    shown.msg, shown.args = "%s (%s:%d): %s", (what, record.filename, record.lineno, amount(lines, size))
+    shown.msg = "%s (%s:%d): %d %s, %d bytes"
+    shown.args = (what, record.filename, record.lineno, lines, "line" if lines == 1 else "lines", size)
     shown.exc_text = shown.stack_info = None
     shown.exc_info = without_message(error) if error is not None else None
     return shown

@@ -3,6 +3,7 @@
 Text from clients or other processes cannot forge a line.
 """
 
+import faulthandler
 import json
 import logging
 import re
@@ -16,7 +17,6 @@ from types import TracebackType
 from typing import Any, Literal, TextIO
 
 from specpool.rpc.observability.line_limits import RecordLimit, without_message
-from specpool.rpc.observability.native_lines import follow_native_lines
 
 LogFormat = Literal["text", "json"]
 
@@ -80,24 +80,21 @@ def about(*request_ids: str) -> dict[str, Any]:
     return {"request_ids": request_ids}
 
 
-def configure_logging(
-    level: str, log_format: LogFormat = "text", program: str = "", follow_native: bool = True
-) -> None:
+def configure_logging(level: str, log_format: LogFormat = "text", program: str = "") -> None:
     """Log to stderr, one event per line, including the loggers of libraries.
 
-    `program`: each line shows its name, without the prefix "specpool-". `follow_native`: sum up what native code writes
-    to stderr; with JSON, also log what Python code writes there.
+    `program`: each line shows its name, without the prefix "specpool-".
     """
+    if sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)
     handler, process = StderrHandler(), program.removeprefix("specpool-")
     handler.setFormatter(TextFormatter(process))
-    if follow_native:
-        handler.setStream(follow_native_lines(log_python=log_format == "json"))
-        threading.excepthook = _log_uncaught_in_thread
+    threading.excepthook = _log_uncaught_in_thread
     if log_format == "json":
         handler.setFormatter(JsonFormatter(process))
         sys.excepthook = _log_uncaught
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    logging.getLogger("grpc._cython").setLevel(logging.INFO)  # at debug level it logs each step of its event loop
+    logging.getLogger("grpc").setLevel(logging.INFO)  # at debug level it logs each step of its event loop
     for logger in list(logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger) and any(isinstance(h, logging.StreamHandler) for h in logger.handlers):
             logger.handlers.clear()

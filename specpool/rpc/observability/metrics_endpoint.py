@@ -1,19 +1,22 @@
-"""The Prometheus port of a process. It serves `GET /metrics` and nothing else.
+"""The Prometheus port of a process: prometheus_client's WSGI application behind limits on its clients.
 
-Scrapes run on the event loop, which owns everything that collectors read. Floods of scrapes take little time from other
-work: connections are accepted at a limited rate, and responses are cached briefly.
+Metrics are collected on the event loop, which owns everything that collectors read. Floods of scrapes take little time
+from other work: few requests are served at a time, and the metrics are cached briefly.
 """
 
 import asyncio
-import contextlib
+import io
 import logging
 import socket
+import threading
 import time
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterable
+from socketserver import TCPServer
+from typing import Any, TypeAlias
+from wsgiref.simple_server import WSGIRequestHandler
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from specpool.rpc.ports import ListenError
 from specpool.rpc.security.channel import join_address
@@ -21,112 +24,127 @@ from specpool.rpc.security.channel import join_address
 log = logging.getLogger(__name__)
 
 PATH = "/metrics"
-# Pause between two accepted connections, and the listen backlog.
-ACCEPT_SECONDS, BACKLOG = 0.05, 16
-# A response is cached for this multiple of the time it took, up to a maximum in seconds. Scrapes therefore take at most
-# 1% of the time.
+BACKLOG = 16
+# Metrics are cached for this multiple of the time to collect them, up to a maximum in seconds. Collecting them
+# therefore takes at most 1% of the time.
 CACHE_FACTOR, MAX_CACHE_SECONDS = 100, 5.0
 # Time for a connection to send its request and read the response. Beyond the limit, the oldest connection is closed.
 REQUEST_SECONDS, MAX_CONNECTIONS = 10.0, 16
-MAX_REQUEST_BYTES = 16 * 2**10
+POLL_SECONDS = 0.1
+
+Application: TypeAlias = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
 
 class MetricsEndpoint:
-    """A small HTTP server for the metrics of a registry."""
+    """An HTTP server for the metrics of a registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._text = b""
+        self._metrics: list[Metric] = []
         self._cached_until = 0.0
-        self._socket: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
-        self._open: dict[asyncio.Task[None], None] = {}
-        """Tasks that serve connections, oldest first."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: _Server | None = None
 
     def start(self, host: str, port: int) -> None:
         """Listen. Raises ListenError."""
+        self._loop = asyncio.get_running_loop()
         try:
-            self._socket = _listen(host, port)
+            self._server = _Server(host, port)
         except OSError as error:
             raise ListenError("metrics_port", host, port, error) from None
-        self._accepting = asyncio.create_task(self._accept(self._socket))
+        self._server.set_app(_only_metrics(make_wsgi_app(self, disable_compression=True)))
+        threading.Thread(target=self._server.serve_forever, args=(POLL_SECONDS,), name="metrics", daemon=True).start()
         log.info("metrics at http://%s%s", join_address(host, port), PATH)
 
     async def close(self) -> None:
-        tasks = [*self._open, *([self._accepting] if self._accepting is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._socket is not None:
-            self._socket.close()
+        if self._server is not None:
+            await asyncio.to_thread(self._server.shutdown)
+            self._server.server_close()
 
-    async def _accept(self, listening: socket.socket) -> None:
-        while True:
-            with contextlib.suppress(OSError):  # client disconnected, or out of file descriptors
-                connection, _ = await asyncio.get_running_loop().sock_accept(listening)
-                if len(self._open) >= MAX_CONNECTIONS:
-                    next(iter(self._open)).cancel()
-                task = asyncio.create_task(self._serve(connection))
-                self._open[task] = None
-                task.add_done_callback(self._open.pop)
-            await asyncio.sleep(ACCEPT_SECONDS)
+    def collect(self) -> list[Metric]:
+        """Return the metrics, from the thread of a request."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(self._collect(), self._loop).result(REQUEST_SECONDS)
 
-    async def _serve(self, connection: socket.socket) -> None:
-        """Serve one request and close the connection."""
-        reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_REQUEST_BYTES)
-        try:
-            async with asyncio.timeout(REQUEST_SECONDS):
-                try:
-                    request = await reader.readuntil(b"\r\n\r\n")
-                except asyncio.IncompleteReadError:
-                    return  # a port scan or a TCP probe
-                except asyncio.LimitOverrunError:
-                    writer.write(_response("431 Request Header Fields Too Large"))
-                else:
-                    writer.write(self._respond(request))
-                writer.close()
-                await writer.wait_closed()
-        except (OSError, TimeoutError):
-            log.debug("scrape abandoned")
-        finally:
-            writer.transport.abort()
-
-    def _respond(self, request: bytes) -> bytes:
-        try:
-            method, path, version = request.split(b"\r\n", 1)[0].decode("ascii").split()
-        except ValueError:
-            return _response("400 Bad Request")
-        if not version.startswith("HTTP/1."):
-            return _response("400 Bad Request")
-        if path.partition("?")[0] != PATH:
-            return _response("404 Not Found", body=f"metrics are at {PATH}\n".encode())
-        if method != "GET":
-            return _response("405 Method Not Allowed", {"Allow": "GET"})
-        try:
-            # Ignore the Accept header: the library's OpenMetrics format turns colons in names into underscores.
-            return _response("200 OK", {"Content-Type": CONTENT_TYPE_PLAIN_0_0_4}, self._metrics())
-        except Exception:
-            log.exception("could not collect metrics")
-            return _response("500 Internal Server Error")
-
-    def _metrics(self) -> bytes:
+    async def _collect(self) -> list[Metric]:
         began = time.monotonic()
         if began >= self._cached_until:
-            self._text = generate_latest(self._registry)
+            try:
+                self._metrics = list(self._registry.collect())
+            except Exception:
+                log.exception("could not collect metrics")
+                raise
             ended = time.monotonic()
             self._cached_until = ended + min(CACHE_FACTOR * (ended - began), MAX_CACHE_SECONDS)
-        return self._text
+        return self._metrics
 
 
-def _response(status: str, headers: Mapping[str, str] = MappingProxyType({}), body: bytes = b"") -> bytes:
-    fields = {**headers, "Content-Length": len(body), "Connection": "close"}
-    lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
-    return "\r\n".join(lines).encode("ascii") + body
+def _only_metrics(application: Application) -> Application:
+    """Return an application without other paths, and without the library's options of a request.
+
+    Its OpenMetrics format turns colons in names into underscores.
+    """
+
+    def serve(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if environ["PATH_INFO"] != PATH:
+            start_response("404 Not Found", [])
+            return [f"metrics are at {PATH}\n".encode()]
+        return application({**environ, "QUERY_STRING": "", "HTTP_ACCEPT": ""}, start_response)
+
+    return serve
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    dual_stack = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-    listening = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=dual_stack)
-    listening.setblocking(False)
-    return listening
+class _Handler(WSGIRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Log nothing: scrapers call often, and anybody may send anything."""
+
+    def get_stderr(self) -> Any:
+        return io.StringIO()  # drop the tracebacks of wsgiref
+
+
+class _Server(ThreadingWSGIServer):
+    """Serves a limited number of connections, each within `REQUEST_SECONDS`."""
+
+    request_queue_size = BACKLOG
+
+    def __init__(self, host: str, port: int) -> None:
+        self._open: dict[socket.socket, None] = {}
+        """Connections, oldest first."""
+        address: Any
+        self.address_family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6 and socket.has_dualstack_ipv6():
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        TCPServer.server_bind(self)  # without a DNS query for the name of the host
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if len(self._open) >= MAX_CONNECTIONS:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            _abandon(oldest)
+        self._open[request] = None
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        timer = threading.Timer(REQUEST_SECONDS, _abandon, (request,))
+        timer.daemon = True
+        timer.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            timer.cancel()
+            self._open.pop(request, None)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("scrape abandoned", exc_info=True)
+
+
+def _abandon(request: socket.socket) -> None:
+    try:
+        request.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        log.debug("scrape ended already")

@@ -7,7 +7,6 @@ from typing import Any, Self
 
 from specpool.protocol.errors import ServiceError, TooManyCallsError
 from specpool.rpc.config.settings import ServerSettings
-from specpool.rpc.server.unread import reset
 
 MAX_CONCURRENT_READS_PER_CLIENT = 4
 # gRPC ends a cancelled call, or one whose request is too large, within this time.
@@ -26,8 +25,6 @@ class CallLimits:
     """Bytes of the requests and responses of all calls."""
     receive_seconds: float
     """Time for a request to arrive."""
-    stall_seconds: float
-    """Time without a read after which an answer fails."""
 
     @classmethod
     def of(cls, settings: ServerSettings) -> Self:
@@ -36,7 +33,6 @@ class CallLimits:
             settings.max_calls_per_client or settings.max_calls,
             settings.request_memory,
             settings.receive_seconds,
-            settings.stream_stall_seconds,
         )
 
 
@@ -70,27 +66,13 @@ class Call:
     """Why the server cancelled its task."""
     is_answered: bool = False
     """Whether gRPC has its unary answer."""
-    _resetting: asyncio.TimerHandle | None = None
 
     def end(self, error: ServiceError) -> None:
         """End the call. The client gets the error if it reads."""
         self.client.replaceable.pop(self, None)
-        if self.is_answered:
-            reset(self.context)
-        elif self.error is None:
+        if not self.is_answered and self.error is None:
             self.error = error
             self.task.cancel()
-            self.reset_in(ENDING_SECONDS)
-
-    def reset_in(self, seconds: float) -> None:
-        """Reset the call unless it ends within some seconds."""
-        self.closed()
-        self._resetting = asyncio.get_running_loop().call_later(seconds, reset, self.context)
-
-    def closed(self) -> None:
-        """Note that the call has ended."""
-        if self._resetting is not None:
-            self._resetting.cancel()
 
 
 def too_many(reason: str) -> TooManyCallsError:

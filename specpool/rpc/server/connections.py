@@ -3,8 +3,6 @@
 import logging
 import resource
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Self
 
 from specpool.rpc.config.settings import ServerSettings
 
@@ -17,57 +15,24 @@ MAX_METADATA_BYTES = 8 * 2**10
 IDLE_CONNECTION_SECONDS = 300
 # Minimum number of calls that may wait to be accepted or refused.
 MIN_PENDING_CALLS = 4096
-# Calls of one connection, including those that were reset and are not freed yet. Clients wait with further ones.
+# Calls of one connection. Clients wait with further ones.
 MAX_STREAMS = 1024
 HANDSHAKE_SECONDS = 10
 # File descriptors besides client connections: files, connections to workers, event loops.
 OTHER_DESCRIPTORS = 128
-# Connections without an authenticated call that gRPC lets in beyond `max_connections`.
-MIN_NEWCOMERS, MAX_NEWCOMERS = 64, 1024
 
 
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """Limits on open connections."""
-
-    clients: int
-    """Connections of clients that have made an authenticated call."""
-    newcomers: int
-    """Room for further connections. gRPC closes those beyond."""
-
-    @property
-    def strangers(self) -> int:
-        """Connections without an authenticated call that may stay."""
-        return max(1, self.newcomers // 4)
-
-    @property
-    def strangers_per_network(self) -> int:
-        return max(1, self.strangers // 2)
-
-    @property
-    def total(self) -> int:
-        return self.clients + self.newcomers
-
-    @classmethod
-    def of(cls, settings: ServerSettings) -> Self:
-        """Return the limits of a server. Fewer connections are allowed if the process may open few descriptors."""
-        clients = settings.max_connections
-        newcomers = min(MAX_NEWCOMERS, max(MIN_NEWCOMERS, clients))
-        usable = usable_descriptors(clients + newcomers)
-        if usable < clients:
-            log.warning(
-                "the limit on file descriptors allows only %d connections, not max_connections (%d); raise `ulimit -n`",
-                usable, clients,
-            )  # fmt: skip
-        newcomers = min(newcomers, max(1, usable // 4, usable - clients))
-        return cls(max(1, min(clients, usable - newcomers)), newcomers)
-
-
-def connection_options(settings: ServerSettings, limits: ConnectionLimits) -> list[tuple[str, int]]:
+def connection_options(settings: ServerSettings) -> list[tuple[str, int]]:
     """Return the gRPC options of a server that limit its connections."""
     pending = max(MIN_PENDING_CALLS, 2 * settings.max_calls)
     return [
-        ("grpc.max_allowed_incoming_connections", limits.total),
+        ("grpc.so_reuseport", 0),  # fail if another server uses the port
+        # Close the streams of a vanished peer after this time.
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.max_allowed_incoming_connections", max_connections(settings.max_connections)),
         # Clients reconnect by themselves. Connections with open streams are not idle.
         ("grpc.max_connection_idle_ms", IDLE_CONNECTION_SECONDS * 1000),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
@@ -81,6 +46,17 @@ def connection_options(settings: ServerSettings, limits: ConnectionLimits) -> li
         ("grpc.server.max_pending_requests", pending),
         ("grpc.server.max_pending_requests_hard_limit", 2 * pending),
     ]
+
+
+def max_connections(wanted: int) -> int:
+    """Return the number of connections to allow: fewer than wanted if the process may open few descriptors."""
+    usable = usable_descriptors(wanted)
+    if usable < wanted:
+        log.warning(
+            "the limit on file descriptors allows only %d connections, not max_connections (%d); raise `ulimit -n`",
+            usable, wanted,
+        )  # fmt: skip
+    return usable
 
 
 def usable_descriptors(connections: int) -> int:

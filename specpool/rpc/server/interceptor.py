@@ -28,12 +28,11 @@ from specpool.rpc.observability.line_limits import without_message
 from specpool.rpc.observability.metrics import CallCounter
 from specpool.rpc.server.callers import Authenticator, client_of, is_authenticated, is_health
 from specpool.rpc.server.calls import ENDING_SECONDS, Call, CallLimits
-from specpool.rpc.server.guard import ConnectionGuard
 from specpool.rpc.server.limits import Calls
 from specpool.rpc.server.newest_calls import NewestCalls
 from specpool.rpc.server.parsing import RequestParser
 from specpool.rpc.server.shares import Pace
-from specpool.rpc.server.unread import reset, status_sent
+from specpool.rpc.server.unread import status_sent
 from specpool.rpc.status import ANSWERED, TrailingMetadata, status_of
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ LOG_SECONDS = 60.0
 REFUSALS_PER_SECOND = 500
 """Calls of a client that are refused for lack of room or for a late request. More take time from other clients."""
 MAX_REFUSAL_SECONDS = 5.0
-"""A refusal that would wait for longer becomes a reset: every waiting call takes memory."""
+"""A refusal that would wait for longer is sent at once: every waiting call takes memory."""
 MAX_LOGGED_CHARACTERS = 1000
 
 Handler: TypeAlias = Any  # grpc.RpcMethodHandler, whose stubs do not cover asyncio
@@ -80,10 +79,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         settings: ServerSettings,
         authenticator: Authenticator,
         counter: CallCounter | None,
-        guard: ConnectionGuard,
     ) -> None:
         """`counter`: None if nobody reads the metrics."""
-        self._guard = guard
         self.calls = Calls(CallLimits.of(settings))
         """Calls in progress, except health checks, and reflection without a credential."""
         self.refusals = Refusals()
@@ -109,17 +106,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             with counted(details.method, context):
                 call = None
                 try:
-                    self._admit(refused, details, context)
+                    if refused is not None:
+                        raise refused
+                    self._authenticator.check_certificate(details, context)
                     calls = self._calls_like(details)
                     call = calls.begin(context, drains=not details.method.startswith("/grpc."))
                     return await _answer(handler, calls, call, messages)
                 except BaseException as error:
                     await status_sent(context)  # an unread stream counts until its client is gone
                     failure = _failure(error, call)
-                is_paced = isinstance(failure, TooManyCallsError | QueueFullError | SlowRequestError)
-                if is_paced and not await self._pace.turn(client_of(context)):
-                    reset(context)
-                    raise asyncio.CancelledError
+                if isinstance(failure, TooManyCallsError | QueueFullError | SlowRequestError):
+                    await self._pace.turn(client_of(context))
                 if isinstance(failure, InvalidArgumentError) and call is not None:
                     await self.calls.delay_refusal(call)
                 return await self._abort(failure, context, has_begun=call is not None)
@@ -127,18 +124,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(serve, response_serializer=handler.response_serializer)
         return grpc.stream_unary_rpc_method_handler(serve)
-
-    def _admit(self, refused: ServiceError | None, details: grpc.HandlerCallDetails, context: Any) -> None:
-        """Raise `refused`, or PermissionDeniedError. Tell the guard now, before other calls of the connection begin."""
-        try:
-            if refused is not None:
-                raise refused
-            self._authenticator.check_certificate(details, context)
-        except _REFUSALS:
-            self._guard.refused(context.peer())
-            raise
-        is_stranger = is_health(details) and not is_authenticated()
-        self._guard.accepted(context.peer(), client_of(context), is_stranger)
 
     def _calls_like(self, details: grpc.HandlerCallDetails) -> Calls:
         """Return the calls that compete with a call of this method."""
@@ -198,7 +183,6 @@ async def _fail(context: Any, code: grpc.StatusCode, text: str, metadata: Traili
         task.add_done_callback(partial(_forget_frames, aborted))
         raise
     except Exception:  # the first message is unread, or the client has disconnected
-        reset(context)
         raise asyncio.CancelledError from None
 
 

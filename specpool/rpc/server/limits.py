@@ -26,8 +26,6 @@ READ_SLOT_SECONDS, MAX_SLOW_REQUESTS = 0.25, 64
 MIN_RECEIVE_SHARE = 0.5
 # Factor on the shared limits that keeps a share for other clients.
 OTHERS_FACTOR = 2
-# Time to take an answer, besides the stall time: a second for this many bytes.
-SLOWEST_READ_BYTES = 128 * 2**10
 # Bytes of invalid requests of a client that are refused in a second. More take time from other clients.
 INVALID_BYTES_PER_SECOND = 16 * 2**20
 # Smaller requests are cheap to refuse.
@@ -106,7 +104,6 @@ class Calls:
         client = call.client
         del self._calls[call]
         self.hold(call, -call.memory)
-        call.closed()
         client.calls -= 1
         client.replaceable.pop(call, None)
         self._forget_if_idle(client)
@@ -174,11 +171,10 @@ class Calls:
         self._memory += memory
 
     def answered(self, call: Call, size: int) -> None:
-        """Count the memory of an answer, instead of the request's, until it is read. Reset the call if it is not."""
+        """Count the memory of an answer, instead of the request's, until it is read."""
         if call in self._calls:
             self.hold(call, size - call.memory)
             call.is_answered = True
-            call.reset_in(self._limits.stall_seconds + size / SLOWEST_READ_BYTES)
 
     async def delay_refusal(self, call: Call) -> None:
         """Wait before the refusal of an invalid request, the longer the more bytes of them the client has sent."""

@@ -21,7 +21,7 @@ class NewestCalls(Calls):
 
     def __init__(self, settings: ServerSettings) -> None:
         calls, memory = MAX_HEALTH_CALLS, settings.request_memory
-        super().__init__(CallLimits(calls, calls, memory, HEALTH_RECEIVE_SECONDS, settings.stream_stall_seconds))
+        super().__init__(CallLimits(calls, calls, memory, HEALTH_RECEIVE_SECONDS))
 
     def _admit(self, client: Client) -> None:
         clients = [each for each in self._clients.values() if each.replaceable]

@@ -18,15 +18,12 @@ from specpool.rpc.observability.metrics_endpoint import MetricsEndpoint
 from specpool.rpc.ports import ListenError, check_port
 from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.tls import server_credentials
-from specpool.rpc.server.accepting import open_server
 from specpool.rpc.server.callers import Authenticator
-from specpool.rpc.server.connections import ConnectionLimits, connection_options
-from specpool.rpc.server.guard import ConnectionGuard
+from specpool.rpc.server.connections import connection_options
 from specpool.rpc.server.health import HealthServicer, process_name
 from specpool.rpc.server.interceptor import CallInterceptor
 from specpool.rpc.server.newest_calls import MAX_HEALTH_REQUEST_BYTES
 from specpool.rpc.server.signals import StopSignals
-from specpool.rpc.server.watch import ConnectionWatch
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +35,6 @@ PARENT_CHECK_SECONDS = 0.5
 LAST_CALLS_SECONDS = 0.5
 
 HEALTH_MESSAGE = ("grpc.max_receive_message_length", MAX_HEALTH_REQUEST_BYTES)
-
-SERVER_OPTIONS = [
-    ("grpc.so_reuseport", 0),  # fail if another server uses the port
-    ("grpc.keepalive_permit_without_calls", 1),
-    # Close the streams of a vanished peer after this time.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-]
 
 
 class Server:
@@ -71,18 +59,15 @@ class Server:
         """Collectors of metrics. Only read if the settings have a `metrics_port`."""
         self._metrics = MetricsEndpoint(self.registry)
         authenticator = Authenticator(settings.api_tokens, settings.tls_ca is not None, settings.allowed_names)
-        limits = ConnectionLimits.of(settings)
-        self._guard, self._health_guard = ConnectionGuard(limits), ConnectionGuard(limits)
-        self._watch: ConnectionWatch | None = None
-        interceptor = CallInterceptor(settings, authenticator, self._counter, self._guard)
+        interceptor = CallInterceptor(settings, authenticator, self._counter)
         self._calls, self.refusals = interceptor.calls, interceptor.refusals
-        options = [*SERVER_OPTIONS, *connection_options(settings, limits)]
+        options = connection_options(settings)
         message_limit = ("grpc.max_receive_message_length", max_message_bytes)
-        self._server = open_server([interceptor], [*options, message_limit], self._guard)
+        self._server = grpc.aio.server(interceptors=[interceptor], options=[*options, message_limit])
         self._health_server: grpc.aio.Server | None = None
-        if settings.health_port is not None:  # probes get through without TLS and during connection floods
-            interceptor = CallInterceptor(settings, Authenticator(), self._counter, self._health_guard)
-            self._health_server = open_server([interceptor], [*options, HEALTH_MESSAGE], self._health_guard)
+        if settings.health_port is not None:  # probes get through without TLS and beside the limits of clients
+            interceptor = CallInterceptor(settings, Authenticator(), self._counter)
+            self._health_server = grpc.aio.server(interceptors=[interceptor], options=[*options, HEALTH_MESSAGE])
 
     def add(self, name: str, register: Callable[[Any, grpc.aio.Server], None], servicer: Any) -> None:
         """Add a service. `register`: the `add_..._to_server` function of its stubs."""
@@ -100,17 +85,13 @@ class Server:
         self.set_serving(False)
         host, health_port = self._settings.host, self._settings.health_port
         port = _listen("port", host, self._settings.port, self._add_port)
-        guards = {port: self._guard}
         if self._health_server is not None and health_port is not None:
-            guards[_listen("health_port", host, health_port, self._health_server.add_insecure_port)] = (
-                self._health_guard
-            )
+            _listen("health_port", host, health_port, self._health_server.add_insecure_port)
         if self._counter is not None and self._settings.metrics_port is not None:
             self._counter.add_services(names)
             self._metrics.start(host, self._settings.metrics_port)
         for server in self._servers():
             await server.start()
-        self._watch = ConnectionWatch(guards)
         log.info("listening on %s%s", join_address(host, port), " with TLS" if self._credentials is not None else "")
         if self._settings.api_tokens is not None and self._credentials is None:
             log.warning("api_tokens is set without tls_cert: tokens travel in plain text")
@@ -182,8 +163,6 @@ class Server:
                 await self._calls.idle.wait()
         for server in self._servers():
             await server.stop(None)
-        if self._watch is not None:
-            await self._watch.close()
         await self._metrics.close()
         if self._signals is not None:
             self._signals.server_stopped()

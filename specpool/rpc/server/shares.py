@@ -31,18 +31,17 @@ class Pace:
         self._next: dict[str, float] = {}
         """Time of the next turn, by client."""
 
-    async def turn(self, client: str, cost: float = 1) -> bool:
-        """Wait for the next turn of a client. The turn after it is later, the more this one costs.
+    async def turn(self, client: str, cost: float = 1) -> None:
+        """Wait for the next turn of a client, but not at all if that takes longer than the maximum.
 
-        Returns False at once if it would wait for longer than the maximum.
+        The turn after it is later, the more this one costs.
         """
         now = asyncio.get_running_loop().time()
         turn = max(now, self._next.get(client, now))
         if turn > now + self._max_wait:
-            return False
+            return
         self._next[client] = turn + cost * self._seconds
         if len(self._next) > MAX_CLIENTS:
             self._next = {client: after for client, after in self._next.items() if after > now}
         if turn > now:
             await asyncio.sleep(turn - now)
-        return True

@@ -1,4 +1,4 @@
-"""Ends calls whose clients do not read. Their handlers block in a send and cannot end the call themselves."""
+"""Ends streams whose clients do not read. Their handlers block in a send and cannot end the call themselves."""
 
 import asyncio
 import logging
@@ -6,31 +6,14 @@ from contextvars import copy_context
 from typing import Any
 
 import grpc
-from grpc._cython import cygrpc
 
 from specpool.protocol.errors import ServiceError
 from specpool.rpc.status import ANSWERED, status_of
 
 log = logging.getLogger(__name__)
 
-STATUS_SECONDS = 30.0
-"""Time to read the status of an ended stream."""
-
 _ENDING: dict[int, asyncio.Task[None]] = {}
 """Tasks that send a final status, by the identity of the call."""
-
-
-def reset(context: Any) -> None:
-    """Reset a call and free what gRPC holds for it. The client sees CANCELLED.
-
-    `grpc.aio` offers this to clients only. Its servers pass an object that can do it to `peer_identities`.
-    """
-    query = cygrpc.peer_identities
-    cygrpc.peer_identities = lambda call: call.cancel()
-    try:
-        context.peer_identities()
-    finally:
-        cygrpc.peer_identities = query
 
 
 class UnreadStream:
@@ -42,7 +25,7 @@ class UnreadStream:
         self._variables = copy_context()
 
     def end(self, error: ServiceError) -> None:
-        """Cancel the handler. The client gets the error's status if it reads what was already sent in time."""
+        """Cancel the handler. The client gets the error's status once it reads what was already sent."""
         self._variables.run(log.info, "ending a stream of %s: %s", self._context.peer(), error)
         call = id(self._context)
         _ENDING[call] = ending = asyncio.create_task(self._send_status(error))
@@ -52,16 +35,12 @@ class UnreadStream:
 
     async def _send_status(self, error: ServiceError) -> None:
         code, text, metadata = status_of(error)
-        resetting = asyncio.get_running_loop().call_later(STATUS_SECONDS, reset, self._context)
         try:
             await self._context.abort(code, text, (*metadata, ANSWERED))
         except grpc.aio.AbortError:
             pass  # sent
         except Exception as failure:  # not even the first message is read, client disconnected, or server stopping
             log.debug("could not send the status of an unread stream: %s", failure)
-            reset(self._context)
-        finally:
-            resetting.cancel()
 
 
 async def status_sent(context: Any) -> None:

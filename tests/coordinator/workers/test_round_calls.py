@@ -130,13 +130,16 @@ async def test_idle_stream_that_ended_is_unavailable(command: bytes) -> None:
 
 
 def break_writes(stream: Any) -> None:
-    """Let writes fail as gRPC does, which then ends the stream with INTERNAL."""
+    """Let writes fail as gRPC does, which then ends the stream."""
 
     async def write(_: bytes) -> None:
-        stream._cython_call.set_internal_error("told to fail")
-        await stream._raise_for_status()
+        stream.cancel()
+        raise grpc.aio.AioRpcError(StatusCode.INTERNAL, Metadata(), Metadata(), "told to fail")
 
-    stream.write = write
+    async def code() -> StatusCode:
+        return StatusCode.INTERNAL
+
+    stream.write, stream.code = write, code
 
 
 async def test_failed_writes_are_unavailable() -> None:

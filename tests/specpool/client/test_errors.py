@@ -21,7 +21,7 @@ from specpool.v1 import generation_pb2_grpc
 
 EXPECTED = {
     "CANCELLED": errors.CallCancelledError,
-    "UNKNOWN": errors.ServerError,
+    "UNKNOWN": errors.UnavailableError,
     "INVALID_ARGUMENT": errors.InvalidArgumentError,
     "DEADLINE_EXCEEDED": errors.DeadlineExceededError,
     "NOT_FOUND": errors.NotFoundError,

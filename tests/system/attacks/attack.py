@@ -32,15 +32,16 @@ def attack(
     flags: tuple[str, ...] = (),
     worker_flags: tuple[str, ...] = (),
     victims: int = 1,
+    edge: bool = False,
 ) -> Callable[[Run], Run]:
     """Register a coroutine as an attack on a service of this kind.
 
     `flags`, `worker_flags`: further flags of the coordinator, and of both workers or fakes. `victims`: requests that
-    the well-behaved client has in flight.
+    the well-behaved client has in flight. `edge`: whether clients reach the coordinator through the edge only.
     """
 
     def register(run: Run) -> Run:
-        ATTACKS[name] = Attack(name, run, Setup(kind, flags, worker_flags, victims))
+        ATTACKS[name] = Attack(name, run, Setup(kind, flags, worker_flags, victims, edge))
         return run
 
     return register

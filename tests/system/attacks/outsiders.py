@@ -1,4 +1,4 @@
-"""Attacks without credentials, with raw frames, and floods of resets."""
+"""Attacks through the edge: without credentials, with raw frames, and floods of resets."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +27,8 @@ RESETS_PER_SECOND, RESETS_AT_ONCE = 16_000, 400
 METADATA_BYTES = 8000
 CANCEL = b"\0\0\0\x08"
 RETRY_SECONDS, PAUSE_SECONDS = 0.02, 0.005
+STRANGER = "127.0.0.2", 0
+"""Address of the attacker, other than that of the well-behaved client."""
 Fields = dict[bytes, bytes]
 
 
@@ -35,7 +37,7 @@ async def repeat(address: str, frames: Callable[[], Iterable[bytes]], pause: flo
     host, _, port = address.rpartition(":")
     while True:
         with suppress(OSError):
-            reader, writer = await asyncio.open_connection(host, int(port))
+            reader, writer = await asyncio.open_connection(host, int(port), local_addr=STRANGER)
             reading = asyncio.create_task(drain(reader))
             try:
                 for part in frames():
@@ -71,12 +73,12 @@ def calls(at_once: int, fields: Fields, is_reset: bool = False) -> Iterator[byte
         yield part
 
 
-@attack("300 silent connections", flags=("--max-connections", "256"))
+@attack("300 silent connections", flags=("--max-connections", "256"), edge=True)
 async def silent_connections(service: Service) -> None:
     await asyncio.gather(*(repeat(service.coordinator, lambda: [b""]) for _ in range(SILENT)))
 
 
-@attack("unauthenticated garbage that fills the log")
+@attack("unauthenticated garbage that fills the log", edge=True)
 async def garbage(service: Service) -> None:
     """Fields that are no text, and fields of gRPC with values that it cannot read."""
     noise = {b"x-%d" % number: b"garbage \xff" for number in range(20)}
@@ -85,16 +87,13 @@ async def garbage(service: Service) -> None:
     await asyncio.gather(*(repeat(service.coordinator, each, PAUSE_SECONDS) for each in parts * CONNECTIONS))
 
 
-@attack("paths that are not UTF-8")
+@attack("paths that are not UTF-8", edge=True)
 async def wrong_paths(service: Service) -> None:
-    for address in (service.coordinator, service.health):
-        host, _, port = address.rpartition(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(BEGUN + frame(HEADERS, END_HEADERS | END_STREAM, 1, block({b":path": b"/\xff"})))
-    await asyncio.Event().wait()
+    path = frame(HEADERS, END_HEADERS | END_STREAM, 1, block({b":path": b"/\xff"}))
+    await repeat(service.coordinator, lambda: [BEGUN + path])
 
 
-@attack("8 KB of metadata a call without a token")
+@attack("8 KB of metadata a call without a token", edge=True)
 async def large_metadata(service: Service) -> None:
     large = {b"x-%d" % number: b"x" * (METADATA_BYTES // 8) for number in range(8)}
 
@@ -106,7 +105,7 @@ async def large_metadata(service: Service) -> None:
     await asyncio.gather(*(repeat(service.coordinator, parts) for _ in range(CONNECTIONS)))
 
 
-@attack("16,000 resets a second")
+@attack("16,000 resets a second", edge=True)
 async def resets(service: Service) -> None:
     """Half of them with a token, as fast as the server reads them and no faster than this."""
     token = {name.encode(): value.encode() for name, value in service.metadata("attacker")}

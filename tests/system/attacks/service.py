@@ -1,6 +1,7 @@
 """A service under attack: its processes, addresses and credentials."""
 
 import os
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
+from edge import command, environment
 
 from benchmarks.cost.fakes import start_fakes, start_process, wait_ready
 from specpool.client import AsyncClient
@@ -32,6 +34,8 @@ class Setup:
     worker_flags: tuple[str, ...] = ()
     """Further flags of both workers, or of the fakes."""
     victims: int = 1
+    edge: bool = False
+    """Whether clients reach the coordinator through the edge."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Service:
     """A running service. Every process except the fakes requires a token."""
 
     coordinator: str
-    """Address of the coordinator."""
+    """Address of the coordinator, or of its edge."""
     health: str
     """Address of its health port."""
     target: str
@@ -103,7 +107,17 @@ def _start(stack: ExitStack, folder: Path, setup: Setup) -> Service:
     health = free_port()
     links += ["--worker-token", str(folder / "coordinator"), "--health-port", str(health)]
     coordinator = start("coordinator", "coordinator.server", *links, *setup.flags)
+    if setup.edge:
+        coordinator = _start_edge(stack, coordinator, health)
     return Service(coordinator, f"127.0.0.1:{health}", target, draft, pids, logs, tokens)
+
+
+def _start_edge(stack: ExitStack, coordinator: str, health_port: int) -> str:
+    address = f"127.0.0.1:{free_port()}"
+    variables = environment(bind=address, coordinator=coordinator, health_port=str(health_port))
+    process = stack.enter_context(subprocess.Popen(command(), env=variables))
+    stack.callback(process.kill)
+    return address
 
 
 def _models(folder: Path, kind: Kind) -> tuple[str, str]:

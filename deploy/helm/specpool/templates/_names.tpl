@@ -77,6 +77,16 @@ app.kubernetes.io/component: {{ . }}
 {{- get (dict "coordinator" 50050 "draft" 50052 "target" 50051 "standby" 50051) . -}}
 {{- end }}
 
+{{/* Port on which a process listens. An edge listens on the coordinator's port. Takes root and role. */}}
+{{- define "specpool.listeningPort" -}}
+{{- if and (eq .role "coordinator") .root.Values.edge.enabled -}}50055{{- else }}{{ include "specpool.port" .role }}{{ end -}}
+{{- end }}
+
+{{/* `targetPort` of a role's Services. Before Kubernetes 1.32, names of a sidecar's ports are not found. Takes root and role. */}}
+{{- define "specpool.targetPort" -}}
+{{- if and (eq .role "coordinator") .root.Values.edge.enabled -}}50050{{- else -}}grpc{{- end -}}
+{{- end }}
+
 {{/*
 Address of a coordinator's worker: the pod with the same ordinal, which Kubernetes substitutes for $(CELL). Replicas are all
 pods of the headless Service. The name includes the namespace because gRPC accepts a wildcard certificate only before several

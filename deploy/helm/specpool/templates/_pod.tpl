@@ -191,6 +191,9 @@ metadata:
   {{- if and $values.metrics.enabled $values.metrics.annotations (not .follower) }}
   {{- $annotations = merge $annotations (dict "prometheus.io/scrape" "true" "prometheus.io/port" (toString $values.metrics.port)) }}
   {{- end }}
+  {{- if and (eq .role "coordinator") $values.edge.enabled }}
+  {{- $annotations = merge $annotations (dict "checksum/edge" (include "specpool.edgeChecksum" $root)) }}
+  {{- end }}
   {{- with $annotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
@@ -210,6 +213,10 @@ spec:
   {{- with include "specpool.scheduling" (dict "values" $role "selector" $selector) | trim }}
   {{- . | nindent 2 }}
   {{- end }}
+  {{- if and (eq .role "coordinator") $values.edge.enabled }}
+  initContainers:
+    {{- include "specpool.edge" . | nindent 4 }}
+  {{- end }}
   containers:
     - name: server
       image: {{ include "specpool.image" (dict "root" $root "image" $role.image) }}
@@ -224,7 +231,7 @@ spec:
       {{- if not .follower }}
       ports:
         - name: grpc
-          containerPort: {{ include "specpool.port" .role }}
+          containerPort: {{ include "specpool.listeningPort" . }}
         - name: health
           containerPort: 50060
         {{- if $values.metrics.enabled }}

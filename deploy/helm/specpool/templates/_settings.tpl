@@ -55,13 +55,17 @@ master_secret_file: /master-secret/secret
 {{- define "specpool.serverSettings" }}
 {{- $values := .root.Values }}
 {{- $role := get $values .role }}
-port: {{ include "specpool.port" .role }}
+port: {{ include "specpool.listeningPort" . }}
 # A separate port for probes: the kubelet's gRPC probes have no TLS, and clients may exhaust the connections of the main
 # port. No Service exposes this one.
 health_port: 50060
 drain_seconds: {{ $role.drainSeconds }}
 {{- include "specpool.tlsSettings" . }}
 {{- if eq .role "coordinator" }}
+{{- if $values.edge.enabled }}
+# The edge opens a connection for each call.
+max_connections: 8192
+{{- end }}
 {{- if $values.auth.apiTokens.existingSecret }}
 api_tokens: /api-tokens/{{ $values.auth.apiTokens.key }}
 {{- end }}
@@ -94,18 +98,19 @@ trace_sample_rate: {{ $values.tracing.sampleRate }}
 {{- end }}
 {{- end }}
 
-{{/* A coordinator uses one certificate for clients and workers. Takes root and role. */}}
+{{/* A coordinator uses one certificate for clients and workers. Behind an edge, it has no TLS to clients. Takes root and role. */}}
 {{- define "specpool.tlsSettings" -}}
 {{- if .root.Values.tls.enabled }}
 {{- if eq .role "coordinator" }}
-{{- if ne .root.Values.tls.clients "none" }}
+{{- $clients := ternary "none" .root.Values.tls.clients .root.Values.edge.enabled }}
+{{- if ne $clients "none" }}
 tls_cert: /tls/tls.crt
 tls_key: /tls/tls.key
 {{- else }}
 worker_tls_cert: /tls/tls.crt
 worker_tls_key: /tls/tls.key
 {{- end }}
-{{ ternary "tls_ca" "worker_tls_ca" (eq .root.Values.tls.clients "mutual") }}: /tls/ca.crt
+{{ ternary "tls_ca" "worker_tls_ca" (eq $clients "mutual") }}: /tls/ca.crt
 {{- else }}
 tls_cert: /tls/tls.crt
 tls_key: /tls/tls.key

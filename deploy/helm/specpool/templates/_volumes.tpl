@@ -74,6 +74,11 @@
       - key: secret
         path: secret
 {{- end }}
+{{- if and (eq .role "coordinator") .root.Values.edge.enabled }}
+- name: edge
+  configMap:
+    name: {{ include "specpool.fullname" .root }}-edge
+{{- end }}
 {{- with (get .root.Values .role).extraVolumes }}
 {{ toYaml . }}
 {{- end }}

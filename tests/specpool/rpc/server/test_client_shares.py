@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import grpc
-import psutil
 import pytest
 from call_service import MESSAGE_BYTES, Calls, calls_server
 from deaf_client import deaf_client
@@ -21,8 +19,7 @@ from serving import PATIENCE_SECONDS
 
 from specpool.rpc.config.settings import ServerSettings
 from specpool.rpc.ports import free_port
-from specpool.rpc.server import calls as calls_module
-from specpool.rpc.server import guard, newest_calls
+from specpool.rpc.server import newest_calls
 from specpool.rpc.server.calls import Call
 from specpool.rpc.server.limits import LARGE_INVALID_BYTES
 from specpool.rpc.server.newest_calls import MAX_HEALTH_CALLS, NewestCalls
@@ -62,12 +59,6 @@ async def status(channel: grpc.aio.Channel, metadata: Any = None) -> int:
         health_pb2.HealthCheckRequest(), metadata=metadata, timeout=PATIENCE_SECONDS
     )
     return (await check).status
-
-
-@pytest.fixture(autouse=True)
-def connections_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections of strangers that make many health checks are not closed."""
-    monkeypatch.setattr(guard, "FREE_CHECKS", 100_000)
 
 
 def unsent(channel: grpc.aio.Channel, name: str) -> Any:
@@ -115,16 +106,6 @@ async def test_health_calls_without_a_request_block_no_probe(tokens: Path) -> No
         for _ in range(2 * MAX_HEALTH_CALLS):
             await attacker.call(CHECK, None)
         assert await status(channel) == await status(channel, bearer("modest")) == SERVING
-
-
-async def test_unread_watches_are_reset_in_favour_of_newer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls_module, "ENDING_SECONDS", 0.1)
-    async with connected() as (_, channel, address), deaf_client(address) as attacker:
-        first = await attacker.call(WATCH)
-        for _ in range(MAX_HEALTH_CALLS):
-            await attacker.call(WATCH)
-        await until(lambda: attacker.was_reset(first))
-        assert await status(channel) == SERVING
 
 
 async def test_client_whose_calls_are_all_ending_may_begin_another() -> None:
@@ -223,36 +204,6 @@ def of(name: str) -> dict[str, str]:
     return dict(bearer(name))
 
 
-async def test_unread_answers_are_reset_and_freed(tokens: Path) -> None:
-    size, count = 8 * MIB, 16
-    async with (
-        connected(api_tokens=tokens, stream_stall_seconds=0.2) as (calls, channel, address),
-        deaf_client(address, window=2**16 - 1) as attacker,
-    ):
-        gc.collect()
-        before = psutil.Process().memory_info().rss
-        calls.open.set()
-        with mock.patch("specpool.rpc.server.limits.SLOWEST_READ_BYTES", size):
-            streams = [await attacker.call("/calls/Large", b"%d" % size, **of("greedy")) for _ in range(count)]
-            await until(lambda: all(attacker.was_reset(stream) for stream in streams))
-        await until(lambda: psutil.Process().memory_info().rss - before < count * size // 2)
-        assert await answer(channel, "modest") == b"a"
-
-
-async def test_slow_readers_get_large_answers(tokens: Path) -> None:
-    """An answer has more time the larger it is."""
-    async with (
-        connected(api_tokens=tokens, stream_stall_seconds=0.2) as (calls, _, address),
-        deaf_client(address) as slow,
-    ):
-        calls.open.set()
-        stream = await slow.call("/calls/Large", b"100000", **of("modest"))
-        await asyncio.sleep(0.4)
-        slow.grant(stream, 100_100)
-        await until(lambda: slow.has_ended(stream))
-        assert not slow.was_reset(stream)
-
-
 async def test_unread_answers_of_one_client_leave_memory_to_others(tokens: Path) -> None:
     async with (
         connected(api_tokens=tokens, request_memory=4 * MIB) as (calls, channel, address),
@@ -284,14 +235,12 @@ async def test_paced_clients_do_not_wait_for_each_other() -> None:
     waiting.cancel()
 
 
-async def test_paced_calls_beyond_the_maximum_wait_are_dropped() -> None:
+async def test_paced_calls_beyond_the_maximum_wait_do_not_wait() -> None:
     """Every call that waits takes memory."""
     pace = Pace(per_second=1, max_wait=5)
     turns = [asyncio.create_task(pace.turn("greedy")) for _ in range(1000)]
     await asyncio.sleep(0.05)
     assert len([turn for turn in turns if not turn.done()]) == 5
-    assert [turn.result() for turn in turns if turn.done()] == [True, *[False] * 994]
-    assert await pace.turn("another")
     for turn in turns:
         turn.cancel()
 
@@ -302,13 +251,7 @@ async def test_refused_calls_do_not_pile_up(tokens: Path, monkeypatch: pytest.Mo
     async with connected(api_tokens=tokens, max_calls=1) as (_, channel, _):
         calls = [asyncio.create_task(unsent(channel, "greedy").code()) for _ in range(30)]
         await until(lambda: len([call for call in calls if call.done()]) == 29)
-        codes = Counter(call.result() for call in calls if call.done())
-        assert codes[grpc.StatusCode.RESOURCE_EXHAUSTED] <= 2
-        assert codes.keys() <= {
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            grpc.StatusCode.CANCELLED,
-            grpc.StatusCode.UNAVAILABLE,
-        }
+        assert {call.result() for call in calls if call.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         for call in calls:
             call.cancel()
 
@@ -329,15 +272,17 @@ async def test_refused_calls_leave_nothing_to_collect(tokens: Path, monkeypatch:
 async def test_requests_beyond_the_queue_are_refused_at_a_limited_rate(
     tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specpool.rpc.server.interceptor.REFUSALS_PER_SECOND", 0.001)
+    monkeypatch.setattr("specpool.rpc.server.interceptor.REFUSALS_PER_SECOND", 0.25)
     async with connected(api_tokens=tokens) as (_, channel, _):
 
         async def refused(name: str) -> grpc.StatusCode:
             return await channel.unary_unary("/calls/Full")(b"a", metadata=bearer(name)).code()
 
         assert await refused("greedy") is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert await refused("greedy") is grpc.StatusCode.CANCELLED
+        waiting = asyncio.create_task(refused("greedy"))
         assert await refused("modest") is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert not waiting.done()
+        waiting.cancel()
 
 
 async def test_large_invalid_requests_of_one_client_are_refused_at_a_limited_rate(

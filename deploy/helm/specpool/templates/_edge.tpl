@@ -1,0 +1,55 @@
+{{/* The optional edge of a coordinator. */}}
+
+{{/* A renewed certificate needs a restart, which the next upgrade causes. Takes the root. */}}
+{{- define "specpool.edgeChecksum" -}}
+{{- $secret := lookup "v1" "Secret" .Release.Namespace (include "specpool.tlsSecret" (dict "root" . "role" "coordinator")) -}}
+{{- printf "%s%s" (.Files.Get "edge/haproxy.cfg") (default dict $secret.data | toJson) | sha256sum -}}
+{{- end }}
+
+{{/* A sidecar: it starts before the coordinator and ends after it. Takes root and role. */}}
+{{- define "specpool.edge" -}}
+{{- $values := .root.Values -}}
+- name: edge
+  restartPolicy: Always
+  image: {{ include "specpool.image" (dict "root" .root "image" $values.edge.image) }}
+  imagePullPolicy: {{ $values.image.pullPolicy }}
+  command: [haproxy, -W, -db, -f, /edge/haproxy.cfg]
+  env:
+    - name: EDGE_COORDINATOR
+      value: 127.0.0.1:{{ include "specpool.listeningPort" . }}
+    - name: EDGE_HEALTH_PORT
+      value: "50060"
+    - name: EDGE_TLS
+      value: {{ ternary $values.tls.clients "off" (not (not (include "specpool.clientTls" .root))) | quote }}
+    - name: EDGE_CONNECTIONS
+      value: {{ $values.edge.connections | quote }}
+    - name: EDGE_CALL_RATE
+      value: {{ $values.edge.callsPerSecond | quote }}
+    - name: EDGE_DRAIN_SECONDS
+      value: {{ add (ceil (get $values .role).drainSeconds) 5 | quote }}
+  ports:
+    - name: edge
+      containerPort: 50050
+  readinessProbe:
+    tcpSocket:
+      port: 50050
+    periodSeconds: 5
+  lifecycle:
+    # Close no connection before the coordinator drains; then let calls finish.
+    preStop:
+      exec:
+        command: [sh, -c, "sleep {{ include "specpool.preStopSeconds" . }}; kill -USR1 1"]
+  resources:
+    {{- toYaml $values.edge.resources | nindent 4 }}
+  securityContext:
+    {{- include "specpool.containerSecurityContext" . | nindent 4 }}
+  volumeMounts:
+    - name: edge
+      mountPath: /edge
+      readOnly: true
+    {{- if $values.tls.enabled }}
+    - name: tls
+      mountPath: /tls
+      readOnly: true
+    {{- end }}
+{{- end }}
