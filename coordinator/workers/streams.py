@@ -119,6 +119,8 @@ class _Stream:
         self.call = call
         self.rounds = 0
         """Rounds in progress."""
+        self._unanswered = 0
+        """Rounds that were sent, and whose responses were not read yet."""
         self.is_broken = False
         self._has_failed_to_write = False
         """gRPC then hides the status of the stream behind INTERNAL."""
@@ -139,8 +141,10 @@ class _Stream:
                     await self._write(request)
                 finally:
                     self._write_timeout = None
+            self._unanswered += 1
             async with self._reading, self._timeout(seconds):
                 response = await self.call.read()
+            self._unanswered -= 1  # a round that fails here breaks the stream
             if response is grpc.aio.EOF:
                 raise _error(StatusCode.UNAVAILABLE, "the worker ended the stream")
             began, self._answered = max(began, self._answered), time.perf_counter()
@@ -171,7 +175,7 @@ class _Stream:
             await self.call.write(request)
         except (asyncio.InvalidStateError, AioRpcError):
             self._has_failed_to_write = True
-            if self.rounds > 1:
+            if self._unanswered:
                 raise _not_served() from None
             code, details = await self.call.code(), await self.call.details()
             if code in (StatusCode.UNAVAILABLE, StatusCode.UNIMPLEMENTED):

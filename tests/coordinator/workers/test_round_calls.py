@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -168,15 +169,16 @@ async def test_unary_calls_replace_new_streams_whose_writes_fail(open_first: boo
 
 
 class Broken:
-    """A stream that breaks with its second request. gRPC then ends it with INTERNAL, whatever its status was."""
+    """A stream that breaks after some requests. gRPC usually ends it with INTERNAL then, whatever its status was."""
 
-    def __init__(self) -> None:
-        self.requests, self.broken = 0, asyncio.Event()
-        self.error = grpc.aio.AioRpcError(StatusCode.INTERNAL, Metadata(), Metadata(), "Internal error from Core")
+    def __init__(self, sent: int = 1, code: StatusCode = StatusCode.INTERNAL) -> None:
+        self.left, self.broken = sent, asyncio.Event()
+        self.error = grpc.aio.AioRpcError(code, Metadata(), Metadata(), "Internal error from Core")
 
     async def write(self, request: bytes) -> None:
-        self.requests += 1
-        if self.requests > 1:
+        await asyncio.sleep(0)  # other rounds start meanwhile
+        self.left -= 1
+        if self.left < 0:
             self.broken.set()
             raise self.error
 
@@ -196,6 +198,15 @@ class Broken:
 
 async def test_a_failed_write_does_not_blame_the_round_before() -> None:
     calls = RoundCalls(Broken, None, PATIENCE_SECONDS)
+    first, second = await asyncio.gather(calls(b"a"), calls(b"b"), return_exceptions=True)
+    assert isinstance(first, grpc.aio.AioRpcError)
+    assert first.code() is StatusCode.UNAVAILABLE
+    assert isinstance(second, WorkerUnreachableError)
+
+
+async def test_the_first_of_several_rounds_on_a_dead_stream_counts_as_lost() -> None:
+    """Otherwise none of them would, and the coordinator would send the same rounds for ever."""
+    calls = RoundCalls(partial(Broken, 0, StatusCode.UNAVAILABLE), None, PATIENCE_SECONDS)
     first, second = await asyncio.gather(calls(b"a"), calls(b"b"), return_exceptions=True)
     assert isinstance(first, grpc.aio.AioRpcError)
     assert first.code() is StatusCode.UNAVAILABLE
