@@ -181,9 +181,11 @@ async def test_without_fingerprints_begun_sequences_stay() -> None:
         await served.until(lambda info: info.counters.completion_tokens > 200)
         address = (await served.info()).targets[1].address
         await targets[1].stop()
-        done, waiting = await asyncio.wait(streams, timeout=2)
-        assert len(done) == len(waiting) == 4
-        assert all(each.exception() is None for each in done)
+        waiting = set(streams)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while len(waiting) > 4:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                assert all(each.exception() is None for each in done)
         asked = len(targets[0].requests)
 
         await targets[1].start(address)  # another process
@@ -375,7 +377,7 @@ async def test_an_address_that_comes_back_is_used_again() -> None:
                 resolver.hosts = set(HOSTS[:2])
                 await served.until(lambda _: lanes[gone].pool.is_open)
 
-            await stream_all(served, long_requests(8, tokens=1000), come_and_go)
+            await stream_all(served, long_requests(4, tokens=500), come_and_go)
             assert len((await served.info()).targets) == 2
     finally:
         for target in targets:
