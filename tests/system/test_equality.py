@@ -75,7 +75,7 @@ def test_tiny_pair_accepts_and_rejects_drafts(mixes: Mixes) -> None:
     assert info.target.equivalence == EQUIVALENCE_BITWISE
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=7, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     mix=st.lists(cases, min_size=1, max_size=9),
     forget_after=st.lists(st.integers(1, 8), max_size=2),

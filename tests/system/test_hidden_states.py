@@ -139,7 +139,7 @@ async def expected(service: PairService, case: Case) -> list[int]:
 
 
 @pytest.mark.thorough
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mix=st.lists(cases, min_size=1, max_size=9), forget_after=st.lists(st.integers(1, 8), max_size=2))
 def test_tokens_equal_plain_decoding(
     service: tuple[asyncio.Runner, PairService], mix: list[Case], forget_after: list[int]

@@ -89,7 +89,7 @@ def samples(response: pb.GenerateResponse) -> list[pb.GenerateResponse]:
     return [response, *response.other_samples]
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mix=st.lists(asked, min_size=1, max_size=7), forget=st.booleans())
 def test_cached_prefixes_change_no_token_and_no_logit(both: Both, mix: list[Asked], forget: bool) -> None:
     async def play(one: Asked) -> pb.GenerateResponse:

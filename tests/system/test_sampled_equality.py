@@ -73,7 +73,7 @@ def pair(tiny_pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterat
         runner.run(context.__aexit__(None, None, None))
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     mix=st.lists(st.tuples(prompts, params, st.one_of(st.none(), st.integers(1, 8))), min_size=1, max_size=7),
     greedy=st.integers(0, 2),

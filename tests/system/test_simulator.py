@@ -31,13 +31,12 @@ def check(first: int, number: int) -> None:
     assert totals.audits[EQUAL] > 0
 
 
-@pytest.mark.parametrize("first", range(0, 20, SEEDS_PER_TEST))
-def test_service_withstands_simulated_faults(first: int) -> None:
-    check(first, SEEDS_PER_TEST)
+def test_service_withstands_simulated_faults() -> None:
+    check(0, SEEDS_PER_TEST)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(20, 300, 2 * SEEDS_PER_TEST))
+@pytest.mark.parametrize("first", range(SEEDS_PER_TEST, 200, 2 * SEEDS_PER_TEST))
 def test_service_withstands_many_simulated_faults(first: int) -> None:
     check(first, 2 * SEEDS_PER_TEST)
 
@@ -48,6 +47,7 @@ def test_planted_bug_is_found(bug: str) -> None:
         assert any(fails(draw(seed)) for seed in range(MAX_SEEDS))
 
 
+@pytest.mark.slow
 def test_failing_scenario_shrinks() -> None:
     with BUGS["a skipped round check"]():
         scenario = next(scenario for scenario in map(draw, count()) if fails(scenario))
@@ -58,13 +58,9 @@ def test_failing_scenario_shrinks() -> None:
 
 
 def test_same_seed_gives_the_same_messages() -> None:
-    """In other processes, and whatever the order of sets of strings."""
-
-    def digest_with(hash_seed: str) -> str:
-        path = os.pathsep.join([*sys.path, str(FOLDER)])
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path}
-        command = [sys.executable, "-m", "simulator", "--seeds", "2,7,9"]
-        output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-        return output.partition("digest ")[2].split()[0]
-
-    assert digest_with("1") == digest_with("2") == simulate_all(map(draw, (2, 7, 9)))[0].digest
+    """In another process with another order of sets of strings."""
+    path = os.pathsep.join([*sys.path, str(FOLDER)])
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-m", "simulator", "--seeds", "2,7"]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert output.partition("digest ")[2].split()[0] == simulate_all(map(draw, (2, 7)))[0].digest

@@ -151,7 +151,7 @@ def service(tiny_pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Ite
         runner.run(context.__aexit__(None, None, None))
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mix=st.lists(requests, min_size=1, max_size=6), forget_after=st.lists(st.integers(1, 8), max_size=2))
 def test_constrained_answers_equal_plain_decoding(
     service: Service, mix: list[Request], forget_after: list[int]
@@ -163,7 +163,7 @@ def test_constrained_answers_equal_plain_decoding(
 def test_every_draft_length_gives_the_plain_answer(service: Service, constraint: Constraint) -> None:
     sampling = {"temperature": 0.0, "logprobs": 1, "seed": 1}
     mix: list[Request] = [
-        (constraint, sampling, make_prompt((1, 9)), k, pb.DRAFT_METHOD_MODEL) for k in (*range(9), None)
+        (constraint, sampling, make_prompt((1, 9)), k, pb.DRAFT_METHOD_MODEL) for k in (1, 2, 8, None)
     ]
     service.runner.run(service.check(mix, []))
 

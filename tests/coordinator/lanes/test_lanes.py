@@ -84,12 +84,10 @@ async def test_a_request_goes_to_the_worker_with_its_prefix() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"overlap": "on"}, {"policy": "exspec"}, {"policy": "eqspec"}, {"num_speculative_tokens": 0}],
-    ids=str,
+    ("victim", "settings"),
+    [(0, {"overlap": "on"}), (1, {"policy": "exspec"}), (0, {"policy": "eqspec"}), (1, {"num_speculative_tokens": 0})],
 )
-@pytest.mark.parametrize("victim", [0, 1])
-async def test_sequences_of_a_lost_worker_continue_on_the_other(settings: dict[str, Any], victim: int) -> None:
+async def test_sequences_of_a_lost_worker_continue_on_the_other(victim: int, settings: dict[str, Any]) -> None:
     targets = [slow_target(), slow_target()]
     async with replicas(targets[1], first=targets[0], **settings) as served:
         address = [target.address for target in (await served.info()).targets][victim]
@@ -183,9 +181,11 @@ async def test_without_fingerprints_begun_sequences_stay() -> None:
         await served.until(lambda info: info.counters.completion_tokens > 200)
         address = (await served.info()).targets[1].address
         await targets[1].stop()
-        done, waiting = await asyncio.wait(streams, timeout=2)
-        assert len(done) == len(waiting) == 4
-        assert all(each.exception() is None for each in done)
+        waiting = set(streams)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while len(waiting) > 4:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                assert all(each.exception() is None for each in done)
         asked = len(targets[0].requests)
 
         await targets[1].start(address)  # another process
@@ -377,7 +377,7 @@ async def test_an_address_that_comes_back_is_used_again() -> None:
                 resolver.hosts = set(HOSTS[:2])
                 await served.until(lambda _: lanes[gone].window.is_open)
 
-            await stream_all(served, long_requests(8, tokens=1000), come_and_go)
+            await stream_all(served, long_requests(4, tokens=500), come_and_go)
             assert len((await served.info()).targets) == 2
     finally:
         for target in targets:

@@ -177,7 +177,7 @@ async def test_the_default_share_depends_on_the_target(
 async def test_shutdown_does_not_wait_for_a_replay() -> None:
     target = RecordingTarget(pass_seconds=lambda rows: 0.02)
     async with serving(target, audit_share=1.0, with_draft=False, drain_seconds=20.0) as served:
-        await served.stub.Generate(make_request([1], 200))
+        await served.stub.Generate(make_request([1], 100))
         await until_replaying(served)
         began = asyncio.get_running_loop().time()
         served.process.server.stop()

@@ -22,9 +22,10 @@ def clients_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(name, lambda context: str(dict(context.invocation_metadata()).get("client", "")))
 
 
-@pytest.mark.parametrize("target_grows", [True, False])
-@pytest.mark.parametrize("draft_grows", [True, False])
-@pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize(
+    ("target_grows", "draft_grows", "overlap"),
+    [(True, True, "on"), (True, False, "off"), (False, True, "on"), (False, False, "off")],
+)
 async def test_tokens_are_equal_while_reservations_grow_and_are_preempted(
     target_grows: bool, draft_grows: bool, overlap: str
 ) -> None:

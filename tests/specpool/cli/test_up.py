@@ -176,6 +176,7 @@ def check_trace(collector: Collector) -> None:
         assert served.attributes["specpool.forward_s"] > 0
 
 
+@pytest.mark.slow
 async def test_demo_compares_plain_and_speculative_tokens(tiny_pair: Pair) -> None:
     flags = ["--num-prompts", "2", "--max-tokens", "8", "--repeats", "1"]
     async with started("demo", *pair_flags(tiny_pair, *flags)) as process:

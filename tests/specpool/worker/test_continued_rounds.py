@@ -178,7 +178,7 @@ async def test_the_next_round_waits_at_the_worker(target: Worker, monkeypatch: p
 
     def watched(spans: Any) -> Any:
         for _ in range(1000):
-            if target.host.waiting:
+            if waiting or target.host.waiting:
                 break
             time.sleep(0.01)
         waiting.append(target.host.waiting)

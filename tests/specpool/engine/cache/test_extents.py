@@ -112,7 +112,7 @@ class ExtentMachine(RuleBasedStateMachine):
 
 
 TestExtentMachine = ExtentMachine.TestCase
-TestExtentMachine.settings = settings(max_examples=200, stateful_step_count=40)
+TestExtentMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @pytest.mark.parametrize(("length", "columns"), [(None, 64), (0, 16), (1, 16), (16, 16), (17, 32), (64, 64), (90, 64)])

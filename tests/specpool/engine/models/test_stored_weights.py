@@ -192,7 +192,7 @@ def test_other_dtypes_dequantize_weights(mixed: Path) -> None:
 # --- Trained drafts
 
 
-@pytest.mark.parametrize("kind", ["INT8", "Q4_1"])
+@pytest.mark.parametrize("kind", ["INT8", pytest.param("Q4_1", marks=pytest.mark.slow)])
 def test_a_draft_keeps_its_weights_and_the_embeddings_of_its_target(tmp_path: Path, kind: str) -> None:
     target = save_random_gguf(tmp_path, lambda name: "Q8_0", num_hidden_layers=3)
     trained: dict[str, Weight] = {**random_trained(target, 70)}

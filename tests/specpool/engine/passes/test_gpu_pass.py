@@ -50,6 +50,7 @@ def test_kernels_match_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert torch.equal(engine.forward([Span(1, 0, tokens[:3], 1)]), together[20:])
 
 
+@pytest.mark.slow
 def test_kernels_run_branches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_by_kernels(monkeypatch)
     folder = save_random(tmp_path, *VARIANTS["qwen3"])

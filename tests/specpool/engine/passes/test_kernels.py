@@ -114,7 +114,7 @@ def test_invisible_positions_do_not_affect_a_row() -> None:
 
 @each_dtype
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
-@pytest.mark.parametrize("prefix_length", [1, 15, 16, 17, 63, 64, 65, 255, 256, 257])
+@pytest.mark.parametrize("prefix_length", [1, BLOCK, SPLIT + 1, 2 * SPLIT + 1])
 def test_branches_match_contiguous_sequences(
     dtype: torch.dtype, limits: dict[str, int], prefix_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import torch
 from gemms import Gemm, random_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processors import imitated
+from processors import each_imitated
 
 from specpool.engine.passes.native.decoder import compile_decoder
 from specpool.engine.passes.native.panels import FLOAT32, KIND_NUMBERS, PANEL, PART, segments_of
@@ -25,16 +25,16 @@ pytestmark = [
 each_kind = pytest.mark.parametrize("kind", QUANTIZATION_TYPES)
 
 
-def compiled(*kinds: str) -> CDLL:
-    library = compile_decoder(16, 2, {FLOAT32, *kinds}, rounded=True)
+def compiled() -> CDLL:
+    """Compile all kinds."""
+    library = compile_decoder(16, 2, {FLOAT32, *KIND_NUMBERS}, rounded=True)
     assert library is not None
     return library
 
 
 @pytest.fixture(scope="module")
 def library() -> CDLL:
-    """Compiled for all kinds."""
-    return compiled(*KIND_NUMBERS)
+    return compiled()
 
 
 def some_rows(count: int, inputs: int = 512) -> torch.Tensor:
@@ -97,13 +97,13 @@ def test_results_follow_the_definition_bit_for_bit(library: CDLL, kind: str) -> 
     assert all(torch.equal(gemm(rows, threads), expected) for threads in (2, 3, 7))
 
 
-@each_kind
-def test_every_processor_gives_the_same_bits(library: CDLL, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, rows = extreme_weight(kind), some_rows(11)
-    here = Gemm(library, segments_of([weight]))(rows)
-    for processor in imitated():
-        monkeypatch.setenv("DECODER_CFLAGS", f"-march={processor}")
-        assert torch.equal(Gemm(compiled(kind), segments_of([weight]))(rows), here), processor
+@each_imitated
+def test_every_processor_gives_the_same_bits(library: CDLL, processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DECODER_CFLAGS", f"-march={processor}")
+    other = compiled()
+    for kind in QUANTIZATION_TYPES:
+        segments, rows = segments_of([extreme_weight(kind)]), some_rows(11)
+        assert torch.equal(Gemm(other, segments)(rows), Gemm(library, segments)(rows)), kind
 
 
 @each_kind

@@ -93,6 +93,7 @@ def test_modules_of_any_architecture_return_states(tmp_path: Path) -> None:
     assert_close(states, transformers_states(folder, TOKENS))
 
 
+@pytest.mark.slow
 def test_ranks_return_the_states_of_one_device(tmp_path: Path) -> None:
     folder = save_random(tmp_path, *VARIANTS["qwen3"])
     expected = states_of(load_engine(folder, device="cpu"), Span(0, 0, TOKENS, 1, num_states=9))
