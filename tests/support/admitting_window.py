@@ -22,3 +22,8 @@ class AdmittingWindow(Window):
     def admit(self, limit: int | None = None) -> list[Sequence]:
         """Admit waiting sequences: see `Admission.admit`."""
         return Admission(self.queue, self).admit(limit)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sequence is queued, runs, or holds a slot."""
+        return self.queue.is_empty and not self.occupied

@@ -124,7 +124,7 @@ def test_it_neither_uses_nor_leaves_cached_prefixes() -> None:
         sequence.target.commit(40)
         pool.queue.abort(sequence)
         pool.released([sequence.sequence_id])
-    assert pool.queue.is_empty
+    assert pool.is_empty
     assert not pool.background
 
 

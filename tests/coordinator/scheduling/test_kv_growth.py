@@ -251,5 +251,5 @@ def test_every_sequence_finishes(
         unfinished = [sequence for sequence in unfinished if sequence.finish is None]
         assert simulation.rounds < 10_000, "a sequence starves"
     simulation.round()
-    assert simulation.pool.queue.is_empty
+    assert simulation.pool.is_empty
     assert simulation.pool.kv_usage == 0

@@ -369,7 +369,7 @@ def test_a_paused_sequence_joins_no_round_and_keeps_its_place() -> None:
     pool.begin_round([other])
     pool.queue.pause(other)
     pool.end_round([other])
-    assert (list(pool.ready), pool.queue.is_empty) == ([], False)
+    assert (list(pool.ready), pool.is_empty) == ([], False)
     pool.check_integrity()
     pool.queue.resume(other)
     pool.queue.resume(one)
@@ -399,7 +399,7 @@ def test_paused_sequences_are_preempted_only_for_waiting_ones() -> None:
     pool, (one, other), (waiting,) = paused_and_waiting(1)
     assert (pool.leaving, list(pool.members), one.target.num_cached_tokens) == ({one.sequence_id}, [other], 0)
     release(pool)
-    assert (pool.admit(), pool.queue.is_empty) == ([waiting], False)
+    assert (pool.admit(), pool.is_empty) == ([waiting], False)
     pool.queue.resume(one)
     assert pool.queued == 1
     assert pool.admit() == []
@@ -436,7 +436,7 @@ def test_a_preempted_sequence_can_be_aborted(released: bool) -> None:
     pool.queue.abort(other)
     pool.queue.abort(waiting)
     release(pool)
-    assert (pool.queue.is_empty, pool.queue.find(*one.request.key)) == (True, [])
+    assert (pool.is_empty, pool.queue.find(*one.request.key)) == (True, [])
     pool.check_integrity()
 
 
@@ -588,7 +588,7 @@ def test_all_sequences_finish_despite_preemption(data: st.DataObject) -> None:
         release(pool)
         pool.check_integrity()
         unfinished = [sequence for sequence in unfinished if sequence.finish is None]
-    assert (pool.queue.is_empty, pool.queued, pool.running) == (True, 0, 0)
+    assert (pool.is_empty, pool.queued, pool.running) == (True, 0, 0)
 
 
 def test_prompts_that_enter_at_once_do_not_count_as_waiting() -> None:

@@ -45,7 +45,7 @@ class RoundsInFlight(RuleBasedStateMachine):
             if sequence.paused:
                 self.pool.queue.resume(sequence)
         for _ in range(2000):
-            if self.pool.queue.is_empty and not self.flights:
+            if self.pool.is_empty and not self.flights:
                 break
             while self.flights:
                 if not self.flights[0].is_sent:
@@ -55,7 +55,7 @@ class RoundsInFlight(RuleBasedStateMachine):
             self.admit()
             if len(self.pool.ready):
                 self.begin(4)
-        assert self.pool.queue.is_empty, "sequences never end"
+        assert self.pool.is_empty, "sequences never end"
         assert not self.held, "a slot is never released"
 
     @rule(prompt_length=st.integers(1, 20), max_tokens=st.integers(1, 6), client=st.sampled_from("xy"))
