@@ -27,7 +27,7 @@ INTRODUCTION = """# Command reference
 Every setting is a flag, an environment variable, or a key of a TOML file, in this order of precedence.
 `--max-num-seqs 8`, `SPECPOOL_MAX_NUM_SEQS=8` and `max_num_seqs = 8` are the same. Settings without a value are
 switches, such as `--smg` and `--no-smg`. Unknown settings are errors. Lists are separated by commas, and sizes have
-units, such as `16GiB`. Deprecated names, in parentheses, still work.
+units, such as `16GiB`.
 """
 # Groups of settings that several commands share, and what they are called.
 SHARED: dict[type[BaseModel], str] = {
@@ -65,18 +65,13 @@ def page() -> str:
 def _section(title: str, settings: type[BaseModel], without: Iterable[type[BaseModel]], text: str = "") -> str:
     inherited = {option for group in without for option in options_of(group)}
     rows = [
-        f"| {_name(option.flags, option.field)} | {_code(option.metavar)} | {_code(option.default or '')} "
+        f"| {_code(option.flag or option.field.upper())} | {_code(option.metavar)} | {_code(option.default or '')} "
         f"| {option.description.replace('|', '/')} |"
         for option in options_of(settings)
         if option not in inherited
     ]
     table = ["| setting | value | default | meaning |", "|---|---|---|---|", *rows] if rows else []
     return "\n".join([f"## {title}", "", *([text, ""] if text else []), *table, *([""] if table else [])])
-
-
-def _name(flags: tuple[str, ...], field: str) -> str:
-    current, *deprecated = flags or (field.upper(),)
-    return _code(current) + "".join(f" ({_code(name)})" for name in deprecated)
 
 
 def _code(text: str) -> str:

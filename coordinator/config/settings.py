@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, AliasChoices, ByteSize, Field, model_validator
+from pydantic import AfterValidator, ByteSize, Field, model_validator
 
 from coordinator.config.worker_security import WorkerSecurity
 from coordinator.prompts.template_file import check_template
@@ -85,9 +85,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         16,
         ge=1,
         le=MAX_NUM_SEQS,
-        validation_alias=AliasChoices("max_num_seqs", "window_size"),
-        description="maximum sequences running, for each target worker; its slots limit them too (deprecated name: "
-        "window_size)",
+        description="maximum sequences running, for each target worker; its slots limit them too",
     )
     max_batch_size: int = Field(16, ge=1, le=MAX_NUM_SEQS, description="maximum sequences in one round")
     min_group_size: int | None = Field(
@@ -105,8 +103,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     )
     prefix_caching: bool = Field(
         True,
-        validation_alias=AliasChoices("prefix_caching", "prefix_reuse"),
-        description="reuse cached prefixes of earlier requests (deprecated name: prefix_reuse)",
+        description="reuse cached prefixes of earlier requests",
     )
     queue_size: int = Field(
         256, ge=0, le=UINT32_MAX, description="maximum samples that wait; further requests are refused"

@@ -84,7 +84,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             version=package_version(),
             uptime_s=time.monotonic() - coordinator.started,
             policy=coordinator.settings.policy,
-            window_size=coordinator.lanes.max_num_seqs,
             max_num_seqs=coordinator.lanes.max_num_seqs,
             queue_size=coordinator.settings.queue_size,
             running=coordinator.lanes.running,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import AliasChoices, Field
+from pydantic import Field
 from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
@@ -33,7 +33,6 @@ class DemoSettings(UpSettings):
     log_level: LogLevel = Field("error", description="minimum level of logged messages")
     prefix_caching: bool = Field(
         False,
-        validation_alias=AliasChoices("prefix_caching", "prefix_reuse"),
         description="cache prompts; then only the first run prefills them",
     )
     drain_seconds: Seconds = Field(5.0, ge=0, description="time for running calls to finish at the end")

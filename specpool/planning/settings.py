@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import Field, model_validator
 
 from specpool.engine.config.activations import INT8, Activations, check_int8
 from specpool.engine.config.options import Dtype
@@ -42,8 +42,7 @@ class PlanSettings(Settings, ClientSecurity):
         8,
         ge=1,
         le=64,
-        validation_alias=AliasChoices("max_num_speculative_tokens", "longest"),
-        description="maximum draft tokens of a sequence in a round (deprecated name: longest)",
+        description="maximum draft tokens of a sequence in a round",
     )
     device: str = Field("auto", description="device of the target")
     draft_device: str = Field("auto", description="device of the drafts")

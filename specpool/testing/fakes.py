@@ -58,7 +58,7 @@ class FakeWorker:
 
         `notes`: notes about the model. `rank_devices`: devices of a sharded worker's ranks, two or more.
         `kv_positions`: capacity of the cache; 0: only `slots` limits it. `kv_reservations_grow`: whether later items
-        may reserve more, which workers of earlier versions ignore. `max_rounds_ahead`, `selects_branches`: see
+        may reserve more. `max_rounds_ahead`, `selects_branches`: see
         `WorkerLoad`; draft workers ignore them. `max_branches`: likewise; target workers ignore it.
         `supports_grammars`: whether to follow grammars, which needs llguidance.
         """

@@ -292,11 +292,10 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "uptime_s", "policy", "window_size", "queue_size", "running", "queued", "target", "draft", "counters", "max_num_seqs", "speculation", "standby", "targets", "draft_workers")
+    __slots__ = ("version", "uptime_s", "policy", "queue_size", "running", "queued", "target", "draft", "counters", "max_num_seqs", "speculation", "standby", "targets", "draft_workers")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_SIZE_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SIZE_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
@@ -311,7 +310,6 @@ class GetServerInfoResponse(_message.Message):
     version: str
     uptime_s: float
     policy: str
-    window_size: int
     queue_size: int
     running: int
     queued: int
@@ -323,7 +321,7 @@ class GetServerInfoResponse(_message.Message):
     standby: WorkerState
     targets: _containers.RepeatedCompositeFieldContainer[WorkerState]
     draft_workers: _containers.RepeatedCompositeFieldContainer[WorkerState]
-    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., policy: _Optional[str] = ..., window_size: _Optional[int] = ..., queue_size: _Optional[int] = ..., running: _Optional[int] = ..., queued: _Optional[int] = ..., target: _Optional[_Union[WorkerState, _Mapping]] = ..., draft: _Optional[_Union[WorkerState, _Mapping]] = ..., counters: _Optional[_Union[ServerCounters, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationState, _Mapping]] = ..., standby: _Optional[_Union[WorkerState, _Mapping]] = ..., targets: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., draft_workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., policy: _Optional[str] = ..., queue_size: _Optional[int] = ..., running: _Optional[int] = ..., queued: _Optional[int] = ..., target: _Optional[_Union[WorkerState, _Mapping]] = ..., draft: _Optional[_Union[WorkerState, _Mapping]] = ..., counters: _Optional[_Union[ServerCounters, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationState, _Mapping]] = ..., standby: _Optional[_Union[WorkerState, _Mapping]] = ..., targets: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., draft_workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ...) -> None: ...
 
 class SpeculationState(_message.Message):
     __slots__ = ("draft_steps", "expected_tokens_per_s", "plain_tokens_per_s", "model_acceptance_rate", "ngram_acceptance_rates", "draft_step_s", "verify_s", "verify_row_s", "exchange_s")

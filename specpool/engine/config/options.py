@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ByteSize, Field, model_validator
+from pydantic import BaseModel, ByteSize, Field, model_validator
 
 from specpool.engine.config.activations import INT8, Activations, check_int8
 
@@ -81,9 +81,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     )
     fused: bool = Field(
         True,
-        validation_alias=AliasChoices("fused", "lean"),
-        description="run Llama-family models with our fused pass instead of the transformers modules "
-        "(deprecated name: lean)",
+        description="run Llama-family models with our fused pass instead of the transformers modules",
     )
     native: bool = Field(
         True,
@@ -94,17 +92,15 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     )
     gemm: Literal["auto", "triton", "cublas"] = Field(
         "auto",
-        validation_alias=AliasChoices("gemm", "products"),
         description='GEMM backend of the fused pass on a GPU. "auto": the fastest batch-invariant one, but always '
-        '"triton" for a target if the bits of the backends differ (deprecated name: products)',
+        '"triton" for a target if the bits of the backends differ',
     )
     max_num_batched_tokens: int | None = Field(
         None,
-        validation_alias=AliasChoices("max_num_batched_tokens", "max_forward_tokens"),
         ge=1,
         le=2**20,
         description="maximum new tokens of one forward pass; longer inputs take several passes; default: 512 on a CPU, "
-        "2048 on a GPU (deprecated name: max_forward_tokens)",
+        "2048 on a GPU",
     )
     threads: int | None = Field(
         None,

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AliasChoices, BaseModel, ByteSize
+from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from pydantic_settings import CliPositionalArg
@@ -46,8 +46,8 @@ class Option:
 
     field: str
     """Its name in a TOML file."""
-    flags: tuple[str, ...]
-    """Its name on a command line, and deprecated names after it; () for a positional argument."""
+    flag: str | None
+    """Its name on a command line; None for a positional argument."""
     metavar: str
     """What its value is: "INT", "{a,b}"; "" for a switch."""
     default: str | None
@@ -67,27 +67,25 @@ def options_of(settings: type[BaseModel]) -> list[Option]:
     """Return all settings of a class, in the order of `--help`."""
     return [
         Option(
-            field=names[0],
-            flags=() if POSITIONAL in field.metadata else tuple(f"--{name.replace('_', '-')}" for name in names),
+            field=(name := name_of(field_name, field)),
+            flag=None if POSITIONAL in field.metadata else f"--{name.replace('_', '-')}",
             metavar=field_name.upper() if POSITIONAL in field.metadata else _metavar(field.annotation, field_name),
             default=_as_typed(field.default),
             is_required=field.is_required(),
             description=field.description or "",
         )
         for field_name, field in settings.model_fields.items()
-        for names in [names_of(field_name, field)]
     ]
 
 
-def names_of(name: str, field: FieldInfo) -> list[str]:
-    """Return the names of a setting: the current one, then deprecated ones."""
-    alias = field.validation_alias
-    return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [str(alias or name)]
+def name_of(name: str, field: FieldInfo) -> str:
+    """Return the name of a setting for users."""
+    return str(field.validation_alias or name)
 
 
 def show_options(parser: argparse.ArgumentParser, settings: type[BaseModel]) -> None:
     """Describe the settings in the parser's help as `options_of` does, instead of by their Python types."""
-    options = {name: option for option in options_of(settings) for name in option.flags or (option.field,)}
+    options = {option.flag or option.field: option for option in options_of(settings)}
     for action in parser._actions:
         if (option := options.get((*action.option_strings, action.dest)[0])) is not None:
             action.help = option.help.replace("%", "%%")

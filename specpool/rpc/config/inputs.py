@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import tomllib
-from collections.abc import Collection
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from specpool.rpc.config.help import names_of
+from specpool.rpc.config.help import name_of
 from specpool.rpc.config.spelling import suggest
 
 ENV_PREFIX = "SPECPOOL_"
@@ -39,7 +38,6 @@ def check_variables(settings: type[BaseModel], keys: set[str]) -> None:
     if unknown:
         similar = suggest((name.upper() for name in unknown), (key.upper() for key in keys), ENV_PREFIX)
         raise ValueError(f"unknown environment variable {', '.join(unknown)}{similar}")
-    _check_synonyms(settings, given.values(), "environment")
 
 
 def config_file_of(arguments: list[str]) -> str | None:
@@ -64,7 +62,6 @@ def read_config_file(settings: type[BaseModel], path: Path) -> dict[str, Any]:
         raise ValueError(f"config: {path}: {error}") from None
     if "config" in values:
         raise ValueError(f"config: {path}: a config file cannot name another config file")
-    _check_synonyms(settings, values, f"config: {path}")
     return values
 
 
@@ -72,7 +69,7 @@ def explain(settings: type[BaseModel], problem: ErrorDetails, file: str | None, 
     """Describe an invalid setting in one line. Names the TOML file if the value comes from there."""
     key = ".".join(map(str, problem["loc"]))  # empty if settings conflict
     if problem["type"] == "extra_forbidden":
-        known = [name for field_name, field in settings.model_fields.items() for name in names_of(field_name, field)]
+        known = [name_of(name, field) for name, field in settings.model_fields.items()]
         return f"config: {file}: unknown setting {key}{suggest([key], known)}"
     if problem["type"] == "missing":
         return f"{key.replace('_', '-')}: required: set it, for example with {ENV_PREFIX}{key.upper()}"
@@ -98,10 +95,3 @@ def _is_from(values: Any, problem: ErrorDetails) -> bool:
         return bool(reduce(getitem, problem["loc"], values) == problem["input"])
     except (LookupError, TypeError):
         return False
-
-
-def _check_synonyms(settings: type[BaseModel], given: Collection[str], where: str) -> None:
-    for name, field in settings.model_fields.items():
-        synonyms = [synonym for synonym in names_of(name, field) if synonym in given]
-        if len(synonyms) > 1:
-            raise ValueError(f"{where}: {synonyms[1]} is a deprecated name of {synonyms[0]}; give only {synonyms[0]}")

@@ -34,7 +34,7 @@ from pydantic_settings import (
 )
 
 from specpool.environment.version import package_version
-from specpool.rpc.config.help import names_of, show_options
+from specpool.rpc.config.help import name_of, show_options
 from specpool.rpc.config.inputs import (
     ENV_PREFIX,
     check_utf8,
@@ -151,7 +151,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def keys(cls) -> set[str]:
-        """Return the names of the settings in a TOML file, deprecated names included."""
+        """Return the names of the settings in a TOML file."""
         return names_of_settings(cls)
 
     @classmethod
@@ -223,8 +223,8 @@ class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
 
 
 def names_of_settings(model: type[BaseModel]) -> set[str]:
-    """Return every name that sets a field of the model, deprecated names included."""
-    return {key for name, field in model.model_fields.items() for key in names_of(name, field)}
+    """Return the names that set the fields of the model."""
+    return {name_of(name, field) for name, field in model.model_fields.items()}
 
 
 @contextmanager

@@ -130,7 +130,6 @@ def test_large_rounds_keep_the_estimate_of_one_row(limit: int, sizes: tuple[int,
 
 
 def test_rounds_beyond_all_points_keep_the_measured_ones() -> None:
-    """Older workers do not report how they split passes."""
     worker = SplittingWorker(64)
     times = StepTimes({n: worker.seconds(n) for n in (1, 2, 4, 8, 16, 32, 64)})
     for count in (3, 20):

@@ -30,7 +30,7 @@ class CuttingTarget(FakeTarget):
     ("costs", "seconds"),
     [
         (common_pb2.StepCosts(rows=[1, 16], seconds=[0.02, 0.035], max_rows=16), 2 * 0.035 + 0.027),
-        (common_pb2.StepCosts(rows=[1, 16], seconds=[0.02, 0.035]), 0.059),  # an older worker
+        (common_pb2.StepCosts(rows=[1, 16], seconds=[0.02, 0.035]), 0.059),
         (common_pb2.StepCosts(max_rows=1), 40 * 0.02),  # not measured
         (common_pb2.StepCosts(rows=[0, 16], seconds=[0.02, 0.035], max_rows=1), 40 * 0.02),  # impossible
     ],

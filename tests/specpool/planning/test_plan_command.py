@@ -32,7 +32,7 @@ from specpool.planning.measuring import MAX_ROWS, powers_of_two
 from specpool.testing import FakeDraft, FakeTarget
 
 Refusal = Callable[..., str]
-SMALL = ["--num-prompts", "4", "--max-tokens", "24", "--longest", "3", "--threads", "1"]
+SMALL = ["--num-prompts", "4", "--max-tokens", "24", "--max-num-speculative-tokens", "3", "--threads", "1"]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from specpool.cli.main import COMMANDS, known_keys
 from specpool.cli.services import services_of
 from specpool.cli.up_settings import UpSettings
 from specpool.planning.settings import PlanSettings
-from specpool.rpc.config.help import names_of, options_of
+from specpool.rpc.config.help import name_of, options_of
 from specpool.rpc.config.settings import Settings
 from target_worker.server import TargetWorkerSettings
 
@@ -86,19 +86,6 @@ def test_precedence_is_flag_variable_file_default(
     assert settings.queue_size == (9 if in_file else 256)
 
 
-@pytest.mark.parametrize("in_file", ["max_num_seqs", "window_size"])
-@pytest.mark.parametrize("in_environment", ["SPECPOOL_MAX_NUM_SEQS", "SPECPOOL_WINDOW_SIZE"])
-@pytest.mark.parametrize("flag", ["--max-num-seqs", "--window-size"])
-def test_former_names_have_the_same_precedence(
-    in_file: str, in_environment: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = ["--config", write(tmp_path, f"{in_file} = 3\n")]
-    assert load(*arguments).max_num_seqs == 3
-    monkeypatch.setenv(in_environment, "4")
-    assert load(*arguments).max_num_seqs == 4
-    assert load(*arguments, flag, "5").max_num_seqs == 5
-
-
 @pytest.mark.parametrize("upper", [True, False])
 def test_variables_in_either_case_can_name_the_file(
     upper: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -125,10 +112,10 @@ def test_commands_accept_the_variables_of_all_processes(
     assert known_keys() == workers | CoordinatorSettings.keys() | commands
     monkeypatch.setenv("SPECPOOL_KV_MEMORY", "8GiB")
     assert load_up().max_num_seqs == 16
-    monkeypatch.setenv("SPECPOOL_WINDOW_SIZ", "3")
+    monkeypatch.setenv("SPECPOOL_MAX_NUM_SEQ", "3")
     with pytest.raises(SystemExit):
         load_up()
-    error = "unknown environment variable SPECPOOL_WINDOW_SIZ (did you mean SPECPOOL_WINDOW_SIZE?)"
+    error = "unknown environment variable SPECPOOL_MAX_NUM_SEQ (did you mean SPECPOOL_MAX_NUM_SEQS?)"
     assert capsys.readouterr().err == f"specpool up: {error}\n"
 
 
@@ -204,10 +191,10 @@ def test_flags_without_a_value_are_refused_in_one_line(flag: str, capsys: pytest
 def test_unknown_variables_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("WINDOW_SIZE", "3")
+    monkeypatch.setenv("MAX_NUM_SEQS", "3")
     assert load().max_num_seqs == 16
-    monkeypatch.setenv("SPECPOOL_WINDOW_SIZ", "3")
-    assert "SPECPOOL_WINDOW_SIZ" in refusal(capsys)
+    monkeypatch.setenv("SPECPOOL_MAX_NUM_SEQ", "3")
+    assert "SPECPOOL_MAX_NUM_SEQ" in refusal(capsys)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +209,6 @@ def test_unknown_variables_are_refused_by_name(
         ("max_request_bytes = true", "max_request_bytes: Input should not be a boolean\n"),
         ("host = true", "host: Input should not be a boolean\n"),
         ("allowed_names = ['a', '']", "allowed_names.1: must not be empty\n"),
-        ("window_size = 3\nmax_num_seqs = 3", "window_size is a deprecated name of max_num_seqs; give only"),
         ("port: 7", "line 1"),
         ('config = "other.toml"', "a config file cannot name another config file"),
     ],
@@ -351,17 +337,6 @@ def test_only_values_from_the_file_name_it(tmp_path: Path, capsys: pytest.Captur
     assert error == 'specpool-coordinator: port: Input should be greater than or equal to 0 (got "-1")\n'
 
 
-def test_two_variables_of_one_setting_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SPECPOOL_WINDOW_SIZE", "3")
-    assert load().max_num_seqs == 3
-    monkeypatch.setenv("SPECPOOL_MAX_NUM_SEQS", "4")
-    assert "environment: window_size is a deprecated name of max_num_seqs" in refusal(capsys)
-    monkeypatch.delenv("SPECPOOL_WINDOW_SIZE")
-    assert load("--window-size", "5").max_num_seqs == 5
-
-
 @pytest.mark.parametrize("settings", [*(kind for kind, _ in COMMANDS.values()), TargetWorkerSettings, PlanSettings])
 def test_help_describes_values_in_words(settings: type[Settings], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -371,20 +346,20 @@ def test_help_describes_values_in_words(settings: type[Settings], capsys: pytest
         r"\[--[\w-]+ [^A-Z{|]|tuple|list\[|default factory|\(default: (?:None|True|False|\()", printed
     )
     options = {option.field: option for option in options_of(settings)}
-    assert options.keys() == {names_of(name, field)[0] for name, field in settings.model_fields.items()}
+    assert options.keys() == {name_of(name, field) for name, field in settings.model_fields.items()}
     assert all(option.help in " ".join(printed.split()) for option in options.values() if "-" not in option.help)
 
 
 def test_options_as_data() -> None:
     options = {option.field: option for option in options_of(DraftWorkerSettings)}
-    assert options["fused"].flags == ("--fused", "--lean")
+    assert options["fused"].flag == "--fused"
     assert (options["fused"].metavar, options["fused"].default) == ("", "on")
     assert (options["request_memory"].metavar, options["request_memory"].default) == ("SIZE", "128MiB")
     assert (options["dtype"].metavar, options["dtype"].default) == ("{auto,float32,bfloat16,float16}", "auto")
     assert (options["allowed_names"].metavar, options["allowed_names"].default) == ("NAMES", None)
     assert options["model"].is_required
     assert options["model"].help.endswith("(required)")
-    [prompt] = [option for option in options_of(GenerateSettings) if not option.flags]
+    [prompt] = [option for option in options_of(GenerateSettings) if option.flag is None]
     assert (prompt.field, prompt.metavar) == ("prompt", "PROMPT")
     assert {option.field: option.metavar for option in options_of(PlanSettings)}["batches"] == "INTS"
     assert {option.field: option.default for option in options_of(GenerateSettings)}["json"] == "off"

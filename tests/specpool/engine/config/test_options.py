@@ -33,9 +33,8 @@ def test_invalid_options_are_refused(changes: dict[str, Any], message: str) -> N
         EngineOptions(model="m", **changes)
 
 
-def test_memory_units_and_deprecated_aliases_are_accepted() -> None:
-    options = EngineOptions(model="m", kv_memory="2MiB", lean=False, max_forward_tokens=64)
-    assert (options.kv_memory, options.fused, options.max_num_batched_tokens) == (2 * 2**20, False, 64)
+def test_memory_units_are_accepted() -> None:
+    assert EngineOptions(model="m", kv_memory="2MiB").kv_memory == 2 * 2**20
 
 
 def test_default_caches_are_sized_for_ordinary_sequences() -> None:
