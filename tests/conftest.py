@@ -20,7 +20,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 from certificates import Authority, Certificate
 from tiny_pair import make_tiny_pair
 
-settings.register_profile("specpool", deadline=None)
+settings.register_profile("specpool", deadline=None, max_examples=40)
+settings.register_profile("thorough", deadline=None)  # pytest --hypothesis-profile thorough
 settings.load_profile("specpool")
 
 

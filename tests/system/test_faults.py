@@ -48,7 +48,7 @@ async def after_rounds(worker: RecordingTarget | RecordingDraft, rounds: int, ac
     return await act()
 
 
-@pytest.mark.parametrize(("target", "draft"), [(2, 0), (7, 0), (0, 1), (0, 5), (3, 2)])
+@pytest.mark.parametrize(("target", "draft"), [(2, 0), (0, 1), (3, 2)])
 async def test_lost_caches_are_restored(target: int, draft: int) -> None:
     async with serving() as served:
         served.target.forget_every, served.draft.forget_every = target, draft

@@ -187,7 +187,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
 
 
 @pytest.mark.parametrize("gpu", [False, True], indirect=True)
-@pytest.mark.parametrize("prefix_length", [1, 17, 255, 256])
+@pytest.mark.parametrize("prefix_length", [17, 256])
 def test_branches_on_a_gpu_match_sequences_of_their_own(gpu: Engine, prefix_length: int) -> None:
     assert gpu.supports_branches
     check_logits(gpu, prefix_length, (3, 3 + LENGTH, 40), (1, 1, 1, 4, 2), exact=False)
