@@ -1,5 +1,6 @@
 """Exceptions of `specpool.errors` from the errors of gRPC."""
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -74,3 +75,8 @@ def failure(error: Any, connector: Connector) -> RequestError:
         failed.retry_after = details.retry_seconds
     failed.__cause__ = error
     return failed
+
+
+async def async_failure(error: Any, connector: Connector) -> RequestError:
+    """Return `failure(error, connector)` without blocking the event loop."""
+    return await asyncio.to_thread(failure, error, connector)
