@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TOOLS := .venv/tools
-.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm simulate soak chaos attacks lint snapshots protos reference bench gpu-bundle pins sbom clean
+.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm simulate soak chaos attacks lint snapshots protos client reference bench gpu-bundle pins sbom clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -72,6 +72,10 @@ snapshots: .venv/ready
 
 protos: .venv/ready
 	$(BIN)/python .ci/generate_stubs.py
+
+# Rewrite the blocking client after a change of the one for asyncio; a test compares it.
+client: .venv/ready
+	$(BIN)/python .ci/generate_client.py
 
 # Rewrite docs/reference.md after a change of a setting; a test compares it.
 reference: .venv/ready

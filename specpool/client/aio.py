@@ -1,4 +1,4 @@
-"""The client for asyncio."""
+"""The client for asyncio. Cancelling a task aborts its request."""
 
 import asyncio
 import uuid
@@ -9,44 +9,40 @@ from typing import Self, Unpack
 
 import grpc
 
-from specpool.client.connections import Connected
+from specpool.client.connections import AsyncConnected, AsyncStub
 from specpool.client.constraints import Model, check_model, parsed
-from specpool.client.failures import failure
+from specpool.client.failures import async_failure
 from specpool.client.readiness import POLL_SECONDS, ProgressCallback, Readiness
 from specpool.client.requests import GenerateOptions, Prompt, make_request
 from specpool.client.retries import Replay, Retries
 from specpool.errors import RequestError
-from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2 as pb
-from specpool.v1 import generation_pb2_grpc
 
 
-class AsyncClient(Connected[grpc.aio.Channel]):
-    """Client of a coordinator, and an async context manager.
+class AsyncClient(AsyncConnected):
+    """Client of a coordinator, for use as a context manager.
 
     Calls raise a `RequestError` of `specpool.errors` if the server refuses them or remains unavailable.
     """
 
-    _open_channel = Connector.open
-
     @property
-    def stub(self) -> "generation_pb2_grpc.GenerationServiceAsyncStub":
+    def stub(self) -> AsyncStub:
         """The stub, for custom calls. Get it for each call, because TLS files may change."""
         # No `_end_call`: the channel must stay open until the client is closed.
-        stub: generation_pb2_grpc.GenerationServiceAsyncStub = self._begin_call().stub
+        stub: AsyncStub = self._begin_call().stub
         return stub
 
     @asynccontextmanager
-    async def _stub(self) -> AsyncIterator["generation_pb2_grpc.GenerationServiceAsyncStub"]:
+    async def _stub(self) -> AsyncIterator[AsyncStub]:
         """The stub for one call within the context. RequestError."""
         connection = self._begin_call()
         try:
             yield connection.stub
         except grpc.RpcError as error:
-            raise await asyncio.to_thread(failure, error, self._connector) from error
+            raise await async_failure(error, self._connector) from error
         finally:
             for channel in self._end_call(connection):
-                await channel.close(None)
+                await channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -54,8 +50,8 @@ class AsyncClient(Connected[grpc.aio.Channel]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for connection in self._connections:
-            await connection.channel.close(None)
+        for channel in self._close():
+            await channel.close()
 
     async def wait_ready(self, timeout_seconds: float = 60.0, on_progress: ProgressCallback | None = None) -> None:
         """Wait until the server can generate, for as long as it says that its model is loading.
@@ -78,14 +74,14 @@ class AsyncClient(Connected[grpc.aio.Channel]):
     async def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]
     ) -> pb.GenerateResponse:
-        """Return the whole answer. Cancelling the task or a timeout aborts the request."""
+        """Return the whole answer. A timeout aborts the request."""
         request, retries = make_request(prompt, **options), Retries(self._retry_seconds, timeout_seconds)
         while True:
             try:
                 async with self._stub() as stub:
                     return await stub.Generate(request, timeout=retries.remaining)
             except RequestError as error:
-                pause = retries.pause(error)
+                pause = self._pause(retries, error)
             await asyncio.sleep(pause)
 
     async def parse(
@@ -131,7 +127,7 @@ class AsyncClient(Connected[grpc.aio.Channel]):
                     finally:
                         call.cancel()
             except RequestError as error:
-                pause = retries.pause(error)
+                pause = self._pause(retries, error)
             await asyncio.sleep(pause)
 
     async def abort(self, request_id: str) -> None:

@@ -3,13 +3,19 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar, Unpack
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, Unpack
 
+import grpc
+
+from specpool.client.retries import Retries
+from specpool.errors import RequestError
 from specpool.rpc.security.channel import COORDINATOR_PORT, Connector, SecurityOptions, check_address
 from specpool.v1 import generation_pb2_grpc
 
 C = TypeVar("C")
 """A blocking or an asyncio channel."""
+AsyncStub: TypeAlias = "generation_pb2_grpc.GenerationServiceAsyncStub"
+SyncStub: TypeAlias = generation_pb2_grpc.GenerationServiceStub
 
 
 @dataclass(eq=False)
@@ -57,3 +63,33 @@ class Connected(Generic[C]):
             unused = [other for other in self._connections[:-1] if not other.calls]
             self._connections = [other for other in self._connections if other not in unused]
             return [other.channel for other in unused]
+
+    def _close(self) -> list[C]:
+        """Return the channels to close."""
+        return [connection.channel for connection in self._connections]
+
+    def _pause(self, retries: Retries, error: RequestError) -> float:
+        """Seconds to wait before the next attempt. Raises the error if it is final."""
+        return retries.pause(error)
+
+
+class AsyncConnected(Connected[grpc.aio.Channel]):
+    """Base class of the client for asyncio."""
+
+    _open_channel = Connector.open
+
+
+class SyncConnected(Connected[grpc.Channel]):
+    """Base class of the blocking client."""
+
+    _open_channel = Connector.open_blocking
+    _closed = False
+
+    def _close(self) -> list[grpc.Channel]:
+        self._closed = True
+        return super()._close()
+
+    def _pause(self, retries: Retries, error: RequestError) -> float:
+        if self._closed:  # closed by another thread, which cancels the call
+            raise error
+        return super()._pause(retries, error)

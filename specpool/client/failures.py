@@ -1,5 +1,6 @@
 """Converts gRPC errors to the exceptions of `specpool.errors`."""
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -75,3 +76,8 @@ def failure(error: Any, connector: Connector) -> RequestError:
         failed.retry_after = details.retry_seconds
     failed.__cause__ = error
     return failed
+
+
+async def async_failure(error: Any, connector: Connector) -> RequestError:
+    """Return `failure(error, connector)` without blocking the event loop."""
+    return await asyncio.to_thread(failure, error, connector)

@@ -1,4 +1,4 @@
-"""The blocking client. It is thread-safe."""
+"""The blocking client. It is thread-safe. `make client` writes this file from `aio.py`."""
 
 import time
 import uuid
@@ -9,36 +9,31 @@ from typing import Self, Unpack
 
 import grpc
 
-from specpool.client.connections import Connected
+from specpool.client.connections import SyncConnected, SyncStub
 from specpool.client.constraints import Model, check_model, parsed
 from specpool.client.failures import failure
 from specpool.client.readiness import POLL_SECONDS, ProgressCallback, Readiness
 from specpool.client.requests import GenerateOptions, Prompt, make_request
 from specpool.client.retries import Replay, Retries
 from specpool.errors import RequestError
-from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2 as pb
-from specpool.v1 import generation_pb2_grpc
 
 
-class Client(Connected[grpc.Channel]):
-    """Client of a coordinator, and a context manager.
+class Client(SyncConnected):
+    """Client of a coordinator, for use as a context manager.
 
     Calls raise a `RequestError` of `specpool.errors` if the server refuses them or remains unavailable.
     """
 
-    _open_channel = Connector.open_blocking
-    _closed = False
-
     @property
-    def stub(self) -> generation_pb2_grpc.GenerationServiceStub:
+    def stub(self) -> SyncStub:
         """The stub, for custom calls. Get it for each call, because TLS files may change."""
         # No `_end_call`: the channel must stay open until the client is closed.
-        stub: generation_pb2_grpc.GenerationServiceStub = self._begin_call().stub
+        stub: SyncStub = self._begin_call().stub
         return stub
 
     @contextmanager
-    def _stub(self) -> Iterator[generation_pb2_grpc.GenerationServiceStub]:
+    def _stub(self) -> Iterator[SyncStub]:
         """The stub for one call within the context. RequestError."""
         connection = self._begin_call()
         try:
@@ -55,9 +50,8 @@ class Client(Connected[grpc.Channel]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._closed = True
-        for connection in self._connections:
-            connection.channel.close()
+        for channel in self._close():
+            channel.close()
 
     def wait_ready(self, timeout_seconds: float = 60.0, on_progress: ProgressCallback | None = None) -> None:
         """Wait until the server can generate, for as long as it says that its model is loading.
@@ -135,11 +129,6 @@ class Client(Connected[grpc.Channel]):
             except RequestError as error:
                 pause = self._pause(retries, error)
             time.sleep(pause)
-
-    def _pause(self, retries: Retries, error: RequestError) -> float:
-        if self._closed:  # closed by another thread, which cancels the call
-            raise error
-        return retries.pause(error)
 
     def abort(self, request_id: str) -> None:
         """End a request in flight; its caller gets the tokens generated so far."""

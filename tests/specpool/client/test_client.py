@@ -6,8 +6,11 @@ import json
 import math
 import re
 import reprlib
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 from unittest import mock
@@ -27,6 +30,12 @@ PROMPT = [5, 6, 7]
 CHAT_OPTIONS = {"tools", "chat_template_kwargs"}
 OTHER_OPTIONS = {"num_speculative_tokens", "draft_method", "request_id", "priority", "cache_salt"} | CHAT_OPTIONS
 """Options other than sampling parameters."""
+
+
+def test_the_blocking_client_is_up_to_date(tmp_path: Path) -> None:
+    root, generated = Path(__file__).parents[3], tmp_path / "sync.py"
+    subprocess.run([sys.executable, ".ci/generate_client.py", generated], cwd=root, check=True)
+    assert generated.read_text() == (root / "specpool/client/sync.py").read_text(), "run `make client`"
 
 
 # --- Addresses and requests
