@@ -181,7 +181,7 @@ class NativeDraftLoop:
         (changes,) = draft.rows.changes()
         if (
             changes is not None and changes.allowed is not None
-        ):  # the loop overwrites it, and a later round may reuse it
+        ):  # the loop overwrites it, and it may be reused
             changes = replace(changes, allowed=changes.allowed.copy())
         if changes is None or not params.has_penalties:
             point_to_changes(state.row, changes)
