@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import sys
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.serving.coordinator import Coordinator
@@ -13,7 +12,7 @@ from coordinator.serving.service import GenerationServicer
 from coordinator.telemetry.metrics import CoordinatorMetrics
 from coordinator.workers.errors import MismatchError, UnusableModelError
 from specpool.rpc.config.settings import naming
-from specpool.rpc.observability.logs import configure_logging
+from specpool.rpc.observability.logs import configure_logging, end_process
 from specpool.rpc.observability.tracing import tracer_of
 from specpool.rpc.ports import ListenError
 from specpool.rpc.server.server import Server
@@ -115,7 +114,7 @@ def main() -> None:
         with naming(PROGRAM, "", ListenError, UnusableModelError):
             asyncio.run(serve(settings))
     except (OSError, MismatchError) as error:
-        sys.exit(f"{PROGRAM}: {error}")
+        end_process(f"{PROGRAM}: {error}", 1)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from specpool.rpc.config.settings import naming
+from specpool.rpc.observability.logs import end_process
 from specpool.rpc.observability.tracing import Tracer, tracer_of
 from specpool.rpc.ports import ListenError
 from specpool.rpc.security.channel import MAX_ROUND_BYTES
@@ -55,7 +56,7 @@ def run_worker(
             tracer = tracer_of(settings, program)
             asyncio.run(_serve(settings, host, add_service, tracer))
     except (OSError, DeviceFailedError) as error:
-        sys.exit(f"{program}: {error}")
+        end_process(f"{program}: {error}", 1)
     finally:
         # Skip the garbage collection at exit: scanning torch's objects takes a second or more.
         gc.freeze()

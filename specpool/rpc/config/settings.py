@@ -44,7 +44,7 @@ from specpool.rpc.config.inputs import (
     read_config_file,
 )
 from specpool.rpc.config.spelling import suggest
-from specpool.rpc.observability.logs import LogFormat
+from specpool.rpc.observability.logs import LogFormat, end_process
 from specpool.rpc.observability.trace_settings import TraceSettings
 from specpool.rpc.security.channel import (
     COORDINATOR_PORT,
@@ -239,8 +239,7 @@ def naming(program: str, setting: str, *errors: type[Exception]) -> Iterator[Non
         reason: object = error
         if isinstance(error, OSError) and error.filename is not None:
             reason = f"{error.filename}: {error.strerror}"
-        print(": ".join(filter(None, (program, setting, str(reason)))), file=sys.stderr)
-        raise SystemExit(2) from None
+        end_process(": ".join(filter(None, (program, setting, str(reason)))), 2)
 
 
 def _takes_booleans(annotation: Any) -> bool:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, NoReturn, TextIO
 
 from specpool.rpc.observability.line_limits import RecordLimit, without_message
 
@@ -99,6 +99,15 @@ def configure_logging(level: str, log_format: LogFormat = "text", program: str =
         if isinstance(logger, logging.Logger) and any(isinstance(h, logging.StreamHandler) for h in logger.handlers):
             logger.handlers.clear()
             logger.propagate = True
+
+
+def end_process(reason: str, status: int) -> NoReturn:
+    """Exit. The last line on stderr is the reason, in the format of the log."""
+    if any(isinstance(handler.formatter, JsonFormatter) for handler in logging.root.handlers):
+        logging.getLogger(__name__).critical("%s", reason)
+    else:
+        print(reason, file=sys.stderr)
+    raise SystemExit(status)
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):

@@ -94,7 +94,7 @@ def test_both_flags_accept_a_single_device(device: str) -> None:
         (["--target-devices", "cuda:0,cuda"], 'target-devices: "cuda" cannot be one of several devices: '),
         (["--target-devices", "cpu,cuda:1"], 'target-devices: "cpu" cannot be one of several devices: '),
         (["--num-speculative-tokens", "17"], "num-speculative-tokens: Input should be less than or equal to 16"),
-        (["--window-size", "4097"], "max-num-seqs: Input should be less than or equal to 4096"),
+        (["--max-num-seqs", "4097"], "max-num-seqs: Input should be less than or equal to 4096"),
         (["--threads", "1025"], "threads: Input should be less than or equal to 1024"),
         (["--drain-seconds", "86401"], "drain-seconds: Input should be less than or equal to 86400"),
         (["--standby-devices", "cuda:1"], "standby_devices needs standby"),

@@ -179,9 +179,7 @@ class NativeDraftLoop:
         state.seed, state.prompt_length = params.seed & MASK64, params.prompt_length
         state.unmasked_from = params.prompt_length + params.min_tokens
         (changes,) = draft.rows.changes()
-        if (
-            changes is not None and changes.allowed is not None
-        ):  # the loop overwrites it, and it may be reused
+        if changes is not None and changes.allowed is not None:  # the loop overwrites it, and it may be reused
             changes = replace(changes, allowed=changes.allowed.copy())
         if changes is None or not params.has_penalties:
             point_to_changes(state.row, changes)
