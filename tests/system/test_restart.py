@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from lab.failing_device import BROKEN, FAILURES, NO_MEMORY
 from lab.processes import ROLES, running
+from secure_service import until
 
 from benchmarks.cost.fakes import wait_ready
 from specpool.cli.processes import Service
@@ -70,14 +71,16 @@ async def test_failing_device_ends_the_worker_without_changing_tokens(
         truth = await client.stub.Generate(request(k=0))
         supervising = [asyncio.create_task(worker.keep_running()) for worker in processes.services[:2]]
         for victim, role, k in zip(processes.services[:2], ROLES, (0, 3), strict=True):
-            assert victim.process is not None
-            begun, ended = asyncio.Event(), asyncio.create_task(victim.process.wait())
+            process = victim.process
+            assert process is not None
+            begun, ended = asyncio.Event(), asyncio.create_task(process.wait())
             streams = [asyncio.create_task(tokens_of_stream(client, k, begun)) for _ in range(4)]
             await begun.wait()
             (tmp_path / "new").write_text(error)
             (tmp_path / "new").rename(tmp_path / role)
             assert await ended == 1
             assert await asyncio.gather(*streams) == [list(truth.token_ids)] * 4
+            await until(lambda process=process, victim=victim: victim.process is not process)
             await victim.wait_serving()
             await wait_ready(client)
         response = await client.stub.Generate(request(k=3))
