@@ -13,9 +13,9 @@ from typing import Any
 from benchmarks.cost.fakes import wait_ready
 from benchmarks.report import finish, output_folder, parser_of, progress, show, whole
 from coordinator.config.settings import CoordinatorSettings, Overlap
-from coordinator.scheduling.sequence import DraftMethod
 from coordinator.server import CoordinatorServer
 from specpool.client import AsyncClient
+from specpool.drafting.plans import DraftMethod
 from specpool.testing import FakeDraft, FakeTarget
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from benchmarks.simulate.machine import Machine, Spent
-from coordinator.drafting.draft_lengths import DraftLengths, DraftOptions
-from coordinator.scheduling.commits import NO_DRAFTS
-from coordinator.scheduling.sequence import DraftMethod
+from specpool.drafting.draft_lengths import DraftLengths, DraftOptions
+from specpool.drafting.plans import NO_DRAFTS, DraftMethod
 
 MAX_DRAFT_TOKENS = 8
 ANSWER_LENGTH = 100

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.drafting.drafting import Drafting
-from coordinator.drafting.lookup import PromptLookup
 from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.rounds.loop import RoundLoop
 from coordinator.rounds.runner import RoundRunner
@@ -21,6 +19,8 @@ from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.interface import Workers
 from coordinator.workers.link import RENEWED
 from coordinator.workers.standby import TargetPair
+from specpool.drafting.drafting import Drafting
+from specpool.drafting.lookup import PromptLookup
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,9 @@ from itertools import count
 from typing import Any
 
 from coordinator.config.settings import Overlap
-from coordinator.drafting.drafting import Drafting, DraftWorker
-from coordinator.drafting.outcome import RoundOutcome
 from coordinator.requests.in_flight import RequestsInFlight
-from coordinator.scheduling.commits import DraftPlan
-from coordinator.scheduling.counters import Counters, Timed
+from coordinator.scheduling.commits import Commit
+from coordinator.scheduling.counters import Counters
 from coordinator.scheduling.grouping import Group
 from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.round import Round
@@ -28,6 +26,10 @@ from coordinator.scheduling.worker_time import Part
 from coordinator.tracing.traces import RoundTrace, Traces
 from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.interface import Draft, Workers
+from specpool.drafting.costs import Timed
+from specpool.drafting.drafting import Drafting, DraftWorker
+from specpool.drafting.outcome import RoundOutcome
+from specpool.drafting.plans import DraftPlan
 from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict
 
@@ -59,7 +61,7 @@ class Flight:
     """The target process whose caches the round assumes."""
     began: float = 0.0
     proposed: Timed = field(default_factory=Timed)
-    outcome: RoundOutcome = field(default_factory=lambda: RoundOutcome([], Timed(), []))
+    outcome: RoundOutcome[Commit] = field(default_factory=lambda: RoundOutcome([], Timed(), []))
     committed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the round has committed or failed."""
     failed: bool = False
@@ -317,7 +319,7 @@ class RoundRunner:
         await asyncio.sleep(0)  # let the next round draft its branches first
         return any(verdict.status not in UNSERVED for verdict in verdicts)
 
-    def _usual_seconds(self, outcome: RoundOutcome) -> float:
+    def _usual_seconds(self, outcome: RoundOutcome[Commit]) -> float:
         """Seconds of the verification, or its usual duration if longer: `elapsed` is short if it was read late."""
         rows = sum(len(item.token_ids) + len(item.draft_token_ids) for item in outcome.verify_items)
         return max(outcome.verified.elapsed, self.target.step_times(rows))

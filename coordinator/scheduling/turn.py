@@ -5,9 +5,11 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-from coordinator.scheduling.commits import Commit, DraftPlan
+from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.features import FeatureStore
-from coordinator.scheduling.sequence import DraftMethod, PendingRound, Prefix, Sequence
+from coordinator.scheduling.sequence import PendingRound, Prefix, Sequence
+from specpool.drafting.acceptance import agreement_length
+from specpool.drafting.plans import DraftMethod, DraftPlan
 from specpool.protocol.features import FeatureSpec, WantedFeatures
 from specpool.protocol.rounds import (
     MAX_ITEM_BRANCHES,
@@ -454,12 +456,6 @@ def _first_contact(
         return None, None
     source = prefix.source.sequence_id if prefix is not None and base_length else None
     return source, sequence.request.worker_sampling
-
-
-def agreement_length(drafted: tuple[int, ...], gained: tuple[int, ...]) -> int:
-    """Number of draft tokens, verified or not, before the first that differs from the target's choice."""
-    pairs = enumerate(zip(drafted, gained, strict=False))
-    return next((i for i, (draft, choice) in pairs if draft != choice), min(len(drafted), len(gained)))
 
 
 def known_tokens(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:

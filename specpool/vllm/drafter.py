@@ -8,21 +8,13 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import count
 
-from coordinator.drafting.costs import StepTimes
-from coordinator.drafting.drafting import Drafting, DraftWorker
-from coordinator.scheduling.commits import DraftPlan
-from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.prefixes import PrefixIndex
 from coordinator.scheduling.round import Round
-from coordinator.scheduling.sequence import (
-    MAX_DRAFT_LAG,
-    DraftMethod,
-    Finish,
-    FinishReason,
-    GenerationRequest,
-    Sequence,
-)
+from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
 from coordinator.scheduling.turn import DraftLimits
+from specpool.drafting.costs import StepTimes, Timed
+from specpool.drafting.drafting import Drafting, DraftWorker
+from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod, DraftPlan
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict
 from specpool.vllm.costs import StepCosts
 from specpool.vllm.pacing import Mode, Pacing

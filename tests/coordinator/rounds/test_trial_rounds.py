@@ -4,8 +4,8 @@ from unittest import mock
 
 from serving import RecordingDraft, RecordingTarget, make_request, serving
 
-from coordinator.drafting.draft_lengths import NEW_TRIALS, DraftLengths
-from coordinator.scheduling.sequence import DraftMethod
+from specpool.drafting.draft_lengths import NEW_TRIALS, DraftLengths
+from specpool.drafting.plans import DraftMethod
 
 
 async def test_drafts_of_a_new_model_count_as_trials() -> None:

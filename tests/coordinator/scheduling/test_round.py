@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.scheduling.commits import Commit, DraftPlan, Lookup
+from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.counters import Counters, DraftCounters
 from coordinator.scheduling.prefill import MAX_UNCHUNKED_TOKENS
 from coordinator.scheduling.round import Round
-from coordinator.scheduling.sequence import DraftMethod, Finish, FinishReason, GenerationRequest, Prefix, Sequence
+from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
 from coordinator.scheduling.text import TextStream
 from coordinator.scheduling.turn import DRAFT_BACKOFF_ROUNDS, DraftLimits
+from specpool.drafting.plans import DraftMethod, DraftPlan, Lookup
 from specpool.protocol.rounds import Branch, ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
 

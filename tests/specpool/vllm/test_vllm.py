@@ -11,8 +11,8 @@ import pytest
 from serving import RecordingDraft
 from vllm_stand_in import MAX_MODEL_LEN, STEP_SECONDS, Row, StandIn, save_tokenizer, vllm_config
 
-from coordinator.drafting.costs import UNKNOWN_VERIFY, StepTimes
 from coordinator.workers import link
+from specpool.drafting.costs import UNKNOWN_VERIFY, StepTimes
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.testing import FakeTarget, byte_tokenizer
 from specpool.vllm import RemoteDraft

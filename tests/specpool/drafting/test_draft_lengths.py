@@ -8,17 +8,16 @@ from hypothesis import strategies as st
 
 from benchmarks.simulate.cells import row
 from benchmarks.simulate.machine import COSTS
-from coordinator.drafting.costs import RoundCosts, StepTimes
-from coordinator.drafting.draft_lengths import (
+from specpool.drafting.costs import RoundCosts, StepTimes
+from specpool.drafting.draft_lengths import (
     NEW_TRIALS,
     PLAN_ROUNDS,
     STATES_BEFORE_TRIAL,
     DraftLengths,
     DraftOptions,
 )
-from coordinator.drafting.trials import FREE_TRIALS
-from coordinator.scheduling.commits import DraftPlan
-from coordinator.scheduling.sequence import DraftMethod
+from specpool.drafting.plans import DraftMethod, DraftPlan
+from specpool.drafting.trials import FREE_TRIALS
 
 
 def line(first: float, more: float) -> StepTimes:

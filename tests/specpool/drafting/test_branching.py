@@ -4,12 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.drafting.branching import NUMBERS, Branching, BranchPlan
-from coordinator.drafting.costs import RoundCosts, StepTimes
-from coordinator.drafting.draft_lengths import NEW_TRIALS, PLAN_ROUNDS, DraftLengths, DraftOptions
-from coordinator.drafting.drafting import Drafting, DraftWorker
-from coordinator.scheduling.commits import Commit, DraftPlan
-from coordinator.scheduling.sequence import DraftMethod, GenerationRequest, Sequence
+from coordinator.scheduling.commits import Commit
+from coordinator.scheduling.sequence import GenerationRequest, Sequence
+from specpool.drafting.branching import NUMBERS, Branching, BranchPlan
+from specpool.drafting.costs import RoundCosts, StepTimes
+from specpool.drafting.draft_lengths import NEW_TRIALS, PLAN_ROUNDS, DraftLengths, DraftOptions
+from specpool.drafting.drafting import Drafting, DraftWorker
+from specpool.drafting.plans import DraftMethod, DraftPlan
 from specpool.protocol.rounds import ItemStatus, Proposal
 
 LENGTHS = range(1, 17)

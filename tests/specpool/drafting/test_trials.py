@@ -1,6 +1,6 @@
 """Trials: rarer while they lose, and as frequent as before once they no longer do."""
 
-from coordinator.drafting.trials import FREE_TRIALS, TIME_SHARE, Trials
+from specpool.drafting.trials import FREE_TRIALS, TIME_SHARE, Trials
 
 PLAIN, EXTRA = 1.0, 0.5
 

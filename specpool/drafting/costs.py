@@ -160,6 +160,20 @@ def _bounded(seconds: float) -> float:
     return min(MAX_SECONDS, max(MIN_SECONDS, seconds))
 
 
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of a call to a worker: in total, in the model, and in realignment."""
+
+    elapsed: float = 0.0
+    forward: float = 0.0
+    realign: float = 0.0
+
+    @property
+    def wire(self) -> float:
+        """Time outside the worker's own measurements."""
+        return self.elapsed - self.forward - self.realign
+
+
 @dataclass
 class RoundCosts:
     """Cost of a round, by component."""

@@ -4,16 +4,15 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from coordinator.drafting.acceptance import Calibration, expected_tokens
-from coordinator.drafting.branching import BranchPlan
-from coordinator.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes
-from coordinator.drafting.draft_lengths import DraftLengths, DraftOptions
-from coordinator.drafting.forced_tokens import ForcedTokens
-from coordinator.drafting.lookup import PromptLookup
-from coordinator.drafting.outcome import RoundOutcome, draft_steps
-from coordinator.scheduling.commits import NO_DRAFTS, Commit, DraftPlan, Lookup, LookupSource
-from coordinator.scheduling.counters import Timed
-from coordinator.scheduling.sequence import MAX_DRAFT_LAG, DraftMethod, Sequence
+from specpool.drafting.acceptance import Calibration, expected_tokens
+from specpool.drafting.branching import BranchPlan
+from specpool.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes, Timed
+from specpool.drafting.draft_lengths import DraftLengths, DraftOptions
+from specpool.drafting.forced_tokens import ForcedTokens
+from specpool.drafting.lookup import PromptLookup
+from specpool.drafting.outcome import RoundOutcome, draft_steps
+from specpool.drafting.plans import MAX_DRAFT_LAG, NO_DRAFTS, DraftMethod, DraftPlan, Lookup, LookupSource
+from specpool.drafting.sequences import Commit, Sequence
 from specpool.protocol.rounds import Proposal, ProposeItem
 
 # Maximum rounds over which to spread the cost of catching up the draft worker.
@@ -152,7 +151,7 @@ class Drafting:
             plans |= {i: NO_STATES if plans[i] is NO_DRAFTS else plans[i]._replace(reads_states=False) for i in unread}
         return plans
 
-    def observe_round(self, outcome: RoundOutcome) -> None:
+    def observe_round(self, outcome: RoundOutcome[Commit]) -> None:
         """Learn from the results of a round, and from the times that the workers report."""
         for items, proposals, timed in outcome.proposals:
             if outcome.is_quiet:
@@ -167,7 +166,7 @@ class Drafting:
             self.observe(commit)
             self.lengths.branching.observe(commit)
 
-    def observe_seconds(self, outcome: RoundOutcome, seconds: float, batch: int | None = None) -> None:
+    def observe_seconds(self, outcome: RoundOutcome[Commit], seconds: float, batch: int | None = None) -> None:
         """Learn from the wall time of a round, since the end of the previous one.
 
         `batch`: sequences of both groups if two overlap. A plain round would contain all of them.
@@ -209,7 +208,7 @@ class Drafting:
     def _observe_exchange(self, timed: Timed) -> None:
         self.costs.exchange += EXCHANGE_WEIGHT * (timed.wire - self.costs.exchange)
 
-    def _observe_waiting(self, outcome: RoundOutcome, seconds: float) -> None:
+    def _observe_waiting(self, outcome: RoundOutcome[Commit], seconds: float) -> None:
         """Learn how long the target waits between plain rounds, and how long the coordinator takes for other rounds."""
         costs = self.costs
         if outcome.method is None:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from benchmarks.simulate.machine import Conditions, Machine
 from benchmarks.simulate.runs import MAX_DRAFT_TOKENS, Adaptive, Fixed, drawn, seconds_of_run, steady
-from coordinator.drafting.costs import RoundCosts, StepTimes
-from coordinator.drafting.draft_lengths import DraftLengths
-from coordinator.drafting.guard import Guard
-from coordinator.drafting.plain_times import MIN_PLAIN, PlainTimes
-from coordinator.scheduling.sequence import DraftMethod
+from specpool.drafting.costs import RoundCosts, StepTimes
+from specpool.drafting.draft_lengths import DraftLengths
+from specpool.drafting.guard import Guard
+from specpool.drafting.plain_times import MIN_PLAIN, PlainTimes
+from specpool.drafting.plans import DraftMethod
 
 MODEL, NGRAM = DraftMethod.MODEL, DraftMethod.NGRAM
 PLAIN_EVERY = 128

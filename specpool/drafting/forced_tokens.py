@@ -4,7 +4,7 @@ Forced tokens spell the only text that a grammar allows. The target rejects them
 and each of them costs a row of the verification.
 """
 
-from coordinator.drafting.acceptance import OVERALL_DECAY, Acceptance
+from specpool.drafting.acceptance import OVERALL_DECAY, Acceptance
 
 # Initial acceptance rate.
 FIRST_RATE = 0.9

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
-from coordinator.drafting.costs import RoundCosts
+from specpool.drafting.costs import RoundCosts
 
 # Recent plain rounds of a batch size that count, and the seconds for which they count.
 RECENT, RECENT_SECONDS = 15, 30.0

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from coordinator.drafting.costs import RoundCosts
-from coordinator.drafting.plain_times import PlainTimes, size_class
-from coordinator.scheduling.sequence import DraftMethod
+from specpool.drafting.costs import RoundCosts
+from specpool.drafting.plain_times import PlainTimes, size_class
+from specpool.drafting.plans import DraftMethod
 
 # Share of the time that drafting may lose in the long run. Halved after each failed retry, `MAX_FAILURES` times.
 LOSS_SHARE, MAX_FAILURES = 0.01, 3

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.drafting.acceptance import Calibration
-from coordinator.drafting.costs import StepTimes
-from coordinator.drafting.draft_lengths import PLAIN_EVERY, PLAN_ROUNDS, STATES_BEFORE_TRIAL
-from coordinator.drafting.drafting import Drafting, DraftWorker
-from coordinator.drafting.forced_tokens import TRIAL_EVERY
-from coordinator.drafting.outcome import RoundOutcome
-from coordinator.drafting.trials import FREE_TRIALS
-from coordinator.scheduling.commits import Commit, DraftPlan, Lookup, LookupSource
-from coordinator.scheduling.counters import Timed
+from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.round import Round
-from coordinator.scheduling.sequence import DraftMethod, GenerationRequest, Sequence
+from coordinator.scheduling.sequence import GenerationRequest, Sequence
 from coordinator.scheduling.turn import DraftLimits
+from specpool.drafting.acceptance import Calibration
+from specpool.drafting.costs import StepTimes, Timed
+from specpool.drafting.draft_lengths import PLAIN_EVERY, PLAN_ROUNDS, STATES_BEFORE_TRIAL
+from specpool.drafting.drafting import Drafting, DraftWorker
+from specpool.drafting.forced_tokens import TRIAL_EVERY
+from specpool.drafting.outcome import RoundOutcome
+from specpool.drafting.plans import DraftMethod, DraftPlan, Lookup, LookupSource
+from specpool.drafting.trials import FREE_TRIALS
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
 

@@ -17,6 +17,12 @@ def expected_tokens(rate: float, k: int) -> float:
     return 1.0 + float(sum(accumulate(repeat(rate, k), mul)))
 
 
+def agreement_length(drafted: tuple[int, ...], gained: tuple[int, ...]) -> int:
+    """Number of draft tokens, verified or not, before the first that differs from the target's choice."""
+    pairs = enumerate(zip(drafted, gained, strict=False))
+    return next((i for i, (draft, choice) in pairs if draft != choice), min(len(drafted), len(gained)))
+
+
 @dataclass
 class Acceptance:
     """Recent acceptance rate of draft tokens."""

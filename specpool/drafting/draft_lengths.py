@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from coordinator.drafting.acceptance import AcceptanceRates, expected_tokens
-from coordinator.drafting.branching import Branching, BranchPlan
-from coordinator.drafting.costs import RoundCosts
-from coordinator.drafting.guard import Guard
-from coordinator.drafting.trials import FREE_TRIALS, Trials
-from coordinator.scheduling.commits import NO_DRAFTS, DraftPlan
-from coordinator.scheduling.sequence import DraftMethod
+from specpool.drafting.acceptance import AcceptanceRates, expected_tokens
+from specpool.drafting.branching import Branching, BranchPlan
+from specpool.drafting.costs import RoundCosts
+from specpool.drafting.guard import Guard
+from specpool.drafting.plans import NO_DRAFTS, DraftMethod, DraftPlan
+from specpool.drafting.trials import FREE_TRIALS, Trials
 
 # Number of bins of acceptance rates. Planning counts sequences per bin instead of examining each one.
 RATE_BINS = 32

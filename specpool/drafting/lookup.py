@@ -3,13 +3,12 @@
 from collections.abc import Iterable
 from functools import partial
 
-from coordinator.drafting import answers, ngrams
-from coordinator.drafting.acceptance import AcceptanceRates, expected_tokens
-from coordinator.drafting.answers import AnswerStore
-from coordinator.drafting.ngrams import NgramIndex
-from coordinator.scheduling.commits import NO_LOOKUP, Lookup, LookupSource
-from coordinator.scheduling.sequence import DraftMethod, FinishReason, GenerationRequest, Sequence
-from coordinator.scheduling.turn import agreement_length
+from specpool.drafting import answers, ngrams
+from specpool.drafting.acceptance import AcceptanceRates, agreement_length, expected_tokens
+from specpool.drafting.answers import AnswerStore
+from specpool.drafting.ngrams import NgramIndex
+from specpool.drafting.plans import NO_LOOKUP, DraftMethod, Lookup, LookupSource
+from specpool.drafting.sequences import Request, Sequence
 
 # Initial acceptance rates by length of the repeated run.
 FIRST_RATES = {1: 0.15, 2: 0.3, 3: 0.45, 4: 0.6}
@@ -66,8 +65,7 @@ class PromptLookup:
 
         It includes the last tokens of the prompt, so that the first tokens of a repeated answer can be drafted.
         """
-        is_finished = sequence.finish is not None and sequence.finish.reason is not FinishReason.ABORT
-        if self._answers is not None and is_finished and _shares_answers(sequence.request):
+        if self._answers is not None and sequence.is_complete and _shares_answers(sequence.request):
             start = max(0, sequence.prompt_length - answers.MAX_RUN)
             self._answers.add(sequence.request.namespace, sequence.token_ids[start:])
 
@@ -87,6 +85,6 @@ class PromptLookup:
         return expected_tokens(self.rate(sequence_id, lookup), len(lookup.token_ids))
 
 
-def _shares_answers(request: GenerationRequest) -> bool:
+def _shares_answers(request: Request) -> bool:
     """Whether a request uses the answer store. Repeats are faster, which users who share a salt can measure."""
     return request.cache_salt != ""
