@@ -39,7 +39,7 @@ PURE = {
     "coordinator/audit": {"coordinator.audit", "coordinator.scheduling", "specpool.drafting", "specpool.protocol"},
     "specpool/drafting": {"specpool.drafting", "specpool.protocol"},
 }
-PURE_BESIDE_VLLM = ("costs", "drafter", "pacing", "rows")
+PURE_BESIDE_VLLM = ("costs", "drafter", "rows")
 IMPURE = {"grpc", "google", "torch", "time", "asyncio", "threading", "datetime", "random", "logging"}
 
 MAY_NAME_STATUS_CODES = {

@@ -77,7 +77,7 @@ class Adaptive(Fixed):
             self.lengths.costs.draft.observe_steps(drafting, spent.draft)
         self.lengths.costs.verify.observe(len(chosen) + sum(drafting), spent.verify)
         method = DraftMethod.MODEL if drafting else None
-        self.lengths.observe(len(gained), sum(gained.values()), spent.wall, method, self._is_trial)
+        self.lengths.ledger.observe(len(gained), sum(gained.values()), spent.wall, method, self._is_trial)
 
     def forget(self, number: int) -> None:
         self.lengths.acceptance.forget(number)

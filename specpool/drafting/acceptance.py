@@ -8,7 +8,7 @@ from operator import mul
 # Decay of older observations per draft token, for one sequence and overall. The overall rate is the prior of every
 # sequence and weighs as much as `PRIOR_TOKENS` observations.
 DECAY, OVERALL_DECAY, PRIOR_TOKENS = 0.985, 0.995, 10.0
-# Bins of the draft's own probabilities.
+# Bins of the draft's own probabilities: more of them learn more slowly.
 CONFIDENCES = 10
 
 

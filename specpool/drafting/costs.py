@@ -14,7 +14,8 @@ MAX_GROWTH = 1.25
 # Bounds of the time of a pass. They keep ratios finite.
 MIN_SECONDS, MAX_SECONDS = 1e-6, 1e6
 # Default seconds by rows, for workers without measurements.
-UNKNOWN_VERIFY, UNKNOWN_DRAFT = {1: 0.02, 64: 0.04, 1024: 0.345}, {1: 0.002, 64: 0.004, 1024: 0.0345}
+UNKNOWN_VERIFY = {1: 0.02, 64: 0.04, 1024: 0.345}
+UNKNOWN_DRAFT = {rows: seconds / 10 for rows, seconds in UNKNOWN_VERIFY.items()}
 
 
 class StepTimes:

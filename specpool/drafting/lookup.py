@@ -10,14 +10,12 @@ from specpool.drafting.ngrams import NgramIndex
 from specpool.drafting.plans import NO_LOOKUP, DraftMethod, Lookup, LookupSource
 from specpool.drafting.sequences import Request, Sequence
 
-# Initial acceptance rates by length of the repeated run.
-FIRST_RATES = {1: 0.15, 2: 0.3, 3: 0.45, 4: 0.6}
+# Initial acceptance rate per token of the repeated run: longer runs mislead less.
+FIRST_RATE = 0.15
 RUNS = {
     LookupSource.SEQUENCE: range(ngrams.MIN_RUN, ngrams.MAX_RUN + 1),
     LookupSource.ANSWERS: range(answers.MIN_RUN, answers.MAX_RUN + 1),
 }
-# Minimum run of requests with a fixed draft length. They draft whether it pays or not, and a single token rarely does.
-MIN_FIXED_RUN = 2
 
 
 class PromptLookup:
@@ -26,7 +24,7 @@ class PromptLookup:
     def __init__(self, store_tokens: int = 0) -> None:
         """`store_tokens`: maximum tokens of finished answers to keep; 0: keep none."""
         self.acceptance = {
-            source: {run: AcceptanceRates(FIRST_RATES[run]) for run in runs} for source, runs in RUNS.items()
+            source: {run: AcceptanceRates(FIRST_RATE * run) for run in runs} for source, runs in RUNS.items()
         }
         self._answers = AnswerStore(store_tokens) if store_tokens else None
         self._indexes: dict[int, NgramIndex] = {}
@@ -43,7 +41,8 @@ class PromptLookup:
         found = [(LookupSource.SEQUENCE, *index.propose(sequence.token_ids, limit))]
         if self._answers is not None and _shares_answers(request):
             found.append((LookupSource.ANSWERS, *self._answers.propose(request.namespace, sequence.token_ids, limit)))
-        min_run, length = ngrams.MIN_RUN if request.adaptive else MIN_FIXED_RUN, len(sequence.token_ids)
+        # Requests with a fixed length draft whether it pays or not, and after a run of one token it rarely does.
+        min_run, length = ngrams.MIN_RUN if request.adaptive else answers.MIN_RUN, len(sequence.token_ids)
         lookups = [Lookup(token_ids, run, source, length) for source, token_ids, run in found if run >= min_run]
         if len(lookups) < 2:  # the usual case, in every round of every sequence
             return lookups[0] if lookups else NO_LOOKUP

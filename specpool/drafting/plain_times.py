@@ -14,7 +14,7 @@ from specpool.drafting.costs import RoundCosts
 # Recent plain rounds of a batch size that count, and the seconds for which they count.
 RECENT, RECENT_SECONDS = 15, 30.0
 # Plain rounds needed before any comparison.
-MIN_PLAIN = 3
+MIN_PLAIN = RECENT // 5
 # Weight and maximum of an observation of the tail.
 TAIL_WEIGHT, MAX_TAIL = 0.02, 4.0
 
