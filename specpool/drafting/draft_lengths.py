@@ -3,7 +3,7 @@
 The expected gain of a draft token is the probability that it and all draft tokens before it are accepted. It costs a
 row of the verification. A token of the draft model also costs a share of a draft step. If no draft token pays off,
 nothing is drafted. If the draft worker can draft during a verification, `Branching` plans branches where they are
-faster. The guard pauses methods that lose time despite the plan.
+faster. The ledger pauses methods that lose time despite the plan.
 """
 
 from collections import Counter
@@ -162,7 +162,7 @@ class DraftLengths:
     def _allowed(
         self, options: Mapping[int, DraftOptions], batch: int, max_branches: int
     ) -> Mapping[int, DraftOptions]:
-        """Options without the methods that the guard has paused. The start or end of a pause forces a new plan."""
+        """Options without the methods that the ledger has paused. The start or end of a pause forces a new plan."""
         may_use_model, may_look_up = (
             self.ledger.may_draft(method, batch) for method in (DraftMethod.MODEL, DraftMethod.NGRAM)
         )

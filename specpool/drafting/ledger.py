@@ -206,7 +206,9 @@ class Ledger:
         if key not in self._entries:
             last = self._last.get(method)
             self._entries[key] = (
-                replace(last, balance=min(FIRST_BALANCE / 3, last.balance), rounds=0) if last is not None else _Entry()
+                replace(last, balance=min(FIRST_BALANCE / 3, last.balance), rounds=0, reassess_in=0)
+                if last is not None
+                else _Entry()
             )
         entry = self._last[method] = self._entries[key]
         return entry

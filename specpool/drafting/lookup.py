@@ -14,7 +14,7 @@ from specpool.drafting.sequences import Request, Sequence
 FIRST_RATE = 0.15
 RUNS = {
     LookupSource.SEQUENCE: range(ngrams.MIN_RUN, ngrams.MAX_RUN + 1),
-    LookupSource.ANSWERS: range(answers.MIN_RUN, answers.MAX_RUN + 1),
+    LookupSource.ANSWERS: range(answers.MIN_RUN, ngrams.MAX_RUN + 1),
 }
 
 
@@ -65,7 +65,7 @@ class PromptLookup:
         It includes the last tokens of the prompt, so that the first tokens of a repeated answer can be drafted.
         """
         if self._answers is not None and sequence.is_complete and _shares_answers(sequence.request):
-            start = max(0, sequence.prompt_length - answers.MAX_RUN)
+            start = max(0, sequence.prompt_length - ngrams.MAX_RUN)
             self._answers.add(sequence.request.namespace, sequence.token_ids[start:])
 
     def index_answers(self) -> None:
