@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from coordinator.drafting.outcome import RoundOutcome
-from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.grouping import Group
 from coordinator.scheduling.round import Round
 from coordinator.tracing.traces import RoundTrace
+from specpool.drafting.costs import Timed
+from specpool.drafting.outcome import RoundOutcome
 
 
 class RunningRound(Round):
