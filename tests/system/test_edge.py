@@ -195,7 +195,7 @@ async def test_tls_ends_at_the_edge(ca: Authority, pair: Path, mode: str) -> Non
             assert await call(address, tls_ca=ca.path, **own) == b"a"
 
 
-@pytest.mark.parametrize("variables", [{"tls": "on"}, {"tls": ""}, {"connections": "0"}])
+@pytest.mark.parametrize("variables", [{"tls": "on"}, {"tls": ""}, {"connections": "0"}, {"stalled_seconds": "0"}])
 def test_mistyped_variables_are_refused(variables: dict[str, str]) -> None:
     assert checked(**variables).returncode == 1
     assert checked().returncode == 0
