@@ -64,7 +64,7 @@ class Drafts:
         return self.plan.num_draft_tokens > 0
 
     @property
-    def runs_ahead(self) -> bool:
+    def drafts_ahead(self) -> bool:
         """Whether the draft worker is to draft branches during the verification."""
         return self.plan.num_branches > 0
 

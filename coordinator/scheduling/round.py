@@ -64,7 +64,7 @@ class Round:
     @property
     def drafts_ahead(self) -> bool:
         """Whether the draft worker drafts during the verification, instead of before it."""
-        return any(drafts.runs_ahead for drafts in self._drafts.values())
+        return any(drafts.drafts_ahead for drafts in self._drafts.values())
 
     # --- Propose
 

@@ -40,7 +40,7 @@ class Window:
         window keep prefixes of finished sequences. `preempts`: whether sequences may be preempted.
         """
         self.max_num_seqs, self.preempts = max_num_seqs, preempts
-        self.registry, self._queue = registry, registry.waiting
+        self.registry, self._waiting = registry, registry.waiting
         registry.windows.append(self)
         self.is_open = True
         """Whether sequences may enter: the target worker is ready, and not about to be removed."""
@@ -73,7 +73,7 @@ class Window:
 
     @property
     def queued(self) -> int:
-        return len(self._queue)
+        return len(self._waiting)
 
     @property
     def running(self) -> int:
@@ -142,17 +142,17 @@ class Window:
     def add_round_time(self, parts: Mapping[str, Part], seconds: float, pass_seconds: Callable[[float], float]) -> None:
         """Count the time of a round that ends, by client: see `WorkerTime.add_round`."""
         active = self._active_clients
-        self._worker_time.add_round(parts, seconds, pass_seconds, active | self._queue.clients_without_place())
+        self._worker_time.add_round(parts, seconds, pass_seconds, active | self._waiting.clients_without_place())
 
     @property
     def entering(self) -> list[Sequence]:
         """The next queued sequence, if it fits in the window."""
-        return [self._queue.next] if self._queue and self.count_fitting([self._queue.next]) else []
+        return [self._waiting.next] if self._waiting and self.count_fitting([self._waiting.next]) else []
 
     @property
     def awaits_places(self) -> bool:
         """Whether sequences wait for the places of preempted ones that still hold slots."""
-        return bool(self._queue) and not self.leaving_ids.isdisjoint(self.registry.preempted)
+        return bool(self._waiting) and not self.leaving_ids.isdisjoint(self.registry.preempted)
 
     @property
     def leaving(self) -> set[int]:
@@ -360,7 +360,7 @@ class Window:
     def check_integrity(self) -> None:
         """Raise AssertionError if a sequence is in two states or a limit is exceeded."""
         self.registry.check_integrity()
-        queued, ready = ({sequence.sequence_id for sequence in group} for group in (self._queue, self.ready))
+        queued, ready = ({sequence.sequence_id for sequence in group} for group in (self._waiting, self.ready))
         waiting = [set(self.parked), set(self.paused), set(self.cramped)]
         states = [queued, *waiting, ready, set(self.in_round), self.leaving_ids]
         assert len(set().union(*states)) == sum(map(len, states)), "a sequence is in two states"

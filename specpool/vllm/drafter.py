@@ -155,7 +155,7 @@ class Drafter:
             self.drafting.observe(commit)
         for sequence in gone:
             sequence.finish = Finish(FinishReason.STOP)
-            sequence.draft.copy_nothing()  # would keep the history of its request alive
+            sequence.draft.copy_nothing()  # otherwise chains of finished caches stay in memory
             self._prefixes.finish(sequence)
         self.drafting.forget(sequence.sequence_id for sequence in gone)
         self._sequences = [sequence or self._new_sequence(batch, row) for row, sequence in enumerate(matched)]

@@ -84,7 +84,7 @@ class PairService:
         await host.run(lambda backend: backend.expire(math.inf, 0.0))
 
     async def wait_idle(self) -> None:
-        """Wait until neither worker holds a slot and the pool is empty."""
+        """Wait until neither worker holds a slot and the window is empty."""
         while True:
             holds = [await host.run(lambda b: b.info().slots_in_use) for host in (self.target, self.draft) if host]
             coordinator = self.process.coordinator

@@ -1,4 +1,4 @@
-"""Grouping policies: pure functions of the pool's state that keep their limits and starve no sequence."""
+"""Grouping policies: pure functions of the window's state that keep their limits and starve no sequence."""
 
 import random
 from collections.abc import Callable
@@ -135,7 +135,7 @@ def test_eqspec_admits_until_the_first_token_and_again_once_all_have_left() -> N
     assert policy.admissible([], leaving=0, capacity=2) == 2
 
 
-# --- A pool under load
+# --- A window under load
 
 
 def serve_all(

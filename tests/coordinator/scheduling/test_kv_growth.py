@@ -19,7 +19,7 @@ POSITIONS, MULTIPLE = 2048, 64
 
 
 class Simulation:
-    """A pool with a perfect worker, in which every round gives each ready sequence one token."""
+    """A window with a perfect worker, in which every round gives each ready sequence one token."""
 
     def __init__(self, positions: int = POSITIONS, max_num_seqs: int = 16, **settings: Any) -> None:
         self.pool = AdmittingWindow(max_num_seqs, QueueLimits(10_000), **settings)

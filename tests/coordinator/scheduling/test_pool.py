@@ -1,4 +1,4 @@
-"""The pool matches a simple model, with arrivals, rounds, finishes and aborts in any order."""
+"""The window matches a simple model, with arrivals, rounds, finishes and aborts in any order."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""The pool with two rounds in flight: of different groups, or the second one continuing sequences of the first."""
+"""A window with two rounds in flight: of different groups, or the second one continuing sequences of the first."""
 
 from itertools import count
 

@@ -38,7 +38,7 @@ def paused(served: Serving) -> int:
 
 async def until_paused(served: Serving, number: int = 1) -> None:
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while paused(served) != number:  # noqa: ASYNC110 - the state of the pool has no event
+        while paused(served) != number:  # noqa: ASYNC110 - the state of a window has no event
             await asyncio.sleep(0.01)
 
 
