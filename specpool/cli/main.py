@@ -15,7 +15,8 @@ from specpool.cli.up_settings import SecureUpSettings
 from specpool.cli.usage import answer
 from specpool.engine.config.options import EngineOptions
 from specpool.environment.version import python_path
-from specpool.rpc.config.settings import Settings, names_of_settings
+from specpool.rpc.config.help import names_of_settings
+from specpool.rpc.config.settings import Settings
 from specpool.worker.settings import WorkerSettings
 
 COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {

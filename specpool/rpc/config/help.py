@@ -83,6 +83,11 @@ def name_of(name: str, field: FieldInfo) -> str:
     return str(field.validation_alias or name)
 
 
+def names_of_settings(model: type[BaseModel]) -> set[str]:
+    """Return the names that set the fields of the model."""
+    return {name_of(name, field) for name, field in model.model_fields.items()}
+
+
 def show_options(parser: argparse.ArgumentParser, settings: type[BaseModel]) -> None:
     """Describe the settings in the parser's help as `options_of` does, instead of by their Python types."""
     options = {option.flag or option.field: option for option in options_of(settings)}

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from specpool.rpc.config.help import name_of
+from specpool.rpc.config.help import names_of_settings
 from specpool.rpc.config.spelling import suggest
 
 ENV_PREFIX = "SPECPOOL_"
@@ -69,8 +69,7 @@ def explain(settings: type[BaseModel], problem: ErrorDetails, file: str | None, 
     """Describe an invalid setting in one line. Names the TOML file if the value comes from there."""
     key = ".".join(map(str, problem["loc"]))  # empty if settings conflict
     if problem["type"] == "extra_forbidden":
-        known = [name_of(name, field) for name, field in settings.model_fields.items()]
-        return f"config: {file}: unknown setting {key}{suggest([key], known)}"
+        return f"config: {file}: unknown setting {key}{suggest([key], names_of_settings(settings))}"
     if problem["type"] == "missing":
         return f"{key.replace('_', '-')}: required: set it, for example with {ENV_PREFIX}{key.upper()}"
     reason = problem["msg"].removeprefix("Value error, ") + _shown(problem)

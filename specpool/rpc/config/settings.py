@@ -15,7 +15,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     ByteSize,
     Field,
     ValidationError,
@@ -34,7 +33,7 @@ from pydantic_settings import (
 )
 
 from specpool.environment.version import package_version
-from specpool.rpc.config.help import name_of, show_options
+from specpool.rpc.config.help import names_of_settings, show_options
 from specpool.rpc.config.inputs import (
     ENV_PREFIX,
     check_utf8,
@@ -220,11 +219,6 @@ class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
         if len(set(ports)) < len(ports):
             raise ValueError("port, health_port and metrics_port must differ")
         return self
-
-
-def names_of_settings(model: type[BaseModel]) -> set[str]:
-    """Return the names that set the fields of the model."""
-    return {name_of(name, field) for name, field in model.model_fields.items()}
 
 
 @contextmanager

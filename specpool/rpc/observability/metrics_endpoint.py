@@ -124,7 +124,7 @@ class _Server(ThreadingWSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self._open) >= MAX_CONNECTIONS:
             oldest = next(iter(self._open))
-            del self._open[oldest]
+            self._open.pop(oldest, None)  # its thread may have ended meanwhile
             _abandon(oldest)
         self._open[request] = None
         super().process_request(request, client_address)
