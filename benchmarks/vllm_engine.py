@@ -16,8 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from coordinator.drafting.costs import StepTimes
-from coordinator.scheduling.counters import Timed
+from specpool.drafting.costs import StepTimes, Timed
 from specpool.protocol.rounds import Proposal, ProposeItem
 from specpool.vllm.link import BlockingDraftLink
 from specpool.vllm.remote_draft import RemoteDraft

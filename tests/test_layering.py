@@ -35,11 +35,11 @@ FORBIDDEN = {
 ALLOWED = {"specpool/cli": {"specpool.worker.settings"}}
 # Pure folders, without torch, protobuf, clock or random generator, and the project packages that they may import.
 PURE = {
-    "coordinator/scheduling": {"coordinator.scheduling", "specpool.protocol"},
-    "coordinator/audit": {"coordinator.audit", "coordinator.scheduling", "specpool.protocol"},
-    "coordinator/drafting": {"coordinator.drafting", "coordinator.scheduling", "specpool.protocol"},
+    "coordinator/scheduling": {"coordinator.scheduling", "specpool.drafting", "specpool.protocol"},
+    "coordinator/audit": {"coordinator.audit", "coordinator.scheduling", "specpool.drafting", "specpool.protocol"},
+    "specpool/drafting": {"specpool.drafting", "specpool.protocol"},
 }
-PURE_BESIDE_VLLM = ("costs", "drafter", "pacing", "rows")
+PURE_BESIDE_VLLM = ("costs", "drafter", "rows")
 IMPURE = {"grpc", "google", "torch", "time", "asyncio", "threading", "datetime", "random", "logging"}
 
 MAY_NAME_STATUS_CODES = {
@@ -197,7 +197,7 @@ def test_scheduling_and_drafting_are_pure(folder: str) -> None:
 
 @pytest.mark.parametrize("module", PURE_BESIDE_VLLM)
 def test_drafting_for_vllm_is_pure(module: str) -> None:
-    allowed = {*PURE["coordinator/drafting"], *(f"specpool.vllm.{name}" for name in PURE_BESIDE_VLLM)}
+    allowed = {*PURE["coordinator/scheduling"], *(f"specpool.vllm.{name}" for name in PURE_BESIDE_VLLM)}
     assert impure_imports(ROOT / f"specpool/vllm/{module}.py", allowed) == set()
 
 

@@ -26,7 +26,7 @@ from benchmarks.simulate.runs import (
     seconds_of_run,
     steady,
 )
-from coordinator.drafting.draft_lengths import DraftLengths
+from specpool.drafting.draft_lengths import DraftLengths
 
 # Draft lengths compared under hard conditions.
 SOME_LENGTHS = (0, 1, 2, 4, 8)

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.drafting.costs import RoundCosts, StepTimes
+from specpool.drafting.costs import RoundCosts, StepTimes
 
 COSTS = {
     "laptop": (0.003, 0.0004, 0.019, 0.0011),

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from benchmarks.simulate.machine import Machine, Spent
-from coordinator.drafting.draft_lengths import DraftLengths, DraftOptions
-from coordinator.scheduling.commits import NO_DRAFTS
-from coordinator.scheduling.sequence import DraftMethod
+from specpool.drafting.draft_lengths import DraftLengths, DraftOptions
+from specpool.drafting.plans import NO_DRAFTS, DraftMethod
 
 MAX_DRAFT_TOKENS = 8
 ANSWER_LENGTH = 100
@@ -78,7 +77,7 @@ class Adaptive(Fixed):
             self.lengths.costs.draft.observe_steps(drafting, spent.draft)
         self.lengths.costs.verify.observe(len(chosen) + sum(drafting), spent.verify)
         method = DraftMethod.MODEL if drafting else None
-        self.lengths.observe(len(gained), sum(gained.values()), spent.wall, method, self._is_trial)
+        self.lengths.ledger.observe(len(gained), sum(gained.values()), spent.wall, method, self._is_trial)
 
     def forget(self, number: int) -> None:
         self.lengths.acceptance.forget(number)

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, ByteSize, Field, model_validator
 
 from coordinator.config.worker_security import WorkerSecurity
 from coordinator.prompts.template_file import check_template
-from coordinator.scheduling.sequence import DraftMethod
+from specpool.drafting.plans import DraftMethod
 from specpool.environment.extras import explain_missing
 from specpool.protocol.features import MAX_FEATURE_WINDOW
 from specpool.protocol.rounds import MAX_DRAFT_TOKENS

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from coordinator.drafting.drafting import Drafting
 from coordinator.rounds.loop import RoundLoop
 from coordinator.rounds.shared import Shared
 from coordinator.scheduling.capacity import KVCapacity
@@ -13,6 +12,7 @@ from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.interface import Workers
 from coordinator.workers.link import RENEWED
 from coordinator.workers.standby import TargetPair
+from specpool.drafting.drafting import Drafting
 
 
 class Lane:

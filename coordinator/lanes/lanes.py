@@ -7,7 +7,6 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
 
-from coordinator.drafting.drafting import SpeculationState
 from coordinator.lanes.lane import Lane
 from coordinator.prompts.template_file import read_template
 from coordinator.prompts.tokenizer_pool import TokenizerPool
@@ -19,6 +18,7 @@ from coordinator.workers.interface import Target
 from coordinator.workers.standby import TargetPair
 from coordinator.workers.target_link import TargetLink
 from coordinator.workers.target_model import TargetModel
+from specpool.drafting.drafting import SpeculationState
 from specpool.protocol.errors import UnavailableError
 from specpool.rpc.security.channel import Connector
 

@@ -10,7 +10,8 @@ from coordinator.config.settings import CoordinatorSettings
 from coordinator.prompts.constraint_reader import ConstraintReader, constraint_field, read_constraint
 from coordinator.prompts.prompt_reader import PromptReader
 from coordinator.prompts.tokenizer_pool import Constraint, TokenizerPool
-from coordinator.scheduling.sequence import DraftMethod, GenerationRequest
+from coordinator.scheduling.sequence import GenerationRequest
+from specpool.drafting.plans import DraftMethod
 from specpool.protocol.errors import InvalidArgumentError, UnimplementedError
 from specpool.protocol.sampling import RANGES, SamplingParams, in_range
 from specpool.rpc.observability import logs

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from coordinator.drafting.drafting import Drafting
 from coordinator.rounds.durations import Durations
 from coordinator.rounds.failures import Failures, request_ids
 from coordinator.rounds.proposing import MAX_ROUNDS_WITH_NEWCOMERS, Proposing
@@ -22,6 +21,7 @@ from coordinator.scheduling.sequence import Sequence
 from coordinator.scheduling.window import Window
 from coordinator.workers.errors import Cause, WorkerUnreachableError
 from coordinator.workers.interface import Workers
+from specpool.drafting.drafting import Drafting
 from specpool.protocol.rounds import ItemStatus, Verdict
 from specpool.rpc.observability import logs
 

@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 
-from coordinator.drafting.drafting import Drafting, DraftWorker
 from coordinator.rounds.releasing import Releasing
 from coordinator.rounds.running import RunningRound
 from coordinator.rounds.shared import Shared
-from coordinator.scheduling.commits import DraftPlan
-from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.drafts import DraftLimits
 from coordinator.scheduling.grouping import POLICIES, Group
 from coordinator.scheduling.sequence import Sequence
 from coordinator.scheduling.window import Window
 from coordinator.workers.errors import WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.interface import Draft, Workers
+from specpool.drafting.costs import Timed
+from specpool.drafting.drafting import Drafting, DraftWorker
+from specpool.drafting.plans import DraftPlan
 from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import Proposal, ProposeItem
 

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
-from coordinator.drafting.drafting import Drafting
 from coordinator.workers.interface import Workers
+from specpool.drafting.drafting import Drafting
 
 RETRY_SECONDS = 0.05
 

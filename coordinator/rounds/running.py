@@ -5,11 +5,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from coordinator.drafting.outcome import RoundOutcome
-from coordinator.scheduling.counters import Timed
+from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.grouping import Group
 from coordinator.scheduling.round import Round
 from coordinator.tracing.traces import RoundTrace
+from specpool.drafting.costs import Timed
+from specpool.drafting.outcome import RoundOutcome
 
 
 class RunningRound(Round):
@@ -29,7 +30,7 @@ class RunningRound(Round):
         """The target process whose caches the round assumes."""
         self.began = 0.0
         self.proposed = Timed()
-        self.outcome = RoundOutcome([], Timed(), [], is_trial=self.is_trial)
+        self.outcome: RoundOutcome[Commit] = RoundOutcome([], Timed(), [], is_trial=self.is_trial)
         self.committed = asyncio.Event()
         """Set once the round has committed or failed."""
         self.failed = False

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.drafting.lookup import PromptLookup
 from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.scheduling.counters import Counters
 from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.tracing.traces import Traces
+from specpool.drafting.lookup import PromptLookup
 
 
 @dataclass(frozen=True)

@@ -4,21 +4,7 @@ from dataclasses import dataclass, field
 
 from coordinator.scheduling.commits import GRAMMAR, Commit
 from coordinator.scheduling.grouping import Group
-
-
-@dataclass(frozen=True)
-class Timed:
-    """Seconds of a call to a worker: in total, in the model, and in realignment."""
-
-    elapsed: float = 0.0
-    forward: float = 0.0
-    realign: float = 0.0
-
-    @property
-    def wire(self) -> float:
-        """Time outside the worker's own measurements."""
-        return self.elapsed - self.forward - self.realign
-
+from specpool.drafting.costs import Timed
 
 STAGES = ("draft", "verify", "realign", "wire", "schedule")
 

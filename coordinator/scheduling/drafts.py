@@ -6,8 +6,8 @@ from operator import mul
 from typing import NamedTuple
 
 from coordinator.scheduling.caches import PendingRound, WorkerCache
-from coordinator.scheduling.commits import DraftPlan
 from coordinator.scheduling.sequence import Sequence
+from specpool.drafting.plans import DraftPlan
 from specpool.protocol.features import FeatureSpec
 from specpool.protocol.rounds import (
     MAX_ITEM_BRANCHES,

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from types import MappingProxyType
 
-from coordinator.scheduling.commits import Commit, DraftPlan
+from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.drafts import DraftLimits, Drafts
 from coordinator.scheduling.features import limit_propose_items, limit_verify_items
 from coordinator.scheduling.prefill import Catchup, share_prefill, timely_budget, with_short_background
 from coordinator.scheduling.sequence import Sequence
 from coordinator.scheduling.verification import Verification
+from specpool.drafting.plans import DraftPlan
 from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
 

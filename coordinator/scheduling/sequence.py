@@ -12,22 +12,12 @@ from coordinator.scheduling.caches import WorkerCache
 from coordinator.scheduling.digests import PrefixDigests
 from coordinator.scheduling.speculation import SpeculationStats
 from coordinator.scheduling.text import ShownText, TextStream
+from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod
 from specpool.protocol.rounds import Branch
 from specpool.protocol.sampling import SamplingParams
 
 Shape = tuple[int, int, int, int]
 """Length, tokens missing in each worker, and draft tokens. Sequences of equal shape need no padding."""
-
-# After a round, the draft worker lacks one token, or two after full acceptance. One pass handles both.
-MAX_DRAFT_LAG = 2
-
-
-class DraftMethod(enum.StrEnum):
-    """The draft worker's model, prompt lookup, or the better of the two in each round."""
-
-    MODEL = "model"
-    NGRAM = "ngram"
-    BEST = "best"
 
 
 class FinishReason(enum.StrEnum):
@@ -175,6 +165,11 @@ class Sequence:
     @property
     def generated_ids(self) -> list[int]:
         return self.token_ids[self.prompt_length :]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether generation has ended by itself."""
+        return self.finish is not None and self.finish.reason is not FinishReason.ABORT
 
     @property
     def progress(self) -> Progress:

@@ -3,7 +3,7 @@
 from coordinator.scheduling.caches import PendingRound
 from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.drafts import Drafts, first_contact
-from coordinator.scheduling.sequence import DraftMethod
+from specpool.drafting.plans import DraftMethod
 from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import ItemStatus, Verdict, VerifyItem
 

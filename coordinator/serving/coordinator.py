@@ -9,7 +9,6 @@ from itertools import count
 
 from coordinator.audit.spare_room import SpareRoom
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.drafting.lookup import PromptLookup
 from coordinator.lanes.lanes import Lanes
 from coordinator.prompts.constraint_reader import ConstraintReader
 from coordinator.prompts.description import TokenizerDescription
@@ -29,6 +28,7 @@ from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.errors import MismatchError
 from coordinator.workers.standby import TargetPair
 from coordinator.workers.target_link import TargetLink
+from specpool.drafting.lookup import PromptLookup
 from specpool.protocol.errors import (
     AlreadyExistsError,
     InvalidArgumentError,

@@ -4,15 +4,16 @@ from collections.abc import Iterator
 
 from prometheus_client.metrics_core import Metric
 
-from coordinator.drafting.drafting import SpeculationState
 from coordinator.requests.latencies import Histogram, Latencies
 from coordinator.scheduling.commits import GRAMMAR
 from coordinator.scheduling.counters import DraftCounters
-from coordinator.scheduling.sequence import DraftMethod, FinishReason
+from coordinator.scheduling.sequence import FinishReason
 from coordinator.serving.auditor import RESULTS
 from coordinator.serving.coordinator import Coordinator
 from coordinator.workers.link import WorkerLink
 from coordinator.workers.states import LinkState
+from specpool.drafting.drafting import SpeculationState
+from specpool.drafting.plans import DraftMethod
 from specpool.rpc.observability.metrics import Families
 
 ENDS = (*FinishReason, "error")

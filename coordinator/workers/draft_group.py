@@ -5,15 +5,14 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from coordinator.drafting.costs import UNKNOWN_DRAFT, StepTimes
-from coordinator.drafting.outcome import draft_steps
-from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS
 from coordinator.workers.discovery import Discovery, Endpoint
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.errors import WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.link import RENEWED
 from coordinator.workers.placement import Placement
+from specpool.drafting.costs import UNKNOWN_DRAFT, StepTimes, Timed
+from specpool.drafting.outcome import draft_steps
 from specpool.protocol.features import FeatureSpec
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
 

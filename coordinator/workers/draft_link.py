@@ -6,8 +6,6 @@ from typing import Any
 
 import grpc
 
-from coordinator.drafting.costs import UNKNOWN_DRAFT
-from coordinator.scheduling.counters import Timed
 from coordinator.workers import link
 from coordinator.workers.backoff import Backoff
 from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError
@@ -15,6 +13,7 @@ from coordinator.workers.interface import Target
 from coordinator.workers.link import WorkerLink, timed
 from coordinator.workers.states import LinkState
 from coordinator.workers.streams import RoundCalls
+from specpool.drafting.costs import UNKNOWN_DRAFT, Timed
 from specpool.protocol.codec import propose_request
 from specpool.protocol.features import FeatureSpec
 from specpool.protocol.response_sizes import max_propose_bytes

@@ -4,8 +4,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from coordinator.drafting.costs import StepTimes
-from coordinator.scheduling.counters import Timed
+from specpool.drafting.costs import StepTimes, Timed
 from specpool.protocol.features import FeatureSpec, WantedFeatures
 from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.v1 import common_pb2

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.drafting.costs import StepTimes
-from coordinator.scheduling.counters import Timed
 from coordinator.workers.backoff import Backoff
 from coordinator.workers.bounds import ResponseSizes, read_slowly
 from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError, WorkerUnreachableError
@@ -19,6 +17,7 @@ from coordinator.workers.recent import Recent
 from coordinator.workers.releases import Releases
 from coordinator.workers.states import LinkState, StateLog
 from coordinator.workers.streams import RoundCalls, is_cancelled
+from specpool.drafting.costs import StepTimes, Timed
 from specpool.protocol.codec import release_request
 from specpool.protocol.responses import InvalidResponseError, check_worker_info, decoded, read_step_costs
 from specpool.protocol.worker_info import StepCosts

@@ -5,13 +5,12 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from coordinator.drafting.costs import StepTimes
-from coordinator.scheduling.counters import Timed
 from coordinator.workers.errors import Cause, WorkerUnreachableError
 from coordinator.workers.interface import Complete
 from coordinator.workers.link import RENEWED
 from coordinator.workers.states import LISTEN_SECONDS, LinkState
 from coordinator.workers.target_link import TargetLink
+from specpool.drafting.costs import StepTimes, Timed
 from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import Verdict, VerifyItem
 from specpool.v1 import common_pb2

@@ -8,10 +8,8 @@ from typing import Any
 
 import grpc
 
-from coordinator.drafting.costs import UNKNOWN_VERIFY
 from coordinator.prompts.description import TokenizerDescription, TokenizerError
 from coordinator.prompts.tokenizer_pool import LimitError, TokenizerPool
-from coordinator.scheduling.counters import Timed
 from coordinator.workers.backoff import Backoff
 from coordinator.workers.errors import (
     Cause,
@@ -25,6 +23,7 @@ from coordinator.workers.link import PROBE_TIMEOUT_SECONDS, WorkerLink, status_t
 from coordinator.workers.states import LinkState
 from coordinator.workers.streams import RoundCalls
 from coordinator.workers.target_model import TargetModel
+from specpool.drafting.costs import UNKNOWN_VERIFY, Timed
 from specpool.protocol.codec import release_request, verify_request
 from specpool.protocol.features import WantedFeatures
 from specpool.protocol.response_sizes import max_verify_bytes

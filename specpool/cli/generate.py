@@ -16,12 +16,12 @@ from pydantic_settings import CliPositionalArg
 from rich.console import Console
 from rich.progress import track
 
-from coordinator.scheduling.sequence import DraftMethod
 from specpool.cli.waiting import waiting
 from specpool.client import AsyncClient, GenerateOptions
 from specpool.client.constraints import CONSTRAINTS
 from specpool.client.prompts import PromptLine, read_prompt_file, read_standard_input, reason_of
 from specpool.client.requests import CHAT_OPTIONS
+from specpool.drafting.plans import DraftMethod
 from specpool.errors import InvalidArgumentError, RequestError, SpecpoolError
 from specpool.rpc.config.settings import (
     INT32_MAX,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ByteSize, Field, field_validator, model_validator
 
 from coordinator.config.settings import MAX_SPECULATIVE_TOKENS, CoordinatorSettings, PolicyName
-from coordinator.scheduling.sequence import DraftMethod
+from specpool.drafting.plans import DraftMethod
 from specpool.engine.config.activations import INT8, Activations, check_int8
 from specpool.engine.config.options import EngineOptions
 from specpool.environment.cpus import usable_cpus

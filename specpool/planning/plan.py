@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import linear_regression
 
-from coordinator.drafting.costs import RoundCosts
+from specpool.drafting.costs import RoundCosts
 from specpool.planning.next_worker import NextWorker, next_worker
 from specpool.planning.plausibility import check_times
 from specpool.planning.prediction import (

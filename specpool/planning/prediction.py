@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.drafting.costs import RoundCosts, StepTimes
 from specpool.distill.replay import Agreed, acceptance_by_position, agreement_rate, mean_acceptance_length
+from specpool.drafting.costs import RoundCosts, StepTimes
 
 # A batch is large enough once it reaches this share of the highest throughput of any batch.
 SUFFICIENT = 0.95

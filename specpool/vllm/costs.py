@@ -3,8 +3,8 @@
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
-from coordinator.drafting.costs import UNKNOWN_DRAFT, RoundCosts, StepTimes
-from coordinator.drafting.drafting import FIRST_EXCHANGE
+from specpool.drafting.costs import UNKNOWN_DRAFT, RoundCosts, StepTimes
+from specpool.drafting.drafting import FIRST_EXCHANGE
 
 # Token counts that differ by more than this factor are separate points.
 NEARBY_RATIO = 1.15

@@ -8,24 +8,15 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import count
 
-from coordinator.drafting.costs import StepTimes
-from coordinator.drafting.drafting import Drafting, DraftWorker
-from coordinator.scheduling.commits import DraftPlan
-from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.drafts import DraftLimits
 from coordinator.scheduling.prefixes import PrefixIndex
 from coordinator.scheduling.round import Round
-from coordinator.scheduling.sequence import (
-    MAX_DRAFT_LAG,
-    DraftMethod,
-    Finish,
-    FinishReason,
-    GenerationRequest,
-    Sequence,
-)
+from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
+from specpool.drafting.costs import StepTimes, Timed
+from specpool.drafting.drafting import Drafting, DraftWorker
+from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod, DraftPlan
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict
 from specpool.vllm.costs import StepCosts
-from specpool.vllm.pacing import Mode, Pacing
 from specpool.vllm.rows import Batch, Rows
 
 
@@ -61,8 +52,8 @@ class Drafter:
     def __init__(self, limits: Limits) -> None:
         self.round_id = 0
         """Number of the current round."""
-        costs = StepCosts()
-        self.drafting, self._pacing = Drafting(limits.num_speculative_tokens, costs), Pacing(costs)
+        self._costs = StepCosts()
+        self.drafting = Drafting(limits.num_speculative_tokens, self._costs)
         self._limits = limits
         self._ids = count(1)
         self._sequences: list[Sequence] = []
@@ -125,23 +116,19 @@ class Drafter:
         """Whether this round has no drafts, and measuring its step would add nothing."""
         rows = len(self._step_tokens)
         is_plain = rows > 0 and not self._asked and sum(self._step_tokens.values()) == rows
-        return is_plain and self._pacing.is_measured(rows)
+        lengths = self.drafting.lengths
+        return is_plain and lengths.rests(rows) and not lengths.ledger.is_plain_due(rows)
 
     def _plans(self, group: Items[Sequence], worker: DraftWorker | None) -> dict[int, DraftPlan]:
-        """Draft plans by sequence id."""
-        plan = self.drafting.lengths.plan
-        mode = self._pacing.mode(len(group), plan.speed if plan.steps else 0.0)
-        is_probe = mode is Mode.PROBE and all(sequence.is_decoding for sequence in group)  # other steps are not timed
-        if mode is not Mode.PLAIN and not is_probe:
-            return self.drafting.plan_round(group, worker)
-        return {
-            s.sequence_id: DraftPlan(
-                lookup_ids=tuple(s.token_ids[-1:]) if is_probe and s.max_num_draft_tokens else (),
-                # Keep measuring the acceptance of prompt lookup.
-                lookup=self.drafting.lookup.look_up(s, s.max_num_draft_tokens),
-            )
-            for s in group
-        }
+        """Draft plans by sequence id. The first trials verify a token of every row, to learn what that costs."""
+        plans = self.drafting.plan_round(group, worker)
+        is_trial = any(plan.is_trial for plan in plans.values())
+        if is_trial and not self._costs.verify.seen(2 * len(group)):
+            for sequence in group:
+                plan = plans[sequence.sequence_id]
+                if sequence.max_num_draft_tokens > 0 and not plan.num_draft_tokens and not plan.lookup_ids:
+                    plans[sequence.sequence_id] = plan._replace(lookup_ids=tuple(sequence.token_ids[-1:]))
+        return plans
 
     def _commit(self, batch: Batch, step_seconds: float, draft_seconds: float, skipped: int) -> list[Sequence]:
         """Commit the tokens that the rows gained. Return the sequences without a row."""
@@ -149,8 +136,11 @@ class Drafter:
         continued = [(row, sequence) for row, sequence in enumerate(matched) if sequence is not None]
         if self._step_tokens and all(batch.sampled) and len(continued) == len(matched):  # all rows decoded
             tokens = sum(self._step_tokens[sequence.sequence_id] for _, sequence in continued)
-            seconds = draft_seconds if self._asked else 0.0
-            self._pacing.observe(len(matched), tokens, sum(batch.sampled), step_seconds, seconds, skipped)
+            self._costs.verify.observe(tokens, step_seconds)
+            method = DraftMethod.MODEL if self._asked else DraftMethod.NGRAM if tokens > len(matched) else None
+            seconds = step_seconds + draft_seconds * self._asked
+            ledger, is_trial = self.drafting.lengths.ledger, self._round.is_trial
+            ledger.observe(len(matched), sum(batch.sampled), seconds, method, is_trial, skipped)
         for commit in self._round.commit([_verdict(s, batch, row) for row, s in continued if batch.sampled[row]]):
             self.drafting.observe(commit)
         for sequence in gone:

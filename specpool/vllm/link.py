@@ -7,10 +7,10 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from coordinator.scheduling.counters import Timed
 from coordinator.workers.draft_link import WARMUP_ROUNDS, DraftLink
 from coordinator.workers.errors import MismatchError
 from coordinator.workers.states import LinkState
+from specpool.drafting.costs import Timed
 from specpool.protocol.rounds import Proposal, ProposeItem
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import common_pb2

@@ -8,8 +8,8 @@ from unittest import mock
 
 from hypothesis import strategies as st
 
-from coordinator.drafting.branching import Branching, BranchPlan
 from specpool.client import AsyncClient
+from specpool.drafting.branching import Branching, BranchPlan
 from specpool.testing import EOS_TOKEN_ID
 from specpool.v1 import generation_pb2 as pb
 

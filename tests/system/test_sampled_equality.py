@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mixes import branches_only, make_prompt
 from pair_service import PairService, serving_pair
 
-from coordinator.drafting.branching import FIRST_HIT
+from specpool.drafting.branching import FIRST_HIT
 from specpool.testing import EOS_TOKEN_ID
 from specpool.v1 import generation_pb2 as pb
 

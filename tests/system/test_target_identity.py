@@ -17,10 +17,10 @@ from replaced_targets import (
 from secure_service import until
 from serving import RecordingDraft, RecordingTarget, Serving, expected_tokens, make_request, serving
 
-from coordinator.drafting.branching import Branching, BranchPlan
 from coordinator.rounds import proposing
 from coordinator.rounds.proposing import Proposing
 from coordinator.workers.errors import MismatchError
+from specpool.drafting.branching import Branching, BranchPlan
 from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import generation_pb2 as pb
 

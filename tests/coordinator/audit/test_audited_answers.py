@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from coordinator.audit.answers import AUDIT_CLIENT, Answer, Backlog, Difference, first_difference
-from coordinator.scheduling.sequence import DraftMethod, Finish, FinishReason, GenerationRequest, Sequence
+from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
+from specpool.drafting.plans import DraftMethod
 from specpool.protocol.sampling import SamplingParams
 
 SAMPLING = SamplingParams(temperature=0.8, top_p=0.9, seed=7, logit_bias=((3, 1.5),), grammar='{"regex": "a+"}')

@@ -4,24 +4,24 @@ from unittest import mock
 
 from serving import RecordingDraft, RecordingTarget, make_request, serving
 
-from coordinator.drafting.draft_lengths import NEW_TRIALS, DraftLengths
-from coordinator.scheduling.sequence import DraftMethod
+from specpool.drafting.ledger import FREE_TRIALS, Ledger
+from specpool.drafting.plans import DraftMethod
 
 
 async def test_drafts_of_a_new_model_count_as_trials() -> None:
     target = RecordingTarget()
     drafts: list[bool] = []
-    observe = DraftLengths.observe
+    observe = Ledger.observe
 
     def watch(
-        lengths: DraftLengths, sequences: int, tokens: int, seconds: float, method: DraftMethod | None, is_trial: bool
+        ledger: Ledger, sequences: int, tokens: int, seconds: float, method: DraftMethod | None, is_trial: bool
     ) -> None:
         if method is DraftMethod.MODEL:
             drafts.append(is_trial)
-        observe(lengths, sequences, tokens, seconds, method, is_trial)
+        observe(ledger, sequences, tokens, seconds, method, is_trial)
 
-    with mock.patch.object(DraftLengths, "observe", watch):
+    with mock.patch.object(Ledger, "observe", watch):
         async with serving(target, RecordingDraft(target), num_speculative_tokens=None) as served:
             await served.expect(make_request(max_tokens=100))
             await served.until_idle()
-    assert sum(drafts) >= NEW_TRIALS
+    assert sum(drafts) >= FREE_TRIALS

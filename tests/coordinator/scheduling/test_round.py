@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.scheduling.caches import WorkerCache
-from coordinator.scheduling.commits import Commit, DraftPlan, Lookup
+from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.counters import Counters, DraftCounters
 from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS, DraftLimits
 from coordinator.scheduling.prefill import MAX_UNCHUNKED_TOKENS
 from coordinator.scheduling.round import Round
-from coordinator.scheduling.sequence import DraftMethod, Finish, FinishReason, GenerationRequest, Prefix, Sequence
+from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
 from coordinator.scheduling.text import TextStream
+from specpool.drafting.plans import DraftMethod, DraftPlan, Lookup
 from specpool.protocol.rounds import Branch, ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_plan import batches, pairs
 
-from coordinator.drafting.costs import RoundCosts, StepTimes
+from specpool.drafting.costs import RoundCosts, StepTimes
 from specpool.planning.next_worker import fleet_speed, next_worker
 from specpool.planning.prediction import MeasuredPair, constant_acceptance, predict
 

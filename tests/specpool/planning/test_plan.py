@@ -14,9 +14,9 @@ from pod_settings import pod_settings
 from pydantic import ByteSize, TypeAdapter
 
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.drafting.costs import RoundCosts, StepTimes
 from draft_worker.server import DraftWorkerSettings
 from specpool.distill.replay import acceptance_by_position, mean_acceptance_length
+from specpool.drafting.costs import RoundCosts, StepTimes
 from specpool.planning.plan import HOST_BYTES, Plan, Terms, fit, make_plan, other_sizes, worker_needs
 from specpool.planning.prediction import (
     EXPECTED_POSITIONS,

@@ -11,13 +11,13 @@ import pytest
 from serving import RecordingDraft
 from vllm_stand_in import MAX_MODEL_LEN, STEP_SECONDS, Row, StandIn, save_tokenizer, vllm_config
 
-from coordinator.drafting.costs import UNKNOWN_VERIFY, StepTimes
 from coordinator.workers import link
+from specpool.drafting.costs import UNKNOWN_VERIFY, StepTimes
+from specpool.drafting.ledger import Ledger
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.testing import FakeTarget, byte_tokenizer
 from specpool.vllm import RemoteDraft
 from specpool.vllm.costs import LearnedTimes
-from specpool.vllm.pacing import Mode, Pacing
 
 FINGERPRINT = TokenizerFiles(byte_tokenizer().to_str().encode(), "", {}, ()).fingerprint
 PATIENCE_SECONDS = 30
@@ -37,8 +37,10 @@ def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
 def _drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Always draft. test_vllm_pacing.py tests when drafts pay, in virtual time."""
     monkeypatch.setattr(LearnedTimes, "__init__", lambda times: StepTimes.__init__(times, UNKNOWN_VERIFY))
-    monkeypatch.setattr(Pacing, "mode", lambda *_: Mode.PLANNED)
-    monkeypatch.setattr(Pacing, "observe", lambda *_: None)
+    monkeypatch.setattr(Ledger, "is_plain_due", lambda *_: False)
+    monkeypatch.setattr(Ledger, "has_free_trial", lambda *_: False)
+    monkeypatch.setattr(Ledger, "observe", lambda *_: None)
+    monkeypatch.setattr(LearnedTimes, "observe", lambda *_: None)
 
 
 @dataclass

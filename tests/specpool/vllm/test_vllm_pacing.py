@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.drafting.costs import StepTimes
-from coordinator.scheduling.counters import Timed
+from specpool.drafting.costs import StepTimes, Timed
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
 from specpool.vllm.costs import LearnedTimes
 from specpool.vllm.drafter import Drafter, DraftModel, Limits

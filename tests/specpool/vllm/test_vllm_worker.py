@@ -15,10 +15,10 @@ from tiny_models import load_engine
 from vllm_stand_in import StandIn, vllm_config
 
 from coordinator.workers import link
+from specpool.drafting.ledger import Ledger
 from specpool.engine.cache.spans import Span
 from specpool.testing import FakeTarget
 from specpool.vllm import RemoteDraft
-from specpool.vllm.pacing import Mode, Pacing
 from specpool.worker.host import WorkerHost
 
 PATIENCE_SECONDS = 60
@@ -69,7 +69,8 @@ async def test_drafts_of_a_real_draft_worker_over_tls(
 ) -> None:
     monkeypatch.setattr(link, "PROBE_SECONDS", 0.05)
     monkeypatch.setattr("vllm_stand_in.STEP_SECONDS", 0.05)  # drafts must pay on a busy machine
-    monkeypatch.setattr(Pacing, "mode", lambda *_: Mode.PLANNED)
+    monkeypatch.setattr(Ledger, "is_plain_due", lambda *_: False)
+    monkeypatch.setattr(Ledger, "has_free_trial", lambda *_: False)
     target, draft = tiny_pair
     async with secured_draft(draft, tmp_path) as worker:
         monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", worker.address)

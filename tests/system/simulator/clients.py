@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 from coordinator.requests.generation import Generation
 from coordinator.scheduling.commits import Commit
-from coordinator.scheduling.sequence import DraftMethod, FinishReason, GenerationRequest
+from coordinator.scheduling.sequence import FinishReason, GenerationRequest
 from coordinator.serving.coordinator import Coordinator
 from simulator.model import EOS, ToyPair
 from simulator.setup import Request
+from specpool.drafting.plans import DraftMethod
 from specpool.protocol.errors import ServiceError
 from specpool.protocol.sampling import SamplingParams
 

@@ -1,24 +1,24 @@
 """Draft lengths: near the optimum for any acceptance, batch and costs."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from measured_rounds import confirm_costs, measure_plain_rounds, run_round
 
 from benchmarks.simulate.cells import row
 from benchmarks.simulate.machine import COSTS
-from coordinator.drafting.costs import RoundCosts, StepTimes
-from coordinator.drafting.draft_lengths import (
-    NEW_TRIALS,
+from specpool.drafting.costs import RoundCosts, StepTimes
+from specpool.drafting.draft_lengths import (
     PLAN_ROUNDS,
     STATES_BEFORE_TRIAL,
     DraftLengths,
     DraftOptions,
 )
-from coordinator.drafting.trials import FREE_TRIALS
-from coordinator.scheduling.commits import DraftPlan
-from coordinator.scheduling.sequence import DraftMethod
+from specpool.drafting.ledger import FREE_TRIALS
+from specpool.drafting.plans import DraftMethod, DraftPlan
 
 
 def line(first: float, more: float) -> StepTimes:
@@ -30,7 +30,7 @@ def costs(draft: float = 0.003, verify: float = 0.02, row: float = 0.001) -> Rou
 
 
 def num_draft_tokens(lengths: DraftLengths, limits: dict[int, int]) -> dict[int, int]:
-    plans = lengths.choose({number: DraftOptions(limit) for number, limit in limits.items()})
+    plans = run_round(lengths, {number: DraftOptions(limit) for number, limit in limits.items()})
     return {number: plan.num_draft_tokens for number, plan in plans.items()}
 
 
@@ -39,7 +39,8 @@ def trained(rate: float, **knobs: float) -> DraftLengths:
     lengths = DraftLengths(costs(**knobs), max_num_draft_tokens=8)
     for number in range(200):
         lengths.acceptance.add(0, 1, int((number + 1) * rate) - int(number * rate))
-    for _ in range(FREE_TRIALS + PLAN_ROUNDS):
+    confirm_costs(lengths)
+    for _ in range(PLAN_ROUNDS):
         lengths.choose({0: DraftOptions(8)})
     return lengths
 
@@ -137,7 +138,7 @@ def test_states_are_not_needed_while_the_model_pauses() -> None:
     lengths = trained(0.02)
     lengths.reads_states = True
     while not lengths.needs_states:
-        lengths.choose({0: DraftOptions(8)})
+        run_round(lengths, {0: DraftOptions(8)})
     for _ in range(10):
         lengths.choose({0: DraftOptions(8, has_model=False)})
         assert not lengths.needs_states
@@ -163,6 +164,7 @@ def test_trials_notice_a_draft_that_becomes_good() -> None:
 
 def test_draft_methods_have_separate_trials() -> None:
     lengths = DraftLengths(costs(), max_num_draft_tokens=8)
+    measure_plain_rounds(lengths)
     for _ in range(50):
         lengths.choose({0: DraftOptions(8, has_model=False, lookup_ids=(1,) * 8, lookup_rate=0.01)})
     lengths.costs.draft = line(5.0, 0.1)  # measured on a busy machine
@@ -171,8 +173,8 @@ def test_draft_methods_have_separate_trials() -> None:
 
 def test_a_trial_catches_up_only_one_sequence_with_a_large_lag() -> None:
     lengths = DraftLengths(costs(draft=1.0), max_num_draft_tokens=8)
-    for _ in range(2):  # the first round is plain
-        plans = lengths.choose({i: DraftOptions(8, draft_lag=100) for i in range(8)})
+    measure_plain_rounds(lengths)
+    plans = lengths.choose({i: DraftOptions(8, draft_lag=100) for i in range(8)})
     assert sum(plan.num_draft_tokens for plan in plans.values()) == 1
 
 
@@ -187,7 +189,7 @@ def test_prompt_lookup_stops_where_its_rows_begin_another_tile() -> None:
         }
         return sum(len(plan.lookup_ids) for plan in lengths.choose(options).values())
 
-    assert num_lookup_tokens(12) == 0, "the first round is plain"
+    measure_plain_rounds(lengths)
     assert sum(num_lookup_tokens(12) for _ in range(100)) == 4 * 100
     assert sum(num_lookup_tokens(8) for _ in range(100)) < 4 * 10, "only trials are left"
 
@@ -256,31 +258,29 @@ def test_plans_follow_at_once_when_sequences_thin_out(before: int, after: int, r
     assert (lengths.plan.sequences == after) is replans
 
 
-# --- The guard
+# --- The ledger
 
 
-def report(lengths: DraftLengths, sequences: int, drafted: int, seconds: float) -> None:
-    """Report a round without accepted tokens."""
-    lengths.observe(sequences, sequences, seconds, DraftMethod.MODEL if drafted else None)
+def observed(lengths: DraftLengths, seconds: Callable[[int], float], rate: float = 1.0) -> int:
+    """Draft tokens of a round of one sequence, which accepts this share of them and takes `seconds` by their number."""
+    k = lengths.choose({0: DraftOptions(8)})[0].num_draft_tokens
+    lengths.acceptance.add(0, k, int(rate * k))
+    lengths.ledger.observe(1, 1 + int(rate * k), seconds(k), DraftMethod.MODEL if k else None)
+    return k
 
 
 def test_a_model_that_loses_time_in_spite_of_its_plan_pauses() -> None:
     """Rounds that draft take 100 ms instead of the planned 40: nothing in the costs shows it."""
-    lengths, counts = trained(0.9), []
-    for _ in range(600):
-        chosen = num_draft_tokens(lengths, {0: 8})
-        counts.append(chosen[0])
-        lengths.observe(1, 1 + chosen[0] // 2, 0.1 if chosen[0] else 0.021, DraftMethod.MODEL if chosen[0] else None)
+    lengths = trained(0.9)
+    counts = [observed(lengths, lambda k: 0.1 if k else 0.021, rate=0.5) for _ in range(600)]
     assert counts[0] > 1
     assert sum(count > 0 for count in counts[1:]) < 15
 
 
 def test_prompt_lookup_goes_on_while_the_model_pauses() -> None:
     lengths = DraftLengths(costs(), max_num_draft_tokens=8)
-    for number in range(60):
-        lengths.guard.observe(1, 1, 0.02, None)
-        if number % 20 == 0:
-            lengths.guard.charge(1, 1, 0.2, DraftMethod.MODEL)
+    measure_plain_rounds(lengths)
+    lengths.ledger.observe(1, 1, 0.2, DraftMethod.MODEL)
     plan = lengths.choose({0: DraftOptions(8)})
     for _ in range(PLAN_ROUNDS):
         plan = lengths.choose({0: DraftOptions(8, lookup_ids=(1,) * 8, lookup_rate=0.95)})
@@ -296,7 +296,7 @@ def test_trials_that_cost_more_than_believed_become_rarer() -> None:
             plan = lengths.choose({0: DraftOptions(8)})[0]
             lengths.acceptance.add(0, plan.num_draft_tokens, 0)
             method = DraftMethod.MODEL if before.num_draft_tokens else None
-            lengths.observe(1, 1, seconds if method else 0.021, method, before.is_trial)
+            lengths.ledger.observe(1, 1, seconds if method else 0.021, method, before.is_trial)
             before = plan
             count += plan.num_draft_tokens
         return count
@@ -307,11 +307,8 @@ def test_trials_that_cost_more_than_believed_become_rarer() -> None:
 
 def test_a_new_model_begins_with_trials() -> None:
     """Rounds are plain until their time is known, and believed costs alone allow one token per sequence."""
-    lengths, counts = DraftLengths(costs(), max_num_draft_tokens=8), []
-    for _ in range(8):
-        counts.append(num_draft_tokens(lengths, {0: 8})[0])
-        lengths.acceptance.add(0, counts[-1], counts[-1])
-        lengths.observe(1, 1 + counts[-1], 0.021 + 0.005 * counts[-1], DraftMethod.MODEL if counts[-1] else None)
+    lengths = DraftLengths(costs(), max_num_draft_tokens=8)
+    counts = [observed(lengths, lambda k: 0.021 + 0.005 * k) for _ in range(8)]
     assert counts[:5] == [0, 0, 0, 1, 1]
     assert min(counts[5:]) > 1
 
@@ -320,10 +317,8 @@ def test_each_trial_of_a_new_model_reads_states() -> None:
     lengths, counts, needed = DraftLengths(costs(), max_num_draft_tokens=8), [], []
     lengths.reads_states = True
     while max(counts, default=0) <= 1:
-        counts.append(num_draft_tokens(lengths, {0: 8})[0])
+        counts.append(observed(lengths, lambda k: 0.021 + 0.005 * k))
         needed.append(lengths.needs_states)
-        lengths.acceptance.add(0, counts[-1], counts[-1])
-        lengths.observe(1, 1 + counts[-1], 0.021 + 0.005 * counts[-1], DraftMethod.MODEL if counts[-1] else None)
     trials = [number for number, count in enumerate(counts) if count == 1]
-    assert len(trials) == NEW_TRIALS
+    assert len(trials) == FREE_TRIALS
     assert all(all(needed[number - STATES_BEFORE_TRIAL : number + 1]) for number in trials)

@@ -1,8 +1,8 @@
-"""The guard: drafting pauses while it measurably loses time, and retries cost little."""
+"""The ledger: methods pause while they measurably lose time, and retries and trials cost little."""
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from benchmarks.simulate.machine import Conditions, Machine
 from benchmarks.simulate.runs import MAX_DRAFT_TOKENS, Adaptive, Fixed, drawn, seconds_of_run, steady
-from coordinator.drafting.costs import RoundCosts, StepTimes
-from coordinator.drafting.draft_lengths import DraftLengths
-from coordinator.drafting.guard import Guard
-from coordinator.drafting.plain_times import MIN_PLAIN, PlainTimes
-from coordinator.scheduling.sequence import DraftMethod
+from specpool.drafting.costs import RoundCosts, StepTimes
+from specpool.drafting.draft_lengths import DraftLengths
+from specpool.drafting.ledger import FREE_TRIALS, SHARE, Ledger
+from specpool.drafting.plain_times import MIN_PLAIN, PlainTimes
+from specpool.drafting.plans import DraftMethod
 
 MODEL, NGRAM = DraftMethod.MODEL, DraftMethod.NGRAM
-PLAIN_EVERY = 128
+PLAIN = 0.02
 Seconds = Callable[[float], float]
 """Seconds of a round by the time when it begins."""
 
@@ -29,9 +29,9 @@ def costs(draft: float = 0.003, verify: float = 0.02, row: float = 0.001) -> Rou
 
 @dataclass
 class Driven:
-    """Rounds of a guarded server that drafts whenever it may."""
+    """Rounds of a server that drafts whenever it may."""
 
-    guard: Guard
+    ledger: Ledger = field(default_factory=lambda: Ledger(costs()))
     sequences: int = 4
     now: float = 0.0
     gained: float = 0.0
@@ -41,16 +41,13 @@ class Driven:
     def run(self, rounds: int, plain: Seconds, drafted: Seconds, tokens: float, noise: float = 0.0) -> int:
         """Run rounds with `tokens` per sequence and draft. Return the number of rounds that drafted."""
         rng, before = random.Random(0), self.drafted
-        for number in range(rounds):
-            drafts = self.guard.may_draft(self.sequences, MODEL)
-            drafts = drafts and number % PLAIN_EVERY > 0 and not self.guard.needs_plain_round(self.sequences)
+        for _ in range(rounds):
+            drafts = self.ledger.may_draft(MODEL, self.sequences) and not self.ledger.is_plain_due(self.sequences)
             seconds = (drafted if drafts else plain)(self.now) * rng.lognormvariate(0, noise)
             gained = round(tokens * self.sequences) if drafts else self.sequences
             self.gained += gained / self.sequences * plain(self.now)
             self.now += seconds
-            self.guard.observe(self.sequences, gained, seconds, MODEL if drafts else None)
-            if drafts:
-                self.guard.charge(self.sequences, gained, seconds, MODEL)
+            self.ledger.observe(self.sequences, gained, seconds, MODEL if drafts else None)
             self.drafted += drafts
         return self.drafted - before
 
@@ -65,7 +62,7 @@ def always(seconds: float) -> Seconds:
 @pytest.mark.parametrize(("seconds", "most"), [(0.2, 2), (0.06, 5), (0.044, 20)])
 def test_larger_losses_pause_drafting_sooner(seconds: float, most: int) -> None:
     """Rounds of two tokens that take 10, 3 and 2.2 times as long as a plain one."""
-    driven = Driven(Guard(costs()))
+    driven = Driven()
     assert 0 < driven.run(200, always(0.02), always(seconds), tokens=2) <= most
 
 
@@ -74,7 +71,7 @@ def test_larger_losses_pause_drafting_sooner(seconds: float, most: int) -> None:
 def test_a_losing_draft_costs_at_most_one_percent_in_the_long_run(
     slowdown: float, tokens: float, sequences: int
 ) -> None:
-    driven = Driven(Guard(costs()), sequences)
+    driven = Driven(sequences=sequences)
     tokens = round(tokens * sequences) / sequences
     driven.run(10_000, always(0.02), always(0.02 * tokens * slowdown), tokens)
     lost = driven.now - driven.gained
@@ -82,27 +79,27 @@ def test_a_losing_draft_costs_at_most_one_percent_in_the_long_run(
 
 
 def test_pauses_grow_while_drafting_keeps_losing() -> None:
-    driven = Driven(Guard(costs()))
+    driven = Driven()
     counts = [driven.run(3000, always(0.02), always(0.05), tokens=2) for _ in range(6)]
     assert counts[0] > sum(counts[-2:]) > 0
 
 
 @pytest.mark.parametrize("sequences", [1, 16])
 def test_a_profitable_draft_hardly_ever_pauses(sequences: int) -> None:
-    driven = Driven(Guard(costs()), sequences)
+    driven = Driven(sequences=sequences)
     drafted = driven.run(10_000, always(0.02), always(0.036), tokens=2, noise=0.1)
     assert drafted > 9_800
 
 
 def test_a_draft_that_becomes_profitable_is_used_again() -> None:
-    driven = Driven(Guard(costs()))
+    driven = Driven()
     driven.run(2000, always(0.02), always(0.08), tokens=2)
     driven.run(5000, always(0.02), always(0.03), tokens=2)
     assert driven.run(1000, always(0.02), always(0.03), tokens=2) > 950
 
 
 def test_one_stalled_round_causes_no_long_pause() -> None:
-    driven = Driven(Guard(costs()))
+    driven = Driven()
     driven.run(500, always(0.02), always(0.03), tokens=2)
     assert driven.run(1, always(30.0), always(30.0), tokens=2) in (0, 1)
     assert driven.run(500, always(0.02), always(0.03), tokens=2) > 480
@@ -110,43 +107,86 @@ def test_one_stalled_round_causes_no_long_pause() -> None:
 
 def test_a_slow_target_is_not_held_against_the_draft() -> None:
     """All rounds suddenly take three times as long, so that drafting seems to lose against earlier plain rounds."""
-    driven = Driven(Guard(costs()))
+    driven = Driven()
     driven.run(1000, always(0.02), always(0.03), tokens=2)
     assert driven.run(400, always(0.06), always(0.09), tokens=2) > 360
 
 
-def test_nothing_is_paused_before_rounds_are_reported() -> None:
-    guard = Guard(costs())
-    assert guard.may_draft(4, MODEL)
-    assert not guard.needs_plain_round(4)
-
-
 def test_draft_methods_and_batch_sizes_pause_separately() -> None:
-    guard = Guard(costs())
+    ledger = Ledger(costs())
     for sequences in (2, 16, 2, 16, 2, 16):
-        guard.observe(sequences, sequences, 0.02, None)
+        ledger.observe(sequences, sequences, 0.02, None)
     for _ in range(2):
         for sequences, method in ((2, MODEL), (16, NGRAM)):
-            guard.observe(sequences, sequences * 2, 0.03, method)
-            guard.charge(sequences, sequences * 2, 0.03, method)
-        guard.observe(16, 16, 0.1, MODEL)
-        guard.charge(16, 16, 0.1, MODEL)
-    assert not guard.may_draft(16, MODEL)
-    assert guard.may_draft(16, NGRAM)
-    assert guard.may_draft(2, MODEL)
+            ledger.observe(sequences, sequences * 2, 0.03, method)
+        ledger.observe(16, 16, 0.1, MODEL)
+    assert not ledger.may_draft(MODEL, 16)
+    assert ledger.may_draft(NGRAM, 16)
+    assert ledger.may_draft(MODEL, 2)
 
 
-def test_batch_sizes_that_were_only_seen_use_up_no_credit() -> None:
-    guard = Guard(costs())
+def test_a_loss_goes_on_at_batch_sizes_that_come_later() -> None:
+    ledger = Ledger(costs())
     for sequences in (1, 2, 4, 8, 16):
-        assert guard.may_draft(sequences, MODEL)
-        guard.observe(sequences, sequences, 0.02, None)
-    guard.observe(16, 16, 0.04, MODEL)  # loses one plain round
-    guard.charge(16, 16, 0.04, MODEL)
-    assert guard.may_draft(16, MODEL)
-    for _ in range(3):
-        guard.charge(16, 16, 0.1, MODEL)
-    assert not any(guard.may_draft(sequences, MODEL) for sequences in (16, 64, 256)), "a loss goes on elsewhere"
+        assert ledger.may_draft(MODEL, sequences)
+        ledger.observe(sequences, sequences, 0.02, None)
+    ledger.observe(16, 16, 0.1, MODEL)
+    assert not any(ledger.may_draft(MODEL, sequences) for sequences in (16, 64, 256))
+
+
+# --- Trials
+
+
+def measured() -> Ledger:
+    """A ledger that knows the time of plain rounds of one sequence, `PLAIN`."""
+    ledger = Ledger(costs())
+    for _ in range(MIN_PLAIN):
+        ledger.observe(1, 1, PLAIN, None)
+    return ledger
+
+
+def rounds_until_next(ledger: Ledger) -> int:
+    """Plain rounds until a trial that takes half a round longer and gains nothing."""
+    rounds = 1
+    while not ledger.may_try(MODEL, 1, 0.5, 0.0):
+        ledger.observe(1, 1, PLAIN, None)
+        rounds += 1
+    return rounds
+
+
+def after_losses(count: int) -> Ledger:
+    ledger = measured()
+    for _ in range(count):
+        rounds_until_next(ledger)
+        ledger.observe(1, 1, 1.5 * PLAIN, MODEL, is_trial=True)
+    return ledger
+
+
+def test_trials_that_lose_become_rarer_up_to_a_limit() -> None:
+    first, later, last = (rounds_until_next(after_losses(count)) for count in (FREE_TRIALS + 1, 10, 40))
+    assert first < later < last
+    assert last == pytest.approx(rounds_until_next(after_losses(80)), rel=0.02)
+    assert 0.5 / last < SHARE / 4
+
+
+def test_trials_that_gain_make_trials_frequent_again() -> None:
+    often, ledger = rounds_until_next(after_losses(FREE_TRIALS + 1)), after_losses(40)
+    for _ in range(6):
+        ledger.observe(1, 2, PLAIN, MODEL, is_trial=True)
+    assert rounds_until_next(ledger) <= often
+
+
+def test_a_stalled_trial_is_paid_for_at_the_full_rate() -> None:
+    ledger = after_losses(40)
+    rounds_until_next(ledger)
+    ledger.observe(1, 1, 5 * PLAIN, MODEL, is_trial=True)
+    assert rounds_until_next(ledger) < 1.1 * 4 / SHARE + rounds_until_next(after_losses(40))
+
+
+def test_unobserved_rounds_count() -> None:
+    ledger, rounds = after_losses(40), rounds_until_next(after_losses(40))
+    ledger.observe(1, 1, PLAIN, None, skipped=rounds)
+    assert ledger.may_try(MODEL, 1, 0.5, 0.0)
 
 
 # --- Plain rounds

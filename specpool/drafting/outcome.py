@@ -2,20 +2,23 @@
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
-from coordinator.scheduling.commits import Commit
-from coordinator.scheduling.counters import Timed
-from coordinator.scheduling.sequence import MAX_DRAFT_LAG, DraftMethod
+from specpool.drafting.costs import Timed
+from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod
+from specpool.drafting.sequences import Commit
 from specpool.protocol.rounds import Proposal, ProposeItem, VerifyItem
+
+C_co = TypeVar("C_co", bound=Commit, covariant=True)
 
 
 @dataclass
-class RoundOutcome:
+class RoundOutcome(Generic[C_co]):
     """Results and durations of a round."""
 
     verify_items: Items[VerifyItem]
     verified: Timed
-    commits: Items[Commit]
+    commits: Items[C_co]
     proposals: list[tuple[Items[ProposeItem], Items[Proposal], Timed]] = field(default_factory=list)
     """Calls to the draft worker: items, proposals and durations."""
     called_draft: bool = False

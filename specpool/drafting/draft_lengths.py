@@ -3,40 +3,30 @@
 The expected gain of a draft token is the probability that it and all draft tokens before it are accepted. It costs a
 row of the verification. A token of the draft model also costs a share of a draft step. If no draft token pays off,
 nothing is drafted. If the draft worker can draft during a verification, `Branching` plans branches where they are
-faster. The guard pauses methods that lose time despite the plan.
+faster. The ledger pauses methods that lose time despite the plan.
 """
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from coordinator.drafting.acceptance import AcceptanceRates, expected_tokens
-from coordinator.drafting.branching import Branching, BranchPlan
-from coordinator.drafting.costs import RoundCosts
-from coordinator.drafting.guard import Guard
-from coordinator.drafting.trials import FREE_TRIALS, Trials
-from coordinator.scheduling.commits import NO_DRAFTS, DraftPlan
-from coordinator.scheduling.sequence import DraftMethod
+from specpool.drafting.acceptance import AcceptanceRates, expected_tokens
+from specpool.drafting.branching import NUMBERS, Branching, BranchPlan
+from specpool.drafting.costs import RoundCosts
+from specpool.drafting.ledger import MIN_GAIN, Ledger
+from specpool.drafting.plans import MAX_DRAFT_LAG, NO_DRAFTS, DraftMethod, DraftPlan
 
-# Number of bins of acceptance rates. Planning counts sequences per bin instead of examining each one.
+# Minimum gain of a new plan over the current one: estimates are off by a few per cent.
+HYSTERESIS = MIN_GAIN / 2
+# Bins of acceptance rates: planning counts sequences per bin instead of examining each one.
 RATE_BINS = 32
-# Minimum gain of a new plan over the current one, and of drafting over plain decoding. Estimates are off by a few per
-# cent, and plain decoding loses nothing.
-HYSTERESIS, MIN_DRAFTING_GAIN = 0.02, 0.04
-# Maximum rounds between plans, and the relative change of the batch size that forces a new plan.
-PLAN_ROUNDS, PLAN_BATCH_CHANGE = 8, 0.1
-# Maximum draft lag, in tokens, that costs next to nothing to catch up with.
-SMALL_LAG = 8
-# Trials of the model before the first plan that relies on it.
-NEW_TRIALS = 2
-# Branches of a trial.
-TRIAL_BRANCHES = 2
-# Rounds before a trial in which the target worker returns hidden states, if the draft reads them.
+# Rounds between plans, which cost more time than a round's own choices.
+PLAN_ROUNDS = 8
+# Draft lag, in tokens, that costs next to nothing to catch up with.
+SMALL_LAG = 4 * MAX_DRAFT_LAG
+# Rounds before a trial in which the target worker returns hidden states: a draft that reads few of them drafts badly.
 STATES_BEFORE_TRIAL = 4
-# While the model drafts, one of this many rounds decodes plainly, to measure the time of plain decoding.
-PLAIN_EVERY = 128
 
 
 class DraftOptions(NamedTuple):
@@ -91,8 +81,6 @@ class DraftLengths:
     _age: int = 0
     _num_lookup_tokens: Mapping[int, int] = field(default_factory=dict)
     """Prompt-lookup tokens of the last round, by sequence id."""
-    _model_trials: Trials = field(default_factory=Trials)
-    _lookup_trials: Trials = field(default_factory=Trials)
     _trial_in: int = 0
     """Rounds until the next model trial, while hidden states are collected for it; 0: no trial is scheduled."""
     _tries_model: bool = False
@@ -101,16 +89,14 @@ class DraftLengths:
     """Sequences for which the last round drafted branches in a trial."""
     _allowed_last: tuple[int, ...] = ()
     """Whether the model, prompt lookup, and trials only were allowed in the last round, and the maximum of branches."""
+    _is_new: bool = False
+    """Whether the model's costs are not confirmed yet, so that it may draft in trials only."""
     _has_model: bool = True
     """Whether the draft worker could draft for a sequence at the model's last chance to draft."""
-    _rested: int = 0
-    """Rounds since the model's last chance to draft."""
-    _since_plain: float = math.inf
-    """Rounds since the last plain one."""
 
     def __post_init__(self) -> None:
         self.acceptance = AcceptanceRates(self.first_rate)
-        self.guard = Guard(self.costs)
+        self.ledger = Ledger(self.costs)
         self.measures_plain = False
         """Whether the last planned round has no drafts, to measure the time of plain decoding."""
         self.branching = Branching(self.costs)
@@ -127,16 +113,16 @@ class DraftLengths:
 
     def rests(self, sequences: int) -> bool:
         """Whether the model does not draft in the next round, so that `rest` can replace `choose`."""
-        is_known = self._model_trials.made >= FREE_TRIALS or not self._has_model
+        is_known = not self._has_model or not self.ledger.has_free_trial(DraftMethod.MODEL, sequences)
         is_idle = is_known and not (self.uses_model or self._trial_in or self._tried)
         return is_idle and self._age + 1 < PLAN_ROUNDS and not self._has_changed(sequences)
 
     def rest(self, options: Mapping[int, DraftOptions], batch: int) -> dict[int, DraftPlan]:
         """Choose in a round in which the model rests. `options`: of the sequences with tokens of prompt lookup."""
-        self._age, self._rested, self._tries_model = self._age + 1, self._rested + 1, False
-        if not self.guard.may_draft(batch, DraftMethod.NGRAM):
+        self._age, self._tries_model = self._age + 1, False
+        if not self.ledger.may_draft(DraftMethod.NGRAM, batch):
             options = {}
-        return self._finished(self._planned(options, batch))
+        return self._planned(options, batch)
 
     def choose(
         self, options: Mapping[int, DraftOptions], batch: int | None = None, max_branches: int = 0
@@ -158,52 +144,29 @@ class DraftLengths:
         if self.branches.num_branches and not self.measures_plain:
             plans = {i: self._plan_branches(i, option, plans[i]) for i, option in options.items()}
         elif not self.plan.steps and not self.measures_plain:
-            self._run_trials(plans, options, max_branches, tried)
-        self._rested = 0
+            self._run_trials(plans, options, batch, max_branches, tried)
         if self.uses_model:
             self._trial_in = 0
-            self._model_trials.restart()
-        return self._finished(plans)
+        return plans
 
     def _has_changed(self, sequences: int) -> bool:
-        return abs(sequences - self.plan.sequences) > PLAN_BATCH_CHANGE * self.plan.sequences
+        return abs(sequences - self.plan.sequences) > self.plan.sequences / PLAN_ROUNDS
 
     def _planned(self, options: Mapping[int, DraftOptions], batch: int) -> dict[int, DraftPlan]:
         """Plan each sequence, without drafts if a plain round is due."""
         plans = {i: self._plan_sequence(i, option) for i, option in options.items()}
         self._num_lookup_tokens = {i: len(plan.lookup_ids) for i, plan in plans.items() if not plan.num_draft_tokens}
-        if any(self._num_lookup_tokens.values()):
-            self._lookup_trials.restart()
-        self._since_plain += 1
-        self.measures_plain = self._is_plain_due(batch)
+        self.measures_plain = self.ledger.is_plain_due(batch)
         return dict.fromkeys(options, NO_DRAFTS) if self.measures_plain else plans
-
-    def _finished(self, plans: dict[int, DraftPlan]) -> dict[int, DraftPlan]:
-        """The plans, after counting the rounds since the last plain one."""
-        if not any(plan.num_draft_tokens or plan.lookup_ids for plan in plans.values()):
-            self._since_plain = 0
-        return plans
-
-    def observe(
-        self, sequences: int, tokens: int, seconds: float, method: DraftMethod | None, is_trial: bool = False
-    ) -> None:
-        """Learn from the time of a round, even after later ones were planned; see `Guard.observe`."""
-        gain = self.guard.observe(sequences, tokens, seconds, method)
-        if method is None:
-            return
-        trials = self._model_trials if method is DraftMethod.MODEL else self._lookup_trials
-        if is_trial:
-            trials.settle(-gain)
-        if not is_trial or trials.made <= FREE_TRIALS:  # later trials have their own budget
-            self.guard.charge(sequences, tokens, seconds, method)
 
     def _allowed(
         self, options: Mapping[int, DraftOptions], batch: int, max_branches: int
     ) -> Mapping[int, DraftOptions]:
-        """Options without the methods that the guard has paused. The start or end of a pause forces a new plan."""
+        """Options without the methods that the ledger has paused. The start or end of a pause forces a new plan."""
         may_use_model, may_look_up = (
-            self.guard.may_draft(batch, method) for method in (DraftMethod.MODEL, DraftMethod.NGRAM)
+            self.ledger.may_draft(method, batch) for method in (DraftMethod.MODEL, DraftMethod.NGRAM)
         )
+        self._is_new = self._trial_in > 0 or self.ledger.has_free_trial(DraftMethod.MODEL, batch)
         if (allowed := (may_use_model, may_look_up, self._is_new, max_branches)) != self._allowed_last:
             self._allowed_last, self._age = allowed, PLAN_ROUNDS
         if may_use_model and may_look_up:
@@ -215,17 +178,6 @@ class DraftLengths:
             )
             for i, option in options.items()
         }
-
-    def _is_plain_due(self, sequences: int) -> bool:
-        """Whether to measure a plain round now. The first one is always plain."""
-        max_rounds = PLAIN_EVERY if self.uses_model else math.inf
-        return self._since_plain >= max_rounds or self.guard.needs_plain_round(sequences)
-
-    @property
-    def _is_new(self) -> bool:
-        """Whether the costs are not confirmed yet, so that the model may draft in trials only."""
-        made = self._model_trials.made - (self._trial_in > 0)
-        return self.guard.is_active and made < NEW_TRIALS
 
     def _plan_sequence(self, sequence_id: int, options: DraftOptions) -> DraftPlan:
         """Choose the draft model or prompt lookup, whichever gains more."""
@@ -257,7 +209,7 @@ class DraftLengths:
         lengths = range(1, self.max_num_draft_tokens + 1)
         best = self.branching.best(sequences, len(drafting), rate, max_branches, lengths)
         other = self.plan.speed / len(options) * sequences
-        min_gain = 0.0 if self.branches.num_branches else HYSTERESIS if self.plan.steps else MIN_DRAFTING_GAIN
+        min_gain = 0.0 if self.branches.num_branches else HYSTERESIS if self.plan.steps else MIN_GAIN
         return best if best.speed > other * (1 + min_gain) else BranchPlan()
 
     def _plan_branches(self, sequence_id: int, options: DraftOptions, plan: DraftPlan) -> DraftPlan:
@@ -296,7 +248,7 @@ class DraftLengths:
             if num_steps <= self.max_num_draft_tokens and self._replaces(other := batch.plan(num_steps), best):
                 best = other
         plain = batch.plan(0)
-        min_gain = 0.0 if self.plan.steps else MIN_DRAFTING_GAIN
+        min_gain = 0.0 if self.plan.steps else MIN_GAIN
         return best if best.speed > plain.speed * (1 + min_gain) else plain
 
     def _replaces(self, other: RoundPlan, best: RoundPlan) -> bool:
@@ -307,6 +259,7 @@ class DraftLengths:
         self,
         plans: dict[int, DraftPlan],
         options: Mapping[int, DraftOptions],
+        batch: int,
         max_branches: int,
         tried_last: tuple[int, ...],
     ) -> None:
@@ -314,7 +267,7 @@ class DraftLengths:
 
         If possible, draft branches, which cost less time. The next round verifies them, and belongs to the trial.
         """
-        num_branches = min(TRIAL_BRANCHES, max_branches)
+        num_branches = min(NUMBERS[1], max_branches)
         if num_branches and (again := [i for i in tried_last if i in options and options[i].can_use_model]):
             self._tries_model = True
             plans.update(dict.fromkeys(again, DraftPlan(1, num_branches, is_trial=True)))
@@ -333,23 +286,23 @@ class DraftLengths:
             if num_branches:
                 seconds = 2 * (self.branching.seconds(len(options), len(tried), num_branches, 1) - plain)
             seconds += self._catch_up_seconds(min_lag * len(tried))
-            gained = sum(map(self.acceptance.rate, tried)) * plain / len(options)
-            if self._is_trial_due(plain, seconds, gained):
+            gained = sum(map(self.acceptance.rate, tried)) / len(options)
+            if self._is_trial_due(batch, seconds / plain, gained):
                 self._tries_model = True
                 self._tried = tuple(tried) if num_branches else ()
                 plans.update(dict.fromkeys(tried, DraftPlan(1, num_branches, is_trial=True)))
         elif rates := {i: option.lookup_rate for i, option in idle.items() if option.lookup_ids}:
             seconds = self.costs.seconds(len(options), [], len(rates)) - plain
-            gained = sum(rates.values()) * plain / len(options)
-            if self._lookup_trials.may_try(plain, self._rested + 1, seconds, gained):
+            gained = sum(rates.values()) / len(options)
+            if self.ledger.may_try(DraftMethod.NGRAM, batch, seconds / plain, gained):
                 plans.update({i: DraftPlan(lookup_ids=options[i].lookup_ids[:1], is_trial=True) for i in rates})
 
-    def _is_trial_due(self, plain: float, seconds: float, gained: float) -> bool:
-        """Whether to try the model now; see `Trials.may_try`. If it reads hidden states, collect them first."""
+    def _is_trial_due(self, batch: int, cost: float, gained: float) -> bool:
+        """Whether to try the model now; see `Ledger.may_try`. If it reads hidden states, collect them first."""
         if self._trial_in:
             self._trial_in -= 1
             return not self._trial_in
-        may_try = self._model_trials.may_try(plain, self._rested + 1, seconds, gained)
+        may_try = self.ledger.may_try(DraftMethod.MODEL, batch, cost, gained)
         self._trial_in = STATES_BEFORE_TRIAL * (may_try and self.reads_states)
         return may_try and not self._trial_in
 

@@ -8,13 +8,19 @@ from operator import mul
 # Decay of older observations per draft token, for one sequence and overall. The overall rate is the prior of every
 # sequence and weighs as much as `PRIOR_TOKENS` observations.
 DECAY, OVERALL_DECAY, PRIOR_TOKENS = 0.985, 0.995, 10.0
-# Bins of the draft's own probabilities.
+# Bins of the draft's own probabilities: more of them learn more slowly.
 CONFIDENCES = 10
 
 
 def expected_tokens(rate: float, k: int) -> float:
     """Expected tokens of a round with k draft tokens."""
     return 1.0 + float(sum(accumulate(repeat(rate, k), mul)))
+
+
+def agreement_length(drafted: tuple[int, ...], gained: tuple[int, ...]) -> int:
+    """Number of draft tokens, verified or not, before the first that differs from the target's choice."""
+    pairs = enumerate(zip(drafted, gained, strict=False))
+    return next((i for i, (draft, choice) in pairs if draft != choice), min(len(drafted), len(gained)))
 
 
 @dataclass

@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
-from coordinator.drafting.costs import RoundCosts
+from specpool.drafting.costs import RoundCosts
 
 # Recent plain rounds of a batch size that count, and the seconds for which they count.
 RECENT, RECENT_SECONDS = 15, 30.0
 # Plain rounds needed before any comparison.
-MIN_PLAIN = 3
+MIN_PLAIN = RECENT // 5
 # Weight and maximum of an observation of the tail.
 TAIL_WEIGHT, MAX_TAIL = 0.02, 4.0
 

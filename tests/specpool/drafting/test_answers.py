@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.config.settings import MAX_LOOKUP_STORE_TOKENS
-from coordinator.drafting.answers import (
+from specpool.drafting.answers import (
     MAX_RUN,
     MAX_SHARE,
     MIN_ANSWER_TOKENS,

@@ -3,22 +3,19 @@
 from collections.abc import Iterable
 from functools import partial
 
-from coordinator.drafting import answers, ngrams
-from coordinator.drafting.acceptance import AcceptanceRates, expected_tokens
-from coordinator.drafting.answers import AnswerStore
-from coordinator.drafting.ngrams import NgramIndex
-from coordinator.scheduling.commits import NO_LOOKUP, Lookup, LookupSource
-from coordinator.scheduling.drafts import agreement_length
-from coordinator.scheduling.sequence import DraftMethod, FinishReason, GenerationRequest, Sequence
+from specpool.drafting import answers, ngrams
+from specpool.drafting.acceptance import AcceptanceRates, agreement_length, expected_tokens
+from specpool.drafting.answers import AnswerStore
+from specpool.drafting.ngrams import NgramIndex
+from specpool.drafting.plans import NO_LOOKUP, DraftMethod, Lookup, LookupSource
+from specpool.drafting.sequences import Request, Sequence
 
-# Initial acceptance rates by length of the repeated run.
-FIRST_RATES = {1: 0.15, 2: 0.3, 3: 0.45, 4: 0.6}
+# Initial acceptance rate per token of the repeated run: longer runs mislead less.
+FIRST_RATE = 0.15
 RUNS = {
     LookupSource.SEQUENCE: range(ngrams.MIN_RUN, ngrams.MAX_RUN + 1),
-    LookupSource.ANSWERS: range(answers.MIN_RUN, answers.MAX_RUN + 1),
+    LookupSource.ANSWERS: range(answers.MIN_RUN, ngrams.MAX_RUN + 1),
 }
-# Minimum run of requests with a fixed draft length. They draft whether it pays or not, and a single token rarely does.
-MIN_FIXED_RUN = 2
 
 
 class PromptLookup:
@@ -27,7 +24,7 @@ class PromptLookup:
     def __init__(self, store_tokens: int = 0) -> None:
         """`store_tokens`: maximum tokens of finished answers to keep; 0: keep none."""
         self.acceptance = {
-            source: {run: AcceptanceRates(FIRST_RATES[run]) for run in runs} for source, runs in RUNS.items()
+            source: {run: AcceptanceRates(FIRST_RATE * run) for run in runs} for source, runs in RUNS.items()
         }
         self._answers = AnswerStore(store_tokens) if store_tokens else None
         self._indexes: dict[int, NgramIndex] = {}
@@ -44,7 +41,8 @@ class PromptLookup:
         found = [(LookupSource.SEQUENCE, *index.propose(sequence.token_ids, limit))]
         if self._answers is not None and _shares_answers(request):
             found.append((LookupSource.ANSWERS, *self._answers.propose(request.namespace, sequence.token_ids, limit)))
-        min_run, length = ngrams.MIN_RUN if request.adaptive else MIN_FIXED_RUN, len(sequence.token_ids)
+        # Requests with a fixed length draft whether it pays or not, and after a run of one token it rarely does.
+        min_run, length = ngrams.MIN_RUN if request.adaptive else answers.MIN_RUN, len(sequence.token_ids)
         lookups = [Lookup(token_ids, run, source, length) for source, token_ids, run in found if run >= min_run]
         if len(lookups) < 2:  # the usual case, in every round of every sequence
             return lookups[0] if lookups else NO_LOOKUP
@@ -66,9 +64,8 @@ class PromptLookup:
 
         It includes the last tokens of the prompt, so that the first tokens of a repeated answer can be drafted.
         """
-        is_finished = sequence.finish is not None and sequence.finish.reason is not FinishReason.ABORT
-        if self._answers is not None and is_finished and _shares_answers(sequence.request):
-            start = max(0, sequence.prompt_length - answers.MAX_RUN)
+        if self._answers is not None and sequence.is_complete and _shares_answers(sequence.request):
+            start = max(0, sequence.prompt_length - ngrams.MAX_RUN)
             self._answers.add(sequence.request.namespace, sequence.token_ids[start:])
 
     def index_answers(self) -> None:
@@ -87,6 +84,6 @@ class PromptLookup:
         return expected_tokens(self.rate(sequence_id, lookup), len(lookup.token_ids))
 
 
-def _shares_answers(request: GenerationRequest) -> bool:
+def _shares_answers(request: Request) -> bool:
     """Whether a request uses the answer store. Repeats are faster, which users who share a salt can measure."""
     return request.cache_salt != ""

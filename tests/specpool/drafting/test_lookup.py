@@ -2,9 +2,9 @@
 
 import pytest
 
-from coordinator.drafting.lookup import PromptLookup
-from coordinator.scheduling.commits import Lookup, LookupSource
-from coordinator.scheduling.sequence import DraftMethod, Finish, FinishReason, GenerationRequest, Sequence
+from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
+from specpool.drafting.lookup import PromptLookup
+from specpool.drafting.plans import DraftMethod, Lookup, LookupSource
 
 OWN, ANSWERS = LookupSource.SEQUENCE, LookupSource.ANSWERS
 ANSWER = tuple(range(20, 50))

@@ -5,10 +5,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.drafting.lookup import PromptLookup
-from coordinator.drafting.ngrams import MAX_RUN, MEMORY_TOKENS, MIN_RUN, TOKENS_PER_CALL, NgramIndex
-from coordinator.scheduling.commits import Lookup
-from coordinator.scheduling.sequence import DraftMethod, GenerationRequest, Sequence
+from coordinator.scheduling.sequence import GenerationRequest, Sequence
+from specpool.drafting.lookup import PromptLookup
+from specpool.drafting.ngrams import MAX_RUN, MEMORY_TOKENS, MIN_RUN, TOKENS_PER_CALL, NgramIndex
+from specpool.drafting.plans import DraftMethod, Lookup
 
 
 def reference(token_ids: list[int], k: int) -> tuple[tuple[int, ...], int]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.drafting.costs import MAX_GROWTH, MIN_SECONDS, RoundCosts, StepTimes
+from specpool.drafting.costs import MAX_GROWTH, MIN_SECONDS, RoundCosts, StepTimes
 
 MEASURED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FIRST, MORE = 0.02, 0.0006

@@ -4,30 +4,25 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from coordinator.drafting.acceptance import Calibration, expected_tokens
-from coordinator.drafting.branching import BranchPlan
-from coordinator.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes
-from coordinator.drafting.draft_lengths import DraftLengths, DraftOptions
-from coordinator.drafting.forced_tokens import ForcedTokens
-from coordinator.drafting.lookup import PromptLookup
-from coordinator.drafting.outcome import RoundOutcome, draft_steps
-from coordinator.scheduling.commits import NO_DRAFTS, Commit, DraftPlan, Lookup, LookupSource
-from coordinator.scheduling.counters import Timed
-from coordinator.scheduling.sequence import MAX_DRAFT_LAG, DraftMethod, Sequence
+from specpool.drafting.acceptance import OVERALL_DECAY, Acceptance, Calibration, expected_tokens
+from specpool.drafting.branching import BranchPlan
+from specpool.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes, Timed
+from specpool.drafting.draft_lengths import HYSTERESIS, DraftLengths, DraftOptions
+from specpool.drafting.ledger import MIN_GAIN
+from specpool.drafting.lookup import PromptLookup
+from specpool.drafting.outcome import RoundOutcome, draft_steps
+from specpool.drafting.plans import MAX_DRAFT_LAG, NO_DRAFTS, DraftMethod, DraftPlan, Lookup, LookupSource
+from specpool.drafting.sequences import Commit, Sequence
 from specpool.protocol.rounds import Proposal, ProposeItem
 
-# Maximum rounds over which to spread the cost of catching up the draft worker.
-MAX_CATCH_UP_ROUNDS = 32
-# Minimum `min_chance`, even where verifying one more token seems free.
-MIN_CHANCE = 0.02
 # Seconds of a round trip to a worker: the initial estimate, and the weight of each observation.
 FIRST_EXCHANGE, EXCHANGE_WEIGHT = 0.0015, 0.05
 # Maximum factor between an observed waiting time and its estimate: one stalled round changes little.
 MAX_RISE = 4.0
-# Minimum relative gain of two alternating groups over one group.
-OVERLAP_GAIN = 0.05
 # Draft tokens that a request with a fixed length always gets, even in a round with adaptive requests.
 MIN_FIXED_TOKENS = 4
+FORCED = "forced"
+"""The ledger's name of forced tokens."""
 NO_STATES = NO_DRAFTS._replace(reads_states=False)
 
 
@@ -73,7 +68,7 @@ class Drafting:
         self.lengths = DraftLengths(costs, max_num_draft_tokens)
         self.lookup = lookup if lookup is not None else PromptLookup()
         self.calibration = Calibration()
-        self.forced_tokens = ForcedTokens()
+        self._forced_tokens = Acceptance(OVERALL_DECAY)
         self._draft_steps = 0
         """Draft steps of the last round."""
 
@@ -144,7 +139,7 @@ class Drafting:
         if not any(plan.num_draft_tokens for plan in plans.values()):
             self._draft_steps = 0
         if constrained := [s.sequence_id for s in adaptive if s.request.sampling.grammar]:
-            allowed = self.forced_tokens.are_allowed(self.lengths.plan.row, self.lengths.measures_plain)
+            allowed = self._allows_forced_tokens(len(constrained), batch)
             plans |= {i: plans[i]._replace(allows_forced_tokens=allowed) for i in constrained}
         plans |= {i: plans[i]._replace(lookup=lookup) for i, lookup in lookups.items() if lookup.run}
         if worker is not None and worker.reads_states:
@@ -152,7 +147,7 @@ class Drafting:
             plans |= {i: NO_STATES if plans[i] is NO_DRAFTS else plans[i]._replace(reads_states=False) for i in unread}
         return plans
 
-    def observe_round(self, outcome: RoundOutcome) -> None:
+    def observe_round(self, outcome: RoundOutcome[Commit]) -> None:
         """Learn from the results of a round, and from the times that the workers report."""
         for items, proposals, timed in outcome.proposals:
             if outcome.is_quiet:
@@ -167,17 +162,16 @@ class Drafting:
             self.observe(commit)
             self.lengths.branching.observe(commit)
 
-    def observe_seconds(self, outcome: RoundOutcome, seconds: float, batch: int | None = None) -> None:
+    def observe_seconds(self, outcome: RoundOutcome[Commit], seconds: float, batch: int | None = None) -> None:
         """Learn from the wall time of a round, since the end of the previous one.
 
         `batch`: sequences of both groups if two overlap. A plain round would contain all of them.
         """
-        self.lengths.guard.is_active = True
         overlaps = batch is not None and batch > len(outcome.verify_items)
         if not outcome.is_comparable or (overlaps and outcome.method is None):
             return
         sequences = batch if batch is not None and overlaps else len(outcome.verify_items)
-        self.lengths.observe(sequences, outcome.num_tokens, seconds, outcome.method, outcome.is_trial)
+        self.lengths.ledger.observe(sequences, outcome.num_tokens, seconds, outcome.method, outcome.is_trial)
         if not overlaps:
             self._observe_waiting(outcome, seconds)
 
@@ -187,7 +181,7 @@ class Drafting:
         self.lookup.observe(commit.sequence, commit.lookup)
         self.lookup.store_answer(commit.sequence)
         if commit.forced and commit.num_agreed >= commit.drafted:
-            self.forced_tokens.observe(commit.forced, commit.num_agreed - commit.drafted)
+            self._forced_tokens.add(commit.forced, commit.num_agreed - commit.drafted)
         if proposal is None or not proposal.draft_token_ids:
             return
         drafted = commit.drafted if commit.method is DraftMethod.MODEL else 0
@@ -209,7 +203,7 @@ class Drafting:
     def _observe_exchange(self, timed: Timed) -> None:
         self.costs.exchange += EXCHANGE_WEIGHT * (timed.wire - self.costs.exchange)
 
-    def _observe_waiting(self, outcome: RoundOutcome, seconds: float) -> None:
+    def _observe_waiting(self, outcome: RoundOutcome[Commit], seconds: float) -> None:
         """Learn how long the target waits between plain rounds, and how long the coordinator takes for other rounds."""
         costs = self.costs
         if outcome.method is None:
@@ -236,7 +230,7 @@ class Drafting:
         draft = steps * costs.draft(half) + costs.exchange
         verify = costs.verify(half * (1 + steps)) + costs.exchange
         cycle = max(2 * draft, 2 * verify, draft + verify)
-        return cycle * (1 + OVERLAP_GAIN) < costs.seconds(sequences, [sequences] * steps)
+        return cycle * (1 + MIN_GAIN) < costs.seconds(sequences, [sequences] * steps)
 
     def state(self) -> SpeculationState:
         costs, plan, sequences = self.costs, self.lengths.plan, max(1, self.lengths.plan.sequences)
@@ -264,10 +258,21 @@ class Drafting:
             max_num_draft_tokens=limit,
             has_model=_can_draft(sequence, worker),
             draft_lag=max(0, len(sequence.token_ids) - sequence.draft.base_length - MAX_DRAFT_LAG),
-            catch_up_rounds=max(1, min(MAX_CATCH_UP_ROUNDS, limit)),
+            catch_up_rounds=max(1, limit),
             lookup_ids=lookup.token_ids,
             lookup_rate=self.lookup.rate(sequence.sequence_id, lookup),
         )
+
+    def _allows_forced_tokens(self, constrained: int, batch: int) -> bool:
+        """Whether the target worker may append tokens that spell the only text that a grammar allows.
+
+        The target rejects them if it tokenizes that text differently, and each costs a row of the verification.
+        """
+        if self.lengths.measures_plain:
+            return False
+        rate, row = self._forced_tokens.rate(1.0), self.lengths.plan.row
+        share = constrained / batch
+        return rate >= row or self.lengths.ledger.may_try(FORCED, batch, row * share, rate * share)
 
     def _reads_states(self, sequence: Sequence, options: DraftOptions | None) -> bool:
         """Whether a draft that reads hidden states drafts for a sequence now or soon. `options`: None if it rests."""
@@ -284,7 +289,7 @@ class Drafting:
         round_plan, branches = self.lengths.plan, self.lengths.branches
         if plan.num_branches and sequence.request.sampling.is_argmax:
             length = branches.length or plan.num_draft_tokens  # a trial's
-            min_chance = min(1.0, max(MIN_CHANCE, branches.row))
+            min_chance = min(1.0, max(HYSTERESIS, branches.row))
             return plan._replace(num_draft_tokens=min(length, limit), min_chance=min_chance)
         if (
             plan.num_branches
@@ -296,7 +301,7 @@ class Drafting:
         # Drafting pays off on average. The draft's own probabilities decide where this draft ends.
         return plan._replace(
             num_draft_tokens=limit,
-            min_chance=min(1.0, max(MIN_CHANCE, round_plan.row)),
+            min_chance=min(1.0, max(HYSTERESIS, round_plan.row)),
             next_chance=self.lengths.acceptance.rate(sequence.sequence_id),
         )
 

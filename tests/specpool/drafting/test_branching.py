@@ -4,12 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.drafting.branching import NUMBERS, Branching, BranchPlan
-from coordinator.drafting.costs import RoundCosts, StepTimes
-from coordinator.drafting.draft_lengths import NEW_TRIALS, PLAN_ROUNDS, DraftLengths, DraftOptions
-from coordinator.drafting.drafting import Drafting, DraftWorker
-from coordinator.scheduling.commits import Commit, DraftPlan
-from coordinator.scheduling.sequence import DraftMethod, GenerationRequest, Sequence
+from coordinator.scheduling.commits import Commit
+from coordinator.scheduling.sequence import GenerationRequest, Sequence
+from specpool.drafting.branching import NUMBERS, Branching, BranchPlan
+from specpool.drafting.costs import RoundCosts, StepTimes
+from specpool.drafting.draft_lengths import PLAN_ROUNDS, DraftLengths, DraftOptions
+from specpool.drafting.drafting import Drafting, DraftWorker
+from specpool.drafting.ledger import FREE_TRIALS
+from specpool.drafting.plans import DraftMethod, DraftPlan
 from specpool.protocol.rounds import ItemStatus, Proposal
 
 LENGTHS = range(1, 17)
@@ -90,8 +92,8 @@ def lengths_after_trials(max_branches: int, **options: int) -> tuple[DraftLength
         if drafted and not lengths.uses_model:
             trials.append(plans[0])
         tokens, seconds = (8, 0.0063) if not drafted else (20, 0.009)
-        lengths.observe(8, tokens, seconds, DraftMethod.MODEL if drafted else None)
-    assert len(trials) >= NEW_TRIALS
+        lengths.ledger.observe(8, tokens, seconds, DraftMethod.MODEL if drafted else None)
+    assert len(trials) >= FREE_TRIALS
     assert all((trial.num_branches > 0) == (max_branches > 0) for trial in trials)
     return lengths, lengths.choose(offered, max_branches=max_branches)
 
@@ -116,7 +118,7 @@ def test_a_paused_model_drafts_no_branches() -> None:
     for _ in range(40):  # rounds that draft take four times as long as plain ones, and gain nothing
         plans = lengths.choose(offered, max_branches=64)
         drafted.append(any(plan.num_draft_tokens for plan in plans.values()))
-        lengths.observe(8, 8, 0.025 if drafted[-1] else 0.0063, DraftMethod.MODEL if drafted[-1] else None)
+        lengths.ledger.observe(8, 8, 0.025 if drafted[-1] else 0.0063, DraftMethod.MODEL if drafted[-1] else None)
     assert drafted[0]
     assert not any(drafted[-10:])
 
@@ -141,7 +143,7 @@ def test_trials_with_branches_notice_that_the_draft_has_become_good() -> None:
         drafting.observe(
             Commit(sequence, tokens, str, (), verified, accepted, method, proposal, branch=0, num_branches=branches)
         )
-        drafting.lengths.observe(
+        drafting.lengths.ledger.observe(
             1, len(tokens), 0.0075 if branches else 0.0063, DraftMethod.MODEL if branches else None
         )
         if number > 300 and drafting.lengths.branches.num_branches:

@@ -14,7 +14,8 @@ MAX_GROWTH = 1.25
 # Bounds of the time of a pass. They keep ratios finite.
 MIN_SECONDS, MAX_SECONDS = 1e-6, 1e6
 # Default seconds by rows, for workers without measurements.
-UNKNOWN_VERIFY, UNKNOWN_DRAFT = {1: 0.02, 64: 0.04, 1024: 0.345}, {1: 0.002, 64: 0.004, 1024: 0.0345}
+UNKNOWN_VERIFY = {1: 0.02, 64: 0.04, 1024: 0.345}
+UNKNOWN_DRAFT = {rows: seconds / 10 for rows, seconds in UNKNOWN_VERIFY.items()}
 
 
 class StepTimes:
@@ -158,6 +159,20 @@ class StepTimes:
 
 def _bounded(seconds: float) -> float:
     return min(MAX_SECONDS, max(MIN_SECONDS, seconds))
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of a call to a worker: in total, in the model, and in realignment."""
+
+    elapsed: float = 0.0
+    forward: float = 0.0
+    realign: float = 0.0
+
+    @property
+    def wire(self) -> float:
+        """Time outside the worker's own measurements."""
+        return self.elapsed - self.forward - self.realign
 
 
 @dataclass

@@ -6,9 +6,9 @@ without model drafts in the next round, so that no sequence waits for the drafts
 
 from dataclasses import dataclass
 
-from coordinator.drafting.acceptance import Acceptance, expected_tokens
-from coordinator.drafting.costs import RoundCosts
-from coordinator.scheduling.commits import Commit
+from specpool.drafting.acceptance import Acceptance, expected_tokens
+from specpool.drafting.costs import RoundCosts
+from specpool.drafting.sequences import Commit
 
 NUMBERS = (1, 2, 3, 4, 6, 8)
 """Numbers of branches to choose from."""

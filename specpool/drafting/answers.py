@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-# Lengths of repeated runs; the longest wins.
-MAX_RUN, MIN_RUN = 4, 2
-# Tokens to index per call. A long answer must not stall a round.
-TOKENS_PER_CALL = 512
+from specpool.drafting.ngrams import MAX_RUN, TOKENS_PER_CALL
+
+# Minimum length of a repeated run: a single token says little about another answer.
+MIN_RUN = 2
 # Shorter answers save less than their entry costs.
 MIN_ANSWER_TOKENS = 16
 # Buckets of the hash table per token, of 8 bytes each. More buckets lose fewer runs to collisions.

@@ -1,0 +1,218 @@
+"""The ledger of draft methods: is a method worth its time at this batch size now? Pure, without a clock.
+
+The cost model predicts the gain of a draft; the ledger measures it. It compares the wall time of each round that drafts
+with the time that plain rounds would have needed for the same tokens. Each method has an entry for each class of batch
+sizes, in units of plain rounds:
+
+- Gains and losses add up to a balance. A negative balance pauses the method, and time refills it until a retry.
+- A method that the cost model rules out gets trials, paid from a budget that time refills too.
+
+The more often a method loses, the slower both refill.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from specpool.drafting.costs import RoundCosts
+from specpool.drafting.plain_times import RECENT, PlainTimes, size_class
+
+# Share of all time that retries, and trials, may lose.
+SHARE = 0.01
+# The share halves with every 4 lost trials or with a failed retry, at most 3 times: a change must still be noticed.
+LOSSES_PER_HALVING, MAX_HALVINGS = 4, 3
+# Trials before the budget counts, and before a plan may rely on the method: startup measurements can be wrong.
+FREE_TRIALS = 2
+# Balance of a new entry and after a pause: a few losing rounds cannot be told from noise.
+FIRST_BALANCE, RETRY_BALANCE = 1.5, 2.0
+# Maximum balance, so that past gains do not pay for lasting losses.
+MAX_BALANCE = 12.0
+# Maximum loss of one round: one stalled round must not cause a long pause.
+MAX_LOSS = MAX_BALANCE / 2
+# Share of all time that plain rounds may lose where drafts pay.
+PLAIN_SHARE = SHARE / 4
+# Minimum gain of drafting that can be told from noise.
+MIN_GAIN = 0.04
+
+
+@dataclass
+class _Entry:
+    """Gains, losses and trials of a draft method at similar batch sizes, in plain rounds."""
+
+    balance: float = FIRST_BALANCE
+    budget: float = 0.0
+    """What the next trial may lose. Negative after a trial that lost more than expected."""
+    trials: int = 0
+    losses: int = 0
+    """Lost trials, less won ones. A failed retry counts as `LOSSES_PER_HALVING`."""
+    is_paused: bool = False
+    is_retry: bool = False
+    """Whether the method has been paused since its balance was full."""
+    rounds: int = 0
+    """Rounds that drafted, since the last pause."""
+    tokens: float = 0.0
+    """Recent mean tokens per sequence of a round that drafts."""
+    seconds: float = 0.0
+    """Recent mean seconds of a round that drafts."""
+    reassess_in: int = 0
+    """Plain rounds of a pause until its reason is reassessed."""
+    _spent: float = 0.0
+    """Budget that the last trial used up."""
+
+    @property
+    def has_free_trial(self) -> bool:
+        return self.trials < FREE_TRIALS and self.budget > -FIRST_BALANCE / 2
+
+    def gain(self, plain_seconds: float) -> float:
+        """Recent mean gain of a round that drafts."""
+        return self.tokens - self.seconds / plain_seconds
+
+    def refill(self, rounds: float) -> None:
+        """Add a share of the elapsed time. End the pause once a retry is affordable."""
+        share = SHARE / 2 ** (self.losses // LOSSES_PER_HALVING)
+        self.balance = min(MAX_BALANCE, self.balance + share * rounds)
+        if not self.is_paused:
+            self.budget += (share if self.budget >= 0 else SHARE) * rounds
+        elif self.balance >= RETRY_BALANCE and not self.reassess_in:
+            self._resume()
+
+    def charge(self, tokens: float, seconds: float, plain_seconds: float) -> None:
+        """Add a round that drafted. Pause the method if the balance becomes negative."""
+        self.rounds += 1
+        weight = max(1 / RECENT, 1 / self.rounds)
+        self.tokens += weight * (tokens - self.tokens)
+        self.seconds += weight * (seconds - self.seconds)
+        self.budget = min(0.0, self.budget)
+        gain = max(-MAX_LOSS, tokens - seconds / plain_seconds)
+        self.balance = min(MAX_BALANCE, max(-MAX_LOSS, self.balance + gain))
+        if self.balance == MAX_BALANCE:
+            self.losses, self.is_retry = 0, False
+        if self.balance < 0 and not self.is_paused:
+            self.is_paused, self.reassess_in = True, RECENT
+
+    def reassess(self, plain_seconds: float) -> None:
+        """Count a plain round of a pause. After some, resume if plain decoding has become slower, too."""
+        if not self.reassess_in:
+            return
+        self.reassess_in -= 1
+        if self.reassess_in:
+            return
+        if self.gain(plain_seconds) > 0:
+            self.balance = RETRY_BALANCE
+            self._resume()
+        else:
+            self._lose(LOSSES_PER_HALVING * self.is_retry)
+            self.is_retry = True
+
+    def may_try(self, cost: float, gain: float) -> bool:
+        """Whether to run a trial now, paid from the whole budget."""
+        if not self.has_free_trial and self.budget < max(0.0, cost - gain):
+            return False
+        self.trials, self._spent, self.budget = self.trials + 1, max(0.0, self.budget), min(0.0, self.budget)
+        return True
+
+    def settle(self, lost: float) -> None:
+        """Charge the measured loss of a trial beyond what the trial has used up."""
+        self._lose(1 if lost > 0 else -2)
+        self.budget -= max(0.0, lost - self._spent)
+        self._spent = max(0.0, self._spent - max(0.0, lost))
+
+    def _resume(self) -> None:
+        self.is_paused, self.rounds = False, 0
+
+    def _lose(self, count: int) -> None:
+        self.losses = min(max(0, self.losses + count), MAX_HALVINGS * LOSSES_PER_HALVING)
+
+
+class Ledger:
+    """Compares rounds that draft with plain rounds."""
+
+    def __init__(self, costs: RoundCosts) -> None:
+        """`costs`: the cost model, used only to compare batches of different sizes."""
+        self.plain = PlainTimes(costs)
+        self._entries: dict[tuple[str, int], _Entry] = {}
+        self._last: dict[str, _Entry] = {}
+        """The entry used last, by method."""
+        self._charged: _Entry | None = None
+        """The entry charged last."""
+        self._since_plain = 0
+        """Rounds since the last plain one."""
+        self._now = 0.0
+        """Time of all rounds so far, in seconds."""
+
+    def observe(
+        self,
+        sequences: int,
+        tokens: float,
+        seconds: float,
+        method: str | None,
+        is_trial: bool = False,
+        skipped: int = 0,
+    ) -> None:
+        """Learn from a round, even after later ones were planned.
+
+        `sequences`: number that decoded. `tokens`: gained by all of them. `seconds`: since the previous round ended.
+        `method`: None for a plain round. `skipped`: similar rounds before it that were not observed.
+        """
+        if not seconds > 0 or not sequences:
+            return
+        self._now += seconds * (1 + skipped)
+        self._since_plain += 1
+        if method is None:
+            self._since_plain = 0
+            self.plain.observe(self._now, sequences, seconds)
+        plain_seconds = self.plain.seconds(sequences)
+        if plain_seconds is None:
+            return
+        for entry in self._entries_of(sequences):
+            entry.refill(seconds * (1 + skipped) / plain_seconds)
+            if method is None:
+                entry.reassess(plain_seconds)
+        if method is None:
+            return
+        entry = self._entry(method, sequences)
+        if is_trial:
+            entry.settle(seconds / plain_seconds - tokens / sequences)
+        if not is_trial or entry.trials <= FREE_TRIALS:  # later trials have their own budget
+            self._charged = entry
+            entry.charge(tokens / sequences, seconds, plain_seconds)
+
+    def may_draft(self, method: str, sequences: int) -> bool:
+        """Whether a method may draft for a batch of this size."""
+        return not self._entry(method, sequences).is_paused
+
+    def may_try(self, method: str, sequences: int, cost: float, gain: float) -> bool:
+        """Whether to try a method now that does not pay according to the cost model.
+
+        `cost`, `gain`: extra time of the trial, and the time that it saves, in plain rounds.
+        """
+        return self._entry(method, sequences).may_try(cost, gain)
+
+    def has_free_trial(self, method: str, sequences: int) -> bool:
+        """Whether a method has a trial left that the budget does not limit, so that no plan may rely on it yet."""
+        return self._entry(method, sequences).has_free_trial
+
+    def is_plain_due(self, sequences: int) -> bool:
+        """Whether a plain round of this size must be measured now."""
+        if self.plain.needs_round(self._now, sequences):
+            return True
+        plain_seconds = self.plain.seconds(sequences)
+        if self._charged is None or plain_seconds is None:
+            return False
+        return self._since_plain * PLAIN_SHARE >= max(MIN_GAIN, self._charged.gain(plain_seconds))
+
+    def _entry(self, method: str, sequences: int) -> _Entry:
+        """The entry of a batch size. A new one continues the entry used last, with its pause and without its gains."""
+        key = method, size_class(sequences)
+        if key not in self._entries:
+            last = self._last.get(method)
+            self._entries[key] = (
+                replace(last, balance=min(FIRST_BALANCE / 3, last.balance), rounds=0, reassess_in=0)
+                if last is not None
+                else _Entry()
+            )
+        entry = self._last[method] = self._entries[key]
+        return entry
+
+    def _entries_of(self, sequences: int) -> Iterator[_Entry]:
+        wanted = size_class(sequences)
+        return (entry for (_, size), entry in self._entries.items() if size == wanted)

@@ -1,0 +1,62 @@
+"""How a sequence drafts in a round. Pure."""
+
+import enum
+from typing import NamedTuple
+
+# After a round, the draft worker lacks one token, or two after full acceptance. One pass handles both.
+MAX_DRAFT_LAG = 2
+
+
+class DraftMethod(enum.StrEnum):
+    """The draft worker's model, prompt lookup, or the better of the two in each round."""
+
+    MODEL = "model"
+    NGRAM = "ngram"
+    BEST = "best"
+
+
+class LookupSource(enum.StrEnum):
+    """What prompt lookup searches: the sequence's own tokens, or earlier answers of its namespace."""
+
+    SEQUENCE = "sequence"
+    ANSWERS = "answers"
+
+
+class Lookup(NamedTuple):
+    """Tokens that followed an earlier occurrence of a sequence's last tokens."""
+
+    token_ids: tuple[int, ...] = ()
+    run: int = 0
+    """Length of the repeated run; 0 without one."""
+    source: LookupSource = LookupSource.SEQUENCE
+    start: int = 0
+    """Number of tokens of the sequence when it was looked up. Rounds in flight may add some before the commit."""
+
+
+NO_LOOKUP = Lookup()
+
+
+class DraftPlan(NamedTuple):
+    """How a sequence drafts in a round."""
+
+    num_draft_tokens: int = 0
+    """Tokens to request from the draft worker, in each branch if there are any."""
+    num_branches: int = 0
+    """Branches to draft during this round's verification. 0: draft before it."""
+    min_chance: float = 0.0
+    """Minimum probability that a token and all before it are accepted; less likely tokens are not worth their cost."""
+    next_chance: float = 1.0
+    """Acceptance probability of a token not drafted yet, given that all before it are accepted."""
+    lookup_ids: tuple[int, ...] = ()
+    """Prompt-lookup tokens, verified if the draft worker proposes none."""
+    lookup: Lookup = NO_LOOKUP
+    """What prompt lookup found. Its acceptance counts whether the tokens are verified or not."""
+    allows_forced_tokens: bool = True
+    """Whether the target worker may append forced tokens."""
+    reads_states: bool = True
+    """Whether a draft that reads hidden states drafts now or soon, so that the target worker should return them."""
+    is_trial: bool = False
+    """Whether the sequence tries a draft method that currently does not pay off."""
+
+
+NO_DRAFTS = DraftPlan()
