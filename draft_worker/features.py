@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch.nn.functional import pad
 
-from specpool.engine.models.feature_input import Features
+from specpool.engine.models.draft_parts import Features
 from specpool.protocol.rounds import ProposeItem
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,7 @@ from benchmarks.gpu.compare import TOLERANCES, counts_that_differ, error, row_co
 from benchmarks.gpu.part import Findings, Row, Settings
 from benchmarks.gpu.timing import captured_microseconds
 from benchmarks.shapes import SHAPES
-from specpool.engine.passes.gpu.cublas import restrict_cublas
-from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, Gemm, cublas_rows_of
+from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, Gemm, cublas_rows_of, restrict_cublas
 from specpool.engine.probes.inputs import ProbeInputs
 
 # Minimum seconds left to start a shape.

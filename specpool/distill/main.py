@@ -13,8 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from specpool.distill.corpus import Dialogues, atomic_write
-from specpool.distill.examples import Example, batches
+from specpool.distill.examples import Dialogues, Example, atomic_write, batches
 from specpool.distill.feature_student import FeatureStudent
 from specpool.distill.preparation import console, dialogue_files, generate_dialogues, progress_bar, read_target
 from specpool.distill.replay import REPORTED_K, agreement_rate, mean_acceptance_length

@@ -16,16 +16,14 @@ from tiny_pair import tiny_config
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from specpool.distill import static_decoder, training
-from specpool.distill.corpus import Dialogues
+from specpool.distill import static_writer, training
 from specpool.distill.evaluate import EvaluateSettings, evaluate, read_chats
-from specpool.distill.examples import TOP, Batch, Example, batches
+from specpool.distill.examples import TOP, Batch, Dialogues, Example, batches
 from specpool.distill.main import train
 from specpool.distill.questions import TASKS, ChatTemplate, Limits, Questions
 from specpool.distill.replay import acceptance_by_position, mean_acceptance_length
 from specpool.distill.settings import DistillSettings
-from specpool.distill.static_decoder import decodes_like_llama
-from specpool.distill.static_writer import StaticWriter
+from specpool.distill.static_writer import StaticWriter, decodes_like_llama
 from specpool.distill.student import Student, check_weights, most_frequent
 from specpool.distill.training import Checkpoint, agreement, distillation_loss
 from specpool.distill.writer import Writer
@@ -171,7 +169,7 @@ def test_static_decoding_allows_any_layout_of_attention(
     def transposed(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
         return scaled_dot_product_attention(*tensors, **options).transpose(1, 2).contiguous().transpose(1, 2)
 
-    monkeypatch.setattr(static_decoder, "scaled_dot_product_attention", transposed)
+    monkeypatch.setattr(static_writer, "scaled_dot_product_attention", transposed)
     assert decodes_like_llama(target_of(tiny_pair).eval())
 
 

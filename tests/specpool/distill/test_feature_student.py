@@ -10,9 +10,8 @@ import torch
 from tiny_models import load_engine
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from specpool.distill.corpus import Dialogues
 from specpool.distill.evaluate import EvaluateSettings, evaluate, read_chats
-from specpool.distill.examples import Batch, Example, batches
+from specpool.distill.examples import Batch, Dialogues, Example, batches
 from specpool.distill.feature_student import FeatureStudent
 from specpool.distill.main import distill
 from specpool.distill.predictions import target_states
