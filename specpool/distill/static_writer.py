@@ -1,6 +1,7 @@
 """Generates dialogues on a GPU, thousands at a time.
 
-A step runs in buffers of fixed shape on the device, so a GPU can replay it as a captured graph. The host replays steps, takes finished dialogues, and begins others.
+A step runs in buffers of fixed shape on the device, so that a GPU can replay it as a captured graph. The host replays
+steps, takes finished dialogues, and begins others.
 """
 
 from collections.abc import Callable, Iterator

@@ -2,7 +2,8 @@
 
 An output adds its terms along the inputs in one order, whatever the tile: tiles only decide which outputs and rows are
 computed together. Weights with few outputs are split along their inputs (split-K) to occupy the GPU. The number of
-splits depends on the weight alone, and the next kernel adds the partial sums in order. cuBLAS is restricted to kernels that are likely to be batch-invariant.
+splits depends on the weight alone, and the next kernel adds the partial sums in order. cuBLAS, where it is used,
+is restricted to kernels that are likely to be batch-invariant.
 """
 
 import os
