@@ -12,10 +12,16 @@ from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from specpool.engine.models.gguf_end_tokens import KEYS, correct_types, end_tokens
 from specpool.engine.models.gguf_header import GgufError
-from specpool.engine.models.gguf_pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
 from specpool.engine.models.gguf_reader import GgufFile
+from specpool.engine.models.gguf_vocabulary import (
+    DEFAULT,
+    KEYS,
+    PRE_TOKENIZERS,
+    PreTokenizer,
+    correct_types,
+    end_tokens,
+)
 
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
 """The supported values of `tokenizer.ggml.model`."""
