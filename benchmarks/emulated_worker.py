@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.report import PassMs, chance, milliseconds, parser_of, whole
 from draft_worker.proposer import Proposer
-from draft_worker.service import DraftWorkerServicer
+from draft_worker.server import DraftWorkerServicer
 from specpool.engine.cache.extents import Extents
 from specpool.engine.cache.slots import SequenceKey, SlotTable
 from specpool.engine.cache.spans import Span
@@ -38,7 +38,7 @@ from specpool.v1 import draft_worker_pb2_grpc, target_worker_pb2_grpc
 from specpool.worker.process import run_worker
 from specpool.worker.servicer import WorkerServicer
 from specpool.worker.settings import WorkerSettings
-from target_worker.service import TargetWorkerServicer
+from target_worker.server import TargetWorkerServicer
 from target_worker.verifier import Verifier
 
 SLOTS, MAX_MODEL_LEN, MAX_ROWS = 128, 4096, 8192

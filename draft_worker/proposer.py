@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from draft_worker.branches import draft_branches
-from draft_worker.features import states_of
+from draft_worker.branches import draft_branches, states_of
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.passes.drafts import Draft, DraftRound
 from specpool.engine.run.sequences import SequenceEngine

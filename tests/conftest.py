@@ -29,7 +29,7 @@ settings.load_profile("specpool")
 def _always_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every call see the current state, certificates and tokens."""
     monkeypatch.setattr("coordinator.workers.recent.RECENT_SECONDS", 0.0)
-    monkeypatch.setattr("specpool.rpc.security.reloading.CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("specpool.rpc.security.tls.CHECK_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,6 @@ ALLOWED = {"specpool/cli": {"specpool.worker.settings"}}
 # Pure folders, without torch, protobuf, clock or random generator, and the project packages that they may import.
 PURE = {
     "coordinator/scheduling": {"coordinator.scheduling", "specpool.drafting", "specpool.protocol"},
-    "coordinator/audit": {"coordinator.audit", "coordinator.scheduling", "specpool.drafting", "specpool.protocol"},
     "specpool/drafting": {"specpool.drafting", "specpool.protocol"},
 }
 PURE_BESIDE_VLLM = ("costs", "drafter", "rows")
@@ -60,11 +59,12 @@ EDGES = (
     "coordinator/prompts/chat_reader.py",
     "coordinator/prompts/constraint_reader.py",
     "coordinator/prompts/prompt_reader.py",
+    "coordinator/requests/traces.py",
     "coordinator/requests/validation.py",
     "coordinator/server.py",
     "coordinator/serving/",
     "coordinator/smg/",
-    "coordinator/tracing/prompts.py",
+    "coordinator/requests/traces.py",
     "coordinator/workers/",
     "draft_worker/",
     "specpool/cli/",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from coordinator.lanes.lane import Lane
-from coordinator.prompts.template_file import read_template
+from coordinator.prompts.process_link import read_template
 from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.rounds.shared import Shared
 from coordinator.workers.discovery import Discovery, Endpoint

@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from coordinator.requests.traces import RoundTrace
 from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.grouping import Group
 from coordinator.scheduling.round import Round
-from coordinator.tracing.traces import RoundTrace
 from specpool.drafting.costs import Timed
 from specpool.drafting.outcome import RoundOutcome
 

@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-from coordinator.audit.answers import Answer, Backlog, Difference, first_difference
-from coordinator.audit.spare_room import SpareRoom
 from coordinator.requests.generation import Generation, Sample
+from coordinator.scheduling.audits import Answer, Backlog, Difference, SpareRoom, first_difference
 from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Sequence
 from specpool.protocol.errors import ServiceError
 from specpool.rpc.observability import logs

@@ -7,23 +7,22 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from itertools import count
 
-from coordinator.audit.spare_room import SpareRoom
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.lanes.lanes import Lanes
 from coordinator.prompts.constraint_reader import ConstraintReader
 from coordinator.prompts.description import TokenizerDescription
 from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.requests.generation import Generation
-from coordinator.requests.in_flight import RequestsInFlight
-from coordinator.requests.latencies import Latencies
+from coordinator.requests.in_flight import Latencies, RequestsInFlight
+from coordinator.requests.traces import Traces
 from coordinator.rounds.shared import Shared
+from coordinator.scheduling.audits import SpareRoom
 from coordinator.scheduling.capacity import DuplicateRequestError, PoolFullError, QueueLimits
 from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 from coordinator.scheduling.text import TextStream
 from coordinator.scheduling.window import Window
 from coordinator.serving.auditor import DEFAULT_SHARE, Auditor
-from coordinator.tracing.traces import Traces
 from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.errors import MismatchError
 from coordinator.workers.standby import TargetPair
@@ -37,7 +36,7 @@ from specpool.protocol.errors import (
     UnavailableError,
     UnimplementedError,
 )
-from specpool.protocol.model_name import readable_name
+from specpool.protocol.worker_info import readable_name
 from specpool.rpc.observability.tracing import Tracer
 from specpool.v1 import common_pb2
 

@@ -8,14 +8,13 @@ from typing import Any, TypeAlias
 
 from coordinator.prompts.prompt_reader import PromptReader
 from coordinator.requests.generation import Generation
+from coordinator.requests.traces import Call, RequestTrace, prompt_attributes
 from coordinator.requests.validation import Limits, check_request_id, read_request
 from coordinator.serving.coordinator import Coordinator
-from coordinator.tracing.prompts import prompt_attributes
-from coordinator.tracing.traces import Call, RequestTrace
 from specpool.protocol.errors import InvalidArgumentError, ServiceError, UnavailableError
 from specpool.rpc.server.callers import client_of
+from specpool.rpc.server.calls import UnreadStream
 from specpool.rpc.server.server import Server
-from specpool.rpc.server.unread import UnreadStream
 from specpool.v1 import generation_pb2 as pb
 
 Fail: TypeAlias = Callable[[ServiceError], None]

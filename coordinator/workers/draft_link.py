@@ -16,8 +16,7 @@ from coordinator.workers.streams import RoundCalls
 from specpool.drafting.costs import UNKNOWN_DRAFT, Timed
 from specpool.protocol.codec import propose_request
 from specpool.protocol.features import FeatureSpec
-from specpool.protocol.response_sizes import max_propose_bytes
-from specpool.protocol.responses import InvalidResponseError, read_proposals
+from specpool.protocol.responses import InvalidResponseError, max_propose_bytes, read_proposals
 from specpool.protocol.rounds import Proposal, ProposeItem
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import common_pb2, draft_worker_pb2_grpc

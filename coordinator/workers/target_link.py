@@ -26,8 +26,14 @@ from coordinator.workers.target_model import TargetModel
 from specpool.drafting.costs import UNKNOWN_VERIFY, Timed
 from specpool.protocol.codec import release_request, verify_request
 from specpool.protocol.features import WantedFeatures
-from specpool.protocol.response_sizes import max_verify_bytes
-from specpool.protocol.responses import InvalidResponseError, decoded, drops_features, read_tokenizer, read_verdicts
+from specpool.protocol.responses import (
+    InvalidResponseError,
+    decoded,
+    drops_features,
+    max_verify_bytes,
+    read_tokenizer,
+    read_verdicts,
+)
 from specpool.protocol.rounds import Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
 from specpool.rpc.security.channel import Connector

@@ -1,9 +1,9 @@
 """Answers `specpool --help` and other requests that need no command. Works without any extra."""
 
 import sys
+from difflib import get_close_matches
 
 from specpool.environment.version import package_version
-from specpool.rpc.config.spelling import suggest
 
 SUMMARIES = {
     "up": "Serve a pair on this machine: coordinator, draft and target workers. Default: the embedded pair.",
@@ -25,7 +25,8 @@ def answer(name: str) -> int | None:
     if name == "--version":
         print(f"specpool {package_version()}")
         return 0
-    print(f"specpool: unknown command {name}{suggest([name], SUMMARIES)}; see specpool --help", file=sys.stderr)
+    similar = "".join(f" (did you mean {command}?)" for command in get_close_matches(name, SUMMARIES, n=1, cutoff=0.75))
+    print(f"specpool: unknown command {name}{similar}; see specpool --help", file=sys.stderr)
     return 2
 
 

@@ -16,8 +16,7 @@ from specpool.rpc.observability.tracing import Tracer, tracer_of
 from specpool.rpc.ports import ListenError
 from specpool.rpc.security.channel import MAX_ROUND_BYTES
 from specpool.rpc.server.server import Server
-from specpool.worker.backend import Backend
-from specpool.worker.failures import DeviceFailedError
+from specpool.worker.backend import Backend, DeviceFailedError
 from specpool.worker.host import WorkerHost
 from specpool.worker.metrics import WorkerMetrics
 from specpool.worker.servicer import WorkerServicer

@@ -21,7 +21,7 @@ from deployment import ROOT
 from test_monitoring import ALERTS, PANELS, PROMETHEUS, RULES, LabeledQuery
 
 from specpool.cli.processes import end
-from specpool.cli.services import services_of
+from specpool.cli.up import services_of
 from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
 from specpool.rpc.ports import free_port

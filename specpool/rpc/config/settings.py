@@ -41,10 +41,10 @@ from specpool.rpc.config.inputs import (
     config_file_of,
     explain,
     read_config_file,
+    suggest,
 )
-from specpool.rpc.config.spelling import suggest
 from specpool.rpc.observability.logs import LogFormat, end_process
-from specpool.rpc.observability.trace_settings import TraceSettings
+from specpool.rpc.observability.tracing import TraceSettings
 from specpool.rpc.security.channel import (
     COORDINATOR_PORT,
     DRAFT_WORKER_PORT,

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from specpool.rpc.token_bucket import TokenBucket
-
 SECONDS = 1.0
 """Minimum time between two lines of the same kind."""
 MAX_KINDS = 256
@@ -16,6 +14,26 @@ OTHER = "other"
 LIBRARIES = ("grpc", "asyncio")
 # Lines that a place in our own code may log in a burst: at info level, and above.
 INFO_BURST, WARNING_BURST = 32, 8
+
+
+class TokenBucket:
+    """Starts with `burst` tokens, its maximum, and gains `per_second`.
+
+    Times are in seconds of any monotonic clock.
+    """
+
+    def __init__(self, burst: float, per_second: float, now: float) -> None:
+        self._burst, self._per_second = burst, per_second
+        self._tokens, self._at = burst, now
+
+    def take(self, now: float) -> bool:
+        """Take a token. Return False if there is none."""
+        self._tokens = min(self._burst, self._tokens + (now - self._at) * self._per_second)
+        self._at = now
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
 
 
 @dataclass

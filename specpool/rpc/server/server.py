@@ -20,9 +20,8 @@ from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.tls import server_credentials
 from specpool.rpc.server.callers import Authenticator
 from specpool.rpc.server.connections import connection_options
-from specpool.rpc.server.health import HealthServicer, process_name
+from specpool.rpc.server.health import MAX_HEALTH_REQUEST_BYTES, HealthServicer, process_name
 from specpool.rpc.server.interceptor import CallInterceptor
-from specpool.rpc.server.newest_calls import MAX_HEALTH_REQUEST_BYTES
 from specpool.rpc.server.signals import StopSignals
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.prompts.chat_reader import MAX_OPTIONS_BYTES, check_chat, read_chat
 from coordinator.prompts.templates import Chat
-from specpool.cli.services import services_of
+from specpool.cli.up import services_of
 from specpool.cli.up_settings import UpSettings
 from specpool.client import make_request
 from specpool.protocol.errors import InvalidArgumentError

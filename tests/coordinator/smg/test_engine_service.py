@@ -173,7 +173,7 @@ async def test_load(served: Serving) -> None:
 
 
 async def test_tokenizer_archive_holds_the_targets_files(served: Serving) -> None:
-    with mock.patch("coordinator.smg.tokenizer.CHUNK_BYTES", 1000):
+    with mock.patch("coordinator.smg.service.CHUNK_BYTES", 1000):
         chunks = [chunk async for chunk in engine(served).GetTokenizer(common_pb2.GetTokenizerRequest())]
     data = b"".join(chunk.data for chunk in chunks)
     assert [bool(chunk.sha256) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]

@@ -9,7 +9,7 @@ from loading_workers import LoadingDraft
 from serving import RecordingTarget, Serving, make_request, serving
 
 from coordinator.workers.bounds import PHASES_PER_PROBE
-from specpool.protocol.response_sizes import MAX_SMALL_BYTES
+from specpool.protocol.responses import MAX_SMALL_BYTES
 from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import common_pb2
 

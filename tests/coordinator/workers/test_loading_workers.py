@@ -7,7 +7,7 @@ import pytest
 from loading_workers import LoadingDraft, LoadingTarget
 from serving import Serving, make_request, serving
 
-from specpool.protocol.response_sizes import MAX_SMALL_BYTES
+from specpool.protocol.responses import MAX_SMALL_BYTES
 from specpool.testing import FakeTarget
 
 NOT_SERVING, SERVING = 2, 1

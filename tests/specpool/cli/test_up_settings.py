@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from specpool.cli.preflight import check_services
 from specpool.cli.processes import ProcessFailedError
-from specpool.cli.services import services_of
+from specpool.cli.up import services_of
 from specpool.cli.up_settings import UpSettings
 
 

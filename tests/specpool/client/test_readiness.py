@@ -11,7 +11,7 @@ from serving import PATIENCE_SECONDS, free_address, serving
 
 from specpool.client import AsyncClient, Client, NotReadyError
 from specpool.client.failures import failure
-from specpool.client.readiness import ANSWER_SECONDS, Readiness
+from specpool.client.retries import ANSWER_SECONDS, Readiness
 from specpool.errors import RequestError
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2 as pb
@@ -20,7 +20,7 @@ from specpool.v1 import generation_pb2 as pb
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr("specpool.client.readiness.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("specpool.client.retries.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 

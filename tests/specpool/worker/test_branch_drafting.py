@@ -13,7 +13,7 @@ from worker_service import DRAFT, OK, TARGET, Worker, failure, propose, serving,
 
 from draft_worker.branches import MAX_SAMPLED_ROWS
 from draft_worker.proposer import Proposer
-from draft_worker.service import DraftWorkerServicer
+from draft_worker.server import DraftWorkerServicer
 from specpool.engine.run.engine import Engine
 from specpool.protocol.rounds import MAX_ITEM_BRANCHES, MAX_ITEM_UNVERIFIED, ProposeItem, ProposeRound
 from specpool.v1 import common_pb2, draft_worker_pb2

@@ -15,7 +15,7 @@ from coordinator.config.settings import CoordinatorSettings
 from draft_worker.server import DraftWorkerSettings
 from specpool.cli.generate import GenerateSettings
 from specpool.cli.main import COMMANDS, known_keys
-from specpool.cli.services import services_of
+from specpool.cli.up import services_of
 from specpool.cli.up_settings import UpSettings
 from specpool.planning.settings import PlanSettings
 from specpool.rpc.config.help import name_of, options_of

@@ -35,8 +35,7 @@ from specpool.protocol.errors import UnavailableError
 from specpool.rpc.server.server import LIVE
 from specpool.v1 import target_worker_pb2
 from specpool.worker.host import WorkerHost
-from specpool.worker.model_thread import MAX_WAITING, ModelThread
-from specpool.worker.watchdog import CHECKS, Watchdog
+from specpool.worker.model_thread import CHECKS, MAX_WAITING, ModelThread, Watchdog
 from target_worker.verifier import Verifier
 
 # A worker whose rounds never end.

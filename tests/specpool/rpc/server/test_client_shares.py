@@ -19,11 +19,10 @@ from serving import PATIENCE_SECONDS
 
 from specpool.rpc.config.settings import ServerSettings
 from specpool.rpc.ports import free_port
-from specpool.rpc.server import newest_calls
-from specpool.rpc.server.calls import Call
+from specpool.rpc.server import health
+from specpool.rpc.server.calls import Call, Pace, fair_share
+from specpool.rpc.server.health import MAX_HEALTH_CALLS, NewestCalls
 from specpool.rpc.server.limits import LARGE_INVALID_BYTES
-from specpool.rpc.server.newest_calls import MAX_HEALTH_CALLS, NewestCalls
-from specpool.rpc.server.shares import Pace, fair_share
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -109,7 +108,7 @@ async def test_health_calls_without_a_request_block_no_probe(tokens: Path) -> No
 
 
 async def test_client_whose_calls_are_all_ending_may_begin_another() -> None:
-    with mock.patch.object(newest_calls, "MAX_HEALTH_CALLS", 1):
+    with mock.patch.object(health, "MAX_HEALTH_CALLS", 1):
         calls = NewestCalls(ServerSettings())
     host = "ipv4:1.1.1.1:1"
     context = mock.Mock(peer=lambda: host)

@@ -15,9 +15,9 @@ from coordinator.requests.generation import Generation, Sample
 from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.grouping import Group
 from coordinator.scheduling.sequence import FinishReason
-from coordinator.tracing.prompts import text_part
 from specpool.rpc.observability import logs
 from specpool.rpc.observability.tracing import Attributes, Span, Tracer
+from specpool.v1 import generation_pb2 as pb
 
 _METHODS = {"propose": "specpool.v1.DraftWorkerService/Propose", "verify": "specpool.v1.TargetWorkerService/Verify"}
 # Maximum integer attribute.
@@ -227,3 +227,30 @@ def _output_messages(samples: list[Sample], reasons: list[str]) -> str:
     return json.dumps(
         [{"role": "assistant", "parts": [text_part(text)], "finish_reason": reason} for text, reason in answers]
     )
+
+
+def prompt_attributes(request: pb.GenerateRequest) -> Attributes:
+    """Return the attributes of a prompt. None for token ids, which are not detokenized."""
+    if request.text:
+        return {"gen_ai.input.messages": json.dumps([{"role": "user", "parts": [text_part(request.text)]}])}
+    if not request.chat.messages:
+        return {}
+    messages = [{"role": message.role, "parts": _parts(message)} for message in request.chat.messages]
+    tools = {"gen_ai.tool.definitions": f"[{', '.join(request.chat.tools)}]"} if request.chat.tools else {}
+    return {"gen_ai.input.messages": json.dumps(messages), **tools}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """Return a part of a message that holds text."""
+    return {"type": "text", "content": text}
+
+
+def _parts(message: pb.ChatMessage) -> list[dict[str, Any]]:
+    if message.role == "tool":
+        return [{"type": "tool_call_response", "id": message.tool_call_id, "response": message.content}]
+    reasoning = [{"type": "reasoning", "content": message.reasoning_content}] if message.reasoning_content else []
+    calls = [
+        {"type": "tool_call", "id": call.id, "name": call.function.name, "arguments": call.function.arguments}
+        for call in message.tool_calls
+    ]
+    return [*reasoning, *([text_part(message.content)] if message.content or not calls else []), *calls]

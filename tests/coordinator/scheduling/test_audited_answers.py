@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.audit.answers import AUDIT_CLIENT, Answer, Backlog, Difference, first_difference
+from coordinator.scheduling.audits import AUDIT_CLIENT, Answer, Backlog, Difference, first_difference
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
 from specpool.drafting.plans import DraftMethod
 from specpool.protocol.sampling import SamplingParams

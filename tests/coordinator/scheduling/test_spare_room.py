@@ -5,7 +5,7 @@ from itertools import count
 import pytest
 from admitting_window import AdmittingWindow
 
-from coordinator.audit.spare_room import SpareRoom
+from coordinator.scheduling.audits import SpareRoom
 from coordinator.scheduling.capacity import KVCapacity, QueueLimits
 from coordinator.scheduling.prefill import MAX_UNCHUNKED_TOKENS
 from coordinator.scheduling.round import Round

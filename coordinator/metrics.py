@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from prometheus_client.metrics_core import Metric
 
-from coordinator.requests.latencies import Histogram, Latencies
+from coordinator.requests.in_flight import Histogram, Latencies
 from coordinator.scheduling.commits import GRAMMAR
 from coordinator.scheduling.counters import DraftCounters
 from coordinator.scheduling.sequence import FinishReason
