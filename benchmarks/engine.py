@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from benchmarks.plots import engine_figure
 from benchmarks.report import finish, output_folder, parser_of, progress, seconds_of, show, whole
 from benchmarks.shapes import SHAPES, random_loaded, random_model
 from specpool.engine.cache.memory import zeros
@@ -63,7 +62,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=whole(1, 2**20), nargs="+", default=LENGTHS)
     parser.add_argument("--repeats", type=whole(1, 1000), default=5)
     parser.add_argument("--steps", type=whole(1, 1000), default=3, help="steps per repeat; the fastest counts")
-    parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
+    parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
     try:
         options.device = str(use_device(options.device))
@@ -101,7 +100,7 @@ def report(model: str, engines: dict[str, Engine], options: argparse.Namespace) 
         "threads": options.threads, "bandwidth_gb_s": round(bandwidth / 1e9, 1), "bitwise": engine.bitwise,
         "notes": engine.notes, "weights": stored, "steps": rows, "parts": parts,
     }  # fmt: skip
-    finish("engine", result, options.output, engine_figure(rows))
+    finish("engine", result, options.output)
 
 
 def load(model: str, options: argparse.Namespace, weights: str) -> Engine:

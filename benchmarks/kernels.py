@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count, product
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import torch
 import triton
@@ -32,7 +32,7 @@ from specpool.engine.cache.spans import Location, Span
 from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu.model import GpuModel
-from specpool.engine.passes.packing import PackedBatch, pack
+from specpool.engine.passes.packing import pack
 from specpool.engine.sampling.kernel import sample_rows
 from specpool.engine.sharding.group import SINGLE_RANK, Group, SingleRank
 from specpool.engine.sharding.shares import Share, Sums, piece_of, shard
@@ -166,11 +166,8 @@ def resources(binary: bytes) -> tuple[int, int]:
     return usage["REG"], usage["STACK"]
 
 
-AnyCompiler = TypeVar("AnyCompiler", bound=Compiler)
-
-
 @contextmanager
-def compiling(compiler: AnyCompiler) -> Iterator[AnyCompiler]:
+def compiling(compiler: Compiler) -> Iterator[Compiler]:
     """Compile kernels with this driver instead of launching them."""
     triton.runtime.driver.set_active(compiler)
     try:
@@ -193,10 +190,10 @@ class FakeGroup(Group):
 
 
 def model_of(
-    shape: dict[str, Any], dtype: torch.dtype, layers: int | None = 1, ranks: int = 1, sums: Sums = "whole"
+    shape: dict[str, Any], dtype: torch.dtype, layers: int = 1, ranks: int = 1, sums: Sums = "whole"
 ) -> GpuModel:
-    """A pass of this shape, or of its last rank, on the meta device. `layers`: None: all."""
-    sizes = {**shape, "num_hidden_layers": layers or shape["num_hidden_layers"]}
+    """A pass of this shape, or of its last rank, on the meta device."""
+    sizes = {**shape, "num_hidden_layers": layers}
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
@@ -217,17 +214,12 @@ def model_of(
 @torch.inference_mode()
 def run(model: GpuModel, tokens: Sequence[int], cached: int) -> None:
     """Run a pass with these new tokens in each sequence, after `cached` cached ones."""
-    model(batch_of(model, tokens, cached))
-
-
-def batch_of(model: GpuModel, tokens: Sequence[int], cached: int) -> PackedBatch:
-    """The input of a pass with these new tokens in each sequence, after `cached` cached ones."""
     layers, extent = len(model.layers), cached + max(tokens)
     columns, device = extent * len(tokens), torch.device("meta")
     arena = KVArena(layers, model.kv_heads, columns, model.head_dim, model.compute_dtype, device)
     spans = [Span(slot, cached, [0] * count, count if count < 64 else 1) for slot, count in enumerate(tokens)]
     locations = [Location(slot * extent) for slot in range(len(tokens))]
-    return pack(spans, locations, arena, model.padded_shape, model.rows_per_tile, repeats=False)
+    model(pack(spans, locations, arena, model.padded_shape, model.rows_per_tile, repeats=False))
 
 
 def sample(vocab_size: int, dtype: torch.dtype) -> None:

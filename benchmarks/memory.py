@@ -26,7 +26,6 @@ from typing import Any
 import psutil
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from benchmarks.plots import memory_figure
 from benchmarks.prompts import add_prompts, checked, load_prompts
 from benchmarks.report import finish, output_folder, parser_of, show, whole
 from benchmarks.runs import Run, in_turns
@@ -52,7 +51,7 @@ def main() -> None:
     except (OSError, ProcessFailedError) as error:
         raise SystemExit(f"memory: {error}") from None
     show("generation memory", result["rows"])
-    finish("memory", result, options.output, memory_figure(result["rows"]))
+    finish("memory", result, options.output)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -67,7 +66,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=whole(64, 2**20), default=1024, help="positions of a sequence")
     parser.add_argument("--no-peer", action="store_true", help="leave out transformers")
     add_prompts(parser)
-    parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
+    parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args(arguments)
     lines = checked(parser, lambda: load_prompts(options.prompts, options.chats * options.turns))
     questions = [line.prompt if isinstance(line.prompt, str) else str(line.prompt[-1]["content"]) for line in lines]

@@ -15,7 +15,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from benchmarks.peers import Peers
-from benchmarks.plots import realign_figure
 from benchmarks.prompts import add_prompts, load_prompts, number_of_prompts
 from benchmarks.report import console, finish, median, output_folder, parser_of, progress, show, whole
 from coordinator.config.settings import CoordinatorSettings
@@ -48,14 +47,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=whole(1, 1000), default=5)
     every = [PLAIN, *SPECULATIVE, *PEERS]
     parser.add_argument("--kinds", nargs="+", choices=every, default=every, help="kinds of decoding; plain always runs")
-    parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
-    parser.add_argument("--name", default="realign", help="name of the files there")
+    parser.add_argument("--output", type=output_folder, help="folder for the result")
+    parser.add_argument("--name", default="realign", help="name of the file there")
     options = parser.parse_args()
     rows = asyncio.run(measure(options))
     for batch in options.batches:
         show(f"batch {batch}, k {options.k}", [cells(row) for row in rows if row["batch"] == batch])
     result = {"k": options.k, "max_tokens": options.max_tokens, "repeats": options.repeats, "rows": rows}
-    finish(options.name, result, options.output, realign_figure(rows))
+    finish(options.name, result, options.output)
 
 
 async def measure(options: argparse.Namespace) -> list[Run]:

@@ -25,7 +25,6 @@ from typing import Any
 
 from benchmarks.cost.fakes import cpu_seconds, start_coordinator, start_process, wait_ready
 from benchmarks.emulated_worker import SLOTS, pass_seconds
-from benchmarks.plots import devices_figure
 from benchmarks.report import (
     PassMs,
     chance,
@@ -59,7 +58,7 @@ def main() -> None:
     parser.add_argument("--acceptance", type=chance, default=0.75)
     parser.add_argument("--second-guess", type=chance, default=0.5)
     parser.add_argument("--delay-ms", type=milliseconds, default=0.0, help="network delay of a message")
-    parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
+    parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
     work = [(count, repeat) for count in options.sequences for repeat in range(options.repeats)]
     runs: dict[int, list[dict[str, float]]] = {}
@@ -72,7 +71,7 @@ def main() -> None:
         [{n: v for n, v in each.items() if "cpu" in n or n == "sequences"} for each in rows],
     )
     settings = {**vars(options), "output": None}
-    finish("split_devices", {**settings, "rows": rows}, options.output, devices_figure(rows))
+    finish("split_devices", {**settings, "rows": rows}, options.output)
 
 
 def measure(count: int, options: argparse.Namespace) -> dict[str, float]:

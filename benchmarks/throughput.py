@@ -23,7 +23,6 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from benchmarks.plots import throughput_figure
 from benchmarks.prompts import add_prompts, checked, in_turn, load_by_category
 from benchmarks.report import (
     console,
@@ -97,7 +96,7 @@ def main() -> None:
         raise SystemExit(str(error)) from None
     show_all(rows)
     result = {**pair, "max_tokens": options.max_tokens, "repeats": options.repeats, "rows": rows}
-    finish("throughput", result, options.output, throughput_figure(rows))
+    finish("throughput", result, options.output)
     if any(row["exact_match"] < 1 for row in rows):
         raise SystemExit("some answers differ from plain decoding")
 
@@ -120,7 +119,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--category-concurrency", type=whole(0, 10**6), default=1, help="concurrency of runs by category; 0: none"
     )
-    parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
+    parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args(arguments)
     options.concurrencies = sorted(options.concurrencies)
     options.categories = checked(parser, lambda: load_by_category(options.prompts))

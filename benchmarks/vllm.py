@@ -9,18 +9,13 @@ finished one, so the batch stays full until the end of a run.
 
 The first run of each engine and the `--warm-up` runs of RemoteDraft do not count. `first` is the ratio of the first
 runs; only at the first concurrency does it show a new server. Ratios to plain are taken within a repeat. The tables
-show medians, minimum and maximum. `equal` is the share of answers that equal plain vLLM's answers.
-
-Draft and target share the cores and wait for each other, so the figures for two devices are estimates. `waited` is the
-time per step in which vLLM waits for drafts. `alone` is the time of the same draft passes on idle cores. `two devices`
-is the ratio to plain with passes as fast as `alone`; `free drafts` is the ratio without any waiting. The last line
+show medians, minimum and maximum. `equal` is the share of answers that equal plain vLLM's answers. The last line
 printed is JSON.
 """
 
 import argparse
 import os
 import statistics
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,14 +26,9 @@ from benchmarks.vllm_process import VllmEngine, draft_process, vllm_python
 from specpool.engine.models.embedded_pair import embedded_pair, float32_copy
 
 PLAIN, REMOTE = "plain", "remote"
-KINDS = {PLAIN: "plain", "none": "none", "ngram": "ngram", REMOTE: "timed"}
-"""Draft methods, and their names in `benchmarks.vllm_process.SPECULATION`."""
-SPEED = ("drafts", "tokens_per_s", "ratio", "ratio_min", "ratio_max", "ratio_first", "equal_answers",
-         "drafted_per_step", "accepted")  # fmt: skip
-STEP = ("step_ms", "asked", "waited_ms", "passes_ms", "alone_ms", "ratio", "ratio_of_two_devices",
-        "ratio_of_free_drafts")  # fmt: skip
-"""Columns of the two tables."""
-TIMES = ("waited", "passes", "alone")
+KINDS = (PLAIN, "none", "ngram", REMOTE)
+COLUMNS = ("concurrency", "drafts", "tokens_per_s", "ratio", "ratio_min", "ratio_max", "ratio_first", "equal_answers",
+           "drafted_per_step", "accepted")  # fmt: skip
 
 
 def main() -> None:
@@ -59,7 +49,7 @@ def main() -> None:
         rows = measure(options)
     except (OSError, RuntimeError) as error:
         parser.exit(2, f"benchmarks.vllm: {error}\n")
-    show_all(rows)
+    show("tokens/s, and ratios to plain vLLM", [{name: row[name] for name in COLUMNS} for row in rows])
     setup = {name: vars(options)[name] for name in ("tokens", "repeats", "warm_up", "eager")}
     finish("vllm", {**setup, "rows": rows}, options.output)
 
@@ -74,9 +64,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         draft.wait_ready()
         console.print(f"starting {len(KINDS)} vLLM engines: minutes, if vLLM has not compiled the model before")
         engines = {}
-        for kind, name in KINDS.items():
+        for kind in KINDS:
             address = draft.address if kind == REMOTE else None
-            engines[kind] = stack.enter_context(VllmEngine(target, name, address, enforce_eager=options.eager))
+            engines[kind] = stack.enter_context(VllmEngine(target, kind, address, enforce_eager=options.eager))
         for engine in engines.values():
             engine.wait_ready()
         rows = []
@@ -116,7 +106,6 @@ def summaries(runs: dict[str, list[Run]], concurrency: int) -> list[dict[str, An
                 "ratio_first": ratios[0],
                 "equal_answers": round(sum(answers) / len(answers), 3),
                 **_drafted(counted),
-                **(_devices(seconds[1:], counted) if kind == REMOTE else {}),
             }
         )
     return rows
@@ -134,31 +123,6 @@ def _drafted(runs: list[Run]) -> dict[str, Any]:
         "drafted_per_step": round(drafted / steps, 3),
         "accepted": round(accepted / drafted, 3) if drafted else None,
     }
-
-
-def _devices(plain: list[float], runs: list[Run]) -> dict[str, Any]:
-    """Time spent waiting for drafts, and estimates for two devices."""
-    steps = sum(run["steps"] for run in runs)
-    two = [run["seconds"] - run["passes"] + run["alone"] for run in runs]
-    free = [run["seconds"] - run["waited"] for run in runs]
-    return {
-        "asked": round(sum(run["asked"] for run in runs) / steps, 3),
-        **{f"{name}_ms": round(1000 * sum(run[name] for run in runs) / steps, 2) for name in TIMES},
-        "ratio_of_two_devices": statistics.median(_ratios(plain, two)),
-        "ratio_of_free_drafts": statistics.median(_ratios(plain, free)),
-    }
-
-
-def show_all(rows: list[dict[str, Any]]) -> None:
-    """Print a table of all runs, and one of the draft worker's time."""
-    show("tokens/s, and ratios to plain vLLM", [_columns(row, SPEED) for row in rows])
-    show("RemoteDraft: ms of a step", [_columns(row, STEP) for row in rows if row["drafts"] == REMOTE])
-
-
-def _columns(row: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    headings = {"tokens_per_s": "tokens/s"}
-    short = {name: name.removeprefix("ratio_of_").replace("ratio_", "") for name in names}
-    return {"at once": row["concurrency"], **{headings.get(name, short[name]): row[name] for name in names}}
 
 
 if __name__ == "__main__":

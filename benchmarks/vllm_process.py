@@ -26,13 +26,11 @@ SPECULATION: dict[str, dict[str, Any]] = {
     "plain": {},
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
     "remote": {"method": "custom_class", "model": "specpool.vllm.RemoteDraft"},
-    "timed": {"method": "custom_class", "model": "benchmarks.vllm_engine.TimedRemoteDraft"},
     "none": {"method": "custom_class", "model": "benchmarks.vllm_engine.NoDrafts"},
 }
 """vLLM's `speculative_config` by draft method, without the number of tokens."""
 PRELOADED = ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", "lib/libiomp5.so")
 """Memory allocator and OpenMP that vLLM for CPU should run with, where they exist."""
-ENGINE = "from benchmarks.vllm_engine import main; main()"
 
 
 def vllm_python() -> Path:
@@ -73,7 +71,7 @@ class VllmEngine:
         python = vllm_python()
         environment = vllm_environment(python, draft_address, arguments.pop("cores", "0-1"))
         self._process = subprocess.Popen(
-            [python, "-c", ENGINE],
+            [python, "-c", "from benchmarks.vllm_engine import main; main()"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment,
         )  # fmt: skip
         speculation = SPECULATION[kind]

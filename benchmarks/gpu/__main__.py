@@ -34,7 +34,6 @@ from typing import Any
 from benchmarks.gpu.part import MEASURES, TINY_SHAPES, Settings
 from benchmarks.gpu.processes import run_part, scratch_folder
 from benchmarks.gpu.summary import goals, print_summary
-from benchmarks.plots import gpu_figure
 from benchmarks.provenance import describe_run
 from benchmarks.report import console, output_folder
 from benchmarks.shapes import SHAPES
@@ -69,7 +68,6 @@ def main() -> None:
                     write_report(report, options, results)
     finally:
         print_summary(results)
-    gpu_figure(results).savefig(options.output / "gpu.png", dpi=110)
     if failed := [name for name, result in results.items() if "error" in result]:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
@@ -112,7 +110,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=output_folder, required=True, help="folder for the results and the plot")
+    parser.add_argument("--output", type=output_folder, required=True, help="folder for the results")
     parser.add_argument("--minutes", type=_minutes, default=9.0, help="time for all parts together")
     parser.add_argument("--parts", type=_parts, default=list(PARTS), metavar="A,B,...", help="default: all")
     parser.add_argument("--resume", action="store_true", help="keep the results of FOLDER and run what is missing")
