@@ -97,7 +97,6 @@ class EmulatedDevice(SequenceEngine):
 
     @contextmanager
     def _pass(self, rows: int) -> Iterator[None]:
-        """Take the time of a pass."""
         ends = time.perf_counter() + self._seconds(rows)
         self.engine.passes += 1
         self.engine.tokens += rows
@@ -125,8 +124,6 @@ class EmulatedTarget(EmulatedDevice, Verifier):
 
 
 class EmulatedDraft(EmulatedDevice, Proposer):
-    """The draft worker's backend."""
-
     def __init__(self, seconds: Callable[[int], float], acceptance: float, device: str, second_guess: float) -> None:
         """`second_guess`: probability that a further guess is right if those before it are wrong."""
         super().__init__(seconds, acceptance, device)
@@ -199,7 +196,6 @@ def behind_network(servicer: type[WorkerServicer], seconds: float) -> type[Worke
 
 
 def main() -> None:
-    """Serve until SIGTERM."""
     parser = parser_of(__doc__)
     parser.add_argument("worker", choices=("target", "draft"))
     parser.add_argument("--port", type=whole(0, 65535), required=True)

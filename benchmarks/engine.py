@@ -49,7 +49,6 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", help="folder; by default the embedded target")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="a random model of this shape instead")
@@ -78,7 +77,6 @@ def main() -> None:
 
 
 def report(model: str, engines: dict[str, Engine], options: argparse.Namespace) -> None:
-    """Run all measurements and print the tables."""
     engine = engines[options.weights[0]]
     bandwidth = measure_bandwidth(options.device, options.repeats)
     peer = None if options.no_peer else Peer(model, options)
@@ -146,7 +144,6 @@ class Peer:
 
 
 def measure(engines: dict[str, Engine], peer: Peer | None, options: argparse.Namespace, bandwidth: float) -> list[Row]:
-    """One row for each shape."""
     (_, engine), *others = engines.items()
     rows = []
     for cached, batch in progress([(length, batch) for length in options.lengths for batch in BATCHES], "shapes"):
@@ -183,7 +180,6 @@ def finished(step: Step) -> None:
 
 
 def summary(engine: Engine, batch: int, cached: int, ms: dict[str, float], bandwidth: float) -> Row:
-    """The row of a shape. `ms`: milliseconds by kind of step."""
     plain, verify, peer = ms.pop("plain"), ms.pop("verify", None), ms.pop("transformers", None)
     limit = (weight_bytes_read(engine) + batch * cached * engine.info().kv_bytes_per_token) / bandwidth * 1000
     return {

@@ -29,7 +29,6 @@ PROMPT_LENGTHS, OUTPUT_LENGTHS = (20, 500), (16, 256)
 
 
 def main() -> None:
-    """Parse the command line and run the simulation."""
     parser = parser_of(__doc__)
     parser.add_argument("--batch", type=whole(1, 1024), default=8, help="maximum sequences in a round")
     parser.add_argument("--k", type=whole(0, 16), default=4, help="draft tokens per round")

@@ -117,12 +117,10 @@ class Compiler:
 
     @property
     def utils(self) -> "Compiler":
-        """The driver's functions."""
         return self
 
     @property
     def launcher_cls(self) -> Callable[..., Callable[..., None]]:
-        """Create the launcher of a kernel."""
         return self._launcher
 
     def _launcher(self, source: object, metadata: Any) -> Callable[..., None]:
@@ -130,7 +128,6 @@ class Compiler:
         return lambda *_: self.launched.append(metadata.name)
 
     def get_current_target(self) -> GPUTarget:
-        """The GPU that kernels are compiled for."""
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
@@ -138,11 +135,9 @@ class Compiler:
         return self.number
 
     def get_current_stream(self, device: int | None = None) -> int:
-        """The only stream."""
         return 0
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """The properties that Triton reads."""
         return {"max_shared_mem": SHARED[self.arch], "multiprocessor_count": 132}
 
     def load_binary(self, name: str, binary: bytes, shared: int, *_: Any) -> tuple[object, Compiled, int, int, int]:
@@ -261,7 +256,6 @@ def maximum(name: str, variants: Sequence[Compiled]) -> Row:
 
 
 def main() -> None:
-    """Parse the command line, compile, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--archs", type=int, nargs="+", choices=SHARED, default=list(SHARED), help="80 is sm_80")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)

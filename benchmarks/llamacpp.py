@@ -78,7 +78,6 @@ class Engine:
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark."""
     options = parse()
     try:
         python, version = environment()

@@ -44,7 +44,6 @@ Answers = list[list[int]]
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark."""
     options = parse()
     try:
         result = asyncio.run(compare(options))
@@ -160,7 +159,6 @@ async def assist(options: argparse.Namespace, system: str) -> dict[str, Any]:
 
 
 def result(chats: list[Answers], seconds: float, generation_bytes: int) -> dict[str, Any]:
-    """A run of a system."""
     tokens = sum(len(answer) for chat in chats for answer in chat)
     return {"answers": chats, "tokens_per_s": tokens / seconds, "generation_mib": generation_bytes / MIB}
 

@@ -58,7 +58,6 @@ def assistant(model: str, vocab_size: int) -> Any:
 
 @torch.inference_mode()
 def converse(peers: Peers, tokenizer: Any, draft: Any, questions: list[str], tokens: int) -> Answers:
-    """The tokens of the answers in one chat."""
     chat: list[dict[str, str]] = []
     answers: Answers = []
     for question in questions:

@@ -53,7 +53,6 @@ class Differences:
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", help="GGUF file or folder with quantized weights; default: the embedded target")
     add_prompts(parser)
@@ -91,7 +90,6 @@ def load(model: str, activations: Activations, options: argparse.Namespace) -> E
 def report(
     model: str, float32: Engine, int8: Engine, prompts: Sequence[list[int]], options: argparse.Namespace
 ) -> None:
-    """Compare all texts and print the result."""
     of_prompts, of_answers = [], []
     for prompt in progress(prompts, "texts"):
         found = compare(float32, int8, prompt + answer(float32, prompt, options.tokens))
@@ -165,7 +163,6 @@ def summary(name: str, parts: Sequence[Differences]) -> Row:
 
 
 def significant(number: float) -> float:
-    """Three significant digits."""
     return float(f"{number:.3g}")
 
 

@@ -36,7 +36,6 @@ Run = dict[str, Any]
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark."""
     parser, pair = parser_of(__doc__), embedded_pair()
     parser.add_argument("--target", default=str(pair.target))
     parser.add_argument("--draft", default=str(pair.draft))

@@ -37,7 +37,7 @@ from benchmarks.report import (
     whole,
     wholes,
 )
-from benchmarks.server_info import current_info
+from benchmarks.runs import current_info
 from specpool.client import AsyncClient
 from specpool.rpc.ports import free_port
 from specpool.testing import FakeTarget
@@ -48,7 +48,6 @@ KINDS = {"plain": 0, "default": None}
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--sequences", type=wholes(1, SLOTS), default=[1, 8, 16, 32, 64], help="requests at a time")
     parser.add_argument("--tokens", type=whole(1, 4000), default=300, help="tokens of each answer")
@@ -132,7 +131,6 @@ def bound(count: int, draft_tokens: int | None, options: argparse.Namespace) -> 
 
 
 def row(count: int, runs: list[dict[str, float]]) -> dict[str, Any]:
-    """Medians of the runs."""
     medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     return {"sequences": count, **{name: round(value, 2) for name, value in medians.items()}}
 

@@ -36,8 +36,7 @@ from benchmarks.report import (
     whole,
     wholes,
 )
-from benchmarks.runs import Run, in_turns, ratios, spread
-from benchmarks.server_info import current_info
+from benchmarks.runs import Run, current_info, in_turns, ratios, spread
 from specpool.cli.processes import ProcessFailedError
 from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
@@ -88,7 +87,6 @@ class Answer:
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark."""
     options = parse()
     try:
         pair, rows = asyncio.run(serve(options))
@@ -205,7 +203,6 @@ async def run(client: AsyncClient, load: Load, kind: str, max_tokens: int, truth
 
 
 async def streamed(client: AsyncClient, line: PromptLine, options: GenerateOptions) -> Answer:
-    """The answer to one prompt."""
     began, arrivals, response = time.perf_counter(), [], pb.GenerateResponse()
     async for message in client.stream(line.prompt, **options):
         if message.HasField("complete"):

@@ -32,7 +32,6 @@ COLUMNS = ("concurrency", "drafts", "tokens_per_s", "ratio", "ratio_min", "ratio
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument(
         "--concurrency", type=wholes(1, 256), default="1,4,8,16", help="requests in flight; vLLM decodes 16 at a time"
@@ -90,7 +89,6 @@ def run_in_turns(
 
 
 def summaries(runs: dict[str, list[Run]], concurrency: int) -> list[dict[str, Any]]:
-    """The rows of one concurrency."""
     seconds, truth = [run["seconds"] for run in runs[PLAIN]], runs[PLAIN][0]["outputs"]
     tokens = sum(map(len, truth))
     rows = []
@@ -116,7 +114,6 @@ def _ratios(plain: list[float], own: list[float]) -> list[float]:
 
 
 def _drafted(runs: list[Run]) -> dict[str, Any]:
-    """Time and draft tokens per step."""
     steps, drafted, accepted = (sum(run[name] for run in runs) for name in ("steps", "draft_tokens", "accepted"))
     return {
         "step_ms": round(1000 * sum(run["seconds"] for run in runs) / steps, 2),

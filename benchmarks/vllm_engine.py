@@ -23,7 +23,7 @@ class NoDrafts:
     """A drafter without draft tokens, to measure the overhead of speculation in vLLM."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Ignores vLLM's configuration."""
+        """Ignore vLLM's configuration."""
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """Load nothing."""
@@ -34,7 +34,6 @@ class NoDrafts:
 
 
 def main() -> None:
-    """Serve runs until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints to standard output
     from vllm import LLM, SamplingParams  # imported late: it prints

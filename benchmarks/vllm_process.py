@@ -110,7 +110,6 @@ class VllmEngine:
         return self._receive()
 
     def close(self) -> None:
-        """End the process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -145,7 +144,6 @@ class DraftProcess:
         self.start()
 
     def start(self) -> None:
-        """Start the process."""
         self._process = subprocess.Popen(self._command, cwd=ROOT, env={**worker_environment(), "PYTHONPATH": str(ROOT)})
 
     def wait_ready(self, seconds: float = 120.0) -> None:
@@ -157,7 +155,6 @@ class DraftProcess:
             time.sleep(0.2)
 
     def kill(self) -> None:
-        """Kill the process."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 

@@ -19,7 +19,7 @@ from typing import IO, Any
 import grpc
 
 from benchmarks.report import parser_of, whole
-from benchmarks.server_info import current_info
+from benchmarks.runs import current_info
 from specpool.client import AsyncClient
 from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import generation_pb2 as pb
@@ -62,7 +62,6 @@ def start_fakes(stack: ExitStack, *flags: str) -> tuple[str, str]:
 def start_coordinator(
     stack: ExitStack, port: int, target: str, draft: str | None, *flags: str
 ) -> "subprocess.Popen[str]":
-    """Start a coordinator."""
     addresses = ["--target-address", target, *(["--draft-address", draft] if draft else [])]
     return start_process(
         stack, "-m", "coordinator.server", *addresses, "--port", str(port), "--log-level", "error", *flags

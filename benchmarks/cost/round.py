@@ -12,8 +12,7 @@ from typing import Any
 
 from benchmarks.prompts import add_prompts, load_prompts, number_of_prompts
 from benchmarks.report import finish, median, output_folder, parser_of, show, whole
-from benchmarks.runs import Run, in_turns
-from benchmarks.server_info import current_info
+from benchmarks.runs import Run, current_info, in_turns
 from specpool.cli.generate import sure_answers
 from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
@@ -25,7 +24,6 @@ STAGES = {"models": ("draft", "verify"), "realign": ("realign",), "wire": ("wire
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__, prog="python -m benchmarks.cost --of round")
     parser.add_argument("--target")
     parser.add_argument("--draft")

@@ -5,7 +5,7 @@
     python -m benchmarks.figures --measure [NAME ...]   first measure again: all current results, or those named
 
 A block of figures stands between `<!-- figures: NAME -->` and `<!-- /figures -->`. `benchmarks/figures/blocks.py` has
-its text, `benchmarks/figures/results.py` the command behind each file of `benchmarks/results`. Estimates stand between
+its text, `benchmarks/figures/pages.py` the command behind each file of `benchmarks/results`. Estimates stand between
 `<!-- estimates -->` and `<!-- /estimates -->`. Apart from the records (docs/benchmarks.md, docs/decisions.md and
 docs/kernels.md), pages show speeds, ratios and milliseconds in such blocks only. llama.cpp is measured with the
 environment of `benchmarks.llamacpp`.
@@ -17,9 +17,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.figures.blocks import BLOCKS
-from benchmarks.figures.pages import RECORDS, demo_picture, differences, filled, pages, stray_figures, text_of
+from benchmarks.figures.pages import (
+    COMMANDS,
+    RECORDS,
+    ROOT,
+    Results,
+    demo_picture,
+    differences,
+    filled,
+    load,
+    measure,
+    pages,
+    stray_figures,
+    text_of,
+)
 from benchmarks.figures.records import RECORDS as TABLES
-from benchmarks.figures.results import COMMANDS, ROOT, Results, load, measure
 from benchmarks.report import console, parser_of
 
 PICTURE = "docs/demo.svg"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.figures.results import COMMANDS, Results
+from benchmarks.figures.pages import COMMANDS, Results
 
 Rows = Iterable[tuple[str, ...]]
 DEMOS = {1: "demo_1", 4: "demo", 8: "demo_8"}
@@ -52,7 +52,6 @@ def _start_seconds(result: dict[str, Any]) -> float:
 
 
 def summary(results: Results) -> str:
-    """The table of the README."""
     return table(("measure", "figure"), *((measure, figure) for measure, figure, _ in _summary(results)))
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmarks.figures.blocks import table
-from benchmarks.figures.results import Results
+from benchmarks.figures.pages import Results
 
 Row = dict[str, Any]
 

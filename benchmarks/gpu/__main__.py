@@ -34,8 +34,7 @@ from typing import Any
 from benchmarks.gpu.part import MEASURES, TINY_SHAPES, Settings
 from benchmarks.gpu.processes import run_part, scratch_folder
 from benchmarks.gpu.summary import goals, print_summary
-from benchmarks.provenance import describe_run
-from benchmarks.report import console, output_folder
+from benchmarks.report import console, describe_run, output_folder
 from benchmarks.shapes import SHAPES
 from specpool.engine.config.devices import pick_device
 from specpool.engine.config.sources import UnsupportedModelError
@@ -52,7 +51,6 @@ assert list(PARTS) == list(MEASURES)
 
 
 def main() -> None:
-    """Parse the command line, run the parts, print the results."""
     options = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     began = time.monotonic()
@@ -106,7 +104,6 @@ def write_report(file: Path, options: argparse.Namespace, results: dict[str, dic
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Options of the command line."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -13,9 +13,9 @@ from itertools import cycle, product
 
 import torch
 
-from benchmarks.gpu.drafts import draft_by_loop, draft_by_steps
 from benchmarks.gpu.engines import is_captured, start
 from benchmarks.gpu.part import Findings, Row, Settings
+from benchmarks.gpu.steps import draft_by_loop, draft_by_steps
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import Engine
 
@@ -89,7 +89,6 @@ def compare_passes(findings: Findings, engine: Engine, settings: Settings, shape
 
 
 def steps(slots: Sequence[int], texts: Sequence[Sequence[int]], cached: int) -> list[list[Span]]:
-    """Passes of one token per sequence."""
     return [[Span(slot, cached + at, texts[slot][at : at + 1], 1) for slot in slots] for at in range(TOKENS)]
 
 
@@ -112,7 +111,6 @@ def hows(engine: Engine) -> tuple[str, ...]:
 
 
 def run_repeatedly(engine: Engine, passes: Callable[[], Sequence[Sequence[Span]]], how: str) -> list[Rows]:
-    """Logits of all repeats."""
     with engine.forward_pass.eager() if how == "launched" else nullcontext():
         return [
             logits_of(engine, spans)

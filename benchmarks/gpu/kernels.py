@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from benchmarks.gpu.compare import EPS, TOLERANCES, counts_that_differ, error, rms_norm, row_counts
+from benchmarks.gpu.gemms import EPS, TOLERANCES, counts_that_differ, error, rms_norm, row_counts
 from benchmarks.gpu.part import Findings, Row, Settings
 from benchmarks.shapes import SHAPES
 from specpool.engine.cache.arena import KVArena
@@ -61,7 +61,6 @@ def measure_sampling(settings: Settings, findings: Findings) -> None:
 
 @torch.inference_mode()
 def check(settings: Settings, findings: Findings, checks: Mapping[str, Callable[[], Row]]) -> None:
-    """Add the row of each check."""
     torch.manual_seed(0)
 
     def add_row(run: Callable[[], Row]) -> None:
@@ -117,7 +116,6 @@ class Kernels:
         return self._row("attention", "the self-test's probe", None, [] if agrees else ["somewhere"])
 
     def adding(self, splits: int) -> Row:
-        """`add_and_norm`."""
         size = self._sizes["hidden_size"]
         hidden, weight = self._settings.randn(self._rows, size), self._settings.randn(size)
         partials = self._partials(splits, size)
@@ -152,7 +150,6 @@ class Kernels:
         return self._compare("rotate_and_cache", splits, run, torch.cat([rotated, heads[:, rotated_heads:]], 1))
 
     def activating(self, splits: int) -> Row:
-        """`activate`."""
         partials = self._partials(splits, 2 * self._sizes["intermediate_size"])
         gate, up = partials.double().sum(0).chunk(2, -1)
 

@@ -74,7 +74,6 @@ class Load:
     repeats: int
 
     def drawn(self, seed: int) -> list[Answer]:
-        """The answers of one run."""
         return drawn(steady(self.rate), self.answers, seed)
 
 

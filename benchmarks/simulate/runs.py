@@ -37,8 +37,6 @@ class Answer:
 
 
 class Fixed:
-    """A fixed draft length."""
-
     def __init__(self, k: int) -> None:
         self._k = k
 

@@ -23,7 +23,6 @@ from specpool.cli.processes import ProcessFailedError
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="JSONL file; default: the benchmark's own")
     parser.add_argument("--concurrencies", type=wholes(1, 1000), default=[1, 8], metavar="1,8,...")

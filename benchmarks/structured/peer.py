@@ -35,7 +35,6 @@ def peer_rows(questions: list[Question], options: argparse.Namespace) -> list[Ro
 
 
 def run(engine: VllmEngine, asked: list[tuple[Question, list[int]]], concurrency: int, max_tokens: int) -> Row:
-    """Answer all questions once."""
     schemas = [question.schema for question, _ in asked]
     found = engine.run([ids for _, ids in asked], max_tokens, concurrency, schemas)
     tokenizer = Tokenizer.from_file(str(float32_copy() / "tokenizer.json"))

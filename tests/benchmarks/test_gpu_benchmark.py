@@ -13,8 +13,8 @@ from interpreted_kernels import FakeGraphs, imitate_kernels, make_dot_batch_inva
 
 from benchmarks import shapes
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import drafts, part, preflight, processes
-from benchmarks.gpu.compare import counts_that_differ, row_counts
+from benchmarks.gpu import part, preflight, processes, steps
+from benchmarks.gpu.gemms import counts_that_differ, row_counts
 from benchmarks.gpu.part import BROKEN, Findings, Settings
 from benchmarks.gpu.summary import MAX_LINES, goals, print_summary
 from specpool.engine.run import pass_selection as forward
@@ -132,7 +132,7 @@ def test_a_failing_part_does_not_stop_the_others(
         findings.attempt(settings, "a long one", 1e6, lambda: 1 // 0)
 
     monkeypatch.setattr(preflight, "measure_preflight", broken)
-    monkeypatch.setattr(drafts, "measure_drafts", partly_broken)
+    monkeypatch.setattr(steps, "measure_drafts", partly_broken)
     with pytest.raises(SystemExit, match="failed: preflight, draft"):
         run_main(monkeypatch, tmp_path, "--parts", "draft,preflight")
     report = read_report(tmp_path)
@@ -159,7 +159,7 @@ def test_a_part_continues_behind_the_measurement_that_broke_the_device(
         if name == "two":
             raise RuntimeError("illegal memory access")
 
-    monkeypatch.setattr(drafts, "measure_drafts", measure)
+    monkeypatch.setattr(steps, "measure_drafts", measure)
     monkeypatch.setattr(part, "is_broken", lambda device: True)
     result = processes.run_part("draft", settings_for(tmp_path), 100, 1)
     assert calls == result["attempted"] == ["one", "two", "three"]
@@ -219,7 +219,7 @@ def test_a_resumed_run_keeps_results_and_continues_the_part_that_was_cut_off(
         for name in ("one", "two"):
             findings.attempt(settings, name, 1, lambda: None)
 
-    for module in ("gemms:measure_gemms", "drafts:measure_drafts"):
+    for module in ("gemms:measure_gemms", "steps:measure_drafts"):
         monkeypatch.setattr(f"benchmarks.gpu.{module.replace(':', '.')}", measure)
     run_main(monkeypatch, tmp_path, "--resume", "--parts", "preflight,gemm,draft")
     results = read_report(tmp_path)["parts"]
