@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from benchmarks.peers import Peers
-from benchmarks.prompts import add_prompts, load_prompts, number_of_prompts
+from benchmarks.prompts import add_prompts, checked, load_prompts, number_of_prompts
 from benchmarks.report import console, finish, median, output_folder, parser_of, progress, show, whole
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.server import CoordinatorServer
@@ -49,6 +49,8 @@ def main() -> None:
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     parser.add_argument("--name", default="realign", help="name of the file there")
     options = parser.parse_args()
+    count = max(map(number_of_prompts, options.batches))
+    options.lines = checked(parser, lambda: load_prompts(options.prompts, count))
     rows = asyncio.run(measure(options))
     for batch in options.batches:
         show(f"batch {batch}, k {options.k}", [cells(row) for row in rows if row["batch"] == batch])
@@ -64,10 +66,9 @@ async def measure(options: argparse.Namespace) -> list[Run]:
     runs: dict[tuple[str, int], list[Run]] = {}
     async with AsyncExitStack() as stack:
         addresses = {layout: await stack.enter_async_context(workers(layout, options)) for layout in LAYOUTS}
-        lines = load_prompts(options.prompts, max(map(number_of_prompts, options.batches)))
-        truth, _ = await serve(addresses["slots"], "ragged", 1, 0, lines, options)
+        truth, _ = await serve(addresses["slots"], "ragged", 1, 0, options.lines, options)
         for kind, batch in progress(plan, "runs"):
-            some = lines[: number_of_prompts(batch)]
+            some = options.lines[: number_of_prompts(batch)]
             if peers is not None and kind in PEERS:
                 tokens, run = await asyncio.to_thread(peer_run, peers, kind, batch, some, options.max_tokens)
             else:

@@ -19,7 +19,7 @@ import statistics
 from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.prompts import LOAD, add_prompts, load_prompts, token_ids
+from benchmarks.prompts import LOAD, add_prompts, checked, load_prompts, token_ids
 from benchmarks.report import console, finish, output_folder, parser_of, progress, show, whole, wholes
 from benchmarks.runs import Run, spread
 from benchmarks.vllm_process import VllmEngine, draft_process, vllm_python
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="do not compile vLLM's passes, which takes minutes")
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
+    options.lines = checked(parser, lambda: load_prompts(options.prompts, LOAD * max(options.concurrency)))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         rows = measure(options)
@@ -57,7 +58,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each concurrency and draft method."""
     vllm_python()
     pair, target = embedded_pair(), float32_copy()
-    prompts = token_ids(target, load_prompts(options.prompts, LOAD * max(options.concurrency)))
+    prompts = token_ids(target, options.lines)
     with ExitStack() as stack:
         draft = stack.enter_context(draft_process(pair.draft))
         draft.wait_ready()
