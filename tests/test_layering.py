@@ -247,7 +247,7 @@ def test_clients_and_coordinator_load_no_torch_opentelemetry_or_gateway() -> Non
 
 def test_clients_load_only_the_base_dependencies() -> None:
     modules = [module_of(path) for path in sources("specpool/client")]
-    loaded = loaded_by("specpool.rpc.security.channel", "specpool.rpc.status", "specpool.environment.version", *modules)
+    loaded = loaded_by("specpool.rpc.security.channel", "specpool.rpc.status", "specpool.environment.process", *modules)
     assert loaded - loaded_by("grpc", "google.rpc.status_pb2") - {*sys.stdlib_module_names} == {"specpool"}
 
 

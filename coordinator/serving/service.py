@@ -12,7 +12,7 @@ from coordinator.serving.intake import Intake
 from coordinator.workers.link import WorkerLink
 from coordinator.workers.recent import Recent
 from coordinator.workers.states import LinkState
-from specpool.environment.version import package_version
+from specpool.environment.process import package_version
 from specpool.protocol.codec import logprobs_message
 from specpool.rpc.server.callers import client_of
 from specpool.rpc.server.server import Server

@@ -19,7 +19,7 @@ from coordinator.serving.coordinator import Coordinator
 from coordinator.serving.intake import Intake
 from coordinator.smg.messages import chunk, complete, end, generate_request, loads, model_info
 from coordinator.workers.recent import Recent
-from specpool.environment.version import package_version
+from specpool.environment.process import package_version
 from specpool.protocol.errors import InvalidArgumentError, NotFoundError, UnimplementedError
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.rpc.server.callers import client_of

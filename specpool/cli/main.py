@@ -14,7 +14,7 @@ from specpool.cli.up import up
 from specpool.cli.up_settings import SecureUpSettings
 from specpool.cli.usage import answer
 from specpool.engine.config.options import EngineOptions
-from specpool.environment.version import python_path
+from specpool.environment.process import python_path
 from specpool.rpc.config.help import names_of_settings
 from specpool.rpc.config.settings import Settings
 from specpool.worker.settings import WorkerSettings

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specpool.cli.child_log import ChildLog
 from specpool.environment.extras import explain_missing
-from specpool.environment.version import python_path
+from specpool.environment.process import python_path
 from specpool.rpc.config.inputs import ENV_PREFIX
 from specpool.rpc.security.channel import Connector, SecurityOptions
 from specpool.rpc.server.health import process_name

@@ -10,7 +10,7 @@ from coordinator.config.settings import MAX_SPECULATIVE_TOKENS, CoordinatorSetti
 from specpool.drafting.plans import DraftMethod
 from specpool.engine.config.activations import INT8, Activations, check_int8
 from specpool.engine.config.options import EngineOptions
-from specpool.environment.cpus import usable_cpus
+from specpool.environment.process import usable_cpus
 from specpool.rpc.config.settings import ListeningSettings
 from specpool.rpc.observability.tracing import TraceSettings
 from specpool.rpc.security.settings import Names, ServerSecurity

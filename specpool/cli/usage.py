@@ -3,7 +3,7 @@
 import sys
 from difflib import get_close_matches
 
-from specpool.environment.version import package_version
+from specpool.environment.process import package_version
 
 SUMMARIES = {
     "up": "Serve a pair on this machine: coordinator, draft and target workers. Default: the embedded pair.",

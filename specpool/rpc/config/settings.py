@@ -32,7 +32,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from specpool.environment.version import package_version
+from specpool.environment.process import package_version
 from specpool.rpc.config.help import names_of_settings, show_options
 from specpool.rpc.config.inputs import (
     ENV_PREFIX,

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from specpool.environment.version import package_version
+from specpool.environment.process import package_version
 from specpool.rpc.status import code_name
 
 PREFIX = "specpool:"

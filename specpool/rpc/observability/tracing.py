@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, Field
 
 from specpool.environment.extras import explain_missing
-from specpool.environment.version import package_version
+from specpool.environment.process import package_version
 from specpool.rpc.status import error_type
 
 _SCHEMES = ("http", "https", "grpc")

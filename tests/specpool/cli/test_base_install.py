@@ -11,7 +11,7 @@ from specpool import __main__ as entry
 from specpool.cli.main import COMMANDS, MODULES
 from specpool.cli.usage import SUMMARIES, usage
 from specpool.distill.settings import DistillSettings
-from specpool.environment.interrupts import run_command
+from specpool.environment.process import run_command
 
 
 def test_summaries_are_those_of_the_commands() -> None:

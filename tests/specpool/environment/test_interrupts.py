@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specpool.environment.interrupts import silent_interrupts
+from specpool.environment.process import silent_interrupts
 
 # A module that every entry point imports; the process interrupts itself in the middle of it.
 INTERRUPTED = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"

@@ -14,7 +14,7 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.passes.native.decoder import compile_decoder
 from specpool.engine.startup.sharded import start_sharded_engine
-from specpool.environment.cpus import usable_cpus
+from specpool.environment.process import usable_cpus
 from specpool.rpc.server.connections import OTHER_DESCRIPTORS, usable_descriptors
 
 ROOT = Path(__file__).parents[3]
