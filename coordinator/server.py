@@ -8,8 +8,7 @@ import logging
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.serving.coordinator import Coordinator
-from coordinator.serving.intake import Intake
-from coordinator.serving.service import GenerationServicer
+from coordinator.serving.service import GenerationServicer, Intake
 from coordinator.workers.errors import MismatchError, UnusableModelError
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging, end_process

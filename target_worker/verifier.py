@@ -27,11 +27,6 @@ def accept(draft: Sequence[int], choices: Iterable[int]) -> list[int]:
     return gained
 
 
-def layers_of(rounds: Sequence[VerifyRound]) -> tuple[int, ...]:
-    """Return all layers whose states any round needs, in ascending order."""
-    return tuple(sorted({layer for round_ in rounds for layer in round_.feature_layers}))
-
-
 def rounds_with_features(rounds: Sequence[VerifyRound]) -> dict[SequenceKey, VerifyRound]:
     """Return the round of each sequence whose features are requested."""
     asking = (round_ for round_ in rounds if round_.feature_layers)
@@ -80,7 +75,7 @@ class Verifier(SequenceEngine):
         for key in continued.keys() & ready.keys():
             self.engine.slots[key].continued = continued[key]
         forced = {key: self._forced(key, item) for key, item in ready.items()}
-        layers = layers_of(rounds)
+        layers = tuple(sorted({layer for round_ in rounds for layer in round_.feature_layers}))
         asking = rounds_with_features(rounds)
         windows = {key: round_.feature_window for key, round_ in asking.items()}
         spans = {key: self._span(key, item, forced[key], windows.get(key, 0)) for key, item in ready.items()}

@@ -72,10 +72,6 @@ class Allowance:
     def shown_memory(self) -> str:
         return f"{self.memory // MIB} MiB"
 
-    @property
-    def shown_seconds(self) -> str:
-        return f"{self.seconds:.3g} s"
-
 
 def frame(kind: Kind, body: bytes = b"") -> bytes:
     """Return a message."""

@@ -34,9 +34,7 @@ class ProcessDiedError(Exception):
         self.is_killed = status == -signal.SIGKILL
         """Whether somebody else killed it. Otherwise the request ended it."""
         is_slow = status == -signal.SIGPROF
-        self.reason = f"takes more than {stage.shown_seconds if is_slow else stage.shown_memory}" + (
-            "" if is_slow else ", or crashes"
-        )
+        self.reason = f"takes more than {f'{stage.seconds:.3g} s' if is_slow else f'{stage.shown_memory}, or crashes'}"
 
 
 class ProcessLink:

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specpool.distill.corpus import Dialogues
+from specpool.distill.examples import Dialogues
 from specpool.distill.questions import ChatTemplate, Limits, Questions
 from specpool.distill.settings import PROGRAM, DistillSettings
 from specpool.distill.static_decoder import bytes_per_sequence, decodes_like_llama

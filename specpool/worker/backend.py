@@ -1,7 +1,9 @@
-"""The interface between the host and a worker's model, and the model's errors that the process cannot survive."""
+"""The interface between the host and a model, the startup of a worker, and errors that its process cannot survive."""
 
+import asyncio
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from enum import Enum
 from typing import Protocol
 
@@ -18,6 +20,11 @@ _DEVICE_MESSAGE = re.compile(
 # If NVML fails as well, torch reports a lack of memory as a failed assertion (pytorch #112377).
 _MEMORY_MESSAGE = re.compile(r"out of memory|_ALLOC_FAILED|^NVML_SUCCESS == ")
 _HOST_MEMORY_MESSAGE = re.compile(r"(\[enforce fail at [^]]*\].*)?DefaultCPUAllocator: can't allocate|std::bad_alloc")
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURE_CHARACTERS = 1000
+"""Maximum length of an error. Libraries list thousands of tensors, but coordinators refuse large responses."""
 
 
 class Backend(Protocol):
@@ -116,3 +123,50 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__
+
+
+class Startup:
+    """Current phase of a startup, or why it failed. For the event loop, except the function that `reporter` returns."""
+
+    def __init__(self) -> None:
+        self._phase, self._failure = "starting", ""
+        self._is_over = False
+        self._changed = asyncio.Event()
+        """Set on the next change, then replaced."""
+
+    def reporter(self) -> Callable[[str], None]:
+        """Return a function that logs and publishes a new phase, for any thread."""
+        loop = asyncio.get_running_loop()
+
+        def report(phase: str) -> None:
+            log.info("%s", phase)
+            loop.call_soon_threadsafe(self._enter, phase)
+
+        return report
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+        self._wake()
+
+    def end(self, failure: str = "") -> None:
+        """End every watch, after it has sent the failure, if any. Only the first call counts."""
+        if not self._is_over:
+            self._failure, self._is_over = failure[:MAX_FAILURE_CHARACTERS], True
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def watch(self) -> AsyncIterator[tuple[str, str]]:
+        """Yield the phase and the failure now and after each change. Slow readers may miss phases, but no failure."""
+        sent = None
+        while True:
+            changed, current = self._changed, (self._phase, self._failure)
+            if current != sent and (self._failure or not self._is_over):
+                yield current
+                sent = current
+            elif self._is_over:
+                return
+            else:
+                await changed.wait()

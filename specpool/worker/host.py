@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 
 from specpool.protocol.errors import UnavailableError
 from specpool.protocol.worker_info import CacheLoad, WorkerInfo
-from specpool.worker.backend import Backend, DeviceFailedError, Failure, describe, failure_of
+from specpool.worker.backend import Backend, DeviceFailedError, Failure, Startup, describe, failure_of
 from specpool.worker.model_thread import ModelThread, Watchdog
 from specpool.worker.round_merging import Round, RoundMerging
-from specpool.worker.startup import Startup
 from specpool.worker.streams import RoundStreams
 
 log = logging.getLogger(__name__)

@@ -56,7 +56,9 @@ class RecordLimit:
             return record
         is_library = record.name.partition(".")[0] in LIBRARIES
         allowance = self._allowance(record, 1 if is_library else _burst(record))
-        allowance.size += len(str(record.msg)) + sum(len(str(part)) for part in _arguments(record)) if is_library else 0
+        if is_library:
+            arguments = record.args if isinstance(record.args, tuple) else ()
+            allowance.size += sum(len(str(part)) for part in (record.msg, *arguments))
         if not allowance.lines.take(self._clock()):
             allowance.dropped += 1
             return None
@@ -66,7 +68,8 @@ class RecordLimit:
         return _with_count(record, dropped) if dropped else record
 
     def _allowance(self, record: logging.LogRecord, burst: int) -> _Allowance:
-        kind: tuple[object, ...] = (record.name, record.levelno, record.pathname, record.lineno, _error_type(record))
+        error_type = record.exc_info[0] if record.exc_info else None
+        kind: tuple[object, ...] = (record.name, record.levelno, record.pathname, record.lineno, error_type)
         if kind not in self._allowances and len(self._allowances) >= MAX_KINDS:
             kind = (OTHER, burst)
         return self._allowances.setdefault(kind, _Allowance(TokenBucket(burst, 1 / SECONDS, self._clock())))
@@ -101,11 +104,3 @@ def _with_count(record: logging.LogRecord, dropped: int) -> logging.LogRecord:
     shown = logging.makeLogRecord(record.__dict__)
     shown.msg, shown.args = f"{record.getMessage()} (and {dropped} lines like it)", ()
     return shown
-
-
-def _arguments(record: logging.LogRecord) -> tuple[object, ...]:
-    return record.args if isinstance(record.args, tuple) else ()
-
-
-def _error_type(record: logging.LogRecord) -> object:
-    return record.exc_info[0] if record.exc_info else None

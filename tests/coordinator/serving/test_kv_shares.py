@@ -18,7 +18,7 @@ ANNE, BOB = (("client", "anne"),), (("client", "bob"),)
 @pytest.fixture(autouse=True)
 def clients_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Metadata names the client."""
-    name = "coordinator.serving.intake.client_of"
+    name = "coordinator.serving.service.client_of"
     monkeypatch.setattr(name, lambda context: str(dict(context.invocation_metadata()).get("client", "")))
 
 

@@ -17,9 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from specpool.distill import static_decoder, training
-from specpool.distill.corpus import Dialogues
 from specpool.distill.evaluate import EvaluateSettings, evaluate, read_chats
-from specpool.distill.examples import TOP, Batch, Example, batches
+from specpool.distill.examples import TOP, Batch, Dialogues, Example, batches
 from specpool.distill.main import train
 from specpool.distill.questions import TASKS, ChatTemplate, Limits, Questions
 from specpool.distill.replay import acceptance_by_position, mean_acceptance_length

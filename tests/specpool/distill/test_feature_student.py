@@ -10,15 +10,13 @@ import torch
 from tiny_models import load_engine
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from specpool.distill.corpus import Dialogues
 from specpool.distill.evaluate import EvaluateSettings, evaluate, read_chats
-from specpool.distill.examples import Batch, Example, batches
+from specpool.distill.examples import Batch, Dialogues, Example, TargetStates, batches
 from specpool.distill.feature_student import FeatureStudent
 from specpool.distill.main import distill
 from specpool.distill.predictions import target_states
 from specpool.distill.questions import ChatTemplate, Limits, Questions
 from specpool.distill.settings import DistillSettings
-from specpool.distill.states import TargetStates
 from specpool.distill.student import Student, check_weights
 from specpool.distill.training import agreement, distillation_loss, drop_states
 from specpool.distill.writer import Writer
