@@ -99,11 +99,7 @@ class VllmEngine:
         return self
 
     def run(
-        self,
-        prompts: list[list[int]],
-        max_tokens: int,
-        at_a_time: int | None = None,
-        schemas: list[Any] | None = None,
+        self, prompts: list[list[int]], max_tokens: int, at_a_time: int | None = None, schemas: list[Any] | None = None
     ) -> dict[str, Any]:
         """Generate for all prompts, `at_a_time` or all of them in flight. RuntimeError: the engine has ended."""
         self._send({"prompts": prompts, "max_tokens": max_tokens, "at_a_time": at_a_time, "schemas": schemas})

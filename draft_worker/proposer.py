@@ -19,10 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Proposer(SequenceEngine):
-    """The draft worker's backend."""
-
     def info(self) -> WorkerInfo:
-        """Describe the model and its load."""
         return replace(super().info(), max_branches=MAX_ITEM_BRANCHES if self.engine.supports_branches else 1)
 
     def propose(self, rounds: Sequence[ProposeRound]) -> list[list[Proposal]]:
@@ -83,7 +80,6 @@ class Proposer(SequenceEngine):
         )
 
     def _draft(self, rounds: Sequence[ProposeRound], drafts: Sequence[Mapping[SequenceKey, Draft]]) -> None:
-        """Draft for all rounds."""
         if not any(drafts):
             return
         self.draft(

@@ -34,8 +34,6 @@ SERVICE = "specpool.v1.DraftWorkerService"
 
 
 class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServiceServicer):
-    """Servicer of `specpool.v1.DraftWorkerService`."""
-
     method = "Propose"
     respond = staticmethod(propose_response)
 
@@ -67,7 +65,6 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
     async def ProposeStream(
         self, requests: AsyncIterator[pb.ProposeRequest], context: Any
     ) -> AsyncIterator[pb.ProposeResponse]:
-        """Answer a stream of rounds."""
         async for response in self.rounds(requests, context):
             yield response
 
@@ -94,7 +91,6 @@ def load_proposer(settings: DraftWorkerSettings, report: Callable[[str], None]) 
 
 
 def main() -> None:
-    """Entry point of `specpool-draft-worker`."""
     settings = DraftWorkerSettings.load(PROGRAM)
     options = EngineOptions.of(settings)
     configure_logging(settings.log_level, settings.log_format, settings.log_name or PROGRAM)

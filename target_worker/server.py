@@ -35,8 +35,6 @@ SERVICE = "specpool.v1.TargetWorkerService"
 
 
 class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerServiceServicer):
-    """Servicer of `specpool.v1.TargetWorkerService`."""
-
     method = "Verify"
     max_rounds_ahead = MAX_ROUNDS_AHEAD
     respond = staticmethod(verify_response)
@@ -66,12 +64,10 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
     async def VerifyStream(
         self, requests: AsyncIterator[pb.VerifyRequest], context: Any
     ) -> AsyncIterator[pb.VerifyResponse]:
-        """Answer a stream of rounds."""
         async for response in self.rounds(requests, context):
             yield response
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Any) -> pb.GetTokenizerResponse:
-        """Send the target's tokenizer."""
         return tokenizer_response(self._host.backend.tokenizer(), self._host.instance_id)
 
 
@@ -98,7 +94,6 @@ def load_verifier(settings: TargetWorkerSettings, report: Callable[[str], None])
 
 
 def main() -> None:
-    """Entry point of `specpool-target-worker`."""
     settings = TargetWorkerSettings.load(PROGRAM)
     options = EngineOptions.of(settings)
     configure_logging(settings.log_level, settings.log_format, settings.log_name or PROGRAM)

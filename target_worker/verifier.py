@@ -47,16 +47,12 @@ def pack_features(states: States, layers: tuple[int, ...], wanted: tuple[int, ..
 
 
 class Verifier(SequenceEngine):
-    """The target worker's backend."""
-
     requires_grammars = True
 
     def info(self) -> WorkerInfo:
-        """Describe the model and its load."""
         return replace(super().info(), returns_features=self.engine.has_states)
 
     def tokenizer(self) -> TokenizerFiles:
-        """The target's tokenizer."""
         return self.engine.loaded.tokenizer
 
     def verify(self, rounds: Sequence[VerifyRound]) -> list[list[Verdict]]:

@@ -146,13 +146,9 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         "largest", description="exspec: which equal-length group runs first"
     )
     admission: Literal["arrival", "length"] = Field(
-        "arrival",
-        description="next request to run: the first in the queue, or the one closest in length to the last",
+        "arrival", description="next request to run: the first in the queue, or the one closest in length to the last"
     )
-    prefix_caching: bool = Field(
-        True,
-        description="reuse cached prefixes of earlier requests",
-    )
+    prefix_caching: bool = Field(True, description="reuse cached prefixes of earlier requests")
     queue_size: int = Field(
         256, ge=0, le=UINT32_MAX, description="maximum samples that wait; further requests are refused"
     )
@@ -160,15 +156,10 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         4_194_304, ge=1, le=UINT32_MAX, description="maximum prompt tokens that wait, unless a single request has more"
     )
     max_requests_per_client: int | None = Field(
-        None,
-        ge=1,
-        le=UINT32_MAX,
-        description="maximum samples of one client, queued and running; default: unlimited",
+        None, ge=1, le=UINT32_MAX, description="maximum samples of one client, queued and running; default: unlimited"
     )
     num_speculative_tokens: int | None = Field(
-        None,
-        ge=0,
-        description="default draft tokens per round; unset: chosen adaptively in each round, possibly zero",
+        None, ge=0, description="default draft tokens per round; unset: chosen adaptively in each round, possibly zero"
     )
     draft_method: DraftMethod = Field(
         DraftMethod.BEST,
@@ -182,8 +173,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         "requests with the same client and nonempty cache_salt; 0: keep none",
     )
     overlap: Overlap = Field(
-        "auto",
-        description="draft during verifications, if it pays; auto: only if the workers' devices differ",
+        "auto", description="draft during verifications, if it pays; auto: only if the workers' devices differ"
     )
     max_num_speculative_tokens: int = Field(
         MAX_SPECULATIVE_TOKENS, ge=0, le=1024, description="maximum num_speculative_tokens of a request"
@@ -217,10 +207,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     )
     max_request_bytes: ByteSize = Field(ByteSize(2**20), ge=1024, le=2**31 - 1, description="largest request accepted")
 
-    smg: ServesSmg = Field(
-        False,
-        description="also serve vllm.grpc.engine.VllmEngine, for the HTTP gateway smg",
-    )
+    smg: ServesSmg = Field(False, description="also serve vllm.grpc.engine.VllmEngine, for the HTTP gateway smg")
 
     @property
     def target_addresses(self) -> list[str]:

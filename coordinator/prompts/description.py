@@ -18,8 +18,6 @@ class TokenizerError(ValueError):
 
 @dataclass(frozen=True)
 class TemplateDescription:
-    """A chat template."""
-
     reads_tools: bool
     options: frozenset[str]
     """Names of the variables that requests may set."""

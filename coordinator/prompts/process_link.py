@@ -118,7 +118,6 @@ class ProcessLink:
         return Kind(kind), await self._process.stdout.readexactly(length)
 
     async def close(self) -> None:
-        """End the process now."""
         self._is_usable = False
         if self._process is None or self._process.returncode is not None:
             return

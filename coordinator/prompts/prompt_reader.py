@@ -23,8 +23,6 @@ FIELDS = {"text": "text", "tokenized": "tokenized.input_ids", "chat": "chat.mess
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Reads prompts for one model."""
-
     tokenizer: TokenizerDescription
     max_model_len: int
     vocab_size: int

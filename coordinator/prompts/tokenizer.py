@@ -45,8 +45,6 @@ UNLIMITED = WorkLimits()
 
 
 class TargetTokenizer:
-    """Encodes prompts."""
-
     def __init__(self, files: TokenizerFiles, vocab_size: int | None = None) -> None:
         """Raise TokenizerError if the files are broken, or if the vocabulary exceeds the model's `vocab_size`.
 

@@ -52,8 +52,6 @@ class TooLongError(PromptError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """Work for a prompt process."""
-
     client: str
     size: int
     """Bytes of the prompt."""
@@ -74,8 +72,6 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Constraint:
-    """A constraint to compile."""
-
     kind: str
     """Name of its field in `SamplingParams`."""
     text: str
@@ -84,8 +80,6 @@ class Constraint:
 
 @dataclass(frozen=True)
 class _Request:
-    """A request to a prompt process."""
-
     kind: Kind
     body: bytes
     first_stage: Allowance
@@ -111,7 +105,6 @@ class TokenizerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids."""
         return [link.pid for link in self._links if link.pid is not None]
 
     def start(self) -> None:
@@ -167,7 +160,6 @@ class TokenizerPool:
         return await asyncio.shield(self._in_background(self._compile(constraint, before, turn, link)))
 
     async def close(self) -> None:
-        """End all processes."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()

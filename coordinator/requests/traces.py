@@ -41,10 +41,7 @@ class RequestTrace:
     """The trace of one request; without a span, nothing is recorded."""
 
     def __init__(
-        self,
-        span: Span | None = None,
-        began_ns: int = 0,
-        prompt: Callable[[], Attributes] | None = None,
+        self, span: Span | None = None, began_ns: int = 0, prompt: Callable[[], Attributes] | None = None
     ) -> None:
         """`prompt`: returns the attributes of the prompt. None: record neither prompt nor output."""
         self.span, self._began_ns, self._prompt = span, began_ns, prompt
@@ -241,7 +238,6 @@ def prompt_attributes(request: pb.GenerateRequest) -> Attributes:
 
 
 def text_part(text: str) -> dict[str, Any]:
-    """Return a part of a message that holds text."""
     return {"type": "text", "content": text}
 
 

@@ -31,8 +31,6 @@ MIN_TEMPERATURE = 0.01
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a request."""
-
     settings: CoordinatorSettings
     prompts: PromptReader
     max_num_seqs: int

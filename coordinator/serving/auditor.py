@@ -29,14 +29,8 @@ Generate = Callable[[GenerationRequest, float], AbstractAsyncContextManager[Gene
 
 
 class Auditor:
-    """Audits one answer at a time."""
-
     def __init__(
-        self,
-        room: SpareRoom,
-        generate: Generate,
-        abort: Callable[[Sequence], None],
-        share: Callable[[], float],
+        self, room: SpareRoom, generate: Generate, abort: Callable[[Sequence], None], share: Callable[[], float]
     ) -> None:
         """`generate`, `abort`: of the coordinator. `share`: the present share of answers to audit, 0 to 1."""
         self.results: Counter[str] = Counter()
@@ -68,7 +62,6 @@ class Auditor:
             self._abort(self._replaying)
 
     def stop(self) -> None:
-        """Audit nothing any more."""
         self._stopped = True
         self.clear()
 

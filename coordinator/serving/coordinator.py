@@ -46,8 +46,6 @@ POLL_SECONDS = 0.01
 
 
 class Coordinator:
-    """Combines the queue and the lanes."""
-
     def __init__(self, settings: CoordinatorSettings, tracer: Tracer | None = None) -> None:
         self.settings = settings
         self.started = time.monotonic()
@@ -79,7 +77,6 @@ class Coordinator:
 
     @property
     def draft(self) -> DraftGroup | None:
-        """The draft workers of `target`."""
         return self.lanes.first.draft
 
     @property
@@ -161,11 +158,7 @@ class Coordinator:
         with self._refusals(request):
             self.queue.submit(sequences)
         generation = Generation(
-            sequences,
-            arrived,
-            self.settings.stream_stall_seconds,
-            pause=self.queue.pause,
-            resume=self._resume,
+            sequences, arrived, self.settings.stream_stall_seconds, pause=self.queue.pause, resume=self._resume
         )
         self.in_flight.add(generation)
         self.queue.wake()
@@ -197,7 +190,6 @@ class Coordinator:
 
     @contextmanager
     def _refusals(self, request: GenerationRequest) -> Iterator[None]:
-        """Translate errors of the queue."""
         try:
             yield
         except DuplicateRequestError:

@@ -87,8 +87,6 @@ def _fail(trace: RequestTrace, stream: UnreadStream, error: ServiceError) -> Non
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """`specpool.v1.GenerationService`."""
-
     def __init__(self, coordinator: Coordinator, server: Server, intake: Intake) -> None:
         self._coordinator, self._server, self._intake = coordinator, server, intake
         self._info = Recent(self._server_info)

@@ -77,14 +77,11 @@ class TokenizerArchive:
 
 
 def add_engine_service(coordinator: Coordinator, server: Server, intake: Intake) -> None:
-    """Add the gateway's service to the server."""
     servicer = EngineServicer(coordinator, server, intake)
     server.add(SERVICE, vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, servicer)
 
 
 class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]  # no stubs
-    """Servicer of `vllm.grpc.engine.VllmEngine`."""
-
     def __init__(self, coordinator: Coordinator, server: Server, intake: Intake) -> None:
         self._coordinator, self._server, self._intake = coordinator, server, intake
         self._archive: TokenizerArchive | None = None

@@ -118,8 +118,6 @@ async def _answers(channel: grpc.aio.Channel) -> bool:
 
 @dataclass
 class Service:
-    """One of the processes."""
-
     name: str
     module: str
     arguments: list[str]

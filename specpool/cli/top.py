@@ -50,7 +50,6 @@ class TopSettings(Settings, ClientSecurity):
 
 
 def top(settings: TopSettings) -> int:
-    """Run the command; return its exit status."""
     console = Console()
     # With FORCE_COLOR and similar, rich takes a pipe for a terminal.
     is_terminal = sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal

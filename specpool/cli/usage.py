@@ -31,7 +31,6 @@ def answer(name: str) -> int | None:
 
 
 def usage() -> str:
-    """Return the text of `specpool --help`."""
     lines = [f"  {name:10}{summary}" for name, summary in SUMMARIES.items()]
     return "\n".join(
         ["usage: specpool COMMAND [options]", "", *lines, "", "specpool COMMAND --help lists the options."]

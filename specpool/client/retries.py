@@ -98,7 +98,6 @@ class Replay:
         self._position: dict[int, tuple[int, int]] = {}
 
     def begin(self) -> None:
-        """Start a new attempt."""
         self._position = {}
 
     def fresh(self, message: pb.GenerateStreamResponse) -> pb.GenerateStreamResponse | None:

@@ -43,7 +43,6 @@ class Batch:
     states: torch.Tensor | None = None  # [B, T, width]
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device."""
         moved: dict[str, Any] = {name: None if each is None else each.to(device) for name, each in vars(self).items()}
         return Batch(**moved)
 
@@ -98,7 +97,6 @@ class Dialogues:
 
     @classmethod
     def of(cls, examples: Sequence[Example]) -> "Dialogues":
-        """Concatenate dialogues."""
         return cls(
             token_ids=torch.cat([example.token_ids.int() for example in examples]),
             lengths=torch.tensor([len(example.token_ids) for example in examples], dtype=torch.int32),
@@ -108,7 +106,6 @@ class Dialogues:
         )
 
     def examples(self) -> list[Example]:
-        """The dialogues, one by one."""
         lengths, starts = self.lengths.tolist(), self.answer_starts.tolist()
         answers = [length - start for length, start in zip(lengths, starts, strict=True)]
         parts = zip(
@@ -155,11 +152,9 @@ class TargetStates:
         return torch.cat([found[number] for number in self.layers], -1).bfloat16()
 
     def with_states(self, batch: Batch) -> Batch:
-        """The batch with its states."""
         return replace(batch, states=self.of(batch.token_ids).float()) if self.layers else batch
 
     def examples(self, examples: Sequence[Example]) -> list[Example]:
-        """The examples with their states."""
         if not self.layers:
             return list(examples)
         added = []

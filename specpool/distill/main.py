@@ -44,7 +44,6 @@ UNROLLED_STEPS, UNROLLED_SHARE = 3, 0.7
 
 
 def main() -> None:
-    """Entry point."""
     distill(load_settings())
 
 
@@ -188,11 +187,7 @@ def agreement_of(file: Path, student: Student, held_out: list[Example]) -> float
 
 
 def student_of(
-    settings: DistillSettings,
-    model: PreTrainedModel,
-    layers: list[int],
-    states: TargetStates,
-    examples: list[Example],
+    settings: DistillSettings, model: PreTrainedModel, layers: list[int], states: TargetStates, examples: list[Example]
 ) -> Student:
     """An untrained student with the target's most frequent tokens in its output head, or the initial student."""
     initial = None if settings.initial is None else load_trained(settings.initial)

@@ -45,7 +45,6 @@ def progress_bar() -> Progress:
 
 
 def generate_dialogues(settings: DistillSettings, target: str) -> None:
-    """Write the missing files of dialogues."""
     count = -(-settings.dialogues // DIALOGUES_PER_FILE)
     files = [settings.output / f"dialogues-{number:04}.safetensors" for number in range(count)]
     missing = [number for number, file in enumerate(files) if not file.is_file()]
@@ -70,7 +69,6 @@ def generate_dialogues(settings: DistillSettings, target: str) -> None:
 
 
 def dialogue_files(settings: DistillSettings) -> list[Path]:
-    """All files of dialogues."""
     return sorted(settings.output.glob("dialogues-*.safetensors"))
 
 

@@ -33,7 +33,6 @@ class UnusableWorkerError(Exception):
 
 
 def main() -> None:
-    """Entry point."""
     settings = PlanSettings.load(PROGRAM)
     configure_logging(settings.log_level)
     console = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)

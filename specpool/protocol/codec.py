@@ -237,9 +237,7 @@ def verify_response(
 def logprobs_message(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
     """Build the message of the log-probabilities at one position."""
     return common_pb2.TokenLogprobs(
-        logprob=logprobs.logprob,
-        top_token_ids=logprobs.top_token_ids,
-        top_logprobs=logprobs.top_logprobs,
+        logprob=logprobs.logprob, top_token_ids=logprobs.top_token_ids, top_logprobs=logprobs.top_logprobs
     )
 
 

@@ -22,8 +22,6 @@ from specpool.vllm.rows import Batch, Rows
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of drafts."""
-
     num_speculative_tokens: int
     """Maximum draft tokens of a row."""
     max_model_len: int

@@ -87,7 +87,6 @@ class VllmModel:
             raise ValueError(f"num_speculative_tokens must be at least 1, not {self._num_speculative_tokens}")
 
     def limits(self, settings: RemoteDraftSettings) -> Limits:
-        """Limits of drafts."""
         return Limits(
             num_speculative_tokens=self._num_speculative_tokens,
             max_model_len=self._max_model_len,

@@ -195,10 +195,7 @@ class WorkerHost:
         return round_.response
 
     def _serve_together(self, backend: Backend, serve: ServeRounds, rounds: list[Round]) -> None:
-        with (
-            self._leased(backend, [round_.coordinator_id for round_ in rounds]),
-            self._merging.serving(rounds),
-        ):
+        with self._leased(backend, [round_.coordinator_id for round_ in rounds]), self._merging.serving(rounds):
             began, realigned = time.perf_counter_ns(), backend.realign_ns
             results = serve([round_.request for round_ in rounds], backend)
             realign_ns = backend.realign_ns - realigned

@@ -167,8 +167,6 @@ class ModelThread:
 
 
 class Watchdog:
-    """Watches the model thread from the event loop."""
-
     def __init__(
         self, thread: ModelThread, progress: Callable[[], int], seconds: float, on_change: Callable[[bool], None]
     ) -> None:
@@ -183,7 +181,6 @@ class Watchdog:
         """A message for callers while the thread hangs; otherwise None."""
 
     async def watch(self) -> None:
-        """Check until cancelled."""
         while True:
             await asyncio.sleep(self._seconds / CHECKS)
             self.check(time.monotonic())

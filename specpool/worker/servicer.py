@@ -52,7 +52,6 @@ class WorkerServicer:
             return response
 
     async def rounds(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Answer a stream of rounds."""
         async for response in self._host.streams.each(requests, self.round, client_of(context)):
             yield response
 
@@ -67,7 +66,6 @@ class WorkerServicer:
             yield span
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
-        """Free sequences."""
         require_coordinator(request.coordinator_id)
         ids = read_release(request)
         released = await self._host.run(

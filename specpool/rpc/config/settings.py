@@ -13,15 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
-from pydantic import (
-    AfterValidator,
-    ByteSize,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, ByteSize, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -191,10 +183,7 @@ class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
         None, ge=1, le=65535, description="Prometheus port: GET /metrics over HTTP without TLS; default: none"
     )
     max_connections: int = Field(
-        1024,
-        ge=1,
-        le=MAX_CONNECTIONS,
-        description="maximum number of connections; further ones are closed",
+        1024, ge=1, le=MAX_CONNECTIONS, description="maximum number of connections; further ones are closed"
     )
     max_calls: int = Field(
         4096,

@@ -102,7 +102,6 @@ class CallCounter:
 
 
 def server_registry(calls: CallCounter | None) -> CollectorRegistry:
-    """Return a registry with the metrics of every server."""
     registry = CollectorRegistry()
     names = ("version", "python_version")
     build_info = Gauge(PREFIX + "build_info", "Version of the process; always 1.", names, registry=registry)

@@ -74,10 +74,7 @@ class TraceSettings(BaseModel, frozen=True):
         "default: no traces",
     )
     trace_sample_rate: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="share of requests to trace; the trace context of a caller takes precedence",
+        1.0, ge=0, le=1, description="share of requests to trace; the trace context of a caller takes precedence"
     )
 
 
@@ -109,7 +106,6 @@ class Span:
         return Span(self._tracer, child)
 
     def note(self, attributes: Attributes) -> None:
-        """Add attributes."""
         self._span.set_attributes(attributes)
 
     def failed(self, error: BaseException) -> None:

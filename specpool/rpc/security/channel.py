@@ -126,8 +126,6 @@ class SecurityOptions(TypedDict, total=False):
 
 
 class Connector:
-    """Opens channels to a server."""
-
     def __init__(self, address: str, **security: Unpack[SecurityOptions]) -> None:
         """`address`: "host:port".
 

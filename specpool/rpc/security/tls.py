@@ -151,7 +151,6 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
 
 def channel_credentials(pem: Pem) -> grpc.ChannelCredentials:
-    """Return the credentials of a client."""
     return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
 
 

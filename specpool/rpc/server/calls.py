@@ -91,8 +91,6 @@ class CallLimits:
 
 @dataclass(eq=False)
 class Client:
-    """A client's calls and memory."""
-
     name: str
     calls: int = 0
     memory: int = 0
@@ -103,8 +101,6 @@ class Client:
 
 @dataclass(eq=False)
 class Call:
-    """A call in progress."""
-
     client: Client
     context: Any
     task: asyncio.Task[Any]
@@ -129,7 +125,6 @@ class Call:
 
 
 def too_many(reason: str) -> TooManyCallsError:
-    """Return the error of a refused call."""
     return TooManyCallsError(reason, RETRY_AFTER_SECONDS)
 
 

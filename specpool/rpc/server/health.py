@@ -77,7 +77,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # n
         self._changed = asyncio.Event()
 
     async def Check(self, request: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
-        """Return the current status of a service."""
         status = self._statuses.get(request.service)
         if status is None:
             await context.abort(STATUS_CODES[NotFoundError])

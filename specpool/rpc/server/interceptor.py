@@ -72,12 +72,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     other error. It therefore registers every method as one with a request stream.
     """
 
-    def __init__(
-        self,
-        settings: ServerSettings,
-        authenticator: Authenticator,
-        counter: CallCounter | None,
-    ) -> None:
+    def __init__(self, settings: ServerSettings, authenticator: Authenticator, counter: CallCounter | None) -> None:
         """`counter`: None if nobody reads the metrics."""
         self.calls = Calls(CallLimits.of(settings))
         """Calls in progress, except health checks, and reflection without a credential."""

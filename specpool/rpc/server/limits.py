@@ -163,7 +163,6 @@ class Calls:
         call.client.replaceable.pop(call, None)
 
     def hold(self, call: Call, memory: int) -> None:
-        """Count memory for a call."""
         call.memory += memory
         call.client.memory += memory
         self._memory += memory

@@ -119,8 +119,6 @@ def _varint(payload: bytes, position: int) -> tuple[int, int]:
 
 
 class RequestParser(Generic[R]):
-    """Parses the requests of one method."""
-
     def __init__(self, deserialize: Callable[[bytes], R]) -> None:
         """`deserialize`: of a protobuf message, its `FromString`."""
         message: Any = getattr(deserialize, "__self__", None)
