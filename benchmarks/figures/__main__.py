@@ -31,11 +31,9 @@ from benchmarks.figures.pages import (
     stray_figures,
     text_of,
 )
-from benchmarks.figures.records import RECORDS as TABLES
 from benchmarks.report import console, parser_of
 
 PICTURE = "docs/demo.svg"
-TEXTS = BLOCKS | TABLES
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> None:
@@ -54,7 +52,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> None:
             sys.exit("\n".join([*faults, "python -m benchmarks.figures fills all blocks"]))
     else:
         for page in pages(root):
-            page.write_text(filled(page.read_text(), TEXTS, results))
+            page.write_text(filled(page.read_text(), BLOCKS, results))
         (root / PICTURE).write_text(demo_picture(results))
     if failed:
         sys.exit(f"failed, so the earlier results stay: {', '.join(failed)}")
@@ -75,7 +73,7 @@ def check(root: Path, results: Results) -> Iterator[str]:
     for page in pages(root):
         name, text = page.relative_to(root).as_posix(), page.read_text()
         try:
-            yield from (f"{name}:{fault}" for fault in differences(text, filled(text, TEXTS, results)))
+            yield from (f"{name}:{fault}" for fault in differences(text, filled(text, BLOCKS, results)))
         except KeyError as error:
             yield f"{name}: no such block or result: {error}"
         except ValueError as error:

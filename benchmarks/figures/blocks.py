@@ -131,6 +131,17 @@ def llamacpp(results: Results) -> str:
     return table(("at once", "llama.cpp", "plain", "default"), *body)
 
 
+def attacks(results: Results) -> str:
+    """What each attack costs a well-behaved client: times in ms, as multiples of those in a quiet minute."""
+    columns = ("median", "p95", "new_median", "new_p95")
+    body = [
+        (row["attack"], *(f"{row[f'{name}_ms']:.0f} ({row[f'{name}_ratio']:.2f}x)" for name in columns))
+        for row in results["attacks"]["rows"]
+        if row["attack"] != "none"
+    ]
+    return table(("attack", "median ms", "95%", "new connection: median ms", "95%"), *body)
+
+
 def _list(numbers: Iterable[int]) -> str:
     return " / ".join(map(str, numbers))
 
@@ -147,4 +158,5 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "summary_with_commands": summary_with_commands,
     "by_concurrency": by_concurrency,
     "llamacpp": llamacpp,
+    "attacks": attacks,
 }

@@ -33,7 +33,7 @@ from typing import Any
 
 from benchmarks.gpu.part import MEASURES, TINY_SHAPES, Settings
 from benchmarks.gpu.processes import run_part, scratch_folder
-from benchmarks.gpu.summary import goals, print_summary
+from benchmarks.gpu.summary import print_summary
 from benchmarks.report import console, describe_run, output_folder
 from benchmarks.shapes import SHAPES
 from specpool.engine.config.devices import pick_device
@@ -94,7 +94,7 @@ def write_report(file: Path, options: argparse.Namespace, results: dict[str, dic
     """Write the results of all parts to one file, and remove the files of the parts."""
     report = {
         "run": describe_run(), "device": options.device, "dtype": options.dtype, "target": options.target,
-        "draft": options.draft, "rehearsed": options.rehearse, "goals": goals(results), "parts": results,
+        "draft": options.draft, "rehearsed": options.rehearse, "parts": results,
     }  # fmt: skip
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(report, indent=1) + "\n")

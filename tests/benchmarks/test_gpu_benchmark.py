@@ -16,7 +16,7 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import part, preflight, processes, steps
 from benchmarks.gpu.gemms import counts_that_differ, row_counts
 from benchmarks.gpu.part import BROKEN, Findings, Settings
-from benchmarks.gpu.summary import MAX_LINES, goals, print_summary
+from benchmarks.gpu.summary import MAX_LINES, print_summary
 from specpool.engine.run import pass_selection as forward
 
 pytest.importorskip("triton")
@@ -95,7 +95,6 @@ def test_a_rehearsal_measures_all_parts(
     assert runs == [(concurrency, kind) for concurrency in (1, 2) for kind in ("plain", "k2", "k4", "adaptive")]
     assert all(row["exact_match"] == 1 for row in results["pair"]["runs"])
     assert [row["sequences"] for row in results["transformers"]["runs"]] == [1, 2]
-    assert {goal["goal"]: goal["met"] for goal in report["goals"]}["exact match"] is True
     assert "checks  14 of 14 kernels passed" in capsys.readouterr().out
 
 
@@ -140,7 +139,6 @@ def test_a_failing_part_does_not_stop_the_others(
     assert (first["name"], first["error"]) == ("a GPU", "RuntimeError: no such instruction")
     assert (draft["error"], draft["left_out"]) == ("1 measurements failed", [{"left out": "a long one"}])
     assert draft["failed"] == [{"failed": "another", "error": "ZeroDivisionError: integer division or modulo by zero"}]
-    assert [goal["met"] for goal in report["goals"] if goal["measured"] is not None] == [True]
     assert "FAILED  draft: another: ZeroDivisionError" in capsys.readouterr().out
 
 
@@ -258,20 +256,6 @@ def test_row_counts_that_change_bits_are_found() -> None:
     counts = counts_that_differ(lambda rows: together[rows] + (rows.start == 7), together, row_counts(10))
     assert counts == [3]
     assert row_counts(2048)[-4:] == [2016, 2017, 2047, 2048]
-
-
-def test_goals_are_judged_by_the_worst_case() -> None:
-    columns = ("sequences", "drafted", "of_limit", "over_plain")
-    cases = [(8, 0, 0.9, 1), (8, 0, 0.6, 1), (8, 4, 0.5, 1.05), (1, 0, 0.8, 1)]
-    measured_steps = [{**dict(zip(columns, case, strict=True)), "passes": 1} for case in cases]
-    runs = [{"concurrency": 8, "kind": "adaptive", "ratio": 2.5, "exact_match": 1.0}]
-    results = {"steps": {"steps": measured_steps}, "pair": {"runs": runs}}
-    judged = {goal["goal"]: (goal["measured"], goal["met"]) for goal in goals(results)}
-    assert judged["share of the limit, step of 1"] == (0.8, True)
-    assert judged["share of the limit, step of 8"] == (0.6, False)
-    assert judged["verification of 8 x 5 rows, of a plain step"] == (1.05, True)
-    assert judged["adaptive of plain, 8 at a time"] == (2.5, True)
-    assert judged["passes of 64 x 5 rows"] == (None, None)
 
 
 def test_the_summary_is_short(capsys: pytest.CaptureFixture[str]) -> None:
