@@ -51,8 +51,6 @@ def pass_seconds(first: float, more: float) -> Callable[[int], float]:
 
 
 class EmulatedDevice(SequenceEngine):
-    """A model with a real cache and passes that only take time."""
-
     def __init__(self, seconds: Callable[[int], float], acceptance: float, device: str) -> None:
         """`seconds`: of a pass by rows. `acceptance`: probability of choosing the target's token."""
         self._seconds, self._acceptance, self._device = seconds, acceptance, device

@@ -120,8 +120,6 @@ def load(model: str, options: argparse.Namespace, weights: str) -> Engine:
 
 
 class Peer:
-    """The decoding step of transformers, with a random cache."""
-
     def __init__(self, model: str, options: argparse.Namespace) -> None:
         self._device, self._dtype = options.device, getattr(torch, options.dtype)
         if options.shape is not None:
@@ -168,12 +166,10 @@ def engine_step(engine: Engine, batch: int, cached: int, tokens: int) -> Step:
 
 
 def fastest(step: Step, times: int) -> float:
-    """Seconds of the fastest step."""
     return min(seconds_of(lambda: finished(step)) for _ in range(times))
 
 
 def finished(step: Step) -> None:
-    """Run a step and wait for its kernels."""
     step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -94,8 +94,6 @@ Row = dict[str, Any]
 
 @dataclass
 class Compiled:
-    """A kernel, compiled for one set of constants."""
-
     name: str
     registers: int
     stack: int

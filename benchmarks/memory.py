@@ -110,7 +110,6 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def serve(options: argparse.Namespace, limit: str) -> dict[str, Any]:
-    """Run the chats on the service with a limit for each worker."""
     sizes = {} if limit == NO_LIMIT else {"target_memory_limit": limit, "draft_memory_limit": limit}
     settings = UpSettings.model_validate(
         {"port": 0, "max_num_seqs": options.concurrency, "max_model_len": options.max_model_len, **sizes}
@@ -140,7 +139,6 @@ async def serve(options: argparse.Namespace, limit: str) -> dict[str, Any]:
 
 
 async def assist(options: argparse.Namespace, system: str) -> dict[str, Any]:
-    """Run the chats in transformers, in a process of its own."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

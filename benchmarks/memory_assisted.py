@@ -28,7 +28,6 @@ NEVER = -1e9
 
 
 def main() -> None:
-    """Load the pair, answer all questions, and measure the memory and the time."""
     order = json.load(sys.stdin)
     logging.set_verbosity_error()
     peers = Peers(order["target"])

@@ -48,7 +48,6 @@ class Differences:
     """[2, n]: log-likelihood with float32 and int8. Minus infinity for tokens without an output in the model."""
 
     def part(self, some: slice) -> "Differences":
-        """The differences at some positions."""
         return Differences(self.divergence[some], self.is_same[some], self.likelihoods[:, some])
 
 
@@ -77,7 +76,6 @@ def main() -> None:
 
 
 def load(model: str, activations: Activations, options: argparse.Namespace) -> Engine:
-    """An engine for one sequence at a time."""
     console.print(f"loading the model with {activations} activations")
     return load_unproven_engine(
         EngineOptions(
@@ -108,7 +106,6 @@ def report(
 
 @torch.inference_mode()
 def answer(engine: Engine, prompt: list[int], max_tokens: int) -> list[int]:
-    """The greedy answer to a prompt, including the end-of-sequence token."""
     tokens: list[int] = []
     span = Span(0, 0, prompt, 1)
     while True:
@@ -140,7 +137,6 @@ def steps(token_ids: list[int]) -> Iterator[tuple[list[Span], torch.Tensor]]:
 
 
 def joined(parts: Sequence[Differences]) -> Differences:
-    """The differences at all positions of several texts."""
     return Differences(
         torch.cat([part.divergence for part in parts]),
         torch.cat([part.is_same for part in parts]),

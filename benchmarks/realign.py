@@ -59,7 +59,6 @@ def main() -> None:
 
 
 async def measure(options: argparse.Namespace) -> list[Run]:
-    """One row for each kind of decoding and batch size."""
     peers = Peers(options.target) if set(PEERS) & set(options.kinds) else None
     kinds = list(dict.fromkeys([PLAIN, *options.kinds]))
     plan = [(kind, batch) for batch in options.batches for kind in kinds] * options.repeats
@@ -148,7 +147,6 @@ def counted(counters: pb.ServerCounters) -> Run:
 
 
 def peer_run(peers: Peers, kind: str, batch: int, lines: list[PromptLine], max_tokens: int) -> tuple[TokenIds, Run]:
-    """Token ids and time of transformers."""
     decode = peers.generate if kind == "generate" else peers.generate_batch
     began = time.perf_counter()
     tokens = decode([line.prompt for line in lines], batch, max_tokens)

@@ -79,7 +79,6 @@ def output_folder(name: str) -> Path:
 
 
 def whole(minimum: int, maximum: int) -> Callable[[str], int]:
-    """Argument type: an integer within these limits."""
 
     def parsed(text: str) -> int:
         if not text.isdecimal() or len(text) > MAX_DIGITS or not minimum <= int(text) <= maximum:
@@ -94,7 +93,6 @@ def wholes(minimum: int, maximum: int) -> Callable[[str], list[int]]:
 
 
 def real(minimum: float, maximum: float) -> Callable[[str], float]:
-    """Argument type: a number within these limits."""
 
     def parsed(text: str) -> float:
         try:

@@ -74,7 +74,6 @@ def main() -> None:
 
 
 def measure(count: int, options: argparse.Namespace) -> dict[str, float]:
-    """The figures of a service with this many requests in flight."""
     with ExitStack() as stack:
         addresses, pids = [], {}
         for kind, times in (("target", options.verify_ms), ("draft", options.draft_ms)):

@@ -53,8 +53,6 @@ KINDS: dict[str, GenerateOptions] = {
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt and the schema of its answer."""
-
     name: str
     messages: list[Any]
     schema: Any
@@ -69,7 +67,6 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def is_valid(schema: Any, text: str) -> bool:
-    """Whether a complete answer is valid under its schema."""
     try:
         jsonschema.Draft202012Validator(schema).validate(json.loads(text))
     except (ValueError, jsonschema.ValidationError):
@@ -78,7 +75,6 @@ def is_valid(schema: Any, text: str) -> bool:
 
 
 async def serve(questions: list[Question], options: argparse.Namespace) -> list[Run]:
-    """A row for each concurrency and kind."""
     settings = UpSettings(
         port=0, log_level="error", drain_seconds=1, prefix_caching=False, max_num_seqs=max(options.concurrencies)
     )

@@ -68,8 +68,6 @@ OF_A_CATEGORY = ("tokens/s", "ratio", "min", "length", "drafted", "exact")
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """The prompts of a run, `concurrency` of them in flight."""
-
     concurrency: int
     lines: list[PromptLine]
     kinds: list[str]
@@ -78,8 +76,6 @@ class Load:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer as the client saw it."""
-
     response: pb.GenerateResponse
     began: float
     arrivals: list[tuple[float, int]]
@@ -164,7 +160,6 @@ def plan(options: argparse.Namespace) -> list[Load]:
 
 
 async def measure(client: AsyncClient, loads: list[Load], options: argparse.Namespace) -> list[Run]:
-    """One row for each load and kind."""
     for load in progress([load for load in loads if load.category is None], "learning what rounds cost"):
         await run(client, Load(load.concurrency, load.lines[: load.concurrency], []), BEST, options.max_tokens, {})
     truth: dict[str, list[int]] = {}
@@ -270,7 +265,6 @@ def summary(load: Load, kind: str, runs: list[Run], plain: list[Run]) -> Run:
 
 
 def show_all(rows: list[Run]) -> None:
-    """A table for each concurrency, and one of all categories."""
     mixed = [row for row in rows if row["category"] is None]
     for concurrency in dict.fromkeys(row["concurrency"] for row in mixed):
         show(f"{concurrency} at a time", [_cells(row, "kind") for row in mixed if row["concurrency"] == concurrency])

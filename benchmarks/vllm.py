@@ -55,7 +55,6 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each concurrency and draft method."""
     vllm_python()
     pair, target = embedded_pair(), float32_copy()
     prompts = token_ids(target, options.lines)

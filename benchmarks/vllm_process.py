@@ -157,7 +157,6 @@ class DraftProcess:
 
 @contextmanager
 def draft_process(model: Path, threads: int = 2) -> Iterator[DraftProcess]:
-    """A draft worker, killed at the end."""
     draft = DraftProcess(model, threads)
     try:
         yield draft

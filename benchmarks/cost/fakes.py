@@ -47,14 +47,12 @@ def start_process(stack: ExitStack, *arguments: str, stderr: IO[str] | None = No
 
 
 def first_line(stack: ExitStack, *arguments: str) -> Any:
-    """Start a process. Return the JSON of its first line."""
     process = start_process(stack, *arguments)
     assert process.stdout is not None
     return json.loads(process.stdout.readline())
 
 
 def start_fakes(stack: ExitStack, *flags: str) -> tuple[str, str]:
-    """Start both fake workers. Return the addresses of target and draft."""
     target, draft = first_line(stack, "-m", "benchmarks.cost.fakes", *flags)
     return target, draft
 
@@ -69,7 +67,6 @@ def start_coordinator(
 
 
 async def wait_ready(client: AsyncClient, draft: bool = True) -> None:
-    """Wait until the coordinator is connected to its workers."""
     for _ in range(10 * READY_SECONDS):
         with contextlib.suppress(grpc.aio.AioRpcError):  # it is still starting
             info = await client.server_info()

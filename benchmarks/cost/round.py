@@ -40,7 +40,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each concurrency and draft length."""
     settings = UpSettings(
         port=0, log_level="error", drain_seconds=1, prefix_caching=False, target=options.target, draft=options.draft
     )

@@ -82,7 +82,6 @@ def run(flags: list[str], bare: bool) -> dict[str, Any]:
 
 
 def memory_of_children(pid: int) -> dict[str, dict[str, float]]:
-    """MiB of each child process, by its module."""
     found = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_text()

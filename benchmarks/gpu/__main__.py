@@ -71,7 +71,6 @@ def main() -> None:
 
 
 def run(name: str, options: argparse.Namespace, scratch: str, end: float) -> dict[str, Any]:
-    """Run a part. Return its result, including why it was skipped or failed."""
     file, began, (minimum, maximum) = options.output / f"{name}.json", time.monotonic(), PARTS[name]
     left = end - began
     if not options.resume:

@@ -39,7 +39,6 @@ RUN_SECONDS = 10
 
 
 def measure_pair(settings: Settings, findings: Findings) -> None:
-    """Measure the service: plain decoding and speculation, at several concurrencies."""
     folder = make_pair(settings)
     findings.add(acceptance=ACCEPTANCE, max_tokens=settings.sizes.max_tokens, prompts_per_request=settings.sizes.load)
     asyncio.run(serve(settings, findings, folder))
@@ -87,7 +86,6 @@ def make_pair(settings: Settings) -> Path:
 
 
 async def serve(settings: Settings, findings: Findings, folder: Path) -> None:
-    """Start the service and run all kinds of decoding, one concurrency after the other."""
     up = UpSettings(
         port=0, log_level="warning", drain_seconds=1, prefix_caching=False, max_num_seqs=max(settings.sizes.batches),
         target=str(folder / "target"), draft=str(folder / "draft"), target_device=(settings.device,),

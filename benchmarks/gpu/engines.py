@@ -101,7 +101,6 @@ def gpu_model(engine: Engine) -> GpuModel | None:
 
 
 def is_captured(engine: Engine) -> bool:
-    """Whether the engine captures its passes."""
     return isinstance(engine.forward_pass, CapturedModel) and engine.forward_pass.num_graphs > 0
 
 

@@ -106,7 +106,6 @@ def ragged(slots: Sequence[int], texts: Sequence[Sequence[int]], cached: int, rn
 
 
 def hows(engine: Engine) -> tuple[str, ...]:
-    """How the engine can run a pass."""
     return ("launched", "replayed") if is_captured(engine) else ("launched",)
 
 
@@ -119,7 +118,6 @@ def run_repeatedly(engine: Engine, passes: Callable[[], Sequence[Sequence[Span]]
 
 
 def logits_of(engine: Engine, spans: Sequence[Span]) -> Rows:
-    """Logits of a pass, by slot and position."""
     places = [(span.slot, at) for span in spans for at in range(span.end - span.num_logits, span.end)]
     return dict(zip(places, engine.forward(spans), strict=True))
 
@@ -174,7 +172,6 @@ def prefill(engine: Engine, tokens: Sequence[int], size: int, beside: int = 0) -
 
 
 def last_layer(engine: Engine, length: int) -> list[torch.Tensor]:
-    """Keys and values of the last layer in slot 0."""
     begin, arena = engine.layout.origin(0), engine.layout.arena
     return [cache[:, begin : begin + length].clone() for cache in (arena.keys[-1], arena.values[-1])]
 

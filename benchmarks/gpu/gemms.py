@@ -49,7 +49,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def measure_gemms(settings: Settings, findings: Findings) -> None:
-    """Check and time every GEMM of both models."""
     if torch.device(settings.device).type == "cuda":
         restrict_cublas()
     torch.manual_seed(0)
@@ -61,7 +60,6 @@ def measure_gemms(settings: Settings, findings: Findings) -> None:
 
 
 def gemm_shapes(model: str) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of the GEMMs of a model, by name."""
     sizes = SHAPES[model]
     hidden, intermediate, dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]

@@ -45,7 +45,6 @@ def measure_attention(settings: Settings, findings: Findings) -> None:
 
 
 def measure_rows(settings: Settings, findings: Findings) -> None:
-    """Check the kernels that handle each row alone."""
     kernels = Kernels(settings)
     checks = {"add_and_norm": kernels.adding, "rotate_and_cache": kernels.rotating, "activate": kernels.activating}
     cases = {f"{name}, split_k: {splits}": partial(run, splits) for name, run in checks.items() for splits in (1, 2)}
@@ -71,8 +70,6 @@ def check(settings: Settings, findings: Findings, checks: Mapping[str, Callable[
 
 
 class Kernels:
-    """The kernels other than GEMM, at the sizes of a shape."""
-
     def __init__(self, settings: Settings) -> None:
         self._settings, self._sizes = settings, SHAPES[settings.target]
         self._dtype, self._device = settings.torch_dtype, torch.device(settings.device)
@@ -130,7 +127,6 @@ class Kernels:
         return self._compare("add_and_norm", splits, run, torch.stack([total, rms_norm(rounded, weight)], 1))
 
     def rotating(self, splits: int) -> Row:
-        """`rotate_and_cache`, with head norms."""
         width, rotated_heads = (self._heads + 2 * self._kv_heads) * self._dim, self._heads + self._kv_heads
         partials, norms = self._partials(splits, width), self._settings.randn(rotated_heads, self._dim)
         angles = torch.randn(self._rows, self._dim // 2, device=self._device)

@@ -90,7 +90,6 @@ def draft_by_loop(engine: Engine, cached: int, batch: int, num_draft_tokens: int
 
 
 def draft_by_steps(engine: Engine, cached: int, batch: int, num_draft_tokens: int) -> Tokens:
-    """Draft with one pass per token. The host reads each token before the next pass."""
     drafts = [[5] for _ in range(batch)]
     for step in range(num_draft_tokens):
         spans = [Span(slot, cached + step, [draft[-1]], 1) for slot, draft in enumerate(drafts)]

@@ -65,8 +65,6 @@ def hard_row(costs: str, batch: int, rate: float, conditions: str, length: str) 
 
 @dataclass(frozen=True)
 class Load:
-    """Answers to complete, in several independent runs."""
-
     costs: str
     batch: int
     rate: float

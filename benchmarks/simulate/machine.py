@@ -85,8 +85,6 @@ class Spent:
 
 @dataclass
 class Machine:
-    """Two workers with a clock."""
-
     costs: RoundCosts
     conditions: Conditions = Conditions()
     rng: random.Random | None = None

@@ -94,7 +94,6 @@ def drawn(rates: Rates, answers: int, seed: int = 0) -> list[Answer]:
 
 
 def seconds_of_run(machine: Machine, batch: int, answers: list[Answer], policy: Fixed) -> float:
-    """Seconds until all answers are complete; new ones replace finished ones."""
     began, waiting = machine.now, [Answer(one.number, one.right) for one in reversed(answers)]
     running: list[Answer] = []
     while waiting or running:
