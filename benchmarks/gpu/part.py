@@ -28,7 +28,7 @@ MEASURES = {
     "preflight": "preflight:measure_preflight", "gemm": "gemms:measure_gemms", "attention": "kernels:measure_attention",
     "rows": "kernels:measure_rows", "sampling": "kernels:measure_sampling", "exactness": "exactness:measure_exactness",
     "steps": "steps:measure_steps", 
-    "draft": "steps:measure_drafts", "pair": "answers:measure_pair", "transformers": "answers:measure_transformers",
+    "draft": "steps:measure_drafts", "pair": "answers:measure_pair",
 }  # fmt: skip
 """The function of each part, most important first."""
 BROKEN = 3

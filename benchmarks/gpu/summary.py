@@ -66,7 +66,6 @@ def row_lines(results: Results) -> Iterator[str]:
     yield from gemm_lines(rows("gemm", "gemm"))
     yield from _lines("draft", rows("draft", "drafts"))
     yield from answer_lines(rows("pair", "runs"))
-    yield from _lines("peer", rows("transformers", "runs"))
 
 
 def step_lines(rows: Iterable[Row]) -> Iterator[str]:
