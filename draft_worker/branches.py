@@ -1,4 +1,8 @@
-"""Branches: outcomes of a verification, the drafts that continue them, and the hidden states that drafts read."""
+"""Branches: drafts for the most probable outcomes of a verification, made while it runs.
+
+One pass appends the tokens that are being verified and ranks the tokens that the target may choose. Each further pass
+extends all branches by a token. They share the cache of their sequence, in positions that it does not use yet.
+"""
 
 import heapq
 import logging
@@ -50,7 +54,7 @@ def _warn(width: int) -> None:
 
 
 class Outcome(NamedTuple):
-    """An outcome and its estimated probability."""
+    """The number of accepted tokens, the target's token after them, and the estimated probability of this outcome."""
 
     num_accepted: int
     token_id: int

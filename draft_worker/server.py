@@ -19,7 +19,6 @@ from specpool.protocol.rounds import Proposal, ProposeRound
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
 from specpool.v1 import draft_worker_pb2 as pb
-from specpool.v1 import draft_worker_pb2_grpc
 from specpool.v1 import draft_worker_pb2_grpc as pb_grpc
 from specpool.worker.process import importing, run_worker
 from specpool.worker.round_merging import Work
@@ -33,7 +32,7 @@ PROGRAM = "specpool-draft-worker"
 SERVICE = "specpool.v1.DraftWorkerService"
 
 
-class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServiceServicer):
+class DraftWorkerServicer(WorkerServicer, pb_grpc.DraftWorkerServiceServicer):
     method = "Propose"
     respond = staticmethod(propose_response)
 
@@ -67,10 +66,6 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
     ) -> AsyncIterator[pb.ProposeResponse]:
         async for response in self.rounds(requests, context):
             yield response
-
-
-if TYPE_CHECKING:
-    from draft_worker.proposer import Proposer
 
 
 class DraftWorkerSettings(WorkerSettings, EngineOptions):

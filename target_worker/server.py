@@ -19,7 +19,6 @@ from specpool.protocol.rounds import Verdict, VerifyRound
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
 from specpool.v1 import target_worker_pb2 as pb
-from specpool.v1 import target_worker_pb2_grpc
 from specpool.v1 import target_worker_pb2_grpc as pb_grpc
 from specpool.worker.process import importing, run_worker
 from specpool.worker.round_merging import Work
@@ -34,7 +33,7 @@ PROGRAM = "specpool-target-worker"
 SERVICE = "specpool.v1.TargetWorkerService"
 
 
-class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerServiceServicer):
+class TargetWorkerServicer(WorkerServicer, pb_grpc.TargetWorkerServiceServicer):
     method = "Verify"
     max_rounds_ahead = MAX_ROUNDS_AHEAD
     respond = staticmethod(verify_response)
@@ -69,10 +68,6 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Any) -> pb.GetTokenizerResponse:
         return tokenizer_response(self._host.backend.tokenizer(), self._host.instance_id)
-
-
-if TYPE_CHECKING:
-    from target_worker.verifier import Verifier
 
 
 class TargetWorkerSettings(WorkerSettings, EngineOptions):

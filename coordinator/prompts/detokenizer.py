@@ -1,7 +1,8 @@
 """Incremental detokenization in constant time per token, with decoders rebuilt from an untrusted description.
 
 The coordinator decodes every generated token, so it accepts only decoders that cannot make a text much longer, and no
-regular expressions, which can take any time."""
+regular expressions, which can take any time.
+"""
 
 import logging
 import math
@@ -11,6 +12,8 @@ from itertools import islice
 from typing import Any
 
 from tokenizers import decoders
+
+log = logging.getLogger(__name__)
 
 MAX_DEPTH = 8
 MAX_DECODERS = 32
@@ -22,7 +25,6 @@ LOSSY_GROWTH = 3.0
 Decode = Callable[[list[str]], str]
 """Returns the text of a list of tokens."""
 
-log = logging.getLogger(__name__)
 
 REPLACEMENT = "\ufffd"
 

@@ -1,4 +1,4 @@
-"""Requests in flight: routes events to generations, and counts finish reasons."""
+"""Requests in flight: routes events to generations, counts finish reasons, and observes latencies."""
 
 import asyncio
 import time

@@ -1,6 +1,7 @@
 """Converts between the gateway's messages and our own requests, results and state.
 
-Unsupported fields are rejected by name, including fields of later versions."""
+Unsupported fields are rejected by name, including fields of later versions.
+"""
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime

@@ -22,13 +22,14 @@ from specpool.rpc.config.inputs import ENV_PREFIX
 from specpool.rpc.security.channel import Connector, SecurityOptions
 from specpool.rpc.server.health import process_name
 
+log = logging.getLogger(__name__)
+
 STDERR = 2
 LAST_LINES_SECONDS = 1.0
 """Time to copy the last lines of a process that has ended. Its own children may keep the log open."""
 # The beginning of an event in the log, or of a line that ends a program.
 _PREFIX = re.compile(r"\S+ [A-Z]+ (\S+ )?\S+: |specpool-[a-z-]+: ")
 
-log = logging.getLogger(__name__)
 
 WRONG_SETTINGS = 2
 """Exit status of a process with invalid settings."""

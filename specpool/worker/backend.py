@@ -10,6 +10,8 @@ from typing import Protocol
 from specpool.protocol.rounds import RoundLimits
 from specpool.protocol.worker_info import CacheLoad, WorkerInfo
 
+log = logging.getLogger(__name__)
+
 _MEMORY_TYPES = {"OutOfMemoryError"}
 _DEVICE_TYPES = {"AcceleratorError", "CudaError", "DistBackendError"}
 """Names of torch's exceptions for CUDA calls and NCCL."""
@@ -21,7 +23,6 @@ _DEVICE_MESSAGE = re.compile(
 _MEMORY_MESSAGE = re.compile(r"out of memory|_ALLOC_FAILED|^NVML_SUCCESS == ")
 _HOST_MEMORY_MESSAGE = re.compile(r"(\[enforce fail at [^]]*\].*)?DefaultCPUAllocator: can't allocate|std::bad_alloc")
 
-log = logging.getLogger(__name__)
 
 MAX_FAILURE_CHARACTERS = 1000
 """Maximum length of an error. Libraries list thousands of tensors, but coordinators refuse large responses."""

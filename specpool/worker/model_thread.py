@@ -17,13 +17,14 @@ from typing import Any, TypeVar
 
 from specpool.protocol.errors import UnavailableError
 
+log = logging.getLogger(__name__)
+
 MAX_WAITING = 256
 """Maximum number of waiting functions. The rounds of open streams stay far below it."""
 FRAMES_SHOWN = 12
 
 T = TypeVar("T")
 
-log = logging.getLogger(__name__)
 
 CHECKS = 10
 """Number of checks within the time limit."""

@@ -15,6 +15,8 @@ from specpool.protocol.errors import ServiceError, TooManyCallsError
 from specpool.rpc.config.settings import ServerSettings
 from specpool.rpc.status import ANSWERED, status_of
 
+log = logging.getLogger(__name__)
+
 MAX_CLIENTS = 1024
 """Clients to remember until their turns are checked for age."""
 
@@ -23,7 +25,6 @@ MAX_CONCURRENT_READS_PER_CLIENT = 4
 ENDING_SECONDS = 1.0
 # Retry delay for refused clients.
 RETRY_AFTER_SECONDS = 1.0
-log = logging.getLogger(__name__)
 
 _ENDING: dict[int, asyncio.Task[None]] = {}
 """Tasks that send a final status, by the identity of the call."""
@@ -129,7 +130,10 @@ def too_many(reason: str) -> TooManyCallsError:
 
 
 class UnreadStream:
-    """The stream of the handler that creates this object. `end` may be called from any task of the event loop."""
+    """The stream of the handler that creates this object, which cannot end the call itself while it blocks in a send.
+
+    `end` may be called from any task of the event loop.
+    """
 
     def __init__(self, context: Any) -> None:
         self._context = context
