@@ -16,6 +16,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+NO_TEMPLATE = "the target model has no chat template; send text or tokenized input"
 # Variables that no option may set, besides the model's own special tokens.
 RESERVED = {"messages", "tools", "add_generation_prompt"} | {
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
