@@ -327,9 +327,7 @@ def test_changed_settings_are_logged_and_all_of_them_at_debug_level(caplog: pyte
     assert caplog.messages[2] == "settings: all defaults"
 
 
-@pytest.mark.parametrize(
-    "settings", [*(kind for kind, _ in COMMANDS.values()), CoordinatorSettings, TargetWorkerSettings]
-)
+@pytest.mark.parametrize("settings", [*(kind for kind, _ in COMMANDS.values()), TargetWorkerSettings])
 def test_help_describes_values_in_words(settings: type[Settings], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         settings.load("program", ["--help"])
