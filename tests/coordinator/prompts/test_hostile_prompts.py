@@ -59,21 +59,20 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-async def test_prompts_that_cannot_fit_fail_while_others_are_served(served: Serving, case: str) -> None:
-    request, field, limit = HOSTILE[case]
-    hostile = [asyncio.create_task(refused(served.stub.Generate(request))) for _ in range(3)]
-    slowest = 0.0
-    while not all(call.done() for call in hostile):
-        began = time.monotonic()
-        await served.expect(make_request(max_tokens=2))
-        slowest = max(slowest, time.monotonic() - began)
-    for call in hostile:
-        error = await call
-        assert error.code() is StatusCode.INVALID_ARGUMENT
-        assert violated_fields(error) == [field]
-        assert limit in error.details()
-    assert slowest < PATIENCE_SECONDS / 4
+async def test_prompts_that_cannot_fit_fail_while_others_are_served(served: Serving) -> None:
+    for case, (request, field, limit) in HOSTILE.items():
+        hostile = [asyncio.create_task(refused(served.stub.Generate(request))) for _ in range(3)]
+        slowest = 0.0
+        while not all(call.done() for call in hostile):
+            began = time.monotonic()
+            await served.expect(make_request(max_tokens=2))
+            slowest = max(slowest, time.monotonic() - began)
+        for call in hostile:
+            error = await call
+            assert error.code() is StatusCode.INVALID_ARGUMENT, case
+            assert violated_fields(error) == [field]
+            assert limit in error.details()
+        assert slowest < PATIENCE_SECONDS / 4
     assert all(len(item.token_ids) < 100 for round_ in served.target.requests for item in round_.items)
 
 
