@@ -94,9 +94,3 @@ def test_an_answer_larger_than_the_backlog_is_dropped_alone() -> None:
     assert backlog.add(answer_of(10, "small")) == 0
     assert backlog.add(answer_of(101, "large")) == 1
     assert backlog.first.request.request_id == "small"
-
-
-def test_grammars_count() -> None:
-    answer = Answer.of(finished([4]))
-    assert answer is not None
-    assert answer.num_bytes == 4 * 4 + len(SAMPLING.grammar)

@@ -171,16 +171,6 @@ async def test_full_worker_passes_sequences_on() -> None:
     assert 4 in a.caches
 
 
-async def test_own_slots_are_counted() -> None:
-    a, b = two_links(slots=2)
-    group = group_of(a, b)
-    assert [*(await statuses(group, 1, *map(item, range(5)))).values()] == [*["OK"] * 4, "NO_SLOT"]
-    assert len(a.seen) == len(b.seen) == 2
-    group.release_soon([0])
-    assert await statuses(group, 2, item(4)) == {4: "OK"}
-    assert [*a.caches] == [2, 4]
-
-
 async def test_cache_that_cannot_grow_moves() -> None:
     a, b = two_links()
     group = group_of(a, b)
@@ -249,15 +239,6 @@ async def test_common_limits() -> None:
     assert group.first is a
     b.is_ready, b.step_times = True, StepTimes({1: 0.01, 8: 0.02})
     assert group.step_times(2) == 0.01, "the slowest counts"
-
-
-async def test_each_workers_times_are_learned() -> None:
-    a, b = two_links()
-    b.seconds = 1.0
-    group = group_of(a, b)
-    for round_id in range(20):
-        await group.propose(round_id, [item(0, 3, 1), item(1, 3, 1)] if round_id else [item(0), item(1)])
-    assert b.step_times(1) > 20 * a.step_times(1)
 
 
 class Names(Discovery):

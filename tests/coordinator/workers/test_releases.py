@@ -101,18 +101,6 @@ async def test_draft_recovers_from_a_million_releases() -> None:
         assert (await served.expect(make_request())).speculative_decoding.num_draft_tokens > 0
 
 
-async def test_unseen_sequences_need_no_release() -> None:
-    target = FakeTarget()
-    draft = FakeDraft(target)
-    async with serving(target, draft) as served:
-        await draft.stop()
-        await served.until(lambda info: info.draft.state != "ready")
-        for _ in range(5):
-            await served.expect(make_request())
-        link = served.draft_link
-        assert not link._releases.are_due
-
-
 @pytest.mark.parametrize("is_same", [True, False])
 async def test_releases_do_not_count_for_another_process(is_same: bool, tokenizers: TokenizerPool) -> None:
     target = FakeTarget()

@@ -62,13 +62,6 @@ def test_rates_and_shares_cover_the_time_between_two_states() -> None:
     assert result.same_length_share == 0.75
 
 
-def test_every_draft_worker_is_shown() -> None:
-    one, other = pb.WorkerState(address="a:1", state="refused"), pb.WorkerState(address="b:1", state="ready")
-    info = pb.GetServerInfoResponse(targets=[pb.WorkerState(address="t:1")], draft_workers=[one, other])
-    workers = view_of("c:1", info, None, None).workers
-    assert [worker.address for worker in workers] == ["t:1", "a:1", "b:1"]
-
-
 @pytest.mark.parametrize(
     "restarted",
     [
@@ -119,13 +112,13 @@ def test_unknown_values_of_a_worker_are_none() -> None:
     assert (unknown.role, unknown.model, unknown.equivalence, unknown.ranks) == ("target", "", "", None)
 
 
-def test_every_target_worker_is_shown() -> None:
+def test_every_worker_is_shown() -> None:
     refused = pb.WorkerState(address="t:2", state="refused", reason="another model")
-    info = server()
-    info.targets.append(refused)
+    drafts = [pb.WorkerState(address="d:1", state="resting"), pb.WorkerState(address="d:2", state="ready")]
+    info = server(targets=[pb.WorkerState(address="t:1", state="ready"), refused], draft_workers=drafts)
     workers = view_of("a:1", info, None, None).workers
     assert [(worker.role, worker.address) for worker in workers] == [
-        ("target", "t:1"), ("target", "t:2"), ("draft", "d:1"),
+        ("target", "t:1"), ("target", "t:2"), ("draft", "d:1"), ("draft", "d:2"),
     ]  # fmt: skip
     assert "another model" in rendered(Panels(view_of("a:1", info, None, None)), 80)
 
@@ -180,26 +173,10 @@ async def test_prints_one_view_if_the_output_is_not_a_terminal(capsys: pytest.Ca
     assert [worker["state"] for worker in view["workers"]] == ["ready", "ready"]
 
 
-async def test_shows_a_server_without_workers(capsys: pytest.CaptureFixture[str]) -> None:
-    async with serving(with_target=False, with_draft=False) as served:
-        status, out, _ = await once(served.address, capsys)
-        assert (await served.info()).counters.refused == {}
-    assert status == 0
-    assert "connecting" in out
-
-
 async def test_reports_an_unreachable_server(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = await once(free_address(), capsys, wait_seconds=0)
     assert (status, out) == (1, "")
     assert re.fullmatch(r"specpool top: 127\.0\.0\.1:\d+: UNAVAILABLE: [^\n]*\n", err)
-
-
-async def test_force_color_does_not_make_a_pipe_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    async with serving() as served, asyncio.timeout(PATIENCE_SECONDS):
-        assert (await once(served.address, capsys))[0] == 0
 
 
 class Terminal:

@@ -70,12 +70,6 @@ def test_a_server_that_cannot_start_is_not_waited_for(name: str) -> None:
         Readiness(10, None).is_ready(state(name, "no such file"))
 
 
-@pytest.mark.parametrize("code", [grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED])
-def test_permanent_errors_are_raised_at_once(code: grpc.StatusCode) -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match=code.name):
-        Readiness(10, None).unanswered(rpc_error(code))
-
-
 async def wait_async(address: str, on_progress: Callable[[str], None]) -> None:
     async with AsyncClient(address) as client:
         await client.wait_ready(PATIENCE_SECONDS, on_progress)

@@ -49,13 +49,6 @@ def test_branches_that_never_come_true_are_not_drafted() -> None:
     assert branching.coverage(8) < 0.2
 
 
-def test_commits_without_branches_teach_nothing() -> None:
-    branching = Branching(costs())
-    before = branching.coverage(8)
-    branching.observe(commit(None, 0))
-    assert branching.coverage(8) == before
-
-
 @given(
     sequences=st.integers(1, 64),
     share=st.floats(0, 1),

@@ -51,12 +51,6 @@ def test_a_round_consists_of_full_passes_and_the_rest(limit: int, rows: int) -> 
     assert worker.measured()(rows) == pytest.approx(worker.seconds(rows))
 
 
-@given(rows=st.integers(1, 1500))
-def test_without_a_limit_a_round_is_one_pass(rows: int) -> None:
-    assert StepTimes({1: 0.02, 64: 0.083})(rows) == pytest.approx(0.02 + 0.001 * (rows - 1))
-    assert StepTimes({1: 0.02, 64: 0.083})(0) == 0
-
-
 def test_longer_sequences_make_each_row_more_expensive() -> None:
     times = StepTimes({1: 0.02, 64: 0.05}, cached=100, per_cached=1e-6)
     before = times(4), times(5) - times(4)

@@ -4,8 +4,6 @@ import copy
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from measured_rounds import confirm_costs
 
 from coordinator.scheduling.commits import Commit
@@ -81,12 +79,6 @@ def test_unlikely_tokens_end_a_draft_even_if_verification_is_free() -> None:
     assert 0 < plan.min_chance < 0.1
 
 
-def test_sampled_drafts_have_the_best_average_length() -> None:
-    plan = plan_of(make_drafting(rate=0.6), make_sequence(sampling=SamplingParams(temperature=1.0)))
-    assert 1 <= plan.num_draft_tokens < 8
-    assert plan.min_chance == 0
-
-
 def test_prompt_lookup_is_preferred_after_correct_lookups() -> None:
     drafting, sequence = make_drafting(rate=0.5), make_sequence(LOOP)
     for _ in range(50):
@@ -125,13 +117,6 @@ def test_states_are_read_for_sequences_that_the_model_can_draft_for() -> None:
     assert reads_states(0.01, adaptive=False, method=DraftMethod.MODEL)
     assert not reads_states(0.9, adaptive=False, method=DraftMethod.NGRAM)
     assert not reads_states(0.9, (1,) * 100)  # longer than the draft's maximum
-
-
-@pytest.mark.parametrize("k", [0, 1, 3])
-def test_requests_can_fix_the_draft_length(k: int) -> None:
-    drafting = make_drafting(rate=0.01)
-    assert plan_of(drafting, make_sequence(adaptive=False, k=k, method=DraftMethod.MODEL)) == DraftPlan(k)
-    assert len(plan_of(drafting, make_sequence(LOOP, adaptive=False, k=k, method=DraftMethod.NGRAM)).lookup_ids) == k
 
 
 @pytest.mark.parametrize("method", [DraftMethod.MODEL, DraftMethod.NGRAM])
@@ -268,14 +253,6 @@ def test_plain_rounds_teach_how_long_the_target_waits_between_them() -> None:
     assert drafting.costs.seconds(1, [1]) == pytest.approx(0.043, rel=0.05)
 
 
-def test_a_stalled_plain_round_changes_waiting_times_little() -> None:
-    drafting = Drafting(max_num_draft_tokens=8)
-    for _ in range(100):
-        observed(drafting, drafted=False, seconds=0.022)
-    observed(drafting, drafted=False, seconds=60)
-    assert drafting.costs.plain_exchange == pytest.approx(0.002, rel=0.6)
-
-
 def test_pass_times_of_workers_that_disturb_each_other_are_not_learned() -> None:
     drafting = Drafting(max_num_draft_tokens=8)
     before = dict(drafting.costs.verify.points), dict(drafting.costs.draft.points)
@@ -342,14 +319,6 @@ def test_draft_tokens_after_the_end_count_as_agreed(accepted: int) -> None:
     assert cut.calibration.chances == whole.calibration.chances
 
 
-@given(rounds=st.lists(st.tuples(st.lists(st.floats(0, 1), max_size=6), st.integers(0, 6)), max_size=30))
-def test_calibrated_chances_are_probabilities(rounds: list[tuple[list[float], int]]) -> None:
-    calibration = Calibration()
-    for confidences, accepted in rounds:
-        calibration.add(confidences, min(accepted, len(confidences)))
-    assert all(0 <= chance <= 1 for chance in calibration.chances)
-
-
 # --- Tokens that a grammar forces
 
 
@@ -390,12 +359,6 @@ def test_forced_tokens_say_nothing_about_the_draft_model_nor_about_plain_rounds(
     assert not outcome.is_comparable
 
 
-def test_a_round_that_measures_plain_decoding_has_no_forced_tokens() -> None:
-    drafting = Drafting(max_num_draft_tokens=8)  # has measured no plain round yet
-    plan = plan_of(drafting, make_constrained())
-    assert (plan.num_draft_tokens, plan.allows_forced_tokens) == (0, False)
-
-
 # --- Rounds in which the model rests
 
 
@@ -416,24 +379,3 @@ def test_a_model_that_rests_is_still_tried_with_states_before() -> None:
     assert rests > 1500
     assert all(all(reads[number - STATES_BEFORE_TRIAL : number + 1]) for number in trials)
     assert sum(reads) <= len(trials) * (STATES_BEFORE_TRIAL + 1) + STATES_BEFORE_TRIAL
-
-
-def test_prompt_lookup_drafts_while_the_model_rests() -> None:
-    drafting, sequence = make_drafting(rate=0.02), make_sequence(LOOP)
-    for _ in range(20):
-        plan = plan_of(drafting, sequence)
-        drafting.observe(commit_of(sequence, (5, 6, 7, 8, 5), lookup=plan.lookup))
-    drafted = [(drafting.lengths.rests(1), len(plan_of(drafting, sequence).lookup_ids)) for _ in range(20)]
-    assert any(rests for rests, _ in drafted)
-    assert all(length > 3 for _, length in drafted)
-
-
-def test_a_model_that_has_become_good_drafts_again() -> None:
-    drafting, sequence = make_drafting(rate=0.02), make_sequence(method=DraftMethod.MODEL)
-    for _ in range(5000):
-        plan = plan_of(drafting, sequence)
-        if plan.num_draft_tokens and not plan.is_trial:
-            return
-        drafting.lengths.acceptance.add(sequence.sequence_id, plan.num_draft_tokens, plan.num_draft_tokens)
-        drafting.lengths.ledger.observe(1, 1, 0.02, None)
-    pytest.fail("the model was never used")

@@ -36,10 +36,6 @@ def test_the_version_of_a_checkout_is_that_of_pyproject() -> None:
     assert f'\nversion = "{package_version()}"\n' in (ROOT / "pyproject.toml").read_text()
 
 
-def test_an_installed_package_needs_no_path() -> None:
-    assert python_path({"PYTHONPATH": "here"}) == {}
-
-
 @pytest.mark.usefixtures("_uninstalled")
 def test_the_path_of_a_checkout_comes_first() -> None:
     assert python_path({}) == {"PYTHONPATH": str(ROOT)}

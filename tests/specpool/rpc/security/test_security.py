@@ -317,26 +317,6 @@ async def test_client_ca_is_reloaded(
         assert await code(address, tls_ca=ca.path, **alice.options) is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_connector_is_outdated_once_valid_files_have_changed(
-    ca: Authority, alice: Certificate, server: Certificate, tmp_path: Path
-) -> None:
-    presented = Certificate(tmp_path / "cert.pem", tmp_path / "cert.key")
-    presented.copy_from(alice)
-    connector = Connector("localhost:1", tls_ca=ca.path, **presented.options)
-    async with connector.open():
-        assert not connector.is_outdated
-        presented.copy_from(alice)
-        assert not connector.is_outdated, "the same as before"
-        replace(presented.key, server.key.read_bytes())
-        assert not connector.is_outdated, "no certificate fits this key"
-        replace(presented.cert, server.cert.read_bytes())
-        assert connector.is_outdated
-    async with connector.open():
-        assert not connector.is_outdated
-    async with (plain := Connector("localhost:1", token=TOKEN)).open():
-        assert not plain.is_outdated
-
-
 # --- Settings
 
 

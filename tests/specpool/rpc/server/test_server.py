@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import struct
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from call_service import Calls, calls_server
+from deaf_client import deaf_client
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -51,36 +51,6 @@ async def check(channel: grpc.aio.Channel, service: str = "") -> int:
     return (await health_pb2_grpc.HealthStub(channel).Check(request)).status
 
 
-@asynccontextmanager
-async def deaf_watch(port: int) -> AsyncIterator[None]:
-    """Watch health without granting a flow-control window, so that no status can be sent."""
-
-    def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-        return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
-
-    def header(name: str, value: str) -> bytes:
-        return b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
-
-    headers = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": "/grpc.health.v1.Health/Watch",
-        ":authority": "deaf",
-        "content-type": "application/grpc",
-        "te": "trailers",
-    }
-    no_window = struct.pack(">HI", 4, 0)
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, no_window) + frame(4, 1, 0))
-    writer.write(frame(1, 4, 1, b"".join(header(*item) for item in headers.items())) + frame(0, 1, 1, bytes(5)))
-    await writer.drain()
-    reading = asyncio.create_task(reader.read())
-    await asyncio.sleep(0.2)
-    yield
-    reading.cancel()
-    writer.close()
-
-
 # --- Health
 
 
@@ -99,7 +69,8 @@ async def test_watches_see_every_change() -> None:
 
 
 async def test_unread_watches_block_nobody() -> None:
-    async with running() as (server, _, channel, port), deaf_watch(port):
+    async with running() as (server, _, channel, port), deaf_client(f"127.0.0.1:{port}") as deaf:
+        await deaf.call("/grpc.health.v1.Health/Watch")
         for serving, status in ((False, NOT_SERVING), (True, SERVING), (False, NOT_SERVING)):
             server.set_serving(serving)
             await asyncio.sleep(0.05)
@@ -185,7 +156,7 @@ async def test_second_signal_cuts_the_drain_short() -> None:
 # --- Errors
 
 
-@pytest.mark.parametrize("letter", ["x", "世", "🙂"])
+@pytest.mark.parametrize("letter", ["x", "🙂"])
 @pytest.mark.parametrize("length", [10, 100_000])
 async def test_long_error_messages_are_truncated(letter: str, length: int) -> None:
     async with running() as (_, _, channel, _):
