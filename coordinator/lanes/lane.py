@@ -84,11 +84,12 @@ class Lane:
 
     def _fit_window(self) -> None:
         """Limit the window to the target's slots. More sequences would only evict each other."""
-        load = self.targets.active.load_at_start
-        self.window.slots = load.slots_total
+        info = self.targets.active.info
+        assert info is not None
+        self.window.slots = info.slots_total
         self.window.max_num_seqs = min(self._settings.usable_window, self.window.slots)
-        grows = load.kv_reservations_grow and self._settings.policy != "eqspec"  # a fixed batch does not preempt
-        self.window.reservations.capacity = KVCapacity(load.kv_positions_total, load.kv_positions_multiple, grows)
+        grows = self._settings.policy != "eqspec"  # a fixed batch does not preempt
+        self.window.reservations.capacity = KVCapacity(info.kv_positions_total, info.kv_positions_multiple, grows)
 
     async def remove(self) -> None:
         """Stop the lane. Its sequences continue in other lanes, or fail."""

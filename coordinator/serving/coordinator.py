@@ -38,8 +38,8 @@ from specpool.protocol.errors import (
     UnimplementedError,
 )
 from specpool.protocol.model_name import readable_name
+from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.observability.tracing import Tracer
-from specpool.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Coordinator:
         return self.lanes.first.draft
 
     @property
-    def model(self) -> common_pb2.ModelInfo | None:
+    def model(self) -> WorkerInfo | None:
         """The model of all target workers. None until one was ready."""
         return self.target.info if any(lane.is_known for lane in self.lanes) else None
 
@@ -97,7 +97,7 @@ class Coordinator:
     @property
     def tokenizer(self) -> TokenizerDescription:
         """The target's tokenizer. Raises UnavailableError until the target worker was ready."""
-        if self.target.tokenizer is None:
+        if self.model is None or self.target.tokenizer is None:
             raise UnavailableError(f"the target worker at {self.target.address} is not ready: {self.target.reason}")
         return self.target.tokenizer
 
@@ -119,9 +119,7 @@ class Coordinator:
         """Share of the answers to audit, 0 to 1."""
         if self.settings.audit_share is not None:
             return self.settings.audit_share
-        info = self.model
-        is_exact = info is not None and info.equivalence == common_pb2.EQUIVALENCE_BITWISE
-        return DEFAULT_SHARE if is_exact else 0.0
+        return DEFAULT_SHARE if self.model is not None and self.model.bitwise else 0.0
 
     async def run(self) -> None:
         """Run rounds. Raises MismatchError if the target worker restarts with another model; never returns."""

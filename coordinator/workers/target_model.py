@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from coordinator.workers.errors import MismatchError
-from specpool.v1 import common_pb2
+from specpool.protocol.worker_info import WorkerInfo
 
 FINGERPRINTS = ("weights_fingerprint", "numerics_fingerprint")
 # Compared only if both processes report them. `activations` comes first: it explains a difference in numerics.
@@ -23,7 +23,7 @@ class TargetModel:
     """The model that began the coordinator's sequences."""
 
     def __init__(self) -> None:
-        self._info: common_pb2.ModelInfo | None = None
+        self._info: WorkerInfo | None = None
         """The model of the current process."""
         self._known: Texts = {}
         """Optional properties of all processes so far."""
@@ -35,7 +35,7 @@ class TargetModel:
     def is_known(self) -> bool:
         return self._info is not None
 
-    def check(self, info: common_pb2.ModelInfo) -> None:
+    def check(self, info: WorkerInfo) -> None:
         """Raise MismatchError if a process runs a model that differs from the one in use."""
         if self._info is None:
             return
@@ -47,7 +47,7 @@ class TargetModel:
                 reason = f"{field} was {before[field]}, is {now[field]}"
                 raise MismatchError(f"the target worker would finish sequences in flight differently: {reason}")
 
-    def replace(self, info: common_pb2.ModelInfo) -> str:
+    def replace(self, info: WorkerInfo) -> str:
         """Record the model of a new process. Return its numerics: equal ones prove that processes choose alike."""
         self._info = info
         self._known |= _reported(info, OPTIONAL)
@@ -56,17 +56,16 @@ class TargetModel:
         return " ".join(f"{name}={value}" for name, value in _reported(info, FINGERPRINTS).items())
 
 
-def _proves(info: common_pb2.ModelInfo) -> bool:
+def _proves(info: WorkerInfo) -> bool:
     """Whether the fingerprints determine the tokens. Only batch-invariant logits have a fingerprint."""
-    is_bitwise = info.equivalence == common_pb2.EQUIVALENCE_BITWISE
-    return bool(info.weights_fingerprint and (info.numerics_fingerprint or not is_bitwise))
+    return bool(info.weights_fingerprint and (info.numerics_fingerprint or not info.bitwise))
 
 
-def _reported(info: common_pb2.ModelInfo, fields: Sequence[str]) -> Texts:
+def _reported(info: WorkerInfo, fields: Sequence[str]) -> Texts:
     return {field: getattr(info, field) for field in fields if getattr(info, field)}
 
 
-def _properties(info: common_pb2.ModelInfo) -> dict[str, object]:
+def _properties(info: WorkerInfo) -> dict[str, object]:
     """Return the properties that decide the tokens of a sequence and whether it fits.
 
     Logits are bit-identical on devices of the same kind only. The device index does not matter.
@@ -75,5 +74,5 @@ def _properties(info: common_pb2.ModelInfo) -> dict[str, object]:
     return {
         **{field: getattr(info, field) for field in fields},
         "device": re.sub(r":\d+", "", info.device, count=1),
-        "equivalence": common_pb2.Equivalence.Name(info.equivalence),
+        "equivalence": "bitwise" if info.bitwise else "numeric",
     }

@@ -5,15 +5,7 @@ from typing import Any
 
 import grpc
 import pytest
-from replaced_targets import (
-    Anonymous,
-    Balanced,
-    OtherTarget,
-    ServiceTarget,
-    UnaryOtherTarget,
-    UnaryServiceTarget,
-    WithoutStreams,
-)
+from replaced_targets import Balanced, OtherTarget, ServiceTarget
 from secure_service import until
 from serving import RecordingDraft, RecordingTarget, Serving, expected_tokens, make_request, serving
 
@@ -26,11 +18,6 @@ from specpool.v1 import generation_pb2 as pb
 
 NO_PROBE_SECONDS = 3600.0
 NUM_REQUESTS = 36
-KINDS = pytest.mark.parametrize(
-    ("before", "after"),
-    [(ServiceTarget, OtherTarget), (UnaryServiceTarget, UnaryOtherTarget)],
-    ids=["streams", "unary"],
-)
 
 
 def slow(rows: int) -> float:
@@ -61,11 +48,8 @@ def check_unmixed(requests: list[pb.GenerateRequest], ended: list[Any], *targets
     return sources
 
 
-@KINDS
-async def test_target_with_other_fingerprints_stops_the_coordinator(
-    before: type[ServiceTarget], after: type[OtherTarget]
-) -> None:
-    target, other = before(pass_seconds=slow), after(pass_seconds=slow)
+async def test_target_with_other_fingerprints_stops_the_coordinator() -> None:
+    target, other = ServiceTarget(pass_seconds=slow), OtherTarget(pass_seconds=slow)
     with pytest.raises(MismatchError, match="fingerprint"):  # noqa: PT012 - raised when the service ends
         async with serving(target, probe_seconds=NO_PROBE_SECONDS) as served:
             stopped = asyncio.create_task(served.process.wait_stopped())
@@ -77,12 +61,9 @@ async def test_target_with_other_fingerprints_stops_the_coordinator(
             await stopped
 
 
-@KINDS
-async def test_target_without_fingerprints_finishes_no_sequence_of_another(
-    before: type[ServiceTarget], after: type[OtherTarget]
-) -> None:
-    target = before(pass_seconds=slow, has_fingerprints=False)
-    other = after(pass_seconds=slow, has_fingerprints=False)
+async def test_target_without_fingerprints_finishes_no_sequence_of_another() -> None:
+    target = ServiceTarget(pass_seconds=slow, has_fingerprints=False)
+    other = OtherTarget(pass_seconds=slow, has_fingerprints=False)
     async with serving(target, probe_seconds=NO_PROBE_SECONDS, max_num_seqs=8) as served:
         requests = mixed_requests()
         running = asyncio.create_task(answers(served, requests))
@@ -98,12 +79,8 @@ async def test_target_without_fingerprints_finishes_no_sequence_of_another(
         await served.until(lambda info: info.running == info.queued == len(other.caches) == 0)
 
 
-@KINDS
-async def test_target_with_the_same_fingerprints_loses_nothing(
-    before: type[ServiceTarget], after: type[OtherTarget]
-) -> None:
-    target = before(pass_seconds=slow)
-    same = (WithoutStreams if after is UnaryOtherTarget else FakeTarget)(pass_seconds=slow)
+async def test_target_with_the_same_fingerprints_loses_nothing() -> None:
+    target, same = ServiceTarget(pass_seconds=slow), FakeTarget(pass_seconds=slow)
     async with serving(target, probe_seconds=NO_PROBE_SECONDS) as served:
         requests = mixed_requests()
         running = asyncio.create_task(answers(served, requests))
@@ -135,13 +112,12 @@ async def test_samples_of_a_response_come_from_one_model() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_streams", [True, False])
 @pytest.mark.parametrize("same", [True, False])
-async def test_two_targets_behind_one_address(has_streams: bool, same: bool) -> None:
+async def test_two_targets_behind_one_address(same: bool) -> None:
     """A load balancer chooses a process for each call."""
     kinds = (RecordingTarget, RecordingTarget if same else OtherTarget)
     members = [kind(has_fingerprints=same) for kind in kinds]
-    target = Balanced(members, has_streams)
+    target = Balanced(members)
     async with serving(target, with_draft=False) as served:
         requests = mixed_requests(8)
         while not all(member.calls for member in members):
@@ -151,7 +127,7 @@ async def test_two_targets_behind_one_address(has_streams: bool, same: bool) -> 
 
 async def test_caches_of_an_earlier_process_are_not_used_again() -> None:
     """The address leads to another process and back."""
-    target = Balanced([RecordingTarget(pass_seconds=slow), RecordingTarget(pass_seconds=slow)], True, chosen=0)
+    target = Balanced([RecordingTarget(pass_seconds=slow), RecordingTarget(pass_seconds=slow)], chosen=0)
     async with serving(target, with_draft=False, max_num_seqs=2) as served:
         requests = mixed_requests(8)
         running = asyncio.create_task(answers(served, requests))
@@ -168,18 +144,6 @@ async def test_caches_of_an_earlier_process_are_not_used_again() -> None:
         await served.until(lambda info: info.running == len(second.caches) == 0)
 
 
-@pytest.mark.parametrize("has_streams", [True, False])
-async def test_target_of_an_earlier_version_needs_streams(has_streams: bool) -> None:
-    target = Balanced([Anonymous()], has_streams)
-    async with serving(target, with_draft=False) as served:
-        if has_streams:
-            await asyncio.gather(*(served.expect(request) for request in mixed_requests(4)))
-            return
-        with pytest.raises(grpc.aio.AioRpcError, match="no instance id") as failed:
-            await served.stub.Generate(make_request())
-        assert failed.value.code() is grpc.StatusCode.INTERNAL
-
-
 @pytest.mark.parametrize("wrong", ["", "another process"])
 async def test_draft_answers_of_another_process_are_not_used(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
     class Restarted(RecordingDraft):
@@ -192,8 +156,8 @@ async def test_draft_answers_of_another_process_are_not_used(wrong: str, caplog:
     draft: FakeDraft = Restarted(target)
     async with serving(target, draft) as served:
         response = await served.expect(make_request())
-        assert bool(response.speculative_decoding.num_draft_tokens) == (not wrong)
-        assert ("another process responded" in caplog.text) == bool(wrong)
+        assert not response.speculative_decoding.num_draft_tokens
+        assert f"instance {wrong or 'none'} responded" in caplog.text
 
 
 async def test_a_round_of_a_replaced_target_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ class DescribedTarget(FakeTarget):
         ({"device": "cpu"}, {"device": "cuda:0 (NVIDIA H200)"}, r"device was cpu, is cuda \(NVIDIA H200\)"),
         ({"device": "cuda:0 (NVIDIA A100)"}, {"device": "cuda:0 (NVIDIA H200)"}, "device was"),
         ({"device": "cuda:0 (NVIDIA H200)"}, {"device": "cuda:1 (NVIDIA H200)"}, None),
-        ({}, {"equivalence": common_pb2.EQUIVALENCE_NUMERIC}, "was EQUIVALENCE_BITWISE, is EQUIVALENCE_NUMERIC"),
+        ({}, {"equivalence": common_pb2.EQUIVALENCE_NUMERIC}, "was bitwise, is numeric"),
         ({"max_model_len": 64}, {"max_model_len": 63}, "max_model_len was 64, is 63"),
         ({"max_model_len": 64}, {"max_model_len": 65}, None),
         ({"dtype": "float32"}, {"dtype": "bfloat16"}, "dtype was float32, is bfloat16"),

@@ -64,20 +64,6 @@ class Exclusive(RecordingTarget):
         self.stopping = False
 
 
-class OneCallPerRound(Exclusive):
-    """A target of an earlier version, without streams."""
-
-    VerifyStream = None
-
-    def _register(self, server: grpc.aio.Server) -> None:
-        async def unimplemented(requests: Any, context: Any) -> AsyncIterator[Any]:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no streams")
-            yield
-
-        self.VerifyStream = unimplemented  # type: ignore[assignment, method-assign]
-        super()._register(server)
-
-
 @asynccontextmanager
 async def paired(
     target: FakeTarget | None = None, standby: FakeTarget | None = None, ready: bool = True, **settings: Any
@@ -161,10 +147,9 @@ async def test_standby_takes_over_from_an_idle_target() -> None:
         assert standby.calls
 
 
-@pytest.mark.parametrize("kind", [Exclusive, OneCallPerRound])
-async def test_round_of_a_hanging_target_is_given_up(kind: type[Exclusive]) -> None:
+async def test_round_of_a_hanging_target_is_given_up() -> None:
     """The former target still holds caches, and answers late. The coordinator never uses either again."""
-    target = kind()
+    target = Exclusive()
     async with paired(target, Exclusive(target)) as (served, standby, address):
 
         async def hang() -> None:
