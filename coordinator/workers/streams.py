@@ -164,7 +164,8 @@ class _Stream:
         """End the stream and its rounds."""
         self.is_broken = True
         self.call.cancel()
-        if self._write_timeout is not None:  # gRPC does not wake a write that waits for the connection
+        # gRPC does not wake a write that waits for the connection.
+        if self._write_timeout is not None and not self._write_timeout.expired():
             self._write_timeout.reschedule(0)
 
     def _timeout(self, seconds: float) -> asyncio.Timeout:
