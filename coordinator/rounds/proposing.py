@@ -114,10 +114,10 @@ class Proposing:
         round_ = RunningRound(
             round_id,
             group,
-            sent,
-            may_join,
+            plans,
+            sent=sent,
+            may_join=may_join,
             prefill_tokens=self._settings.prefill_tokens,
-            plans=plans,
             chance=self._drafting.chance,
             pass_seconds=self._target.step_times,
             features=self._features,

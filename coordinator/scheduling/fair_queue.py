@@ -222,6 +222,7 @@ class FairQueue:
         """
         asked, first_id = samples[0].request, samples[0].first_sample_id
         now, waiting = next(self._clock), {sample.sequence_id: sample for sample in samples}
+        assert self._places.keys().isdisjoint(waiting), "a sequence is queued twice"
         request = request or Request(first_id, asked.priority, dict(waiting), len(samples))
         client = self._clients.setdefault(asked.client, _Client(asked.client))
         client.requests[first_id] = request

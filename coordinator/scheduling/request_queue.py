@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain, islice
 
-from coordinator.scheduling.capacity import DuplicateRequestError, PoolFullError, QueueLimits
+from coordinator.scheduling.capacity import DuplicateRequestError, QueueLimitError, QueueLimits
 from coordinator.scheduling.registry import Registry
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
 from coordinator.scheduling.window import Window
@@ -37,7 +37,7 @@ class RequestQueue(Registry[Window]):
         return sum(window.coming for window in self._usable_windows)
 
     def submit(self, samples: Iterable[Sequence]) -> None:
-        """Queue the samples of a request, all or none. Raises PoolFullError, DuplicateRequestError."""
+        """Queue the samples of a request, all or none. Raises QueueLimitError, DuplicateRequestError."""
         new = list(samples)
         (key,) = {sample.request.key for sample in new}
         if key in self.requests:
@@ -45,7 +45,7 @@ class RequestQueue(Registry[Window]):
         check, tokens = partial(self._check_limits, key[0], len(new)), sum(sample.prompt_length for sample in new)
         try:
             check(tokens, entering=0)
-        except PoolFullError:  # counting the sequences that enter takes longer, so do it only if needed
+        except QueueLimitError:  # counting the sequences that enter takes longer, so do it only if needed
             places = sum(window.capacity for window in self._usable_windows)
             waiting = list(islice(chain(self.waiting, new), places))
             entering = self._count_fitting(waiting)

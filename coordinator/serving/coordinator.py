@@ -17,7 +17,7 @@ from coordinator.requests.generation import Generation
 from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.requests.latencies import Latencies
 from coordinator.rounds.shared import Shared
-from coordinator.scheduling.capacity import DuplicateRequestError, PoolFullError, QueueLimits
+from coordinator.scheduling.capacity import DuplicateRequestError, QueueLimitError, QueueLimits
 from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 from coordinator.scheduling.text import TextStream
@@ -201,7 +201,7 @@ class Coordinator:
             yield
         except DuplicateRequestError:
             raise AlreadyExistsError(f"request_id: {request.request_id!r} is in flight already") from None
-        except PoolFullError as error:
+        except QueueLimitError as error:
             raise QueueFullError(str(error), self.in_flight.seconds_until_free(error.places)) from None
 
     def _resume(self, sequence: Sequence) -> None:

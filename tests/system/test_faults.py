@@ -249,7 +249,7 @@ async def test_sequence_with_tokens_unknown_to_the_draft_gets_no_draft() -> None
     assert item.num_draft_tokens == 3
 
 
-async def test_pool_does_not_exceed_the_targets_slots() -> None:
+async def test_window_does_not_exceed_the_targets_slots() -> None:
     async with serving(RecordingTarget(slots=3), max_num_seqs=8) as served:
         await expect_all(served, some_requests(12))
         info = await served.until_idle()
@@ -339,7 +339,7 @@ async def test_full_queue_refuses_with_retry_info() -> None:
         assert (await served.until_idle()).counters.requests == 3
 
 
-async def test_burst_within_the_pool_needs_no_queue() -> None:
+async def test_burst_within_the_window_needs_no_queue() -> None:
     async with serving(max_num_seqs=8, queue_size=0) as served:
         await expect_all(served, some_requests(8))
 
@@ -356,7 +356,7 @@ async def test_coordinator_stops_after_a_fatal_error(monkeypatch: pytest.MonkeyP
 
 
 async def test_lost_shared_prefix_costs_a_cache_miss() -> None:
-    """The pool groups a waiting sequence by a prefix that a worker may have lost since."""
+    """The window groups a waiting sequence by a prefix that a worker may have lost since."""
     settings = {"policy": "exspec", "prefer_group": "oldest", "max_batch_size": 2, "max_num_seqs": 8}
     async with serving(RecordingTarget(), **settings) as served:
         requests = [make_request([i] * 40, 24, temperature=1.0, n=4) for i in range(1, 4)]

@@ -6,9 +6,9 @@ import pytest
 from admitting_window import AdmittingWindow
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_pool import make_sequence
+from test_window import make_sequence
 
-from coordinator.scheduling.capacity import DuplicateRequestError, KVCapacity, PoolFullError, QueueLimits
+from coordinator.scheduling.capacity import DuplicateRequestError, KVCapacity, QueueLimitError, QueueLimits
 from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import Sequence
 
@@ -73,7 +73,7 @@ class WindowsMachine(RuleBasedStateMachine):
             sequence.first_sample_id = first
         try:
             self.queue.submit(new)
-        except PoolFullError:
+        except QueueLimitError:
             return
         self.alive |= {sequence.sequence_id: sequence for sequence in new}
 
@@ -271,7 +271,7 @@ def test_all_windows_share_ids_and_limits() -> None:
         queue.submit([make_sequence(2, "a")])
     for i in range(3, 5):
         queue.submit([make_sequence(i)])
-    with pytest.raises(PoolFullError):
+    with pytest.raises(QueueLimitError):
         queue.submit([make_sequence(6)])
 
 
