@@ -61,9 +61,7 @@ class Coordinator:
         room = SpareRoom(self._audited_windows, settings.max_batch_size, mixes_lengths=settings.policy == "ragged")
         self.auditor = Auditor(room, self.generate, self._abort, lambda: self.audit_share)
         lookup = PromptLookup(settings.lookup_store_tokens)
-        shared = Shared(
-            settings, self.queue, self.in_flight, self.traces, lookup, self.auditor.yield_room, self.auditor.clear
-        )
+        shared = Shared(settings, self.queue, self.in_flight, self.traces, lookup, self.auditor.yield_room)
         self.counters = shared.counters
         self.lanes = Lanes(shared, self.tokenizers)
         self._sequence_ids = count(1)
@@ -190,9 +188,7 @@ class Coordinator:
         await self.lanes.close()
 
     def _audited_windows(self) -> list[Window]:
-        """The open windows; none if they may choose different tokens."""
-        windows = [lane.window for lane in self.lanes if lane.window.is_open]
-        return windows if len({window.numerics for window in windows}) == 1 else []
+        return [lane.window for lane in self.lanes if lane.window.is_open]
 
     @contextmanager
     def _refusals(self, request: GenerationRequest) -> Iterator[None]:

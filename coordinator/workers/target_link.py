@@ -59,8 +59,8 @@ class TargetLink(WorkerLink):
     tokenizer: TokenizerDescription | None = None
     chat_template: str | None = None
     """Replaces the model's chat templates."""
-    on_replaced: Callable[[str], None] | None = None
-    """Called before the link uses another process, with its numerics: see `TargetModel.replace`."""
+    on_replaced: Callable[[], None] | None = None
+    """Called before the link uses another process."""
     peer: "TargetLink | None" = None
     """The other link of a pair, whose worker must run the same model."""
     replicas: "Callable[[], Iterable[TargetLink]]" = tuple
@@ -192,9 +192,9 @@ class TargetLink(WorkerLink):
         described = [other.info for other in self._others if other.info is not None]
         if described:  # every sequence fits in all workers
             info = replace(info, max_model_len=min(each.max_model_len for each in (info, *described)))
-        numerics = self._model.replace(info)
+        self._model.replace(info)
         if self.on_replaced is not None:
-            self.on_replaced(numerics)
+            self.on_replaced()
 
     def _refuse(self, error: MismatchError) -> None:
         """Raise the error, which stops the coordinator, unless another worker may serve the known model."""

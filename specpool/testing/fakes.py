@@ -255,18 +255,18 @@ def _rounded(length: int) -> int:
 class FakeTarget(FakeWorker):
     """A target that chooses tokens by a hash."""
 
-    def __init__(self, eos_rate: float = 0.0, has_fingerprints: bool = True, **knobs: Any) -> None:
-        """`eos_rate`: share of contexts that end the sequence. `has_fingerprints`: whether to prove the weights."""
+    def __init__(self, eos_rate: float = 0.0, **knobs: Any) -> None:
+        """`eos_rate`: share of contexts that end the sequence."""
         super().__init__(**knobs)
         self.rounds_to_compile = 0
         """Rounds during which the grammar of a new sequence is not ready."""
         self._compiling: dict[tuple[str, int], int] = {}
-        self._eos_rate, self._has_fingerprints = eos_rate, has_fingerprints
+        self._eos_rate = eos_rate
 
     @property
     def weights_fingerprint(self) -> str:
         """A digest of some choices, different for targets that choose differently."""
-        return ",".join(str(self.choose([token])) for token in range(8)) if self._has_fingerprints else ""
+        return ",".join(str(self.choose([token])) for token in range(8))
 
     def _register(self, server: grpc.aio.Server) -> None:
         target_worker_pb2_grpc.add_TargetWorkerServiceServicer_to_server(self, server)  # type: ignore[arg-type]

@@ -29,9 +29,9 @@ def mixed_requests(count: int = NUM_REQUESTS, **params: Any) -> list[pb.Generate
     return [make_request([i, 2], 10 + 10 * (i % 8), ignore_eos=True, **params) for i in range(count)]
 
 
-async def answers(served: Serving, requests: list[pb.GenerateRequest], seconds: float | None = None) -> list[Any]:
+async def answers(served: Serving, requests: list[pb.GenerateRequest]) -> list[Any]:
     """Responses and errors."""
-    calls = [served.stub.Generate(request, timeout=seconds) for request in requests]
+    calls = [served.stub.Generate(request) for request in requests]
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
@@ -61,24 +61,6 @@ async def test_target_with_other_fingerprints_stops_the_coordinator() -> None:
             await stopped
 
 
-async def test_target_without_fingerprints_finishes_no_sequence_of_another() -> None:
-    target = ServiceTarget(pass_seconds=slow, has_fingerprints=False)
-    other = OtherTarget(pass_seconds=slow, has_fingerprints=False)
-    async with serving(target, probe_seconds=NO_PROBE_SECONDS, max_num_seqs=8) as served:
-        requests = mixed_requests()
-        running = asyncio.create_task(answers(served, requests))
-        await served.until(lambda info: info.counters.completion_tokens > 200)
-        await target.replace(other)
-        ended = await running
-        assert {*check_unmixed(requests, ended, target, other)} == {target, other}
-        reasons = {end.details() for end in ended if isinstance(end, grpc.aio.AioRpcError)}
-        assert len(reasons) == 1
-        assert "without fingerprints" in reasons.pop()
-        later = mixed_requests(4)
-        assert check_unmixed(later, await answers(served, later), other) == [other] * 4
-        await served.until(lambda info: info.running == info.queued == len(other.caches) == 0)
-
-
 async def test_target_with_the_same_fingerprints_loses_nothing() -> None:
     target, same = ServiceTarget(pass_seconds=slow), FakeTarget(pass_seconds=slow)
     async with serving(target, probe_seconds=NO_PROBE_SECONDS) as served:
@@ -91,38 +73,15 @@ async def test_target_with_the_same_fingerprints_loses_nothing() -> None:
         assert (await served.info()).counters.cache_misses == 0
 
 
-class OneSampleTarget(ServiceTarget):
-    """Serves only the first sequence that it sees."""
-
-    async def Verify(self, request: Any, context: Any) -> Any:
-        if request.items[0].sequence_id != self.requests[0].items[0].sequence_id if self.requests else False:
-            await asyncio.Event().wait()
-        return await super().Verify(request, context)
-
-
-async def test_samples_of_a_response_come_from_one_model() -> None:
-    """The first sample has ended on the first target. The second one has not begun."""
-    target, other = (kind(has_fingerprints=False) for kind in (OneSampleTarget, OtherTarget))
-    async with serving(target, with_draft=False, probe_seconds=NO_PROBE_SECONDS, max_num_seqs=1) as served:
-        call = served.stub.Generate(make_request(max_tokens=20, ignore_eos=True, temperature=1.0, n=2))
-        await served.until(lambda info: info.counters.completion_tokens == 20)
-        await target.replace(other)
-        with pytest.raises(grpc.aio.AioRpcError, match="without fingerprints"):
-            await call
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("same", [True, False])
-async def test_two_targets_behind_one_address(same: bool) -> None:
+async def test_two_targets_behind_one_address() -> None:
     """A load balancer chooses a process for each call."""
-    kinds = (RecordingTarget, RecordingTarget if same else OtherTarget)
-    members = [kind(has_fingerprints=same) for kind in kinds]
+    members = [RecordingTarget(), RecordingTarget()]
     target = Balanced(members)
     async with serving(target, with_draft=False) as served:
         requests = mixed_requests(8)
         while not all(member.calls for member in members):
-            sources = check_unmixed(requests, await answers(served, requests, None if same else 3.0), *members)
-            assert len(sources) == 8 or not same
+            assert len(check_unmixed(requests, await answers(served, requests), *members)) == 8
 
 
 async def test_caches_of_an_earlier_process_are_not_used_again() -> None:
@@ -162,7 +121,7 @@ async def test_draft_answers_of_another_process_are_not_used(wrong: str, caplog:
 
 async def test_a_round_of_a_replaced_target_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has verified the end of the prompt, and another process takes over before the round has ended."""
-    target, other = ServiceTarget(has_fingerprints=False), OtherTarget(has_fingerprints=False)
+    target, other = ServiceTarget(), FakeTarget()
     draft = RecordingDraft(target, device="other")
     async with serving(target, draft) as served:
         await served.expect(make_request())
@@ -182,6 +141,6 @@ async def test_a_round_of_a_replaced_target_is_discarded(monkeypatch: pytest.Mon
         monkeypatch.setattr(Proposing, "_can_overlap", True)
         monkeypatch.setattr(proposing, "MAX_LATENESS", 1e6)
         monkeypatch.setattr(Branching, "best", lambda *_: BranchPlan(num_branches=1, length=1, speed=1e9))
-        response = await served.stub.Generate(request)
+        await served.expect(request)
         assert replaced.is_set()
-        assert list(response.token_ids) == expected_tokens(other, request)
+        assert (await served.info()).counters.cache_misses == 0, "the round has committed"

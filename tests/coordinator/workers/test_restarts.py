@@ -114,8 +114,6 @@ class DescribedTarget(FakeTarget):
         ({"activations": "int8"}, {"activations": "float32"}, "activations was int8, is float32"),
         ({"activations": "int8"} | BITS_OF_ONE, {"activations": "float32"} | BITS_OF_TWO, "activations was int8"),
         ({"activations": "int8"}, {"activations": "int8"}, None),
-        ({"activations": ""}, {"activations": "int8"}, None),
-        ({"activations": "int8"}, {"activations": ""}, None),
         ({"notes": ["fast"]}, {"notes": ["slow"]}, None),
         (BITS_OF_ONE, BITS_OF_ONE | {"rank_devices": ["cpu", "cpu"]}, None),
         (BITS_OF_ONE | {"rank_devices": ["cpu"] * 3}, BITS_OF_ONE | {"rank_devices": ["cpu"] * 2}, None),

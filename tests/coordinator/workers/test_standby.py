@@ -310,19 +310,6 @@ async def test_lengths_of_both_workers_may_differ() -> None:
         await served.until(lambda info: info.standby.state == "ready")
 
 
-async def test_standby_without_fingerprints_finishes_no_response_that_has_begun() -> None:
-    target = Exclusive(has_fingerprints=False)
-    async with paired(target, Exclusive(target, has_fingerprints=False)) as (served, _, address):
-        running = [asyncio.ensure_future(served.stub.Generate(request)) for request in long_requests()]
-        await served.until(lambda info: info.counters.completion_tokens > 100)
-        await target.stop()
-        for ended in await asyncio.gather(*running, return_exceptions=True):
-            assert isinstance(ended, grpc.aio.AioRpcError)
-            assert ended.code() is grpc.StatusCode.UNAVAILABLE
-        await served.expect(make_request())
-        assert (await served.info()).target.address == address
-
-
 async def test_renewed_certificates_cause_no_takeover() -> None:
     async with paired() as (served, _, _):
         link = served.process.coordinator.target
