@@ -87,7 +87,7 @@ class Lane:
         self.window.reservations.capacity = KVCapacity(info.kv_positions_total, info.kv_positions_multiple, grows)
 
     async def remove(self) -> None:
-        """Stop the lane. Its sequences continue in other lanes, or fail."""
+        """Stop the lane. Its sequences continue in other lanes."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -146,8 +146,7 @@ class Proposing:
     def _features(self) -> WantedFeatures | None:
         """The hidden states that the draft worker reads."""
         draft = self._workers.ready_draft
-        features = draft.info.features if draft is not None else None
-        target = self._target.info
+        features, target = draft.info.features if draft is not None else None, self._target.info
         if features is None or target is None or not target.returns_features:
             return None
         return WantedFeatures(features, self._settings.feature_window)

@@ -70,8 +70,7 @@ class DraftGroup:
     @property
     def info(self) -> WorkerInfo:
         """What all ready workers can do. Available once one has been ready."""
-        infos = [link.info for link in self._links.values() if link.info is not None]
-        infos = [link.info for link in self._ready if link.info is not None] or infos
+        infos = [link.info for link in self._ready or self.links if link.info is not None]
         if len(infos) == 1:
             return infos[0]
         if infos != self._infos:
