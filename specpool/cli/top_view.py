@@ -55,8 +55,8 @@ class Activity:
 
 
 @dataclass(frozen=True)
-class Pool:
-    """Load of the pool and its queue, and limits of requests."""
+class Window:
+    """Load of the window and its queue, and limits of requests."""
 
     running: int
     max_num_seqs: int
@@ -111,7 +111,7 @@ class View:
     address: str
     version: str
     uptime_s: float
-    pool: Pool
+    window: Window
     plan: Plan
     workers: tuple[Worker, ...]
     now: Activity | None
@@ -134,7 +134,7 @@ def view_of(
         address=address,
         version=info.version,
         uptime_s=info.uptime_s,
-        pool=Pool(
+        window=Window(
             running=info.running,
             max_num_seqs=info.max_num_seqs,
             queued=info.queued,

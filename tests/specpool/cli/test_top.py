@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -83,8 +83,8 @@ def test_an_idle_server_has_no_shares() -> None:
     assert [result.stage_shares, result.draft_lengths, result.methods, result.finished_per_s] == [{}, {}, {}, {}]
 
 
-def server() -> pb.GetServerInfoResponse:
-    """State of a server with a sharded target and a draft worker in backoff."""
+def server(*targets: pb.WorkerState, drafts: Sequence[pb.WorkerState] = ()) -> pb.GetServerInfoResponse:
+    """State of a server with a sharded target, a draft worker in backoff, and more workers."""
     model = common_pb2.ModelInfo(
         model="a/model", device="cpu", dtype="float32", equivalence=common_pb2.EQUIVALENCE_BITWISE
     )
@@ -96,8 +96,9 @@ def server() -> pb.GetServerInfoResponse:
         targets=[pb.WorkerState(address="t:1", state="ready", model=model, load=load)],
         draft_workers=[pb.WorkerState(address="d:1", state="resting", reason="slow", model=model)],
     )  # fmt: skip
-    sharded = info.targets[0].model
-    sharded.tensor_parallel, sharded.activations = 2, "int8"
+    info.targets[0].model.tensor_parallel, info.targets[0].model.activations = 2, "int8"
+    info.targets.extend(targets)
+    info.draft_workers.extend(drafts)
     info.MergeFrom(LATER)
     return info
 
@@ -114,8 +115,7 @@ def test_unknown_values_of_a_worker_are_none() -> None:
 
 def test_every_worker_is_shown() -> None:
     refused = pb.WorkerState(address="t:2", state="refused", reason="another model")
-    drafts = [pb.WorkerState(address="d:1", state="resting"), pb.WorkerState(address="d:2", state="ready")]
-    info = server(targets=[pb.WorkerState(address="t:1", state="ready"), refused], draft_workers=drafts)
+    info = server(refused, drafts=[pb.WorkerState(address="d:2", state="ready")])
     workers = view_of("a:1", info, None, None).workers
     assert [(worker.role, worker.address) for worker in workers] == [
         ("target", "t:1"), ("target", "t:2"), ("draft", "d:1"), ("draft", "d:2"),
@@ -135,7 +135,7 @@ def test_a_view_fits_any_terminal(width: int) -> None:
     lines = rendered(Panels(view_of("a:1", server(), models, EARLIER)), width).splitlines()
     assert max(map(len, lines)) <= width
     text = " ".join(lines)
-    assert "Pool" in text
+    assert "Window" in text
     if width >= 80:
         shown = ["40 of 256", "3 of 16", "draft tokens: 5", "resting", "slow", "75% of 1,024 MiB", "2.50", "ngram"]
         for part in [*shown, "2 ranks"]:
@@ -169,7 +169,7 @@ async def test_prints_one_view_if_the_output_is_not_a_terminal(capsys: pytest.Ca
     assert since_start["requests_per_s"] * since_start["seconds"] == pytest.approx(1)
     assert since_start["tokens_per_s"] * since_start["seconds"] == pytest.approx(info.counters.completion_tokens)
     assert view["now"]["requests_per_s"] == 0.0
-    assert view["pool"]["draft_length"] == 4
+    assert view["window"]["draft_length"] == 4
     assert [worker["state"] for worker in view["workers"]] == ["ready", "ready"]
 
 
