@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import sys
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.metrics import CoordinatorMetrics
@@ -101,6 +102,8 @@ async def serve(settings: CoordinatorSettings) -> None:
     await process.start()
     await process.wait_stopped()
     log.info("stopped")
+    if process.server.has_failed:
+        sys.exit(1)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from specpool.rpc.config.settings import ServerSettings
 from specpool.rpc.observability.metrics import CallCounter, server_registry
 from specpool.rpc.observability.metrics_endpoint import MetricsEndpoint
-from specpool.rpc.ports import ListenError, check_port
+from specpool.rpc.ports import ListenError, check_port, wait_closed
 from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.tls import server_credentials
 from specpool.rpc.server.callers import Authenticator
@@ -48,7 +48,9 @@ class Server:
         self._health = HealthServicer()
         self._services: list[str] = []
         self._stopping, self._cut_off = asyncio.Event(), asyncio.Event()
-        self._orphaned: asyncio.Task[None] | None = None
+        self.has_failed = False
+        """Whether gRPC has closed a port. The process must exit with an error, so that it is restarted."""
+        self._watches: list[asyncio.Task[None]] = []
         self._signals: StopSignals | None = None
         self.on_drain: Callable[[], None] | None = None
         """Called when the drain begins."""
@@ -91,6 +93,8 @@ class Server:
             self._metrics.start(host, self._settings.metrics_port)
         for server in self._servers():
             await server.start()
+        ports = [each for each in (port, health_port) if each is not None]
+        self._watches += [asyncio.create_task(self._stop_when_closed(host, each)) for each in ports]
         log.info("listening on %s%s", join_address(host, port), " with TLS" if self._credentials is not None else "")
         if self._settings.api_tokens is not None and self._credentials is None:
             log.warning("api_tokens is set without tls_cert: tokens travel in plain text")
@@ -120,7 +124,7 @@ class Server:
         """
         self._signals = StopSignals(self._stop_on_signal, lambda: self.stop(drain=False))
         if self._settings.parent_pid is not None:
-            self._orphaned = asyncio.create_task(self._stop_when_orphaned(self._settings.parent_pid))
+            self._watches.append(asyncio.create_task(self._stop_when_orphaned(self._settings.parent_pid)))
         return self._signals
 
     def _stop_on_signal(self) -> None:
@@ -162,6 +166,8 @@ class Server:
                 await self._calls.idle.wait()
         for server in self._servers():
             await server.stop(None)
+        for watch in self._watches:
+            watch.cancel()
         await self._metrics.close()
         if self._signals is not None:
             self._signals.server_stopped()
@@ -173,6 +179,15 @@ class Server:
             await asyncio.sleep(LAST_CALLS_SECONDS)
             if self._calls.idle.is_set():
                 return
+
+    async def _stop_when_closed(self, host: str, port: int) -> None:
+        """Stop if gRPC's server closes a port, as after a call whose path is not UTF-8. Nothing can reopen it."""
+        await wait_closed(host, port)
+        if not self.stopping:
+            self.has_failed = True
+            log.error("gRPC has closed %s; exiting with status 1 for a restart", join_address(host, port))
+            self.set_live(False)
+            self.stop(drain=False)
 
     async def _stop_when_orphaned(self, parent_pid: int) -> None:
         while True:
