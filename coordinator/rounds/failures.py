@@ -150,8 +150,7 @@ class Failures:
         refusal = self._target.grammar_refusal
         self._window.follows_grammars = refusal is None
         if refusal is not None:
-            for sequence in self._queue.without_grammars(self._window):
-                self._fail(sequence, UnimplementedError(f"{sequence.request.constraint}: {refusal}"))
+            self._fail_without_grammars(refusal)
         self._window.forget_target_caches()
         self._queue.wake()
 
@@ -167,12 +166,19 @@ class Failures:
             log.warning("target worker lost; %d sequences continue on other target workers", len(moved))
             self._releasing.abandon(moved)
             self._queue.wake()
+        if self._window.is_standby and not self._window.open_rounds and self._window in self._queue.windows:
+            self.target_removed()
 
     def target_removed(self) -> None:
-        """Give up the window. Its rounds no longer run."""
+        """Give up the window. No round runs in it."""
         begun = self._queue.remove(self._window)
-        self._fail_begun(begun, "the target worker was removed, and no other one is proven to run the same model")
+        self._fail_begun(begun, "the target worker is gone, and no other one is proven to run the same model")
+        self._fail_without_grammars("no other target worker follows grammars")
         self._queue.wake()
+
+    def _fail_without_grammars(self, refusal: str) -> None:
+        for sequence in self._queue.without_grammars(self._window):
+            self._fail(sequence, UnimplementedError(f"{sequence.request.constraint}: {refusal}"))
 
     def _fail_begun(self, sequences: list[Sequence], reason: str) -> None:
         if sequences:

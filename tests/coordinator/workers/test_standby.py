@@ -154,7 +154,7 @@ async def test_lost_connections_do_not_count_against_a_request() -> None:
 async def test_standby_takes_over_from_an_idle_target() -> None:
     async with paired(probe_seconds=3600.0, ready=False) as (served, standby, address):
         async with asyncio.timeout(10):
-            await served.process.coordinator.targets.links[1].wait_ready()
+            await served.process.coordinator.lanes.standby.link.wait_ready()
         await served.target.stop()
         await served.expect(make_request())
         assert (await served.info()).target.address == address
@@ -225,7 +225,7 @@ async def test_standby_serves_if_the_target_is_down_at_start() -> None:
     standby = RecordingTarget()
     address = await standby.start()
     try:
-        with mock.patch("coordinator.workers.standby.LISTEN_SECONDS", 0.2):
+        with mock.patch("coordinator.lanes.lanes.LISTEN_SECONDS", 0.2):
             async with serving(with_target=False, with_draft=False, target_standby_address=address) as served:
                 info = await served.until(lambda info: info.target.state == "ready")
                 assert (info.target.address, info.standby.address) == (address, served.target_address)
@@ -361,9 +361,9 @@ async def test_standby_must_be_another_process() -> None:
         settings = {"target_address": f"127.0.0.1:{port}", "target_standby_address": f"localhost:{port}"}
         process = CoordinatorServer(CoordinatorSettings(**{**DEFAULTS, **settings}))
         await process.start()
-        standby = process.coordinator.targets.links[1]
+        standby = process.coordinator.lanes.standby.link
         await until(lambda: standby.state is LinkState.REFUSED)
-        assert "is the target worker itself" in standby.reason
+        assert "is a target worker already in use" in standby.reason
         assert process.coordinator.target.is_ready
         process.server.stop()
         await process.wait_stopped()
