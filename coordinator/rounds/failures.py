@@ -167,6 +167,7 @@ class Failures:
             self._releasing.abandon(moved)
             self._queue.wake()
         if self._window.is_standby and not self._window.open_rounds and self._window in self._queue.windows:
+            self._releasing.abandon(self._window.leaving | {sequence.sequence_id for sequence in self._window.members})
             self.target_removed()
 
     def target_removed(self) -> None:
