@@ -46,14 +46,13 @@ class CoordinatorMetrics:
     def _links(self) -> Metric:
         coordinator = self._coordinator
         lanes = list(coordinator.lanes)
-        links: list[tuple[str, WorkerLink | None]] = [("target", lane.targets.active) for lane in lanes]
-        links += [("standby", lane.targets.standby) for lane in lanes]
+        links: list[tuple[str, WorkerLink]] = [("target", lane.link) for lane in lanes]
+        links += [("standby", coordinator.lanes.standby.link)] if coordinator.lanes.standby is not None else []
         drafts = coordinator.draft if lanes else None
         links += [("draft", link) for link in drafts.links] if drafts is not None else []
         states = {
             (worker, link.address, state.value): float(link.state is state)
             for worker, link in links
-            if link is not None
             for state in LinkState
         }
         text = "State of the link to a worker: 1 for the present state, else 0."
@@ -97,7 +96,7 @@ class CoordinatorMetrics:
         counters, counter = self._coordinator.counters, families.counter
         yield counter("requests", "Requests that entered the queue.", self._coordinator.in_flight.requests)
         text = "Times that the standby took over from the target worker."
-        yield counter("target_takeovers", text, self._coordinator.targets.takeovers)
+        yield counter("target_takeovers", text, self._coordinator.lanes.takeovers)
         audits = {result: self._coordinator.auditor.results[result] for result in RESULTS}
         yield counter("audited_requests", "Samples selected for an audit, by result.", audits, "result")
         yield from self._limits(families)

@@ -164,6 +164,9 @@ class Failures:
             log.warning("target worker lost; %d sequences continue on other target workers", len(moved))
             self._releasing.abandon(moved)
             self._queue.wake()
+        if self._window.is_standby and not self._window.open_rounds and self._window in self._queue.windows:
+            self._releasing.abandon(self._window.leaving | {sequence.sequence_id for sequence in self._window.members})
+            self.target_removed()
 
     def target_removed(self) -> None:
         """Queue the sequences of the window for other windows. Its rounds no longer run."""

@@ -46,6 +46,8 @@ class Window:
         """Whether sequences may enter: the target worker is ready, and not about to be removed."""
         self.is_lost = False
         """Whether the target worker is unavailable, so that sequences should continue in other windows."""
+        self.is_standby = False
+        """Whether another window serves the requests while its target worker is ready."""
         self.follows_grammars = True
         self.admission_limit: Callable[[], int] = lambda: self.capacity
         """Returns how many sequences the grouping policy lets enter."""

@@ -25,7 +25,6 @@ from coordinator.scheduling.window import Window
 from coordinator.serving.auditor import DEFAULT_SHARE, Auditor
 from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.errors import MismatchError
-from coordinator.workers.standby import TargetPair
 from coordinator.workers.target_link import TargetLink
 from specpool.drafting.lookup import PromptLookup
 from specpool.protocol.errors import (
@@ -63,14 +62,9 @@ class Coordinator:
         self._sequence_ids = count(1)
 
     @property
-    def targets(self) -> TargetPair:
-        """The target worker and its standby. With several target workers, one that serves rounds."""
-        return self.lanes.first.targets
-
-    @property
     def target(self) -> TargetLink:
         """The link to a target worker that serves rounds."""
-        return self.targets.active
+        return self.lanes.first.link
 
     @property
     def draft(self) -> DraftGroup | None:
@@ -84,7 +78,7 @@ class Coordinator:
     @property
     def grammar_refusal(self) -> str | None:
         """Why no target worker follows grammars; None if one does. Known once one was ready."""
-        refusals = [lane.targets.grammar_refusal for lane in self.lanes if lane.is_known]
+        refusals = [lane.link.grammar_refusal for lane in self.lanes if lane.is_known]
         return None if None in refusals else next(iter(refusals), None)
 
     @property
@@ -98,7 +92,7 @@ class Coordinator:
     def max_model_len(self) -> int:
         """Maximum positions of a request. Raises UnavailableError until the target worker was ready."""
         _ = self.tokenizer
-        return min(lane.targets.max_model_len for lane in self.lanes if lane.is_known)
+        return min(link.info.max_model_len for link in self.lanes.links if link.info is not None)
 
     @property
     def served_model_name(self) -> str:

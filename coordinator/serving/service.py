@@ -140,12 +140,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _server_info(self) -> pb.GetServerInfoResponse:
         coordinator, counters = self._coordinator, self._coordinator.counters
         lanes = list(coordinator.lanes)
-        targets = await asyncio.gather(*(_worker_state(lane.targets.active) for lane in lanes))
-        standby, drafts = None, list[pb.WorkerState]()
+        targets = await asyncio.gather(*(_worker_state(lane.link) for lane in lanes))
+        standby, drafts = coordinator.lanes.standby, list[pb.WorkerState]()
         if lanes:
             first = coordinator.lanes.first
             links = first.draft.links if first.draft is not None else []
-            standby = await _worker_state(first.targets.standby) if first.targets.standby is not None else None
             drafts = await asyncio.gather(*map(_worker_state, links))
         return pb.GetServerInfoResponse(
             version=package_version(),
@@ -159,7 +158,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             targets=targets,
             draft=min(drafts, key=lambda worker: worker.state != LinkState.READY, default=None),
             draft_workers=drafts,
-            standby=standby,
+            standby=await _worker_state(standby.link) if standby is not None else None,
             counters=pb.ServerCounters(
                 requests=coordinator.in_flight.requests,
                 finished=coordinator.in_flight.finished,

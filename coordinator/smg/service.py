@@ -119,7 +119,7 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         if self._server.stopping:
             return smg.HealthCheckResponse(healthy=False, message="the server is shutting down")
         if not self._coordinator.lanes.is_ready:
-            states = " and ".join(lane.targets.active.state for lane in self._coordinator.lanes) or "unknown"
+            states = " and ".join(lane.link.state for lane in self._coordinator.lanes) or "unknown"
             return smg.HealthCheckResponse(healthy=False, message=f"the target worker is {states}")
         return smg.HealthCheckResponse(healthy=True, message="ok")
 
@@ -145,7 +145,7 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         return await self._recent_loads.get()
 
     async def _loads(self) -> smg.GetLoadsResponse:
-        targets = [lane.targets.active for lane in self._coordinator.lanes if lane.is_ready]
+        targets = [lane.link for lane in self._coordinator.lanes if lane.is_ready]
         answers = await asyncio.gather(*(target.load() for target in targets))
         return loads(self._coordinator, [load for load in answers if load is not None], package_version())
 

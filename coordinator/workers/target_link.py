@@ -1,7 +1,6 @@
 """The link to the target worker."""
 
 import logging
-import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -67,11 +66,8 @@ class TargetLink(WorkerLink):
     """Replaces the model's chat templates."""
     on_replaced: Callable[[], None] | None = None
     """Called before the link uses another process."""
-    peer: "TargetLink | None" = None
-    """The other link of a pair, whose worker must run the same model."""
     replicas: "Callable[[], Iterable[TargetLink]]" = tuple
-    """Returns the links to all workers that serve the model."""
-    _is_active = True
+    """Returns the links to all workers that serve the model, including a standby."""
     _drops_features = False
     """Whether the worker has returned features of a wrong size."""
     _failed_id: int | None = None
@@ -85,7 +81,7 @@ class TargetLink(WorkerLink):
         tokenizers: TokenizerPool,
         model: TargetModel | None = None,
     ) -> None:
-        """`model`: shared by the links of a pair."""
+        """`model`: shared by all links."""
         super().__init__(connector, coordinator_id, timeout_seconds)
         self._model, self._tokenizers = model or TargetModel(), tokenizers
 
@@ -110,8 +106,7 @@ class TargetLink(WorkerLink):
                     await self._read_tokenizer(info)
         for other in self._others:  # unless the other's process has moved to this address
             if other.is_ready and info.instance_id == other.instance_id:
-                known = "the target worker itself" if other is self.peer else "a target worker already in use"
-                raise MismatchError(f"the worker is {known}, known as {other.address}")
+                raise MismatchError(f"the worker is a target worker already in use, known as {other.address}")
         if info.instance_id == self.instance_id:
             await self.try_round()
         self._failed_id = None
@@ -119,8 +114,7 @@ class TargetLink(WorkerLink):
     @property
     def _others(self) -> "list[TargetLink]":
         """The links to other workers with the same model."""
-        peer = [self.peer] if self.peer is not None else []
-        return [*peer, *(link for link in self.replicas() if link is not self and link is not self.peer)]
+        return [link for link in self.replicas() if link is not self]
 
     async def _read_tokenizer(self, info: WorkerInfo) -> None:
         response = await self._stub.GetTokenizer(target_worker_pb2.GetTokenizerRequest(), timeout=PROBE_TIMEOUT_SECONDS)
@@ -162,39 +156,29 @@ class TargetLink(WorkerLink):
             self._releases.add([TRIAL_ID])
         self._failed_id = None
 
-    async def check_rounds(self) -> None:
-        """After WorkerRefusedError, raise WorkerUnreachableError if the worker fails every round.
+    async def check_rounds(self, instance_id: str) -> None:
+        """Raise WorkerUnreachableError if the process that refused a round fails every round or has been replaced.
 
-        The link then backs off until a trial round succeeds.
+        If it fails every round, the link backs off until a trial round succeeds.
         """
+        if self.instance_id != instance_id:
+            raise WorkerUnreachableError("another target process took over", Cause.NOT_SENT)
         try:
             await self._returned(self.try_round())
         except (WorkerRefusedError, InvalidResponseError) as error:
             raise self._lost(str(error), Cause.FAILED) from None
 
-    def activate(self) -> None:
-        """Serve rounds from now on. The link is ready."""
-        assert self.info is not None
-        self._is_active = True
-        self._use(self.info)
+    def has_ended(self, instance_id: str) -> bool | None:
+        """Whether another process has replaced this one. None: unknown until the link is ready."""
+        if instance_id != self.instance_id:
+            return True
+        return False if self.is_ready else None
 
-    def stand_by(self) -> None:
-        """Serve no rounds, and abort those in progress. The coordinator never uses the worker's sequences again.
-
-        They may be out of date once the link serves rounds again, so it uses another coordinator id then. The worker
-        lets the old sequences yield, and frees them when their lease ends.
-        """
-        self._is_active = False
+    def abort_rounds(self) -> None:
+        """End the rounds in progress with an error."""
         self._rounds.abort()
-        self._releases.forget()
-        self._coordinator_id = uuid.uuid4().hex
 
     def _replaced(self, info: WorkerInfo) -> None:
-        if self._is_active or not self._model.is_known:
-            self._use(info)
-
-    def _use(self, info: WorkerInfo) -> None:
-        """Continue all sequences on this link's process."""
         described = [other.info for other in self._others if other.info is not None]
         if described:  # every sequence fits in all workers
             info = replace(info, max_model_len=min(each.max_model_len for each in (info, *described)))
@@ -205,12 +189,8 @@ class TargetLink(WorkerLink):
     def _refuse(self, error: MismatchError) -> None:
         """Raise the error, which stops the coordinator, unless another worker may serve the known model."""
         super()._refuse(error)
-        if self._is_active and not any(map(self._may_serve, self._others)):
+        if all(other.state is LinkState.REFUSED for other in self._others):
             raise error
-
-    def _may_serve(self, other: "TargetLink") -> bool:
-        """Whether another worker serves the known model, or may do so soon."""
-        return other.state is LinkState.LOADING if other is self.peer else other.state is not LinkState.REFUSED
 
     async def verify(
         self,

@@ -107,11 +107,16 @@ async def is_serving(channel: grpc.aio.Channel, service: str = "") -> bool:
     return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def _answers(channel: grpc.aio.Channel) -> bool:
-    """Return whether a health check completes in time, with any status. A process that has exited does not time out."""
-    request = health_pb2.HealthCheckRequest()
+async def _answers(channel: grpc.aio.Channel, waits_for_connection: bool = False) -> bool:
+    """Return whether a health check completes in time, with any status. A process that has exited does not time out.
+
+    `waits_for_connection`: a connection to a stopped process fails before the check times out. Wait for it instead.
+    """
+    stub = health_pb2_grpc.HealthStub(channel)
     try:
-        await health_pb2_grpc.HealthStub(channel).Check(request, timeout=LIVENESS_TIMEOUT_SECONDS)
+        await stub.Check(
+            health_pb2.HealthCheckRequest(), timeout=LIVENESS_TIMEOUT_SECONDS, wait_for_ready=waits_for_connection
+        )
     except grpc.aio.AioRpcError as error:
         return bool(error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED)
     return True
@@ -130,12 +135,14 @@ class Service:
     starts_last: bool = False
     """Whether the process starts once the others serve, and reuses their measurements."""
     process: asyncio.subprocess.Process | None = None
+    has_served: bool = field(default=False, init=False)
+    """Whether `wait_serving` has seen the process serve."""
     log: ChildLog = field(init=False)
 
     async def start(self) -> None:
         """Start the process. It logs to our stderr, and exits if we are killed."""
         arguments = [*self.arguments, "--parent-pid", str(os.getpid())]
-        self.log = ChildLog()
+        self.log, self.has_served = ChildLog(), False
         try:
             self.process = await start_module(self.module, *arguments, stderr=self.log.writing)
         finally:
@@ -154,6 +161,7 @@ class Service:
                 # Another server on the port does not know this name. Ours will soon report that the port is in use.
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     if await is_serving(channel, process_name(self.process.pid)):
+                        self.has_served = True
                         return
                 await asyncio.sleep(PROBE_SECONDS)
 
@@ -174,13 +182,16 @@ class Service:
 
     async def _kill_if_stopped(self, process: asyncio.subprocess.Process) -> None:
         """Kill a process that has served if it misses several health checks in a row. Startup may take any time."""
-        with contextlib.suppress(ProcessFailedError):  # it has ended
-            await self.wait_serving()
-        unanswered = 0
+        if not self.has_served:
+            with contextlib.suppress(ProcessFailedError):  # it has ended
+                await self.wait_serving()
+        unanswered, is_connected = 0, False
         async with Connector(self.address, **self.security).open() as channel:
             while unanswered < MAX_UNANSWERED:
                 await asyncio.sleep(LIVENESS_SECONDS)
-                unanswered = 0 if await _answers(channel) else unanswered + 1
+                answers = await _answers(channel, waits_for_connection=not is_connected)
+                unanswered = 0 if answers else unanswered + 1
+                is_connected |= answers
         log.warning("%s has not answered %d health checks; killing it", self.name, unanswered)
         await kill([process])
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
-from replicas import replicas
+from replicas import replicas, with_standby
 from serving import RecordingTarget, check_tokens, make_request, serving, stream
 
 from specpool.testing import FakeTarget
@@ -73,6 +73,18 @@ async def test_request_that_kills_one_of_several_targets_fails_alone() -> None:
         # A round that is sent to a dying target counts, too.
         assert 3 <= sum(target.deaths for target in targets) <= 4
         await served.until(lambda info: info.running == info.queued == 0)
+
+
+async def test_request_that_kills_the_target_and_its_standby_fails_alone() -> None:
+    target, standby = Mortal([POISON]), Mortal([POISON])
+    requests = innocents(target, POISON, 6)
+    async with with_standby(standby, first=target, with_draft=False) as (served, _):
+        neighbours = [asyncio.ensure_future(served.expect(request)) for request in requests]
+        with pytest.raises(grpc.aio.AioRpcError, match="failed 4 times"):
+            await served.stub.Generate(make_request([POISON], 5))
+        await asyncio.gather(*neighbours)
+        # A round that is sent to a dying target counts, too.
+        assert 3 <= target.deaths + standby.deaths <= 4
 
 
 async def test_sequence_that_becomes_deadly_fails_alone() -> None:

@@ -386,6 +386,7 @@ async def test_no_address_is_known_yet() -> None:
         ({"target_address": "a:1,a:1"}, "a:1 is listed twice"),
         ({"target_address": "a:1,b"}, "b has no port"),
         ({"target_address": ","}, "no address is given"),
+        ({"target_address": "a:1", "target_standby_address": "a:1"}, "must not be target_address"),
         ({"target_address": "a:1,b:1", "target_standby_address": "c:1"}, "needs a single target_address"),
         ({"target_address": "dns:///a:1", "target_standby_address": "c:1"}, "needs a single target_address"),
     ],

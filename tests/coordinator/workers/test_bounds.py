@@ -58,7 +58,7 @@ async def test_phases_are_read_slowly() -> None:
         Reporting(endless), with_draft=False, with_target=False, probe_seconds=NO_PROBE_SECONDS
     ) as served:
         await served.target.start(served.target_address)
-        served.process.coordinator.targets.active._probe_now.set()
+        served.process.coordinator.target._probe_now.set()
         last = f"phase {PHASES_PER_PROBE}"
         await served.until(lambda info: info.target.reason == last)
         await call_often(served)
@@ -69,7 +69,7 @@ async def test_a_watch_that_ends_is_not_repeated_before_the_next_probe() -> None
     target = Reporting(one)
     async with serving(target, with_draft=False, with_target=False, probe_seconds=NO_PROBE_SECONDS) as served:
         await target.start(served.target_address)
-        served.process.coordinator.targets.active._probe_now.set()
+        served.process.coordinator.target._probe_now.set()
         await served.until(lambda info: info.target.reason == "loading")
         await call_often(served)
         assert target.watches <= 2, "the first probe, and the one that the test asked for"

@@ -1,33 +1,18 @@
-"""A standby takes over from a lost target: no token changes, and only one of the two is used at a time."""
+"""A standby is a lane that opens when the target is lost: no token changes, and only one of the two serves."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from itertools import chain, repeat
 from typing import Any
 from unittest import mock
 
 import grpc
 import pytest
-from pydantic import ValidationError
+from replicas import long_requests, slow_target, stream_all, with_standby
 from scraping import scrape
-from secure_service import until
-from serving import (
-    DEFAULTS,
-    PATIENCE_SECONDS,
-    RecordingTarget,
-    Serving,
-    check_tokens,
-    free_address,
-    make_request,
-    serving,
-    stream,
-)
+from serving import PATIENCE_SECONDS, RecordingTarget, Serving, free_address, make_request, serving
 
-from coordinator.config.settings import CoordinatorSettings
-from coordinator.server import CoordinatorServer
 from coordinator.workers.errors import MismatchError
-from coordinator.workers.states import LinkState
 from specpool.rpc.ports import free_port
 from specpool.testing import FakeTarget
 from specpool.v1 import common_pb2
@@ -37,21 +22,18 @@ NOT_SERVING, SERVING = 2, 1
 
 
 class Exclusive(RecordingTarget):
-    """A target that records which of several serves each round, and whether two serve rounds at once."""
+    """A target that records whether it serves a round while another one does."""
 
-    running: list["Exclusive"]
-    served: list["Exclusive"]
     overlaps = 0
-    stopping = False
 
     def __init__(self, other: "Exclusive | None" = None, **knobs: Any) -> None:
         super().__init__(pass_seconds=lambda _: 0.002, **knobs)
-        self.running, self.served = (other.running, other.served) if other is not None else ([], [])
+        self.running: list[Exclusive] = other.running if other is not None else []
+        self.is_stopping = False
 
     async def Verify(self, request: Any, context: Any) -> Any:
-        self.overlaps += any(target is not self and not target.stopping for target in self.running)
+        self.overlaps += any(target is not self and not target.is_stopping for target in self.running)
         self.running.append(self)
-        self.served.append(self)
         try:
             return await super().Verify(request, context)
         finally:
@@ -59,44 +41,14 @@ class Exclusive(RecordingTarget):
 
     async def stop(self) -> None:
         """Connections close first, and handlers are cancelled a moment later."""
-        self.stopping = True
+        self.is_stopping = True
         await super().stop()
-        self.stopping = False
+        self.is_stopping = False
 
 
-@asynccontextmanager
-async def paired(
-    target: FakeTarget | None = None, standby: FakeTarget | None = None, ready: bool = True, **settings: Any
-) -> AsyncIterator[tuple[Serving, FakeTarget, str]]:
-    """A coordinator with two targets. Yields the service, the standby and its address."""
-    target = target if target is not None else Exclusive()
-    standby = standby if standby is not None else Exclusive(target if isinstance(target, Exclusive) else None)
-    address = await standby.start()
-    try:
-        async with serving(target, target_standby_address=address, metrics_port=free_port(), **settings) as served:
-            if ready:
-                await served.until(lambda info: info.standby.state == "ready")
-            yield served, standby, address
-    finally:
-        await standby.stop()
-
-
-def long_requests(count: int = 4) -> list[pb.GenerateRequest]:
-    sampled = {"temperature": 1.0, "seed": 5}
-    return [make_request([i, 2, 3], 200, ignore_eos=True, **(sampled if i % 2 else {})) for i in range(count)]
-
-
-async def stream_all(served: Serving, after: int, act: Callable[[], Any], count: int = 4) -> list[pb.GenerateResponse]:
-    """Stream requests, and call `act` once that many tokens are committed. All answers must be right."""
-    requests = long_requests(count)
-    streams = [asyncio.ensure_future(stream(served, request)) for request in requests]
-    before = (await served.info()).counters.completion_tokens
-    await served.until(lambda info: info.counters.completion_tokens > before + after)
-    await act()
-    answers = [complete for _, complete in await asyncio.gather(*streams)]
-    for request, answer in zip(requests, answers, strict=True):
-        check_tokens(served.target, request, answer)
-    return answers
+async def lose(served: Serving, act: Callable[[], Awaitable[None]] | None = None) -> None:
+    """Call `act`, by default stop the target, while requests stream. All answers must be right."""
+    await stream_all(served, long_requests(4), act or served.target.stop)
 
 
 async def takeovers(served: Serving) -> float:
@@ -109,9 +61,10 @@ async def takeovers(served: Serving) -> float:
     "settings", [{}, {"overlap": "on"}, {"policy": "eqspec"}, {"num_speculative_tokens": 0}], ids=str
 )
 async def test_standby_takes_over_and_the_target_becomes_the_standby(settings: dict[str, Any]) -> None:
-    async with paired(**settings) as (served, standby, address):
-        first, second = served.target, standby
-        await stream_all(served, 100, first.stop)
+    first = Exclusive()
+    second = Exclusive(first)
+    async with with_standby(second, first=first, metrics_port=free_port(), **settings) as (served, address):
+        await lose(served, first.stop)
         info = await served.until_idle()
         assert (info.target.address, info.target.state) == (address, "ready")
         assert (info.standby.address, info.standby.state) == (served.target_address, "connecting")
@@ -120,65 +73,58 @@ async def test_standby_takes_over_and_the_target_becomes_the_standby(settings: d
         await first.start(served.target_address)
         await served.until(lambda info: info.standby.state == "ready")
         assert (await served.info()).target.address == address, "no fail-back"
-        await stream_all(served, 100, second.stop)
+        await lose(served, second.stop)
         info = await served.info()
         assert (info.target.address, info.standby.address) == (served.target_address, address)
+        assert [target.address for target in info.targets] == [served.target_address]
         assert await takeovers(served) == 2
         assert dict(info.counters.finished) == {"length": 8}
-        assert first.overlaps == second.overlaps == 0  # type: ignore[attr-defined]
-
-
-async def test_lost_connections_do_not_count_against_a_request() -> None:
-    """Another process serves after each of them, but none has crashed."""
-    async with paired() as (served, standby, _):
-        for target in (served.target, standby):
-            target.fail_next = [grpc.StatusCode.UNAVAILABLE] * 3
-        await served.expect(make_request())
-        assert await takeovers(served) >= 1  # the trial rounds fail too
+        assert first.overlaps == second.overlaps == 0
 
 
 async def test_standby_takes_over_from_an_idle_target() -> None:
-    async with paired(probe_seconds=3600.0, ready=False) as (served, standby, address):
-        async with asyncio.timeout(10):
-            await served.process.coordinator.targets.links[1].wait_ready()
+    async with with_standby(slow_target(), ready=False, probe_seconds=3600.0) as (served, address):
+        standby = served.process.coordinator.lanes.standby
+        assert standby is not None
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await standby.link.wait_ready()
         await served.target.stop()
         await served.expect(make_request())
         assert (await served.info()).target.address == address
-        assert standby.calls
 
 
 async def test_round_of_a_hanging_target_is_given_up() -> None:
-    """The former target still holds caches, and answers late. The coordinator never uses either again."""
+    """The former target answers late. It frees its caches before it serves again."""
     target = Exclusive()
-    async with paired(target, Exclusive(target)) as (served, standby, address):
+    standby = Exclusive(target)
+    async with with_standby(standby, first=target) as (served, address):
 
         async def hang() -> None:
             target.open.clear()
             await target._health.set("", NOT_SERVING)
 
-        await stream_all(served, 100, hang)
+        await lose(served, hang)
         assert (await served.info()).target.address == address
-        asked = len(target.requests)
+        assert target.caches
         target.open.set()
         await target._health.set("", SERVING)
-        await served.until(lambda info: info.standby.state == "ready")
-        stale = set(target.caches)
-        assert stale
-        await stream_all(served, 100, standby.stop)
-        assert {key for key in target.caches if key in stale} == stale
-        assert all(request.coordinator_id not in {key[0] for key in stale} for request in target.requests[asked:])
+        await served.until(lambda info: info.standby.state == "ready" and not target.caches)
+        await lose(served, standby.stop)
+        assert (await served.info()).target.address == served.target_address
 
 
 async def test_lost_standby_changes_nothing() -> None:
-    async with paired() as (served, standby, _):
-        await stream_all(served, 100, standby.stop)
+    standby = slow_target()
+    async with with_standby(standby, metrics_port=free_port()) as (served, _):
+        await lose(served, standby.stop)
         info = await served.until(lambda info: info.standby.state == "connecting")
         assert (info.target.state, info.target.address) == ("ready", served.target_address)
         assert (standby.calls, await takeovers(served)) == (0, 0)
 
 
 async def test_requests_wait_while_both_are_down_and_the_first_to_return_serves() -> None:
-    async with paired() as (served, standby, address):
+    standby = slow_target()
+    async with with_standby(standby) as (served, address):
 
         async def lose_both() -> None:
             await standby.stop()
@@ -187,7 +133,7 @@ async def test_requests_wait_while_both_are_down_and_the_first_to_return_serves(
             assert await served.status() == NOT_SERVING
             await standby.start(address)
 
-        await stream_all(served, 100, lose_both)
+        await lose(served, lose_both)
         info = await served.info()
         assert (info.target.address, info.target.state) == (address, "ready")
 
@@ -210,7 +156,7 @@ async def test_standby_serves_if_the_target_is_down_at_start() -> None:
     standby = RecordingTarget()
     address = await standby.start()
     try:
-        with mock.patch("coordinator.workers.standby.LISTEN_SECONDS", 0.2):
+        with mock.patch("coordinator.lanes.lanes.LISTEN_SECONDS", 0.2):
             async with serving(with_target=False, with_draft=False, target_standby_address=address) as served:
                 info = await served.until(lambda info: info.target.state == "ready")
                 assert (info.target.address, info.standby.address) == (address, served.target_address)
@@ -236,11 +182,11 @@ async def test_target_and_not_its_standby_decides_the_model() -> None:
         await other.stop()
 
 
-class Described(Exclusive):
+class Described(RecordingTarget):
     """A target with changes to its description."""
 
-    def __init__(self, other: Exclusive | None = None, **changes: Any) -> None:
-        super().__init__(other)
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(pass_seconds=lambda _: 0.002)
         self.changes = changes
 
     async def GetWorkerInfo(self, request: Any, context: Any) -> common_pb2.GetWorkerInfoResponse:
@@ -249,41 +195,27 @@ class Described(Exclusive):
         return response
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"numerics_fingerprint": "other"}, "numerics_fingerprint was same, is other"),
-        ({"device": "cuda:0 (NVIDIA H200)"}, "device was cpu"),
-        ({"equivalence": common_pb2.EQUIVALENCE_NUMERIC}, "equivalence was"),
-        ({"activations": "int8", "numerics_fingerprint": "other"}, "activations was float32, is int8"),
-        ({"max_model_len": 64}, "max_model_len was 4096, is 64"),
-    ],
-)
-async def test_standby_with_another_model_is_refused_and_the_service_goes_on(
-    changes: dict[str, Any], reason: str
-) -> None:
-    target = Described(numerics_fingerprint="same")
-    standby = Described(target, **{"numerics_fingerprint": "same", **changes})
-    async with paired(target, standby, ready=False) as (served, _, _):
+async def test_standby_with_another_model_is_refused_and_the_service_goes_on() -> None:
+    target, standby = Described(numerics_fingerprint="same"), Described(numerics_fingerprint="other")
+    async with with_standby(standby, first=target, ready=False, metrics_port=free_port()) as (served, _):
         info = await served.until(lambda info: info.standby.state == "refused")
-        assert reason in info.standby.reason
+        assert "numerics_fingerprint was same, is other" in info.standby.reason
 
         async def restart() -> None:
             await target.stop()
             await served.until(lambda info: info.target.state == "connecting")
             await target.start(served.target_address)
 
-        await stream_all(served, 100, restart)
+        await lose(served, restart)
         assert (standby.requests, await takeovers(served)) == ([], 0)
-        standby.changes = {"numerics_fingerprint": "same"}  # it has been replaced
+        standby.changes = target.changes  # it has been replaced
         await served.until(lambda info: info.standby.state == "ready")
 
 
 async def test_target_that_returns_with_another_model_is_replaced_by_the_standby() -> None:
-    target = Described(numerics_fingerprint="same")
-    standby = Described(target, numerics_fingerprint="same")
+    target, standby = Described(numerics_fingerprint="same"), Described(numerics_fingerprint="same")
     with pytest.raises(MismatchError, match="numerics_fingerprint"):  # noqa: PT012 - raised when the service ends
-        async with paired(target, standby) as (served, _, address):
+        async with with_standby(standby, first=target) as (served, address):
             stopped = asyncio.create_task(served.process.wait_stopped())
             target.changes = {"numerics_fingerprint": "other"}
             await target.stop()
@@ -291,7 +223,7 @@ async def test_target_that_returns_with_another_model_is_replaced_by_the_standby
             await target.start(served.target_address)
             info = await served.until(lambda info: info.standby.state == "refused")
             assert (info.target.address, info.target.state) == (address, "ready")
-            await stream_all(served, 100, lambda: asyncio.sleep(0))
+            await stream_all(served, long_requests(4))
             # Once both run another model, the coordinator ends, to be restarted for it.
             standby.changes = target.changes
             await standby.stop()
@@ -302,16 +234,33 @@ async def test_target_that_returns_with_another_model_is_replaced_by_the_standby
 
 async def test_lengths_of_both_workers_may_differ() -> None:
     """The maximum length may depend on the memory that was free at start. Every sequence fits in both workers."""
-    target = Exclusive(max_model_len=512)
-    async with paired(target, Exclusive(target, max_model_len=1024)) as (served, _, _):
-        await stream_all(served, 100, target.stop)
+    target = slow_target(max_model_len=512)
+    async with with_standby(slow_target(max_model_len=1024), first=target) as (served, _):
+        await lose(served)
         assert (await served.stub.GetModelInfo(pb.GetModelInfoRequest())).max_model_len == 512
         await target.start(served.target_address)
         await served.until(lambda info: info.standby.state == "ready")
 
 
+async def lose_begun(served: Serving, requests: list[pb.GenerateRequest]) -> list[grpc.StatusCode]:
+    """Stop the target once it has begun requests, which the standby may not continue. Return how they end."""
+    running = [asyncio.ensure_future(served.stub.Generate(request)) for request in requests]
+    await served.until(lambda info: info.counters.completion_tokens > 100)
+    await served.target.stop()
+    ended = await asyncio.gather(*running, return_exceptions=True)
+    return [end.code() for end in ended if isinstance(end, grpc.aio.AioRpcError)]
+
+
+async def test_standby_without_grammars_ends_constrained_requests() -> None:
+    standby = slow_target(supports_grammars=False)
+    async with with_standby(standby, max_num_seqs=2) as (served, _):
+        requests = [make_request([i, 2], 400, regex="[a-z]{2000,}") for i in range(4)]  # two wait
+        assert await lose_begun(served, requests) == [grpc.StatusCode.UNIMPLEMENTED] * 4
+        await served.expect(make_request())
+
+
 async def test_renewed_certificates_cause_no_takeover() -> None:
-    async with paired() as (served, _, _):
+    async with with_standby(slow_target(), metrics_port=free_port()) as (served, _):
         link = served.process.coordinator.target
 
         async def renew() -> None:
@@ -322,27 +271,5 @@ async def test_renewed_certificates_cause_no_takeover() -> None:
             ):
                 await link._probe()
 
-        await stream_all(served, 100, renew)
+        await lose(served, renew)
         assert await takeovers(served) == 0
-
-
-async def test_standby_must_be_another_process() -> None:
-    target = RecordingTarget()
-    port = (await target.start()).rpartition(":")[2]
-    try:
-        settings = {"target_address": f"127.0.0.1:{port}", "target_standby_address": f"localhost:{port}"}
-        process = CoordinatorServer(CoordinatorSettings(**{**DEFAULTS, **settings}))
-        await process.start()
-        standby = process.coordinator.targets.links[1]
-        await until(lambda: standby.state is LinkState.REFUSED)
-        assert "is the target worker itself" in standby.reason
-        assert process.coordinator.target.is_ready
-        process.server.stop()
-        await process.wait_stopped()
-    finally:
-        await target.stop()
-
-
-def test_standby_must_be_another_worker() -> None:
-    with pytest.raises(ValidationError, match="target_standby_address must not be target_address"):
-        CoordinatorSettings(target_address="a:1", target_standby_address="a:1")
