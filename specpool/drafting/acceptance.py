@@ -5,11 +5,14 @@ from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from operator import mul
 
-# Decay of older observations per draft token, for one sequence and overall. The overall rate is the prior of every
-# sequence and weighs as much as `PRIOR_TOKENS` observations.
-DECAY, OVERALL_DECAY, PRIOR_TOKENS = 0.985, 0.995, 10.0
-# Bins of the draft's own probabilities: more of them learn more slowly.
-CONFIDENCES = 10
+# Decay of older observations per draft token.
+DECAY = 0.99
+# Observations that a prior weighs as much as, such as the overall rate in the rate of a new sequence.
+PRIOR_TOKENS = 10.0
+# Initial acceptance rate: of a draft model's tokens, of those after a run of MAX_RUN tokens, and of the first branch.
+FIRST_RATE = 0.6
+# Bins of probabilities: more of them learn more slowly and cost more time to plan.
+BINS = 16
 
 
 def expected_tokens(rate: float, k: int) -> float:
@@ -27,14 +30,13 @@ def agreement_length(drafted: tuple[int, ...], gained: tuple[int, ...]) -> int:
 class Acceptance:
     """Recent acceptance rate of draft tokens."""
 
-    decay: float = DECAY
     accepted: float = 0.0
     tried: float = 0.0
 
     def add(self, drafted: float, accepted: float) -> None:
         """Add a round. Tokens after the first rejected one do not count as tried."""
         tried = min(drafted, accepted + 1)
-        decay = self.decay**tried
+        decay = DECAY**tried
         self.accepted = self.accepted * decay + accepted
         self.tried = self.tried * decay + tried
 
@@ -46,28 +48,32 @@ class Acceptance:
 class Calibration:
     """Acceptance probabilities by the draft's own probabilities."""
 
-    _bins: list[Acceptance] = field(default_factory=lambda: [Acceptance(OVERALL_DECAY) for _ in range(CONFIDENCES)])
+    _bins: list[Acceptance] = field(default_factory=lambda: [Acceptance() for _ in range(BINS)])
 
     def chance(self, confidence: float) -> float:
         """Acceptance probability of a draft token with this confidence."""
-        return self._rate(_bin(confidence))
+        return self._rate(bin_of(confidence))
 
     @property
     def chances(self) -> list[float]:
         """Acceptance probabilities for confidences from 0 to 1, in equal steps."""
-        return [self._rate(index) for index in range(CONFIDENCES)]
+        return [self._rate(index) for index in range(BINS)]
 
     def _rate(self, index: int) -> float:
-        return self._bins[index].rate((index + 0.5) / CONFIDENCES)
+        return self._bins[index].rate(middle_of(index))
 
     def add(self, confidences: Sequence[float], accepted: int) -> None:
         """Add the verified draft tokens of a round, of which the first `accepted` were accepted."""
         for i, confidence in enumerate(confidences[: accepted + 1]):
-            self._bins[_bin(confidence)].add(1, int(i < accepted))
+            self._bins[bin_of(confidence)].add(1, int(i < accepted))
 
 
-def _bin(confidence: float) -> int:
-    return min(CONFIDENCES - 1, int(confidence * CONFIDENCES))
+def bin_of(probability: float) -> int:
+    return min(BINS - 1, int(probability * BINS))
+
+
+def middle_of(index: int) -> float:
+    return (index + 0.5) / BINS
 
 
 @dataclass
@@ -76,7 +82,7 @@ class AcceptanceRates:
 
     first_rate: float
     """Overall rate before the first draft token."""
-    _overall: Acceptance = field(default_factory=lambda: Acceptance(OVERALL_DECAY))
+    _overall: Acceptance = field(default_factory=Acceptance)
     _sequences: dict[int, Acceptance] = field(default_factory=dict)
 
     def add(self, sequence_id: int, drafted: float, accepted: float) -> None:

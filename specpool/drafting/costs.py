@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
-# Minimum weight of a new observation, for the scale of all points and for the nearest points. The first rounds weigh
-# more: startup measurements are unreliable on a busy machine.
-SCALE_WEIGHT, POINT_WEIGHT = 0.1, 0.02
+# Recent rounds that count where the load of a machine changes the time. Their mean is the weight of a new observation.
+RECENT = 15
+# Weight of a new observation where the time hardly changes.
+WEIGHT = 0.02
+# Maximum factor between an observation and its estimate: one stalled round changes little.
+MAX_RISE = 4.0
 # Maximum growth of the time per row. The first row of a kernel tile costs as much as several later rows.
 MAX_GROWTH = 1.25
-# Bounds of the time of a pass. They keep ratios finite.
-MIN_SECONDS, MAX_SECONDS = 1e-6, 1e6
+# Maximum time of a pass, and the inverse of the minimum. It keeps ratios finite.
+MAX_SECONDS = 1e6
 # Default seconds by rows, for workers without measurements.
 UNKNOWN_VERIFY = {1: 0.02, 64: 0.04, 1024: 0.345}
 UNKNOWN_DRAFT = {rows: seconds / 10 for rows, seconds in UNKNOWN_VERIFY.items()}
@@ -83,13 +86,13 @@ class StepTimes:
         expected = sum(parts.values())
         error = _bounded(seconds) / (expected + sum(map(self._extra, steps)))
         known = sum(part * min(1.0, self._seen[at]) for at, part in parts.items()) / expected
-        weight = known * max(SCALE_WEIGHT, 1 / (1 + self._observed))
+        weight = known * max(1 / RECENT, 1 / (1 + self._observed))
         self._observed += 1
         scale, error = error**weight, error ** (1 - weight)
         self._seconds = [_bounded(point * scale) for point in self._seconds]
         squares = sum(part**2 for part in parts.values()) / expected
         for at, part in parts.items():
-            weight = max(POINT_WEIGHT, 1 / (1 + self._seen[at])) * part / squares
+            weight = max(WEIGHT, 1 / (1 + self._seen[at])) * part / squares
             self._seconds[at] = _bounded(self._seconds[at] * error**weight)
             self._seen[at] += part / expected
         self._keep_plausible()
@@ -140,7 +143,7 @@ class StepTimes:
         kept: list[int] = []
         for at in sorted(range(len(self._rows)), key=lambda at: -self._seen[at]):
             bounds = [self._bounds(at, i) for i in kept]
-            low = max((low for low, _ in bounds), default=MIN_SECONDS)
+            low = max((low for low, _ in bounds), default=1 / MAX_SECONDS)
             high = min((high for _, high in bounds), default=MAX_SECONDS)
             self._seconds[at] = min(max(low, self._seconds[at]), high)
             kept.append(at)
@@ -158,7 +161,7 @@ class StepTimes:
 
 
 def _bounded(seconds: float) -> float:
-    return min(MAX_SECONDS, max(MIN_SECONDS, seconds))
+    return min(MAX_SECONDS, max(1 / MAX_SECONDS, seconds))
 
 
 @dataclass(frozen=True)

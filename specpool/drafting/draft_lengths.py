@@ -11,16 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from specpool.drafting.acceptance import AcceptanceRates, expected_tokens
-from specpool.drafting.branching import NUMBERS, Branching, BranchPlan
+from specpool.drafting.acceptance import FIRST_RATE, AcceptanceRates, bin_of, expected_tokens, middle_of
+from specpool.drafting.branching import Branching, BranchPlan
 from specpool.drafting.costs import RoundCosts
 from specpool.drafting.ledger import MIN_GAIN, Ledger
 from specpool.drafting.plans import MAX_DRAFT_LAG, NO_DRAFTS, DraftMethod, DraftPlan
 
 # Minimum gain of a new plan over the current one: estimates are off by a few per cent.
 HYSTERESIS = MIN_GAIN / 2
-# Bins of acceptance rates: planning counts sequences per bin instead of examining each one.
-RATE_BINS = 32
 # Rounds between plans, which cost more time than a round's own choices.
 PLAN_ROUNDS = 8
 # Draft lag, in tokens, that costs next to nothing to catch up with.
@@ -70,8 +68,6 @@ class DraftLengths:
 
     costs: RoundCosts
     max_num_draft_tokens: int
-    first_rate: float = 0.6
-    """Initial acceptance rate of a draft model."""
     plan: RoundPlan = RoundPlan()
     """The current plan for drafts before a verification."""
     branches: BranchPlan = field(default_factory=BranchPlan)
@@ -95,7 +91,7 @@ class DraftLengths:
     """Whether the draft worker could draft for a sequence at the model's last chance to draft."""
 
     def __post_init__(self) -> None:
-        self.acceptance = AcceptanceRates(self.first_rate)
+        self.acceptance = AcceptanceRates(FIRST_RATE)
         self.ledger = Ledger(self.costs)
         self.measures_plain = False
         """Whether the last planned round has no drafts, to measure the time of plain decoding."""
@@ -181,7 +177,7 @@ class DraftLengths:
 
     def _plan_sequence(self, sequence_id: int, options: DraftOptions) -> DraftPlan:
         """Choose the draft model or prompt lookup, whichever gains more."""
-        plan, rate = self.plan, _middle(_bin(self.acceptance.rate(sequence_id)))
+        plan, rate = self.plan, middle_of(bin_of(self.acceptance.rate(sequence_id)))
         limit = options.max_num_draft_tokens
         num_draft_tokens = (
             _profitable_length(rate, [plan.row + step for step in plan.steps]) if options.has_model else 0
@@ -232,7 +228,7 @@ class DraftLengths:
         }
         lookup_gain = sum(expected_tokens(options[i].lookup_rate, k) - 1 for i, k in lookups.items() if k)
         drafting = [i for i, option in options.items() if option.can_use_model and not lookups[i]]
-        counts = Counter(_bin(self.acceptance.rate(i)) for i in drafting)
+        counts = Counter(bin_of(self.acceptance.rate(i)) for i in drafting)
         batch = _Batch(self.costs, len(options), counts, sum(lookups.values()), lookup_gain)
         if self._is_new:
             return batch.plan(0)
@@ -267,7 +263,7 @@ class DraftLengths:
 
         If possible, draft branches, which cost less time. The next round verifies them, and belongs to the trial.
         """
-        num_branches = min(NUMBERS[1], max_branches)
+        num_branches = min(2, max_branches)
         if num_branches and (again := [i for i in tried_last if i in options and options[i].can_use_model]):
             self._tries_model = True
             plans.update(dict.fromkeys(again, DraftPlan(1, num_branches, is_trial=True)))
@@ -329,7 +325,7 @@ class _Batch:
             row = speed * (costs.verify(self.sequences + drafted) - costs.verify(self.sequences)) / drafted
             # The marginal cost of a sequence: alone, it would cost the whole step.
             steps = [speed * (costs.draft(n) - costs.draft(n - 1)) if n > 1 else 0.0 for n in drafting]
-            lengths = {rate: _profitable_length(_middle(rate), [row + step for step in steps]) for rate in lengths}
+            lengths = {rate: _profitable_length(middle_of(rate), [row + step for step in steps]) for rate in lengths}
         num_steps = max(lengths.values(), default=0)
         shares = [speed * costs.draft(n) / n for n in self._drafting(lengths, num_steps)]
         return RoundPlan(self.sequences, self._speed(lengths), row, tuple(steps[:num_steps]), tuple(shares))
@@ -344,7 +340,7 @@ class _Batch:
 
     def _speed(self, lengths: Mapping[int, int]) -> float:
         """Expected tokens per second."""
-        gained = sum(self.counts[rate] * (expected_tokens(_middle(rate), k) - 1) for rate, k in lengths.items())
+        gained = sum(self.counts[rate] * (expected_tokens(middle_of(rate), k) - 1) for rate, k in lengths.items())
         drafting = self._drafting(lengths, max(lengths.values(), default=0))
         seconds = self.costs.seconds(self.sequences, drafting, self.num_lookup_tokens)
         return (self.sequences + self.lookup_gain + gained) / seconds
@@ -360,11 +356,3 @@ def _profitable_length(rate: float, min_chances: list[float]) -> int:
     while length < len(min_chances) and chance >= min_chances[length]:
         length, chance = length + 1, chance * rate
     return length
-
-
-def _bin(rate: float) -> int:
-    return min(RATE_BINS - 1, int(rate * RATE_BINS))
-
-
-def _middle(rate_bin: int) -> float:
-    return (rate_bin + 0.5) / RATE_BINS

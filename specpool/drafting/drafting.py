@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from specpool.drafting.acceptance import OVERALL_DECAY, Acceptance, Calibration, expected_tokens
+from specpool.drafting.acceptance import Acceptance, Calibration, expected_tokens
 from specpool.drafting.branching import BranchPlan
-from specpool.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes, Timed
+from specpool.drafting.costs import MAX_RISE, UNKNOWN_DRAFT, UNKNOWN_VERIFY, WEIGHT, RoundCosts, StepTimes, Timed
 from specpool.drafting.draft_lengths import HYSTERESIS, DraftLengths, DraftOptions
 from specpool.drafting.ledger import MIN_GAIN
 from specpool.drafting.lookup import PromptLookup
@@ -15,10 +15,8 @@ from specpool.drafting.plans import MAX_DRAFT_LAG, NO_DRAFTS, DraftMethod, Draft
 from specpool.drafting.sequences import Commit, Sequence
 from specpool.protocol.rounds import Proposal, ProposeItem
 
-# Seconds of a round trip to a worker: the initial estimate, and the weight of each observation.
-FIRST_EXCHANGE, EXCHANGE_WEIGHT = 0.0015, 0.05
-# Maximum factor between an observed waiting time and its estimate: one stalled round changes little.
-MAX_RISE = 4.0
+# Initial estimate of the seconds of a round trip to a worker.
+FIRST_EXCHANGE = 0.0015
 # Draft tokens that a request with a fixed length always gets, even in a round with adaptive requests.
 MIN_FIXED_TOKENS = 4
 FORCED = "forced"
@@ -68,7 +66,7 @@ class Drafting:
         self.lengths = DraftLengths(costs, max_num_draft_tokens)
         self.lookup = lookup if lookup is not None else PromptLookup()
         self.calibration = Calibration()
-        self._forced_tokens = Acceptance(OVERALL_DECAY)
+        self._forced_tokens = Acceptance()
         self._draft_steps = 0
         """Draft steps of the last round."""
 
@@ -201,7 +199,7 @@ class Drafting:
             self._draft_steps = 0 if any(item.num_branches for item in items) else len(steps)
 
     def _observe_exchange(self, timed: Timed) -> None:
-        self.costs.exchange += EXCHANGE_WEIGHT * (timed.wire - self.costs.exchange)
+        self.costs.exchange += WEIGHT * (timed.wire - self.costs.exchange)
 
     def _observe_waiting(self, outcome: RoundOutcome[Commit], seconds: float) -> None:
         """Learn how long the target waits between plain rounds, and how long the coordinator takes for other rounds."""
@@ -210,16 +208,16 @@ class Drafting:
             before = costs.exchange if costs.plain_exchange is None else costs.plain_exchange
             waited = seconds - outcome.verified.forward - outcome.verified.realign
             waited = min(max(0.0, waited), MAX_RISE * max(before, costs.exchange))
-            costs.plain_exchange = before + EXCHANGE_WEIGHT * (waited - before)
+            costs.plain_exchange = before + WEIGHT * (waited - before)
         elif outcome.ahead_seconds is not None and costs.ahead_exchange is not None:
             forward = sum(timed.forward for _, _, timed in outcome.proposals)
             waited = min(max(0.0, outcome.ahead_seconds - forward), MAX_RISE * costs.ahead_exchange)
-            costs.ahead_exchange += EXCHANGE_WEIGHT * (waited - costs.ahead_exchange)
+            costs.ahead_exchange += WEIGHT * (waited - costs.ahead_exchange)
         else:
             elapsed = [timed.elapsed for timed in outcome.calls]
             scheduling = seconds - (max(elapsed) if outcome.drafted_ahead else sum(elapsed))
             scheduling = min(max(0.0, scheduling), MAX_RISE * costs.exchange)
-            costs.scheduling += EXCHANGE_WEIGHT * (scheduling - costs.scheduling)
+            costs.scheduling += WEIGHT * (scheduling - costs.scheduling)
 
     def overlap_pays(self, sequences: int) -> bool:
         """Whether two alternating groups, one drafting while the other is verified, beat a single group."""

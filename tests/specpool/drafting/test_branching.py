@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
-from specpool.drafting.branching import NUMBERS, Branching, BranchPlan
+from specpool.drafting.branching import Branching, BranchPlan
 from specpool.drafting.costs import RoundCosts, StepTimes
 from specpool.drafting.draft_lengths import PLAN_ROUNDS, DraftLengths, DraftOptions
 from specpool.drafting.drafting import Drafting, DraftWorker
 from specpool.drafting.ledger import FREE_TRIALS
 from specpool.drafting.plans import DraftMethod, DraftPlan
-from specpool.protocol.rounds import ItemStatus, Proposal
+from specpool.protocol.rounds import MAX_ITEM_BRANCHES, ItemStatus, Proposal
 
 LENGTHS = range(1, 17)
 
@@ -74,7 +74,7 @@ def test_plans_stay_within_their_limits(
     if not drafting or not max_branches:
         assert plan == BranchPlan()
     else:
-        assert plan.num_branches in NUMBERS
+        assert plan.num_branches <= MAX_ITEM_BRANCHES
         assert plan.num_branches <= max_branches
         assert plan.length in LENGTHS
         assert plan.speed > 0
