@@ -82,7 +82,7 @@ class EmulatedDevice(SequenceEngine):
             kv_positions_total=SLOTS * MAX_MODEL_LEN, kv_positions_multiple=1, kv_layout="slots", weight_bytes=1,
             activation_bytes=1, step_seconds={rows: self._seconds(rows) for rows in MEASURED_ROWS}, step_cached=0,
             seconds_per_cached=0.0, max_rows=MAX_ROWS, weights_fingerprint="emulated",
-            numerics_fingerprint="emulated", activations="float32", kv_reservations_grow=True, **self.load._asdict(),
+            numerics_fingerprint="emulated", activations="float32", **self.load._asdict(),
         )  # fmt: skip
 
     def choose_rows(

@@ -24,7 +24,7 @@ class Lane:
         """`on_change`: called when the state of the target worker has changed."""
         settings = shared.settings
         self.targets, self.draft, self.is_draining = targets, draft, False
-        self._settings, self._on_change, self._on_other_numerics = settings, on_change, shared.on_other_numerics
+        self._settings, self._on_change = settings, on_change
         self._tasks: list[asyncio.Task[None]] = []
         preempts = settings.policy != "eqspec"  # a fixed batch neither preempts nor overlaps
         self.window = Window(
@@ -35,7 +35,7 @@ class Lane:
         self._loop = RoundLoop(shared, self.window, Workers(targets, draft), self.drafting)
         targets.on_change = self.update
         for link in targets.links:
-            link.on_replaced = self._target_replaced
+            link.on_replaced = self._loop.failures.target_replaced
 
     @property
     def address(self) -> str:
@@ -73,22 +73,18 @@ class Lane:
         self.window.is_lost = not self.is_ready and self.targets.active.reason != RENEWED
         self._on_change()
 
-    def _target_replaced(self, numerics: str) -> None:
-        if numerics != self.window.numerics:
-            self._on_other_numerics()
-        self._loop.failures.target_replaced(numerics)
-
     def vacate(self) -> None:
         """Let the sequences continue in other lanes if the target worker is lost."""
         self._loop.failures.vacate()
 
     def _fit_window(self) -> None:
         """Limit the window to the target's slots. More sequences would only evict each other."""
-        load = self.targets.active.load_at_start
-        self.window.slots = load.slots_total
+        info = self.targets.active.info
+        assert info is not None
+        self.window.slots = info.slots_total
         self.window.max_num_seqs = min(self._settings.usable_window, self.window.slots)
-        grows = load.kv_reservations_grow and self._settings.policy != "eqspec"  # a fixed batch does not preempt
-        self.window.reservations.capacity = KVCapacity(load.kv_positions_total, load.kv_positions_multiple, grows)
+        grows = self._settings.policy != "eqspec"  # a fixed batch does not preempt
+        self.window.reservations.capacity = KVCapacity(info.kv_positions_total, info.kv_positions_multiple, grows)
 
     async def remove(self) -> None:
         """Stop the lane. Its sequences continue in other lanes, or fail."""

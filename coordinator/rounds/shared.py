@@ -22,6 +22,4 @@ class Shared:
     lookup: PromptLookup
     on_admission: Callable[[], None]
     """Called before sequences are admitted."""
-    on_other_numerics: Callable[[], None]
-    """Called when a target process takes over that may choose other tokens."""
     counters: Counters = field(default_factory=Counters)

@@ -3,14 +3,11 @@
 from collections.abc import Callable
 from itertools import accumulate
 from operator import mul
-from typing import NamedTuple
 
 from coordinator.scheduling.caches import PendingRound, WorkerCache
 from coordinator.scheduling.sequence import Sequence
 from specpool.drafting.plans import DraftPlan
-from specpool.protocol.features import FeatureSpec
 from specpool.protocol.rounds import (
-    MAX_ITEM_BRANCHES,
     MAX_ITEM_UNVERIFIED,
     Branch,
     ItemStatus,
@@ -18,20 +15,10 @@ from specpool.protocol.rounds import (
     ProposeItem,
 )
 from specpool.protocol.sampling import SamplingParams
+from specpool.protocol.worker_info import WorkerInfo
 
 # Rounds of backoff after the draft worker had no free slot.
 DRAFT_BACKOFF_ROUNDS = 16
-
-
-class DraftLimits(NamedTuple):
-    """What a draft worker can do."""
-
-    max_model_len: int
-    vocab_size: int
-    reservations_grow: bool = False
-    max_branches: int = MAX_ITEM_BRANCHES
-    features: FeatureSpec | None = None
-    """The hidden states of the target that it reads."""
 
 
 class Drafts:
@@ -89,7 +76,7 @@ class Drafts:
             return 0
         return length - self._base_length
 
-    def propose_item(self, count: int, worker: DraftLimits) -> ProposeItem | None:
+    def propose_item(self, count: int, worker: WorkerInfo) -> ProposeItem | None:
         """The item that sends `count` committed tokens to the draft worker; None to leave the sequence out."""
         if (item := self._item(count, (), worker)) is None:
             return None
@@ -100,7 +87,7 @@ class Drafts:
             item.next_chance = self.plan.next_chance
         return item
 
-    def ahead_item(self, count: int, verified: tuple[int, ...] | None, worker: DraftLimits) -> ProposeItem | None:
+    def ahead_item(self, count: int, verified: tuple[int, ...] | None, worker: WorkerInfo) -> ProposeItem | None:
         """The item that sends `count` committed tokens and drafts branches; None to leave the sequence out.
 
         `verified`: draft tokens in verification; None if the verification yields no tokens.
@@ -119,7 +106,7 @@ class Drafts:
             item.num_draft_tokens, item.min_chance = num_draft_tokens, self.plan.min_chance
         return item
 
-    def _item(self, count: int, unverified: tuple[int, ...], worker: DraftLimits) -> ProposeItem | None:
+    def _item(self, count: int, unverified: tuple[int, ...], worker: WorkerInfo) -> ProposeItem | None:
         """The item that extends the draft worker's cache, without draft tokens; None to leave the sequence out."""
         sequence, base = self.sequence, self._base_length
         tokens = tuple(sequence.token_ids[base : base + count])
@@ -128,7 +115,7 @@ class Drafts:
             return None
         source, sampling = first_contact(sequence, sequence.draft, bool(sequence.draft.num_cached_tokens), base)
         reserved = full = None
-        if worker.reservations_grow and sequence.reserved is not None:
+        if sequence.reserved is not None:
             reserved = min(sequence.reserved_length, worker.max_model_len)
         if sampling:
             full = min(sequence.max_length, worker.max_model_len)

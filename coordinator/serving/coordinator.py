@@ -17,7 +17,7 @@ from coordinator.requests.generation import Generation
 from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.requests.latencies import Latencies
 from coordinator.rounds.shared import Shared
-from coordinator.scheduling.capacity import DuplicateRequestError, PoolFullError, QueueLimits
+from coordinator.scheduling.capacity import DuplicateRequestError, QueueLimitError, QueueLimits
 from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 from coordinator.scheduling.text import TextStream
@@ -38,8 +38,8 @@ from specpool.protocol.errors import (
     UnimplementedError,
 )
 from specpool.protocol.model_name import readable_name
+from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.observability.tracing import Tracer
-from specpool.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +61,7 @@ class Coordinator:
         room = SpareRoom(self._audited_windows, settings.max_batch_size, mixes_lengths=settings.policy == "ragged")
         self.auditor = Auditor(room, self.generate, self._abort, lambda: self.audit_share)
         lookup = PromptLookup(settings.lookup_store_tokens)
-        shared = Shared(
-            settings, self.queue, self.in_flight, self.traces, lookup, self.auditor.yield_room, self.auditor.clear
-        )
+        shared = Shared(settings, self.queue, self.in_flight, self.traces, lookup, self.auditor.yield_room)
         self.counters = shared.counters
         self.lanes = Lanes(shared, self.tokenizers)
         self._sequence_ids = count(1)
@@ -84,7 +82,7 @@ class Coordinator:
         return self.lanes.first.draft
 
     @property
-    def model(self) -> common_pb2.ModelInfo | None:
+    def model(self) -> WorkerInfo | None:
         """The model of all target workers. None until one was ready."""
         return self.target.info if any(lane.is_known for lane in self.lanes) else None
 
@@ -97,7 +95,7 @@ class Coordinator:
     @property
     def tokenizer(self) -> TokenizerDescription:
         """The target's tokenizer. Raises UnavailableError until the target worker was ready."""
-        if self.target.tokenizer is None:
+        if self.model is None or self.target.tokenizer is None:
             raise UnavailableError(f"the target worker at {self.target.address} is not ready: {self.target.reason}")
         return self.target.tokenizer
 
@@ -119,9 +117,7 @@ class Coordinator:
         """Share of the answers to audit, 0 to 1."""
         if self.settings.audit_share is not None:
             return self.settings.audit_share
-        info = self.model
-        is_exact = info is not None and info.equivalence == common_pb2.EQUIVALENCE_BITWISE
-        return DEFAULT_SHARE if is_exact else 0.0
+        return DEFAULT_SHARE if self.model is not None and self.model.bitwise else 0.0
 
     async def run(self) -> None:
         """Run rounds. Raises MismatchError if the target worker restarts with another model; never returns."""
@@ -192,9 +188,7 @@ class Coordinator:
         await self.lanes.close()
 
     def _audited_windows(self) -> list[Window]:
-        """The open windows; none if they may choose different tokens."""
-        windows = [lane.window for lane in self.lanes if lane.window.is_open]
-        return windows if len({window.numerics for window in windows}) == 1 else []
+        return [lane.window for lane in self.lanes if lane.window.is_open]
 
     @contextmanager
     def _refusals(self, request: GenerationRequest) -> Iterator[None]:
@@ -203,7 +197,7 @@ class Coordinator:
             yield
         except DuplicateRequestError:
             raise AlreadyExistsError(f"request_id: {request.request_id!r} is in flight already") from None
-        except PoolFullError as error:
+        except QueueLimitError as error:
             raise QueueFullError(str(error), self.in_flight.seconds_until_free(error.places)) from None
 
     def _resume(self, sequence: Sequence) -> None:

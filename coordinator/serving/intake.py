@@ -41,7 +41,9 @@ class Intake:
             if self._server.stopping:
                 raise UnavailableError("the server is shutting down")
             arrived = time.monotonic()
-            prompts = PromptReader(coordinator.tokenizer, coordinator.max_model_len, coordinator.target.vocab_size)
+            tokenizer, model = coordinator.tokenizer, coordinator.model
+            assert model is not None
+            prompts = PromptReader(tokenizer, coordinator.max_model_len, model.vocab_size)
             limits = Limits(
                 coordinator.settings,
                 prompts,

@@ -13,11 +13,12 @@ from coordinator.workers.link import WorkerLink
 from coordinator.workers.recent import Recent
 from coordinator.workers.states import LinkState
 from specpool.environment.version import package_version
-from specpool.protocol.codec import logprobs_message
+from specpool.protocol.codec import logprobs_message, model_message
+from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.server.callers import client_of
 from specpool.rpc.server.server import Server
+from specpool.v1 import common_pb2, generation_pb2_grpc
 from specpool.v1 import generation_pb2 as pb
-from specpool.v1 import generation_pb2_grpc
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -56,8 +57,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         draft = coordinator.draft.first if coordinator.draft is not None else None
         return pb.GetModelInfoResponse(
             max_model_len=max_model_len,
-            target=coordinator.model,
-            draft=draft.info if draft is not None else None,
+            target=_model(coordinator.model),
+            draft=_model(draft.info) if draft is not None else None,
             default_max_tokens=settings.default_max_tokens,
             num_speculative_tokens=settings.num_speculative_tokens,
             max_num_speculative_tokens=settings.max_num_speculative_tokens,
@@ -166,4 +167,9 @@ async def _optional_state(link: WorkerLink | None) -> pb.WorkerState | None:
 
 async def _worker_state(link: WorkerLink) -> pb.WorkerState:
     load = await link.load() if link.is_ready else None
-    return pb.WorkerState(address=link.address, state=link.state, reason=link.reason, model=link.info, load=load)
+    model = _model(link.info)
+    return pb.WorkerState(address=link.address, state=link.state, reason=link.reason, model=model, load=load)
+
+
+def _model(info: WorkerInfo | None) -> common_pb2.ModelInfo | None:
+    return model_message(info) if info is not None else None

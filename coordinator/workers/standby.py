@@ -13,7 +13,7 @@ from coordinator.workers.target_link import TargetLink
 from specpool.drafting.costs import StepTimes, Timed
 from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import Verdict, VerifyItem
-from specpool.v1 import common_pb2
+from specpool.protocol.worker_info import WorkerInfo
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class TargetPair:
         return [self.active, *([self.standby] if self.standby is not None else [])]
 
     @property
-    def info(self) -> common_pb2.ModelInfo | None:
+    def info(self) -> WorkerInfo | None:
         return self.active.info
 
     @property
@@ -52,13 +52,9 @@ class TargetPair:
         return self.active.instance_id
 
     @property
-    def vocab_size(self) -> int:
-        return self.active.vocab_size
-
-    @property
     def max_model_len(self) -> int:
         """Maximum positions of a sequence on either worker. Known once one was ready."""
-        return min(link.max_model_len for link in self.links if link.info is not None)
+        return min(link.info.max_model_len for link in self.links if link.info is not None)
 
     @property
     def step_times(self) -> StepTimes:
@@ -80,18 +76,6 @@ class TargetPair:
 
     async def release(self, sequence_ids: Iterable[int]) -> bool:
         return await self.active.release(sequence_ids)
-
-    @property
-    def max_rounds_ahead(self) -> int:
-        return self.active.max_rounds_ahead
-
-    @property
-    def selects_branches(self) -> bool:
-        return self.active.selects_branches
-
-    @property
-    def returns_features(self) -> bool:
-        return self.active.returns_features
 
     @property
     def grammar_refusal(self) -> str | None:

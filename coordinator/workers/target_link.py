@@ -30,6 +30,7 @@ from specpool.protocol.response_sizes import max_verify_bytes
 from specpool.protocol.responses import InvalidResponseError, decoded, drops_features, read_tokenizer, read_verdicts
 from specpool.protocol.rounds import Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
+from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import common_pb2, target_worker_pb2, target_worker_pb2_grpc
 
@@ -58,8 +59,8 @@ class TargetLink(WorkerLink):
     tokenizer: TokenizerDescription | None = None
     chat_template: str | None = None
     """Replaces the model's chat templates."""
-    on_replaced: Callable[[str], None] | None = None
-    """Called before the link uses another process, with its numerics: see `TargetModel.replace`."""
+    on_replaced: Callable[[], None] | None = None
+    """Called before the link uses another process."""
     peer: "TargetLink | None" = None
     """The other link of a pair, whose worker must run the same model."""
     replicas: "Callable[[], Iterable[TargetLink]]" = tuple
@@ -86,26 +87,26 @@ class TargetLink(WorkerLink):
         return target_worker_pb2_grpc.TargetWorkerServiceStub(channel)
 
     def _make_rounds(self) -> RoundCalls:
-        return RoundCalls(self._stub.VerifyStream, self._stub.Verify, self._timeout, self._check_round)
+        return RoundCalls(self._stub.VerifyStream, self._timeout, self._check_instance)
 
     def _make_backoff(self) -> Backoff:
         return Backoff(first=0.0, second=0.05, maximum=2.0, reset_after=0)  # every request waits for the target
 
-    async def _check(self, description: common_pb2.GetWorkerInfoResponse) -> None:
-        self._model.check(description.model)
+    async def _check(self, info: WorkerInfo) -> None:
+        self._model.check(info)
         if self.info is None:
             async with self._model.reading_tokenizer:  # others may be described meanwhile
-                self._model.check(description.model)
+                self._model.check(info)
                 described = next((other for other in self._others if other.info is not None), None)
                 if described is not None:
                     self.tokenizer = described.tokenizer
                 else:
-                    await self._read_tokenizer(description)
+                    await self._read_tokenizer(info)
         for other in self._others:  # unless the other's process has moved to this address
-            if other.is_ready and description.instance_id == other.instance_id != "":
+            if other.is_ready and info.instance_id == other.instance_id:
                 known = "the target worker itself" if other is self.peer else "a target worker already in use"
                 raise MismatchError(f"the worker is {known}, known as {other.address}")
-        if description.instance_id == self.instance_id:
+        if info.instance_id == self.instance_id:
             await self.try_round()
         self._failed_id = None
 
@@ -115,17 +116,17 @@ class TargetLink(WorkerLink):
         peer = [self.peer] if self.peer is not None else []
         return [*peer, *(link for link in self.replicas() if link is not self and link is not self.peer)]
 
-    async def _read_tokenizer(self, description: common_pb2.GetWorkerInfoResponse) -> None:
+    async def _read_tokenizer(self, info: WorkerInfo) -> None:
         response = await self._stub.GetTokenizer(target_worker_pb2.GetTokenizerRequest(), timeout=PROBE_TIMEOUT_SECONDS)
         files = read_tokenizer(decoded(response, "tokenizer"))
-        if response.instance_id not in (description.instance_id, ""):
+        if response.instance_id != info.instance_id:
             raise InvalidResponseError("the tokenizer comes from another process than the description")
         if self.chat_template is not None:
             files = replace(files, chat_template=self.chat_template, tool_chat_template="")
         try:
-            self.tokenizer = await self._tokenizers.load(files, description.model.vocab_size)
+            self.tokenizer = await self._tokenizers.load(files, info.vocab_size)
         except TokenizerError as error:
-            raise UnusableModelError(f"{description.model.model} has an unusable tokenizer: {error}") from None
+            raise UnusableModelError(f"{info.model} has an unusable tokenizer: {error}") from None
         except LimitError as error:
             raise InvalidResponseError(f"unusable tokenizer: {error}") from None
 
@@ -182,27 +183,18 @@ class TargetLink(WorkerLink):
         self._releases.forget()
         self._coordinator_id = uuid.uuid4().hex
 
-    def _replaced(self, description: common_pb2.GetWorkerInfoResponse) -> None:
+    def _replaced(self, info: WorkerInfo) -> None:
         if self._is_active or not self._model.is_known:
-            self._use(description.model)
+            self._use(info)
 
-    def _use(self, model: common_pb2.ModelInfo) -> None:
+    def _use(self, info: WorkerInfo) -> None:
         """Continue all sequences on this link's process."""
         described = [other.info for other in self._others if other.info is not None]
         if described:  # every sequence fits in all workers
-            length = min(info.max_model_len for info in (model, *described))
-            model = common_pb2.ModelInfo.FromString(model.SerializeToString())
-            model.max_model_len = length
-        numerics = self._model.replace(model)
+            info = replace(info, max_model_len=min(each.max_model_len for each in (info, *described)))
+        self._model.replace(info)
         if self.on_replaced is not None:
-            self.on_replaced(numerics)
-
-    def _check_anonymous(self, is_bound: bool) -> None:
-        if is_bound:
-            return
-        if self._rounds.has_streams:
-            raise self._lost("the response has no instance id", Cause.FAILED)
-        raise WorkerRefusedError("the worker sends no instance id and has no streams; update it")
+            self.on_replaced()
 
     def _refuse(self, error: MismatchError) -> None:
         """Raise the error, which stops the coordinator, unless another worker may serve the known model."""
@@ -260,7 +252,8 @@ class TargetLink(WorkerLink):
     ) -> tuple[list[Verdict], Timed]:
         response, elapsed = await self._round(request, lambda: max_verify_bytes(items, features))
         await complete()
-        verdicts = read_verdicts(response, request.round_id, items, self.vocab_size, features)
+        assert self.info is not None
+        verdicts = read_verdicts(response, request.round_id, items, self.info.vocab_size, features)
         self._backoff.succeeded()
         if features is not None and not self._drops_features and drops_features(response, verdicts):
             self._drops_features = True

@@ -5,10 +5,9 @@ worker: the tokens that a row gains in a step are the verdict on its drafts.
 """
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
-from coordinator.scheduling.drafts import DraftLimits
 from coordinator.scheduling.prefixes import PrefixIndex
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
@@ -16,6 +15,7 @@ from specpool.drafting.costs import StepTimes, Timed
 from specpool.drafting.drafting import Drafting, DraftWorker
 from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod, DraftPlan
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict
+from specpool.protocol.worker_info import WorkerInfo
 from specpool.vllm.costs import StepCosts
 from specpool.vllm.rows import Batch, Rows
 
@@ -38,11 +38,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class DraftModel:
-    """Limits and costs of the draft worker."""
+    """The description and costs of the draft worker."""
 
-    max_model_len: int
-    vocab_size: int
-    slots: int
+    info: WorkerInfo
     step_times: StepTimes
 
 
@@ -82,15 +80,16 @@ class Drafter:
         gone = self._commit(batch, step_seconds, draft_seconds, skipped)
         if draft is not None:
             self.drafting.costs.draft = draft.step_times
-            self._prefixes.trim(draft.slots - len(self._sequences))
+            self._prefixes.trim(draft.info.slots_total - len(self._sequences))
         self.round_id += 1
         group = [sequence for sequence in self._sequences if sequence.finish is None]
-        max_length = min(draft.max_model_len, self._limits.draft_max_length) if draft is not None else 0
-        worker = DraftWorker(max_length, self.round_id) if draft is not None else None
+        info = draft.info if draft is not None else WorkerInfo()
+        info = replace(info, max_model_len=min(info.max_model_len, self._limits.draft_max_length))
+        worker = DraftWorker(info.max_model_len, self.round_id) if draft is not None else None
         plans = self._plans(group, worker) if group else {}
         chance = self.drafting.calibration.chance
         self._round = Round(self.round_id, group, self._limits.prefill_tokens, plans, chance)
-        items = self._round.propose_items(DraftLimits(max_length, draft.vocab_size)) if draft is not None else []
+        items = self._round.propose_items(info) if draft is not None else []
         self._asked = bool(items)
         return items, [sequence.sequence_id for sequence in gone]
 

@@ -12,8 +12,8 @@ from coordinator.workers.errors import MismatchError
 from coordinator.workers.states import LinkState
 from specpool.drafting.costs import Timed
 from specpool.protocol.rounds import Proposal, ProposeItem
+from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.security.channel import Connector
-from specpool.v1 import common_pb2
 from specpool.vllm.drafter import DraftModel
 
 # Timeout of a step's drafts: the maximum of vLLM's step, this factor times the expected time, and these seconds.
@@ -30,7 +30,7 @@ T = TypeVar("T")
 class ServedModel:
     """vLLM's model, as a `DraftLink` compares it with the draft."""
 
-    info: common_pb2.ModelInfo
+    info: WorkerInfo
 
     async def wait_ready(self) -> None:
         """Return at once."""
@@ -98,9 +98,9 @@ class BlockingDraftLink:
     def model(self) -> DraftModel | None:
         """The draft worker's model; None while it is unavailable."""
         link = self._link
-        if not link.is_ready:
+        if not link.is_ready or link.info is None:
             return None
-        return DraftModel(link.max_model_len, link.vocab_size, link.load_at_start.slots_total, link.step_times)
+        return DraftModel(link.info, link.step_times)
 
     def propose(
         self, round_id: int, items: list[ProposeItem], hints: tuple[list[float], float], step_seconds: float

@@ -80,7 +80,7 @@ async def until_answering(client: AsyncClient) -> None:
 
 @asynccontextmanager
 async def load(client: AsyncClient) -> AsyncIterator[None]:
-    """Overfill the pool and its queue, with every draft method."""
+    """Overfill the window and its queue, with every draft method."""
     methods: list[dict[str, Any]] = [
         {},
         {"num_speculative_tokens": 3, "draft_method": "model"},

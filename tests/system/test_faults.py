@@ -21,9 +21,9 @@ from serving import (
     stream,
 )
 
-from coordinator.scheduling.drafts import DraftLimits
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
+from specpool.protocol.worker_info import WorkerInfo
 from specpool.v1 import generation_pb2 as pb
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -244,12 +244,12 @@ async def test_sequence_with_tokens_unknown_to_the_draft_gets_no_draft() -> None
     """One such sequence would make the draft worker refuse the whole round."""
     round_ = Round(1, [sequence := Sequence(1, GenerationRequest("a", (5, 900), 9, frozenset(), 3))], 64)
     sequence.target.commit(1)
-    assert round_.propose_items(DraftLimits(1000, 900)) == []
-    (item,) = round_.propose_items(DraftLimits(1000, 901))
+    assert round_.propose_items(WorkerInfo(max_model_len=1000, vocab_size=900)) == []
+    (item,) = round_.propose_items(WorkerInfo(max_model_len=1000, vocab_size=901))
     assert item.num_draft_tokens == 3
 
 
-async def test_pool_does_not_exceed_the_targets_slots() -> None:
+async def test_window_does_not_exceed_the_targets_slots() -> None:
     async with serving(RecordingTarget(slots=3), max_num_seqs=8) as served:
         await expect_all(served, some_requests(12))
         info = await served.until_idle()
@@ -339,7 +339,7 @@ async def test_full_queue_refuses_with_retry_info() -> None:
         assert (await served.until_idle()).counters.requests == 3
 
 
-async def test_burst_within_the_pool_needs_no_queue() -> None:
+async def test_burst_within_the_window_needs_no_queue() -> None:
     async with serving(max_num_seqs=8, queue_size=0) as served:
         await expect_all(served, some_requests(8))
 
@@ -356,7 +356,7 @@ async def test_coordinator_stops_after_a_fatal_error(monkeypatch: pytest.MonkeyP
 
 
 async def test_lost_shared_prefix_costs_a_cache_miss() -> None:
-    """The pool groups a waiting sequence by a prefix that a worker may have lost since."""
+    """The window groups a waiting sequence by a prefix that a worker may have lost since."""
     settings = {"policy": "exspec", "prefer_group": "oldest", "max_batch_size": 2, "max_num_seqs": 8}
     async with serving(RecordingTarget(), **settings) as served:
         requests = [make_request([i] * 40, 24, temperature=1.0, n=4) for i in range(1, 4)]

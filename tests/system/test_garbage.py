@@ -28,7 +28,6 @@ SAMPLE = ("info_empty", "info_never", "info_huge_memory", "costs_nan", "tokenize
 """Description faults of the default suite."""
 UNUSABLE = {
     "tokenizer_no_json": r"tokenizer\.json is broken",
-    "tokenizer_empty": r"tokenizer\.json is broken",
     "template_does_not_compile": "chat template does not compile",
     "tool_template_does_not_compile": "chat template does not compile",
     "eos_outside_the_vocabulary": "exceeds the model's vocabulary size",

@@ -28,104 +28,104 @@ def sequence_of(is_background: bool = False, length: int = 40, client: str = "us
     return Sequence(number, request)
 
 
-def submit(pool: AdmittingWindow, *sequences: Sequence) -> None:
+def submit(window: AdmittingWindow, *sequences: Sequence) -> None:
     for sequence in sequences:
-        pool.queue.submit([sequence])
+        window.queue.submit([sequence])
 
 
-def pool_of(places: int = 16, users: int = 0, queue: int = 100, **options: int) -> AdmittingWindow:
-    pool = AdmittingWindow(places, QueueLimits(queue), **options)
-    submit(pool, *(sequence_of() for _ in range(users)))
-    pool.admit()
-    return pool
+def window_of(places: int = 16, users: int = 0, queue: int = 100, **options: int) -> AdmittingWindow:
+    window = AdmittingWindow(places, QueueLimits(queue), **options)
+    submit(window, *(sequence_of() for _ in range(users)))
+    window.admit()
+    return window
 
 
-def room_of(pool: AdmittingWindow, max_batch_size: int = 16, mixes_lengths: bool = True) -> SpareRoom:
-    return SpareRoom(lambda: [pool], max_batch_size, mixes_lengths)
+def room_of(window: AdmittingWindow, max_batch_size: int = 16, mixes_lengths: bool = True) -> SpareRoom:
+    return SpareRoom(lambda: [window], max_batch_size, mixes_lengths)
 
 
 @pytest.mark.parametrize(("users", "enters"), [(0, True), (11, True), (12, False), (16, False)])
 def test_it_enters_while_a_quarter_of_the_places_stays_free(users: int, enters: bool) -> None:
-    assert room_of(pool_of(users=users)).may_enter(48) is enters
+    assert room_of(window_of(users=users)).may_enter(48) is enters
 
 
-def test_it_enters_no_full_batch_and_no_pool_with_waiting_requests() -> None:
-    assert not room_of(pool_of(64, users=12)).may_enter(48)
-    pool = pool_of()
-    submit(pool, sequence_of())
-    assert not room_of(pool).may_enter(48)
+def test_it_enters_no_full_batch_and_no_window_with_waiting_requests() -> None:
+    assert not room_of(window_of(64, users=12)).may_enter(48)
+    window = window_of()
+    submit(window, sequence_of())
+    assert not room_of(window).may_enter(48)
 
 
 @pytest.mark.parametrize(("length", "enters"), [(750, True), (751, False)])
 def test_it_enters_while_a_quarter_of_the_positions_stays_free(length: int, enters: bool) -> None:
-    pool = pool_of()
-    pool.reservations.capacity = KVCapacity(1000)
-    assert room_of(pool).may_enter(length) is enters
+    window = window_of()
+    window.reservations.capacity = KVCapacity(1000)
+    assert room_of(window).may_enter(length) is enters
 
 
 def test_it_stays_until_the_last_free_place_is_needed() -> None:
-    pool = pool_of(users=8)
-    room = room_of(pool)
-    submit(pool, sequence_of(is_background=True))
+    window = window_of(users=8)
+    room = room_of(window)
+    submit(window, sequence_of(is_background=True))
     assert room.may_stay()
-    pool.admit()
+    window.admit()
     assert not room.may_enter(48)  # one at a time
     for _ in range(6):
-        submit(pool, sequence_of())
+        submit(window, sequence_of())
         assert room.may_stay()
-        pool.admit()
-    submit(pool, sequence_of())
+        window.admit()
+    submit(window, sequence_of())
     assert not room.may_stay()
-    pool.check_integrity()
+    window.check_integrity()
 
 
 def test_it_leaves_when_positions_run_short() -> None:
-    pool = pool_of()
-    pool.reservations.capacity = KVCapacity(1000)
-    submit(pool, sequence_of(is_background=True, length=92))
-    pool.admit()
-    submit(pool, sequence_of(length=392))
-    assert room_of(pool).may_stay()
-    pool.admit()
-    submit(pool, sequence_of(length=593))  # one position too many
-    assert not room_of(pool).may_stay()
+    window = window_of()
+    window.reservations.capacity = KVCapacity(1000)
+    submit(window, sequence_of(is_background=True, length=92))
+    window.admit()
+    submit(window, sequence_of(length=392))
+    assert room_of(window).may_stay()
+    window.admit()
+    submit(window, sequence_of(length=593))  # one position too many
+    assert not room_of(window).may_stay()
 
 
 @pytest.mark.parametrize(("places", "mixes_lengths"), [(1, True), (3, True), (16, False)])
-def test_it_runs_alone_in_small_pools_and_with_groups_by_length(places: int, mixes_lengths: bool) -> None:
-    assert not room_of(pool_of(places, users=1), mixes_lengths=mixes_lengths).may_enter(48)
-    pool = pool_of(places)
-    room = room_of(pool, mixes_lengths=mixes_lengths)
+def test_it_runs_alone_in_small_windows_and_with_groups_by_length(places: int, mixes_lengths: bool) -> None:
+    assert not room_of(window_of(places, users=1), mixes_lengths=mixes_lengths).may_enter(48)
+    window = window_of(places)
+    room = room_of(window, mixes_lengths=mixes_lengths)
     assert room.may_enter(48)
-    submit(pool, sequence_of(is_background=True))
-    pool.admit()
+    submit(window, sequence_of(is_background=True))
+    window.admit()
     assert room.may_stay()
-    submit(pool, sequence_of())
+    submit(window, sequence_of())
     assert not room.may_stay()
 
 
 def test_requests_that_wait_for_its_place_are_not_refused() -> None:
-    pool = pool_of(places=4, queue=0)
-    submit(pool, sequence_of(is_background=True))
-    pool.admit()
-    submit(pool, *(sequence_of() for _ in range(4)))
-    pool.admit()
-    pool.check_integrity()
-    assert (pool.running, pool.queued) == (4, 1)
+    window = window_of(places=4, queue=0)
+    submit(window, sequence_of(is_background=True))
+    window.admit()
+    submit(window, *(sequence_of() for _ in range(4)))
+    window.admit()
+    window.check_integrity()
+    assert (window.running, window.queued) == (4, 1)
 
 
 def test_it_neither_uses_nor_leaves_cached_prefixes() -> None:
-    pool = AdmittingWindow(4, QueueLimits(8), slots=8)
+    window = AdmittingWindow(4, QueueLimits(8), slots=8)
     first, second = sequence_of(is_background=True), sequence_of(is_background=True)
     for sequence in (first, second):
-        submit(pool, sequence)
-        pool.admit()
+        submit(window, sequence)
+        window.admit()
         assert sequence.prefix is None
         sequence.target.commit(40)
-        pool.queue.abort(sequence)
-        pool.released([sequence.sequence_id])
-    assert pool.is_empty
-    assert not pool.background
+        window.queue.abort(sequence)
+        window.released([sequence.sequence_id])
+    assert window.is_empty
+    assert not window.background
 
 
 def test_its_prompt_takes_no_prefill_of_others() -> None:
@@ -146,8 +146,8 @@ def test_its_prompt_takes_no_prefill_of_others() -> None:
 
 
 def test_clients_wait_for_no_background_sequence() -> None:
-    pool = pool_of(users=1)
-    submit(pool, sequence_of(is_background=True))
-    pool.admit()
-    pool.add_round_time({}, 1.0, lambda rows: 1.0)
-    assert len(pool.eligible) == 2
+    window = window_of(users=1)
+    submit(window, sequence_of(is_background=True))
+    window.admit()
+    window.add_round_time({}, 1.0, lambda rows: 1.0)
+    assert len(window.eligible) == 2

@@ -64,15 +64,6 @@ async def test_groups_of_equal_length_wait_for_results(policy: str) -> None:
     assert not continuing(target)
 
 
-async def test_a_worker_of_an_earlier_version_gets_one_round_at_a_time() -> None:
-    target = RecordingTarget(max_rounds_ahead=0)
-    async with serving(target, with_draft=False) as served:
-        await asyncio.gather(*(served.expect(make_request([i, 1], 20, k=0)) for i in range(3)))
-        info = await served.info()
-    assert not continuing(target)
-    assert info.target.load.max_rounds_ahead == 0
-
-
 async def test_drafting_waits_for_the_result() -> None:
     """A draft continues the tokens of the last round. Requests without drafts continue ahead of it."""
     target = RecordingTarget()
@@ -124,15 +115,14 @@ async def test_faults_cost_no_token(fault: str) -> None:
         await served.until_idle()
 
 
-@pytest.mark.parametrize("selects_branches", [True, False])
-async def test_branches_are_sent_before_the_outcome_is_known(selects_branches: bool) -> None:
-    target = RecordingTarget(pass_seconds=lambda rows: SLOW_PASS_SECONDS, selects_branches=selects_branches)
+async def test_branches_are_sent_before_the_outcome_is_known() -> None:
+    target = RecordingTarget(pass_seconds=lambda rows: SLOW_PASS_SECONDS)
     draft = RecordingDraft(target, acceptance=0.9)
     with branches_only():
         async with serving(target, draft, overlap="on") as served:
             await asyncio.gather(*(served.expect(make_request([i, 1], 40, k=3)) for i in range(3)))
             info = await served.until_idle()
-    assert any(item.branches for item in continuing(target)) == selects_branches
+    assert any(item.branches for item in continuing(target))
     assert info.counters.accepted_draft_tokens > 40
     assert info.counters.cache_misses == 0
 

@@ -185,12 +185,3 @@ async def test_shutdown_does_not_wait_for_a_replay() -> None:
         assert asyncio.get_running_loop().time() - began < 1.5
         assert served.process.coordinator.auditor.results["aborted"] == 1
         assert not target.caches
-
-
-async def test_another_model_ends_audits() -> None:
-    target = RecordingTarget(pass_seconds=lambda rows: 0.01)
-    async with serving(target, audit_share=1.0, with_draft=False) as served:
-        await asyncio.gather(*(served.stub.Generate(make_request([i], 50)) for i in range(2)))
-        await until_replaying(served)
-        served.process.coordinator.lanes.first._target_replaced("other numerics")
-        assert await audited(served, 2) == {"dropped": 1, "aborted": 1}

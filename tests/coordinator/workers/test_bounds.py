@@ -120,7 +120,7 @@ class Oversized(RecordingTarget):
 
     async def Release(self, request: Any, context: Any) -> Any:
         response = await super().Release(request, context)
-        if self.method == "Release":
+        if self.method == "Release" and self.size:
             response.instance_id = "i" * self.size
         return response
 

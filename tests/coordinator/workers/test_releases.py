@@ -154,7 +154,7 @@ async def test_a_process_that_returns_still_gets_its_releases(tokenizers: Tokeni
             raise AssertionError
 
     first = RecordingTarget()
-    target = Balanced([first, Unwilling()], has_streams=True, chosen=0)
+    target = Balanced([first, Unwilling()], chosen=0)
     link = TargetLink(Connector(await target.start()), "c", PATIENCE_SECONDS, tokenizers)
     try:
         await link._probe()

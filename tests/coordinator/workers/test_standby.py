@@ -64,20 +64,6 @@ class Exclusive(RecordingTarget):
         self.stopping = False
 
 
-class OneCallPerRound(Exclusive):
-    """A target of an earlier version, without streams."""
-
-    VerifyStream = None
-
-    def _register(self, server: grpc.aio.Server) -> None:
-        async def unimplemented(requests: Any, context: Any) -> AsyncIterator[Any]:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no streams")
-            yield
-
-        self.VerifyStream = unimplemented  # type: ignore[assignment, method-assign]
-        super()._register(server)
-
-
 @asynccontextmanager
 async def paired(
     target: FakeTarget | None = None, standby: FakeTarget | None = None, ready: bool = True, **settings: Any
@@ -161,10 +147,9 @@ async def test_standby_takes_over_from_an_idle_target() -> None:
         assert standby.calls
 
 
-@pytest.mark.parametrize("kind", [Exclusive, OneCallPerRound])
-async def test_round_of_a_hanging_target_is_given_up(kind: type[Exclusive]) -> None:
+async def test_round_of_a_hanging_target_is_given_up() -> None:
     """The former target still holds caches, and answers late. The coordinator never uses either again."""
-    target = kind()
+    target = Exclusive()
     async with paired(target, Exclusive(target)) as (served, standby, address):
 
         async def hang() -> None:
@@ -323,19 +308,6 @@ async def test_lengths_of_both_workers_may_differ() -> None:
         assert (await served.stub.GetModelInfo(pb.GetModelInfoRequest())).max_model_len == 512
         await target.start(served.target_address)
         await served.until(lambda info: info.standby.state == "ready")
-
-
-async def test_standby_without_fingerprints_finishes_no_response_that_has_begun() -> None:
-    target = Exclusive(has_fingerprints=False)
-    async with paired(target, Exclusive(target, has_fingerprints=False)) as (served, _, address):
-        running = [asyncio.ensure_future(served.stub.Generate(request)) for request in long_requests()]
-        await served.until(lambda info: info.counters.completion_tokens > 100)
-        await target.stop()
-        for ended in await asyncio.gather(*running, return_exceptions=True):
-            assert isinstance(ended, grpc.aio.AioRpcError)
-            assert ended.code() is grpc.StatusCode.UNAVAILABLE
-        await served.expect(make_request())
-        assert (await served.info()).target.address == address
 
 
 async def test_renewed_certificates_cause_no_takeover() -> None:

@@ -169,7 +169,6 @@ async def test_a_round_after_a_failed_one_is_not_served(target: Worker) -> None:
 async def test_workers_report_rounds_ahead(worker: Worker) -> None:
     response = await worker.info()
     assert (response.load.max_rounds_ahead > 0) == hasattr(worker.stub, "Verify")
-    assert response.load.selects_branches == hasattr(worker.stub, "Verify")
 
 
 async def test_the_next_round_waits_at_the_worker(target: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

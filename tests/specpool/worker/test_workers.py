@@ -429,10 +429,8 @@ async def test_a_worker_describes_itself(worker: Worker) -> None:
         kv_positions_total=info.kv_positions_total,
         kv_positions_free=info.kv_positions_total - MAX_MODEL_LEN,
         kv_positions_multiple=1,
-        kv_reservations_grow=True,
         max_rounds_ahead=MAX_ROUNDS_AHEAD if worker.role is TARGET else 0,
         max_branches=0 if worker.role is TARGET else MAX_ITEM_BRANCHES,
-        selects_branches=worker.role is TARGET,
         returns_features=worker.role is TARGET,
         supports_grammars=True,
     )

@@ -63,7 +63,7 @@ def _is_justified(outcome: "Outcome", faults: "Faults") -> bool:
 
 
 def leaks(simulation: "Simulation", after_lease: bool = False) -> list[str]:
-    """Sequences that are still in the pool or hold slots. None may remain after the last request.
+    """Sequences that are still in the window or hold slots. None may remain after the last request.
 
     `after_lease`: include those of a target that has become the standby, which its lease frees.
     """

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from coordinator.scheduling.admission import MAX_OVERTAKEN
-from coordinator.scheduling.capacity import DuplicateRequestError, KVCapacity, PoolFullError, QueueLimits
+from coordinator.scheduling.capacity import DuplicateRequestError, KVCapacity, QueueLimitError, QueueLimits
 from coordinator.scheduling.grouping import GroupingLimits, Ragged
 from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Prefix, Sequence
@@ -37,7 +37,7 @@ def make_sequence(
     return Sequence(sequence_id, request)
 
 
-class PoolMachine(RuleBasedStateMachine):
+class WindowMachine(RuleBasedStateMachine):
     """The model: `waiting` sequences, those `inside` the window, `left` ones with a slot, and the round's `group`."""
 
     @initialize(
@@ -47,8 +47,8 @@ class PoolMachine(RuleBasedStateMachine):
         multiple=st.sampled_from([0, 1, 16]),
     )
     def start(self, max_num_seqs: int, queue_size: int, positions: int, multiple: int) -> None:
-        self.pool = AdmittingWindow(max_num_seqs, QueueLimits(queue_size), preempts=False)
-        self.pool.reservations.capacity = KVCapacity(positions, multiple)
+        self.window = AdmittingWindow(max_num_seqs, QueueLimits(queue_size), preempts=False)
+        self.window.reservations.capacity = KVCapacity(positions, multiple)
         self.reserved: dict[int, int] = {}
         self.overtaken: Counter[Sequence] = Counter()
         self.ids = count(1)
@@ -65,7 +65,7 @@ class PoolMachine(RuleBasedStateMachine):
         return self.waiting + [sequence for sequence in self.inside if sequence.finish is None]
 
     def room(self) -> int:
-        return self.pool.max_num_seqs - len(self.inside) - len(self.left)
+        return self.window.max_num_seqs - len(self.inside) - len(self.left)
 
     def next_to_enter(self, waiting: list[Sequence]) -> list[Sequence]:
         for sequence_id in set(self.reserved) - {sequence.sequence_id for sequence in self.inside} - self.left:
@@ -73,8 +73,8 @@ class PoolMachine(RuleBasedStateMachine):
         entering: list[Sequence] = []
         taken = sum(self.reserved.values())
         for sequence in waiting[: self.room()]:
-            taken += self.pool.reservations.capacity.needed_by(sequence)
-            if (self.reserved or entering) and 0 < self.pool.reservations.capacity.positions < taken:
+            taken += self.window.reservations.capacity.needed_by(sequence)
+            if (self.reserved or entering) and 0 < self.window.reservations.capacity.positions < taken:
                 break
             entering.append(sequence)
         return entering
@@ -91,8 +91,8 @@ class PoolMachine(RuleBasedStateMachine):
         return None
 
     def max_waiting(self, client: str, n: int, entering: int) -> int:
-        size, clients = self.pool.queue.limits.samples, [sequence.request.client for sequence in self.waiting]
-        reserve, own = min(size, self.pool.max_num_seqs), clients.count(client)
+        size, clients = self.window.queue.limits.samples, [sequence.request.client for sequence in self.waiting]
+        reserve, own = min(size, self.window.max_num_seqs), clients.count(client)
         fair = reserve // len(set(clients)) if own else size
         return size + reserve if own + n - entering <= fair else size
 
@@ -111,29 +111,29 @@ class PoolMachine(RuleBasedStateMachine):
             other.share(Prefix(samples[0], len(prompt) - 1))
         if any(other.request.key == (client, request_id) for other in self.in_flight()):
             with pytest.raises(DuplicateRequestError):
-                self.pool.queue.submit(samples)
+                self.window.queue.submit(samples)
         elif len(self.waiting) + n - entering > self.max_waiting(client, n, entering):
-            with pytest.raises(PoolFullError):
-                self.pool.queue.submit(samples)
+            with pytest.raises(QueueLimitError):
+                self.window.queue.submit(samples)
         else:
-            self.pool.queue.submit(samples)
+            self.window.queue.submit(samples)
             self.rule.add(samples)
 
     @rule()
     def admit(self) -> None:
         expected: list[Sequence] = []
         while (sequence := self.next_that_fits()) is not None:
-            self.reserved[sequence.sequence_id] = self.pool.reservations.capacity.needed_by(sequence)
+            self.reserved[sequence.sequence_id] = self.window.reservations.capacity.needed_by(sequence)
             self.inside.append(sequence)
             self.rule.enter(sequence)
             expected.append(sequence)
-        assert self.pool.admit() == expected
+        assert self.window.admit() == expected
 
     @precondition(lambda self: not self.group)
     @rule(limit=st.integers(1, 4))
     def begin_round(self, limit: int) -> None:
-        self.group = Ragged(GroupingLimits(limit)).choose(self.pool.ready, self.pool.rounds).sequences
-        self.pool.begin_round(self.group)
+        self.group = Ragged(GroupingLimits(limit)).choose(self.window.ready, self.window.rounds).sequences
+        self.window.begin_round(self.group)
 
     @precondition(lambda self: self.group)
     @rule(gained=st.integers(0, 3))
@@ -142,7 +142,7 @@ class PoolMachine(RuleBasedStateMachine):
             if sequence.finish is None:
                 sequence.target.commit(len(sequence.token_ids) - 1)
                 sequence.commit([0] * gained)
-        self.pool.end_round(self.group)
+        self.window.end_round(self.group)
         for sequence in self.group:
             if sequence.finish is not None:
                 self.inside.remove(sequence)
@@ -153,7 +153,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.in_flight()))
-        self.pool.queue.abort(sequence)
+        self.window.queue.abort(sequence)
         assert sequence.finish is not None
         assert sequence.finish.reason is FinishReason.ABORT
         if sequence in self.waiting:
@@ -167,39 +167,39 @@ class PoolMachine(RuleBasedStateMachine):
     def pause_or_resume(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.inside))
         if sequence.paused:
-            self.pool.queue.resume(sequence)
+            self.window.queue.resume(sequence)
         else:
-            self.pool.queue.pause(sequence)
+            self.window.queue.pause(sequence)
 
     @rule()
     def release(self) -> None:
-        leaving = self.pool.leaving
+        leaving = self.window.leaving
         assert leaving == self.left
-        self.pool.released(leaving)
+        self.window.released(leaving)
         self.rule.running = [sequence for sequence in self.rule.running if sequence.sequence_id not in leaving]
         self.left.clear()
 
     @invariant()
     def agrees_with_the_model(self) -> None:
-        self.pool.check_integrity()
-        assert self.pool.queued == len(self.waiting)
-        assert self.pool.running == len(self.in_flight()) - len(self.waiting)
-        assert not any(sequence.paused for sequence in self.pool.ready)
+        self.window.check_integrity()
+        assert self.window.queued == len(self.waiting)
+        assert self.window.running == len(self.in_flight()) - len(self.waiting)
+        assert not any(sequence.paused for sequence in self.window.ready)
         idle = {sequence for sequence in self.inside if sequence not in self.group}
-        assert idle >= set(self.pool.ready)
-        assert set(self.pool.members) == idle
+        assert idle >= set(self.window.ready)
+        assert set(self.window.members) == idle
         for sequence in self.in_flight():
-            assert sequence in self.pool.queue.find(*sequence.request.key)
+            assert sequence in self.window.queue.find(*sequence.request.key)
 
     def teardown(self) -> None:
         """Rounds of one sequence at a time finish everything."""
-        if not hasattr(self, "pool"):
+        if not hasattr(self, "window"):
             return
         unfinished = self.in_flight()
         if self.group:
             self.end_round(1)
         for sequence in unfinished:
-            self.pool.queue.resume(sequence)
+            self.window.queue.resume(sequence)
         for _ in range(5 * len(unfinished) + 1):
             self.release()
             self.admit()
@@ -208,360 +208,360 @@ class PoolMachine(RuleBasedStateMachine):
                 self.end_round(1)
             self.agrees_with_the_model()
         assert all(sequence.finish is not None for sequence in unfinished)
-        assert (self.pool.running, self.pool.queued) == (0, 0)
+        assert (self.window.running, self.window.queued) == (0, 0)
 
 
-TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=80, stateful_step_count=40)
+TestWindow = WindowMachine.TestCase
+TestWindow.settings = settings(max_examples=80, stateful_step_count=40)
 
 
 def filled(max_num_seqs: int, number: int, queue_size: int = 100) -> tuple[AdmittingWindow, list[Sequence]]:
-    pool = AdmittingWindow(max_num_seqs, QueueLimits(queue_size))
-    return pool, submit(pool, *(make_sequence(i, max_tokens=1000) for i in range(number)))
+    window = AdmittingWindow(max_num_seqs, QueueLimits(queue_size))
+    return window, submit(window, *(make_sequence(i, max_tokens=1000) for i in range(number)))
 
 
-def submit(pool: AdmittingWindow, *sequences: Sequence) -> list[Sequence]:
+def submit(window: AdmittingWindow, *sequences: Sequence) -> list[Sequence]:
     """Submit each sequence as a request of its own."""
     for sequence in sequences:
-        pool.queue.submit([sequence])
+        window.queue.submit([sequence])
     return list(sequences)
 
 
-def release(pool: AdmittingWindow) -> None:
-    pool.released(pool.leaving)
+def release(window: AdmittingWindow) -> None:
+    window.released(window.leaving)
 
 
 # --- Prefixes
 
 
-def sharing(pool: AdmittingWindow, ids: Iterable[int], prompt: tuple[int, ...] = (5,) * 40) -> list[Sequence]:
+def sharing(window: AdmittingWindow, ids: Iterable[int], prompt: tuple[int, ...] = (5,) * 40) -> list[Sequence]:
     """Submit sequences with the same prompt."""
-    return submit(pool, *(make_sequence(i, max_tokens=2, prompt=prompt) for i in ids))
+    return submit(window, *(make_sequence(i, max_tokens=2, prompt=prompt) for i in ids))
 
 
-def prefill(pool: AdmittingWindow, sequence: Sequence, length: int) -> None:
-    pool.begin_round([sequence])
+def prefill(window: AdmittingWindow, sequence: Sequence, length: int) -> None:
+    window.begin_round([sequence])
     sequence.target.commit(length)
-    pool.end_round([sequence])
+    window.end_round([sequence])
 
 
 def test_sequences_wait_for_a_shared_prefix_to_be_prefilled() -> None:
-    pool = AdmittingWindow(4, QueueLimits(9))
-    first, second, longer = [*sharing(pool, [1, 2]), *sharing(pool, [3], (5,) * 20 + (6,) * 20)]
-    pool.admit()
-    assert list(pool.ready) == [first]
-    prefill(pool, first, 16)
-    pool.admit()
-    assert list(pool.ready) == [first, longer]
-    prefill(pool, first, 39)
-    pool.admit()
-    assert list(pool.ready) == [longer, first, second]
+    window = AdmittingWindow(4, QueueLimits(9))
+    first, second, longer = [*sharing(window, [1, 2]), *sharing(window, [3], (5,) * 20 + (6,) * 20)]
+    window.admit()
+    assert list(window.ready) == [first]
+    prefill(window, first, 16)
+    window.admit()
+    assert list(window.ready) == [first, longer]
+    prefill(window, first, 39)
+    window.admit()
+    assert list(window.ready) == [longer, first, second]
     assert (second.target.base_length, longer.target.base_length) == (32, 16)
 
 
 @pytest.mark.parametrize("interrupt", [RequestQueue.abort, RequestQueue.pause])
 def test_no_sequence_waits_for_an_aborted_or_paused_prefix(interrupt: Callable[[RequestQueue, Sequence], None]) -> None:
-    pool = AdmittingWindow(4, QueueLimits(9))
-    first, second = sharing(pool, [1, 2])
-    pool.admit()
-    assert list(pool.ready) == [first]
-    interrupt(pool.queue, first)
-    pool.admit()
-    assert list(pool.ready) == [second]
+    window = AdmittingWindow(4, QueueLimits(9))
+    first, second = sharing(window, [1, 2])
+    window.admit()
+    assert list(window.ready) == [first]
+    interrupt(window.queue, first)
+    window.admit()
+    assert list(window.ready) == [second]
     assert second.target.base_length == 0
 
 
 def test_prefix_caching_can_be_disabled() -> None:
-    pool = AdmittingWindow(4, QueueLimits(9), prefix_caching=False)
-    sequences = sharing(pool, [1, 2])
-    pool.admit()
-    assert list(pool.ready) == sequences
+    window = AdmittingWindow(4, QueueLimits(9), prefix_caching=False)
+    sequences = sharing(window, [1, 2])
+    window.admit()
+    assert list(window.ready) == sequences
     assert [sequence.prefix for sequence in sequences] == [None, None]
 
 
 def test_finished_sequences_serve_as_prefixes_while_there_are_slots() -> None:
-    pool = AdmittingWindow(1, QueueLimits(9), slots=2)
+    window = AdmittingWindow(1, QueueLimits(9), slots=2)
     sources = []
     for i, prompt in enumerate([(5,) * 40, (6,) * 40, (7,) * 40]):
-        (sequence,) = sharing(pool, [i], prompt)
-        pool.admit()
-        prefill(pool, sequence, 39)
-        pool.begin_round([sequence])
+        (sequence,) = sharing(window, [i], prompt)
+        window.admit()
+        prefill(window, sequence, 39)
+        window.begin_round([sequence])
         sequence.commit([1, 1])
-        pool.end_round([sequence])
-        release(pool)
+        window.end_round([sequence])
+        release(window)
         assert sequence.prefix is sequence.draft.source is None, "otherwise whole histories stay alive"
         sources.append(sequence)
-    again = [*sharing(pool, [8], (7,) * 40 + (1, 1, 2)), *sharing(pool, [9], (5,) * 40)]
-    pool.admit()
+    again = [*sharing(window, [8], (7,) * 40 + (1, 1, 2)), *sharing(window, [9], (5,) * 40)]
+    window.admit()
     assert again[0].prefix == Prefix(sources[2], 32)
     assert again[0].target.base_length == 32
-    pool.queue.abort(again[0])
-    release(pool)
-    pool.admit()
+    window.queue.abort(again[0])
+    release(window)
+    window.admit()
     assert again[1].prefix is None
 
 
 # --- Fairness between clients; test_fair_queue.py tests the rule itself
 
 
-def admit_all(pool: AdmittingWindow, rounds: int) -> list[int]:
+def admit_all(window: AdmittingWindow, rounds: int) -> list[int]:
     """The order in which sequences enter, if each leaves as soon as another needs its place."""
     entered: list[int] = []
     for _ in range(rounds):
-        entered += [sequence.sequence_id for sequence in pool.admit()]
-        pool.queue.abort(next(iter(pool.members)))
-        release(pool)
+        entered += [sequence.sequence_id for sequence in window.admit()]
+        window.queue.abort(next(iter(window.members)))
+        release(window)
     return entered
 
 
 def test_no_client_locks_others_out_of_the_queue() -> None:
-    pool = AdmittingWindow(2, QueueLimits(5))
-    submit(pool, *(make_sequence(i, client="greedy") for i in range(7)))
-    pool.admit()
-    with pytest.raises(PoolFullError, match="5 samples wait"):
-        pool.queue.submit([make_sequence(7, client="greedy")])
-    submit(pool, make_sequence(8, client="modest"))
-    with pytest.raises(PoolFullError):
-        pool.queue.submit([make_sequence(9, client="modest")])
-    submit(pool, make_sequence(10, client="third"))
-    with pytest.raises(PoolFullError):
-        pool.queue.submit([make_sequence(11, client="fourth")])  # the reserve is limited too
-    pool.check_integrity()
+    window = AdmittingWindow(2, QueueLimits(5))
+    submit(window, *(make_sequence(i, client="greedy") for i in range(7)))
+    window.admit()
+    with pytest.raises(QueueLimitError, match="5 samples wait"):
+        window.queue.submit([make_sequence(7, client="greedy")])
+    submit(window, make_sequence(8, client="modest"))
+    with pytest.raises(QueueLimitError):
+        window.queue.submit([make_sequence(9, client="modest")])
+    submit(window, make_sequence(10, client="third"))
+    with pytest.raises(QueueLimitError):
+        window.queue.submit([make_sequence(11, client="fourth")])  # the reserve is limited too
+    window.check_integrity()
 
 
 def test_a_client_may_have_several_samples_in_a_queue_that_another_fills() -> None:
-    pool = AdmittingWindow(8, QueueLimits(20))
-    submit(pool, *(make_sequence(i, client="greedy") for i in range(28)))
-    pool.admit()
-    submit(pool, *(make_sequence(i, client="modest") for i in range(30, 34)))
-    with pytest.raises(PoolFullError):
-        pool.queue.submit([make_sequence(34, client="modest")])
-    submit(pool, make_sequence(35, client="third"))
-    pool.check_integrity()
+    window = AdmittingWindow(8, QueueLimits(20))
+    submit(window, *(make_sequence(i, client="greedy") for i in range(28)))
+    window.admit()
+    submit(window, *(make_sequence(i, client="modest") for i in range(30, 34)))
+    with pytest.raises(QueueLimitError):
+        window.queue.submit([make_sequence(34, client="modest")])
+    submit(window, make_sequence(35, client="third"))
+    window.check_integrity()
 
 
 def test_queued_prompt_tokens_are_limited() -> None:
-    pool = AdmittingWindow(1, QueueLimits(99, tokens=100))
-    submit(pool, make_sequence(0, prompt=(1,) * 500, client="a"))  # enters at once
-    pool.admit()
-    submit(pool, make_sequence(1, prompt=(1,) * 90, client="a"))
-    with pytest.raises(PoolFullError, match="90 prompt tokens wait, of at most 100"):
-        pool.queue.submit([make_sequence(2, prompt=(1,) * 11, client="a")])
-    submit(pool, make_sequence(3, prompt=(1,) * 10, client="a"), make_sequence(4, prompt=(1,) * 100, client="b"))
-    with pytest.raises(PoolFullError):
-        pool.queue.submit([make_sequence(5, client="c")])
+    window = AdmittingWindow(1, QueueLimits(99, tokens=100))
+    submit(window, make_sequence(0, prompt=(1,) * 500, client="a"))  # enters at once
+    window.admit()
+    submit(window, make_sequence(1, prompt=(1,) * 90, client="a"))
+    with pytest.raises(QueueLimitError, match="90 prompt tokens wait, of at most 100"):
+        window.queue.submit([make_sequence(2, prompt=(1,) * 11, client="a")])
+    submit(window, make_sequence(3, prompt=(1,) * 10, client="a"), make_sequence(4, prompt=(1,) * 100, client="b"))
+    with pytest.raises(QueueLimitError):
+        window.queue.submit([make_sequence(5, client="c")])
     for client, i in (("a", 1), ("a", 3), ("b", 4)):
-        pool.queue.abort(*pool.queue.find(client, str(i)))
-    submit(pool, make_sequence(6, prompt=(1,) * 500, client="a"))  # a single request may always wait
-    pool.check_integrity()
+        window.queue.abort(*window.queue.find(client, str(i)))
+    submit(window, make_sequence(6, prompt=(1,) * 500, client="a"))  # a single request may always wait
+    window.check_integrity()
 
 
 # --- Paused sequences
 
 
 def test_a_paused_sequence_joins_no_round_and_keeps_its_place() -> None:
-    pool, (one, other, waiting) = filled(max_num_seqs=2, number=3)
-    pool.admit()
-    pool.queue.pause(one)
-    assert (list(pool.ready), pool.running, pool.schedulable, pool.capacity) == ([other], 2, 1, 0)
-    assert one in pool.members
-    pool.begin_round([other])
-    pool.queue.pause(other)
-    pool.end_round([other])
-    assert (list(pool.ready), pool.is_empty) == ([], False)
-    pool.check_integrity()
-    pool.queue.resume(other)
-    pool.queue.resume(one)
-    assert list(pool.ready) == [other, one]
-    pool.queue.pause(one)
-    pool.queue.abort(one)
-    release(pool)
-    assert pool.admit() == [waiting]
+    window, (one, other, waiting) = filled(max_num_seqs=2, number=3)
+    window.admit()
+    window.queue.pause(one)
+    assert (list(window.ready), window.running, window.schedulable, window.capacity) == ([other], 2, 1, 0)
+    assert one in window.members
+    window.begin_round([other])
+    window.queue.pause(other)
+    window.end_round([other])
+    assert (list(window.ready), window.is_empty) == ([], False)
+    window.check_integrity()
+    window.queue.resume(other)
+    window.queue.resume(one)
+    assert list(window.ready) == [other, one]
+    window.queue.pause(one)
+    window.queue.abort(one)
+    release(window)
+    assert window.admit() == [waiting]
 
 
 def paused_and_waiting(number: int) -> tuple[AdmittingWindow, list[Sequence], list[Sequence]]:
-    """A pool with two paused sequences and `number` waiting ones, after an admission."""
-    pool, (one, other, *waiting) = filled(max_num_seqs=2, number=2 + number)
-    pool.admit(2)
+    """A window with two paused sequences and `number` waiting ones, after an admission."""
+    window, (one, other, *waiting) = filled(max_num_seqs=2, number=2 + number)
+    window.admit(2)
     for sequence in (one, other):
         sequence.target.commit(1)
         sequence.draft.commit(1)
-        pool.queue.pause(sequence)
-    assert pool.admit() == []
-    pool.check_integrity()
-    return pool, [one, other], waiting
+        window.queue.pause(sequence)
+    assert window.admit() == []
+    window.check_integrity()
+    return window, [one, other], waiting
 
 
 def test_paused_sequences_are_preempted_only_for_waiting_ones() -> None:
-    pool, (one, other), _ = paused_and_waiting(0)
-    assert (pool.leaving, list(pool.members), one.target.num_cached_tokens) == (set(), [one, other], 1)
-    pool, (one, other), (waiting,) = paused_and_waiting(1)
-    assert (pool.leaving, list(pool.members), one.target.num_cached_tokens) == ({one.sequence_id}, [other], 0)
-    release(pool)
-    assert (pool.admit(), pool.is_empty) == ([waiting], False)
-    pool.queue.resume(one)
-    assert pool.queued == 1
-    assert pool.admit() == []
-    assert pool.leaving == {other.sequence_id}
-    release(pool)
-    assert pool.admit() == [one]
-    assert set(pool.ready) == {waiting, one}
-    pool.check_integrity()
+    window, (one, other), _ = paused_and_waiting(0)
+    assert (window.leaving, list(window.members), one.target.num_cached_tokens) == (set(), [one, other], 1)
+    window, (one, other), (waiting,) = paused_and_waiting(1)
+    assert (window.leaving, list(window.members), one.target.num_cached_tokens) == ({one.sequence_id}, [other], 0)
+    release(window)
+    assert (window.admit(), window.is_empty) == ([waiting], False)
+    window.queue.resume(one)
+    assert window.queued == 1
+    assert window.admit() == []
+    assert window.leaving == {other.sequence_id}
+    release(window)
+    assert window.admit() == [one]
+    assert set(window.ready) == {waiting, one}
+    window.check_integrity()
 
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_preempted_sequence_queues_once_its_slot_is_released(resumed: bool) -> None:
-    pool, (one, other), (waiting,) = paused_and_waiting(1)
-    pool.queue.resume(one)
-    assert pool.queued == 1
+    window, (one, other), (waiting,) = paused_and_waiting(1)
+    window.queue.resume(one)
+    assert window.queued == 1
     if not resumed:
-        pool.queue.pause(one)
-    release(pool)
-    assert pool.queued == 1 + resumed
-    pool.check_integrity()
-    assert pool.admit() == [waiting]
+        window.queue.pause(one)
+    release(window)
+    assert window.queued == 1 + resumed
+    window.check_integrity()
+    assert window.admit() == [waiting]
     assert other.paused
 
 
 @pytest.mark.parametrize("released", [False, True])
 def test_a_preempted_sequence_can_be_aborted(released: bool) -> None:
-    pool, (one, other), (waiting,) = paused_and_waiting(1)
+    window, (one, other), (waiting,) = paused_and_waiting(1)
     if released:
-        release(pool)
-    pool.queue.abort(one)
-    pool.queue.resume(one)
-    release(pool)
-    assert pool.admit() == [waiting]
-    pool.queue.abort(other)
-    pool.queue.abort(waiting)
-    release(pool)
-    assert (pool.is_empty, pool.queue.find(*one.request.key)) == (True, [])
-    pool.check_integrity()
+        release(window)
+    window.queue.abort(one)
+    window.queue.resume(one)
+    release(window)
+    assert window.admit() == [waiting]
+    window.queue.abort(other)
+    window.queue.abort(waiting)
+    release(window)
+    assert (window.is_empty, window.queue.find(*one.request.key)) == (True, [])
+    window.check_integrity()
 
 
-# --- Large pools
+# --- Large windows
 
 
 def test_admitting_and_aborting_examine_few_of_ten_thousand_sequences() -> None:
-    pool = AdmittingWindow(8, QueueLimits(20_000))
+    window = AdmittingWindow(8, QueueLimits(20_000))
     ranks = mock.Mock(side_effect=lambda owner: (owner.priority, owner.running, owner.since))
     with mock.patch("coordinator.scheduling.fair_queue.Request.rank", property(ranks)):
-        sequences = submit(pool, *(make_sequence(i, client=str(i % 100)) for i in range(10_000)))
+        sequences = submit(window, *(make_sequence(i, client=str(i % 100)) for i in range(10_000)))
         assert ranks.call_count <= 2 * len(sequences)
         ranks.reset_mock()
         for sequence in sequences[::2]:
-            pool.queue.abort(sequence)
-        assert len(admit_all(pool, 1000)) == 1007
+            window.queue.abort(sequence)
+        assert len(admit_all(window, 1000)) == 1007
         assert ranks.call_count <= 2 * 6007
-    pool.check_integrity()
+    window.check_integrity()
 
 
 # --- Preemption for clients and requests without a place
 
 
 def crowded(max_num_seqs: int, **settings: Any) -> tuple[AdmittingWindow, list[Sequence]]:
-    """A pool full of one client's sequences, each with more cached tokens than the one before."""
-    pool = AdmittingWindow(max_num_seqs, QueueLimits(100), **settings)
-    sequences = submit(pool, *(make_sequence(i, max_tokens=1000, client="anne") for i in range(max_num_seqs)))
-    pool.admit()
+    """A window full of one client's sequences, each with more cached tokens than the one before."""
+    window = AdmittingWindow(max_num_seqs, QueueLimits(100), **settings)
+    sequences = submit(window, *(make_sequence(i, max_tokens=1000, client="anne") for i in range(max_num_seqs)))
+    window.admit()
     for sequence in sequences:
         sequence.target.commit(1 + sequence.sequence_id)
-    return pool, sequences
+    return window, sequences
 
 
 def test_a_client_without_a_place_preempts_the_sequence_with_the_least_progress() -> None:
-    pool, anne = crowded(3)
-    (bob,) = submit(pool, make_sequence(9, client="bob"))
+    window, anne = crowded(3)
+    (bob,) = submit(window, make_sequence(9, client="bob"))
     for _ in range(2):
-        assert pool.admit() == []
-        assert (pool.leaving, anne[0].target.num_cached_tokens, anne[0].is_preempted) == ({0}, 0, True)
-    release(pool)
-    assert (pool.admit(), pool.queued) == ([bob], 1)
-    assert pool.admit() == []
-    assert pool.leaving == set(), "a preempted sequence preempts none of its own client"
-    pool.check_integrity()
-    pool.queue.abort(bob)
-    release(pool)
-    assert (pool.admit(), anne[0].is_preempted) == ([anne[0]], False)
+        assert window.admit() == []
+        assert (window.leaving, anne[0].target.num_cached_tokens, anne[0].is_preempted) == ({0}, 0, True)
+    release(window)
+    assert (window.admit(), window.queued) == ([bob], 1)
+    assert window.admit() == []
+    assert window.leaving == set(), "a preempted sequence preempts none of its own client"
+    window.check_integrity()
+    window.queue.abort(bob)
+    release(window)
+    assert (window.admit(), anne[0].is_preempted) == ([anne[0]], False)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "preempts"), [(1, True), (3, False)])
 def test_the_last_place_of_a_client_and_fixed_batches_are_never_preempted(max_num_seqs: int, preempts: bool) -> None:
-    pool, anne = crowded(max_num_seqs, preempts=preempts)
-    submit(pool, make_sequence(9, client="bob"))
-    assert pool.admit() == []
-    assert (pool.leaving, list(pool.ready)) == (set(), anne)
+    window, anne = crowded(max_num_seqs, preempts=preempts)
+    submit(window, make_sequence(9, client="bob"))
+    assert window.admit() == []
+    assert (window.leaving, list(window.ready)) == (set(), anne)
 
 
 def test_requests_of_one_client_preempt_each_others_samples() -> None:
-    pool = AdmittingWindow(3, QueueLimits(100))
+    window = AdmittingWindow(3, QueueLimits(100))
     samples = [make_sequence(i, request_id="many", client="anne") for i in range(5)]
     for sample in samples:
         sample.first_sample_id = 0
-    pool.queue.submit(samples)
-    assert pool.admit() == samples[:3]
-    (single,) = submit(pool, make_sequence(9, client="anne"))
-    assert pool.admit() == []
-    assert len(pool.leaving) == 1
-    release(pool)
-    assert pool.admit() == [single]
+    window.queue.submit(samples)
+    assert window.admit() == samples[:3]
+    (single,) = submit(window, make_sequence(9, client="anne"))
+    assert window.admit() == []
+    assert len(window.leaving) == 1
+    release(window)
+    assert window.admit() == [single]
     for _ in range(3):
-        assert pool.admit() == []
-        assert pool.leaving == set(), "a preempted sample preempts none of its own request"
-    pool.check_integrity()
-    pool.queue.abort(single)
-    release(pool)
-    assert len(pool.admit()) == 1
+        assert window.admit() == []
+        assert window.leaving == set(), "a preempted sample preempts none of its own request"
+    window.check_integrity()
+    window.queue.abort(single)
+    release(window)
+    assert len(window.admit()) == 1
 
 
 def test_preempted_sequences_count_towards_client_limits() -> None:
-    pool = AdmittingWindow(2, QueueLimits(4, per_client=6))
+    window = AdmittingWindow(2, QueueLimits(4, per_client=6))
     anne = [make_sequence(i, client="anne") for i in range(6)]
-    submit(pool, *anne[:2])
-    pool.admit()
+    submit(window, *anne[:2])
+    window.admit()
     for earlier, sequence in zip(anne, anne[2:], strict=False):
-        pool.queue.pause(earlier)
-        submit(pool, sequence)
-        pool.admit()
-        release(pool)
-        pool.admit()
-    assert pool.queued == 0
-    with pytest.raises(PoolFullError, match="6 samples of this client"):
-        pool.queue.submit([make_sequence(7, client="anne")])
+        window.queue.pause(earlier)
+        submit(window, sequence)
+        window.admit()
+        release(window)
+        window.admit()
+    assert window.queued == 0
+    with pytest.raises(QueueLimitError, match="6 samples of this client"):
+        window.queue.submit([make_sequence(7, client="anne")])
     for sequence in anne:
-        pool.queue.resume(sequence)
-    assert pool.queued == 4
-    submit(pool, *(make_sequence(i, client=str(i)) for i in range(10, 14)))
-    pool.check_integrity()
+        window.queue.resume(sequence)
+    assert window.queued == 4
+    submit(window, *(make_sequence(i, client=str(i)) for i in range(10, 14)))
+    window.check_integrity()
 
 
 def test_sequences_in_a_round_are_not_preempted() -> None:
-    pool, anne = crowded(2)
-    pool.begin_round(anne)
-    submit(pool, make_sequence(9, client="bob"))
-    pool.admit()
-    assert pool.leaving == set()
-    pool.end_round(anne)
-    pool.admit()
-    assert len(pool.leaving) == 1
+    window, anne = crowded(2)
+    window.begin_round(anne)
+    submit(window, make_sequence(9, client="bob"))
+    window.admit()
+    assert window.leaving == set()
+    window.end_round(anne)
+    window.admit()
+    assert len(window.leaving) == 1
 
 
 def test_an_aborted_sequence_is_not_ready_when_its_round_has_been_sent() -> None:
     """It could be preempted and queued again, although nobody reads it."""
-    pool, sequences = filled(2, 2)
-    pool.admit()
-    pool.begin_round(sequences)
-    pool.queue.abort(sequences[0])
-    pool.round_sent(sequences)
-    pool.check_integrity()
-    assert list(pool.ready) == sequences[1:]
+    window, sequences = filled(2, 2)
+    window.admit()
+    window.begin_round(sequences)
+    window.queue.abort(sequences[0])
+    window.round_sent(sequences)
+    window.check_integrity()
+    assert list(window.ready) == sequences[1:]
 
 
 @settings(max_examples=50)
 @given(st.data())
 def test_all_sequences_finish_despite_preemption(data: st.DataObject) -> None:
-    pool = AdmittingWindow(data.draw(st.integers(1, 4)), QueueLimits(1000))
+    window = AdmittingWindow(data.draw(st.integers(1, 4)), QueueLimits(1000))
     ids, num_requests = count(), 12
     unfinished: list[Sequence] = []
     while num_requests or unfinished:
@@ -572,28 +572,28 @@ def test_all_sequences_finish_despite_preemption(data: st.DataObject) -> None:
             samples = [make_sequence(i, request_id=str(first), max_tokens=2, client=client) for i in numbers]
             for sample in samples:
                 sample.first_sample_id = first
-            pool.queue.submit(samples)
+            window.queue.submit(samples)
             unfinished += samples
         if data.draw(st.booleans()) and unfinished:
-            (pool.queue.resume if unfinished[0].paused else pool.queue.pause)(unfinished[0])
+            (window.queue.resume if unfinished[0].paused else window.queue.pause)(unfinished[0])
         for sequence in unfinished if not num_requests else ():
-            pool.queue.resume(sequence)
-        pool.admit()
-        group = list(pool.ready)[: data.draw(st.integers(1, 4))]
-        pool.begin_round(group)
+            window.queue.resume(sequence)
+        window.admit()
+        group = list(window.ready)[: data.draw(st.integers(1, 4))]
+        window.begin_round(group)
         for sequence in group:
             sequence.commit([7])
             sequence.target.commit(len(sequence.token_ids) - 1)
-        pool.end_round(group)
-        release(pool)
-        pool.check_integrity()
+        window.end_round(group)
+        release(window)
+        window.check_integrity()
         unfinished = [sequence for sequence in unfinished if sequence.finish is None]
-    assert (pool.is_empty, pool.queued, pool.running) == (True, 0, 0)
+    assert (window.is_empty, window.queued, window.running) == (True, 0, 0)
 
 
 def test_prompts_that_enter_at_once_do_not_count_as_waiting() -> None:
-    pool = AdmittingWindow(1, QueueLimits(9, tokens=50))
+    window = AdmittingWindow(1, QueueLimits(9, tokens=50))
     for number in range(3):  # the first one enters with the next round
         request = GenerationRequest(f"r{number}", (1,) * 20, 4, frozenset(), num_speculative_tokens=0)
-        pool.queue.submit([Sequence(number, request)])
-    assert pool.queued == 3
+        window.queue.submit([Sequence(number, request)])
+    assert window.queued == 3
