@@ -1,18 +1,20 @@
 """Recent acceptance rates: by sequence, overall, and by the draft's own probabilities. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from operator import mul
 
 # Decay of older observations per draft token.
-DECAY = 0.99
+DECAY = 0.995
 # Observations that a prior weighs as much as, such as the overall rate in the rate of a new sequence.
 PRIOR_TOKENS = 10.0
 # Initial acceptance rate: of a draft model's tokens, of those after a run of MAX_RUN tokens, and of the first branch.
 FIRST_RATE = 0.6
-# Bins of probabilities: more of them learn more slowly and cost more time to plan.
-BINS = 16
+# Bins of acceptance rates: planning counts sequences per bin instead of examining each one.
+RATE_BINS = 32
+# Bins of the draft's own probabilities, fewer because each of them learns by itself.
+CONFIDENCES = RATE_BINS // 3
 
 
 def expected_tokens(rate: float, k: int) -> float:
@@ -24,6 +26,21 @@ def agreement_length(drafted: tuple[int, ...], gained: tuple[int, ...]) -> int:
     """Number of draft tokens, verified or not, before the first that differs from the target's choice."""
     pairs = enumerate(zip(drafted, gained, strict=False))
     return next((i for i, (draft, choice) in pairs if draft != choice), min(len(drafted), len(gained)))
+
+
+def known_tokens(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    """The tokens before the first that is outside the vocabulary."""
+    end = next((i for i, token in enumerate(token_ids) if token >= vocab_size), len(token_ids))
+    return token_ids[:end]
+
+
+def likely_tokens(token_ids: tuple[int, ...], chances: Iterable[float], min_chance: float) -> tuple[int, ...]:
+    """Draft tokens before the first whose acceptance is less probable than `min_chance`.
+
+    `chances`: acceptance probability of each token if all before it are accepted; may be empty.
+    """
+    end = next((i for i, chance in enumerate(accumulate(chances, mul)) if chance < min_chance), len(token_ids))
+    return token_ids[:end]
 
 
 @dataclass
@@ -48,32 +65,38 @@ class Acceptance:
 class Calibration:
     """Acceptance probabilities by the draft's own probabilities."""
 
-    _bins: list[Acceptance] = field(default_factory=lambda: [Acceptance() for _ in range(BINS)])
+    _bins: list[Acceptance] = field(default_factory=lambda: [Acceptance() for _ in range(CONFIDENCES)])
 
     def chance(self, confidence: float) -> float:
         """Acceptance probability of a draft token with this confidence."""
-        return self._rate(bin_of(confidence))
+        return self._rate(_bin(confidence))
 
     @property
     def chances(self) -> list[float]:
         """Acceptance probabilities for confidences from 0 to 1, in equal steps."""
-        return [self._rate(index) for index in range(BINS)]
+        return [self._rate(index) for index in range(CONFIDENCES)]
 
     def _rate(self, index: int) -> float:
-        return self._bins[index].rate(middle_of(index))
+        return self._bins[index].rate((index + 0.5) / CONFIDENCES)
 
     def add(self, confidences: Sequence[float], accepted: int) -> None:
         """Add the verified draft tokens of a round, of which the first `accepted` were accepted."""
         for i, confidence in enumerate(confidences[: accepted + 1]):
-            self._bins[bin_of(confidence)].add(1, int(i < accepted))
+            self._bins[_bin(confidence)].add(1, int(i < accepted))
 
 
-def bin_of(probability: float) -> int:
-    return min(BINS - 1, int(probability * BINS))
+def _bin(confidence: float) -> int:
+    return min(CONFIDENCES - 1, int(confidence * CONFIDENCES))
 
 
-def middle_of(index: int) -> float:
-    return (index + 0.5) / BINS
+def rate_bin(rate: float) -> int:
+    """The bin of an acceptance rate."""
+    return min(RATE_BINS - 1, int(rate * RATE_BINS))
+
+
+def rate_of(rate_bin: int) -> float:
+    """The acceptance rate in the middle of a bin."""
+    return (rate_bin + 0.5) / RATE_BINS
 
 
 @dataclass

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from specpool.drafting.acceptance import FIRST_RATE, AcceptanceRates, bin_of, expected_tokens, middle_of
+from specpool.drafting.acceptance import FIRST_RATE, AcceptanceRates, expected_tokens, rate_bin, rate_of
 from specpool.drafting.branching import Branching, BranchPlan
 from specpool.drafting.costs import RoundCosts
 from specpool.drafting.ledger import MIN_GAIN, Ledger
@@ -24,7 +24,7 @@ PLAN_ROUNDS = 8
 # Draft lag, in tokens, that costs next to nothing to catch up with.
 SMALL_LAG = 4 * MAX_DRAFT_LAG
 # Rounds before a trial in which the target worker returns hidden states: a draft that reads few of them drafts badly.
-STATES_BEFORE_TRIAL = 4
+STATES_BEFORE_TRIAL = PLAN_ROUNDS // 2
 
 
 class DraftOptions(NamedTuple):
@@ -177,7 +177,7 @@ class DraftLengths:
 
     def _plan_sequence(self, sequence_id: int, options: DraftOptions) -> DraftPlan:
         """Choose the draft model or prompt lookup, whichever gains more."""
-        plan, rate = self.plan, middle_of(bin_of(self.acceptance.rate(sequence_id)))
+        plan, rate = self.plan, rate_of(rate_bin(self.acceptance.rate(sequence_id)))
         limit = options.max_num_draft_tokens
         num_draft_tokens = (
             _profitable_length(rate, [plan.row + step for step in plan.steps]) if options.has_model else 0
@@ -228,7 +228,7 @@ class DraftLengths:
         }
         lookup_gain = sum(expected_tokens(options[i].lookup_rate, k) - 1 for i, k in lookups.items() if k)
         drafting = [i for i, option in options.items() if option.can_use_model and not lookups[i]]
-        counts = Counter(bin_of(self.acceptance.rate(i)) for i in drafting)
+        counts = Counter(rate_bin(self.acceptance.rate(i)) for i in drafting)
         batch = _Batch(self.costs, len(options), counts, sum(lookups.values()), lookup_gain)
         if self._is_new:
             return batch.plan(0)
@@ -325,7 +325,7 @@ class _Batch:
             row = speed * (costs.verify(self.sequences + drafted) - costs.verify(self.sequences)) / drafted
             # The marginal cost of a sequence: alone, it would cost the whole step.
             steps = [speed * (costs.draft(n) - costs.draft(n - 1)) if n > 1 else 0.0 for n in drafting]
-            lengths = {rate: _profitable_length(middle_of(rate), [row + step for step in steps]) for rate in lengths}
+            lengths = {rate: _profitable_length(rate_of(rate), [row + step for step in steps]) for rate in lengths}
         num_steps = max(lengths.values(), default=0)
         shares = [speed * costs.draft(n) / n for n in self._drafting(lengths, num_steps)]
         return RoundPlan(self.sequences, self._speed(lengths), row, tuple(steps[:num_steps]), tuple(shares))
@@ -340,7 +340,7 @@ class _Batch:
 
     def _speed(self, lengths: Mapping[int, int]) -> float:
         """Expected tokens per second."""
-        gained = sum(self.counts[rate] * (expected_tokens(middle_of(rate), k) - 1) for rate, k in lengths.items())
+        gained = sum(self.counts[rate] * (expected_tokens(rate_of(rate), k) - 1) for rate, k in lengths.items())
         drafting = self._drafting(lengths, max(lengths.values(), default=0))
         seconds = self.costs.seconds(self.sequences, drafting, self.num_lookup_tokens)
         return (self.sequences + self.lookup_gain + gained) / seconds

@@ -16,7 +16,7 @@ from specpool.drafting.sequences import Commit, Sequence
 from specpool.protocol.rounds import Proposal, ProposeItem
 
 # Initial estimate of the seconds of a round trip to a worker.
-FIRST_EXCHANGE = 0.0015
+FIRST_EXCHANGE = UNKNOWN_DRAFT[1]
 # Draft tokens that a request with a fixed length always gets, even in a round with adaptive requests.
 MIN_FIXED_TOKENS = 4
 FORCED = "forced"
