@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from specpool.drafting.acceptance import Acceptance, Calibration, expected_tokens
 from specpool.drafting.branching import BranchPlan
-from specpool.drafting.costs import MAX_RISE, UNKNOWN_DRAFT, UNKNOWN_VERIFY, WEIGHT, RoundCosts, StepTimes, Timed
+from specpool.drafting.costs import MAX_RISE, UNKNOWN_DRAFT, UNKNOWN_VERIFY, RECENT, RoundCosts, StepTimes, Timed
 from specpool.drafting.draft_lengths import HYSTERESIS, DraftLengths, DraftOptions
 from specpool.drafting.ledger import MIN_GAIN
 from specpool.drafting.lookup import PromptLookup
@@ -199,7 +199,7 @@ class Drafting:
             self._draft_steps = 0 if any(item.num_branches for item in items) else len(steps)
 
     def _observe_exchange(self, timed: Timed) -> None:
-        self.costs.exchange += WEIGHT * (timed.wire - self.costs.exchange)
+        self.costs.exchange += (1 / RECENT) * (timed.wire - self.costs.exchange)
 
     def _observe_waiting(self, outcome: RoundOutcome[Commit], seconds: float) -> None:
         """Learn how long the target waits between plain rounds, and how long the coordinator takes for other rounds."""
@@ -208,16 +208,16 @@ class Drafting:
             before = costs.exchange if costs.plain_exchange is None else costs.plain_exchange
             waited = seconds - outcome.verified.forward - outcome.verified.realign
             waited = min(max(0.0, waited), MAX_RISE * max(before, costs.exchange))
-            costs.plain_exchange = before + WEIGHT * (waited - before)
+            costs.plain_exchange = before + (1 / RECENT) * (waited - before)
         elif outcome.ahead_seconds is not None and costs.ahead_exchange is not None:
             forward = sum(timed.forward for _, _, timed in outcome.proposals)
             waited = min(max(0.0, outcome.ahead_seconds - forward), MAX_RISE * costs.ahead_exchange)
-            costs.ahead_exchange += WEIGHT * (waited - costs.ahead_exchange)
+            costs.ahead_exchange += (1 / RECENT) * (waited - costs.ahead_exchange)
         else:
             elapsed = [timed.elapsed for timed in outcome.calls]
             scheduling = seconds - (max(elapsed) if outcome.drafted_ahead else sum(elapsed))
             scheduling = min(max(0.0, scheduling), MAX_RISE * costs.exchange)
-            costs.scheduling += WEIGHT * (scheduling - costs.scheduling)
+            costs.scheduling += (1 / RECENT) * (scheduling - costs.scheduling)
 
     def overlap_pays(self, sequences: int) -> bool:
         """Whether two alternating groups, one drafting while the other is verified, beat a single group."""

@@ -39,12 +39,12 @@ def test_more_branches_are_drafted_while_the_draft_fits_into_the_verification() 
 
 def test_branches_that_never_come_true_are_not_drafted() -> None:
     branching = Branching(costs())
-    for _ in range(300):
+    for _ in range(400):
         branching.observe(commit(0, 8))
     fresh = Branching(costs()).best(8, 8, 0.75, 64, LENGTHS)
     assert branching.best(8, 8, 0.75, 64, LENGTHS).num_branches < fresh.num_branches
     assert branching.coverage(1) == pytest.approx(1, abs=0.1)
-    for _ in range(300):
+    for _ in range(400):
         branching.observe(commit(None, 8))
     assert branching.coverage(8) < 0.2
 
