@@ -196,6 +196,24 @@ class RoundCosts:
     """Seconds from the result of a verification until the branches of the next one arrive, excluding the draft worker's
     passes. None if the target worker cannot select branches."""
 
+    def observe_exchange(self, seconds: float) -> None:
+        """Learn from a call, of which `seconds` are outside the worker's own measurements."""
+        self.exchange = _learned(self.exchange, seconds)
+
+    def observe_plain(self, waited: float) -> None:
+        """Learn how long the target waits between plain rounds."""
+        before = self.exchange if self.plain_exchange is None else self.plain_exchange
+        self.plain_exchange = _learned(before, waited, max(before, self.exchange))
+
+    def observe_ahead(self, waited: float) -> None:
+        """Learn how long the branches of a round take, excluding the draft worker's passes."""
+        if self.ahead_exchange is not None:
+            self.ahead_exchange = _learned(self.ahead_exchange, waited, self.ahead_exchange)
+
+    def observe_scheduling(self, seconds: float) -> None:
+        """Learn how long the coordinator takes."""
+        self.scheduling = _learned(self.scheduling, seconds, self.exchange)
+
     def seconds(self, sequences: int, drafting: list[int], num_lookup_tokens: int = 0) -> float:
         """Seconds of a round of `sequences` sequences, of which `drafting[j]` take part in draft step j.
 
@@ -212,3 +230,8 @@ class RoundCosts:
         if has_lookup_tokens or self.plain_exchange is None:
             return self.exchange + self.scheduling
         return self.plain_exchange
+
+
+def _learned(estimate: float, seconds: float, scale: float = math.inf) -> float:
+    """An estimate after an observation, which counts up to `MAX_RISE` times the scale."""
+    return estimate + (min(max(0.0, seconds), MAX_RISE * scale) - estimate) / RECENT

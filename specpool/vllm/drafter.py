@@ -10,8 +10,9 @@ from operator import itemgetter
 from specpool.drafting.acceptance import agreement_length, known_tokens, likely_tokens
 from specpool.drafting.costs import StepTimes, Timed
 from specpool.drafting.draft_lengths import SMALL_LAG
-from specpool.drafting.drafting import Drafting, DraftWorker
+from specpool.drafting.drafting import Drafting
 from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod, DraftPlan, Lookup
+from specpool.drafting.sequences import DraftWorker
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
 from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.worker_info import WorkerInfo

@@ -9,9 +9,10 @@ from coordinator.scheduling.sequence import GenerationRequest, Sequence
 from specpool.drafting.branching import Branching, BranchPlan
 from specpool.drafting.costs import RoundCosts, StepTimes
 from specpool.drafting.draft_lengths import PLAN_ROUNDS, DraftLengths, DraftOptions
-from specpool.drafting.drafting import Drafting, DraftWorker
+from specpool.drafting.drafting import Drafting
 from specpool.drafting.ledger import FREE_TRIALS
 from specpool.drafting.plans import DraftMethod, DraftPlan
+from specpool.drafting.sequences import DraftWorker
 from specpool.protocol.rounds import MAX_ITEM_BRANCHES, ItemStatus, Proposal
 
 LENGTHS = range(1, 17)

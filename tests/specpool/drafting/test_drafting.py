@@ -14,9 +14,10 @@ from coordinator.scheduling.sequence import GenerationRequest, Sequence
 from specpool.drafting.acceptance import Calibration
 from specpool.drafting.costs import StepTimes, Timed
 from specpool.drafting.draft_lengths import PLAN_ROUNDS, STATES_BEFORE_TRIAL
-from specpool.drafting.drafting import Drafting, DraftWorker
+from specpool.drafting.drafting import Drafting
 from specpool.drafting.outcome import RoundOutcome
 from specpool.drafting.plans import DraftMethod, DraftPlan, Lookup, LookupSource
+from specpool.drafting.sequences import DraftWorker
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.worker_info import WorkerInfo
