@@ -7,7 +7,7 @@ from operator import mul
 
 # Decay of older observations per draft token.
 DECAY = 0.995
-# Observations that a prior weighs as much as, such as the overall rate in the rate of a new sequence.
+# Weight of a prior in observations: a new sequence starts with the overall rate.
 PRIOR_TOKENS = 10.0
 # Initial acceptance rate: of a draft model's tokens, of those after a run of MAX_RUN tokens, and of the first branch.
 FIRST_RATE = 0.6

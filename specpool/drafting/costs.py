@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
-# Recent rounds that count where the load of a machine changes the time. Their mean is the weight of a new observation.
+# Recent rounds that count towards times that follow the machine's load. A new observation weighs 1 / RECENT or more.
 RECENT = 15
-# Weight of a new observation where the time hardly changes.
+# Minimum weight of a new observation of a time that hardly changes, relative to others.
 WEIGHT = 0.02
 # Maximum factor between an observation and its estimate: one stalled round changes little.
 MAX_RISE = 4.0
 # Maximum growth of the time per row. The first row of a kernel tile costs as much as several later rows.
 MAX_GROWTH = 1.25
-# Maximum time of a pass, and the inverse of the minimum. It keeps ratios finite.
+# Maximum time of a pass, and the inverse of its minimum: ratios stay finite.
 MAX_SECONDS = 1e6
 # Default seconds by rows, for workers without measurements.
 UNKNOWN_VERIFY = {1: 0.02, 64: 0.04, 1024: 0.345}

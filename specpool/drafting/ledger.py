@@ -18,10 +18,10 @@ from specpool.drafting.plain_times import PlainTimes, size_class
 
 # Share of all time that retries, and trials, may lose.
 SHARE = 0.01
-# Each lost trial and each failed retry lowers the share, at most to 1 / MAX_DIVISOR: a change must still be noticed.
+# Losses lower the share, at most to 1 / MAX_DIVISOR of it: a change must still be noticed.
 MAX_DIVISOR = 8
-# Trials before the budget counts, and before a plan may rely on the method: startup measurements can be wrong. Also the
-# balance after them, and after a pause: as few losing rounds cannot be told from noise.
+# Trials before the budget counts and a plan may rely on the method: startup measurements can be wrong. As many plain
+# rounds are the balance at first and after a pause: a few losses cannot be told from noise.
 FREE_TRIALS = 2
 # Maximum balance, so that past gains do not pay for lasting losses.
 MAX_BALANCE = 12.0
@@ -42,7 +42,7 @@ class _Entry:
     """What the next trial may lose. Negative after a trial that lost more than expected."""
     trials: int = 0
     divisor: float = 1.0
-    """How much less than `SHARE` of the time the method gets, since it lost."""
+    """Divides `SHARE`. Each lost trial adds one, a failed retry doubles it, and a won trial halves it."""
     is_paused: bool = False
     is_retry: bool = False
     """Whether the method has been paused since its balance was full."""
