@@ -12,8 +12,7 @@ from coordinator.serving.auditor import RESULTS
 from coordinator.serving.coordinator import Coordinator
 from coordinator.workers.link import WorkerLink
 from coordinator.workers.states import LinkState
-from specpool.drafting.drafting import SpeculationState
-from specpool.drafting.plans import DraftMethod
+from specpool.drafting.plans import DraftMethod, SpeculationState
 from specpool.rpc.observability.metrics import Families
 
 ENDS = (*FinishReason, "error")

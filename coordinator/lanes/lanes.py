@@ -21,7 +21,7 @@ from coordinator.workers.interface import Target
 from coordinator.workers.states import LISTEN_SECONDS, LinkState
 from coordinator.workers.target_link import TargetLink
 from coordinator.workers.target_model import TargetModel
-from specpool.drafting.drafting import SpeculationState
+from specpool.drafting.plans import SpeculationState
 from specpool.protocol.errors import UnavailableError
 from specpool.rpc.security.channel import Connector
 

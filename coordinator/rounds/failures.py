@@ -147,8 +147,7 @@ class Failures:
         refusal = self._target.grammar_refusal
         self._window.follows_grammars = refusal is None
         if refusal is not None:
-            for sequence in self._queue.without_grammars(self._window):
-                self._fail(sequence, UnimplementedError(f"{sequence.request.constraint}: {refusal}"))
+            self._fail_without_grammars(refusal)
         self._window.forget_target_caches()
         self._queue.wake()
 
@@ -171,7 +170,12 @@ class Failures:
     def target_removed(self) -> None:
         """Queue the sequences of the window for other windows. Its rounds no longer run."""
         self._queue.remove(self._window)
+        self._fail_without_grammars("no other target worker follows grammars")
         self._queue.wake()
+
+    def _fail_without_grammars(self, refusal: str) -> None:
+        for sequence in self._queue.without_grammars(self._window):
+            self._fail(sequence, UnimplementedError(f"{sequence.request.constraint}: {refusal}"))
 
     def _fail(self, sequence: Sequence, error: ServiceError) -> None:
         """End a sequence with an error, unless it has finished."""

@@ -20,8 +20,9 @@ from coordinator.scheduling.window import Window
 from coordinator.workers.errors import WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.interface import Draft, Workers
 from specpool.drafting.costs import Timed
-from specpool.drafting.drafting import Drafting, DraftWorker
+from specpool.drafting.drafting import Drafting
 from specpool.drafting.plans import DraftPlan
+from specpool.drafting.sequences import DraftWorker
 from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import Proposal, ProposeItem
 

@@ -1,11 +1,10 @@
 """A sequence's drafts in a round: what to ask the draft worker, and which of its tokens to verify. Pure."""
 
 from collections.abc import Callable
-from itertools import accumulate
-from operator import mul
 
 from coordinator.scheduling.caches import PendingRound, WorkerCache
 from coordinator.scheduling.sequence import Sequence
+from specpool.drafting.acceptance import agreement_length, known_tokens, likely_tokens
 from specpool.drafting.plans import DraftPlan
 from specpool.protocol.rounds import (
     MAX_ITEM_UNVERIFIED,
@@ -165,10 +164,8 @@ class Drafts:
         return False
 
     def _likely(self, token_ids: tuple[int, ...], proposal: Proposal) -> tuple[int, ...]:
-        """Draft tokens before the first below `min_chance`; all of them without confidences."""
-        chances = accumulate(map(self._chance, proposal.confidences), mul)
-        end = next((i for i, chance in enumerate(chances) if chance < self.plan.min_chance), len(token_ids))
-        return token_ids[:end]
+        """Draft tokens that are worth verifying; all of them without confidences."""
+        return likely_tokens(token_ids, map(self._chance, proposal.confidences), self.plan.min_chance)
 
     # --- Branches of the round before
 
@@ -288,15 +285,3 @@ def first_contact(
         return None, None
     source = cache.source.sequence_id if cache.source is not None and base_length else None
     return source, sequence.request.worker_sampling
-
-
-def agreement_length(drafted: tuple[int, ...], gained: tuple[int, ...]) -> int:
-    """Number of draft tokens, verified or not, before the first that differs from the target's choice."""
-    pairs = enumerate(zip(drafted, gained, strict=False))
-    return next((i for i, (draft, choice) in pairs if draft != choice), min(len(drafted), len(gained)))
-
-
-def known_tokens(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """The tokens before the first that is outside the vocabulary."""
-    end = next((i for i, token in enumerate(token_ids) if token >= vocab_size), len(token_ids))
-    return token_ids[:end]

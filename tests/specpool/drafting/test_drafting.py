@@ -12,9 +12,10 @@ from coordinator.scheduling.sequence import GenerationRequest, Sequence
 from specpool.drafting.acceptance import Calibration
 from specpool.drafting.costs import StepTimes, Timed
 from specpool.drafting.draft_lengths import PLAN_ROUNDS, STATES_BEFORE_TRIAL
-from specpool.drafting.drafting import Drafting, DraftWorker
+from specpool.drafting.drafting import Drafting
 from specpool.drafting.outcome import RoundOutcome
 from specpool.drafting.plans import DraftMethod, DraftPlan, Lookup, LookupSource
+from specpool.drafting.sequences import DraftWorker
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.worker_info import WorkerInfo
@@ -207,7 +208,7 @@ def test_costs_are_learned_from_rounds() -> None:
     drafting, sequence = Drafting(max_num_draft_tokens=8), make_sequence()
     items = [VerifyItem(1, 2, (3,), draft_token_ids=(4, 5, 6))]
     proposals = [ProposeItem(1, 2, (3,), num_draft_tokens=3)], [proposal_of(sequence, (4, 5, 6))], Timed(0.0303, 0.03)
-    for _ in range(60):
+    for _ in range(300):
         drafting.observe_round(RoundOutcome(items, Timed(0.0503, 0.05), [], [proposals]))
     assert drafting.costs.verify(4) == pytest.approx(0.05, rel=0.02)
     assert drafting.costs.draft(1) == pytest.approx(0.01, rel=0.02)
@@ -299,10 +300,11 @@ def test_finished_sequences_are_forgotten() -> None:
 
 def test_calibration_corrects_an_overconfident_draft() -> None:
     calibration = Calibration()
+    before = calibration.chance(0.55)
     for _ in range(100):
         calibration.add((0.95, 0.95), accepted=0)
     assert calibration.chance(0.97) < 0.15
-    assert calibration.chance(0.55) == pytest.approx(0.55), "other confidences keep their chances"
+    assert calibration.chance(0.55) == before, "other confidences keep their chances"
 
 
 @pytest.mark.parametrize("accepted", range(4))
