@@ -5,6 +5,7 @@ import errno
 import os
 import random
 import socket
+from ipaddress import ip_address
 
 from specpool.rpc.security.channel import join_address
 
@@ -41,6 +42,12 @@ def bind_error(host: str, port: int) -> OSError | None:
     except OSError as error:
         return error
     return None
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach a host, which must resolve."""
+    *_, (address, *_) = socket.getaddrinfo(host, None)[0]
+    return ip_address(address).is_loopback
 
 
 async def wait_closed(host: str, port: int) -> None:

@@ -4,13 +4,17 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+
+import grpc
 
 from coordinator.workers.draft_link import WARMUP_ROUNDS, DraftLink
 from coordinator.workers.errors import MismatchError
 from coordinator.workers.states import LinkState
 from specpool.drafting.costs import Timed
+from specpool.protocol.responses import InvalidResponseError
 from specpool.protocol.rounds import Proposal, ProposeItem
 from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.security.channel import Connector
@@ -47,6 +51,12 @@ class RemoteDraftLink(DraftLink):
         answer = await super().propose(*arguments, **more)
         self._num_served += 1
         return answer
+
+    async def release_all(self) -> None:
+        """Free all sequences, even if the link is backing off: it may close before the worker is ready again."""
+        with suppress(TimeoutError, grpc.aio.AioRpcError, InvalidResponseError):
+            async with asyncio.timeout(GRACE_SECONDS / 2):
+                await self._release_all(self.instance_id)
 
     def _timeout_of(self, items: list[ProposeItem]) -> float:
         # Count over all connections: a worker that hangs repeatedly must not get the full timeout after each backoff.
@@ -143,7 +153,8 @@ class BlockingDraftLink:
     async def _close(self) -> None:
         if self._connecting is not None:
             self._connecting.cancel()
-        await self._link.release(self._held)
+        if not await self._link.release(self._held):
+            await self._link.release_all()
         await self._link.close()
 
     def _wait(self, work: Coroutine[Any, Any, T], seconds: float | None) -> T:

@@ -182,6 +182,9 @@ class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
     metrics_port: int | None = Field(
         None, ge=1, le=65535, description="Prometheus port: GET /metrics over HTTP without TLS; default: none"
     )
+    monitoring_host: Host | None = Field(
+        None, description="address to listen on with health_port and metrics_port; default: host"
+    )
     max_connections: int = Field(
         1024, ge=1, le=MAX_CONNECTIONS, description="maximum number of connections; further ones are closed"
     )

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from specpool.rpc.config.settings import ServerSettings
 from specpool.rpc.observability.metrics import CallCounter, server_registry
 from specpool.rpc.observability.metrics_endpoint import MetricsEndpoint
-from specpool.rpc.ports import ListenError, check_port, wait_closed
+from specpool.rpc.ports import ListenError, check_port, is_loopback, wait_closed
 from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.tls import server_credentials
 from specpool.rpc.server.callers import Authenticator
@@ -85,20 +85,25 @@ class Server:
         self._health.set(LIVE, True)
         self.set_serving(False)
         host, health_port = self._settings.host, self._settings.health_port
+        monitoring_host = self._settings.monitoring_host or host
         port = _listen("port", host, self._settings.port, self._add_port)
         if self._health_server is not None and health_port is not None:
-            _listen("health_port", host, health_port, self._health_server.add_insecure_port)
+            _listen("health_port", monitoring_host, health_port, self._health_server.add_insecure_port)
         if self._counter is not None and self._settings.metrics_port is not None:
             self._counter.add_services(names)
-            self._metrics.start(host, self._settings.metrics_port)
+            self._metrics.start(monitoring_host, self._settings.metrics_port)
         for server in self._servers():
             await server.start()
-        ports = [each for each in (port, health_port) if each is not None]
-        self._watches += [asyncio.create_task(self._stop_when_closed(host, each)) for each in ports]
+        self._watch_port(host, port)
+        if health_port is not None:
+            self._watch_port(monitoring_host, health_port)
         log.info("listening on %s%s", join_address(host, port), " with TLS" if self._credentials is not None else "")
-        if self._settings.api_tokens is not None and self._credentials is None:
+        if self._settings.api_tokens is not None and self._credentials is None and not is_loopback(host):
             log.warning("api_tokens is set without tls_cert: tokens travel in plain text")
         return port
+
+    def _watch_port(self, host: str, port: int) -> None:
+        self._watches.append(asyncio.create_task(self._stop_when_closed(host, port)))
 
     def _servers(self) -> list[grpc.aio.Server]:
         return [self._server, *([self._health_server] if self._health_server is not None else [])]
