@@ -71,7 +71,7 @@ def test_a_rehearsal_measures_all_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_main(monkeypatch, tmp_path, "--minutes", "30")
-    assert {file.name for file in tmp_path.iterdir()} == {"report.json", "gpu.png"}
+    assert {file.name for file in tmp_path.iterdir()} == {"report.json"}
     report = read_report(tmp_path)
     results = report["parts"]
     assert (report["device"], report["dtype"], report["rehearsed"]) == ("cpu", "float32", True)
