@@ -174,7 +174,8 @@ class Failures:
         """Give up the window. No round runs in it."""
         begun = self._queue.remove(self._window)
         self._fail_begun(begun, "the target worker is gone, and no other one is proven to run the same model")
-        self._fail_without_grammars("no other target worker follows grammars")
+        if self._queue.has_open_window:
+            self._fail_without_grammars("no other target worker follows grammars")
         self._queue.wake()
 
     def _fail_without_grammars(self, refusal: str) -> None:
