@@ -168,17 +168,10 @@ class Failures:
             self.target_removed()
 
     def target_removed(self) -> None:
-<<<<<<< HEAD
         """Queue the sequences of the window for other windows. Its rounds no longer run."""
         self._queue.remove(self._window)
-        self._fail_without_grammars("no other target worker follows grammars")
-=======
-        """Give up the window. No round runs in it."""
-        begun = self._queue.remove(self._window)
-        self._fail_begun(begun, "the target worker is gone, and no other one is proven to run the same model")
         if self._queue.has_open_window:
             self._fail_without_grammars("no other target worker follows grammars")
->>>>>>> failover
         self._queue.wake()
 
     def _fail_without_grammars(self, refusal: str) -> None:
