@@ -6,11 +6,13 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from call_service import Calls, calls_server
+from certificates import TOKEN
 from deaf_client import deaf_client
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -18,6 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from secure_service import until
 from serving import detail_of
 
+from specpool.rpc.ports import bind_error, free_port
 from specpool.rpc.server.server import LIVE, Server
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -88,6 +91,25 @@ async def test_drain_ends_watches() -> None:
         assert ((await call.read()).status, await call.read()) == (NOT_SERVING, grpc.aio.EOF)
         assert await live.read() is grpc.aio.EOF, "the process stays alive to the end"
         assert await seconds < DRAIN_SECONDS / 2
+
+
+async def test_health_may_listen_on_another_address() -> None:
+    port = free_port()
+    async with calls_server(health_port=port, monitoring_host="127.0.0.2") as (_, _, address):
+        for served in (address, f"127.0.0.2:{port}"):
+            async with grpc.aio.insecure_channel(served) as channel:
+                assert await check(channel) == SERVING
+        assert bind_error("127.0.0.1", port) is None
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+async def test_tokens_in_plain_text_are_warned_of_beyond_loopback(
+    host: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"alice {TOKEN}\n")
+    async with calls_server(api_tokens=tokens, host=host):
+        assert ("tokens travel in plain text" in caplog.text) == (host == "0.0.0.0")
 
 
 # --- Draining
