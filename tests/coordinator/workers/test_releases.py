@@ -45,6 +45,23 @@ async def test_only_seen_sequences_are_released_once() -> None:
     assert not releases.are_due
 
 
+async def test_a_release_in_flight_is_not_due_again() -> None:
+    """The second one could free the new slot of a preempted sequence that is back."""
+    dues = []
+
+    async def send(_: list[int] | None) -> bool:
+        dues.append(releases.are_due)
+        return False
+
+    releases = Releases(send)
+    releases.see([1])
+    releases.add([1])
+    assert releases.are_due
+    assert not await releases.send()
+    assert dues == [False]
+    assert releases.are_due
+
+
 async def test_release_that_a_round_in_flight_may_undo_is_repeated() -> None:
     """A preempted sequence returns while the release of its old slot waits for earlier calls."""
     worker = ReleaseLog()

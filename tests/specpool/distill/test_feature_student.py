@@ -152,7 +152,7 @@ def test_training_lowers_the_loss_of_all_steps(target: Any, examples: list[Examp
     weights = [weight for weight in student.parameters() if weight.requires_grad]
     optimizer, losses = torch.optim.AdamW(weights, lr=3e-3), []
     before = agreement(student, examples, 3)
-    for epoch in range(12):
+    for epoch in range(9):
         for batch in batches(examples, 1000, random.Random(epoch)):
             loss = distillation_loss(student, drop_states(batch, random.Random(epoch)), 3)
             optimizer.zero_grad()
