@@ -28,8 +28,8 @@ from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
 from specpool.client.prompts import PromptLine
-from specpool.engine.config.activations import Activations
 from specpool.engine.config.devices import use_device
+from specpool.engine.config.options import Activations
 from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.v1 import common_pb2
 

@@ -17,8 +17,8 @@ from benchmarks.peers import CPU, Peers
 from specpool.engine.cache.memory import return_freed_memory
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.config import load_config
+from specpool.engine.models.draft_parts import OUTPUT_HEAD
 from specpool.engine.models.draft_weights import find_named
-from specpool.engine.models.output_head import OUTPUT_HEAD
 from specpool.engine.models.tokenizer import load_tokenizer
 from specpool.engine.models.weights import read_weights
 from specpool.engine.weights.quantized import as_tensor

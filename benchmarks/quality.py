@@ -21,8 +21,7 @@ from benchmarks.report import console, finish, output_folder, parser_of, progres
 from coordinator.prompts.templates import ChatTemplateError
 from coordinator.prompts.tokenizer import EncodingError
 from specpool.engine.cache.spans import Span
-from specpool.engine.config.activations import FLOAT32, INT8, Activations, Int8RefusedError
-from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.options import FLOAT32, INT8, Activations, EngineOptions, Int8RefusedError
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.engine.run.engine import Engine

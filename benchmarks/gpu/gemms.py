@@ -8,8 +8,7 @@ import torch
 from benchmarks.gpu.engines import captured_microseconds
 from benchmarks.gpu.part import Findings, Row, Settings
 from benchmarks.shapes import SHAPES
-from specpool.engine.passes.gpu.cublas import restrict_cublas
-from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, Gemm, cublas_rows_of
+from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, Gemm, cublas_rows_of, restrict_cublas
 from specpool.engine.probes.inputs import ProbeInputs
 
 # Maximum relative error: about twice what rounding the inputs and the result causes.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from specpool.engine.config.activations import FLOAT32, INT8
+from specpool.engine.config.options import FLOAT32, INT8
 from specpool.planning.next_worker import NextWorker
 from specpool.planning.plan import DraftPlan, Plan, WorkerNeeds
 from specpool.planning.prediction import Model

@@ -6,8 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from specpool.engine.config.activations import INT8, Activations, check_int8
-from specpool.engine.config.options import Dtype
+from specpool.engine.config.options import INT8, Activations, Dtype, check_int8
 from specpool.environment.extras import explain_missing
 from specpool.rpc.config.settings import DraftAddress, LogLevel, Seconds, Settings, TargetAddress
 from specpool.rpc.security.settings import ClientSecurity

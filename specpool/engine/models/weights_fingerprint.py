@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from specpool.engine.models.loading import LoadedModel
 from specpool.engine.weights.checksums import checksum
-from specpool.engine.weights.quantized import Quantized, QuantizedEmbedding, QuantizedLinear, Weight
-from specpool.engine.weights.threads import map_on_threads
+from specpool.engine.weights.quantized import Quantized, QuantizedEmbedding, QuantizedLinear, Weight, map_on_threads
 
 
 @torch.inference_mode()

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.functional import rms_norm, silu
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from specpool.engine.passes.activations import in_chunks
 from specpool.engine.passes.attention import attend
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.passes.forward_pass import ForwardPass
+from specpool.engine.passes.modules import in_chunks
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.passes.rotary import RotaryTables, head_order, rotate
 from specpool.engine.sharding.group import SINGLE_RANK, SingleRank

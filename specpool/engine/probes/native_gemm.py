@@ -2,7 +2,7 @@
 
 import torch
 
-from specpool.engine.config.activations import INT8
+from specpool.engine.config.options import INT8
 from specpool.engine.passes.forward_pass import CompiledGemms
 from specpool.engine.passes.native.panels import BFLOAT16, PANEL, PART
 from specpool.engine.probes.inputs import ProbeInputs

@@ -15,8 +15,7 @@ import torch
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.memory import Footprint
 from specpool.engine.cache.spans import Location, Span
-from specpool.engine.config.activations import INT8
-from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.options import INT8, EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.run.connections import Link, Message, end_process, hang_up, receive, send, signals_held, watch

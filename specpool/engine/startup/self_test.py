@@ -1,8 +1,10 @@
-"""Tests a loaded model for batch invariance: a token's logits must have the same bits in every batch."""
+"""Captures an engine's graphs, proves that its results are batch-invariant, and computes their fingerprint."""
 
+import hashlib
 import logging
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -18,6 +20,45 @@ from specpool.engine.probes.operations import OperationProbe
 from specpool.engine.run.engine import Engine
 
 log = logging.getLogger(__name__)
+
+
+def capture_graphs(engine: Engine, report: Callable[[str], None] = log.info) -> None:
+    """Capture the passes of an engine, unless its pass captures none. `report`: called before."""
+    if not engine.forward_pass.captured_rows:
+        return
+    report("capturing CUDA graphs")
+    began = time.perf_counter()
+    count = engine.capture_graphs()
+    log.info("captured %d CUDA graphs in %.1f s", count, time.perf_counter() - began)
+
+
+TOKENS = 72
+"""More than the largest tile of attended positions."""
+FIRST_PASS, ROWS = 40, 4
+STRIDE = 7919
+
+
+def numerics_fingerprint(engine: Engine) -> str:
+    """`logits_digest` of an engine that passed the self-test; otherwise "".
+
+    It depends on weights, dtype, kernels, device and library versions. It depends on the number of threads only if the
+    pass consists of torch operations.
+    """
+    return logits_digest(engine) if engine.bitwise else ""
+
+
+@torch.inference_mode()
+def logits_digest(engine: Engine) -> str:
+    """SHA-256 over logits at the start and at the end of a fixed sequence. Overwrites the first slot."""
+    length = min(TOKENS, engine.max_model_len)
+    first = min(FIRST_PASS, length // 2)
+    tokens = [i * STRIDE % engine.vocab_size for i in range(length)]
+    passes = (Span(0, 0, tokens[:first], ROWS), Span(0, first, tokens[first:], ROWS))
+    digest = hashlib.sha256()
+    for span in passes:
+        digest.update(engine.forward([span]).contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
 
 # Tokens of a prompt in one pass.
 SHORT_PASS, LONG_PASSES = 15, (97, 271)

@@ -2,9 +2,11 @@
 
 An output adds its terms along the inputs in one order, whatever the tile: tiles only decide which outputs and rows are
 computed together. Weights with few outputs are split along their inputs (split-K) to occupy the GPU. The number of
-splits depends on the weight alone, and the next kernel adds the partial sums in order.
+splits depends on the weight alone, and the next kernel adds the partial sums in order. cuBLAS, where it is used,
+is restricted to kernels that are likely to be batch-invariant.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -22,6 +24,21 @@ from specpool.engine.numerics.triton_compat import (
     tl,
     triton,
 )
+
+# cuBLAS and cuBLASLt read these once. Without a workspace, no kernel can use split-K, which depends on the row count.
+WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+
+
+def restrict_cublas() -> None:
+    """Apply the restrictions to this process. Call it before the first GEMM on a GPU."""
+    for name, value in WORKSPACES.items():
+        os.environ.setdefault(name, value)
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    matmul = torch.backends.cuda.matmul
+    # No reduced-precision sums, no split-K.
+    matmul.allow_fp16_reduced_precision_reduction = (False, False)
+    matmul.allow_bf16_reduced_precision_reduction = (False, False)
+
 
 GemmBackend = Literal["triton", "cublas"]
 GEMM_BACKENDS: tuple[GemmBackend, ...] = get_args(GemmBackend)

@@ -11,17 +11,22 @@ import torch
 from torch import nn
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.config.activations import Activations, Int8RefusedError
+from specpool.engine.config.options import Activations, Int8RefusedError
 from specpool.engine.native.compiler import compiler_problem
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.passes.forward_pass import DraftLoop, ForwardPass
 from specpool.engine.passes.fused import FusedModel
-from specpool.engine.passes.native.activations import gemm_kinds, resolve_activations
-from specpool.engine.passes.native.decoder import compile_decoder
+from specpool.engine.passes.native.decoder import LINEARS, NORMS, Batch, Layer, Linear, Model, compile_decoder
 from specpool.engine.passes.native.draft_loop import compile_draft_loop
-from specpool.engine.passes.native.packed_weights import ModelPanels, PackedWeights, bytes_of, panels_of
+from specpool.engine.passes.native.packed_weights import (
+    ModelPanels,
+    PackedWeights,
+    bytes_of,
+    gemm_kinds,
+    panels_of,
+    resolve_activations,
+)
 from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, KIND_NUMBERS, PART, segments_of
-from specpool.engine.passes.native.structs import LINEARS, NORMS, Batch, Layer, Linear, Model
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.sampling.head import Head
 from specpool.engine.weights.quantization_types import INT8, QUANTIZATION_TYPES

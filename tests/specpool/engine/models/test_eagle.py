@@ -12,7 +12,7 @@ from tiny_models import load_engine, random_tokens, refusal, save_model, small_c
 
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
-from specpool.engine.models.feature_input import Features
+from specpool.engine.models.draft_parts import Features
 from specpool.engine.passes.fused import FusedModel
 from specpool.protocol.rounds import ProposeItem, ProposeRound
 

@@ -10,7 +10,7 @@ from tiny_pair import tiny_config
 
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
-from specpool.engine.models.output_head import OUTPUT_HEAD
+from specpool.engine.models.draft_parts import OUTPUT_HEAD
 from specpool.protocol.rounds import ProposeItem, ProposeRound, VerifyItem, VerifyRound
 from specpool.protocol.sampling import SamplingParams
 from target_worker.verifier import Verifier

@@ -13,7 +13,7 @@ from specpool.engine.cache.memory import weight_bytes
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.attention import LibraryModel
 from specpool.engine.passes.fused import FAMILIES, FusedModel, is_fusable
-from specpool.engine.passes.linear import can_prepack
+from specpool.engine.passes.modules import can_prepack
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.passes.native.panels import BFLOAT16
 from specpool.engine.passes.rotary import BLOCK, RotaryTables

@@ -17,7 +17,7 @@ from tiny_models import load_engine, random_tokens, rows_that_differ, transforme
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.drafts import Draft, DraftRound
-from specpool.engine.passes.gpu import attention, cublas, graphs, model
+from specpool.engine.passes.gpu import attention, gemm, graphs, model
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel
@@ -73,7 +73,7 @@ def test_a_note_says_why_kernels_cannot_run(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_cublas_uses_neither_split_k_nor_reduced_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in cublas.WORKSPACES:
+    for name in gemm.WORKSPACES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     matmul = torch.backends.cuda.matmul
@@ -82,8 +82,8 @@ def test_cublas_uses_neither_split_k_nor_reduced_precision(monkeypatch: pytest.M
     libraries: list[str] = []
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", libraries.append)  # fails in CPU builds
     try:
-        cublas.restrict_cublas()
-        assert {name: cublas.os.environ[name] for name in cublas.WORKSPACES} == cublas.WORKSPACES
+        gemm.restrict_cublas()
+        assert {name: gemm.os.environ[name] for name in gemm.WORKSPACES} == gemm.WORKSPACES
         assert not any(getattr(matmul, name) for name in names)
         assert not matmul.allow_bf16_reduced_precision_reduction_split_k
         assert not matmul.allow_fp16_reduced_precision_reduction_split_k

@@ -12,8 +12,7 @@ from tiny_models import load_engine, random_tokens, round_weights, save_model, s
 from torch.nn.functional import silu
 
 from specpool.engine.cache.spans import Span
-from specpool.engine.config.activations import Activations
-from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.options import Activations, EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.loading import load_model
 from specpool.engine.numerics.tiles import Tiles
@@ -25,8 +24,8 @@ from specpool.engine.passes.gpu.gemm import Gemm, GemmBackend
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.native import decoder
+from specpool.engine.passes.native.decoder import Linear
 from specpool.engine.passes.native.model import NativeModel
-from specpool.engine.passes.native.structs import Linear
 from specpool.engine.probes import batch_invariance, kernels
 from specpool.engine.probes.kernels import choose_gemms
 from specpool.engine.probes.native_gemm import gemms_agree

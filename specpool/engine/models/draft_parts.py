@@ -1,4 +1,4 @@
-"""The hidden states that a feature draft reads, and the weights of its input, stored beside a model's own files."""
+"""Parts of a draft in files beside the model's own: the input of hidden states, and a partial output head."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,3 +69,31 @@ def _check_shape(file: Path, name: str, weight: Weight | None, expected: tuple[i
 
 def _linear(weight: Weight, dtype: torch.dtype) -> nn.Module:
     return QuantizedLinear([weight]) if isinstance(weight, Quantized) else linear_of(weight.to(dtype), None)
+
+
+OUTPUT_HEAD = "output_head.safetensors"
+"""File with `weight` [rows, hidden] and `output_ids` [rows], the token of each row."""
+
+
+def replace_output_head(model: PreTrainedModel, file: Path) -> torch.Tensor | None:
+    """Replace the output head by the one in a file, if it exists. Returns the token of each row."""
+    if not file.is_file():
+        return None
+    try:
+        stored = load_file(file, device=str(model.device))  # where every pass needs them
+        weight, output_ids = find_named(stored, "weight"), stored["output_ids"].long()
+        if weight is None:
+            raise KeyError("weight")
+    except KeyError as error:
+        raise UnsupportedModelError(f"{file} has no tensor {error}") from error
+    except Exception as error:  # the file may contain anything
+        raise UnsupportedModelError(f"{file} cannot be read: {first_line(error)}") from error
+    config: Any = model.config
+    tokens = output_ids.numel()
+    fits = output_ids.dim() == 1 and tokens > 0 and tuple(weight.shape) == (tokens, config.hidden_size)
+    if not fits or not 0 <= int(output_ids.min()) <= int(output_ids.max()) < config.vocab_size:
+        raise UnsupportedModelError(f"{file} has a head of {tuple(weight.shape)} for {tokens} tokens")
+    model.set_output_embeddings(
+        QuantizedLinear([weight]) if isinstance(weight, Quantized) else linear_of(weight.to(model.dtype), None)
+    )
+    return output_ids
