@@ -16,6 +16,7 @@ from tiny_pair import tiny_config
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from specpool.distill import static_decoder
 from specpool.distill.evaluate import EvaluateSettings, evaluate, read_chats
 from specpool.distill.examples import TOP, Batch, Dialogues, Example, batches
 from specpool.distill.main import train
