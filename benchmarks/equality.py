@@ -37,7 +37,6 @@ TokenIds = list[list[int]]
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--target")
     parser.add_argument("--draft")
@@ -129,7 +128,6 @@ def first_difference(some: list[int], others: list[int]) -> int:
 
 
 def equal_share(some: TokenIds, others: TokenIds) -> float:
-    """Share of equal answers."""
     return sum(one == other for one, other in zip(some, others, strict=True)) / len(some)
 
 

@@ -28,7 +28,6 @@ NEVER = -1e9
 
 
 def main() -> None:
-    """Load the pair, answer all questions, and measure the memory and the time."""
     order = json.load(sys.stdin)
     logging.set_verbosity_error()
     peers = Peers(order["target"])
@@ -58,7 +57,6 @@ def assistant(model: str, vocab_size: int) -> Any:
 
 @torch.inference_mode()
 def converse(peers: Peers, tokenizer: Any, draft: Any, questions: list[str], tokens: int) -> Answers:
-    """The tokens of the answers in one chat."""
     chat: list[dict[str, str]] = []
     answers: Answers = []
     for question in questions:

@@ -47,12 +47,10 @@ class Differences:
     """[2, n]: log-likelihood with float32 and int8. Minus infinity for tokens without an output in the model."""
 
     def part(self, some: slice) -> "Differences":
-        """The differences at some positions."""
         return Differences(self.divergence[some], self.is_same[some], self.likelihoods[:, some])
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", help="GGUF file or folder with quantized weights; default: the embedded target")
     add_prompts(parser)
@@ -77,7 +75,6 @@ def main() -> None:
 
 
 def load(model: str, activations: Activations, options: argparse.Namespace) -> Engine:
-    """An engine for one sequence at a time."""
     console.print(f"loading the model with {activations} activations")
     return load_unproven_engine(
         EngineOptions(
@@ -90,7 +87,6 @@ def load(model: str, activations: Activations, options: argparse.Namespace) -> E
 def report(
     model: str, float32: Engine, int8: Engine, prompts: Sequence[list[int]], options: argparse.Namespace
 ) -> None:
-    """Compare all texts and print the result."""
     of_prompts, of_answers = [], []
     for prompt in progress(prompts, "texts"):
         found = compare(float32, int8, prompt + answer(float32, prompt, options.tokens))
@@ -109,7 +105,6 @@ def report(
 
 @torch.inference_mode()
 def answer(engine: Engine, prompt: list[int], max_tokens: int) -> list[int]:
-    """The greedy answer to a prompt, including the end-of-sequence token."""
     tokens: list[int] = []
     span = Span(0, 0, prompt, 1)
     while True:
@@ -141,7 +136,6 @@ def steps(token_ids: list[int]) -> Iterator[tuple[list[Span], torch.Tensor]]:
 
 
 def joined(parts: Sequence[Differences]) -> Differences:
-    """The differences at all positions of several texts."""
     return Differences(
         torch.cat([part.divergence for part in parts]),
         torch.cat([part.is_same for part in parts]),
@@ -164,7 +158,6 @@ def summary(name: str, parts: Sequence[Differences]) -> Row:
 
 
 def significant(number: float) -> float:
-    """Three significant digits."""
     return float(f"{number:.3g}")
 
 

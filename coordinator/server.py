@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import gc
 import logging
+import sys
 
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.metrics import CoordinatorMetrics
 from coordinator.serving.coordinator import Coordinator
-from coordinator.serving.intake import Intake
-from coordinator.serving.service import GenerationServicer
-from coordinator.telemetry.metrics import CoordinatorMetrics
+from coordinator.serving.service import GenerationServicer, Intake
 from coordinator.workers.errors import MismatchError, UnusableModelError
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging, end_process
@@ -102,6 +102,8 @@ async def serve(settings: CoordinatorSettings) -> None:
     await process.start()
     await process.wait_stopped()
     log.info("stopped")
+    if process.server.has_failed:
+        sys.exit(1)
 
 
 def main() -> None:

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.prompts.decoders import read_decoder
-from coordinator.prompts.detokenizer import Detokenizer, Vocabulary
+from coordinator.prompts.detokenizer import Detokenizer, Vocabulary, read_decoder
 from specpool.protocol.tokenizer import TokenizerFiles
 
 MAX_TOKEN_BYTES = 4096
@@ -19,8 +18,6 @@ class TokenizerError(ValueError):
 
 @dataclass(frozen=True)
 class TemplateDescription:
-    """A chat template."""
-
     reads_tools: bool
     options: frozenset[str]
     """Names of the variables that requests may set."""

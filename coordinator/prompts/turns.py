@@ -25,8 +25,6 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(eq=False)
 class Turn(Generic[Place]):
-    """A waiting or running prompt."""
-
     client: str
     is_large: bool
     began: float
@@ -77,12 +75,10 @@ class Turns(Generic[Place]):
         self._grant()  # another large prompt may fit now
 
     def add(self, place: Place) -> None:
-        """Add a free place."""
         self._free.append(place)
         self._grant()
 
     def take_free(self) -> list[Place]:
-        """Take all free places."""
         places, self._free = self._free, []
         return places
 

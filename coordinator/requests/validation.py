@@ -2,11 +2,12 @@
 
 import secrets
 import uuid
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.prompts.chat_reader import check_size
 from coordinator.prompts.constraint_reader import ConstraintReader, constraint_field, read_constraint
 from coordinator.prompts.prompt_reader import PromptReader
 from coordinator.prompts.tokenizer_pool import Constraint, TokenizerPool
@@ -31,8 +32,6 @@ MIN_TEMPERATURE = 0.01
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a request."""
-
     settings: CoordinatorSettings
     prompts: PromptReader
     max_num_seqs: int
@@ -81,12 +80,7 @@ async def read_request(
 
 def check_request_id(request_id: str) -> None:
     """Raise InvalidArgumentError for an id that is too long."""
-    _check_size("request_id", request_id, MAX_REQUEST_ID_LENGTH, "characters")
-
-
-def _check_size(field: str, values: Sized, limit: int, unit: str = "entries") -> None:
-    if len(values) > limit:
-        raise InvalidArgumentError(field, f"has more than {limit} {unit}", limit=limit)
+    check_size("request_id", request_id, MAX_REQUEST_ID_LENGTH, "characters")
 
 
 def _parse(message: pb.GenerateRequest, client: str, limits: Limits) -> GenerationRequest:
@@ -96,7 +90,7 @@ def _parse(message: pb.GenerateRequest, client: str, limits: Limits) -> Generati
     sampling = _sampling(params)
     max_tokens = _max_tokens(params, limits)
     _check_min_tokens(params, max_tokens)
-    _check_size("cache_salt", message.cache_salt, MAX_SALT_LENGTH, "characters")
+    check_size("cache_salt", message.cache_salt, MAX_SALT_LENGTH, "characters")
     num_speculative_tokens, adaptive = _num_speculative_tokens(message, limits)
     return GenerationRequest(
         request_id=message.request_id or uuid.uuid4().hex,
@@ -162,7 +156,7 @@ def _check_token_id(field: str, token: int, limits: Limits) -> None:
 
 def _logit_bias(params: pb.SamplingParams, limits: Limits) -> tuple[tuple[int, float], ...]:
     field = "sampling_params.logit_bias"
-    _check_size(field, params.logit_bias, MAX_LOGIT_BIASES)
+    check_size(field, params.logit_bias, MAX_LOGIT_BIASES)
     for token in params.logit_bias:
         _check_token_id(field, token, limits)
     biases = sorted(params.logit_bias.items())
@@ -171,7 +165,7 @@ def _logit_bias(params: pb.SamplingParams, limits: Limits) -> tuple[tuple[int, f
 
 def _stop(params: pb.SamplingParams) -> tuple[str, ...]:
     field = "sampling_params.stop"
-    _check_size(field, params.stop, MAX_STOP_STRINGS)
+    check_size(field, params.stop, MAX_STOP_STRINGS)
     for index, stop in enumerate(params.stop):
         if not 1 <= len(stop) <= MAX_STOP_LENGTH:
             refusal = f"has {len(stop)} characters: it must have from 1 to {MAX_STOP_LENGTH}"
@@ -181,7 +175,7 @@ def _stop(params: pb.SamplingParams) -> tuple[str, ...]:
 
 def _stop_token_ids(params: pb.SamplingParams, limits: Limits) -> frozenset[int]:
     field = "sampling_params.stop_token_ids"
-    _check_size(field, params.stop_token_ids, MAX_STOP_TOKEN_IDS)
+    check_size(field, params.stop_token_ids, MAX_STOP_TOKEN_IDS)
     if params.stop_token_ids:
         _check_token_id(field, max(params.stop_token_ids), limits)
     eos = () if params.ignore_eos else limits.prompts.tokenizer.eos_token_ids

@@ -119,7 +119,7 @@ class RoundLoop:
         """
         window, max_rounds = self._window, self._proposing.max_rounds
         may_join = self._num_running == max_rounds and self._proposing.takes_newcomers
-        if self._num_running >= max_rounds and not may_join:
+        if window.is_lost or (self._num_running >= max_rounds and not may_join):
             return Group([]), False
         try:
             self._admit()

@@ -2,26 +2,39 @@
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
+from coordinator.requests.traces import RoundTrace
 from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.grouping import Group
 from coordinator.scheduling.round import Round
-from coordinator.tracing.traces import RoundTrace
 from specpool.drafting.costs import Timed
 from specpool.drafting.outcome import RoundOutcome
+from specpool.drafting.plans import DraftPlan
+from specpool.protocol.features import WantedFeatures
 
 
 class RunningRound(Round):
     """A round between its plan and its publication."""
 
-    def __init__(self, round_id: int, group: Group, sent: Callable[[], None], may_join: bool, **plan: Any) -> None:
+    def __init__(
+        self,
+        round_id: int,
+        group: Group,
+        plans: Mapping[int, DraftPlan],
+        *,
+        sent: Callable[[], None],
+        may_join: bool,
+        prefill_tokens: int,
+        chance: Callable[[float], float],
+        pass_seconds: Callable[[int], float],
+        features: WantedFeatures | None,
+    ) -> None:
         """`sent`: called when the next round may be chosen. `may_join`: whether it may share a pass with the last one.
 
-        `plan`: further arguments of `Round`.
+        For the other arguments see `Round`.
         """
-        super().__init__(round_id, group.sequences, **plan)
+        super().__init__(round_id, group.sequences, prefill_tokens, plans, chance, pass_seconds, features)
         self.group, self.may_join, self.same_length = group, may_join, group.same_length
         """`same_length`: whether the sequences had equal lengths when the group was chosen."""
         self.sent = sent

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.requests.in_flight import RequestsInFlight
+from coordinator.requests.traces import Traces
 from coordinator.scheduling.counters import Counters
 from coordinator.scheduling.request_queue import RequestQueue
-from coordinator.tracing.traces import Traces
 from specpool.drafting.lookup import PromptLookup
 
 
@@ -22,6 +22,4 @@ class Shared:
     lookup: PromptLookup
     on_admission: Callable[[], None]
     """Called before sequences are admitted."""
-    on_other_numerics: Callable[[], None]
-    """Called when a target process takes over that may choose other tokens."""
     counters: Counters = field(default_factory=Counters)

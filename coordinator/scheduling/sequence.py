@@ -243,6 +243,11 @@ class Sequence:
             self.target.copy_from(prefix.source.target, prefix.length)
             self.draft.copy_from(prefix.source.draft, prefix.length)
 
+    def commit_cached(self, num_cached_tokens: int) -> None:
+        """Record how many positions the target worker has cached. It has copied its prefix, whose source may go."""
+        self.target.commit(num_cached_tokens)
+        self._prefix = None
+
     def preempt(self) -> None:
         """Take the sequence out of the window. The workers drop its cache."""
         self.is_preempted = True

@@ -46,8 +46,8 @@ class Window:
         """Whether sequences may enter: the target worker is ready, and not about to be removed."""
         self.is_lost = False
         """Whether the target worker is unavailable, so that sequences should continue in other windows."""
-        self.numerics = ""
-        """Windows of equal numerics choose the same tokens, so that sequences may move between them."""
+        self.is_standby = False
+        """Whether another window serves the requests while its target worker is ready."""
         self.follows_grammars = True
         self.admission_limit: Callable[[], int] = lambda: self.capacity
         """Returns how many sequences the grouping policy lets enter."""
@@ -178,7 +178,7 @@ class Window:
         self._find_prefix(sequence)
         if self._shares_prefixes(sequence):
             self._prefixes.add(sequence)
-        self.registry.enter(sequence, self, self.numerics)  # last, so that an error above leaves the sequence queued
+        self.registry.enter(sequence, self)  # last, so that an error above leaves the sequence queued
         if sequence.is_preempted:
             if sequence.sequence_id == sequence.first_sample_id:
                 self._cut_prefixes_elsewhere(sequence)

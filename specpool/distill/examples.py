@@ -1,18 +1,23 @@
-"""Examples for training, batches of them, and files of dialogues that a target generated."""
+"""Examples for training: dialogues with hidden states of the target, their files, and batches of them."""
 
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 TOP = 16
 """Number of most probable tokens kept at every position of an answer."""
+
+AT_ONCE = 16
+"""Examples of a forward pass."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,6 @@ class Batch:
     states: torch.Tensor | None = None  # [B, T, width]
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device."""
         moved: dict[str, Any] = {name: None if each is None else each.to(device) for name, each in vars(self).items()}
         return Batch(**moved)
 
@@ -93,7 +97,6 @@ class Dialogues:
 
     @classmethod
     def of(cls, examples: Sequence[Example]) -> "Dialogues":
-        """Concatenate dialogues."""
         return cls(
             token_ids=torch.cat([example.token_ids.int() for example in examples]),
             lengths=torch.tensor([len(example.token_ids) for example in examples], dtype=torch.int32),
@@ -103,7 +106,6 @@ class Dialogues:
         )
 
     def examples(self) -> list[Example]:
-        """The dialogues, one by one."""
         lengths, starts = self.lengths.tolist(), self.answer_starts.tolist()
         answers = [length - start for length, start in zip(lengths, starts, strict=True)]
         parts = zip(
@@ -124,3 +126,42 @@ class Dialogues:
     def load(cls, path: Path) -> "Dialogues":
         """Read a file written by `save`."""
         return cls(**load_file(path))
+
+
+class TargetStates:
+    """Adds hidden states of the target to batches and examples. `layers`: numbers of layers; if empty, adds none."""
+
+    def __init__(self, model: PreTrainedModel, layers: list[int]) -> None:
+        source: Any = model
+        self._body, self._device, self.layers = source.model, model.device, layers
+
+    @torch.no_grad()
+    def of(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """States [B, T, layers * hidden] at tokens [B, T] that are padded on the right, as precise as on the wire."""
+        found: dict[int, torch.Tensor] = {}
+
+        def keep(number: int, layer: Any, inputs: Any, output: Any) -> None:
+            found[number] = output[0] if isinstance(output, tuple) else output
+
+        hooks = [self._body.layers[number - 1].register_forward_hook(partial(keep, number)) for number in self.layers]
+        try:
+            self._body(token_ids.to(self._device), use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.cat([found[number] for number in self.layers], -1).bfloat16()
+
+    def with_states(self, batch: Batch) -> Batch:
+        return replace(batch, states=self.of(batch.token_ids).float()) if self.layers else batch
+
+    def examples(self, examples: Sequence[Example]) -> list[Example]:
+        if not self.layers:
+            return list(examples)
+        added = []
+        for group in (examples[i : i + AT_ONCE] for i in range(0, len(examples), AT_ONCE)):
+            states = self.of(pad_sequence([example.token_ids for example in group], batch_first=True))
+            added += [
+                replace(example, states=own[: len(example.token_ids)].cpu())
+                for example, own in zip(group, states, strict=True)
+            ]
+        return added

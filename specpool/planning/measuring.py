@@ -29,7 +29,7 @@ from specpool.planning.prediction import Acceptance, Memory, Model, replay_accep
 from specpool.planning.progress import Phases
 from specpool.planning.settings import PROGRAM, PlanSettings
 from specpool.protocol.errors import InvalidArgumentError
-from specpool.protocol.model_name import readable_name
+from specpool.protocol.worker_info import readable_name
 from specpool.rpc.config.settings import naming
 
 # Passes with more rows are extrapolated instead of measured.

@@ -20,7 +20,7 @@ from specpool.planning.prediction import (
     predict,
     smallest_sufficient,
 )
-from specpool.protocol.model_name import readable_name
+from specpool.protocol.worker_info import readable_name
 
 GIB = 2**30
 HOST_BYTES, GPU_HOST_BYTES = 2 * GIB, 4 * GIB

@@ -37,12 +37,7 @@ class PlanSettings(Settings, ClientSecurity):
     batches: list[Annotated[int, Field(ge=1, le=4096)]] = Field(
         [1, 2, 4, 8, 16, 32], min_length=1, description="batch sizes to predict: sequences per round"
     )
-    max_num_speculative_tokens: int = Field(
-        8,
-        ge=1,
-        le=64,
-        description="maximum draft tokens of a sequence in a round",
-    )
+    max_num_speculative_tokens: int = Field(8, ge=1, le=64, description="maximum draft tokens of a sequence in a round")
     device: str = Field("auto", description="device of the target")
     draft_device: str = Field("auto", description="device of the drafts")
     dtype: Dtype = Field("auto", description="dtype of the target's weights")

@@ -11,13 +11,10 @@ from typing import Any, TypeVar
 
 from specpool.protocol.errors import UnavailableError
 from specpool.protocol.worker_info import CacheLoad, WorkerInfo
-from specpool.worker.backend import Backend
-from specpool.worker.failures import DeviceFailedError, Failure, describe, failure_of
-from specpool.worker.model_thread import ModelThread
+from specpool.worker.backend import Backend, DeviceFailedError, Failure, Startup, describe, failure_of
+from specpool.worker.model_thread import ModelThread, Watchdog
 from specpool.worker.round_merging import Round, RoundMerging
-from specpool.worker.startup import Startup
 from specpool.worker.streams import RoundStreams
-from specpool.worker.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -198,10 +195,7 @@ class WorkerHost:
         return round_.response
 
     def _serve_together(self, backend: Backend, serve: ServeRounds, rounds: list[Round]) -> None:
-        with (
-            self._leased(backend, [round_.coordinator_id for round_ in rounds]),
-            self._merging.serving(rounds),
-        ):
+        with self._leased(backend, [round_.coordinator_id for round_ in rounds]), self._merging.serving(rounds):
             began, realigned = time.perf_counter_ns(), backend.realign_ns
             results = serve([round_.request for round_ in rounds], backend)
             realign_ns = backend.realign_ns - realigned

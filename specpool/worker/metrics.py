@@ -18,7 +18,6 @@ class WorkerMetrics:
         self._worker, self._host = worker, host
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics."""
         host, families = self._host, Families(labels={"worker": self._worker})
         counter, gauge = families.counter, families.gauge
         yield gauge("worker_loaded", "1 once the model is loaded, else 0.", host.is_loaded)

@@ -10,7 +10,7 @@ import torch
 from interpreted_kernels import FakeGraphs, attend_extents, imitate_kernels
 
 from benchmarks import shapes
-from benchmarks.gpu import drafts, engines, exactness, part
+from benchmarks.gpu import engines, exactness, part, steps
 from benchmarks.gpu.part import Findings, Settings
 from specpool.engine.passes.gpu import draft_loop, model
 from specpool.engine.passes.gpu.graphs import Run
@@ -102,6 +102,6 @@ def test_planted_bugs_are_found(settings: Settings, monkeypatch: pytest.MonkeyPa
 def test_drafts_are_compared_with_single_steps(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     for same in (True, False):
         findings = Findings(Path(settings.output) / f"{same}.json")
-        drafts.measure_drafts(settings, findings)
+        steps.measure_drafts(settings, findings)
         assert all(row["same_tokens"] is same for row in findings.result["drafts"])
-        monkeypatch.setattr(drafts, "draft_by_loop", lambda *sizes: [[0, 0, 0, 0]] * sizes[2])
+        monkeypatch.setattr(steps, "draft_by_loop", lambda *sizes: [[0, 0, 0, 0]] * sizes[2])

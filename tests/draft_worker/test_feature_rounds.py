@@ -8,7 +8,7 @@ import torch
 from feature_drafts import encoded_states, random_states, save_feature_draft
 from tiny_models import forget_all, load_engine, random_tokens
 
-from draft_worker import features
+from draft_worker.branches import _warn
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import Engine
@@ -26,7 +26,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 @pytest.fixture
 def proposer(engine: Engine) -> Proposer:
     forget_all(engine, 8)
-    features._warn.cache_clear()
+    _warn.cache_clear()
     return Proposer(engine)
 
 

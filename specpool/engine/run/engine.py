@@ -228,7 +228,6 @@ class Engine:
             kv_bytes_total=per_token * self.layout.arena.columns,
             kv_positions_total=self.slots.extents.columns,
             kv_positions_multiple=self.slots.extents.multiple,
-            kv_reservations_grow=True,
             kv_layout=self.kv_layout,
             weight_bytes=sum(rank.weight_bytes for rank in self._ranks) or self.footprint.weights,
             activation_bytes=sum(rank.activation_bytes for rank in self._ranks) or self.footprint.activations,

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from specpool.engine.config.options import EngineOptions
-from specpool.environment.version import package_version
+from specpool.environment.process import package_version
 
 HELLO_BYTES = 1 << 16
 NONCE_BYTES = PROOF_BYTES = 32

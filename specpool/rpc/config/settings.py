@@ -13,15 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
-from pydantic import (
-    AfterValidator,
-    ByteSize,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, ByteSize, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -32,7 +24,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from specpool.environment.version import package_version
+from specpool.environment.process import package_version
 from specpool.rpc.config.help import names_of_settings, show_options
 from specpool.rpc.config.inputs import (
     ENV_PREFIX,
@@ -41,10 +33,10 @@ from specpool.rpc.config.inputs import (
     config_file_of,
     explain,
     read_config_file,
+    suggest,
 )
-from specpool.rpc.config.spelling import suggest
 from specpool.rpc.observability.logs import LogFormat, end_process
-from specpool.rpc.observability.trace_settings import TraceSettings
+from specpool.rpc.observability.tracing import TraceSettings
 from specpool.rpc.security.channel import (
     COORDINATOR_PORT,
     DRAFT_WORKER_PORT,
@@ -190,11 +182,11 @@ class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
     metrics_port: int | None = Field(
         None, ge=1, le=65535, description="Prometheus port: GET /metrics over HTTP without TLS; default: none"
     )
+    monitoring_host: Host | None = Field(
+        None, description="address to listen on with health_port and metrics_port; default: host"
+    )
     max_connections: int = Field(
-        1024,
-        ge=1,
-        le=MAX_CONNECTIONS,
-        description="maximum number of connections; further ones are closed",
+        1024, ge=1, le=MAX_CONNECTIONS, description="maximum number of connections; further ones are closed"
     )
     max_calls: int = Field(
         4096,

@@ -58,15 +58,6 @@ async def test_drafts_change_no_tokens(settings: dict[str, Any]) -> None:
         assert responses[4].speculative_decoding.num_accepted_draft_tokens > 0
 
 
-async def test_adaptive_requests_draft_by_grammar() -> None:
-    async with serving(RecordingTarget(), num_speculative_tokens=None, draft_method="best") as served:
-        for seed in range(8):
-            request = constrained(seed)
-            check(served.target, request, await served.stub.Generate(request))
-        info = await served.until_idle()
-        assert info.counters.drafts["grammar"].accepted_draft_tokens > 0
-
-
 async def test_lost_caches_and_failed_rounds_change_no_tokens() -> None:
     async with serving(RecordingTarget(slots=4)) as served:
         served.target.forget_every = 7

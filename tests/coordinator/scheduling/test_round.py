@@ -12,19 +12,20 @@ from hypothesis import strategies as st
 from coordinator.scheduling.caches import WorkerCache
 from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.counters import Counters, DraftCounters
-from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS, DraftLimits
+from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS
 from coordinator.scheduling.prefill import MAX_UNCHUNKED_TOKENS
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
 from coordinator.scheduling.text import TextStream
 from specpool.drafting.plans import DraftMethod, DraftPlan, Lookup
-from specpool.protocol.rounds import Branch, ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
+from specpool.protocol.rounds import MAX_ITEM_BRANCHES, Branch, ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
+from specpool.protocol.worker_info import WorkerInfo
 
 VOCAB_SIZE = 11
 DRAFT_VOCAB_SIZE = 13
 NO_LIMIT = 10_000
-NO_LIMITS = DraftLimits(NO_LIMIT, NO_LIMIT)
+NO_LIMITS = WorkerInfo(max_model_len=NO_LIMIT, vocab_size=NO_LIMIT, max_branches=MAX_ITEM_BRANCHES)
 # No failures afterwards: with a budget of one token, a cache that keeps getting lost is never rebuilt.
 FAILING_ROUNDS = 150
 
@@ -284,8 +285,8 @@ class Simulation:
         self.commit(second, others, later)
 
     @property
-    def draft_limits(self) -> DraftLimits:
-        return DraftLimits(self.draft_max_len, NO_LIMIT)
+    def draft_limits(self) -> WorkerInfo:
+        return WorkerInfo(max_model_len=self.draft_max_len, vocab_size=NO_LIMIT, max_branches=MAX_ITEM_BRANCHES)
 
     def plans(self, group: list[Sequence]) -> dict[int, DraftPlan]:
         """Random plans for most sequences: by the model (before or during verification), by lookup, or neither."""
@@ -565,7 +566,8 @@ def test_nothing_is_drafted_while_the_target_has_no_slot() -> None:
         (item,) = round_.verify_items()
         token_ids = (5,) if status is ItemStatus.OK else ()
         round_.commit([Verdict(0, status, token_ids, len(item.token_ids))])
-        assert len(Round(2, [sequence], prefill_tokens=100).propose_items(DraftLimits(100, 300))) == num_items
+        worker = WorkerInfo(max_model_len=100, vocab_size=300)
+        assert len(Round(2, [sequence], prefill_tokens=100).propose_items(worker)) == num_items
 
 
 def test_stale_responses_change_no_tokens() -> None:

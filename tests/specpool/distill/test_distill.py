@@ -16,15 +16,16 @@ from tiny_pair import tiny_config
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from specpool.distill import static_writer, training
+from specpool.distill import static_decoder
 from specpool.distill.evaluate import EvaluateSettings, evaluate, read_chats
 from specpool.distill.examples import TOP, Batch, Dialogues, Example, batches
 from specpool.distill.main import train
 from specpool.distill.questions import TASKS, ChatTemplate, Limits, Questions
 from specpool.distill.replay import acceptance_by_position, mean_acceptance_length
 from specpool.distill.settings import DistillSettings
-from specpool.distill.static_writer import StaticWriter, decodes_like_llama
-from specpool.distill.student import Student, check_weights, most_frequent
+from specpool.distill.static_decoder import decodes_like_llama
+from specpool.distill.static_writer import StaticWriter
+from specpool.distill.student import Student, check_weights
 from specpool.distill.training import Checkpoint, agreement, distillation_loss
 from specpool.distill.writer import Writer
 from specpool.engine.cache.spans import Span
@@ -106,13 +107,6 @@ def test_a_target_with_a_partial_output_head(tmp_path: Path) -> None:
     assert set(tokens[5:]) <= set(output_ids)
 
 
-def test_dialogues_load_as_saved(tmp_path: Path, dialogues: Dialogues) -> None:
-    dialogues.save(tmp_path / "some.safetensors")
-    again = Dialogues.load(tmp_path / "some.safetensors")
-    assert all(torch.equal(value, getattr(again, name)) for name, value in vars(dialogues).items())
-    assert [path.name for path in tmp_path.iterdir()] == ["some.safetensors"]
-
-
 def test_dialogues_depend_on_the_seed_only(new_writer: NewWriter) -> None:
     def written(seed: int) -> list[int]:
         return Dialogues.of(list(new_writer(seed).write(4))).token_ids.tolist()
@@ -169,7 +163,7 @@ def test_static_decoding_allows_any_layout_of_attention(
     def transposed(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
         return scaled_dot_product_attention(*tensors, **options).transpose(1, 2).contiguous().transpose(1, 2)
 
-    monkeypatch.setattr(static_writer, "scaled_dot_product_attention", transposed)
+    monkeypatch.setattr(static_decoder, "scaled_dot_product_attention", transposed)
     assert decodes_like_llama(target_of(tiny_pair).eval())
 
 
@@ -370,15 +364,3 @@ def test_the_mean_acceptance_length_is_between_one_and_k_plus_one(answers: list[
     assert by_position == sorted(by_position, reverse=True)
     assert len(by_position) == k
     assert all(0 <= share <= 1 for share in by_position)
-
-
-def test_most_frequent_tokens() -> None:
-    assert most_frequent(torch.tensor([5.0, 0.0, 9.0, 1.0, 7.0]), 2).tolist() == [2, 4]
-
-
-def test_the_learning_rate_rises_and_falls() -> None:
-    rates = [training.learning_rate(step, 100, 10, 1.0) for step in range(100)]
-    assert rates[9] == 1.0 == max(rates)
-    assert rates[:10] == sorted(rates[:10])
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[-1] == pytest.approx(0.05, abs=0.01)

@@ -11,13 +11,12 @@ from tiny_models import load_engine
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from specpool.distill.evaluate import EvaluateSettings, evaluate, read_chats
-from specpool.distill.examples import Batch, Dialogues, Example, batches
+from specpool.distill.examples import Batch, Dialogues, Example, TargetStates, batches
 from specpool.distill.feature_student import FeatureStudent
 from specpool.distill.main import distill
 from specpool.distill.predictions import target_states
 from specpool.distill.questions import ChatTemplate, Limits, Questions
 from specpool.distill.settings import DistillSettings
-from specpool.distill.states import TargetStates
 from specpool.distill.student import Student, check_weights
 from specpool.distill.training import agreement, distillation_loss, drop_states
 from specpool.distill.writer import Writer
@@ -153,7 +152,7 @@ def test_training_lowers_the_loss_of_all_steps(target: Any, examples: list[Examp
     weights = [weight for weight in student.parameters() if weight.requires_grad]
     optimizer, losses = torch.optim.AdamW(weights, lr=3e-3), []
     before = agreement(student, examples, 3)
-    for epoch in range(12):
+    for epoch in range(9):
         for batch in batches(examples, 1000, random.Random(epoch)):
             loss = distillation_loss(student, drop_states(batch, random.Random(epoch)), 3)
             optimizer.zero_grad()

@@ -163,7 +163,7 @@ def after_losses(count: int) -> Ledger:
 
 
 def test_trials_that_lose_become_rarer_up_to_a_limit() -> None:
-    first, later, last = (rounds_until_next(after_losses(count)) for count in (FREE_TRIALS + 1, 10, 40))
+    first, later, last = (rounds_until_next(after_losses(count)) for count in (FREE_TRIALS + 1, FREE_TRIALS + 4, 40))
     assert first < later < last
     assert last == pytest.approx(rounds_until_next(after_losses(80)), rel=0.02)
     assert 0.5 / last < SHARE / 4

@@ -63,6 +63,9 @@ drain_seconds: {{ $role.drainSeconds }}
 {{- include "specpool.tlsSettings" . }}
 {{- if eq .role "coordinator" }}
 {{- if $values.edge.enabled }}
+# Only the edge may call the coordinator, which has no TLS then.
+host: 127.0.0.1
+monitoring_host: 0.0.0.0
 # The edge opens a connection for each call.
 max_connections: 8192
 {{- end }}

@@ -142,12 +142,6 @@ def test_a_grammar_that_does_not_compile_says_why(grammars: Grammars) -> None:
     assert len(grammars.error_of("start: " + "foo" * 9999)) <= MAX_ERROR_CHARACTERS
 
 
-def test_slow_compilation_makes_nobody_wait(grammars: Grammars) -> None:
-    slow = "start: " + " | ".join(f'"{number}" /[a-z]{{1,9}}{number}x/' for number in range(800))
-    assert not grammars.wait(slow, 0.0)
-    assert grammars.wait(slow, 60)
-
-
 AMBIGUOUS = 'start: "y" | "x" s\ns: s s s | s s | T\nT: /[a-z ]/'
 """Harmless after "y", and beyond the limits after "x"."""
 
@@ -228,18 +222,6 @@ def test_the_outcome_is_that_of_a_fresh_worker(rounds: list[tuple[int, int]], me
         while not fresh.is_done:
             fresh.step(0)
         assert (client.token_ids, client.failure) == (fresh.token_ids, fresh.failure)
-
-
-@pytest.mark.usefixtures("_few_states")
-def test_texts_that_need_too_many_states_fail_at_the_same_token(grammars: Grammars) -> None:
-    ends = set()
-    for k in (0, 1, 5, 16):
-        client = Client(Grammars(FILES, VOCAB, MEMORY), MANY_STATES, 0, 400)
-        while not client.is_done:
-            client.step(k)
-        assert "too many states" in client.failure
-        ends.add(len(client.token_ids))
-    assert len(ends) == 1
 
 
 def test_slow_masks_do_not_delay_other_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
