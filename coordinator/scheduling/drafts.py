@@ -6,13 +6,7 @@ from coordinator.scheduling.caches import PendingRound, WorkerCache
 from coordinator.scheduling.sequence import Sequence
 from specpool.drafting.acceptance import agreement_length, known_tokens, likely_tokens
 from specpool.drafting.plans import DraftPlan
-from specpool.protocol.rounds import (
-    MAX_ITEM_UNVERIFIED,
-    Branch,
-    ItemStatus,
-    Proposal,
-    ProposeItem,
-)
+from specpool.protocol.rounds import MAX_ITEM_UNVERIFIED, Branch, ItemStatus, Proposal, ProposeItem
 from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.worker_info import WorkerInfo
 

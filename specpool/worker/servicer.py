@@ -82,9 +82,5 @@ class WorkerServicer:
 
     async def GetWorkerInfo(self, request: pb.GetWorkerInfoRequest, context: Any) -> pb.GetWorkerInfoResponse:
         """Describe the worker. Answers at once, even while a long pass runs."""
-        info = replace(
-            self._host.info,
-            instance_id=self._host.instance_id,
-            max_rounds_ahead=self.max_rounds_ahead,
-        )
+        info = replace(self._host.info, instance_id=self._host.instance_id, max_rounds_ahead=self.max_rounds_ahead)
         return worker_info_response(info)
