@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from benchmarks.report import progress
-from coordinator.workers.recent import RECENT_SECONDS
+from coordinator.workers.states import RECENT_SECONDS
 from specpool.client import AsyncClient
 from specpool.v1 import generation_pb2 as pb
 

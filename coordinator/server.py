@@ -10,7 +10,7 @@ from coordinator.config.settings import CoordinatorSettings
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.serving.coordinator import Coordinator
 from coordinator.serving.service import GenerationServicer, Intake
-from coordinator.workers.errors import MismatchError, UnusableModelError
+from coordinator.workers.interface import MismatchError, UnusableModelError
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging, end_process
 from specpool.rpc.observability.tracing import tracer_of

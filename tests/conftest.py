@@ -27,7 +27,7 @@ settings.load_profile("specpool")
 @pytest.fixture(autouse=True)
 def _always_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every call see the current state, certificates and tokens."""
-    monkeypatch.setattr("coordinator.workers.recent.RECENT_SECONDS", 0.0)
+    monkeypatch.setattr("coordinator.workers.states.RECENT_SECONDS", 0.0)
     monkeypatch.setattr("specpool.rpc.security.tls.CHECK_SECONDS", 0.0)
 
 

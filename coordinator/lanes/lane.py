@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from coordinator.rounds.loop import RoundLoop
-from coordinator.rounds.shared import Shared
+from coordinator.rounds.running import Shared
 from coordinator.scheduling.capacity import KVCapacity
 from coordinator.scheduling.window import Window
 from coordinator.workers.draft_group import DraftGroup

@@ -13,7 +13,7 @@ from typing import Any
 from coordinator.lanes.lane import Lane
 from coordinator.prompts.process_link import read_template
 from coordinator.prompts.tokenizer_pool import TokenizerPool
-from coordinator.rounds.shared import Shared
+from coordinator.rounds.running import Shared
 from coordinator.workers.discovery import Discovery, Endpoint
 from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.draft_link import DraftLink

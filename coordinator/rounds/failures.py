@@ -7,13 +7,11 @@ then fails.
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 
-from coordinator.rounds.releasing import Releasing
-from coordinator.rounds.shared import Shared
+from coordinator.rounds.running import Releasing, Shared
 from coordinator.scheduling.grouping import Group
 from coordinator.scheduling.sequence import Sequence
 from coordinator.scheduling.window import Window
-from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError
-from coordinator.workers.interface import Target
+from coordinator.workers.interface import Cause, Target, WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.link import shortened
 from specpool.protocol.errors import (
     InvalidArgumentError,

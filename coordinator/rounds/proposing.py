@@ -11,14 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 
-from coordinator.rounds.releasing import Releasing
-from coordinator.rounds.running import RunningRound
-from coordinator.rounds.shared import Shared
+from coordinator.rounds.running import Releasing, RunningRound, Shared
 from coordinator.scheduling.grouping import POLICIES, Group
 from coordinator.scheduling.sequence import Sequence
 from coordinator.scheduling.window import Window
-from coordinator.workers.errors import WorkerRefusedError, WorkerUnreachableError
-from coordinator.workers.interface import Draft, Workers
+from coordinator.workers.interface import Draft, WorkerRefusedError, Workers, WorkerUnreachableError
 from specpool.drafting.costs import Timed
 from specpool.drafting.drafting import Drafting
 from specpool.drafting.plans import DraftPlan

@@ -7,10 +7,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from coordinator.scheduling.blame import Blame, Progress
 from coordinator.scheduling.caches import WorkerCache
-from coordinator.scheduling.digests import PrefixDigests
-from coordinator.scheduling.speculation import SpeculationStats
+from coordinator.scheduling.records import Blame, PrefixDigests, Progress, SpeculationStats
 from coordinator.scheduling.text import ShownText, TextStream
 from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod
 from specpool.protocol.rounds import Branch

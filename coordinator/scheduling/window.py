@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 
 from coordinator.scheduling.capacity import Reservations
+from coordinator.scheduling.grouping import ReadySet
 from coordinator.scheduling.preemption import protect
 from coordinator.scheduling.prefixes import PrefixIndex
-from coordinator.scheduling.ready import ReadySet
 from coordinator.scheduling.registry import Registry
 from coordinator.scheduling.sequence import Sequence
 from coordinator.scheduling.worker_time import Part, WorkerTime

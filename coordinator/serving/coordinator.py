@@ -15,7 +15,7 @@ from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.requests.generation import Generation
 from coordinator.requests.in_flight import Latencies, RequestsInFlight
 from coordinator.requests.traces import Traces
-from coordinator.rounds.shared import Shared
+from coordinator.rounds.running import Shared
 from coordinator.scheduling.audits import SpareRoom
 from coordinator.scheduling.capacity import DuplicateRequestError, QueueLimitError, QueueLimits
 from coordinator.scheduling.request_queue import RequestQueue
@@ -24,7 +24,7 @@ from coordinator.scheduling.text import TextStream
 from coordinator.scheduling.window import Window
 from coordinator.serving.auditor import DEFAULT_SHARE, Auditor
 from coordinator.workers.draft_group import DraftGroup
-from coordinator.workers.errors import MismatchError
+from coordinator.workers.interface import MismatchError
 from coordinator.workers.target_link import TargetLink
 from specpool.drafting.lookup import PromptLookup
 from specpool.protocol.errors import (

@@ -14,8 +14,7 @@ from coordinator.requests.validation import Limits, check_request_id, read_reque
 from coordinator.scheduling.commits import Commit
 from coordinator.serving.coordinator import Coordinator
 from coordinator.workers.link import WorkerLink
-from coordinator.workers.recent import Recent
-from coordinator.workers.states import LinkState
+from coordinator.workers.states import LinkState, Recent
 from specpool.environment.process import package_version
 from specpool.protocol.codec import logprobs_message, model_message
 from specpool.protocol.errors import InvalidArgumentError, ServiceError, UnavailableError

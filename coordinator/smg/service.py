@@ -18,7 +18,7 @@ from smg_grpc_proto.generated import common_pb2
 from coordinator.serving.coordinator import Coordinator
 from coordinator.serving.service import Intake
 from coordinator.smg.messages import chunk, complete, end, generate_request, loads, model_info
-from coordinator.workers.recent import Recent
+from coordinator.workers.states import Recent
 from specpool.environment.process import package_version
 from specpool.protocol.errors import InvalidArgumentError, NotFoundError, UnimplementedError
 from specpool.protocol.tokenizer import TokenizerFiles

@@ -8,7 +8,7 @@ from dataclasses import replace
 from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS
 from coordinator.workers.discovery import Discovery, Endpoint
 from coordinator.workers.draft_link import DraftLink
-from coordinator.workers.errors import WorkerRefusedError, WorkerUnreachableError
+from coordinator.workers.interface import WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.link import RENEWED
 from coordinator.workers.placement import Placement
 from specpool.drafting.costs import UNKNOWN_DRAFT, StepTimes, Timed

@@ -7,11 +7,9 @@ from typing import Any
 import grpc
 
 from coordinator.workers import link
-from coordinator.workers.backoff import Backoff
-from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError
-from coordinator.workers.interface import Target
+from coordinator.workers.interface import Cause, MismatchError, Target, WorkerRefusedError
 from coordinator.workers.link import WorkerLink, timed
-from coordinator.workers.states import LinkState
+from coordinator.workers.states import Backoff, LinkState
 from coordinator.workers.streams import RoundCalls
 from specpool.drafting.costs import UNKNOWN_DRAFT, Timed
 from specpool.protocol.codec import propose_request

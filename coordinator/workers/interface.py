@@ -1,13 +1,47 @@
-"""The workers as the rest of the coordinator sees them; the links implement these protocols."""
+"""The workers as the rest of the coordinator sees them, and the errors of calls to them. The links implement this."""
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Protocol
 
 from specpool.drafting.costs import StepTimes, Timed
 from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.worker_info import WorkerInfo
+
+
+class Cause(Enum):
+    """Why a call failed."""
+
+    NOT_SENT = auto()
+    """The worker was unreachable before the call was sent."""
+    LOST = auto()
+    """The connection or the worker was lost during the call. If the worker has restarted, the call may have crashed
+    it."""
+    FAILED = auto()
+    """The worker hung or sent an invalid response. The call may be the reason."""
+
+
+class WorkerUnreachableError(Exception):
+    """A worker sent no valid response in time."""
+
+    def __init__(self, reason: str, cause: Cause) -> None:
+        super().__init__(reason)
+        self.cause = cause
+
+
+class WorkerRefusedError(Exception):
+    """A worker's handler returned an error."""
+
+
+class MismatchError(Exception):
+    """A worker runs a model that does not match the one in use."""
+
+
+class UnusableModelError(MismatchError):
+    """The target worker's model cannot be served, and retrying does not help."""
+
 
 Complete = Callable[[], Awaitable[None]]
 """Completes the items of a round that was sent ahead, once the earlier rounds have committed."""

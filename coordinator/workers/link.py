@@ -10,12 +10,10 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.workers.backoff import Backoff
 from coordinator.workers.bounds import ResponseSizes, read_slowly
-from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError, WorkerUnreachableError
-from coordinator.workers.recent import Recent
+from coordinator.workers.interface import Cause, MismatchError, WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.releases import Releases
-from coordinator.workers.states import LinkState, StateLog
+from coordinator.workers.states import Backoff, LinkState, Recent, StateLog
 from coordinator.workers.streams import RoundCalls, is_cancelled
 from specpool.drafting.costs import StepTimes, Timed
 from specpool.protocol.codec import release_request

@@ -9,7 +9,7 @@ import grpc
 from grpc import StatusCode
 from grpc.aio import AioRpcError, Metadata
 
-from coordinator.workers.errors import Cause, WorkerUnreachableError
+from coordinator.workers.interface import Cause, WorkerUnreachableError
 from specpool.rpc.status import ANSWERED
 
 

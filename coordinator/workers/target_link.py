@@ -9,17 +9,16 @@ import grpc
 
 from coordinator.prompts.description import TokenizerDescription, TokenizerError
 from coordinator.prompts.tokenizer_pool import LimitError, TokenizerPool
-from coordinator.workers.backoff import Backoff
-from coordinator.workers.errors import (
+from coordinator.workers.interface import (
     Cause,
+    Complete,
     MismatchError,
     UnusableModelError,
     WorkerRefusedError,
     WorkerUnreachableError,
 )
-from coordinator.workers.interface import Complete
 from coordinator.workers.link import PROBE_TIMEOUT_SECONDS, WorkerLink, status_text, timed
-from coordinator.workers.states import LinkState
+from coordinator.workers.states import Backoff, LinkState
 from coordinator.workers.streams import RoundCalls
 from coordinator.workers.target_model import TargetModel
 from specpool.drafting.costs import UNKNOWN_VERIFY, Timed

@@ -7,7 +7,7 @@ the same tokens.
 import asyncio
 import re
 
-from coordinator.workers.errors import MismatchError
+from coordinator.workers.interface import MismatchError
 from specpool.protocol.responses import InvalidResponseError
 from specpool.protocol.worker_info import WorkerInfo
 

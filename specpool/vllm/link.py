@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import grpc
 
 from coordinator.workers.draft_link import WARMUP_ROUNDS, DraftLink
-from coordinator.workers.errors import MismatchError
+from coordinator.workers.interface import MismatchError
 from coordinator.workers.states import LinkState
 from specpool.drafting.costs import Timed
 from specpool.protocol.responses import InvalidResponseError

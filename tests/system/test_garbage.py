@@ -11,7 +11,7 @@ from grpc import StatusCode
 from lab.garbage import DRAFT_FAULTS, TARGET_FAULTS, GarbageDraft, GarbageTarget
 from serving import Serving, check_tokens, make_request, serving, stream
 
-from coordinator.workers.errors import UnusableModelError
+from coordinator.workers.interface import UnusableModelError
 from specpool.testing import VOCAB_SIZE
 from specpool.v1 import generation_pb2 as pb
 

@@ -11,7 +11,7 @@ from serving import RecordingDraft, RecordingTarget, Serving, expected_tokens, m
 
 from coordinator.rounds import proposing
 from coordinator.rounds.proposing import Proposing
-from coordinator.workers.errors import MismatchError
+from coordinator.workers.interface import MismatchError
 from specpool.drafting.branching import Branching, BranchPlan
 from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import generation_pb2 as pb

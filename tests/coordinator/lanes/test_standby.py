@@ -12,7 +12,7 @@ from replicas import long_requests, slow_target, stream_all, with_standby
 from scraping import scrape
 from serving import PATIENCE_SECONDS, RecordingTarget, Serving, free_address, make_request, serving
 
-from coordinator.workers.errors import MismatchError
+from coordinator.workers.interface import MismatchError
 from specpool.rpc.ports import free_port
 from specpool.testing import FakeTarget
 from specpool.v1 import common_pb2

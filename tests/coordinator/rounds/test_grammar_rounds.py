@@ -11,7 +11,7 @@ from grpc import StatusCode
 from serving import RecordingTarget, make_request, serving, violated_fields
 
 from coordinator.rounds import failures
-from coordinator.rounds.releasing import RETRY_SECONDS
+from coordinator.rounds.running import RETRY_SECONDS
 from specpool.v1 import generation_pb2 as pb
 
 SCHEMA = json.dumps(

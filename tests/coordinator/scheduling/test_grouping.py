@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.scheduling.capacity import QueueLimits
-from coordinator.scheduling.grouping import POLICIES, Exspec, Group, GroupingLimits, Policy
-from coordinator.scheduling.ready import ReadySet
+from coordinator.scheduling.grouping import POLICIES, Exspec, Group, GroupingLimits, Policy, ReadySet
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 
 

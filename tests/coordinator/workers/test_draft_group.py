@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS
 from coordinator.workers.discovery import Discovery, Endpoint
 from coordinator.workers.draft_group import DraftGroup
-from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError
+from coordinator.workers.interface import Cause, WorkerRefusedError, WorkerUnreachableError
 from specpool.drafting.costs import StepTimes, Timed
 from specpool.protocol.features import FeatureSpec
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem

@@ -11,7 +11,7 @@ from serving import PATIENCE_SECONDS, RecordingDraft, RecordingTarget, make_requ
 
 from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.workers.draft_link import DraftLink
-from coordinator.workers.errors import MismatchError
+from coordinator.workers.interface import MismatchError
 from coordinator.workers.states import LinkState
 from coordinator.workers.target_link import TargetLink
 from specpool.rpc.security.channel import Connector

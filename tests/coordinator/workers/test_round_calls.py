@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 from secure_service import until
 from serving import PATIENCE_SECONDS, RecordingTarget, make_request, serving
 
-from coordinator.workers.errors import Cause, WorkerUnreachableError
+from coordinator.workers.interface import Cause, WorkerUnreachableError
 from coordinator.workers.streams import RoundCalls
 from specpool.rpc.security.channel import open_channel
 

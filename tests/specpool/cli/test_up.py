@@ -20,7 +20,7 @@ from collector import Collector, collecting
 from scraping import scrape
 from serving import PATIENCE_SECONDS, info_with_loads
 
-from coordinator.workers.recent import RECENT_SECONDS
+from coordinator.workers.states import RECENT_SECONDS
 from specpool.client import AsyncClient
 from specpool.rpc.ports import free_port
 from specpool.v1 import generation_pb2 as pb

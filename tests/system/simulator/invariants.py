@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from coordinator.scheduling.blame import FAILURES_TO_FAIL
+from coordinator.scheduling.records import FAILURES_TO_FAIL
 from coordinator.serving.auditor import DIFFERENT
 from specpool.protocol.errors import StalledStreamError, WorkerFailedError
 
