@@ -47,7 +47,7 @@ class CoordinatorServer:
             from coordinator.smg.service import add_engine_service  # needs the extra `smg`
 
             add_engine_service(self.coordinator, self.server, intake)
-        self.coordinator.lanes.on_change = self._target_changed
+        self.coordinator.lanes.on_change = lambda: self.server.set_serving(self.coordinator.lanes.is_ready)
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
@@ -91,9 +91,6 @@ class CoordinatorServer:
                 log.warning("target worker unreachable; failing requests in progress")
                 return self.server.stop(drain=False)
             await asyncio.sleep(AWAY_CHECK_SECONDS)
-
-    def _target_changed(self) -> None:
-        self.server.set_serving(self.coordinator.lanes.is_ready)
 
 
 async def serve(settings: CoordinatorSettings) -> None:

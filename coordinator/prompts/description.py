@@ -35,14 +35,6 @@ class TokenizerDescription:
     """For chats with tools."""
     vocabulary: Vocabulary
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self.files.eos_token_ids
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self.template is not None
-
     def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
         """Return a detokenizer for the tokens generated after a prompt."""
         return Detokenizer(self.vocabulary, prompt_ids)

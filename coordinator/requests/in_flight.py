@@ -156,18 +156,15 @@ class RequestsInFlight:
 
     def _publish_all(self) -> None:
         while self._unpublished:
-            self._publish(*self._unpublished.popleft())
-
-    def _publish(self, commit: Commit, finish: Finish | None) -> None:
-        sequence = commit.sequence
-        if sequence.sequence_id not in self._samples:
-            return
-        generation, sample = self._samples[sequence.sequence_id]
-        generation.publish(sample, commit)
-        if self.latencies is not None and not generation.is_background:
-            self.latencies.committed(sample)
-        if finish is not None:
-            self._end(sequence, finish.reason)
+            commit, finish = self._unpublished.popleft()
+            if commit.sequence.sequence_id not in self._samples:
+                continue
+            generation, sample = self._samples[commit.sequence.sequence_id]
+            generation.publish(sample, commit)
+            if self.latencies is not None and not generation.is_background:
+                self.latencies.committed(sample)
+            if finish is not None:
+                self._end(commit.sequence, finish.reason)
 
     def failed(self, sequence: Sequence, error: ServiceError) -> None:
         self._publish_all()

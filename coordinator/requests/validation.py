@@ -39,14 +39,6 @@ class Limits:
     grammar_refusal: str | None = None
     """Why the target worker does not follow grammars; None if it does."""
 
-    @property
-    def max_model_len(self) -> int:
-        return self.prompts.max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        return self.prompts.vocab_size
-
 
 async def read_request(
     message: pb.GenerateRequest,
@@ -69,7 +61,7 @@ async def read_request(
         grammar = await limits.constraints.read(constraint, client, before=lambda: check_queue(request))
         sampling = replace(request.sampling, grammar=grammar)
         request = replace(request, sampling=sampling, constraint=constraint_field(constraint.kind))
-    params, remaining = message.sampling_params, limits.max_model_len - len(prompt_ids)
+    params, remaining = message.sampling_params, limits.prompts.max_model_len - len(prompt_ids)
     if params.HasField("max_tokens"):
         _check_max_tokens(params.max_tokens, remaining, limits)
     max_tokens = min(request.max_tokens, remaining)
@@ -149,9 +141,9 @@ def _number_of_samples(params: pb.SamplingParams, sampling: SamplingParams, limi
 
 
 def _check_token_id(field: str, token: int, limits: Limits) -> None:
-    if token >= limits.vocab_size:
-        refusal = f"token id {token} is not below the vocabulary size {limits.vocab_size}"
-        raise InvalidArgumentError(field, refusal, limit=limits.vocab_size - 1)
+    if token >= limits.prompts.vocab_size:
+        refusal = f"token id {token} is not below the vocabulary size {limits.prompts.vocab_size}"
+        raise InvalidArgumentError(field, refusal, limit=limits.prompts.vocab_size - 1)
 
 
 def _logit_bias(params: pb.SamplingParams, limits: Limits) -> tuple[tuple[int, float], ...]:
@@ -178,12 +170,12 @@ def _stop_token_ids(params: pb.SamplingParams, limits: Limits) -> frozenset[int]
     check_size(field, params.stop_token_ids, MAX_STOP_TOKEN_IDS)
     if params.stop_token_ids:
         _check_token_id(field, max(params.stop_token_ids), limits)
-    eos = () if params.ignore_eos else limits.prompts.tokenizer.eos_token_ids
+    eos = () if params.ignore_eos else limits.prompts.tokenizer.files.eos_token_ids
     return frozenset([*params.stop_token_ids, *eos])
 
 
 def _max_tokens(params: pb.SamplingParams, limits: Limits) -> int:
-    remaining = limits.max_model_len - 1  # every prompt takes a position
+    remaining = limits.prompts.max_model_len - 1  # every prompt takes a position
     if not params.HasField("max_tokens"):
         return min(limits.settings.default_max_tokens, remaining)
     if params.max_tokens < 1:
@@ -194,7 +186,9 @@ def _max_tokens(params: pb.SamplingParams, limits: Limits) -> int:
 
 def _check_max_tokens(max_tokens: int, remaining: int, limits: Limits) -> None:
     if max_tokens > remaining:
-        refusal = f"{max_tokens} exceeds the {remaining} of {limits.max_model_len} positions that the prompt leaves"
+        refusal = (
+            f"{max_tokens} exceeds the {remaining} of {limits.prompts.max_model_len} positions that the prompt leaves"
+        )
         raise InvalidArgumentError("sampling_params.max_tokens", refusal, limit=remaining)
 
 

@@ -284,7 +284,9 @@ class Sequence:
                 self.finish = Finish(FinishReason.STOP, matched_token_id=token)
                 break
             if self.text is not None and self.text.may_end:
-                shown += self._match_stop(self.text, token)
+                shown += self.text.feed(token, self.num_generated >= self.request.sampling.min_tokens)
+                if self.text.matched is not None:
+                    self.finish = Finish(FinishReason.STOP, matched_stop=self.text.matched)
             else:
                 undecoded.append(token)
             if self.finish is None and self.num_generated >= self.request.max_tokens:
@@ -294,13 +296,6 @@ class Sequence:
             self.draft.drop_features()
         flush = self.finish is not None and self.finish.matched_stop is None
         return kept, partial(self._show, shown, undecoded, flush)
-
-    def _match_stop(self, text: TextStream, token: int) -> str:
-        """Return the text to show. End the generation if the token completes a stop string."""
-        shown = text.feed(token, may_stop=self.num_generated >= self.request.sampling.min_tokens)
-        if text.matched is not None:
-            self.finish = Finish(FinishReason.STOP, matched_stop=text.matched)
-        return shown
 
     def _show(self, shown: str, undecoded: list[int], flush: bool) -> str:
         if self.text is None:

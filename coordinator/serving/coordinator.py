@@ -21,7 +21,6 @@ from coordinator.scheduling.capacity import DuplicateRequestError, QueueLimitErr
 from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 from coordinator.scheduling.text import TextStream
-from coordinator.scheduling.window import Window
 from coordinator.serving.auditor import DEFAULT_SHARE, Auditor
 from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.interface import MismatchError
@@ -53,7 +52,11 @@ class Coordinator:
         limits = QueueLimits(settings.queue_size, settings.queue_tokens, settings.max_requests_per_client)
         self.queue = RequestQueue(limits, by_length=settings.admission == "length")
         self.in_flight = RequestsInFlight(Latencies() if settings.metrics_port is not None else None)
-        room = SpareRoom(self._audited_windows, settings.max_batch_size, mixes_lengths=settings.policy == "ragged")
+        room = SpareRoom(
+            lambda: [lane.window for lane in self.lanes if lane.window.is_open],
+            settings.max_batch_size,
+            mixes_lengths=settings.policy == "ragged",
+        )
         self.auditor = Auditor(room, self.generate, self._abort, lambda: self.audit_share)
         lookup = PromptLookup(settings.lookup_store_tokens)
         shared = Shared(settings, self.queue, self.in_flight, self.traces, lookup, self.auditor.yield_room)
@@ -172,9 +175,6 @@ class Coordinator:
         await self.tokenizers.close()
         await self.lanes.close()
 
-    def _audited_windows(self) -> list[Window]:
-        return [lane.window for lane in self.lanes if lane.window.is_open]
-
     @contextmanager
     def _refusals(self, request: GenerationRequest) -> Iterator[None]:
         try:
@@ -197,8 +197,10 @@ class Coordinator:
 
     def _sequences(self, request: GenerationRequest) -> list[Sequence]:
         """The samples of a request, each with its own seed. All but the first copy the prompt of the first."""
+        detokenizer = self.tokenizer.detokenizer
         sequences = [
-            Sequence(next(self._sequence_ids), sample, self._text_stream(sample)) for sample in request.samples()
+            Sequence(next(self._sequence_ids), sample, TextStream(detokenizer(sample.prompt_ids), sample.stop))
+            for sample in request.samples()
         ]
         first, *others = sequences
         for other in others:
@@ -207,6 +209,3 @@ class Coordinator:
             # Each sample needs the logits of the last token, so it runs that token itself.
             other.share(Prefix(first, first.prompt_length - 1))
         return sequences
-
-    def _text_stream(self, sample: GenerationRequest) -> TextStream:
-        return TextStream(self.tokenizer.detokenizer(sample.prompt_ids), sample.stop)

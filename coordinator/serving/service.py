@@ -11,7 +11,6 @@ from coordinator.prompts.prompt_reader import PromptReader
 from coordinator.requests.generation import Generation, Sample
 from coordinator.requests.traces import Call, RequestTrace, prompt_attributes
 from coordinator.requests.validation import Limits, check_request_id, read_request
-from coordinator.scheduling.commits import Commit
 from coordinator.serving.coordinator import Coordinator
 from coordinator.workers.link import WorkerLink
 from coordinator.workers.states import LinkState, Recent
@@ -109,7 +108,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 if commit is None:
                     yield pb.GenerateStreamResponse(request_id=request_id, complete=await _response(sample))
                 elif commit.token_ids or commit.text:
-                    yield pb.GenerateStreamResponse(request_id=request_id, chunk=_chunk(sample, commit))
+                    logprobs = map(logprobs_message, commit.logprobs)
+                    chunk = pb.GenerateChunk(
+                        index=sample.index, text=commit.text, token_ids=commit.token_ids, logprobs=logprobs
+                    )
+                    yield pb.GenerateStreamResponse(request_id=request_id, chunk=chunk)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """End a request in flight of the same client."""
@@ -127,8 +130,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             default_max_tokens=settings.default_max_tokens,
             num_speculative_tokens=settings.num_speculative_tokens,
             max_num_speculative_tokens=settings.max_num_speculative_tokens,
-            has_chat_template=coordinator.tokenizer.has_chat_template,
-            eos_token_ids=coordinator.tokenizer.eos_token_ids,
+            has_chat_template=coordinator.tokenizer.template is not None,
+            eos_token_ids=coordinator.tokenizer.files.eos_token_ids,
             served_model_name=coordinator.served_model_name,
         )
 
@@ -177,15 +180,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             ),
             speculation=pb.SpeculationState(**vars(coordinator.lanes.speculation)) if lanes else None,
         )
-
-
-def _chunk(sample: Sample, commit: Commit) -> pb.GenerateChunk:
-    return pb.GenerateChunk(
-        index=sample.index,
-        text=commit.text,
-        token_ids=commit.token_ids,
-        logprobs=map(logprobs_message, commit.logprobs),
-    )
 
 
 async def _response(sample: Sample) -> pb.GenerateResponse:

@@ -143,7 +143,7 @@ def model_info(coordinator: Coordinator) -> smg.GetModelInfoResponse:
         max_req_input_len=coordinator.max_model_len - 1,
         vocab_size=model.vocab_size,
         model_type=model.architecture,
-        eos_token_ids=tokenizer.eos_token_ids,
+        eos_token_ids=tokenizer.files.eos_token_ids,
     )
 
 

@@ -1,7 +1,7 @@
 """The description of a worker as plain data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -111,9 +111,6 @@ class WorkerInfo:
         if 1 in self.step_seconds:
             parts.append(f"{1e3 * self.step_seconds[1]:.1f} ms for a token")
         return ", ".join(parts)
-
-    def with_load(self, load: CacheLoad) -> "WorkerInfo":
-        return replace(self, **load._asdict())
 
 
 def readable_name(model: str) -> str:

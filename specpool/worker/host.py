@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -66,7 +67,7 @@ class WorkerHost:
         """Description of the worker after the last work item. UnavailableError while the model loads."""
         if self._info is None:
             raise UnavailableError("the model is still loading")
-        return self._info if self._cache_load is None else self._info.with_load(self._cache_load)
+        return self._info if self._cache_load is None else replace(self._info, **self._cache_load._asdict())
 
     @property
     def waiting(self) -> int:

@@ -88,7 +88,8 @@ class TlsFiles:
 
     def load(self) -> Pem:
         """Read the files. Raises ValueError with the setting's name for an unusable file."""
-        pem = Pem(self._certificates("ca", self.ca), self._certificates("cert", self.cert), self._key())
+        key = None if self.key is None else self._read("key", self.key)
+        pem = Pem(self._certificates("ca", self.ca), self._certificates("cert", self.cert), key)
         if self.cert is not None:
             self._check_pair(self.cert)
         return pem
@@ -107,9 +108,6 @@ class TlsFiles:
         except (ssl.SSLError, ValueError):
             raise ValueError(f"{self.prefix}tls_{part}: {path} contains no PEM certificate") from None
         return content
-
-    def _key(self) -> bytes | None:
-        return None if self.key is None else self._read("key", self.key)
 
     def _read(self, part: str, path: Path) -> bytes:
         try:

@@ -60,7 +60,8 @@ async def encode(pool: TokenizerPool, prompt: Prompt) -> list[int]:
 
 async def test_texts_and_chats_of_any_size_are_tokenized(pool: TokenizerPool) -> None:
     described = await pool.load(files(), VOCAB_SIZE)
-    assert (described.has_chat_template, described.eos_token_ids) == (True, (EOS_TOKEN_ID,))
+    assert described.template is not None
+    assert described.files.eos_token_ids == (EOS_TOKEN_ID,)
     assert described.longest_token_bytes == len("<eos>")
     for content in ("", "é", "hello " * 20_000, "x" * 2**20):
         expected = BYTES.encode(content).ids
