@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.report import finish, output_folder, parser_of, progress, show, whole
 from coordinator.scheduling.admission import Admission
 from coordinator.scheduling.capacity import QueueLimits
-from coordinator.scheduling.counters import GroupingCounters
+from coordinator.scheduling.commits import GroupingCounters
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits
 from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import GenerationRequest, Sequence

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import Metric
 
 from coordinator.requests.in_flight import Histogram, Latencies
-from coordinator.scheduling.commits import GRAMMAR
-from coordinator.scheduling.counters import DraftCounters
+from coordinator.scheduling.commits import GRAMMAR, DraftCounters
 from coordinator.scheduling.sequence import FinishReason
 from coordinator.serving.auditor import RESULTS
 from coordinator.serving.coordinator import Coordinator
@@ -112,9 +111,8 @@ class CoordinatorMetrics:
         windows = [lane.window for lane in coordinator.lanes]
         used, slots = sum(window.occupied for window in windows), sum(window.slots for window in windows)
         yield gauge("num_requests_waiting_limit", "Maximum samples in the queue.", settings.queue_size)
-        yield gauge(
-            "prompt_tokens_waiting", "Prompt tokens of the samples in the queue.", coordinator.queue.waiting.tokens
-        )
+        text, tokens = "Prompt tokens of the samples in the queue.", coordinator.queue.waiting.tokens
+        yield gauge("prompt_tokens_waiting", text, tokens)
         yield gauge("prompt_tokens_waiting_limit", "Maximum prompt tokens in the queue.", settings.queue_tokens)
         yield gauge("window_size", "Maximum samples generated at a time.", coordinator.lanes.max_num_seqs)
         yield gauge("window_used", "Places of the window in use, including leaving samples.", used)

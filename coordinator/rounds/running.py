@@ -10,8 +10,7 @@ from typing import Any
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.requests.traces import RoundTrace, Traces
-from coordinator.scheduling.commits import Commit
-from coordinator.scheduling.counters import Counters
+from coordinator.scheduling.commits import Commit, Counters
 from coordinator.scheduling.grouping import Group
 from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.round import Round

@@ -156,7 +156,8 @@ class FairQueue:
                 most = max((client for client in by_client if by_client[client]), key=running.__getitem__, default=name)
                 if running[most] < running[name] + 2:
                     break
-                if not may_enter(self._first_of(self._clients[name]), [*victims, by_client[most][-1]]):
+                client = self._clients[name]
+                if not may_enter(client.requests[client.turns.first].first, [*victims, by_client[most][-1]]):
                     del waiting[name]
                     continue
                 victims.append(by_client[most].pop())
@@ -183,9 +184,6 @@ class FairQueue:
         victims = [member for running, member in candidates if running == max_running]
         victim = min(victims, key=lambda member: member.target.num_cached_tokens)
         return victim if may_enter(self.next, [victim]) else None
-
-    def _first_of(self, client: _Client) -> Sequence:
-        return client.requests[client.turns.first].first
 
     def has_place(self, sequence: Sequence) -> bool:
         """Whether another sample of the same request is in the window."""

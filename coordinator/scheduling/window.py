@@ -369,8 +369,6 @@ class Window:
         assert self.open_rounds.keys() <= set().union(*states[1:]), "a sequence outside the window is in a round"
         assert self.in_round.keys() <= self.open_rounds.keys(), "a sequence is in no round"
         assert not any(sequence.finish for sequence in self.ready), "a finished sequence is ready"
-        assert all(sequence.paused for sequence in self.paused.values()), (
-            "a sequence is parked as paused, but not paused"
-        )
+        assert all(sequence.paused for sequence in self.paused.values()), "a sequence is wrongly held as paused"
         preempted = self.registry.preempted.keys() - self.leaving_ids
         assert not preempted & set().union(*states), "preempted and in the window"

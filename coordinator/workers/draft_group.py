@@ -133,7 +133,9 @@ class DraftGroup:
         for item in items:
             sequence_id, source_id = item.sequence_id, item.prefix_sequence_id
             before = self._placement.worker_of(sequence_id)
-            link = before if before is not None and _is_kept(before) else self._place(item, round_id)
+            # A worker keeps its sequences while it reconnects with new certificates.
+            is_kept = before is not None and (before.is_ready or before.reason == RENEWED)
+            link = before if is_kept else self._place(item, round_id)
             if link is None:
                 if before is None:
                     answers[sequence_id] = Proposal(sequence_id, ItemStatus.NO_SLOT)
@@ -237,11 +239,6 @@ class DraftGroup:
     async def close(self) -> None:
         for link in self.links:
             await link.close()
-
-
-def _is_kept(link: DraftLink) -> bool:
-    """Whether a worker keeps its sequences: it is ready, or will be in a moment."""
-    return link.is_ready or link.reason == RENEWED
 
 
 def _common(infos: Sequence[WorkerInfo]) -> WorkerInfo:

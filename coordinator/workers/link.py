@@ -324,8 +324,14 @@ class WorkerLink:
         is_new = info.instance_id != self.instance_id
         if self.info is not None and is_new:
             await self._release_all(info.instance_id)
-        self.info, self.step_times = info, self._step_times(info)
-        self.hosts_and_devices = self._hosts_and_devices(info)
+        if len(info.step_seconds) < 2:
+            times = StepTimes(self._unknown_times, max_rows=info.max_rows)
+        else:
+            times = StepTimes(info.step_seconds, info.step_cached, info.seconds_per_cached, info.max_rows)
+        self.info, self.step_times = info, times
+        host, devices = self.address.rpartition(":")[0], [info.device, *(rank.device for rank in info.ranks)]
+        # Without the GPU's name, as in "cuda:0 (NVIDIA H200)".
+        self.hosts_and_devices = frozenset((host, device.partition(" ")[0]) for device in devices)
         if is_new:
             self._replaced(info)
         self._set_state(LinkState.READY, "")
@@ -336,17 +342,6 @@ class WorkerLink:
         # Another process may have answered. The described one then still needs the releases.
         if decoded(response, "release").instance_id == instance_id:
             self._releases.forget()
-
-    def _hosts_and_devices(self, info: WorkerInfo) -> frozenset[tuple[str, str]]:
-        """Return hosts and devices, without the GPU name in "cuda:0 (NVIDIA H200)"."""
-        host, _, _ = self.address.rpartition(":")
-        devices = [info.device, *(rank.device for rank in info.ranks)]
-        return frozenset((host, device.partition(" ")[0]) for device in devices)
-
-    def _step_times(self, info: WorkerInfo) -> StepTimes:
-        if len(info.step_seconds) < 2:
-            return StepTimes(self._unknown_times, max_rows=info.max_rows)
-        return StepTimes(info.step_seconds, info.step_cached, info.seconds_per_cached, info.max_rows)
 
     def _refuse(self, error: MismatchError) -> None:
         self._set_state(LinkState.REFUSED, str(error))

@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serving import free_address
 
-from specpool.rpc.security.channel import open_channel
+from specpool.rpc.security.channel import Connector
 
 CONFIGURATION = Path(__file__).parents[2] / "deploy/edge/haproxy.cfg"
 FOLDERS = "/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin"
@@ -62,7 +62,7 @@ async def edge(coordinator: str, **variables: str) -> AsyncIterator[str]:
 
 async def _until_serving(address: str, process: asyncio.subprocess.Process) -> None:
     """Fail if the process exits before it passes a health check."""
-    async with open_channel(address) as channel:
+    async with Connector(address).open() as channel:
         request = health_pb2.HealthCheckRequest(service="live")
         check = health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True)
         exit_ = asyncio.create_task(process.wait())

@@ -171,10 +171,5 @@ class Connector:
         return self._tls is not None and self._tls.current() != self._opened
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """Open a channel to `address` ("host:port") without TLS."""
-    return Connector(address).open()
-
-
 def _path(value: StrPath | None) -> Path | None:
     return None if value is None else Path(value)

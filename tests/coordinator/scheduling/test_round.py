@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.scheduling.caches import WorkerCache
-from coordinator.scheduling.commits import Commit
-from coordinator.scheduling.counters import Counters, DraftCounters
+from coordinator.scheduling.commits import Commit, Counters, DraftCounters
 from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS
 from coordinator.scheduling.prefill import MAX_UNCHUNKED_TOKENS
 from coordinator.scheduling.round import Round

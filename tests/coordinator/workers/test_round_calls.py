@@ -16,7 +16,7 @@ from serving import PATIENCE_SECONDS, RecordingTarget, make_request, serving
 
 from coordinator.workers.interface import Cause, WorkerUnreachableError
 from coordinator.workers.streams import RoundCalls
-from specpool.rpc.security.channel import open_channel
+from specpool.rpc.security.channel import Connector
 
 
 class Echo(grpc.GenericRpcHandler):
@@ -55,7 +55,7 @@ async def echoing(timeout_seconds: float = PATIENCE_SECONDS) -> AsyncIterator[tu
     server.add_generic_rpc_handlers((echo,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with open_channel(f"127.0.0.1:{port}") as channel:
+    async with Connector(f"127.0.0.1:{port}").open() as channel:
         yield echo, RoundCalls(channel.stream_stream("/echo/Stream"), timeout_seconds)
     await server.stop(None)
 
@@ -229,7 +229,7 @@ async def test_aborted_rounds_do_not_wait_for_a_connection() -> None:
     connections: list[asyncio.StreamWriter] = []
     black_hole = await asyncio.start_server(lambda _, writer: connections.append(writer), "127.0.0.1", 0)
     port = black_hole.sockets[0].getsockname()[1]
-    async with open_channel(f"127.0.0.1:{port}") as channel:
+    async with Connector(f"127.0.0.1:{port}").open() as channel:
         calls = RoundCalls(channel.stream_stream("/echo/Stream"), 10 * PATIENCE_SECONDS)
         rounds = [asyncio.create_task(calls(request)) for request in (b"a", b"b")]
         await until(lambda: connections)
