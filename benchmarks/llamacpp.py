@@ -40,6 +40,7 @@ from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
 from specpool.client.requests import GenerateOptions
 from specpool.engine.models.embedded_pair import Pair, embedded_pair
+from specpool.rpc.status import status_line
 
 SERVER = Path(__file__).with_name("llamacpp_server.py")
 PYTHON_VARIABLE = "SPECPOOL_LLAMACPP_PYTHON"
@@ -82,7 +83,7 @@ def main() -> None:
         engine = Engine(python, options.gguf or only_gguf(pair.target), UpSettings(port=0).threads)
         rows = asyncio.run(serve(pair, engine, options))
     except grpc.aio.AioRpcError as error:
-        raise SystemExit(f"llamacpp: {error.code().name}: {error.details()}") from None
+        raise SystemExit(f"llamacpp: {status_line(error)}") from None
     except (OSError, RuntimeError, ProcessFailedError) as error:
         raise SystemExit(f"llamacpp: {error}") from None
     show("tokens/s", [{heading: row[name] for name, heading in HEADINGS.items()} for row in rows])

@@ -7,7 +7,7 @@ links to all of them. Calls to workers are children of the round, and parents of
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,13 +90,13 @@ class RoundTrace:
     def __init__(self, span: Span | None = None) -> None:
         self._span = span
 
-    def calling(self, method: str, round_id: int) -> AbstractContextManager[str]:
-        """A context for a worker's "propose" or "verify". Yields the `traceparent` to send; empty without a trace."""
-        return nullcontext("") if self._span is None else self._calling(self._span, method, round_id)
-
     @contextmanager
-    def _calling(self, parent: Span, method: str, round_id: int) -> Iterator[str]:
-        with parent.child(method, "client").ending() as span:
+    def calling(self, method: str, round_id: int) -> Iterator[str]:
+        """A context for a worker's "propose" or "verify". Yields the `traceparent` to send; empty without a trace."""
+        if self._span is None:
+            yield ""
+            return
+        with self._span.child(method, "client").ending() as span:
             span.note({"rpc.system.name": "grpc", "rpc.method": _METHODS[method], "specpool.round.id": round_id})
             yield span.traceparent
 
@@ -159,16 +159,16 @@ class Traces:
             trace.begin(trace.span, generation.samples)
             self._spans.update({sample.sequence.sequence_id: trace.span for sample in generation.samples})
 
-    def round(self, group: Group) -> AbstractContextManager[RoundTrace]:
+    @contextmanager
+    def round(self, group: Group) -> Iterator[RoundTrace]:
         """A context that runs the round of a group."""
         ids = (sequence.sequence_id for sequence in group.sequences) if self._spans else ()
         spans = list(dict.fromkeys(self._spans[i] for i in ids if i in self._spans))
-        return self._round(spans, len(group.sequences)) if spans else nullcontext(RoundTrace())
-
-    @contextmanager
-    def _round(self, requests: list[Span], group_size: int) -> Iterator[RoundTrace]:
-        with requests[0].child("round", links=requests).ending() as span, logs.bound_trace(span.trace_id):
-            span.note({"specpool.group.size": group_size, "specpool.group.traced_requests": len(requests)})
+        if not spans:
+            yield RoundTrace()
+            return
+        with spans[0].child("round", links=spans).ending() as span, logs.bound_trace(span.trace_id):
+            span.note({"specpool.group.size": len(group.sequences), "specpool.group.traced_requests": len(spans)})
             yield RoundTrace(span)
 
 

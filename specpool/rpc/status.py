@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import grpc
 from google.protobuf import any_pb2, duration_pb2, message
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
@@ -87,6 +88,11 @@ def status_of(error: ServiceError) -> tuple[StatusCode, str, TrailingMetadata]:
         packed.Pack(detail)
         status.details.append(packed)
     return code, text, ((STATUS_DETAILS, status.SerializeToString()),) if status.details else ()
+
+
+def status_line(error: grpc.RpcError) -> str:
+    """Return the name of the status code and the server's message."""
+    return f"{error.code().name}: {error.details()}"
 
 
 def error_type(error: BaseException) -> tuple[str, bool]:

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from benchmarks.pair import MAX_MODEL_LEN
+from specpool.rpc.status import status_line
 from specpool.testing import EOS_TOKEN_ID, FakeTarget
 from specpool.v1 import generation_pb2 as pb
 
@@ -167,7 +168,7 @@ class Load:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and case.deadline is not None:
                 return "late"
-            tally.faults.append(f"{name}: {error.code().name}: {error.details()}")
+            tally.faults.append(f"{name}: {status_line(error)}")
             return str(error.code().name)
         tally.answered_ids[name] += 1
         tally.samples += len(tokens)
