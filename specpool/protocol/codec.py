@@ -6,6 +6,7 @@ read a request also validate it: InvalidArgumentError names the field.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from specpool.protocol.errors import InvalidArgumentError
@@ -292,14 +293,7 @@ def worker_info_response(info: WorkerInfo) -> common_pb2.GetWorkerInfoResponse:
 
 def tokenizer_response(files: TokenizerFiles, instance_id: str) -> target_worker_pb2.GetTokenizerResponse:
     """Build the message of a tokenizer."""
-    return target_worker_pb2.GetTokenizerResponse(
-        tokenizer_json=files.tokenizer_json,
-        chat_template=files.chat_template,
-        special_tokens=files.special_tokens,
-        eos_token_ids=files.eos_token_ids,
-        tool_chat_template=files.tool_chat_template,
-        instance_id=instance_id,
-    )
+    return target_worker_pb2.GetTokenizerResponse(**asdict(files), instance_id=instance_id)
 
 
 # --- Fields
