@@ -73,8 +73,7 @@ class Drafts:
         """The item that sends `count` committed tokens to the draft worker; None to leave the sequence out."""
         if (item := self._item(count, (), worker)) is None:
             return None
-        is_caught_up = item.end == len(self.sequence.token_ids)
-        if is_caught_up and self.sequence.is_decoding:
+        if item.end == len(self.sequence.token_ids) and self.sequence.is_decoding:
             item.num_draft_tokens = min(self._limit, worker.max_model_len - item.end)
             item.min_chance = self.plan.min_chance if item.num_draft_tokens else 0.0
             item.next_chance = self.plan.next_chance

@@ -57,8 +57,7 @@ class RequestQueue(Registry[Window]):
         """Raise the errors of `submit` that do not depend on the prompt."""
         if request.key in self.requests:
             raise DuplicateRequestError(request.key)
-        places = sum(window.capacity for window in self._usable_windows)
-        entering = min(places, len(self.waiting) + request.n)
+        entering = min(sum(window.capacity for window in self._usable_windows), len(self.waiting) + request.n)
         self._check_limits(request.client, request.n, 0, entering=entering)
 
     def _check_limits(self, client: str, samples: int, tokens: int, *, entering: int) -> None:

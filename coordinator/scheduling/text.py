@@ -9,7 +9,10 @@ MAX_TABLES = 1024
 
 
 class StopString:
-    """A stop string, and the length of its prefix at the end of the text so far."""
+    """A stop string, and the length of its prefix at the end of the text so far.
+
+    Matches with a Knuth-Morris-Pratt automaton, in amortized constant time per character.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text

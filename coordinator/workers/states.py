@@ -53,7 +53,10 @@ class StateLog:
 
 @dataclass
 class Backoff:
-    """Doubles the pause before a worker is tried again, until the worker has been up for long enough."""
+    """Doubles the pause before a worker is tried again, until the worker has been up for long enough.
+
+    Like a half-open circuit breaker. Pure.
+    """
 
     first: float
     """Seconds of the first pause."""

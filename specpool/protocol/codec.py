@@ -94,8 +94,7 @@ def read_propose_items(request: draft_worker_pb2.ProposeRequest, limits: RoundLi
                 features=item.features,
             )
         )
-    logits = sum(max(1 + item.num_unverified, item.num_branches) for item in items)
-    _check_logits(logits, limits)
+    _check_logits(sum(max(1 + item.num_unverified, item.num_branches) for item in items), limits)
     _check_maximum("features", sum(len(item.features) for item in items), MAX_FEATURE_BYTES)
     return items
 

@@ -79,6 +79,5 @@ def free_port(count: int = 1) -> int:
     """
     while True:
         first = random.SystemRandom().choice(UNASSIGNED_PORTS)
-        ports = range(first, first + count)
-        if all(bind_error("127.0.0.1", port) is None for port in ports):
+        if all(bind_error("127.0.0.1", port) is None for port in range(first, first + count)):
             return first

@@ -109,8 +109,7 @@ class RoundMerging:
 
     def patience(self, first: Round) -> float:
         """Return the seconds to wait for further rounds; 0: do not wait."""
-        present = {first.coordinator_id, *(round_.coordinator_id for round_ in self._waiting)}
-        missing = self._last - present
+        missing = self._last - {first.coordinator_id, *(round_.coordinator_id for round_ in self._waiting)}
         if not missing:
             return 0.0
         now, pass_seconds = self._clock(), min(self._seconds)

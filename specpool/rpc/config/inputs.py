@@ -31,7 +31,7 @@ def check_utf8(arguments: list[str]) -> None:
             raise ValueError(f"{word!a} is not UTF-8") from None
 
 
-def check_variables(settings: type[BaseModel], keys: set[str]) -> None:
+def check_variables(keys: set[str]) -> None:
     """Raise ValueError for a variable of an unknown setting, or two variables of one setting."""
     given = {name: name.upper().removeprefix(ENV_PREFIX).lower() for name in os.environ}
     given = {name: key for name, key in given.items() if name.upper().startswith(ENV_PREFIX)}
@@ -53,7 +53,7 @@ def config_file_of(arguments: list[str]) -> str | None:
     return path
 
 
-def read_config_file(settings: type[BaseModel], path: Path) -> dict[str, Any]:
+def read_config_file(path: Path) -> dict[str, Any]:
     """Return the values of a TOML file. Raises ValueError if it cannot be used."""
     if not path.is_file():
         raise ValueError(f"config: no such file: {path}")

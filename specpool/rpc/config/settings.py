@@ -124,7 +124,7 @@ class Settings(BaseSettings):
         arguments = sys.argv[1:] if arguments is None else arguments
         try:
             check_utf8(arguments)
-            check_variables(cls, cls.keys() | set(other_settings))
+            check_variables(cls.keys() | set(other_settings))
             resolved = _with_file(cls, program, config_file_of(arguments))
             source: CliSettingsSource[Any] = CliSettingsSource(
                 resolved, formatter_class=argparse.RawDescriptionHelpFormatter, cli_exit_on_error=False
@@ -233,7 +233,7 @@ def _takes_booleans(annotation: Any) -> bool:
 
 
 def _with_file(settings: type[S], program: str, path: str | None) -> type[S]:
-    values = {} if path is None else read_config_file(settings, Path(path))
+    values = {} if path is None else read_config_file(Path(path))
 
     class Resolved(settings):  # type: ignore[misc, valid-type]
         __doc__ = settings.__doc__
