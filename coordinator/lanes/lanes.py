@@ -64,6 +64,12 @@ class Lanes:
         return [lane.link for lane in self._lanes]
 
     @property
+    def draft_links(self) -> list[DraftLink]:
+        """The links to the draft workers of the first lane."""
+        draft = self.first.draft if self._lanes else None
+        return draft.links if draft is not None else []
+
+    @property
     def first(self) -> Lane:
         """The first lane that serves rounds, or else the first one whose model is known, or else the first one.
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -141,13 +141,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _server_info(self) -> pb.GetServerInfoResponse:
         coordinator, counters = self._coordinator, self._coordinator.counters
-        lanes = list(coordinator.lanes)
-        targets = await asyncio.gather(*(_worker_state(lane.link) for lane in lanes))
-        standby, drafts = coordinator.lanes.standby, list[pb.WorkerState]()
-        if lanes:
-            first = coordinator.lanes.first
-            links = first.draft.links if first.draft is not None else []
-            drafts = await asyncio.gather(*map(_worker_state, links))
+        links: list[WorkerLink] = [*coordinator.lanes.links, *coordinator.lanes.draft_links]
+        loads = dict(zip(links, await asyncio.gather(*map(_load, links)), strict=True))
+        # From here on nothing waits: lanes come, go and change roles.
+        lanes, standby = list(coordinator.lanes), coordinator.lanes.standby
+        drafts = [_worker_state(link, loads) for link in coordinator.lanes.draft_links]
         return pb.GetServerInfoResponse(
             version=package_version(),
             uptime_s=time.monotonic() - coordinator.started,
@@ -156,11 +154,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             queue_size=coordinator.settings.queue_size,
             running=coordinator.lanes.running,
             queued=coordinator.queue.queued,
-            target=targets[lanes.index(first)] if lanes else None,
-            targets=targets,
+            target=_worker_state(coordinator.lanes.first.link, loads) if lanes else None,
+            targets=[_worker_state(lane.link, loads) for lane in lanes],
             draft=min(drafts, key=lambda worker: worker.state != LinkState.READY, default=None),
             draft_workers=drafts,
-            standby=await _worker_state(standby.link) if standby is not None else None,
+            standby=_worker_state(standby.link, loads) if standby is not None else None,
             counters=pb.ServerCounters(
                 requests=coordinator.in_flight.requests,
                 finished=coordinator.in_flight.finished,
@@ -219,10 +217,13 @@ def _without_logprobs(sample: Sample) -> pb.GenerateResponse:
     )
 
 
-async def _worker_state(link: WorkerLink) -> pb.WorkerState:
-    load = await link.load() if link.is_ready else None
+async def _load(link: WorkerLink) -> common_pb2.WorkerLoad | None:
+    return await link.load() if link.is_ready else None
+
+
+def _worker_state(link: WorkerLink, loads: Mapping[WorkerLink, common_pb2.WorkerLoad | None]) -> pb.WorkerState:
     model = _model(link.info)
-    return pb.WorkerState(address=link.address, state=link.state, reason=link.reason, model=model, load=load)
+    return pb.WorkerState(address=link.address, state=link.state, reason=link.reason, model=model, load=loads.get(link))
 
 
 def _model(info: WorkerInfo | None) -> common_pb2.ModelInfo | None:

@@ -93,6 +93,34 @@ async def test_standby_takes_over_from_an_idle_target() -> None:
         assert (await served.info()).target.address == address
 
 
+class Unhurried(RecordingTarget):
+    """A target that answers questions about itself once `answers` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(pass_seconds=lambda _: 0.002)
+        self.answers, self.asked = asyncio.Event(), asyncio.Event()
+        self.answers.set()
+
+    async def GetWorkerInfo(self, request: Any, context: Any) -> common_pb2.GetWorkerInfoResponse:
+        self.asked.set()
+        await self.answers.wait()
+        return await super().GetWorkerInfo(request, context)
+
+
+async def test_the_state_is_consistent_while_the_standby_takes_over() -> None:
+    standby = Unhurried()
+    async with with_standby(standby, probe_seconds=3600.0) as (served, address):
+        standby.asked.clear()
+        standby.answers.clear()
+        asking = asyncio.create_task(served.info())
+        await standby.asked.wait()
+        await served.target.stop()
+        await served.expect(make_request())
+        standby.answers.set()
+        info = await asking
+        assert (info.target.address, info.standby.address) == (address, served.target_address)
+
+
 async def test_round_of_a_hanging_target_is_given_up() -> None:
     """The former target answers late. It frees its caches before it serves again."""
     target = Exclusive()
