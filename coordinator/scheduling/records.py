@@ -51,7 +51,10 @@ Progress = tuple[int, int]
 
 @dataclass
 class Blame:
-    """Failures of a sequence since it last made progress."""
+    """Failures of a sequence since it last made progress. A sequence whose rounds keep failing runs alone, then fails.
+
+    Otherwise one request could crash the target worker again and again, along with all other requests of its rounds.
+    """
 
     failures: int = 0
     cache_misses: int = 0
