@@ -83,6 +83,7 @@ def test_exact_passes_have_equal_bits(settings: Settings) -> None:
     assert {row["what"] for row in rows if row["model"] == settings.draft} > {"draft loop", "single steps"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bug", "found"),
     [

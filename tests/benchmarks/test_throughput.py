@@ -70,6 +70,7 @@ def test_loads_mix_all_categories(questions: Path) -> None:
     assert [load.kinds for load in loads] == [["plain", "k2", "best"]] * 2 + [["plain", "best"]] * 2
 
 
+@pytest.mark.slow
 async def test_every_kind_gives_plain_tokens(tiny_pair: Pair, questions: Path) -> None:
     arguments = ["--prompts", str(questions), "--concurrencies", "1,2", "--repeats", "1", "--max-tokens", "12"]
     options = parse([*arguments, "--num-prompts", "3"])

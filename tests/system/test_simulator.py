@@ -57,6 +57,7 @@ def test_failing_scenario_shrinks() -> None:
     assert not fails(smaller)
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_messages() -> None:
     """In another process with another order of sets of strings."""
     path = os.pathsep.join([*sys.path, str(FOLDER)])

@@ -121,6 +121,7 @@ async def test_replays_give_their_places_to_requests(settings: dict[str, Any]) -
         served.process.coordinator.lanes.first.window.check_integrity()
 
 
+@pytest.mark.slow
 async def test_replays_wait_for_room() -> None:
     target = RecordingTarget(pass_seconds=lambda rows: 0.002)
     async with serving(target, audit_share=1.0, with_draft=False, max_num_seqs=4) as served:

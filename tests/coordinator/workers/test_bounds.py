@@ -125,6 +125,7 @@ class Oversized(RecordingTarget):
         return response
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["Verify", "Release"])
 async def test_the_coordinator_backs_off_from_a_target_with_oversized_responses(method: str) -> None:
     target = Oversized(method, 20 * 2**20)

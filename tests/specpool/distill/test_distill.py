@@ -107,6 +107,7 @@ def test_a_target_with_a_partial_output_head(tmp_path: Path) -> None:
     assert set(tokens[5:]) <= set(output_ids)
 
 
+@pytest.mark.slow
 def test_dialogues_depend_on_the_seed_only(new_writer: NewWriter) -> None:
     def written(seed: int) -> list[int]:
         return Dialogues.of(list(new_writer(seed).write(4))).token_ids.tolist()
@@ -114,6 +115,7 @@ def test_dialogues_depend_on_the_seed_only(new_writer: NewWriter) -> None:
     assert written(5) == written(5) != written(6)
 
 
+@pytest.mark.slow
 def test_a_writer_continues_where_it_stopped(new_writer: NewWriter) -> None:
     once, twice = new_writer(5), new_writer(5)
     together = [*twice.write(3), *twice.write(5)]
@@ -121,6 +123,7 @@ def test_a_writer_continues_where_it_stopped(new_writer: NewWriter) -> None:
         assert torch.equal(one.token_ids, other.token_ids)
 
 
+@pytest.mark.slow
 def test_some_questions_refer_to_earlier_answers(new_writer: NewWriter, template: ChatTemplate) -> None:
     tasks = [template.encode(f"{task}\n\n") for task in TASKS]
     separator = template.encode("\n\n")
@@ -285,6 +288,7 @@ def test_a_draft_is_trained_and_evaluated_by_category(
     assert (itself["agreement"], itself["k=1"]) == (1, pytest.approx(2, abs=0.01))
 
 
+@pytest.mark.slow
 def test_training_resumes_from_a_checkpoint(tmp_path: Path, tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
     def steps(student: Student, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
         for number in range(first, first + count):

@@ -146,6 +146,7 @@ def test_regression_predicts_the_input_of_the_layer(target: Any, examples: list[
     assert after < before
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_of_all_steps(target: Any, examples: list[Example]) -> None:
     student = student_of(target)
     student.fit_input(target, 2, examples)

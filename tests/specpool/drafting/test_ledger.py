@@ -237,6 +237,7 @@ def test_plain_rounds_are_needed_at_new_sizes_and_after_a_while() -> None:
 # --- Together with draft lengths
 
 
+@pytest.mark.slow
 @given(
     draft=st.floats(0.0005, 0.03),
     row=st.floats(0.00001, 0.005),
