@@ -269,10 +269,7 @@ class Engine:
             torch.cuda.synchronize(self.facts.device)
 
     def _pass(
-        self,
-        spans: Sequence[Span],
-        state_layers: tuple[int, ...] = (),
-        own_states: list[torch.Tensor] | None = None,
+        self, spans: Sequence[Span], state_layers: tuple[int, ...] = (), own_states: list[torch.Tensor] | None = None
     ) -> PassResult:
         """Run spans that fit in one forward pass. `own_states`: gets those of a feature draft."""
         assert self.supports_branches or not any(span.offset for span in spans), "this engine has no branches"

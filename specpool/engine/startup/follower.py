@@ -25,16 +25,7 @@ from specpool.engine.models.embedded_pair import local_model
 from specpool.engine.models.facts import ModelFacts
 from specpool.engine.probes.native_gemm import gemms_agree
 from specpool.engine.probes.operations import OperationProbe
-from specpool.engine.run.connections import (
-    STOPS,
-    Link,
-    end_process,
-    ignore_stops,
-    receive,
-    send,
-    signals_held,
-    watch,
-)
+from specpool.engine.run.connections import STOPS, Link, end_process, ignore_stops, receive, send, signals_held, watch
 from specpool.engine.run.messages import Begin, Command, Loaded, Order, Probed, Report, decode, decode_run
 from specpool.engine.run.pass_selection import build_exact_pass
 from specpool.engine.run.rendezvous import join
