@@ -16,7 +16,7 @@ from specpool.engine.config.master_secret import read_secret
 from specpool.engine.config.options import MIN_MODEL_LEN, EngineOptions
 from specpool.engine.config.sources import GGUF_MAGIC, UnsupportedModelError, source_of
 from specpool.engine.models.embedded_pair import draft_weights, existing_model
-from specpool.engine.models.model_files import read_config_file
+from specpool.engine.models.model_files import find_file, read_config_file
 
 TOKENIZER = "tokenizer.json"
 OPTION_NAMES: Mapping[str, str] = MappingProxyType({})
@@ -123,13 +123,4 @@ def _size(config: dict[str, Any], name: str) -> int:
 
 def _local_file(options: EngineOptions, name: str) -> Path | None:
     model = existing_model(options.model)
-    if model is None:
-        return None
-    path = Path(model)
-    if path.is_dir():
-        return path / name if (path / name).is_file() else None
-    if path.exists():
-        return None
-    from specpool.engine.config.hub import cached_file
-
-    return cached_file(model, options.revision, name)
+    return None if model is None else find_file(model, options.revision, name)
