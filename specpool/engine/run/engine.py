@@ -105,7 +105,7 @@ class Engine:
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
         """Cache the new tokens of all spans. Return the requested logits [R, rows of the head] in span order.
 
-        `token_ids` and `over_vocabulary` map rows of the head to tokens. Spans with more than `max_num_batched_tokens`
+        `head` maps rows of the head to tokens. Spans with more than `max_num_batched_tokens`
         tokens are split into several passes, which give the same bits.
         """
         own_states = list[torch.Tensor]()
@@ -193,14 +193,6 @@ class Engine:
         passes, tokens = self._draft_loop(logits, rounds, columns, self.own_states)
         self._passes += passes
         self.tokens += tokens
-
-    def token_ids(self, rows: torch.Tensor) -> torch.Tensor:
-        """Map rows of the head to token ids."""
-        return self.head.token_ids(rows)
-
-    def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab_size] from logits [n, rows of the head]. Tokens without a row get minus infinity."""
-        return self.head.over_vocabulary(logits)
 
     @property
     def load(self) -> CacheLoad:
