@@ -105,8 +105,8 @@ class Engine:
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
         """Cache the new tokens of all spans. Return the requested logits [R, rows of the head] in span order.
 
-        `head` maps rows of the head to tokens. Spans with more than `max_num_batched_tokens`
-        tokens are split into several passes, which give the same bits.
+        `head` maps rows of the head to tokens. Spans with more than `max_num_batched_tokens` tokens are split into
+        several passes, which give the same bits.
         """
         own_states = list[torch.Tensor]()
         chunks = _chunks(spans, self.max_num_batched_tokens)
