@@ -108,7 +108,7 @@ def answer(engine: Engine, prompt: list[int], max_tokens: int) -> list[int]:
     tokens: list[int] = []
     span = Span(0, 0, prompt, 1)
     while True:
-        tokens += engine.token_ids(engine.forward([span]).argmax(-1)).tolist()
+        tokens += engine.head.token_ids(engine.forward([span]).argmax(-1)).tolist()
         if len(tokens) == max_tokens or tokens[-1] in engine.loaded.tokenizer.eos_token_ids:
             return tokens
         span = Span(0, span.end, tokens[-1:], 1)
@@ -119,7 +119,7 @@ def compare(float32: Engine, int8: Engine, token_ids: list[int]) -> Differences:
     """The predictions of each token of a text after the first."""
     pieces = []
     for spans, following in steps(token_ids):
-        ours, others = (engine.over_vocabulary(engine.forward(spans)).double() for engine in (float32, int8))
+        ours, others = (engine.head.over_vocabulary(engine.forward(spans)).double() for engine in (float32, int8))
         p, q = ours.log_softmax(-1), others.log_softmax(-1)
         terms = torch.where(p > -torch.inf, p.exp() * (p - q), 0.0)  # a partial head gives other tokens -inf
         likelihoods = torch.stack([p, q]).gather(2, following.expand(2, -1)[..., None])[..., 0]

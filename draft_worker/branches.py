@@ -16,8 +16,7 @@ from torch.nn.functional import pad
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
 from specpool.engine.models.draft_parts import Features
-from specpool.engine.passes.drafts import Draft, DraftRound, acceptance_chance
-from specpool.engine.run.branches import Branch
+from specpool.engine.passes.drafts import Branch, Draft, DraftRound, acceptance_chance
 from specpool.engine.run.sequences import SequenceEngine
 from specpool.engine.sampling.ranking import Ranking
 from specpool.protocol import rounds

@@ -14,7 +14,7 @@ from specpool.engine.models.preflight import InvalidOptionError, check_options, 
 from specpool.environment.extras import explain_missing
 from specpool.planning.plan import Plan, Terms, make_plan
 from specpool.planning.plausibility import ImplausibleTimesError
-from specpool.planning.prediction import Acceptance, Memory, Model, constant_acceptance
+from specpool.planning.prediction import Acceptance, Model, constant_acceptance
 from specpool.planning.report import as_json, helm_values, plan_figure, show
 from specpool.planning.settings import PROGRAM, PlanSettings
 from specpool.protocol.responses import InvalidResponseError, read_worker_info
@@ -124,26 +124,7 @@ def _model_of(connector: Connector, make_stub: Any) -> Model:
     if info.ranks:
         reason = f"its model is sharded over {len(info.ranks)} ranks; plans support workers with one device"
         raise UnusableWorkerError(f"{connector.address}: {reason}")
-    return Model(
-        name=info.model,
-        device=info.device,
-        dtype=info.dtype,
-        parameters=info.parameters,
-        memory=Memory(
-            weights=info.weight_bytes,
-            activations=info.activation_bytes,
-            kv_per_position=info.kv_bytes_per_token,
-            positions=info.kv_positions_total or info.slots_total * info.max_model_len,
-            multiple=max(1, info.kv_positions_multiple),
-            max_model_len=info.max_model_len,
-        ),
-        tokenizer_fingerprint=info.tokenizer_fingerprint,
-        step_seconds=info.step_seconds,
-        step_cached=info.step_cached,
-        seconds_per_cached=info.seconds_per_cached,
-        max_rows=info.max_rows,
-        activations=info.activations,
-    )
+    return Model.of(info)
 
 
 def _worker_info(connector: Connector, make_stub: Any) -> WorkerInfo:

@@ -42,7 +42,7 @@ def drafted(engine: Engine, tokens: tuple[int, ...], states: torch.Tensor, count
     span = Span(7, 0, tokens, 1, states=states)
     for _ in range(count):
         row = engine.forward([span]).argmax(-1)
-        result += engine.token_ids(row).tolist()
+        result += engine.head.token_ids(row).tolist()
         assert engine.own_states is not None
         span = Span(7, span.end, result[-1:], 1, own_states={0: engine.own_states[0]})
     return tuple(result)

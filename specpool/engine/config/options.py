@@ -115,8 +115,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         "the machine's free memory",
     )
     memory_budget: ByteSize | None = Field(
-        None,
-        description="total size of weights, activations and KV cache per rank, such as 16GiB; replaces kv_memory",
+        None, description="total size of weights, activations and KV cache per rank, such as 16GiB; replaces kv_memory"
     )
     memory_limit: ByteSize | None = Field(
         None,
@@ -129,12 +128,10 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         "on a CPU with memory_limit, 1/32 of that limit (32MiB to 256MiB), which includes it",
     )
     kv_layout: Literal["slots", "padded"] = Field(
-        "slots",
-        description='"slots": sequences stay in place; "padded": a left-padded batch, realigned every round',
+        "slots", description='"slots": sequences stay in place; "padded": a left-padded batch, realigned every round'
     )
     fused: bool = Field(
-        True,
-        description="run Llama-family models with our fused pass instead of the transformers modules",
+        True, description="run Llama-family models with our fused pass instead of the transformers modules"
     )
     native: bool = Field(
         True,
@@ -162,10 +159,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         description="CPU threads of the model, per rank; default: torch's choice, shared among the ranks of this node",
     )
     tensor_parallel: int = Field(
-        1,
-        ge=1,
-        le=MAX_RANKS,
-        description="number of ranks: processes, each with its own device and shard of the model",
+        1, ge=1, le=MAX_RANKS, description="number of ranks: processes, each with its own device and shard of the model"
     )
     tensor_parallel_sums: Literal["auto", "whole", "parts"] = Field(
         "auto",

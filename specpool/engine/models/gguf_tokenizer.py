@@ -182,10 +182,7 @@ def _added(file: GgufFile, vocabulary: Vocabulary, types: tuple[TokenType, ...])
     strips = any(part in name for part in STRIPPED_BY)
     return [
         AddedToken(
-            text,
-            normalized=False,
-            special=each != TokenType.USER_DEFINED,
-            rstrip=strips and text not in NOT_STRIPPING,
+            text, normalized=False, special=each != TokenType.USER_DEFINED, rstrip=strips and text not in NOT_STRIPPING
         )
         for text, each in zip(vocabulary.tokens, vocabulary.types, strict=True)
         if each in types

@@ -4,14 +4,16 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from specpool.engine.config.hub import cached_file
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of, source_of
 from specpool.engine.models.checkpoint_quantization import HINT, dequantization_arguments, is_scale
@@ -34,13 +36,10 @@ def download_weights(options: EngineOptions, report: Callable[[str], None]) -> N
 
 
 def _are_cached(options: EngineOptions) -> bool:
-    def cached(name: str) -> str | None:
-        path = try_to_load_from_cache(options.model, name, revision=options.revision)
-        return path if isinstance(path, str) else None
-
+    cached = partial(cached_file, options.model, options.revision)
     if (index := cached(SAFE_WEIGHTS_INDEX_NAME)) is None:
         return cached(SAFE_WEIGHTS_NAME) is not None
-    return all(map(cached, set(json.loads(Path(index).read_bytes())["weight_map"].values())))
+    return all(map(cached, set(json.loads(index.read_bytes())["weight_map"].values())))
 
 
 # Keep transformers from asking the hub to convert a checkpoint and loading the proposed conversion.

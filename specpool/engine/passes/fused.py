@@ -154,10 +154,8 @@ class FusedLayer(nn.Module):
         self.out = attention.o_proj
         self.gate_up = mlp.gate_up_proj if hasattr(mlp, "gate_up_proj") else _joined(mlp.gate_proj, mlp.up_proj)
         self.down = mlp.down_proj
-        self.before_attention, self.before_mlp = (
-            _norm_weight(layer, "input_layernorm"),
-            layer.post_attention_layernorm.weight,
-        )
+        self.before_attention = _norm_weight(layer, "input_layernorm")
+        self.before_mlp = layer.post_attention_layernorm.weight
         self.after_attention = _norm_weight(layer, "post_self_attn_layernorm")
         self.after_mlp = _norm_weight(layer, "post_mlp_layernorm")
         self.head_norms = None  # [heads + kv_heads, head_dim]

@@ -23,18 +23,10 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.embedded_pair import local_model
 from specpool.engine.models.facts import ModelFacts
+from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.probes.native_gemm import gemms_agree
 from specpool.engine.probes.operations import OperationProbe
-from specpool.engine.run.connections import (
-    STOPS,
-    Link,
-    end_process,
-    ignore_stops,
-    receive,
-    send,
-    signals_held,
-    watch,
-)
+from specpool.engine.run.connections import STOPS, Link, end_process, ignore_stops, receive, send, signals_held, watch
 from specpool.engine.run.messages import Begin, Command, Loaded, Order, Probed, Report, decode, decode_run
 from specpool.engine.run.pass_selection import build_exact_pass
 from specpool.engine.run.rendezvous import join
@@ -102,7 +94,6 @@ def _build(link: Link, order: Order, options: EngineOptions) -> tuple[PassRunner
     group = Group(order.rank, share.sharding, facts.device, _exchange(link, order, share.sharding.ranks, facts.device))
     forward_pass, tiles = build_exact_pass(loaded, facts, options, order.exact, group)
     footprint = footprint_of(loaded, facts, forward_pass, options.resolve_max_num_batched_tokens(facts.device.type))
-    compiled = forward_pass.compiled_gemms
     send(
         connection,
         Report(
@@ -110,7 +101,7 @@ def _build(link: Link, order: Order, options: EngineOptions) -> tuple[PassRunner
             forward_pass=type(forward_pass).__name__,
             activations=forward_pass.activations,
             tiles=tiles,
-            agrees=compiled is None or gemms_agree(compiled),
+            agrees=not isinstance(forward_pass, NativeModel) or gemms_agree(forward_pass),
             kv_limit=kv_limit(options, footprint, facts.device).kv_bytes,
             weight_bytes=footprint.weights,
             weight_kinds=dict(forward_pass.weight_kinds),

@@ -8,9 +8,8 @@ import torch
 from specpool.engine.cache.memory import return_freed_memory
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.embedded_pair import local_model
-from specpool.engine.models.facts import read_facts
+from specpool.engine.models.facts import read_facts, weights_fingerprint
 from specpool.engine.models.loading import LoadedModel, load_model
-from specpool.engine.models.weights_fingerprint import weights_fingerprint
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.gpu.gemm import restrict_cublas
 from specpool.engine.passes.native.model import NativeModel

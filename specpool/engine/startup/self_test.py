@@ -14,6 +14,7 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.models.facts import ModelFacts
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.gpu.captured import CapturedModel
+from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.probes.kernels import attention_agrees
 from specpool.engine.probes.native_gemm import gemms_agree
 from specpool.engine.probes.operations import OperationProbe
@@ -84,9 +85,9 @@ def self_test(engine: Engine) -> bool:
 def _operations_agree(engine: Engine) -> bool:
     """Whether each operation gives equal rows equal bits, in passes from one row to the maximum."""
     forward_pass, cache = engine.forward_pass, engine.layout.arena.keys[0]
-    if forward_pass.compiled_gemms is not None:
+    if isinstance(forward_pass, NativeModel):
         reports = [] if engine.leader is None else engine.leader.reports
-        return gemms_agree(forward_pass.compiled_gemms) and all(report.agrees for report in reports)
+        return gemms_agree(forward_pass) and all(report.agrees for report in reports)
     if not attention_suits(forward_pass, cache, engine.facts):
         log.warning("self-test: attention is not batch invariant")
         return False
@@ -140,7 +141,7 @@ def _rounds_agree(engine: Engine) -> bool:
     engine.forward([Span(slot, 0, tokens[: n - 1], 0) for slot, n, tokens, _ in members])
     drafts, agree = [rng.randint(1, steps) for _ in members], True
     for drafted in (drafts, [0] * len(members)):
-        for _ in range(REPLAYS if _is_captured(engine) else 1):
+        for _ in range(REPLAYS if isinstance(engine.forward_pass, CapturedModel) else 1):
             spans = [
                 Span(slot, n - 1, tokens[n - 1 : n + d], d + 1)
                 for (slot, n, tokens, _), d in zip(members, drafted, strict=True)
@@ -163,11 +164,7 @@ def _prompt_lengths(engine: Engine, max_length: int) -> list[int]:
 
 
 def _runs_kernels(forward_pass: ForwardPass) -> bool:
-    return not forward_pass.plans_attention and forward_pass.compiled_gemms is None
-
-
-def _is_captured(engine: Engine) -> bool:
-    return isinstance(engine.forward_pass, CapturedModel) and engine.forward_pass.capture is not None
+    return not forward_pass.plans_attention and not isinstance(forward_pass, NativeModel)
 
 
 def _long_passes_agree(engine: Engine) -> bool:

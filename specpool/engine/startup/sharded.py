@@ -14,10 +14,9 @@ from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of
 from specpool.engine.models.checkpoint_quantization import dequantization_arguments
 from specpool.engine.models.config import load_config
 from specpool.engine.models.draft_parts import OUTPUT_HEAD
-from specpool.engine.models.facts import ModelFacts, read_facts
+from specpool.engine.models.facts import ModelFacts, read_facts, weights_fingerprint
 from specpool.engine.models.loading import LoadedModel, load_model
 from specpool.engine.models.stored_weights import stored_weights
-from specpool.engine.models.weights_fingerprint import weights_fingerprint
 from specpool.engine.numerics.tiles import Tiles, common_tiles
 from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.passes.gpu.gemm import restrict_cublas

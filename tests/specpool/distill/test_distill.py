@@ -102,7 +102,7 @@ def test_a_target_with_a_partial_output_head(tmp_path: Path) -> None:
     template = ChatTemplate.of(AutoTokenizer.from_pretrained(folder), frozenset())
     (written,) = islice(Writer(engine, Questions(template, seed=0), seed=0).answer([list(b"hello")]), 1)
     tokens = written.token_ids.tolist()
-    logits = engine.over_vocabulary(engine.forward([Span(0, 0, tokens[:-1], len(written.top_ids))]))
+    logits = engine.head.over_vocabulary(engine.forward([Span(0, 0, tokens[:-1], len(written.top_ids))]))
     assert logits.argmax(-1).tolist() == tokens[5:]
     assert set(tokens[5:]) <= set(output_ids)
 

@@ -153,10 +153,10 @@ def cublas_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Te
     return partials
 
 
-def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int, tile: GemmTile | None = None) -> torch.Tensor:
+def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Tensor:
     """Partial sums [split_k, n, outputs] of rows [n, inputs] times a weight [outputs, inputs]."""
     (rows, inputs), outputs, wide = x.shape, len(weight), is_wide(x.dtype)
-    tile = tile or tile_of(rows, outputs, split_k, wide, architecture(x.device))
+    tile = tile_of(rows, outputs, split_k, wide, architecture(x.device))
     partials = torch.empty(split_k, rows, outputs, dtype=x.dtype if split_k == 1 else torch.float32, device=x.device)
     # Row tiles vary fastest: programs that share a part of the weight run together and read it once.
     _split_k_gemm[(-(-rows // tile.rows), -(-outputs // tile.outputs), split_k)](

@@ -44,7 +44,7 @@ def test_heads_draft_like_a_plain_implementation(tmp_path: Path, target: Path, v
     states = reference.states(given)
     logits, own = reference(tokens, states)
     rows = engine.forward([Span(0, 0, tokens, LENGTH, states=given)])
-    torch.testing.assert_close(engine.over_vocabulary(rows), logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(engine.head.over_vocabulary(rows), logits, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(engine.own_states, own, atol=1e-4, rtol=1e-4)
     expected = list[int]()
     for _ in range(4):

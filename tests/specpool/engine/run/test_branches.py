@@ -12,10 +12,9 @@ from tiny_models import decode_alone, forget_all, load_engine, random_tokens, sa
 
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
-from specpool.engine.passes.drafts import Draft, DraftRound
+from specpool.engine.passes.drafts import Branch, Draft, DraftRound
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run import pass_selection
-from specpool.engine.run.branches import Branch
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.sequences import Choices, SequenceEngine
 from specpool.protocol.rounds import ItemStatus, SequenceItem

@@ -228,14 +228,13 @@ def test_slow_masks_do_not_delay_other_sequences(monkeypatch: pytest.MonkeyPatch
     """A sequence with a large lexer continues once its mask is available."""
     monkeypatch.setattr("specpool.engine.sampling.grammars.SMALL_LEXER_STATES", 12)
     grammars, may_go_on = Grammars(FILES, VOCAB, MEMORY), threading.Event()
-    compile_lexer = Grammars.compile
 
-    def patient(self: Grammars, grammar: str, is_large: bool) -> Lexer:
+    def patient(grammar: str, is_large: bool) -> Lexer:
         assert not is_large or may_go_on.wait(60)
-        return compile_lexer(self, grammar, is_large)
+        return grammars.compile(grammar, is_large)
 
     slow, quick = start(grammars, MANY_STATES), start(grammars, COLORS)
-    monkeypatch.setattr(Grammars, "compile", patient)
+    monkeypatch.setattr(slow, "_compile", patient)
     text, draft = ids_of("aexyaxiay"), ids_of("aeio")
     jobs = grammars.compute([(slow, [*text, *draft], 5), (quick, ids_of("g"), 2)])
     assert quick.wait(60)
@@ -302,7 +301,7 @@ def test_evicted_grammars_free_their_memory() -> None:
     grammars = Grammars(FILES, VOCAB, 1)
     sequence = start(grammars, MANY_STATES)
     masks_of(grammars, sequence, ids_of("axe"), 1)
-    lexer = grammars.cached(MANY_STATES)
+    lexer = grammars.lexers.get(MANY_STATES)
     assert lexer is not None
     start(grammars, COLORS)
     assert lexer.is_closed

@@ -14,8 +14,8 @@ from tiny_models import load_engine, random_tokens, refusal, rows_that_differ, s
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import Activations, EngineOptions
 from specpool.engine.models.config import load_config
+from specpool.engine.models.facts import weights_fingerprint
 from specpool.engine.models.loading import load_model
-from specpool.engine.models.weights_fingerprint import weights_fingerprint
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.native.packed_weights import resolve_activations
 from specpool.engine.passes.native.sharded import ShardedNativeModel
