@@ -688,23 +688,6 @@ def test_the_target_selects_the_branch_that_came_true() -> None:
     assert sequence.generated_ids == decode_plainly(sequence.request)[: sequence.num_generated]
 
 
-def test_branches_end_where_the_request_ends() -> None:
-    sequence = make_sequence(max_tokens=6, k=8)
-    target, draft = Worker(), Worker()
-    plans = {sequence.sequence_id: DraftPlan(8, num_branches=1)}
-    first, second = Round(1, [sequence], 100, plans), Round(2, [sequence], 100, plans)
-    answers = [target.verify(each, 1) for each in first.verify_items()]
-    first.take_ahead([draft.propose(item, [True] * 9) for item in first.ahead_items(NO_LIMITS)], VOCAB_SIZE)
-    second.take_branches()
-    (sent,) = second.verify_items()
-    assert [len(branch.draft_token_ids) for branch in sent.branches] == [4]
-    later = [target.verify(sent, 2)]
-    first.commit(answers)
-    second.complete_items()
-    second.commit(later)
-    assert sequence.generated_ids == decode_plainly(sequence.request)
-
-
 @pytest.mark.parametrize("wrong", [None, 0, 2])
 def test_lookup_tokens_continue_the_pending_round(wrong: int | None) -> None:
     """They form a branch for the outcome that the lookup predicts."""
@@ -750,20 +733,6 @@ def test_a_sequence_without_its_branch_is_verified_without_drafts() -> None:
         commits = round_.commit([target.verify(each) for each in verified])
     assert [commit.drafted for commit in commits] == [3, 0]
     assert missed.draft.num_cached_tokens == len(missed.token_ids) - 1
-
-
-@pytest.mark.parametrize("status", [ItemStatus.CACHE_MISS, ItemStatus.NO_SLOT, ItemStatus.STALE_ROUND])
-def test_failed_branches_cost_no_tokens(status: ItemStatus) -> None:
-    sequence = make_sequence(k=3)
-    target = Worker()
-    for number in range(1, 4):
-        round_ = Round(number, [sequence], 100, {sequence.sequence_id: DraftPlan(3, num_branches=2)})
-        round_.take_branches()
-        verified = round_.verify_items()
-        round_.take_ahead([Proposal(i.sequence_id, status) for i in round_.ahead_items(NO_LIMITS)], VOCAB_SIZE)
-        (commit,) = round_.commit([target.verify(each) for each in verified])
-        assert (commit.drafted, commit.branch, sequence.draft.num_cached_tokens) == (0, None, 0)
-    assert sequence.generated_ids == decode_plainly(sequence.request)[:3]
 
 
 def test_branches_that_the_worker_did_not_draft_count_as_misses() -> None:
