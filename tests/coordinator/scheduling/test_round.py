@@ -522,24 +522,6 @@ def test_rounds_gain_one_token_more_than_they_accept(accepted: int) -> None:
     assert item.base_length == len(sequence.request.prompt_ids) + min(accepted + 1, 4)
 
 
-def test_all_sequences_share_the_prefill_budget() -> None:
-    sequences = [make_sequence([i] * 30, sequence_id=i) for i in range(4)]
-    _, items = run_once(sequences, Worker(), Worker(), [], budget=40)
-    assert [(item.sequence_id, len(item.token_ids)) for item in items] == [(0, 30), (1, 10)]
-
-
-@pytest.mark.parametrize("budget", [1, 7, 30])
-def test_prefill_never_stalls_decoding(budget: int) -> None:
-    newcomers = [make_sequence([i] * 200, sequence_id=i) for i in range(3)]
-    decoding, target, draft = make_sequence(sequence_id=9, max_tokens=100), Worker(), Worker()
-    run_once([decoding], target, draft, [False] * 4)
-    for round_id in range(2, 12):
-        before = decoding.num_generated
-        run_once([*newcomers, decoding], target, draft, [False] * 4, budget, round_id)
-        assert decoding.num_generated == before + 1
-    assert any(sequence.num_generated == 0 for sequence in newcomers)
-
-
 @pytest.mark.parametrize(("k", "max_tokens"), [(0, 6), (4, 2)])
 def test_nothing_is_drafted_without_speculation_or_for_the_last_token(k: int, max_tokens: int) -> None:
     sequence, target, draft = make_sequence(k=k, max_tokens=max_tokens), Worker(), Worker()
