@@ -70,6 +70,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     return Settings("cpu", "float32", *part.TINY_SHAPES, True, str(tmp_path), str(tmp_path), deadline)
 
 
+@pytest.mark.slow
 def test_exact_passes_have_equal_bits(settings: Settings) -> None:
     findings = Findings(Path(settings.output) / "exactness.json")
     exactness.measure_exactness(settings, findings)

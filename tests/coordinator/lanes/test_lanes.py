@@ -85,7 +85,12 @@ async def test_a_request_goes_to_the_worker_with_its_prefix() -> None:
 
 @pytest.mark.parametrize(
     ("victim", "settings"),
-    [(0, {"overlap": "on"}), (1, {"policy": "exspec"}), (0, {"policy": "eqspec"}), (1, {"num_speculative_tokens": 0})],
+    [
+        (0, {"overlap": "on"}),
+        (1, {"policy": "exspec"}),
+        pytest.param(0, {"policy": "eqspec"}, marks=pytest.mark.slow),
+        pytest.param(1, {"num_speculative_tokens": 0}, marks=pytest.mark.slow),
+    ],
 )
 async def test_sequences_of_a_lost_worker_continue_on_the_other(victim: int, settings: dict[str, Any]) -> None:
     targets = [slow_target(), slow_target()]

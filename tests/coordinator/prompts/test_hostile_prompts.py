@@ -12,13 +12,12 @@ from grpc import StatusCode
 from serving import PATIENCE_SECONDS, RecordingTarget, Serving, make_request, serving, violated_fields
 from template_target import TemplateTarget
 
-from coordinator.prompts import tokenizer_pool
 from coordinator.prompts.process_link import ProcessLink
 from specpool.testing import VOCAB_SIZE
 from specpool.v1 import generation_pb2 as pb
 
 LONG = 131_072
-TWO_LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}WORK{% endfor %}{% endfor %}"
+HUGE_TEMPLATE = "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxx{% endfor %}{% endfor %}"
 
 
 @pytest_asyncio.fixture
@@ -85,22 +84,15 @@ async def test_prompts_at_the_limits_are_served(served: Serving) -> None:
     await served.expect(request)
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        (TWO_LOOPS.replace("WORK", "xxxxxxxx"), "more than 655355 characters"),
-    ],
-)
-async def test_hostile_templates_fail_the_chat_while_others_are_served(template: str, reason: str) -> None:
-    with mock.patch.object(tokenizer_pool, "MAX_SECONDS", 0.2):
-        async with serving(TemplateTarget(template, max_model_len=LONG), with_draft=False) as served:
-            calls = [asyncio.create_task(refused(served.stub.Generate(chat("hi")))) for _ in range(3)]
-            await asyncio.gather(*(served.expect(make_request()) for _ in range(8)))
-            for error in await asyncio.gather(*calls):
-                assert error.code() is StatusCode.INVALID_ARGUMENT
-                assert violated_fields(error) == ["chat.messages"]
-                assert reason in error.details()
-                assert "Traceback" not in error.details()
+async def test_a_hostile_template_fails_the_chat_while_others_are_served() -> None:
+    async with serving(TemplateTarget(HUGE_TEMPLATE, max_model_len=LONG), with_draft=False) as served:
+        calls = [asyncio.create_task(refused(served.stub.Generate(chat("hi")))) for _ in range(3)]
+        await asyncio.gather(*(served.expect(make_request()) for _ in range(8)))
+        for error in await asyncio.gather(*calls):
+            assert error.code() is StatusCode.INVALID_ARGUMENT
+            assert violated_fields(error) == ["chat.messages"]
+            assert "more than 655355 characters" in error.details()
+            assert "Traceback" not in error.details()
 
 
 async def test_full_queue_refuses_before_tokenization() -> None:

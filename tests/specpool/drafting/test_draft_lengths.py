@@ -13,7 +13,6 @@ from benchmarks.simulate.machine import COSTS
 from specpool.drafting.costs import RoundCosts, StepTimes
 from specpool.drafting.draft_lengths import (
     PLAN_ROUNDS,
-    STATES_BEFORE_TRIAL,
     DraftLengths,
     DraftOptions,
 )
@@ -110,22 +109,6 @@ def test_trials_continue_at_negligible_cost() -> None:
         lengths.acceptance.add(0, drafted, 0)
     assert trials > 10
     assert spent < 1.015 * plain
-
-
-def test_states_are_needed_only_around_trials_while_drafts_do_not_pay() -> None:
-    lengths = trained(0.02)
-    lengths.reads_states = True
-    needed: list[bool] = []
-    trials = 0
-    for number in range(2000):
-        drafted = num_draft_tokens(lengths, {0: 8})[0]
-        needed.append(lengths.needs_states)
-        lengths.acceptance.add(0, drafted, 0)
-        trials += drafted > 0
-        if drafted and number > STATES_BEFORE_TRIAL:
-            assert all(needed[-1 - STATES_BEFORE_TRIAL :])
-    assert trials > 10
-    assert sum(needed) == trials * (STATES_BEFORE_TRIAL + 1)
 
 
 def test_trials_notice_a_draft_that_becomes_good() -> None:
@@ -234,14 +217,6 @@ def observed(lengths: DraftLengths, seconds: Callable[[int], float], rate: float
     lengths.acceptance.add(0, k, int(rate * k))
     lengths.ledger.observe(1, 1 + int(rate * k), seconds(k), DraftMethod.MODEL if k else None)
     return k
-
-
-def test_a_model_that_loses_time_in_spite_of_its_plan_pauses() -> None:
-    """Rounds that draft take 100 ms instead of the planned 40: nothing in the costs shows it."""
-    lengths = trained(0.9)
-    counts = [observed(lengths, lambda k: 0.1 if k else 0.021, rate=0.5) for _ in range(600)]
-    assert counts[0] > 1
-    assert sum(count > 0 for count in counts[1:]) < 15
 
 
 def test_prompt_lookup_goes_on_while_the_model_pauses() -> None:
