@@ -72,24 +72,24 @@ async def test_the_number_of_released_sequences_is_bounded(worker: Worker, monke
     await assert_refused(worker.release(1, 2, 3, 4), "sequence_ids")
 
 
-async def test_the_size_of_a_verification_is_bounded(target: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_size_of_a_verification_is_bounded(target: Worker) -> None:
     item = verify(1, 0, [5])
     item.logprobs = codec.MAX_ITEM_LOGPROBS + 1
     await assert_refused(target.round(item), "items[0].logprobs")
     drafts = [5] * (LOGITS_PER_SLOT * LOGITS_PER_SLOT // 12)
     items = [verify(i, 0, [5], drafts[: MAX_MODEL_LEN - 2]) for i in range(ITEMS_PER_SLOT * SLOTS)]
     await assert_refused(target.round(*items), "items")
-    monkeypatch.setattr(codec, "MAX_ITEM_DRAFT_TOKENS", 3)
-    await assert_refused(target.round(verify(1, 0, [5], [5] * 4)), "items[0].draft_token_ids")
+    too_many = [5] * (codec.MAX_ITEM_DRAFT_TOKENS + 1)
+    await assert_refused(target.round(verify(1, 0, [5], too_many)), "items[0].draft_token_ids")
     assert target.engine.slots.in_use == 0
 
 
-async def test_the_size_of_a_proposal_is_bounded(draft: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_size_of_a_proposal_is_bounded(draft: Worker) -> None:
     request = draft.request(propose(1, 0, [5], 2))
     request.chances[:] = [0.5] * (codec.MAX_CHANCES + 1)
     await assert_refused(draft.stub.Propose(request), "chances")
-    monkeypatch.setattr(codec, "MAX_ITEM_DRAFT_TOKENS", 3)
-    await assert_refused(draft.round(propose(1, 0, [5], 4)), "items[0].num_draft_tokens")
+    too_many = codec.MAX_ITEM_DRAFT_TOKENS + 1
+    await assert_refused(draft.round(propose(1, 0, [5], too_many)), "items[0].num_draft_tokens")
 
 
 # --- Non-finite logits

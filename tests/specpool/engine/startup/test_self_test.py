@@ -1,6 +1,7 @@
 """If a protection is disabled, the self-test fails, unless thousands of rows keep their bits."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,14 @@ def test_batch_dependent_splits_are_detected(monkeypatch: pytest.MonkeyPatch, ca
     assert not kernels.attention_agrees(cache, query_groups=3, max_length=50)
 
 
+@pytest.fixture
+def choosing(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Imitate the kernels, and choose GEMMs as on a GPU."""
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
+    return monkeypatch
+
+
 def gemms_of(folder: Path, exact: bool = True, **options: Any) -> list[Gemm]:
     folder = save_model(folder, small_config("llama"))
     model = load_engine(folder, exact, native=False, cuda_graphs=False, **options).forward_pass
@@ -292,15 +301,13 @@ def gemms_of(folder: Path, exact: bool = True, **options: Any) -> list[Gemm]:
 
 @pytest.mark.parametrize("differs", [lambda rows: rows == 320, lambda rows: rows == 8, lambda rows: rows > 8])
 def test_batch_dependent_gemms_are_not_chosen(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, differs: Callable[[int], bool]
+    choosing: pytest.MonkeyPatch, tmp_path: Path, differs: Callable[[int], bool]
 ) -> None:
     def multiply(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Tensor:
         exact = gpu_gemm.split_k_gemm(x, weight, split_k)
         return (x.flip(-1) @ weight.flip(-1).T)[None] if differs(len(x)) else exact
 
-    imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
-    monkeypatch.setattr(gpu_gemm, "cublas_gemm", multiply)
+    choosing.setattr(gpu_gemm, "cublas_gemm", multiply)
     assert {gemm.backends for gemm in gemms_of(tmp_path)} == {"triton"}
 
 
@@ -317,34 +324,28 @@ def reversed_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.
 
 @pytest.mark.parametrize(("from_rows", "chosen"), [(41, 64), (320, 320), (321, None)])
 def test_cublas_multiplies_as_many_rows_as_make_it_faster(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, from_rows: int, chosen: int | None
+    choosing: pytest.MonkeyPatch, tmp_path: Path, from_rows: int, chosen: int | None
 ) -> None:
-    imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
-    monkeypatch.setattr(gpu_gemm, "cublas_gemm", gpu_gemm.split_k_gemm)
-    make_cublas_faster(monkeypatch, from_rows)
+    choosing.setattr(gpu_gemm, "cublas_gemm", gpu_gemm.split_k_gemm)
+    make_cublas_faster(choosing, from_rows)
     assert {gemm.cublas_rows for gemm in gemms_of(tmp_path)} == {chosen}
 
 
-def test_gemms_with_different_bits_are_chosen_consistently(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
-    monkeypatch.setattr(gpu_gemm, "cublas_gemm", reversed_gemm)
-    make_cublas_faster(monkeypatch)
+def test_gemms_with_different_bits_are_chosen_consistently(choosing: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    choosing.setattr(gpu_gemm, "cublas_gemm", reversed_gemm)
+    make_cublas_faster(choosing)
     assert {gemm.backends for gemm in gemms_of(tmp_path)} == {"triton"}
     assert {gemm.backends for gemm in gemms_of(tmp_path, gemm="cublas")} == {"cublas"}
     assert {gemm.backends for gemm in gemms_of(tmp_path, exact=False)} == {"triton, cublas from 8 rows"}
 
 
-def test_failing_gemms_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failing_gemms_are_not_chosen(choosing: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*_: object) -> torch.Tensor:
         raise RuntimeError("out of resource")
 
-    imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
     exact = gpu_gemm.split_k_gemm
-    monkeypatch.setattr(gpu_gemm, "split_k_gemm", refuse)
-    monkeypatch.setattr(gpu_gemm, "cublas_gemm", exact)
+    choosing.setattr(gpu_gemm, "split_k_gemm", refuse)
+    choosing.setattr(gpu_gemm, "cublas_gemm", exact)
     assert {gemm.backends for gemm in gemms_of(tmp_path)} == {"cublas"}
 
 
@@ -380,24 +381,24 @@ class StaleBatches(FakeGraphs):
         return (lambda: None) if len(result) > 8 else replay, result
 
 
-@pytest.mark.parametrize(("graphs", "bitwise"), [(FakeGraphs, True), (StaleBatches, False)])
+@pytest.mark.parametrize(
+    ("graphs", "result"),
+    [
+        (FakeGraphs, nullcontext(True)),
+        (StaleBatches, nullcontext(False)),
+        (StaleGraphs, pytest.raises(UnsupportedModelError, match="another kind of attention")),
+    ],
+)
 def test_stale_replays_fail_the_self_test(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: type[FakeGraphs], bitwise: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: type[FakeGraphs], result: Any
 ) -> None:
+    """If all replays are stale, the model is refused."""
     pytest.importorskip("triton")
     imitate_kernels(monkeypatch)
     monkeypatch.setattr(forward, "CudaGraphs", graphs)
     folder = save_model(tmp_path, small_config("llama"))
-    assert load_engine(folder, native=False, max_sequences=4, max_model_len=64).bitwise is bitwise
-
-
-def test_a_model_whose_replays_are_all_stale_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "CudaGraphs", StaleGraphs)
-    folder = save_model(tmp_path, small_config("llama"))
-    with pytest.raises(UnsupportedModelError, match="another kind of attention"):
-        load_engine(folder, native=False, max_sequences=4, max_model_len=64)
+    with result as bitwise:
+        assert load_engine(folder, native=False, max_sequences=4, max_model_len=64).bitwise is bitwise
 
 
 @pytest.mark.parametrize("rows", [None, 1, 8])
