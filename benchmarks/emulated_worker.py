@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.report import PassMs, chance, milliseconds, parser_of, whole
 from draft_worker.proposer import Proposer
-from draft_worker.service import DraftWorkerServicer
+from draft_worker.server import DraftWorkerServicer
 from specpool.engine.cache.extents import Extents
 from specpool.engine.cache.slots import SequenceKey, SlotTable
 from specpool.engine.cache.spans import Span
@@ -38,7 +38,7 @@ from specpool.v1 import draft_worker_pb2_grpc, target_worker_pb2_grpc
 from specpool.worker.process import run_worker
 from specpool.worker.servicer import WorkerServicer
 from specpool.worker.settings import WorkerSettings
-from target_worker.service import TargetWorkerServicer
+from target_worker.server import TargetWorkerServicer
 from target_worker.verifier import Verifier
 
 SLOTS, MAX_MODEL_LEN, MAX_ROWS = 128, 4096, 8192
@@ -51,8 +51,6 @@ def pass_seconds(first: float, more: float) -> Callable[[int], float]:
 
 
 class EmulatedDevice(SequenceEngine):
-    """A model with a real cache and passes that only take time."""
-
     def __init__(self, seconds: Callable[[int], float], acceptance: float, device: str) -> None:
         """`seconds`: of a pass by rows. `acceptance`: probability of choosing the target's token."""
         self._seconds, self._acceptance, self._device = seconds, acceptance, device
@@ -82,7 +80,7 @@ class EmulatedDevice(SequenceEngine):
             kv_positions_total=SLOTS * MAX_MODEL_LEN, kv_positions_multiple=1, kv_layout="slots", weight_bytes=1,
             activation_bytes=1, step_seconds={rows: self._seconds(rows) for rows in MEASURED_ROWS}, step_cached=0,
             seconds_per_cached=0.0, max_rows=MAX_ROWS, weights_fingerprint="emulated",
-            numerics_fingerprint="emulated", activations="float32", kv_reservations_grow=True, **self.load._asdict(),
+            numerics_fingerprint="emulated", activations="float32", **self.load._asdict(),
         )  # fmt: skip
 
     def choose_rows(
@@ -97,7 +95,6 @@ class EmulatedDevice(SequenceEngine):
 
     @contextmanager
     def _pass(self, rows: int) -> Iterator[None]:
-        """Take the time of a pass."""
         ends = time.perf_counter() + self._seconds(rows)
         self.engine.passes += 1
         self.engine.tokens += rows
@@ -125,8 +122,6 @@ class EmulatedTarget(EmulatedDevice, Verifier):
 
 
 class EmulatedDraft(EmulatedDevice, Proposer):
-    """The draft worker's backend."""
-
     def __init__(self, seconds: Callable[[int], float], acceptance: float, device: str, second_guess: float) -> None:
         """`second_guess`: probability that a further guess is right if those before it are wrong."""
         super().__init__(seconds, acceptance, device)
@@ -199,7 +194,6 @@ def behind_network(servicer: type[WorkerServicer], seconds: float) -> type[Worke
 
 
 def main() -> None:
-    """Serve until SIGTERM."""
     parser = parser_of(__doc__)
     parser.add_argument("worker", choices=("target", "draft"))
     parser.add_argument("--port", type=whole(0, 65535), required=True)

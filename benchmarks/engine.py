@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from benchmarks.plots import engine_figure
 from benchmarks.report import finish, output_folder, parser_of, progress, seconds_of, show, whole
 from benchmarks.shapes import SHAPES, random_loaded, random_model
 from specpool.engine.cache.memory import zeros
@@ -50,7 +49,6 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", help="folder; by default the embedded target")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="a random model of this shape instead")
@@ -63,7 +61,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=whole(1, 2**20), nargs="+", default=LENGTHS)
     parser.add_argument("--repeats", type=whole(1, 1000), default=5)
     parser.add_argument("--steps", type=whole(1, 1000), default=3, help="steps per repeat; the fastest counts")
-    parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
+    parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
     try:
         options.device = str(use_device(options.device))
@@ -79,7 +77,6 @@ def main() -> None:
 
 
 def report(model: str, engines: dict[str, Engine], options: argparse.Namespace) -> None:
-    """Run all measurements and print the tables."""
     engine = engines[options.weights[0]]
     bandwidth = measure_bandwidth(options.device, options.repeats)
     peer = None if options.no_peer else Peer(model, options)
@@ -101,7 +98,7 @@ def report(model: str, engines: dict[str, Engine], options: argparse.Namespace) 
         "threads": options.threads, "bandwidth_gb_s": round(bandwidth / 1e9, 1), "bitwise": engine.bitwise,
         "notes": engine.notes, "weights": stored, "steps": rows, "parts": parts,
     }  # fmt: skip
-    finish("engine", result, options.output, engine_figure(rows))
+    finish("engine", result, options.output)
 
 
 def load(model: str, options: argparse.Namespace, weights: str) -> Engine:
@@ -123,8 +120,6 @@ def load(model: str, options: argparse.Namespace, weights: str) -> Engine:
 
 
 class Peer:
-    """The decoding step of transformers, with a random cache."""
-
     def __init__(self, model: str, options: argparse.Namespace) -> None:
         self._device, self._dtype = options.device, getattr(torch, options.dtype)
         if options.shape is not None:
@@ -147,7 +142,6 @@ class Peer:
 
 
 def measure(engines: dict[str, Engine], peer: Peer | None, options: argparse.Namespace, bandwidth: float) -> list[Row]:
-    """One row for each shape."""
     (_, engine), *others = engines.items()
     rows = []
     for cached, batch in progress([(length, batch) for length in options.lengths for batch in BATCHES], "shapes"):
@@ -172,19 +166,16 @@ def engine_step(engine: Engine, batch: int, cached: int, tokens: int) -> Step:
 
 
 def fastest(step: Step, times: int) -> float:
-    """Seconds of the fastest step."""
     return min(seconds_of(lambda: finished(step)) for _ in range(times))
 
 
 def finished(step: Step) -> None:
-    """Run a step and wait for its kernels."""
     step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def summary(engine: Engine, batch: int, cached: int, ms: dict[str, float], bandwidth: float) -> Row:
-    """The row of a shape. `ms`: milliseconds by kind of step."""
     plain, verify, peer = ms.pop("plain"), ms.pop("verify", None), ms.pop("transformers", None)
     limit = (weight_bytes_read(engine) + batch * cached * engine.info().kv_bytes_per_token) / bandwidth * 1000
     return {

@@ -28,8 +28,8 @@ from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
 from specpool.client.prompts import PromptLine
-from specpool.engine.config.activations import Activations
 from specpool.engine.config.devices import use_device
+from specpool.engine.config.options import Activations
 from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.v1 import common_pb2
 
@@ -37,7 +37,6 @@ TokenIds = list[list[int]]
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--target")
     parser.add_argument("--draft")
@@ -129,7 +128,6 @@ def first_difference(some: list[int], others: list[int]) -> int:
 
 
 def equal_share(some: TokenIds, others: TokenIds) -> float:
-    """Share of equal answers."""
     return sum(one == other for one, other in zip(some, others, strict=True)) / len(some)
 
 

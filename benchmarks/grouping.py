@@ -12,11 +12,10 @@ import time
 from itertools import count
 from typing import Any
 
-from benchmarks.plots import grouping_figure
 from benchmarks.report import finish, output_folder, parser_of, progress, show, whole
 from coordinator.scheduling.admission import Admission
 from coordinator.scheduling.capacity import QueueLimits
-from coordinator.scheduling.counters import GroupingCounters
+from coordinator.scheduling.commits import GroupingCounters
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits
 from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
@@ -30,7 +29,6 @@ PROMPT_LENGTHS, OUTPUT_LENGTHS = (20, 500), (16, 256)
 
 
 def main() -> None:
-    """Parse the command line and run the simulation."""
     parser = parser_of(__doc__)
     parser.add_argument("--batch", type=whole(1, 1024), default=8, help="maximum sequences in a round")
     parser.add_argument("--k", type=whole(0, 16), default=4, help="draft tokens per round")
@@ -38,14 +36,14 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=whole(1, 10**6), default=2_000, help="rounds counted; more for a larger window"
     )
-    parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
+    parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
     windows = [window for window in WINDOWS if options.batch <= window <= options.max_window]
     plan = [(*case, window) for case in CASES for window in windows]
     rows = [simulate(*case, options) for case in progress(plan, "windows")]
     show(f"exspec, batch {options.batch}, k {options.k}", rows)
     result = {"batch": options.batch, "k": options.k, "windows": rows}
-    finish("grouping", result, options.output, grouping_figure(rows, options.batch))
+    finish("grouping", result, options.output)
 
 
 def simulate(

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count, product
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import torch
 import triton
@@ -32,7 +32,7 @@ from specpool.engine.cache.spans import Location, Span
 from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu.model import GpuModel
-from specpool.engine.passes.packing import PackedBatch, pack
+from specpool.engine.passes.packing import pack
 from specpool.engine.sampling.kernel import sample_rows
 from specpool.engine.sharding.group import SINGLE_RANK, Group, SingleRank
 from specpool.engine.sharding.shares import Share, Sums, piece_of, shard
@@ -94,8 +94,6 @@ Row = dict[str, Any]
 
 @dataclass
 class Compiled:
-    """A kernel, compiled for one set of constants."""
-
     name: str
     registers: int
     stack: int
@@ -117,12 +115,10 @@ class Compiler:
 
     @property
     def utils(self) -> "Compiler":
-        """The driver's functions."""
         return self
 
     @property
     def launcher_cls(self) -> Callable[..., Callable[..., None]]:
-        """Create the launcher of a kernel."""
         return self._launcher
 
     def _launcher(self, source: object, metadata: Any) -> Callable[..., None]:
@@ -130,7 +126,6 @@ class Compiler:
         return lambda *_: self.launched.append(metadata.name)
 
     def get_current_target(self) -> GPUTarget:
-        """The GPU that kernels are compiled for."""
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
@@ -138,11 +133,9 @@ class Compiler:
         return self.number
 
     def get_current_stream(self, device: int | None = None) -> int:
-        """The only stream."""
         return 0
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """The properties that Triton reads."""
         return {"max_shared_mem": SHARED[self.arch], "multiprocessor_count": 132}
 
     def load_binary(self, name: str, binary: bytes, shared: int, *_: Any) -> tuple[object, Compiled, int, int, int]:
@@ -166,11 +159,8 @@ def resources(binary: bytes) -> tuple[int, int]:
     return usage["REG"], usage["STACK"]
 
 
-AnyCompiler = TypeVar("AnyCompiler", bound=Compiler)
-
-
 @contextmanager
-def compiling(compiler: AnyCompiler) -> Iterator[AnyCompiler]:
+def compiling(compiler: Compiler) -> Iterator[Compiler]:
     """Compile kernels with this driver instead of launching them."""
     triton.runtime.driver.set_active(compiler)
     try:
@@ -193,10 +183,10 @@ class FakeGroup(Group):
 
 
 def model_of(
-    shape: dict[str, Any], dtype: torch.dtype, layers: int | None = 1, ranks: int = 1, sums: Sums = "whole"
+    shape: dict[str, Any], dtype: torch.dtype, layers: int = 1, ranks: int = 1, sums: Sums = "whole"
 ) -> GpuModel:
-    """A pass of this shape, or of its last rank, on the meta device. `layers`: None: all."""
-    sizes = {**shape, "num_hidden_layers": layers or shape["num_hidden_layers"]}
+    """A pass of this shape, or of its last rank, on the meta device."""
+    sizes = {**shape, "num_hidden_layers": layers}
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
@@ -217,17 +207,12 @@ def model_of(
 @torch.inference_mode()
 def run(model: GpuModel, tokens: Sequence[int], cached: int) -> None:
     """Run a pass with these new tokens in each sequence, after `cached` cached ones."""
-    model(batch_of(model, tokens, cached))
-
-
-def batch_of(model: GpuModel, tokens: Sequence[int], cached: int) -> PackedBatch:
-    """The input of a pass with these new tokens in each sequence, after `cached` cached ones."""
     layers, extent = len(model.layers), cached + max(tokens)
     columns, device = extent * len(tokens), torch.device("meta")
     arena = KVArena(layers, model.kv_heads, columns, model.head_dim, model.compute_dtype, device)
     spans = [Span(slot, cached, [0] * count, count if count < 64 else 1) for slot, count in enumerate(tokens)]
     locations = [Location(slot * extent) for slot in range(len(tokens))]
-    return pack(spans, locations, arena, model.padded_shape, model.rows_per_tile, repeats=False)
+    model(pack(spans, locations, arena, model.padded_shape, model.rows_per_tile, repeats=False))
 
 
 def sample(vocab_size: int, dtype: torch.dtype) -> None:
@@ -269,7 +254,6 @@ def maximum(name: str, variants: Sequence[Compiled]) -> Row:
 
 
 def main() -> None:
-    """Parse the command line, compile, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--archs", type=int, nargs="+", choices=SHARED, default=list(SHARED), help="80 is sm_80")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)

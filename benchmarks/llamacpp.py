@@ -57,8 +57,6 @@ TokenIds = list[list[int]]
 
 @dataclass(frozen=True)
 class Run:
-    """The answers of one system to all prompts."""
-
     outputs: TokenIds
     seconds: float
 
@@ -78,7 +76,6 @@ class Engine:
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark."""
     options = parse()
     try:
         python, version = environment()
@@ -138,8 +135,6 @@ def only_gguf(folder: Path) -> Path:
 
 
 class LlamaCpp:
-    """A running llama.cpp server."""
-
     def __init__(self, process: Process) -> None:
         self._process = process
 
@@ -172,7 +167,6 @@ async def running_llamacpp(engine: Engine, slots: int, context: int) -> AsyncIte
 
 
 async def serve(pair: Pair, engine: Engine, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start the service. Return the rows of `measure`."""
     prompts = token_ids(pair.target, options.lines)
     settings = UpSettings(
         port=0, log_level="error", drain_seconds=1, prefix_caching=False, max_num_seqs=max(options.concurrency),
@@ -186,7 +180,6 @@ async def serve(pair: Pair, engine: Engine, options: argparse.Namespace) -> list
 async def measure(
     client: AsyncClient, engine: Engine, prompts: TokenIds, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """A row for each concurrency and system."""
     rows = []
     for concurrency in options.concurrency:
         some = prompts[: number_of_prompts(concurrency)]

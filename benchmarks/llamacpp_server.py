@@ -21,7 +21,6 @@ ERRORS_ONLY = 1
 
 
 def main() -> None:
-    """Serve runs until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # llama.cpp may print to standard output
     try:

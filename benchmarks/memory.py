@@ -26,7 +26,6 @@ from typing import Any
 import psutil
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from benchmarks.plots import memory_figure
 from benchmarks.prompts import add_prompts, checked, load_prompts
 from benchmarks.report import finish, output_folder, parser_of, show, whole
 from benchmarks.runs import Run, in_turns
@@ -45,14 +44,13 @@ Answers = list[list[int]]
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark."""
     options = parse()
     try:
         result = asyncio.run(compare(options))
     except (OSError, ProcessFailedError) as error:
         raise SystemExit(f"memory: {error}") from None
     show("generation memory", result["rows"])
-    finish("memory", result, options.output, memory_figure(result["rows"]))
+    finish("memory", result, options.output)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -67,7 +65,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=whole(64, 2**20), default=1024, help="positions of a sequence")
     parser.add_argument("--no-peer", action="store_true", help="leave out transformers")
     add_prompts(parser)
-    parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
+    parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args(arguments)
     lines = checked(parser, lambda: load_prompts(options.prompts, options.chats * options.turns))
     questions = [line.prompt if isinstance(line.prompt, str) else str(line.prompt[-1]["content"]) for line in lines]
@@ -112,7 +110,6 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def serve(options: argparse.Namespace, limit: str) -> dict[str, Any]:
-    """Run the chats on the service with a limit for each worker."""
     sizes = {} if limit == NO_LIMIT else {"target_memory_limit": limit, "draft_memory_limit": limit}
     settings = UpSettings.model_validate(
         {"port": 0, "max_num_seqs": options.concurrency, "max_model_len": options.max_model_len, **sizes}
@@ -142,7 +139,6 @@ async def serve(options: argparse.Namespace, limit: str) -> dict[str, Any]:
 
 
 async def assist(options: argparse.Namespace, system: str) -> dict[str, Any]:
-    """Run the chats in transformers, in a process of its own."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -161,7 +157,6 @@ async def assist(options: argparse.Namespace, system: str) -> dict[str, Any]:
 
 
 def result(chats: list[Answers], seconds: float, generation_bytes: int) -> dict[str, Any]:
-    """A run of a system."""
     tokens = sum(len(answer) for chat in chats for answer in chat)
     return {"answers": chats, "tokens_per_s": tokens / seconds, "generation_mib": generation_bytes / MIB}
 

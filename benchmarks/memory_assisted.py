@@ -17,8 +17,8 @@ from benchmarks.peers import CPU, Peers
 from specpool.engine.cache.memory import return_freed_memory
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.config import load_config
+from specpool.engine.models.draft_parts import OUTPUT_HEAD
 from specpool.engine.models.draft_weights import find_named
-from specpool.engine.models.output_head import OUTPUT_HEAD
 from specpool.engine.models.tokenizer import load_tokenizer
 from specpool.engine.models.weights import read_weights
 from specpool.engine.weights.quantized import as_tensor
@@ -28,7 +28,6 @@ NEVER = -1e9
 
 
 def main() -> None:
-    """Load the pair, answer all questions, and measure the memory and the time."""
     order = json.load(sys.stdin)
     logging.set_verbosity_error()
     peers = Peers(order["target"])
@@ -58,7 +57,6 @@ def assistant(model: str, vocab_size: int) -> Any:
 
 @torch.inference_mode()
 def converse(peers: Peers, tokenizer: Any, draft: Any, questions: list[str], tokens: int) -> Answers:
-    """The tokens of the answers in one chat."""
     chat: list[dict[str, str]] = []
     answers: Answers = []
     for question in questions:

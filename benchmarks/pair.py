@@ -39,7 +39,6 @@ TEMPLATE = (
 
 
 def main() -> None:
-    """Parse the command line, create both models, and print their folders."""
     parser = parser_of(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder for both models")
     parser.add_argument("--target", choices=SHAPES, default="qwen3-8b")
@@ -113,7 +112,6 @@ def partly_wrong(successors: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def save_model(folder: Path, shape: str, successors: torch.Tensor, device: torch.device, dtype: torch.dtype) -> None:
-    """Save a model of this shape with these successors, and a byte tokenizer."""
     model = random_model(shape, device, dtype, "eager", tie_word_embeddings=False)
     lead(model, successors.to(device))
     model.save_pretrained(folder)

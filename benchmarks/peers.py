@@ -31,7 +31,6 @@ class Peers:
         self._pad: int = self.model.config.pad_token_id or 0
 
     def encode(self, prompt: str | Chat) -> list[int]:
-        """Token ids of a text or a conversation."""
         if isinstance(prompt, str):
             return self.tokenizer.encode_text(prompt)
         return self.tokenizer.encode_chat(read_chat(make_chat(prompt)))

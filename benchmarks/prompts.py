@@ -16,7 +16,6 @@ LOAD, MIN_PROMPTS = 2, 4
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:
-    """Add the option that names a file of prompts."""
     parser.add_argument("--prompts", type=Path, help="JSONL file; default: the prompts that come with Specpool")
 
 
@@ -29,7 +28,6 @@ def checked(parser: argparse.ArgumentParser, read: Callable[[], T]) -> T:
 
 
 def number_of_prompts(concurrency: int) -> int:
-    """The number of prompts of a run with `concurrency` requests in flight."""
     return max(MIN_PROMPTS, LOAD * concurrency)
 
 

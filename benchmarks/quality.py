@@ -21,8 +21,7 @@ from benchmarks.report import console, finish, output_folder, parser_of, progres
 from coordinator.prompts.templates import ChatTemplateError
 from coordinator.prompts.tokenizer import EncodingError
 from specpool.engine.cache.spans import Span
-from specpool.engine.config.activations import FLOAT32, INT8, Activations, Int8RefusedError
-from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.options import FLOAT32, INT8, Activations, EngineOptions, Int8RefusedError
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.engine.run.engine import Engine
@@ -48,12 +47,10 @@ class Differences:
     """[2, n]: log-likelihood with float32 and int8. Minus infinity for tokens without an output in the model."""
 
     def part(self, some: slice) -> "Differences":
-        """The differences at some positions."""
         return Differences(self.divergence[some], self.is_same[some], self.likelihoods[:, some])
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", help="GGUF file or folder with quantized weights; default: the embedded target")
     add_prompts(parser)
@@ -78,7 +75,6 @@ def main() -> None:
 
 
 def load(model: str, activations: Activations, options: argparse.Namespace) -> Engine:
-    """An engine for one sequence at a time."""
     console.print(f"loading the model with {activations} activations")
     return load_unproven_engine(
         EngineOptions(
@@ -91,7 +87,6 @@ def load(model: str, activations: Activations, options: argparse.Namespace) -> E
 def report(
     model: str, float32: Engine, int8: Engine, prompts: Sequence[list[int]], options: argparse.Namespace
 ) -> None:
-    """Compare all texts and print the result."""
     of_prompts, of_answers = [], []
     for prompt in progress(prompts, "texts"):
         found = compare(float32, int8, prompt + answer(float32, prompt, options.tokens))
@@ -110,11 +105,10 @@ def report(
 
 @torch.inference_mode()
 def answer(engine: Engine, prompt: list[int], max_tokens: int) -> list[int]:
-    """The greedy answer to a prompt, including the end-of-sequence token."""
     tokens: list[int] = []
     span = Span(0, 0, prompt, 1)
     while True:
-        tokens += engine.token_ids(engine.forward([span]).argmax(-1)).tolist()
+        tokens += engine.head.token_ids(engine.forward([span]).argmax(-1)).tolist()
         if len(tokens) == max_tokens or tokens[-1] in engine.loaded.tokenizer.eos_token_ids:
             return tokens
         span = Span(0, span.end, tokens[-1:], 1)
@@ -125,7 +119,7 @@ def compare(float32: Engine, int8: Engine, token_ids: list[int]) -> Differences:
     """The predictions of each token of a text after the first."""
     pieces = []
     for spans, following in steps(token_ids):
-        ours, others = (engine.over_vocabulary(engine.forward(spans)).double() for engine in (float32, int8))
+        ours, others = (engine.head.over_vocabulary(engine.forward(spans)).double() for engine in (float32, int8))
         p, q = ours.log_softmax(-1), others.log_softmax(-1)
         terms = torch.where(p > -torch.inf, p.exp() * (p - q), 0.0)  # a partial head gives other tokens -inf
         likelihoods = torch.stack([p, q]).gather(2, following.expand(2, -1)[..., None])[..., 0]
@@ -142,7 +136,6 @@ def steps(token_ids: list[int]) -> Iterator[tuple[list[Span], torch.Tensor]]:
 
 
 def joined(parts: Sequence[Differences]) -> Differences:
-    """The differences at all positions of several texts."""
     return Differences(
         torch.cat([part.divergence for part in parts]),
         torch.cat([part.is_same for part in parts]),
@@ -165,7 +158,6 @@ def summary(name: str, parts: Sequence[Differences]) -> Row:
 
 
 def significant(number: float) -> float:
-    """Three significant digits."""
     return float(f"{number:.3g}")
 
 

@@ -15,8 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from benchmarks.peers import Peers
-from benchmarks.plots import realign_figure
-from benchmarks.prompts import add_prompts, load_prompts, number_of_prompts
+from benchmarks.prompts import add_prompts, checked, load_prompts, number_of_prompts
 from benchmarks.report import console, finish, median, output_folder, parser_of, progress, show, whole
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.server import CoordinatorServer
@@ -37,7 +36,6 @@ Run = dict[str, Any]
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark."""
     parser, pair = parser_of(__doc__), embedded_pair()
     parser.add_argument("--target", default=str(pair.target))
     parser.add_argument("--draft", default=str(pair.draft))
@@ -48,28 +46,28 @@ def main() -> None:
     parser.add_argument("--repeats", type=whole(1, 1000), default=5)
     every = [PLAIN, *SPECULATIVE, *PEERS]
     parser.add_argument("--kinds", nargs="+", choices=every, default=every, help="kinds of decoding; plain always runs")
-    parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
-    parser.add_argument("--name", default="realign", help="name of the files there")
+    parser.add_argument("--output", type=output_folder, help="folder for the result")
+    parser.add_argument("--name", default="realign", help="name of the file there")
     options = parser.parse_args()
+    count = max(map(number_of_prompts, options.batches))
+    options.lines = checked(parser, lambda: load_prompts(options.prompts, count))
     rows = asyncio.run(measure(options))
     for batch in options.batches:
         show(f"batch {batch}, k {options.k}", [cells(row) for row in rows if row["batch"] == batch])
     result = {"k": options.k, "max_tokens": options.max_tokens, "repeats": options.repeats, "rows": rows}
-    finish(options.name, result, options.output, realign_figure(rows))
+    finish(options.name, result, options.output)
 
 
 async def measure(options: argparse.Namespace) -> list[Run]:
-    """One row for each kind of decoding and batch size."""
     peers = Peers(options.target) if set(PEERS) & set(options.kinds) else None
     kinds = list(dict.fromkeys([PLAIN, *options.kinds]))
     plan = [(kind, batch) for batch in options.batches for kind in kinds] * options.repeats
     runs: dict[tuple[str, int], list[Run]] = {}
     async with AsyncExitStack() as stack:
         addresses = {layout: await stack.enter_async_context(workers(layout, options)) for layout in LAYOUTS}
-        lines = load_prompts(options.prompts, max(map(number_of_prompts, options.batches)))
-        truth, _ = await serve(addresses["slots"], "ragged", 1, 0, lines, options)
+        truth, _ = await serve(addresses["slots"], "ragged", 1, 0, options.lines, options)
         for kind, batch in progress(plan, "runs"):
-            some = lines[: number_of_prompts(batch)]
+            some = options.lines[: number_of_prompts(batch)]
             if peers is not None and kind in PEERS:
                 tokens, run = await asyncio.to_thread(peer_run, peers, kind, batch, some, options.max_tokens)
             else:
@@ -149,7 +147,6 @@ def counted(counters: pb.ServerCounters) -> Run:
 
 
 def peer_run(peers: Peers, kind: str, batch: int, lines: list[PromptLine], max_tokens: int) -> tuple[TokenIds, Run]:
-    """Token ids and time of transformers."""
     decode = peers.generate if kind == "generate" else peers.generate_batch
     began = time.perf_counter()
     tokens = decode([line.prompt for line in lines], batch, max_tokens)

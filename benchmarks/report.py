@@ -3,10 +3,16 @@
 import argparse
 import json
 import math
+import os
+import platform
+import re
+import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,12 +21,44 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.provenance import describe_run
+PACKAGES = ("specpool", "torch", "transformers")
 
 console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
 T = TypeVar("T")
 MAX_DIGITS = 100  # Python refuses to convert thousands of digits
 MIN_PASS_MS, MAX_MS = 0.001, 60_000.0
+
+
+def describe_run(command: str | None = None) -> dict[str, Any]:
+    """The `run` entry of a result. `command`: default: the command line of this process."""
+    return {
+        "command": command or " ".join(["python", shlex.join(sys.orig_argv[1:])]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine(),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def machine() -> str:
+    """Cores and processor, such as "2 cores of an AMD EPYC (AVX-512)"."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    model = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    name = re.sub(r"\((?:R|TM)\)| CPU| Processor| @.*", "", model[1]).strip() if model else platform.machine()
+    vectors = next((label for flag, label in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in text), None)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cores} cores of an {name}" + (f" ({vectors})" if vectors else "")
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def parser_of(description: str | None, **options: Any) -> argparse.ArgumentParser:
@@ -41,7 +79,6 @@ def output_folder(name: str) -> Path:
 
 
 def whole(minimum: int, maximum: int) -> Callable[[str], int]:
-    """Argument type: an integer within these limits."""
 
     def parsed(text: str) -> int:
         if not text.isdecimal() or len(text) > MAX_DIGITS or not minimum <= int(text) <= maximum:
@@ -52,12 +89,10 @@ def whole(minimum: int, maximum: int) -> Callable[[str], int]:
 
 
 def wholes(minimum: int, maximum: int) -> Callable[[str], list[int]]:
-    """Argument type: integers within these limits, separated by commas."""
     return lambda text: [whole(minimum, maximum)(number) for number in text.split(",")]
 
 
 def real(minimum: float, maximum: float) -> Callable[[str], float]:
-    """Argument type: a number within these limits."""
 
     def parsed(text: str) -> float:
         try:
@@ -88,12 +123,10 @@ class PassMs(argparse.Action):
 
 
 def progress(things: Sequence[T], what: str) -> Iterable[T]:
-    """Iterates over the things with a progress bar."""
     return track(things, what, console=console, transient=True)
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Seconds of one call."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

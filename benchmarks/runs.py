@@ -1,10 +1,14 @@
 """Repeat runs of several cases in turns, and compare their speeds."""
 
+import asyncio
 import statistics
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from benchmarks.report import progress
+from coordinator.workers.states import RECENT_SECONDS
+from specpool.client import AsyncClient
+from specpool.v1 import generation_pb2 as pb
 
 Case = TypeVar("Case", bound=Hashable)
 Run = dict[str, Any]
@@ -30,3 +34,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, minimum and maximum of ratios, as columns of a row."""
     found = {"ratio": statistics.median(values), "ratio_min": min(values), "ratio_max": max(values)}
     return {name: round(value, 3) for name, value in found.items()}
+
+
+async def current_info(client: AsyncClient) -> pb.GetServerInfoResponse:
+    """Return the server info, once the coordinator no longer reuses an older answer."""
+    await asyncio.sleep(RECENT_SECONDS)
+    return await client.server_info()

@@ -25,7 +25,6 @@ from typing import Any
 
 from benchmarks.cost.fakes import cpu_seconds, start_coordinator, start_process, wait_ready
 from benchmarks.emulated_worker import SLOTS, pass_seconds
-from benchmarks.plots import devices_figure
 from benchmarks.report import (
     PassMs,
     chance,
@@ -38,7 +37,7 @@ from benchmarks.report import (
     whole,
     wholes,
 )
-from benchmarks.server_info import current_info
+from benchmarks.runs import current_info
 from specpool.client import AsyncClient
 from specpool.rpc.ports import free_port
 from specpool.testing import FakeTarget
@@ -49,7 +48,6 @@ KINDS = {"plain": 0, "default": None}
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--sequences", type=wholes(1, SLOTS), default=[1, 8, 16, 32, 64], help="requests at a time")
     parser.add_argument("--tokens", type=whole(1, 4000), default=300, help="tokens of each answer")
@@ -59,7 +57,7 @@ def main() -> None:
     parser.add_argument("--acceptance", type=chance, default=0.75)
     parser.add_argument("--second-guess", type=chance, default=0.5)
     parser.add_argument("--delay-ms", type=milliseconds, default=0.0, help="network delay of a message")
-    parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
+    parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
     work = [(count, repeat) for count in options.sequences for repeat in range(options.repeats)]
     runs: dict[int, list[dict[str, float]]] = {}
@@ -72,11 +70,10 @@ def main() -> None:
         [{n: v for n, v in each.items() if "cpu" in n or n == "sequences"} for each in rows],
     )
     settings = {**vars(options), "output": None}
-    finish("split_devices", {**settings, "rows": rows}, options.output, devices_figure(rows))
+    finish("split_devices", {**settings, "rows": rows}, options.output)
 
 
 def measure(count: int, options: argparse.Namespace) -> dict[str, float]:
-    """The figures of a service with this many requests in flight."""
     with ExitStack() as stack:
         addresses, pids = [], {}
         for kind, times in (("target", options.verify_ms), ("draft", options.draft_ms)):
@@ -133,7 +130,6 @@ def bound(count: int, draft_tokens: int | None, options: argparse.Namespace) -> 
 
 
 def row(count: int, runs: list[dict[str, float]]) -> dict[str, Any]:
-    """Medians of the runs."""
     medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     return {"sequences": count, **{name: round(value, 2) for name, value in medians.items()}}
 

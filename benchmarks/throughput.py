@@ -23,7 +23,6 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from benchmarks.plots import throughput_figure
 from benchmarks.prompts import add_prompts, checked, in_turn, load_by_category
 from benchmarks.report import (
     console,
@@ -37,8 +36,7 @@ from benchmarks.report import (
     whole,
     wholes,
 )
-from benchmarks.runs import Run, in_turns, ratios, spread
-from benchmarks.server_info import current_info
+from benchmarks.runs import Run, current_info, in_turns, ratios, spread
 from specpool.cli.processes import ProcessFailedError
 from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
@@ -70,8 +68,6 @@ OF_A_CATEGORY = ("tokens/s", "ratio", "min", "length", "drafted", "exact")
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """The prompts of a run, `concurrency` of them in flight."""
-
     concurrency: int
     lines: list[PromptLine]
     kinds: list[str]
@@ -80,8 +76,6 @@ class Load:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer as the client saw it."""
-
     response: pb.GenerateResponse
     began: float
     arrivals: list[tuple[float, int]]
@@ -89,7 +83,6 @@ class Answer:
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark."""
     options = parse()
     try:
         pair, rows = asyncio.run(serve(options))
@@ -97,7 +90,7 @@ def main() -> None:
         raise SystemExit(str(error)) from None
     show_all(rows)
     result = {**pair, "max_tokens": options.max_tokens, "repeats": options.repeats, "rows": rows}
-    finish("throughput", result, options.output, throughput_figure(rows))
+    finish("throughput", result, options.output)
     if any(row["exact_match"] < 1 for row in rows):
         raise SystemExit("some answers differ from plain decoding")
 
@@ -120,7 +113,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--category-concurrency", type=whole(0, 10**6), default=1, help="concurrency of runs by category; 0: none"
     )
-    parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
+    parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args(arguments)
     options.concurrencies = sorted(options.concurrencies)
     options.categories = checked(parser, lambda: load_by_category(options.prompts))
@@ -167,7 +160,6 @@ def plan(options: argparse.Namespace) -> list[Load]:
 
 
 async def measure(client: AsyncClient, loads: list[Load], options: argparse.Namespace) -> list[Run]:
-    """One row for each load and kind."""
     for load in progress([load for load in loads if load.category is None], "learning what rounds cost"):
         await run(client, Load(load.concurrency, load.lines[: load.concurrency], []), BEST, options.max_tokens, {})
     truth: dict[str, list[int]] = {}
@@ -206,7 +198,6 @@ async def run(client: AsyncClient, load: Load, kind: str, max_tokens: int, truth
 
 
 async def streamed(client: AsyncClient, line: PromptLine, options: GenerateOptions) -> Answer:
-    """The answer to one prompt."""
     began, arrivals, response = time.perf_counter(), [], pb.GenerateResponse()
     async for message in client.stream(line.prompt, **options):
         if message.HasField("complete"):
@@ -274,7 +265,6 @@ def summary(load: Load, kind: str, runs: list[Run], plain: list[Run]) -> Run:
 
 
 def show_all(rows: list[Run]) -> None:
-    """A table for each concurrency, and one of all categories."""
     mixed = [row for row in rows if row["category"] is None]
     for concurrency in dict.fromkeys(row["concurrency"] for row in mixed):
         show(f"{concurrency} at a time", [_cells(row, "kind") for row in mixed if row["concurrency"] == concurrency])

@@ -3,23 +3,14 @@
 Standard input has one JSON object per line: first the arguments of `vllm.LLM`, then one object per run with "prompts"
 (token ids), "max_tokens", "at_a_time" (requests in flight; default: all) and "schemas" (the JSON Schema of each answer;
 default: none). Standard output has a line once the engine is ready, then one per run: {"outputs", "seconds", "steps",
-"draft_tokens", "accepted", "preemptions", and the fields of `Clock`}. Decoding is greedy. Without schemas, it ignores
-the end of sequence. The process must import `main` from this module: vLLM imports the drafters from here, and both must
-share one clock.
+"draft_tokens", "accepted", "preemptions"}. Decoding is greedy. Without schemas, it ignores the end of sequence.
 """
 
-import copy
 import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
 from typing import Any
-
-from specpool.drafting.costs import StepTimes, Timed
-from specpool.protocol.rounds import Proposal, ProposeItem
-from specpool.vllm.link import BlockingDraftLink
-from specpool.vllm.remote_draft import RemoteDraft
 
 COUNTERS = {
     "draft_tokens": "vllm:spec_decode_num_draft_tokens",
@@ -28,28 +19,11 @@ COUNTERS = {
 }
 
 
-@dataclass
-class Clock:
-    """Sums over the steps of this process, in seconds."""
-
-    asked: int = 0
-    """Steps with a call of the draft worker."""
-    waited: float = 0.0
-    """Time that vLLM waited for drafts."""
-    passes: float = 0.0
-    """Compute time of the draft worker during these calls."""
-    alone: float = 0.0
-    """Time of the same passes in the draft worker's own measurement, before vLLM started."""
-
-
-CLOCK = Clock()
-
-
 class NoDrafts:
     """A drafter without draft tokens, to measure the overhead of speculation in vLLM."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Ignores vLLM's configuration."""
+        """Ignore vLLM's configuration."""
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """Load nothing."""
@@ -59,44 +33,7 @@ class NoDrafts:
         return [[] for _ in sampled_token_ids]
 
 
-class TimedRemoteDraft(RemoteDraft):
-    """`RemoteDraft` with a clock on its link."""
-
-    def __init__(self, vllm_config: Any) -> None:
-        super().__init__(vllm_config)
-        if self._link is not None and self._link.model is not None:
-            self._at_start = copy.deepcopy(self._link.model.step_times)
-
-    def _propose(self, link: Any, batch: Any, step_seconds: float) -> list[list[int]]:
-        return super()._propose(_TimedLink(link, self._at_start), batch, step_seconds)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class _TimedLink:
-    """A link that times its proposals."""
-
-    link: BlockingDraftLink
-    at_start: StepTimes
-
-    def propose(self, round_id: int, items: list[ProposeItem], *more: Any) -> tuple[list[Proposal], Timed]:
-        began = time.perf_counter()
-        CLOCK.asked += 1
-        try:
-            proposals, timed = self.link.propose(round_id, items, *more)
-        finally:
-            CLOCK.waited += time.perf_counter() - began
-        lengths = [len(proposal.draft_token_ids) for proposal in proposals]
-        later = [sum(length > step for length in lengths) for step in range(1, max(lengths, default=0))]
-        CLOCK.passes += timed.forward
-        CLOCK.alone += sum(map(self.at_start, [sum(len(item.token_ids) for item in items), *later]))
-        return proposals, timed
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.link, name)
-
-
 def main() -> None:
-    """Serve runs until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints to standard output
     from vllm import LLM, SamplingParams  # imported late: it prints
@@ -142,10 +79,10 @@ def _generate(engine: Any, prompts: list[Any], sampling: list[Any], at_a_time: i
     return outputs, steps
 
 
-def _counts(engine: Any) -> dict[str, float]:
-    """vLLM's counters (0 where it has none) and our clock, since the start."""
+def _counts(engine: Any) -> dict[str, int]:
+    """vLLM's counters since the start, 0 where it has none."""
     values = {metric.name: getattr(metric, "value", 0) for metric in engine.get_metrics()}
-    return {**{name: int(values.get(counter, 0)) for name, counter in COUNTERS.items()}, **asdict(CLOCK)}
+    return {name: int(values.get(counter, 0)) for name, counter in COUNTERS.items()}
 
 
 def _answer(answers: Any, message: dict[str, Any]) -> None:

@@ -26,13 +26,11 @@ SPECULATION: dict[str, dict[str, Any]] = {
     "plain": {},
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
     "remote": {"method": "custom_class", "model": "specpool.vllm.RemoteDraft"},
-    "timed": {"method": "custom_class", "model": "benchmarks.vllm_engine.TimedRemoteDraft"},
     "none": {"method": "custom_class", "model": "benchmarks.vllm_engine.NoDrafts"},
 }
 """vLLM's `speculative_config` by draft method, without the number of tokens."""
 PRELOADED = ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", "lib/libiomp5.so")
 """Memory allocator and OpenMP that vLLM for CPU should run with, where they exist."""
-ENGINE = "from benchmarks.vllm_engine import main; main()"
 
 
 def vllm_python() -> Path:
@@ -73,7 +71,7 @@ class VllmEngine:
         python = vllm_python()
         environment = vllm_environment(python, draft_address, arguments.pop("cores", "0-1"))
         self._process = subprocess.Popen(
-            [python, "-c", ENGINE],
+            [python, "-c", "from benchmarks.vllm_engine import main; main()"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment,
         )  # fmt: skip
         speculation = SPECULATION[kind]
@@ -101,18 +99,13 @@ class VllmEngine:
         return self
 
     def run(
-        self,
-        prompts: list[list[int]],
-        max_tokens: int,
-        at_a_time: int | None = None,
-        schemas: list[Any] | None = None,
+        self, prompts: list[list[int]], max_tokens: int, at_a_time: int | None = None, schemas: list[Any] | None = None
     ) -> dict[str, Any]:
         """Generate for all prompts, `at_a_time` or all of them in flight. RuntimeError: the engine has ended."""
         self._send({"prompts": prompts, "max_tokens": max_tokens, "at_a_time": at_a_time, "schemas": schemas})
         return self._receive()
 
     def close(self) -> None:
-        """End the process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -147,7 +140,6 @@ class DraftProcess:
         self.start()
 
     def start(self) -> None:
-        """Start the process."""
         self._process = subprocess.Popen(self._command, cwd=ROOT, env={**worker_environment(), "PYTHONPATH": str(ROOT)})
 
     def wait_ready(self, seconds: float = 120.0) -> None:
@@ -159,14 +151,12 @@ class DraftProcess:
             time.sleep(0.2)
 
     def kill(self) -> None:
-        """Kill the process."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
 
 @contextmanager
 def draft_process(model: Path, threads: int = 2) -> Iterator[DraftProcess]:
-    """A draft worker, killed at the end."""
     draft = DraftProcess(model, threads)
     try:
         yield draft

@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import gc
 import logging
+import sys
 
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.metrics import CoordinatorMetrics
 from coordinator.serving.coordinator import Coordinator
-from coordinator.serving.intake import Intake
-from coordinator.serving.service import GenerationServicer
-from coordinator.telemetry.metrics import CoordinatorMetrics
-from coordinator.workers.errors import MismatchError, UnusableModelError
+from coordinator.serving.service import GenerationServicer, Intake
+from coordinator.workers.interface import MismatchError, UnusableModelError
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging, end_process
 from specpool.rpc.observability.tracing import tracer_of
@@ -47,7 +47,7 @@ class CoordinatorServer:
             from coordinator.smg.service import add_engine_service  # needs the extra `smg`
 
             add_engine_service(self.coordinator, self.server, intake)
-        self.coordinator.lanes.on_change = self._target_changed
+        self.coordinator.lanes.on_change = lambda: self.server.set_serving(self.coordinator.lanes.is_ready)
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
@@ -92,9 +92,6 @@ class CoordinatorServer:
                 return self.server.stop(drain=False)
             await asyncio.sleep(AWAY_CHECK_SECONDS)
 
-    def _target_changed(self) -> None:
-        self.server.set_serving(self.coordinator.lanes.is_ready)
-
 
 async def serve(settings: CoordinatorSettings) -> None:
     process = CoordinatorServer(settings)
@@ -102,6 +99,8 @@ async def serve(settings: CoordinatorSettings) -> None:
     await process.start()
     await process.wait_stopped()
     log.info("stopped")
+    if process.server.has_failed:
+        sys.exit(1)
 
 
 def main() -> None:

@@ -4,23 +4,86 @@ One pass appends the tokens that are being verified and ranks the tokens that th
 extends all branches by a token. They share the cache of their sequence, in positions that it does not use yet.
 """
 
+import heapq
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
 
-from draft_worker.features import states_of
-from draft_worker.outcomes import Outcome, most_probable
+import torch
+from torch.nn.functional import pad
+
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
-from specpool.engine.passes.drafts import Draft, DraftRound
-from specpool.engine.run.branches import Branch
+from specpool.engine.models.draft_parts import Features
+from specpool.engine.passes.drafts import Branch, Draft, DraftRound, acceptance_chance
 from specpool.engine.run.sequences import SequenceEngine
 from specpool.engine.sampling.ranking import Ranking
 from specpool.protocol import rounds
 from specpool.protocol.rounds import ProposeItem
 
+log = logging.getLogger(__name__)
+
 # Maximum tokens to rank after each position. Lower ranks are rarely right.
 MAX_RANKED = 5
 # Maximum rows of sampled sequences to rank in a round: unlike greedy ones, they are ranked one by one.
 MAX_SAMPLED_ROWS = 32
+
+
+def states_of(item: ProposeItem, features: Features | None, following: int = 0) -> torch.Tensor | None:
+    """Return the states before an item's last committed tokens, [n, width], with zeros for the tokens that follow.
+
+    `following`: number of unverified or forced tokens after the committed ones. None if the item has no states, or not
+    finite rows of them: a draft without states works, only worse, so malformed ones are ignored.
+    """
+    if features is None or not item.features:
+        return None
+    count, rest = divmod(len(item.features), features.width * torch.bfloat16.itemsize)
+    if not rest and count <= len(item.token_ids) - item.num_unverified:
+        numbers = torch.frombuffer(bytearray(item.features), dtype=torch.bfloat16).float()
+        if numbers.isfinite().all():  # others would spoil the sequence's cache
+            return pad(numbers.view(count, features.width), (0, 0, 0, following))
+    _warn(features.width)
+    return None
+
+
+@cache
+def _warn(width: int) -> None:
+    log.warning("ignoring features that are not rows of %d finite bfloat16 numbers for the last tokens", width)
+
+
+class Outcome(NamedTuple):
+    """The number of accepted tokens, the target's token after them, and the estimated probability of this outcome."""
+
+    num_accepted: int
+    token_id: int
+    chance: float
+
+
+def most_probable(
+    rankings: Sequence[Ranking], unverified: Sequence[int], chances: Sequence[float], count: int
+) -> list[Outcome]:
+    """Return at most `count` outcomes of verifying the tokens `unverified`, most probable first.
+
+    `rankings`: the draft's most probable tokens in place of each of these tokens, and after the last one.
+    """
+    return heapq.nlargest(count, _outcomes(rankings, unverified, chances), key=lambda outcome: outcome.chance)
+
+
+def _outcomes(rankings: Sequence[Ranking], unverified: Sequence[int], chances: Sequence[float]) -> Iterator[Outcome]:
+    reached = 1.0
+    for num_accepted, ranking in enumerate(rankings):
+        probabilities = dict(ranking)
+        is_end = num_accepted == len(unverified)
+        # The token that the target chooses if the draft is right.
+        first = next(iter(probabilities), None) if is_end else unverified[num_accepted]
+        confidence = 0.0 if first is None else min(1.0, probabilities.pop(first, 0.0))
+        right = acceptance_chance(confidence, chances)
+        if is_end and first is not None:
+            yield Outcome(num_accepted, first, reached * right)
+        rest = reached * (1 - right) / max(1e-9, 1 - confidence)
+        yield from (Outcome(num_accepted, token, rest * chance) for token, chance in probabilities.items())
+        reached *= right
 
 
 def draft_branches(

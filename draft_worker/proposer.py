@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from draft_worker.branches import draft_branches
-from draft_worker.features import states_of
+from draft_worker.branches import draft_branches, states_of
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.passes.drafts import Draft, DraftRound
 from specpool.engine.run.sequences import SequenceEngine
@@ -20,10 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Proposer(SequenceEngine):
-    """The draft worker's backend."""
-
     def info(self) -> WorkerInfo:
-        """Describe the model and its load."""
         return replace(super().info(), max_branches=MAX_ITEM_BRANCHES if self.engine.supports_branches else 1)
 
     def propose(self, rounds: Sequence[ProposeRound]) -> list[list[Proposal]]:
@@ -84,7 +80,6 @@ class Proposer(SequenceEngine):
         )
 
     def _draft(self, rounds: Sequence[ProposeRound], drafts: Sequence[Mapping[SequenceKey, Draft]]) -> None:
-        """Draft for all rounds."""
         if not any(drafts):
             return
         self.draft(

@@ -5,20 +5,24 @@ torch and transformers take seconds to import, so they are imported on the model
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from draft_worker.service import DraftWorkerServicer
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.preflight import InvalidOptionError, check_options
+from specpool.protocol.codec import propose_response, read_chances, read_propose_items, read_step_cost
+from specpool.protocol.rounds import Proposal, ProposeRound
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
+from specpool.v1 import draft_worker_pb2 as pb
 from specpool.v1 import draft_worker_pb2_grpc as pb_grpc
 from specpool.worker.process import importing, run_worker
+from specpool.worker.round_merging import Work
+from specpool.worker.servicer import WorkerServicer
 from specpool.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -26,6 +30,42 @@ if TYPE_CHECKING:
 
 PROGRAM = "specpool-draft-worker"
 SERVICE = "specpool.v1.DraftWorkerService"
+
+
+class DraftWorkerServicer(WorkerServicer, pb_grpc.DraftWorkerServiceServicer):
+    method = "Propose"
+    respond = staticmethod(propose_response)
+
+    @staticmethod
+    def read(request: pb.ProposeRequest, proposer: Proposer) -> ProposeRound:
+        items = read_propose_items(request, proposer.limits)
+        hints = read_chances(request), read_step_cost(request)
+        return ProposeRound(request.coordinator_id, request.round_id, items, *hints)
+
+    @staticmethod
+    def serve(rounds: Sequence[ProposeRound], proposer: Proposer) -> list[list[Proposal]]:
+        """Draft for rounds of different coordinators."""
+        return proposer.propose(rounds)
+
+    @staticmethod
+    def work(round_: ProposeRound, proposer: Proposer) -> Work:
+        """Return the cost: a forward pass per draft token, and one more for branches."""
+        served = [item for item in round_.items if proposer.has_room(round_.coordinator_id, item.sequence_id)]
+        return Work(
+            sum(max(len(item.token_ids), item.num_branches) for item in served),
+            max((item.num_draft_tokens + (item.num_branches > 0) for item in served), default=1),
+        )
+
+    async def Propose(self, request: pb.ProposeRequest, context: Any) -> pb.ProposeResponse:
+        """Realign, extend and draft one round."""
+        response: pb.ProposeResponse = await self.round(request)
+        return response
+
+    async def ProposeStream(
+        self, requests: AsyncIterator[pb.ProposeRequest], context: Any
+    ) -> AsyncIterator[pb.ProposeResponse]:
+        async for response in self.rounds(requests, context):
+            yield response
 
 
 class DraftWorkerSettings(WorkerSettings, EngineOptions):
@@ -46,7 +86,6 @@ def load_proposer(settings: DraftWorkerSettings, report: Callable[[str], None]) 
 
 
 def main() -> None:
-    """Entry point of `specpool-draft-worker`."""
     settings = DraftWorkerSettings.load(PROGRAM)
     options = EngineOptions.of(settings)
     configure_logging(settings.log_level, settings.log_format, settings.log_name or PROGRAM)

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from specpool.environment.interrupts import silent_interrupts
+from specpool.environment.process import silent_interrupts
 
 STARTS_WORKERS = ("up", "demo", "plan", "distill")
 """Commands that load a model."""

@@ -1,18 +1,10 @@
 """Entry point of `specpool-target-worker`, which names missing packages instead of failing to import them."""
 
-import os
-
-from specpool.environment.extras import require_extra
-from specpool.environment.interrupts import silent_interrupts
+from specpool.environment.process import start_server
 
 
 def main() -> None:
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when gRPC is imported: its lines may quote callers
-    with silent_interrupts():  # until the server handles signals
-        require_extra("specpool-target-worker", "worker")
-        from target_worker.server import main as run
-
-        run()
+    start_server("specpool-target-worker", "worker", "target_worker.server")
 
 
 if __name__ == "__main__":

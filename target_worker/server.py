@@ -5,27 +5,69 @@ torch and transformers take seconds to import, so they are imported on the model
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.preflight import InvalidOptionError, check_options
+from specpool.protocol.codec import read_verify_items, tokenizer_response, verify_response
+from specpool.protocol.rounds import Verdict, VerifyRound
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
+from specpool.v1 import target_worker_pb2 as pb
 from specpool.v1 import target_worker_pb2_grpc as pb_grpc
 from specpool.worker.process import importing, run_worker
+from specpool.worker.round_merging import Work
+from specpool.worker.servicer import WorkerServicer
 from specpool.worker.settings import WorkerSettings
-from target_worker.service import TargetWorkerServicer
+from specpool.worker.streams import MAX_ROUNDS_AHEAD
 
 if TYPE_CHECKING:
     from target_worker.verifier import Verifier
 
 PROGRAM = "specpool-target-worker"
 SERVICE = "specpool.v1.TargetWorkerService"
+
+
+class TargetWorkerServicer(WorkerServicer, pb_grpc.TargetWorkerServiceServicer):
+    method = "Verify"
+    max_rounds_ahead = MAX_ROUNDS_AHEAD
+    respond = staticmethod(verify_response)
+
+    @staticmethod
+    def read(request: pb.VerifyRequest, verifier: Verifier) -> VerifyRound:
+        items = read_verify_items(request, verifier.limits)
+        features = tuple(request.feature_layers), request.feature_window
+        return VerifyRound(request.coordinator_id, request.round_id, items, request.may_join, *features)
+
+    @staticmethod
+    def serve(rounds: Sequence[VerifyRound], verifier: Verifier) -> list[list[Verdict]]:
+        """Verify rounds in one forward pass."""
+        return verifier.verify(rounds)
+
+    @staticmethod
+    def work(round_: VerifyRound, verifier: Verifier) -> Work:
+        """Return the cost: one forward pass."""
+        served = (item for item in round_.items if verifier.has_room(round_.coordinator_id, item.sequence_id))
+        return Work(sum(max(1, len(item.token_ids)) + item.max_num_draft_tokens for item in served))
+
+    async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
+        """Realign, extend and verify one round."""
+        response: pb.VerifyResponse = await self.round(request)
+        return response
+
+    async def VerifyStream(
+        self, requests: AsyncIterator[pb.VerifyRequest], context: Any
+    ) -> AsyncIterator[pb.VerifyResponse]:
+        async for response in self.rounds(requests, context):
+            yield response
+
+    async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Any) -> pb.GetTokenizerResponse:
+        return tokenizer_response(self._host.backend.tokenizer(), self._host.instance_id)
 
 
 class TargetWorkerSettings(WorkerSettings, EngineOptions):
@@ -47,7 +89,6 @@ def load_verifier(settings: TargetWorkerSettings, report: Callable[[str], None])
 
 
 def main() -> None:
-    """Entry point of `specpool-target-worker`."""
     settings = TargetWorkerSettings.load(PROGRAM)
     options = EngineOptions.of(settings)
     configure_logging(settings.log_level, settings.log_format, settings.log_name or PROGRAM)

@@ -1,30 +1,58 @@
 """Verification: one forward pass over each sequence's new tokens and its draft, then acceptance."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
-from specpool.engine.run.sequences import Choices, SequenceEngine
+from specpool.engine.run.sequences import Choices, SequenceEngine, States
 from specpool.protocol.errors import WorkerFailedError
 from specpool.protocol.rounds import Continuation, ItemStatus, Verdict, VerifyItem, VerifyRound
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import WorkerInfo
-from target_worker.acceptance import accept
-from target_worker.features import layers_of, pack_features, rounds_with_features
+
+
+def accept(draft: Sequence[int], choices: Iterable[int]) -> list[int]:
+    """Return the tokens that a sequence gains: the longest common prefix of `draft` and `choices`, then one choice.
+
+    The last token is the recovered token after a mismatch, or the bonus token after full acceptance. `choices[i]` is
+    the target's choice given `draft[:i]`. Choices after the first mismatch are not read. Without a
+    mismatch, too few choices are all accepted draft tokens.
+    """
+    gained: list[int] = []
+    for choice in choices:
+        gained.append(choice)
+        if len(gained) > len(draft) or choice != draft[len(gained) - 1]:
+            break
+    return gained
+
+
+def rounds_with_features(rounds: Sequence[VerifyRound]) -> dict[SequenceKey, VerifyRound]:
+    """Return the round of each sequence whose features are requested."""
+    asking = (round_ for round_ in rounds if round_.feature_layers)
+    return {
+        (round_.coordinator_id, item.sequence_id): round_
+        for round_ in asking
+        for item in round_.items
+        if item.want_features
+    }
+
+
+def pack_features(states: States, layers: tuple[int, ...], wanted: tuple[int, ...]) -> bytes:
+    """Return the states after the layers `wanted`, as on the wire. `states`: after all `layers`."""
+    if wanted != layers:
+        rows = states.reshape(len(states), len(layers), -1)
+        states = rows[:, [layers.index(layer) for layer in wanted]]
+    return states.tobytes()
 
 
 class Verifier(SequenceEngine):
-    """The target worker's backend."""
-
     requires_grammars = True
 
     def info(self) -> WorkerInfo:
-        """Describe the model and its load."""
         return replace(super().info(), returns_features=self.engine.has_states)
 
     def tokenizer(self) -> TokenizerFiles:
-        """The target's tokenizer."""
         return self.engine.loaded.tokenizer
 
     def verify(self, rounds: Sequence[VerifyRound]) -> list[list[Verdict]]:
@@ -43,7 +71,7 @@ class Verifier(SequenceEngine):
         for key in continued.keys() & ready.keys():
             self.engine.slots[key].continued = continued[key]
         forced = {key: self._forced(key, item) for key, item in ready.items()}
-        layers = layers_of(rounds)
+        layers = tuple(sorted({layer for round_ in rounds for layer in round_.feature_layers}))
         asking = rounds_with_features(rounds)
         windows = {key: round_.feature_window for key, round_ in asking.items()}
         spans = {key: self._span(key, item, forced[key], windows.get(key, 0)) for key, item in ready.items()}

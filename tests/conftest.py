@@ -18,7 +18,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from certificates import Authority, Certificate
-from tiny_pair import make_tiny_pair
 
 settings.register_profile("specpool", deadline=None, max_examples=40)
 settings.register_profile("thorough", deadline=None)  # pytest --hypothesis-profile thorough
@@ -28,13 +27,15 @@ settings.load_profile("specpool")
 @pytest.fixture(autouse=True)
 def _always_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every call see the current state, certificates and tokens."""
-    monkeypatch.setattr("coordinator.workers.recent.RECENT_SECONDS", 0.0)
-    monkeypatch.setattr("specpool.rpc.security.reloading.CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("coordinator.workers.states.RECENT_SECONDS", 0.0)
+    monkeypatch.setattr("specpool.rpc.security.tls.CHECK_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Folders of a tiny random target model and its draft."""
+    from tiny_pair import make_tiny_pair  # imports transformers, which takes seconds
+
     return make_tiny_pair(tmp_path_factory.mktemp("pair"))
 
 

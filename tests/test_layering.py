@@ -27,16 +27,21 @@ FORBIDDEN = {
     "specpool/client": {"torch", "specpool.engine", "specpool.protocol"},
     "specpool/distill": {"specpool.v1"},
     "coordinator": {"torch", "specpool.engine", "specpool.worker", "specpool.client"},
-    "specpool/planning": {"specpool.worker", *WORKERS},
-    "specpool/cli": {"torch", "specpool.worker", *WORKERS},
-    # vLLM stands in for the coordinator and loads our class itself.
-    "specpool/vllm": {"torch", "vllm", "numpy", "specpool.engine", "specpool.worker", "specpool.client", *WORKERS},
+    "specpool/planning": {"coordinator", "specpool.worker", *WORKERS},
+    "specpool/cli": {"coordinator", "torch", "specpool.worker", *WORKERS},
+    "specpool/vllm": {"coordinator", "torch", "vllm", "numpy", "specpool.engine", "specpool.worker", "specpool.client",
+                      *WORKERS},
+}  # fmt: skip
+# Programs on top of the coordinator: the command starts it, the planner encodes prompts as it does, and vLLM's process
+# connects to the draft worker through the same link.
+ALLOWED = {
+    "specpool/cli": {"coordinator.config", "specpool.worker.settings"},
+    "specpool/planning": {"coordinator.prompts"},
+    "specpool/vllm": {"coordinator.workers"},
 }
-ALLOWED = {"specpool/cli": {"specpool.worker.settings"}}
 # Pure folders, without torch, protobuf, clock or random generator, and the project packages that they may import.
 PURE = {
     "coordinator/scheduling": {"coordinator.scheduling", "specpool.drafting", "specpool.protocol"},
-    "coordinator/audit": {"coordinator.audit", "coordinator.scheduling", "specpool.drafting", "specpool.protocol"},
     "specpool/drafting": {"specpool.drafting", "specpool.protocol"},
 }
 PURE_BESIDE_VLLM = ("costs", "drafter", "rows")
@@ -60,11 +65,12 @@ EDGES = (
     "coordinator/prompts/chat_reader.py",
     "coordinator/prompts/constraint_reader.py",
     "coordinator/prompts/prompt_reader.py",
+    "coordinator/requests/traces.py",
     "coordinator/requests/validation.py",
     "coordinator/server.py",
     "coordinator/serving/",
     "coordinator/smg/",
-    "coordinator/tracing/prompts.py",
+    "coordinator/requests/traces.py",
     "coordinator/workers/",
     "draft_worker/",
     "specpool/cli/",
@@ -197,7 +203,7 @@ def test_scheduling_and_drafting_are_pure(folder: str) -> None:
 
 @pytest.mark.parametrize("module", PURE_BESIDE_VLLM)
 def test_drafting_for_vllm_is_pure(module: str) -> None:
-    allowed = {*PURE["coordinator/scheduling"], *(f"specpool.vllm.{name}" for name in PURE_BESIDE_VLLM)}
+    allowed = {*PURE["specpool/drafting"], *(f"specpool.vllm.{name}" for name in PURE_BESIDE_VLLM)}
     assert impure_imports(ROOT / f"specpool/vllm/{module}.py", allowed) == set()
 
 
@@ -247,7 +253,7 @@ def test_clients_and_coordinator_load_no_torch_opentelemetry_or_gateway() -> Non
 
 def test_clients_load_only_the_base_dependencies() -> None:
     modules = [module_of(path) for path in sources("specpool/client")]
-    loaded = loaded_by("specpool.rpc.security.channel", "specpool.rpc.status", "specpool.environment.version", *modules)
+    loaded = loaded_by("specpool.rpc.security.channel", "specpool.rpc.status", "specpool.environment.process", *modules)
     assert loaded - loaded_by("grpc", "google.rpc.status_pb2") - {*sys.stdlib_module_names} == {"specpool"}
 
 

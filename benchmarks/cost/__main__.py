@@ -17,7 +17,6 @@ PARTS = ("coordinator", "round", "start")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the part that the command line names."""
     parser = parser_of(__doc__, prog="python -m benchmarks.cost", add_help=False)
     parser.add_argument("--of", choices=PARTS, metavar="PART", help="one of " + ", ".join(PARTS))
     known, others = parser.parse_known_args(arguments)

@@ -24,7 +24,6 @@ PROMPT_LENGTHS = 20, 2_000
 
 
 def main(arguments: Arguments[str]) -> None:
-    """Parse the command line and run the benchmark."""
     options = load_options("coordinator", __doc__, 200, arguments)
     with ExitStack() as stack:
         start_coordinator(stack, PORT, *start_fakes(stack))
@@ -43,7 +42,6 @@ def main(arguments: Arguments[str]) -> None:
 
 
 async def run_all(options: argparse.Namespace) -> list[dict[str, float]]:
-    """One row per repeat."""
     async with AsyncClient(f"127.0.0.1:{PORT}") as client:
         await wait_ready(client)
         await run_once(client, options)  # warms up

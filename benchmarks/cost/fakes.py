@@ -19,7 +19,7 @@ from typing import IO, Any
 import grpc
 
 from benchmarks.report import parser_of, whole
-from benchmarks.server_info import current_info
+from benchmarks.runs import current_info
 from specpool.client import AsyncClient
 from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import generation_pb2 as pb
@@ -47,14 +47,12 @@ def start_process(stack: ExitStack, *arguments: str, stderr: IO[str] | None = No
 
 
 def first_line(stack: ExitStack, *arguments: str) -> Any:
-    """Start a process. Return the JSON of its first line."""
     process = start_process(stack, *arguments)
     assert process.stdout is not None
     return json.loads(process.stdout.readline())
 
 
 def start_fakes(stack: ExitStack, *flags: str) -> tuple[str, str]:
-    """Start both fake workers. Return the addresses of target and draft."""
     target, draft = first_line(stack, "-m", "benchmarks.cost.fakes", *flags)
     return target, draft
 
@@ -62,7 +60,6 @@ def start_fakes(stack: ExitStack, *flags: str) -> tuple[str, str]:
 def start_coordinator(
     stack: ExitStack, port: int, target: str, draft: str | None, *flags: str
 ) -> "subprocess.Popen[str]":
-    """Start a coordinator."""
     addresses = ["--target-address", target, *(["--draft-address", draft] if draft else [])]
     return start_process(
         stack, "-m", "coordinator.server", *addresses, "--port", str(port), "--log-level", "error", *flags
@@ -70,7 +67,6 @@ def start_coordinator(
 
 
 async def wait_ready(client: AsyncClient, draft: bool = True) -> None:
-    """Wait until the coordinator is connected to its workers."""
     for _ in range(10 * READY_SECONDS):
         with contextlib.suppress(grpc.aio.AioRpcError):  # it is still starting
             info = await client.server_info()

@@ -10,10 +10,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.prompts import add_prompts, load_prompts, number_of_prompts
+from benchmarks.prompts import add_prompts, checked, load_prompts, number_of_prompts
 from benchmarks.report import finish, median, output_folder, parser_of, show, whole
-from benchmarks.runs import Run, in_turns
-from benchmarks.server_info import current_info
+from benchmarks.runs import Run, current_info, in_turns
 from specpool.cli.generate import sure_answers
 from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
@@ -25,7 +24,6 @@ STAGES = {"models": ("draft", "verify"), "realign": ("realign",), "wire": ("wire
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__, prog="python -m benchmarks.cost --of round")
     parser.add_argument("--target")
     parser.add_argument("--draft")
@@ -34,24 +32,24 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--repeats", type=whole(1, 1000), default=3)
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args(arguments)
+    count = number_of_prompts(max(CONCURRENCIES))
+    options.lines = checked(parser, lambda: load_prompts(options.prompts, count))
     rows = asyncio.run(measure(options))
     show("share of the time in %", rows)
     finish("round", {"max_tokens": options.max_tokens, "repeats": options.repeats, "rows": rows}, options.output)
 
 
 async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each concurrency and draft length."""
-    lines = load_prompts(options.prompts, number_of_prompts(max(CONCURRENCIES)))
     settings = UpSettings(
         port=0, log_level="error", drain_seconds=1, prefix_caching=False, target=options.target, draft=options.draft
     )
     cases = [(concurrency, k) for concurrency in CONCURRENCIES for k in DRAFT_LENGTHS]
     async with running(settings) as address, AsyncClient(address) as client:
-        await run(client, lines[:2], 1, max(DRAFT_LENGTHS), options.max_tokens)  # warms up both workers
+        await run(client, options.lines[:2], 1, max(DRAFT_LENGTHS), options.max_tokens)  # warms up both workers
         found = await in_turns(
             cases,
             options.repeats,
-            lambda case: run(client, lines[: number_of_prompts(case[0])], *case, options.max_tokens),
+            lambda case: run(client, options.lines[: number_of_prompts(case[0])], *case, options.max_tokens),
         )
     return [
         {"concurrency": concurrency, "k": k, **{name: round(median(runs, name) or 0.0, 2) for name in runs[0]}}

@@ -35,7 +35,6 @@ MEASURES = {"resident": "VmRSS", "of which files": "RssFile", "maximum": "VmHWM"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__, prog="python -m benchmarks.cost --of start")
     parser.add_argument("--repeats", type=whole(1, 1000), default=3)
     parser.add_argument("--bare", action="store_true", help="give each run an empty cache folder")
@@ -83,7 +82,6 @@ def run(flags: list[str], bare: bool) -> dict[str, Any]:
 
 
 def memory_of_children(pid: int) -> dict[str, dict[str, float]]:
-    """MiB of each child process, by its module."""
     found = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_text()
@@ -94,6 +92,5 @@ def memory_of_children(pid: int) -> dict[str, dict[str, float]]:
 
 
 def spread(numbers: list[float]) -> dict[str, float]:
-    """Median, minimum and maximum."""
     found = {"median": statistics.median(numbers), "min": min(numbers), "max": max(numbers)}
     return {name: round(value, 2) for name, value in found.items()}

@@ -5,7 +5,7 @@
     python -m benchmarks.figures --measure [NAME ...]   first measure again: all current results, or those named
 
 A block of figures stands between `<!-- figures: NAME -->` and `<!-- /figures -->`. `benchmarks/figures/blocks.py` has
-its text, `benchmarks/figures/results.py` the command behind each file of `benchmarks/results`. Estimates stand between
+its text, `benchmarks/figures/pages.py` the command behind each file of `benchmarks/results`. Estimates stand between
 `<!-- estimates -->` and `<!-- /estimates -->`. Apart from the records (docs/benchmarks.md, docs/decisions.md and
 docs/kernels.md), pages show speeds, ratios and milliseconds in such blocks only. llama.cpp is measured with the
 environment of `benchmarks.llamacpp`.
@@ -17,13 +17,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.figures.blocks import BLOCKS
-from benchmarks.figures.pages import RECORDS, demo_picture, differences, filled, pages, stray_figures, text_of
-from benchmarks.figures.records import RECORDS as TABLES
-from benchmarks.figures.results import COMMANDS, ROOT, Results, load, measure
+from benchmarks.figures.pages import (
+    COMMANDS,
+    RECORDS,
+    ROOT,
+    Results,
+    demo_picture,
+    differences,
+    filled,
+    load,
+    measure,
+    pages,
+    stray_figures,
+    text_of,
+)
 from benchmarks.report import console, parser_of
 
 PICTURE = "docs/demo.svg"
-TEXTS = BLOCKS | TABLES
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> None:
@@ -42,7 +52,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> None:
             sys.exit("\n".join([*faults, "python -m benchmarks.figures fills all blocks"]))
     else:
         for page in pages(root):
-            page.write_text(filled(page.read_text(), TEXTS, results))
+            page.write_text(filled(page.read_text(), BLOCKS, results))
         (root / PICTURE).write_text(demo_picture(results))
     if failed:
         sys.exit(f"failed, so the earlier results stay: {', '.join(failed)}")
@@ -63,7 +73,7 @@ def check(root: Path, results: Results) -> Iterator[str]:
     for page in pages(root):
         name, text = page.relative_to(root).as_posix(), page.read_text()
         try:
-            yield from (f"{name}:{fault}" for fault in differences(text, filled(text, TEXTS, results)))
+            yield from (f"{name}:{fault}" for fault in differences(text, filled(text, BLOCKS, results)))
         except KeyError as error:
             yield f"{name}: no such block or result: {error}"
         except ValueError as error:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.figures.results import COMMANDS, Results
+from benchmarks.figures.pages import COMMANDS, Results
 
 Rows = Iterable[tuple[str, ...]]
 DEMOS = {1: "demo_1", 4: "demo", 8: "demo_8"}
@@ -52,7 +52,6 @@ def _start_seconds(result: dict[str, Any]) -> float:
 
 
 def summary(results: Results) -> str:
-    """The table of the README."""
     return table(("measure", "figure"), *((measure, figure) for measure, figure, _ in _summary(results)))
 
 
@@ -132,6 +131,17 @@ def llamacpp(results: Results) -> str:
     return table(("at once", "llama.cpp", "plain", "default"), *body)
 
 
+def attacks(results: Results) -> str:
+    """What each attack costs a well-behaved client: times in ms, as multiples of those in a quiet minute."""
+    columns = ("median", "p95", "new_median", "new_p95")
+    body = [
+        (row["attack"], *(f"{row[f'{name}_ms']:.0f} ({row[f'{name}_ratio']:.2f}x)" for name in columns))
+        for row in results["attacks"]["rows"]
+        if row["attack"] != "none"
+    ]
+    return table(("attack", "median ms", "95%", "new connection: median ms", "95%"), *body)
+
+
 def _list(numbers: Iterable[int]) -> str:
     return " / ".join(map(str, numbers))
 
@@ -148,4 +158,5 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "summary_with_commands": summary_with_commands,
     "by_concurrency": by_concurrency,
     "llamacpp": llamacpp,
+    "attacks": attacks,
 }

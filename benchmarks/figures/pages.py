@@ -1,15 +1,39 @@
-"""Figures on the pages: marked blocks, the picture of the demo, and figures that stand outside a block."""
+"""Figures on the pages: marked blocks and others, the demo's picture, and the commands behind the results."""
 
+import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from html import unescape
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from benchmarks.figures.results import Results
+from benchmarks.llamacpp import PYTHON_VARIABLE
+from benchmarks.report import describe_run
 from specpool.cli.demo import table_of
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks/results"
+THROUGHPUT = "python -m benchmarks.throughput --concurrencies 1,4,8,16 --kinds best,adaptive --max-tokens 96"
+COMMANDS = {
+    "demo": "specpool demo --repeats 3",
+    "demo_1": "specpool demo --repeats 3 --num-prompts 8 --concurrency 1",
+    "demo_8": "specpool demo --repeats 3 --concurrency 8",
+    "equality": "python -m benchmarks.equality",
+    "default": f"{THROUGHPUT} --repeats 3",
+    "llamacpp": "python -m benchmarks.llamacpp --concurrency 1,8,16 --repeats 3",
+    "start_first": "python -m benchmarks.cost --of start --bare --repeats 1",
+    "start": "python -m benchmarks.cost --of start --repeats 3",
+    "coordinator": "python -m benchmarks.cost --of coordinator",
+}
+"""Commands of the results that pages show now. Each one prints its result as a last line of JSON."""
+Results = dict[str, dict[str, Any]]
 
 BLOCK = re.compile(r"(<!-- figures: ([a-z_]+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
 UNMEASURED = re.compile(r"```.*?```|`[^`\n]*`|<!-- estimates -->.*?<!-- /estimates -->", re.DOTALL)
@@ -18,6 +42,23 @@ FIGURE = re.compile(r"\d(?:[\d.,]*\d)?(?: tokens/s|x\b| ms\b)")
 RECORDS = ("docs/benchmarks.md", "docs/decisions.md", "docs/kernels.md")
 """Pages of dated measurements, which may show figures outside blocks."""
 Texts = Mapping[str, Callable[[Results], str]]
+
+
+def load() -> Results:
+    return {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
+
+
+def measure(name: str) -> None:
+    """Run a command and save its result. CalledProcessError: it failed; its errors are on stderr."""
+    run = describe_run(COMMANDS[name])
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    environment = {**os.environ, "PATH": path}
+    if name != "llamacpp":
+        environment.pop(PYTHON_VARIABLE, None)  # the service refuses unknown variables
+    command = shlex.split(COMMANDS[name])
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    (FOLDER / f"{name}.json").write_text(json.dumps({**result, "run": run}, indent=1) + "\n")
 
 
 def pages(root: Path) -> list[Path]:

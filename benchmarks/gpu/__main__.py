@@ -17,8 +17,7 @@ their speed.
 Parts, most important first: `preflight`: packages, graph capture, bandwidth, GEMM rate; `gemm`, `attention`, `rows`,
 `sampling`: errors of kernels against float64, and batch invariance; `exactness`: tokens of speculation and of plain
 decoding; `steps`: steps of the target, beside the time to read weights and cache once; `draft`: drafts of 4 tokens;
-`pair`: answers of the whole service; `transformers`: `generate` with the same target. A table of at most 60 lines comes
-last. Exits with status 1 if a part failed.
+`pair`: answers of the whole service. A table of at most 60 lines comes last. Exits with status 1 if a part failed.
 """
 
 import argparse
@@ -33,10 +32,8 @@ from typing import Any
 
 from benchmarks.gpu.part import MEASURES, TINY_SHAPES, Settings
 from benchmarks.gpu.processes import run_part, scratch_folder
-from benchmarks.gpu.summary import goals, print_summary
-from benchmarks.plots import gpu_figure
-from benchmarks.provenance import describe_run
-from benchmarks.report import console, output_folder
+from benchmarks.gpu.summary import print_summary
+from benchmarks.report import console, describe_run, output_folder
 from benchmarks.shapes import SHAPES
 from specpool.engine.config.devices import pick_device
 from specpool.engine.config.sources import UnsupportedModelError
@@ -47,13 +44,12 @@ DTYPES = ("bfloat16", "float16", "float32")
 PARTS = {
     "preflight": (10, 30), "gemm": (20, 60), "attention": (15, 45), "rows": (15, 40), "sampling": (15, 40),
     "exactness": (30, 110), "steps": (20, 60), "draft": (15, 50),
-    "pair": (60, 180), "transformers": (30, 80),
+    "pair": (60, 180),
 }  # fmt: skip
 assert list(PARTS) == list(MEASURES)
 
 
 def main() -> None:
-    """Parse the command line, run the parts, print the results."""
     options = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     began = time.monotonic()
@@ -69,13 +65,11 @@ def main() -> None:
                     write_report(report, options, results)
     finally:
         print_summary(results)
-    gpu_figure(results).savefig(options.output / "gpu.png", dpi=110)
     if failed := [name for name, result in results.items() if "error" in result]:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 def run(name: str, options: argparse.Namespace, scratch: str, end: float) -> dict[str, Any]:
-    """Run a part. Return its result, including why it was skipped or failed."""
     file, began, (minimum, maximum) = options.output / f"{name}.json", time.monotonic(), PARTS[name]
     left = end - began
     if not options.resume:
@@ -98,7 +92,7 @@ def write_report(file: Path, options: argparse.Namespace, results: dict[str, dic
     """Write the results of all parts to one file, and remove the files of the parts."""
     report = {
         "run": describe_run(), "device": options.device, "dtype": options.dtype, "target": options.target,
-        "draft": options.draft, "rehearsed": options.rehearse, "goals": goals(results), "parts": results,
+        "draft": options.draft, "rehearsed": options.rehearse, "parts": results,
     }  # fmt: skip
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(report, indent=1) + "\n")
@@ -108,11 +102,10 @@ def write_report(file: Path, options: argparse.Namespace, results: dict[str, dic
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Options of the command line."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=output_folder, required=True, help="folder for the results and the plot")
+    parser.add_argument("--output", type=output_folder, required=True, help="folder for the results")
     parser.add_argument("--minutes", type=_minutes, default=9.0, help="time for all parts together")
     parser.add_argument("--parts", type=_parts, default=list(PARTS), metavar="A,B,...", help="default: all")
     parser.add_argument("--resume", action="store_true", help="keep the results of FOLDER and run what is missing")

@@ -1,23 +1,18 @@
-"""Answers of the whole service and of `generate`, for a pair whose draft agrees on about 70% of tokens."""
+"""Answers of the whole service, for a pair whose draft agrees on about 70% of tokens."""
 
 import asyncio
 import gc
 import json
 import operator
-import statistics
 import time
-from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
 import torch
 from google.protobuf.json_format import MessageToDict
 
-from benchmarks.engine import finished
 from benchmarks.gpu.part import Findings, Row, Settings
 from benchmarks.pair import save_model, successors_of_pair
-from benchmarks.peers import Peers
-from benchmarks.report import seconds_of
 from benchmarks.shapes import SHAPES
 from benchmarks.throughput import KINDS as OPTIONS
 from benchmarks.throughput import PLAIN, Load, run, summary
@@ -39,35 +34,12 @@ RUN_SECONDS = 10
 
 
 def measure_pair(settings: Settings, findings: Findings) -> None:
-    """Measure the service: plain decoding and speculation, at several concurrencies."""
     folder = make_pair(settings)
     findings.add(acceptance=ACCEPTANCE, max_tokens=settings.sizes.max_tokens, prompts_per_request=settings.sizes.load)
     asyncio.run(serve(settings, findings, folder))
     rows = [*findings.result.get("runs", ()), *findings.result.get("logprobs", ())]
     if any(row["exact_match"] < 1 for row in rows):
         raise RuntimeError("some answers differ from plain decoding")
-
-
-def measure_transformers(settings: Settings, findings: Findings) -> None:
-    """Measure `generate` of transformers with the same target, in static batches. cuBLAS is not restricted."""
-    sizes = settings.sizes
-    peers = Peers(str(make_pair(settings) / "target"), pick_device(settings.device), settings.torch_dtype)
-    findings.add(max_tokens=sizes.max_tokens)
-    for batch in sizes.batches:
-        prompts = [line.prompt for line in islice(cycle(own_prompts()), batch)]
-        peers.generate(prompts, batch, 2)
-        seconds: list[float] = []
-        while len(seconds) < sizes.runs and findings.fits(settings, f"a run of {batch} sequences", RUN_SECONDS):
-            generate = partial(peers.generate, prompts, batch, sizes.max_tokens)  # this pair never stops early
-            seconds.append(seconds_of(partial(finished, generate)))
-        if seconds:
-            median = statistics.median(seconds)
-            findings.add_row("runs", {
-                "sequences": batch, "runs": len(seconds), "tokens_per_s": round(batch * sizes.max_tokens / median, 1),
-                "ms_a_token": round(median / sizes.max_tokens * 1000, 3),
-            })  # fmt: skip
-    if torch.device(settings.device).type == "cuda":
-        findings.add(memory_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1))
 
 
 def make_pair(settings: Settings) -> Path:
@@ -87,7 +59,6 @@ def make_pair(settings: Settings) -> Path:
 
 
 async def serve(settings: Settings, findings: Findings, folder: Path) -> None:
-    """Start the service and run all kinds of decoding, one concurrency after the other."""
     up = UpSettings(
         port=0, log_level="warning", drain_seconds=1, prefix_caching=False, max_num_seqs=max(settings.sizes.batches),
         target=str(folder / "target"), draft=str(folder / "draft"), target_device=(settings.device,),

@@ -13,9 +13,9 @@ from itertools import cycle, product
 
 import torch
 
-from benchmarks.gpu.drafts import draft_by_loop, draft_by_steps
 from benchmarks.gpu.engines import is_captured, start
 from benchmarks.gpu.part import Findings, Row, Settings
+from benchmarks.gpu.steps import draft_by_loop, draft_by_steps
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import Engine
 
@@ -89,7 +89,6 @@ def compare_passes(findings: Findings, engine: Engine, settings: Settings, shape
 
 
 def steps(slots: Sequence[int], texts: Sequence[Sequence[int]], cached: int) -> list[list[Span]]:
-    """Passes of one token per sequence."""
     return [[Span(slot, cached + at, texts[slot][at : at + 1], 1) for slot in slots] for at in range(TOKENS)]
 
 
@@ -107,12 +106,10 @@ def ragged(slots: Sequence[int], texts: Sequence[Sequence[int]], cached: int, rn
 
 
 def hows(engine: Engine) -> tuple[str, ...]:
-    """How the engine can run a pass."""
     return ("launched", "replayed") if is_captured(engine) else ("launched",)
 
 
 def run_repeatedly(engine: Engine, passes: Callable[[], Sequence[Sequence[Span]]], how: str) -> list[Rows]:
-    """Logits of all repeats."""
     with engine.forward_pass.eager() if how == "launched" else nullcontext():
         return [
             logits_of(engine, spans)
@@ -121,7 +118,6 @@ def run_repeatedly(engine: Engine, passes: Callable[[], Sequence[Sequence[Span]]
 
 
 def logits_of(engine: Engine, spans: Sequence[Span]) -> Rows:
-    """Logits of a pass, by slot and position."""
     places = [(span.slot, at) for span in spans for at in range(span.end - span.num_logits, span.end)]
     return dict(zip(places, engine.forward(spans), strict=True))
 
@@ -176,7 +172,6 @@ def prefill(engine: Engine, tokens: Sequence[int], size: int, beside: int = 0) -
 
 
 def last_layer(engine: Engine, length: int) -> list[torch.Tensor]:
-    """Keys and values of the last layer in slot 0."""
     begin, arena = engine.layout.origin(0), engine.layout.arena
     return [cache[:, begin : begin + length].clone() for cache in (arena.keys[-1], arena.values[-1])]
 

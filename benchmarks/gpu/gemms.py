@@ -1,16 +1,19 @@
-"""Checks and times the GEMMs of both models: error against float64, batch invariance, microseconds by row count."""
+"""Checks and times the GEMMs of both models; compares kernels with float64 and by bits."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from benchmarks.gpu.compare import TOLERANCES, counts_that_differ, error, row_counts
+from benchmarks.gpu.engines import captured_microseconds
 from benchmarks.gpu.part import Findings, Row, Settings
-from benchmarks.gpu.timing import captured_microseconds
 from benchmarks.shapes import SHAPES
-from specpool.engine.passes.gpu.cublas import restrict_cublas
-from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, Gemm, cublas_rows_of
+from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, Gemm, cublas_rows_of, restrict_cublas
 from specpool.engine.probes.inputs import ProbeInputs
+
+# Maximum relative error: about twice what rounding the inputs and the result causes.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+EPS = 1e-6
 
 # Minimum seconds left to start a shape.
 GEMM_SECONDS = 5
@@ -20,9 +23,31 @@ COMPARED = 64, 8192
 TIMED_BYTES = 2**28
 
 
+def row_counts(maximum: int) -> list[int]:
+    """Row counts to compare: all small ones, then multiples of 32 and their neighbours."""
+    near = (count + step for count in range(96, maximum + 1, 32) for step in (-1, 0, 1))
+    return sorted({*range(1, min(64, maximum)), *(count for count in near if count <= maximum), maximum})
+
+
+def counts_that_differ(
+    run: Callable[[slice], torch.Tensor], together: torch.Tensor, counts: Sequence[int]
+) -> list[int]:
+    """Row counts at which the last rows differ from the same rows in the largest batch."""
+    total = len(together)
+    return [count for count in counts if not torch.equal(run(slice(total - count, total)), together[total - count :])]
+
+
+def error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the error, relative to the norm of the float64 result."""
+    return float((result.double() - expected).norm() / expected.norm())
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+
+
 @torch.inference_mode()
 def measure_gemms(settings: Settings, findings: Findings) -> None:
-    """Check and time every GEMM of both models."""
     if torch.device(settings.device).type == "cuda":
         restrict_cublas()
     torch.manual_seed(0)
@@ -34,7 +59,6 @@ def measure_gemms(settings: Settings, findings: Findings) -> None:
 
 
 def gemm_shapes(model: str) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of the GEMMs of a model, by name."""
     sizes = SHAPES[model]
     hidden, intermediate, dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]

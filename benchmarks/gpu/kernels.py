@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from benchmarks.gpu.compare import EPS, TOLERANCES, counts_that_differ, error, rms_norm, row_counts
+from benchmarks.gpu.gemms import EPS, TOLERANCES, counts_that_differ, error, rms_norm, row_counts
 from benchmarks.gpu.part import Findings, Row, Settings
 from benchmarks.shapes import SHAPES
 from specpool.engine.cache.arena import KVArena
@@ -45,7 +45,6 @@ def measure_attention(settings: Settings, findings: Findings) -> None:
 
 
 def measure_rows(settings: Settings, findings: Findings) -> None:
-    """Check the kernels that handle each row alone."""
     kernels = Kernels(settings)
     checks = {"add_and_norm": kernels.adding, "rotate_and_cache": kernels.rotating, "activate": kernels.activating}
     cases = {f"{name}, split_k: {splits}": partial(run, splits) for name, run in checks.items() for splits in (1, 2)}
@@ -61,7 +60,6 @@ def measure_sampling(settings: Settings, findings: Findings) -> None:
 
 @torch.inference_mode()
 def check(settings: Settings, findings: Findings, checks: Mapping[str, Callable[[], Row]]) -> None:
-    """Add the row of each check."""
     torch.manual_seed(0)
 
     def add_row(run: Callable[[], Row]) -> None:
@@ -72,8 +70,6 @@ def check(settings: Settings, findings: Findings, checks: Mapping[str, Callable[
 
 
 class Kernels:
-    """The kernels other than GEMM, at the sizes of a shape."""
-
     def __init__(self, settings: Settings) -> None:
         self._settings, self._sizes = settings, SHAPES[settings.target]
         self._dtype, self._device = settings.torch_dtype, torch.device(settings.device)
@@ -117,7 +113,6 @@ class Kernels:
         return self._row("attention", "the self-test's probe", None, [] if agrees else ["somewhere"])
 
     def adding(self, splits: int) -> Row:
-        """`add_and_norm`."""
         size = self._sizes["hidden_size"]
         hidden, weight = self._settings.randn(self._rows, size), self._settings.randn(size)
         partials = self._partials(splits, size)
@@ -132,7 +127,6 @@ class Kernels:
         return self._compare("add_and_norm", splits, run, torch.stack([total, rms_norm(rounded, weight)], 1))
 
     def rotating(self, splits: int) -> Row:
-        """`rotate_and_cache`, with head norms."""
         width, rotated_heads = (self._heads + 2 * self._kv_heads) * self._dim, self._heads + self._kv_heads
         partials, norms = self._partials(splits, width), self._settings.randn(rotated_heads, self._dim)
         angles = torch.randn(self._rows, self._dim // 2, device=self._device)
@@ -152,7 +146,6 @@ class Kernels:
         return self._compare("rotate_and_cache", splits, run, torch.cat([rotated, heads[:, rotated_heads:]], 1))
 
     def activating(self, splits: int) -> Row:
-        """`activate`."""
         partials = self._partials(splits, 2 * self._sizes["intermediate_size"])
         gate, up = partials.double().sum(0).chunk(2, -1)
 

@@ -28,7 +28,7 @@ MEASURES = {
     "preflight": "preflight:measure_preflight", "gemm": "gemms:measure_gemms", "attention": "kernels:measure_attention",
     "rows": "kernels:measure_rows", "sampling": "kernels:measure_sampling", "exactness": "exactness:measure_exactness",
     "steps": "steps:measure_steps", 
-    "draft": "drafts:measure_drafts", "pair": "answers:measure_pair", "transformers": "answers:measure_transformers",
+    "draft": "steps:measure_drafts", "pair": "answers:measure_pair",
 }  # fmt: skip
 """The function of each part, most important first."""
 BROKEN = 3
@@ -41,8 +41,6 @@ class BrokenDeviceError(Exception):
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much to measure."""
-
     batches: tuple[int, ...] = (1, 8, 64)
     lengths: tuple[int, ...] = (512, 2048)
     """Cached positions of each sequence of a step."""
@@ -84,8 +82,6 @@ TINY_SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of every part."""
-
     device: str
     dtype: str
     target: str
@@ -100,18 +96,15 @@ class Settings:
 
     @property
     def sizes(self) -> Sizes:
-        """How much to measure."""
         return REHEARSED if self.rehearse else Sizes()
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Dtype of weights and activations."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
     def randn(self, *shape: int) -> torch.Tensor:
@@ -119,7 +112,6 @@ class Settings:
         return torch.randn(*shape, device=self.device).to(self.torch_dtype)
 
     def until(self, deadline: float) -> Self:
-        """These settings with another deadline."""
         return replace(self, deadline=deadline)
 
     def as_argument(self) -> str:
@@ -136,7 +128,6 @@ class Findings:
         self.result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
 
     def add(self, **facts: Any) -> None:
-        """Add facts."""
         self.result.update(facts)
         partial = self._file.with_suffix(".partial")
         partial.write_text(json.dumps(self.result, indent=1) + "\n")
@@ -206,7 +197,6 @@ def run(name: str, settings: Settings) -> int:
 
 
 def main() -> None:
-    """Run the part that the command line names."""
     settings = Settings(**json.loads(sys.argv[2]))
     if settings.rehearse:
         SHAPES.update(TINY_SHAPES)

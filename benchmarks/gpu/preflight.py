@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.engines import bandwidths, gemm_rate
 from benchmarks.gpu.part import Findings, Settings, describe
-from benchmarks.gpu.timing import bandwidths, gemm_rate
 from specpool.engine.passes.gpu.graphs import CudaGraphs
 from specpool.environment.extras import missing_modules
 

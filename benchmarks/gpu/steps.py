@@ -1,6 +1,7 @@
-"""Times steps of the target by rows, beside their limit."""
+"""Times steps of the target by rows, beside their limit, and drafts of the draft model."""
 
 import statistics
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 
@@ -8,7 +9,12 @@ from benchmarks.engine import engine_step, finished
 from benchmarks.gpu.engines import SHAPE_SECONDS, WARM_UPS, Limit, is_captured, start
 from benchmarks.gpu.part import Findings, Settings
 from benchmarks.report import seconds_of
+from specpool.engine.cache.spans import Span
+from specpool.engine.passes.drafts import Draft, DraftRound
 from specpool.engine.run.engine import Engine
+
+Tokens = list[list[int]]
+"""Draft tokens of each sequence."""
 
 
 def measure_steps(settings: Settings, findings: Findings) -> None:
@@ -39,3 +45,54 @@ def add_steps(findings: Findings, engine: Engine, settings: Settings, cached: in
             "ms": round(ms, 3), "limit_ms": round(limit_ms, 3), "of_limit": round(limit_ms / ms, 3),
             "over_plain": round(ms / plain_ms, 3),
         })  # fmt: skip
+
+
+def measure_drafts(settings: Settings, findings: Findings) -> None:
+    """Measure drafts of the draft model: by the draft loop on the device, and step by step."""
+    engine = start(settings, findings, settings.draft, exact=False)
+    limit = Limit(engine, settings)
+    for cached, batch in product(settings.sizes.lengths, settings.sizes.batches):
+        rows = partial(add_drafts, findings, engine, settings, cached, batch, limit)
+        findings.attempt(settings, f"{batch} sequences, {cached} cached", SHAPE_SECONDS, rows)
+
+
+def add_drafts(findings: Findings, engine: Engine, settings: Settings, cached: int, batch: int, limit: Limit) -> None:
+    """Add a row: milliseconds of the drafts of all sequences, and whether both ways draft the same tokens."""
+    count = settings.sizes.num_draft_tokens
+    limit_ms = count * limit.milliseconds(batch * cached, batch)
+    ways: dict[str, Callable[[], Tokens | None]] = {
+        name: partial(way, engine, cached, batch, count)
+        for name, way in (("steps_ms", draft_by_steps), ("ms", draft_by_loop))
+    }
+    if ways["ms"]() is None:
+        del ways["ms"]
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for repeat in range(WARM_UPS + settings.sizes.repeats):
+        for name, way in ways.items():
+            seconds = seconds_of(partial(finished, way))
+            if repeat >= WARM_UPS:
+                times[name].append(seconds)
+    ms = {name: round(statistics.median(seconds) * 1000, 3) for name, seconds in times.items()}
+    findings.add_row("drafts", {
+        "cached": cached, "sequences": batch, "drafted": count, "ms": ms.get("ms"), "steps_ms": ms["steps_ms"],
+        "limit_ms": round(limit_ms, 3), "of_limit": round(limit_ms / ms["ms"], 3) if "ms" in ms else None,
+        "same_tokens": ways["ms"]() == ways["steps_ms"]() if "ms" in ms else None,
+    })  # fmt: skip
+
+
+def draft_by_loop(engine: Engine, cached: int, batch: int, num_draft_tokens: int) -> Tokens | None:
+    """Draft with the loop on the device, which waits once; None if the engine has none."""
+    drafts = [Draft(Span(slot, cached, [5], 1), None, [5] * (cached + 1), num_draft_tokens) for slot in range(batch)]
+    if not engine.can_draft(drafts):
+        return None
+    engine.draft([DraftRound(drafts)])
+    return [draft.token_ids for draft in drafts]
+
+
+def draft_by_steps(engine: Engine, cached: int, batch: int, num_draft_tokens: int) -> Tokens:
+    drafts = [[5] for _ in range(batch)]
+    for step in range(num_draft_tokens):
+        spans = [Span(slot, cached + step, [draft[-1]], 1) for slot, draft in enumerate(drafts)]
+        for draft, row in zip(drafts, engine.forward(spans).argmax(-1).tolist(), strict=True):
+            draft.append(row)
+    return [draft[1:] for draft in drafts]

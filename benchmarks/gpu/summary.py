@@ -1,7 +1,6 @@
-"""Judges the results of all parts, and prints them in one short table."""
+"""Prints the results of all parts in one short table."""
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from benchmarks.gpu.part import Row
@@ -14,21 +13,10 @@ ROWS, FAILURES = 6, 8
 
 
 def print_summary(results: Results) -> None:
-    """Print goals, failures, and the most telling rows of each part, in at most MAX_LINES lines."""
-    lines = [*goal_lines(results), *part_lines(results), *failure_lines(results), *row_lines(results)]
+    """Print failures and the most telling rows of each part, in at most MAX_LINES lines."""
+    lines = [*part_lines(results), *failure_lines(results), *row_lines(results)]
     for line in lines[:MAX_LINES]:
         print(line[:MAX_WIDTH])
-
-
-# --- Lines
-
-
-def goal_lines(results: Results) -> Iterator[str]:
-    """A line for each goal."""
-    marks = {True: "met", False: "MISSED", None: "not measured"}
-    for goal in goals(results):
-        measured = "" if goal["measured"] is None else goal["measured"]
-        yield f"goal    {goal['goal']:44} {goal['target']:>7} {measured:>7} {marks[goal['met']]}"
 
 
 def part_lines(results: Results) -> Iterator[str]:
@@ -78,7 +66,6 @@ def row_lines(results: Results) -> Iterator[str]:
     yield from gemm_lines(rows("gemm", "gemm"))
     yield from _lines("draft", rows("draft", "drafts"))
     yield from answer_lines(rows("pair", "runs"))
-    yield from _lines("peer", rows("transformers", "runs"))
 
 
 def step_lines(rows: Iterable[Row]) -> Iterator[str]:
@@ -126,38 +113,3 @@ def _grouped(title: str, texts: Iterable[tuple[str, str]]) -> Iterator[str]:
         groups.setdefault(group, []).append(text)
     for group, own in groups.items():
         yield f"{title:7} {group}: {'; '.join(own)}"
-
-
-# --- Goals
-
-
-def goals(results: Results) -> list[Row]:
-    """Compare the worst measured cases with what a GPU of the H200 class should reach."""
-    steps = results.get("steps", {}).get("steps", ())
-    drafts = results.get("draft", {}).get("drafts", ())
-    runs = results.get("pair", {}).get("runs", ())
-
-    def of_steps(what: str, sequences: int, drafted: bool) -> list[float]:
-        return [row[what] for row in steps if (row["sequences"], row["drafted"] > 0) == (sequences, drafted)]
-
-    def goal(name: str, values: Iterable[float | None], at_least: float = -math.inf, at_most: float = math.inf) -> Row:
-        known = [value for value in values if value is not None]
-        worst: Callable[..., float | None] = min if math.isfinite(at_least) else max
-        measured = worst(known, default=None)
-        met = None if measured is None else at_least <= measured <= at_most
-        target = f">= {at_least:g}" if math.isfinite(at_least) else f"<= {at_most:g}"
-        return {"goal": name, "target": target, "measured": measured, "met": met}
-
-    speedups = [row["ratio"] for row in runs if (row["kind"], row["concurrency"]) == ("adaptive", 8)]
-    draft_ms = [row["ms"] for row in drafts if row["sequences"] == 8]
-    compared = [float(row["equal"]) for row in results.get("exactness", {}).get("exactness", ())]
-    return [
-        goal("passes equal bit for bit", compared, at_least=1),
-        goal("share of the limit, step of 1", of_steps("of_limit", 1, False), at_least=0.7),
-        goal("share of the limit, step of 8", of_steps("of_limit", 8, False), at_least=0.7),
-        goal("verification of 8 x 5 rows, of a plain step", of_steps("over_plain", 8, True), at_most=1.1),
-        goal("passes of 64 x 5 rows", of_steps("passes", 64, True), at_most=1),
-        goal("draft of 4 tokens for 8, ms", draft_ms, at_most=4),
-        goal("adaptive of plain, 8 at a time", speedups, at_least=2),
-        goal("exact match", [row["exact_match"] for row in runs], at_least=1),
-    ]

@@ -34,7 +34,6 @@ NUM_SHOWN = 12
 
 
 def main() -> None:
-    """Parse the command line and run the simulation."""
     parser = parser_of(__doc__, prog="python -m benchmarks.simulate")
     parser.add_argument(
         "--answers", type=whole(1, 10_000), default=12, help="answers per slot of the batch; at least 24 in total"

@@ -65,8 +65,6 @@ def hard_row(costs: str, batch: int, rate: float, conditions: str, length: str) 
 
 @dataclass(frozen=True)
 class Load:
-    """Answers to complete, in several independent runs."""
-
     costs: str
     batch: int
     rate: float
@@ -74,7 +72,6 @@ class Load:
     repeats: int
 
     def drawn(self, seed: int) -> list[Answer]:
-        """The answers of one run."""
         return drawn(steady(self.rate), self.answers, seed)
 
 

@@ -85,8 +85,6 @@ class Spent:
 
 @dataclass
 class Machine:
-    """Two workers with a clock."""
-
     costs: RoundCosts
     conditions: Conditions = Conditions()
     rng: random.Random | None = None
@@ -97,7 +95,6 @@ class Machine:
     _known: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict)
 
     def run(self, sequences: int, drafting: Sequence[int]) -> Spent:
-        """Take a round."""
         key = sequences, *drafting
         if key not in self._known:
             verify = self.costs.verify(sequences + sum(drafting))

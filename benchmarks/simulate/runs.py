@@ -37,8 +37,6 @@ class Answer:
 
 
 class Fixed:
-    """A fixed draft length."""
-
     def __init__(self, k: int) -> None:
         self._k = k
 
@@ -96,7 +94,6 @@ def drawn(rates: Rates, answers: int, seed: int = 0) -> list[Answer]:
 
 
 def seconds_of_run(machine: Machine, batch: int, answers: list[Answer], policy: Fixed) -> float:
-    """Seconds until all answers are complete; new ones replace finished ones."""
     began, waiting = machine.now, [Answer(one.number, one.right) for one in reversed(answers)]
     running: list[Answer] = []
     while waiting or running:

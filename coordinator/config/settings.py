@@ -5,8 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, ByteSize, Field, model_validator
 
-from coordinator.config.worker_security import WorkerSecurity
-from coordinator.prompts.template_file import check_template
+from coordinator.prompts.process_link import check_template
 from specpool.drafting.plans import DraftMethod
 from specpool.environment.extras import explain_missing
 from specpool.protocol.features import MAX_FEATURE_WINDOW
@@ -19,7 +18,10 @@ from specpool.rpc.config.settings import (
     TargetAddress,
     TargetAddresses,
 )
-from specpool.rpc.security.channel import is_followed, split_addresses
+from specpool.rpc.security.channel import Connector, SecurityOptions, is_followed, split_addresses
+from specpool.rpc.security.settings import ServerSecurity
+from specpool.rpc.security.tls import TlsFiles
+from specpool.rpc.security.tokens import token_of
 
 MAX_NUM_SEQS = 4096
 """Limit of the flags: no worker has more slots."""
@@ -31,6 +33,52 @@ MAX_SPECULATIVE_TOKENS = MAX_DRAFT_TOKENS
 PolicyName = Literal["ragged", "exspec", "eqspec"]
 Overlap = Literal["auto", "on", "off"]
 """Whether both workers may run at the same time. "auto": only on separate devices."""
+
+
+class WorkerSecurity(ServerSecurity, frozen=True):
+    """How the coordinator connects to its workers; defaults to the files of its own server."""
+
+    worker_tls: bool | None = Field(None, description="use TLS to the workers; default: if a CA is set")
+    worker_tls_ca: Path | None = Field(
+        None, description="PEM file with the CA of the workers' certificates; default: tls_ca"
+    )
+    worker_tls_cert: Path | None = Field(
+        None, description="PEM file with the client certificate for the workers; default: tls_cert"
+    )
+    worker_tls_key: Path | None = Field(None, description="PEM file with its key; default: tls_key")
+    worker_tls_name: str | None = Field(
+        None, min_length=1, description="name in the workers' certificates; default: the host of their address"
+    )
+    worker_token: Path | None = Field(None, description="file with the API token for the workers")
+
+    @property
+    def worker_security(self) -> SecurityOptions:
+        """Options of the connectors to both workers."""
+        security = SecurityOptions(token_file=self.worker_token)
+        ca = self.worker_tls_ca or self.tls_ca
+        if self.worker_tls is False or ca is None:
+            return security
+        use_own = self.worker_tls_cert is None
+        return security | SecurityOptions(
+            tls_ca=ca,
+            tls_cert=self.tls_cert if use_own else self.worker_tls_cert,
+            tls_key=self.tls_key if use_own else self.worker_tls_key,
+            tls_name=self.worker_tls_name,
+        )
+
+    @model_validator(mode="after")
+    def _check_worker_security(self) -> Self:
+        if self.worker_tls and self.worker_tls_ca is None and self.tls_ca is None:
+            raise ValueError("worker_tls: must be given with worker_tls_ca, the CA of the workers")
+        TlsFiles(self.worker_tls_ca, self.worker_tls_cert, self.worker_tls_key, prefix="worker_").load()
+        token_of(None, self.worker_token, setting="worker_token")
+        security = self.worker_security
+        for name in ("worker_tls_ca", "worker_tls_cert", "worker_tls_name") if "tls_ca" not in security else ():
+            if getattr(self, name) is not None:
+                required = "worker_tls_ca" if self.worker_tls is None else "worker_tls, which is off"
+                raise ValueError(f"{name}: must be given with {required}")
+        Connector("", **security)
+        return self
 
 
 def _check_stubs_installed(smg: bool) -> bool:
@@ -98,13 +146,9 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         "largest", description="exspec: which equal-length group runs first"
     )
     admission: Literal["arrival", "length"] = Field(
-        "arrival",
-        description="next request to run: the first in the queue, or the one closest in length to the last",
+        "arrival", description="next request to run: the first in the queue, or the one closest in length to the last"
     )
-    prefix_caching: bool = Field(
-        True,
-        description="reuse cached prefixes of earlier requests",
-    )
+    prefix_caching: bool = Field(True, description="reuse cached prefixes of earlier requests")
     queue_size: int = Field(
         256, ge=0, le=UINT32_MAX, description="maximum samples that wait; further requests are refused"
     )
@@ -112,15 +156,10 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         4_194_304, ge=1, le=UINT32_MAX, description="maximum prompt tokens that wait, unless a single request has more"
     )
     max_requests_per_client: int | None = Field(
-        None,
-        ge=1,
-        le=UINT32_MAX,
-        description="maximum samples of one client, queued and running; default: unlimited",
+        None, ge=1, le=UINT32_MAX, description="maximum samples of one client, queued and running; default: unlimited"
     )
     num_speculative_tokens: int | None = Field(
-        None,
-        ge=0,
-        description="default draft tokens per round; unset: chosen adaptively in each round, possibly zero",
+        None, ge=0, description="default draft tokens per round; unset: chosen adaptively in each round, possibly zero"
     )
     draft_method: DraftMethod = Field(
         DraftMethod.BEST,
@@ -134,8 +173,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         "requests with the same client and nonempty cache_salt; 0: keep none",
     )
     overlap: Overlap = Field(
-        "auto",
-        description="draft during verifications, if it pays; auto: only if the workers' devices differ",
+        "auto", description="draft during verifications, if it pays; auto: only if the workers' devices differ"
     )
     max_num_speculative_tokens: int = Field(
         MAX_SPECULATIVE_TOKENS, ge=0, le=1024, description="maximum num_speculative_tokens of a request"
@@ -169,10 +207,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     )
     max_request_bytes: ByteSize = Field(ByteSize(2**20), ge=1024, le=2**31 - 1, description="largest request accepted")
 
-    smg: ServesSmg = Field(
-        False,
-        description="also serve vllm.grpc.engine.VllmEngine, for the HTTP gateway smg",
-    )
+    smg: ServesSmg = Field(False, description="also serve vllm.grpc.engine.VllmEngine, for the HTTP gateway smg")
 
     @property
     def target_addresses(self) -> list[str]:

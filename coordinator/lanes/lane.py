@@ -5,13 +5,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from coordinator.rounds.loop import RoundLoop
-from coordinator.rounds.shared import Shared
+from coordinator.rounds.running import Shared
 from coordinator.scheduling.capacity import KVCapacity
 from coordinator.scheduling.window import Window
 from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.interface import Workers
 from coordinator.workers.link import RENEWED
-from coordinator.workers.standby import TargetPair
+from coordinator.workers.target_link import TargetLink
 from specpool.drafting.drafting import Drafting
 
 
@@ -19,64 +19,95 @@ class Lane:
     """Runs rounds with one target worker."""
 
     def __init__(
-        self, targets: TargetPair, draft: DraftGroup | None, shared: Shared, on_change: Callable[[], None]
+        self,
+        link: TargetLink,
+        draft: DraftGroup | None,
+        shared: Shared,
+        on_change: Callable[[], None],
+        is_standby: bool = False,
     ) -> None:
-        """`on_change`: called when the state of the target worker has changed."""
+        """`on_change`: called when the state of the target worker has changed.
+
+        `is_standby`: serve no rounds before `take_over`.
+        """
         settings = shared.settings
-        self.targets, self.draft, self.is_draining = targets, draft, False
-        self._settings, self._on_change, self._on_other_numerics = settings, on_change, shared.on_other_numerics
+        self.link, self.draft, self.is_draining = link, draft, False
+        self._settings, self._on_change, self._queue = settings, on_change, shared.queue
         self._tasks: list[asyncio.Task[None]] = []
         preempts = settings.policy != "eqspec"  # a fixed batch neither preempts nor overlaps
         self.window = Window(
             settings.usable_window, shared.queue, prefix_caching=settings.prefix_caching, preempts=preempts
         )
-        self.window.is_open = False
+        self.window.is_open, self.window.is_standby = False, is_standby
+        if is_standby:
+            self._queue.windows.remove(self.window)
         self.drafting = Drafting(settings.max_num_speculative_tokens, lookup=shared.lookup)
-        self._loop = RoundLoop(shared, self.window, Workers(targets, draft), self.drafting)
-        targets.on_change = self.update
-        for link in targets.links:
-            link.on_replaced = self._target_replaced
+        self._loop = RoundLoop(shared, self.window, Workers(link, draft), self.drafting)
+        link.on_change, link.on_replaced = self.update, self._target_replaced
 
     @property
     def address(self) -> str:
-        return self.targets.active.address
+        return self.link.address
 
     @property
     def is_ready(self) -> bool:
-        """Whether the target worker serves rounds."""
-        return self.targets.active.is_ready
+        """Whether the target worker is ready for rounds."""
+        return self.link.is_ready
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the target worker is unavailable, and not only reconnecting with new certificates."""
+        return not self.link.is_ready and self.link.reason != RENEWED
+
+    @property
+    def is_standby(self) -> bool:
+        """Whether another lane serves the rounds."""
+        return self.window.is_standby
 
     @property
     def is_known(self) -> bool:
         """Whether the target worker was ready before."""
-        return self.targets.info is not None
+        return self.link.info is not None
 
     @property
     def is_releasing(self) -> bool:
         """Whether slots are about to be released."""
         return bool(self.window.occupied) or (self.draft is not None and self.draft.is_releasing)
 
-    def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Connect to the workers and run rounds.
+    def start(self, tasks: asyncio.TaskGroup, probing: Coroutine[Any, Any, None]) -> None:
+        """Connect to the workers and run rounds. `probing`: keeps the link to the target worker connected.
 
         The tasks never return. They raise MismatchError if the target worker has another model, and no other one
         serves the known model.
         """
         drafts: list[Coroutine[Any, Any, None]] = [] if self.draft is None else [self.draft.keep_connected()]
-        self._tasks = [tasks.create_task(task) for task in (*self.targets.probes(), *drafts, self._loop.run())]
+        self._tasks = [tasks.create_task(task) for task in (probing, *drafts, self._loop.run())]
 
     def update(self) -> None:
         """Adapt the window to the state of the target worker."""
         if self.is_ready:
             self._fit_window()
-        self.window.is_open = self.is_ready and not self.is_draining
-        self.window.is_lost = not self.is_ready and self.targets.active.reason != RENEWED
+        self.window.is_open = self.is_ready and not self.is_draining and not self.is_standby
+        self.window.is_lost = self.is_lost or self.is_standby
         self._on_change()
 
-    def _target_replaced(self, numerics: str) -> None:
-        if numerics != self.window.numerics:
-            self._on_other_numerics()
-        self._loop.failures.target_replaced(numerics)
+    def take_over(self) -> None:
+        """Serve rounds from now on. The target worker is ready."""
+        self.window.is_standby = False
+        if self.window not in self._queue.windows:
+            self._queue.windows.append(self.window)
+        self._target_replaced()
+        self.update()
+
+    def stand_by(self) -> None:
+        """Serve no more rounds. The sequences continue in another lane."""
+        self.window.is_standby = True
+        self.link.abort_rounds()
+        self.update()
+
+    def _target_replaced(self) -> None:
+        if not self.is_standby:
+            self._loop.failures.target_replaced()
 
     def vacate(self) -> None:
         """Let the sequences continue in other lanes if the target worker is lost."""
@@ -84,14 +115,15 @@ class Lane:
 
     def _fit_window(self) -> None:
         """Limit the window to the target's slots. More sequences would only evict each other."""
-        load = self.targets.active.load_at_start
-        self.window.slots = load.slots_total
+        info = self.link.info
+        assert info is not None
+        self.window.slots = info.slots_total
         self.window.max_num_seqs = min(self._settings.usable_window, self.window.slots)
-        grows = load.kv_reservations_grow and self._settings.policy != "eqspec"  # a fixed batch does not preempt
-        self.window.reservations.capacity = KVCapacity(load.kv_positions_total, load.kv_positions_multiple, grows)
+        grows = self._settings.policy != "eqspec"  # a fixed batch does not preempt
+        self.window.reservations.capacity = KVCapacity(info.kv_positions_total, info.kv_positions_multiple, grows)
 
     async def remove(self) -> None:
-        """Stop the lane. Its sequences continue in other lanes, or fail."""
+        """Stop the lane. Its sequences continue in other lanes."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -100,7 +132,6 @@ class Lane:
 
     async def close(self) -> None:
         """Close the connections."""
-        for link in self.targets.links:
-            await link.close()
+        await self.link.close()
         if self.draft is not None:
             await self.draft.close()

@@ -1,4 +1,7 @@
-"""All lanes: one for each target worker. They are added and removed while the coordinator runs."""
+"""All lanes: one for each target worker. They are added and removed while the coordinator runs.
+
+A standby is a lane that opens when no other one serves rounds.
+"""
 
 import asyncio
 import logging
@@ -8,17 +11,17 @@ from dataclasses import replace
 from typing import Any
 
 from coordinator.lanes.lane import Lane
-from coordinator.prompts.template_file import read_template
+from coordinator.prompts.process_link import read_template
 from coordinator.prompts.tokenizer_pool import TokenizerPool
-from coordinator.rounds.shared import Shared
+from coordinator.rounds.running import Shared
 from coordinator.workers.discovery import Discovery, Endpoint
 from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.interface import Target
-from coordinator.workers.standby import TargetPair
+from coordinator.workers.states import LISTEN_SECONDS, LinkState
 from coordinator.workers.target_link import TargetLink
 from coordinator.workers.target_model import TargetModel
-from specpool.drafting.drafting import SpeculationState
+from specpool.drafting.plans import SpeculationState
 from specpool.protocol.errors import UnavailableError
 from specpool.rpc.security.channel import Connector
 
@@ -40,11 +43,31 @@ class Lanes:
         self._discovery = Discovery(shared.settings.target_addresses)
         self._ready = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
+        self.takeovers = 0
+        """Number of times that the standby took over."""
         self._lanes = [self._make(endpoint) for endpoint in self._discovery.fixed]
+        if shared.settings.target_standby_address is not None:
+            self._lanes.append(self._make(Endpoint(shared.settings.target_standby_address), is_standby=True))
 
     def __iter__(self) -> Iterator[Lane]:
-        """The lanes in the order of their addresses, then those that are about to be removed."""
-        return iter(sorted(self._lanes, key=lambda lane: lane.is_draining))
+        """The lanes without the standby, in the order of their addresses. Those about to be removed come last."""
+        return iter(sorted((lane for lane in self._lanes if not lane.is_standby), key=lambda lane: lane.is_draining))
+
+    @property
+    def standby(self) -> Lane | None:
+        """The lane that waits for the others to be lost."""
+        return next((lane for lane in self._lanes if lane.is_standby), None)
+
+    @property
+    def links(self) -> list[TargetLink]:
+        """The links to all target workers, including the standby."""
+        return [lane.link for lane in self._lanes]
+
+    @property
+    def draft_links(self) -> list[DraftLink]:
+        """The links to the draft workers of the first lane."""
+        draft = self.first.draft if self._lanes else None
+        return draft.links if draft is not None else []
 
     @property
     def first(self) -> Lane:
@@ -55,9 +78,6 @@ class Lanes:
         if not self._lanes:
             raise UnavailableError(f"no address is known for {self._shared.settings.target_address}")
         return max(self, key=lambda lane: (lane.is_ready, lane.is_known))
-
-    def __len__(self) -> int:
-        return len(self._lanes)
 
     @property
     def is_ready(self) -> bool:
@@ -104,7 +124,7 @@ class Lanes:
         async with asyncio.TaskGroup() as self._tasks:
             self._tasks.create_task(beside)
             for lane in self._lanes:
-                lane.start(self._tasks)
+                lane.start(self._tasks, self._probe_standby(lane) if lane.is_standby else lane.link.keep_connected())
             async for endpoints in self._discovery.endpoints():
                 self._follow(endpoints)
 
@@ -112,12 +132,11 @@ class Lanes:
         for lane in self._lanes:
             await lane.close()
 
-    def _make(self, endpoint: Endpoint) -> Lane:
+    def _make(self, endpoint: Endpoint, is_standby: bool = False) -> Lane:
         # Unique to this lane, so that no worker confuses its sequences with those of another lane or coordinator.
-        coordinator_id, settings = uuid.uuid4().hex, self._shared.settings
-        standby = [Endpoint(settings.target_standby_address)] if settings.target_standby_address is not None else []
-        targets = TargetPair(*(self._target_link(each, coordinator_id) for each in (endpoint, *standby)))
-        return Lane(targets, self._make_draft(coordinator_id, targets), self._shared, self._changed)
+        coordinator_id = uuid.uuid4().hex
+        link = self._target_link(endpoint, coordinator_id)
+        return Lane(link, self._make_draft(coordinator_id, link), self._shared, self._changed, is_standby)
 
     def _make_draft(self, coordinator_id: str, target: Target) -> DraftGroup | None:
         settings = self._shared.settings
@@ -134,20 +153,38 @@ class Lanes:
         settings = self._shared.settings
         connector = Connector(endpoint.address, **endpoint.secured(settings.worker_security))
         link = TargetLink(connector, coordinator_id, settings.target_timeout_seconds, self._tokenizers, self._model)
-        link.replicas = self._links
+        link.replicas = lambda: self.links
         if settings.chat_template is not None:
             link.chat_template = read_template(settings.chat_template)
         return link
 
-    def _links(self) -> list[TargetLink]:
-        return [link for lane in self._lanes for link in lane.targets.links]
+    async def _probe_standby(self, standby: Lane) -> None:
+        """Connect to the standby after the target, which decides the model to serve, unless the target is down."""
+        first, link = self.first.link, standby.link
+        link.reason = f"waiting for the target worker at {first.address}"
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + LISTEN_SECONDS
+        while first.info is None and (first.state is LinkState.LOADING or clock() < deadline):  # noqa: ASYNC110 - polls
+            await asyncio.sleep(POLL_SECONDS)
+        await link.keep_connected()
+
+    def _take_over(self) -> None:
+        """Let the standby serve if no other lane can. The lost lane becomes the standby."""
+        standby = self.standby
+        if standby is None or not standby.is_ready or not self.first.is_lost:
+            return
+        lost, self.takeovers = self.first, self.takeovers + 1
+        log.warning("the standby at %s takes over from the target worker at %s", standby.address, lost.address)
+        standby.take_over()
+        lost.stand_by()
 
     def _changed(self) -> None:
         """Move sequences of lost target workers, and wake all lanes: they may have more to do."""
+        self._take_over()
         for lane in self._lanes:
             lane.vacate()
         self._shared.queue.wake()
-        if any(lane.is_ready for lane in self._lanes):
+        if any(lane.is_ready for lane in self):
             self._ready.set()
         else:
             self._ready.clear()
@@ -157,7 +194,7 @@ class Lanes:
         """Add lanes for new addresses, and drain those whose address has vanished."""
         assert self._tasks is not None
         new = {endpoint.address: endpoint for endpoint in endpoints}
-        for lane in self._lanes:
+        for lane in self:
             was_draining, lane.is_draining = lane.is_draining, new.pop(lane.address, None) is None
             if lane.is_draining == was_draining:
                 continue
@@ -168,7 +205,7 @@ class Lanes:
         for endpoint in new.values():
             log.info("adding the target worker at %s", endpoint.address)
             self._lanes.append(lane := self._make(endpoint))
-            lane.start(self._tasks)
+            lane.start(self._tasks, lane.link.keep_connected())
 
     async def _drain(self, lane: Lane) -> None:
         """Remove a lane once its sequences have finished or moved, unless its address comes back."""

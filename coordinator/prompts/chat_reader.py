@@ -26,8 +26,8 @@ def check_chat(chat: pb.ChatInput) -> int:
     """Check counts and lengths; return the bytes of all text. Raises InvalidArgumentError."""
     if not chat.messages:
         raise InvalidArgumentError("chat.messages", "must not be empty")
-    _check_size("chat.messages", chat.messages, MAX_MESSAGES)
-    _check_size("chat.tools", chat.tools, MAX_TOOLS)
+    check_size("chat.messages", chat.messages, MAX_MESSAGES)
+    check_size("chat.tools", chat.tools, MAX_TOOLS)
     _check_options(chat.chat_template_kwargs)
     calls = sum(len(message.tool_calls) for message in chat.messages)
     if calls > MAX_TOOL_CALLS:
@@ -39,7 +39,7 @@ def check_chat(chat: pb.ChatInput) -> int:
         path = f"chat.messages[{index}]"
         _check_name(f"{path}.role", message.role, MAX_ROLE_LENGTH)
         for name in ("name", "tool_call_id"):
-            _check_size(f"{path}.{name}", getattr(message, name), MAX_NAME_LENGTH, "characters")
+            check_size(f"{path}.{name}", getattr(message, name), MAX_NAME_LENGTH, "characters")
         for position, call in enumerate(message.tool_calls):
             _check_call(f"{path}.tool_calls[{position}]", call)
         texts += [message.content, message.reasoning_content, *(call.function.arguments for call in message.tool_calls)]
@@ -56,7 +56,7 @@ def read_chat(chat: pb.ChatInput) -> Chat:
 
 
 def _check_options(options: Struct) -> None:
-    _check_size(OPTIONS, options.fields, MAX_OPTIONS)
+    check_size(OPTIONS, options.fields, MAX_OPTIONS)
     if any(len(name) > MAX_OPTION_LENGTH for name in options.fields):
         reason = f"has a name of more than {MAX_OPTION_LENGTH} characters"
         raise InvalidArgumentError(OPTIONS, reason, limit=MAX_OPTION_LENGTH)
@@ -65,7 +65,7 @@ def _check_options(options: Struct) -> None:
 
 
 def _check_call(path: str, call: pb.ToolCall) -> None:
-    _check_size(f"{path}.id", call.id, MAX_NAME_LENGTH, "characters")
+    check_size(f"{path}.id", call.id, MAX_NAME_LENGTH, "characters")
     if call.type not in ("", "function"):
         raise InvalidArgumentError(f"{path}.type", 'must be "function"')
     _check_name(f"{path}.function.name", call.function.name, MAX_NAME_LENGTH)
@@ -74,10 +74,11 @@ def _check_call(path: str, call: pb.ToolCall) -> None:
 def _check_name(field: str, name: str, limit: int) -> None:
     if not name:
         raise InvalidArgumentError(field, "must not be empty")
-    _check_size(field, name, limit, "characters")
+    check_size(field, name, limit, "characters")
 
 
-def _check_size(field: str, values: Sized, limit: int, unit: str = "entries") -> None:
+def check_size(field: str, values: Sized, limit: int, unit: str = "entries") -> None:
+    """Raise InvalidArgumentError if a field has too many values."""
     if len(values) > limit:
         raise InvalidArgumentError(field, f"has more than {limit} {unit}", limit=limit)
 

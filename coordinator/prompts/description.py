@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.prompts.decoders import read_decoder
-from coordinator.prompts.detokenizer import Detokenizer, Vocabulary
+from coordinator.prompts.detokenizer import Detokenizer, Vocabulary, read_decoder
 from specpool.protocol.tokenizer import TokenizerFiles
 
 MAX_TOKEN_BYTES = 4096
@@ -19,8 +18,6 @@ class TokenizerError(ValueError):
 
 @dataclass(frozen=True)
 class TemplateDescription:
-    """A chat template."""
-
     reads_tools: bool
     options: frozenset[str]
     """Names of the variables that requests may set."""
@@ -37,14 +34,6 @@ class TokenizerDescription:
     tool_template: TemplateDescription | None
     """For chats with tools."""
     vocabulary: Vocabulary
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self.files.eos_token_ids
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self.template is not None
 
     def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
         """Return a detokenizer for the tokens generated after a prompt."""

@@ -16,8 +16,6 @@ MAX_REASON_CHARACTERS = 1000
 
 
 class Kind(IntEnum):
-    """Kinds of messages."""
-
     # Requests
     LOAD = 1
     TEXT = 2
@@ -46,8 +44,6 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Allowance:
-    """Limits on one stage of a request."""
-
     seconds: float
     """Processor time."""
     memory: int
@@ -65,20 +61,14 @@ class Allowance:
 
     @classmethod
     def constraint(cls, seconds: float) -> Self:
-        """For compiling a constraint."""
         return cls(seconds, 256 * MIB)
 
     @property
     def shown_memory(self) -> str:
         return f"{self.memory // MIB} MiB"
 
-    @property
-    def shown_seconds(self) -> str:
-        return f"{self.seconds:.3g} s"
-
 
 def frame(kind: Kind, body: bytes = b"") -> bytes:
-    """Return a message."""
     return HEADER.pack(len(body), kind) + body
 
 

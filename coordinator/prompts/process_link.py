@@ -1,13 +1,16 @@
-"""The coordinator's link to one prompt process."""
+"""The coordinator's link to one prompt process, and the check of a chat template's file in such a process."""
 
 import asyncio
 import contextlib
+import marshal
 import os
 import signal
+import subprocess
 import sys
 from asyncio.subprocess import PIPE, Process
+from pathlib import Path
 
-from coordinator.prompts.frames import HEADER, MIB, Allowance, Kind, frame
+from coordinator.prompts.frames import HEADER, MAX_REASON_CHARACTERS, MIB, Allowance, Kind, frame
 
 COMMAND = [sys.executable, "-P", "-m", "coordinator.prompts.process"]
 # Wall-clock seconds allowed per second of processor time. A process that hangs without using any is killed after that.
@@ -16,6 +19,10 @@ PATIENCE = 10.0
 EXIT_SECONDS = 1.0
 # The process inherits no other variables, and so neither settings nor secrets.
 INHERITED = {"LD_LIBRARY_PATH", "PYTHONHOME", "TZ"}
+
+MAX_FILE_BYTES = 2**20
+# Processor time and wall-clock time to compile a template.
+COMPILE_SECONDS, PATIENCE_SECONDS = 3.0, 60.0
 
 
 class ProcessDiedError(Exception):
@@ -27,9 +34,7 @@ class ProcessDiedError(Exception):
         self.is_killed = status == -signal.SIGKILL
         """Whether somebody else killed it. Otherwise the request ended it."""
         is_slow = status == -signal.SIGPROF
-        self.reason = f"takes more than {stage.shown_seconds if is_slow else stage.shown_memory}" + (
-            "" if is_slow else ", or crashes"
-        )
+        self.reason = f"takes more than {f'{stage.seconds:.3g} s' if is_slow else f'{stage.shown_memory}, or crashes'}"
 
 
 class ProcessLink:
@@ -113,7 +118,6 @@ class ProcessLink:
         return Kind(kind), await self._process.stdout.readexactly(length)
 
     async def close(self) -> None:
-        """End the process now."""
         self._is_usable = False
         if self._process is None or self._process.returncode is not None:
             return
@@ -128,3 +132,36 @@ def environment() -> dict[str, str]:
     path = os.pathsep.join(folder for folder in sys.path if folder)
     # One arena and no threads: the limit on memory counts address space.
     return {**inherited, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def read_template(path: Path) -> str:
+    """Return the template of a file. Raises ValueError if it cannot be read."""
+    if not path.is_file():
+        raise ValueError(f"no such file: {path}")
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
+        source = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    if not source.strip():
+        raise ValueError(f"{path} is empty")
+    return source
+
+
+def check_template(path: Path) -> None:
+    """Raise ValueError if the template of a file cannot be read or does not compile. Takes a fraction of a second."""
+    request = frame(Kind.TEMPLATE, marshal.dumps((read_template(path), COMPILE_SECONDS)))
+    try:
+        done = subprocess.run(
+            COMMAND, input=request, stdout=subprocess.PIPE, env=environment(), timeout=PATIENCE_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"{path}: cannot start a prompt process: {error}") from None
+    header, reason = done.stdout[: HEADER.size], done.stdout[HEADER.size :]
+    if len(header) < HEADER.size:
+        raise ValueError(f"{path}: the chat template takes too much time or memory to compile")
+    if HEADER.unpack(header)[1] != Kind.DONE:
+        raise ValueError(f"{path}: {reason.decode(errors='replace')[:MAX_REASON_CHARACTERS]}")

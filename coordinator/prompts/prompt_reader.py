@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass
 
 from coordinator.prompts.chat_reader import OPTIONS, check_chat, read_chat
 from coordinator.prompts.description import TokenizerDescription
+from coordinator.prompts.templates import NO_TEMPLATE
 from coordinator.prompts.tokenizer_pool import Check, Prompt, PromptError, TokenizerPool, TooLongError
 from specpool.protocol.errors import InvalidArgumentError
 from specpool.v1 import generation_pb2 as pb
@@ -16,15 +17,11 @@ MAX_LISTED = 32
 # Token ids that are checked before the event loop gets a turn.
 IDS_PER_TURN = 16_384
 
-NO_TEMPLATE = "the target model has no chat template; send text or tokenized input"
-
 FIELDS = {"text": "text", "tokenized": "tokenized.input_ids", "chat": "chat.messages"}
 
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Reads prompts for one model."""
-
     tokenizer: TokenizerDescription
     max_model_len: int
     vocab_size: int

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from coordinator.prompts.templates import Chat, ChatTemplate, ChatTemplateError
+from coordinator.prompts.templates import NO_TEMPLATE, Chat, ChatTemplate, ChatTemplateError
 from specpool.protocol.tokenizer import TokenizerFiles
 
 # Bytes per token of ordinary text. A text that only fits with longer tokens is first counted in pieces: tokenizing all
@@ -20,7 +20,6 @@ BYTES_PER_TOKEN = 4
 PIECE_CHARACTERS = 16_384
 # Tokens that a cut between two pieces may add.
 TOKENS_PER_CUT = 64
-NO_TEMPLATE = "the target model has no chat template; send text or tokenized input"
 
 
 class TokenizerError(ValueError):
@@ -45,8 +44,6 @@ UNLIMITED = WorkLimits()
 
 
 class TargetTokenizer:
-    """Encodes prompts."""
-
     def __init__(self, files: TokenizerFiles, vocab_size: int | None = None) -> None:
         """Raise TokenizerError if the files are broken, or if the vocabulary exceeds the model's `vocab_size`.
 

@@ -51,9 +51,19 @@ class TooLongError(PromptError):
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """Work for a prompt process."""
+class _Request:
+    kind: Kind
+    body: bytes
+    first_stage: Allowance
+    max_reply: int
+    seconds: float = 0.0
+    """Processor time of a later stage."""
+    first_worker: str = "the tokenizer"
+    """What to blame if the first stage ends the process."""
 
+
+@dataclass(frozen=True)
+class Prompt:
     client: str
     size: int
     """Bytes of the prompt."""
@@ -64,36 +74,28 @@ class Prompt:
     max_characters: int
     """Maximum output of the chat template."""
 
-    def request(self, seconds: float) -> tuple[Kind, bytes]:
+    def request(self) -> _Request:
         """Return the request to a process. Raises the errors of `content`."""
-        limits = (self.max_tokens, self.max_characters, seconds)
+        limits = (self.max_tokens, self.max_characters, MAX_SECONDS)
+        stage, max_reply = Allowance.prompt(self.size, MAX_SECONDS), 4 * self.max_tokens + MAX_REASON_BYTES
         if self.is_chat:
-            return Kind.CHAT, marshal.dumps((self.content(), self.size, *limits))
-        return Kind.TEXT, marshal.dumps((self.content(), *limits))
+            body, worker = marshal.dumps((self.content(), self.size, *limits)), "the model's chat template"
+            return _Request(Kind.CHAT, body, stage, max_reply, MAX_SECONDS, worker)
+        return _Request(Kind.TEXT, marshal.dumps((self.content(), *limits)), stage, max_reply, MAX_SECONDS)
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """A constraint to compile."""
-
     kind: str
     """Name of its field in `SamplingParams`."""
     text: str
     """The field's text. For `choice`, a JSON list; for `json_object`, a schema."""
 
-
-@dataclass(frozen=True)
-class _Request:
-    """A request to a prompt process."""
-
-    kind: Kind
-    body: bytes
-    first_stage: Allowance
-    max_reply: int
-    seconds: float = 0.0
-    """Processor time of a later stage."""
-    first_worker: str = "the tokenizer"
-    """What to blame if the first stage ends the process."""
+    def request(self) -> _Request:
+        """Return the request to a process."""
+        body = marshal.dumps((self.kind, self.text, MAX_CONSTRAINT_SECONDS))
+        stage = Allowance.constraint(MAX_CONSTRAINT_SECONDS)
+        return _Request(Kind.CONSTRAINT, body, stage, MAX_GRAMMAR_BYTES, first_worker="compiling it")
 
 
 class TokenizerPool:
@@ -111,7 +113,6 @@ class TokenizerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids."""
         return [link.pid for link in self._links if link.pid is not None]
 
     def start(self) -> None:
@@ -154,51 +155,41 @@ class TokenizerPool:
 
         Raises PromptError, QueueFullError, UnavailableError, and the errors of the prompt and of `before`.
         """
-        turn, link = await self._turns.take(prompt.client, prompt.size > LARGE_BYTES)
-        # An abandoned prompt keeps its process busy, but only for a limited time.
-        return await asyncio.shield(self._in_background(self._encode(prompt, before, turn, link)))
+        return _token_ids(*await self._serve(prompt.client, prompt.size > LARGE_BYTES, before, prompt.request))
 
     async def compile(self, client: str, constraint: Constraint, before: Check = lambda: None) -> str:
         """Return the grammar of a client's constraint. `before`: see `encode`.
 
         Raises PromptError, QueueFullError, UnavailableError, UnimplementedError, and the errors of `before`.
         """
-        turn, link = await self._turns.take(client, len(constraint.text) > LARGE_BYTES)
-        return await asyncio.shield(self._in_background(self._compile(constraint, before, turn, link)))
+        is_large = len(constraint.text) > LARGE_BYTES
+        kind, reply = await self._serve(client, is_large, before, constraint.request)
+        if kind is not Kind.DONE:
+            raise (LimitError if kind is Kind.EXHAUSTED else PromptError)(_text(reply))
+        return reply.decode()
 
     async def close(self) -> None:
-        """End all processes."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(link.close() for link in self._links))
 
-    async def _encode(self, prompt: Prompt, before: Check, turn: Turn[ProcessLink], link: ProcessLink) -> list[int]:
-        try:
-            before()
-            if prompt.size > LARGE_BYTES:
-                kind, body = await asyncio.to_thread(prompt.request, MAX_SECONDS)
-            else:
-                kind, body = prompt.request(MAX_SECONDS)
-            stage, max_reply = Allowance.prompt(prompt.size, MAX_SECONDS), 4 * prompt.max_tokens + MAX_REASON_BYTES
-            worker = "the model's chat template" if prompt.is_chat else "the tokenizer"
-            return _token_ids(*await self._ask(turn, link, _Request(kind, body, stage, max_reply, MAX_SECONDS, worker)))
-        finally:
-            self._release(turn, link)
+    async def _serve(
+        self, client: str, is_large: bool, before: Check, make: Callable[[], _Request]
+    ) -> tuple[Kind, bytes]:
+        """Wait for a process, and return its reply to a request. `make` returns the request."""
+        turn, link = await self._turns.take(client, is_large)
 
-    async def _compile(self, constraint: Constraint, before: Check, turn: Turn[ProcessLink], link: ProcessLink) -> str:
-        try:
-            before()
-            body = marshal.dumps((constraint.kind, constraint.text, MAX_CONSTRAINT_SECONDS))
-            stage = Allowance.constraint(MAX_CONSTRAINT_SECONDS)
-            request = _Request(Kind.CONSTRAINT, body, stage, MAX_GRAMMAR_BYTES, first_worker="compiling it")
-            kind, reply = await self._ask(turn, link, request)
-            if kind is not Kind.DONE:
-                raise (LimitError if kind is Kind.EXHAUSTED else PromptError)(_text(reply))
-            return reply.decode()
-        finally:
-            self._release(turn, link)
+        async def answer() -> tuple[Kind, bytes]:
+            try:
+                before()
+                return await self._ask(turn, link, await asyncio.to_thread(make) if is_large else make())
+            finally:
+                self._release(turn, link)
+
+        # An abandoned request keeps its process busy, but only for a limited time.
+        return await asyncio.shield(self._in_background(answer()))
 
     async def _ask(self, turn: Turn[ProcessLink], link: ProcessLink, request: _Request) -> tuple[Kind, bytes]:
         """Ask a process, and retry once if somebody else killed it.

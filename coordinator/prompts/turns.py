@@ -25,8 +25,6 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(eq=False)
 class Turn(Generic[Place]):
-    """A waiting or running prompt."""
-
     client: str
     is_large: bool
     began: float
@@ -51,7 +49,10 @@ class Turns(Generic[Place]):
 
     async def take(self, client: str, is_large: bool = False) -> tuple[Turn[Place], Place]:
         """Wait for a place. Raises QueueFullError."""
-        self._check_waiting(client, is_large)
+        waiting = Counter(turn.is_large for turn in self._waiting if turn.client == client)
+        if waiting.total() >= self._max_waiting or (is_large and waiting[True] >= MAX_LARGE_WAITING):
+            reason = f"too many prompts are waiting to be tokenized ({waiting.total()})"
+            raise QueueFullError(reason, RETRY_SECONDS)
         turn: Turn[Place] = Turn(client, is_large, 0.0, asyncio.get_running_loop().create_future())
         self._waiting.append(turn)
         self._grant()
@@ -77,20 +78,12 @@ class Turns(Generic[Place]):
         self._grant()  # another large prompt may fit now
 
     def add(self, place: Place) -> None:
-        """Add a free place."""
         self._free.append(place)
         self._grant()
 
     def take_free(self) -> list[Place]:
-        """Take all free places."""
         places, self._free = self._free, []
         return places
-
-    def _check_waiting(self, client: str, is_large: bool) -> None:
-        waiting = Counter(turn.is_large for turn in self._waiting if turn.client == client)
-        if waiting.total() >= self._max_waiting or (is_large and waiting[True] >= MAX_LARGE_WAITING):
-            reason = f"too many prompts are waiting to be tokenized ({waiting.total()})"
-            raise QueueFullError(reason, RETRY_SECONDS)
 
     def _grant(self) -> None:
         while self._free:

@@ -35,8 +35,6 @@ class Timings:
 
 
 class Sample:
-    """One sequence of a request."""
-
     def __init__(self, sequence: Sequence, index: int, arrived: float) -> None:
         self.sequence, self.index = sequence, index
         self.unread = 0
@@ -208,7 +206,6 @@ class Generation:
             self._update_stall_timer()
 
     def _update_stall_timer(self) -> None:
-        """Start or stop the stall timer."""
         is_blocked = any(sample.paused and not sample.has_ended for sample in self.samples) or self._has_ended
         if self._fail is None or not is_blocked:
             if self._stall is not None:

@@ -2,11 +2,12 @@
 
 import secrets
 import uuid
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.prompts.chat_reader import check_size
 from coordinator.prompts.constraint_reader import ConstraintReader, constraint_field, read_constraint
 from coordinator.prompts.prompt_reader import PromptReader
 from coordinator.prompts.tokenizer_pool import Constraint, TokenizerPool
@@ -31,22 +32,12 @@ MIN_TEMPERATURE = 0.01
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a request."""
-
     settings: CoordinatorSettings
     prompts: PromptReader
     max_num_seqs: int
     constraints: ConstraintReader
     grammar_refusal: str | None = None
     """Why the target worker does not follow grammars; None if it does."""
-
-    @property
-    def max_model_len(self) -> int:
-        return self.prompts.max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        return self.prompts.vocab_size
 
 
 async def read_request(
@@ -70,7 +61,7 @@ async def read_request(
         grammar = await limits.constraints.read(constraint, client, before=lambda: check_queue(request))
         sampling = replace(request.sampling, grammar=grammar)
         request = replace(request, sampling=sampling, constraint=constraint_field(constraint.kind))
-    params, remaining = message.sampling_params, limits.max_model_len - len(prompt_ids)
+    params, remaining = message.sampling_params, limits.prompts.max_model_len - len(prompt_ids)
     if params.HasField("max_tokens"):
         _check_max_tokens(params.max_tokens, remaining, limits)
     max_tokens = min(request.max_tokens, remaining)
@@ -81,12 +72,7 @@ async def read_request(
 
 def check_request_id(request_id: str) -> None:
     """Raise InvalidArgumentError for an id that is too long."""
-    _check_size("request_id", request_id, MAX_REQUEST_ID_LENGTH, "characters")
-
-
-def _check_size(field: str, values: Sized, limit: int, unit: str = "entries") -> None:
-    if len(values) > limit:
-        raise InvalidArgumentError(field, f"has more than {limit} {unit}", limit=limit)
+    check_size("request_id", request_id, MAX_REQUEST_ID_LENGTH, "characters")
 
 
 def _parse(message: pb.GenerateRequest, client: str, limits: Limits) -> GenerationRequest:
@@ -96,7 +82,7 @@ def _parse(message: pb.GenerateRequest, client: str, limits: Limits) -> Generati
     sampling = _sampling(params)
     max_tokens = _max_tokens(params, limits)
     _check_min_tokens(params, max_tokens)
-    _check_size("cache_salt", message.cache_salt, MAX_SALT_LENGTH, "characters")
+    check_size("cache_salt", message.cache_salt, MAX_SALT_LENGTH, "characters")
     num_speculative_tokens, adaptive = _num_speculative_tokens(message, limits)
     return GenerationRequest(
         request_id=message.request_id or uuid.uuid4().hex,
@@ -155,14 +141,14 @@ def _number_of_samples(params: pb.SamplingParams, sampling: SamplingParams, limi
 
 
 def _check_token_id(field: str, token: int, limits: Limits) -> None:
-    if token >= limits.vocab_size:
-        refusal = f"token id {token} is not below the vocabulary size {limits.vocab_size}"
-        raise InvalidArgumentError(field, refusal, limit=limits.vocab_size - 1)
+    if token >= limits.prompts.vocab_size:
+        refusal = f"token id {token} is not below the vocabulary size {limits.prompts.vocab_size}"
+        raise InvalidArgumentError(field, refusal, limit=limits.prompts.vocab_size - 1)
 
 
 def _logit_bias(params: pb.SamplingParams, limits: Limits) -> tuple[tuple[int, float], ...]:
     field = "sampling_params.logit_bias"
-    _check_size(field, params.logit_bias, MAX_LOGIT_BIASES)
+    check_size(field, params.logit_bias, MAX_LOGIT_BIASES)
     for token in params.logit_bias:
         _check_token_id(field, token, limits)
     biases = sorted(params.logit_bias.items())
@@ -171,7 +157,7 @@ def _logit_bias(params: pb.SamplingParams, limits: Limits) -> tuple[tuple[int, f
 
 def _stop(params: pb.SamplingParams) -> tuple[str, ...]:
     field = "sampling_params.stop"
-    _check_size(field, params.stop, MAX_STOP_STRINGS)
+    check_size(field, params.stop, MAX_STOP_STRINGS)
     for index, stop in enumerate(params.stop):
         if not 1 <= len(stop) <= MAX_STOP_LENGTH:
             refusal = f"has {len(stop)} characters: it must have from 1 to {MAX_STOP_LENGTH}"
@@ -181,15 +167,15 @@ def _stop(params: pb.SamplingParams) -> tuple[str, ...]:
 
 def _stop_token_ids(params: pb.SamplingParams, limits: Limits) -> frozenset[int]:
     field = "sampling_params.stop_token_ids"
-    _check_size(field, params.stop_token_ids, MAX_STOP_TOKEN_IDS)
+    check_size(field, params.stop_token_ids, MAX_STOP_TOKEN_IDS)
     if params.stop_token_ids:
         _check_token_id(field, max(params.stop_token_ids), limits)
-    eos = () if params.ignore_eos else limits.prompts.tokenizer.eos_token_ids
+    eos = () if params.ignore_eos else limits.prompts.tokenizer.files.eos_token_ids
     return frozenset([*params.stop_token_ids, *eos])
 
 
 def _max_tokens(params: pb.SamplingParams, limits: Limits) -> int:
-    remaining = limits.max_model_len - 1  # every prompt takes a position
+    remaining = limits.prompts.max_model_len - 1  # every prompt takes a position
     if not params.HasField("max_tokens"):
         return min(limits.settings.default_max_tokens, remaining)
     if params.max_tokens < 1:
@@ -200,7 +186,9 @@ def _max_tokens(params: pb.SamplingParams, limits: Limits) -> int:
 
 def _check_max_tokens(max_tokens: int, remaining: int, limits: Limits) -> None:
     if max_tokens > remaining:
-        refusal = f"{max_tokens} exceeds the {remaining} of {limits.max_model_len} positions that the prompt leaves"
+        refusal = (
+            f"{max_tokens} exceeds the {remaining} of {limits.prompts.max_model_len} positions that the prompt leaves"
+        )
         raise InvalidArgumentError("sampling_params.max_tokens", refusal, limit=remaining)
 
 

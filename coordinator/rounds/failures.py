@@ -7,13 +7,11 @@ then fails.
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 
-from coordinator.rounds.releasing import Releasing
-from coordinator.rounds.shared import Shared
+from coordinator.rounds.running import Releasing, Shared
 from coordinator.scheduling.grouping import Group
 from coordinator.scheduling.sequence import Sequence
 from coordinator.scheduling.window import Window
-from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError
-from coordinator.workers.interface import Target
+from coordinator.workers.interface import Cause, Target, WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.link import shortened
 from specpool.protocol.errors import (
     InvalidArgumentError,
@@ -139,19 +137,15 @@ class Failures:
 
     # --- The target worker
 
-    def target_replaced(self, numerics: str) -> None:
-        """Forget the caches of the previous target process. `numerics`: see `TargetModel.replace`.
+    def target_replaced(self) -> None:
+        """Forget the caches of the previous target process.
 
-        Unless the new process certainly runs the same model, fail the requests that have tokens: two models must not
-        contribute to one response. Fail constrained requests if it cannot follow grammars.
+        Fail constrained requests if no target worker follows grammars any more.
         """
-        reason = "another target process took over without fingerprints that prove it runs the same model"
-        self._fail_begun(self._queue.change_numerics(self._window, numerics), reason)
         refusal = self._target.grammar_refusal
         self._window.follows_grammars = refusal is None
         if refusal is not None:
-            for sequence in self._queue.without_grammars(self._window):
-                self._fail(sequence, UnimplementedError(f"{sequence.request.constraint}: {refusal}"))
+            self._fail_without_grammars(refusal)
         self._window.forget_target_caches()
         self._queue.wake()
 
@@ -167,19 +161,20 @@ class Failures:
             log.warning("target worker lost; %d sequences continue on other target workers", len(moved))
             self._releasing.abandon(moved)
             self._queue.wake()
+        if self._window.is_standby and not self._window.open_rounds and self._window in self._queue.windows:
+            self._releasing.abandon(self._window.leaving | {sequence.sequence_id for sequence in self._window.members})
+            self.target_removed()
 
     def target_removed(self) -> None:
-        """Give up the window. Its rounds no longer run."""
-        begun = self._queue.remove(self._window)
-        self._fail_begun(begun, "the target worker was removed, and no other one is proven to run the same model")
+        """Queue the sequences of the window for other windows. Its rounds no longer run."""
+        self._queue.remove(self._window)
+        if self._queue.has_open_window:
+            self._fail_without_grammars("no other target worker follows grammars")
         self._queue.wake()
 
-    def _fail_begun(self, sequences: list[Sequence], reason: str) -> None:
-        if sequences:
-            extra = logs.about(*request_ids(sequences))
-            log.error("failing %d sequences: %s", len(sequences), reason, extra=extra)
-        for sequence in sequences:
-            self._fail(sequence, UnavailableError(f"{reason}; send the request again"))
+    def _fail_without_grammars(self, refusal: str) -> None:
+        for sequence in self._queue.without_grammars(self._window):
+            self._fail(sequence, UnimplementedError(f"{sequence.request.constraint}: {refusal}"))
 
     def _fail(self, sequence: Sequence, error: ServiceError) -> None:
         """End a sequence with an error, unless it has finished."""

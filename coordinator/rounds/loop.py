@@ -8,19 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from coordinator.rounds.durations import Durations
 from coordinator.rounds.failures import Failures, request_ids
 from coordinator.rounds.proposing import MAX_ROUNDS_WITH_NEWCOMERS, Proposing
-from coordinator.rounds.releasing import RETRY_SECONDS, Releasing
-from coordinator.rounds.running import RunningRound
-from coordinator.rounds.shared import Shared
+from coordinator.rounds.running import RETRY_SECONDS, Durations, Releasing, RunningRound, Shared
 from coordinator.scheduling.admission import Admission
-from coordinator.scheduling.grouping import POLICIES, Group, GroupingLimits
-from coordinator.scheduling.ready import ReadySet
+from coordinator.scheduling.grouping import POLICIES, Group, GroupingLimits, ReadySet
 from coordinator.scheduling.sequence import Sequence
 from coordinator.scheduling.window import Window
-from coordinator.workers.errors import Cause, WorkerUnreachableError
-from coordinator.workers.interface import Workers
+from coordinator.workers.interface import Cause, Workers, WorkerUnreachableError
 from specpool.drafting.drafting import Drafting
 from specpool.protocol.rounds import ItemStatus, Verdict
 from specpool.rpc.observability import logs
@@ -119,7 +114,7 @@ class RoundLoop:
         """
         window, max_rounds = self._window, self._proposing.max_rounds
         may_join = self._num_running == max_rounds and self._proposing.takes_newcomers
-        if self._num_running >= max_rounds and not may_join:
+        if window.is_lost or (self._num_running >= max_rounds and not may_join):
             return Group([]), False
         try:
             self._admit()

@@ -11,18 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 
-from coordinator.rounds.releasing import Releasing
-from coordinator.rounds.running import RunningRound
-from coordinator.rounds.shared import Shared
-from coordinator.scheduling.drafts import DraftLimits
+from coordinator.rounds.running import Releasing, RunningRound, Shared
 from coordinator.scheduling.grouping import POLICIES, Group
 from coordinator.scheduling.sequence import Sequence
 from coordinator.scheduling.window import Window
-from coordinator.workers.errors import WorkerRefusedError, WorkerUnreachableError
-from coordinator.workers.interface import Draft, Workers
+from coordinator.workers.interface import Draft, WorkerRefusedError, Workers, WorkerUnreachableError
 from specpool.drafting.costs import Timed
-from specpool.drafting.drafting import Drafting, DraftWorker
+from specpool.drafting.drafting import Drafting
 from specpool.drafting.plans import DraftPlan
+from specpool.drafting.sequences import DraftWorker
 from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import Proposal, ProposeItem
 
@@ -68,7 +65,7 @@ class Proposing:
     @property
     def takes_newcomers(self) -> bool:
         """Whether a round of newcomers may join the one that waits at the target worker."""
-        return self.max_rounds > 1 and self.num_groups == 1 and self._target.max_rounds_ahead >= MAX_ROUNDS
+        return self.max_rounds > 1 and self.num_groups == 1 and self._max_rounds_ahead >= MAX_ROUNDS
 
     @property
     def batch(self) -> int | None:
@@ -77,11 +74,12 @@ class Proposing:
 
     @property
     def _runs_ahead(self) -> bool:
-        return POLICIES[self._settings.policy].runs_ahead and self._target.max_rounds_ahead > 0
+        """Whether rounds are sent before the response to the last one, so that the target selects branches."""
+        return POLICIES[self._settings.policy].runs_ahead and self._max_rounds_ahead > 0
 
     @property
-    def _selects_branches(self) -> bool:
-        return self._runs_ahead and self._target.selects_branches
+    def _max_rounds_ahead(self) -> int:
+        return self._target.info.max_rounds_ahead if self._target.info is not None else 0
 
     @property
     def _can_overlap(self) -> bool:
@@ -114,10 +112,10 @@ class Proposing:
         round_ = RunningRound(
             round_id,
             group,
-            sent,
-            may_join,
+            plans,
+            sent=sent,
+            may_join=may_join,
             prefill_tokens=self._settings.prefill_tokens,
-            plans=plans,
             chance=self._drafting.chance,
             pass_seconds=self._target.step_times,
             features=self._features,
@@ -131,13 +129,14 @@ class Proposing:
     def _plan_drafts(self, sequences: list[Sequence], round_id: int) -> dict[int, DraftPlan]:
         draft, worker = self._workers.ready_draft, None
         if draft is not None:
+            info = draft.info
             worker = DraftWorker(
-                draft.max_model_len,
+                info.max_model_len,
                 round_id,
                 draft.step_times,
-                max_branches=draft.max_branches if self._can_overlap else 0,
-                selects_branches=self._selects_branches,
-                reads_states=draft.features is not None,
+                max_branches=info.max_branches if self._can_overlap else 0,
+                selects_branches=self._runs_ahead,
+                reads_states=info.features is not None,
             )
         return self._drafting.plan_round(sequences, worker, self._target.step_times, self.batch)
 
@@ -145,13 +144,14 @@ class Proposing:
     def _features(self) -> WantedFeatures | None:
         """The hidden states that the draft worker reads."""
         draft = self._workers.ready_draft
-        if draft is None or draft.features is None or not self._target.returns_features:
+        features, target = draft.info.features if draft is not None else None, self._target.info
+        if features is None or target is None or not target.returns_features:
             return None
-        return WantedFeatures(draft.features, self._settings.feature_window)
+        return WantedFeatures(features, self._settings.feature_window)
 
     def prepare(self, last: RunningRound | None) -> None:
         """Plan the next round's drafts while the last one sent drafts branches, so that it can be sent right after."""
-        if last is None or last not in self._not_followed or not self._selects_branches or self.num_groups > 1:
+        if last is None or last not in self._not_followed or not self._runs_ahead or self.num_groups > 1:
             return
         sequences = [sequence for sequence in last.group.sequences if sequence.finish is None]
         if sequences and last.drafts_ahead:
@@ -160,6 +160,11 @@ class Proposing:
     def forget(self, round_: RunningRound) -> None:
         """Call when a round has ended in any way."""
         self._not_followed.discard(round_)
+
+    @property
+    def _vocab_size(self) -> int:
+        assert self._target.info is not None
+        return self._target.info.vocab_size
 
     # --- Propose
 
@@ -170,13 +175,13 @@ class Proposing:
             await self._round_ended.wait()  # the draft worker needs the tokens that they commit
         round_.begin(self._target.instance_id, is_quiet=self.num_groups == 1 or not self._shares_devices)
         draft = self._workers.ready_draft
-        if round_.drafts_ahead or (self._selects_branches and not round_.wants_drafts):
-            round_.take_branches(self._selects_branches)
-        elif draft is not None and round_.wants_drafts and (items := round_.propose_items(_limits(draft))):
+        if round_.drafts_ahead or (self._runs_ahead and not round_.wants_drafts):
+            round_.take_branches(self._runs_ahead)
+        elif draft is not None and round_.wants_drafts and (items := round_.propose_items(draft.info)):
             began, round_.outcome.called_draft = time.perf_counter(), True
             with _draft_failures_ignored("proposal failed; decoding plainly"):
                 proposals, round_.proposed = await self._call_draft(draft, round_.round_id, items, round_)
-                round_.take_proposals(proposals, self._target.vocab_size)
+                round_.take_proposals(proposals, self._vocab_size)
                 round_.outcome.proposals.append((items, proposals, round_.proposed))
                 return
             round_.proposed = Timed(elapsed=time.perf_counter() - began)
@@ -224,12 +229,12 @@ class Proposing:
             return
         if previous is not None and round_.outcome.proposals:
             round_.outcome.ahead_seconds = time.perf_counter() - began
-        if self._selects_branches:
+        if self._runs_ahead:
             self._follow(round_)
 
     async def _draft_branches(self, round_: RunningRound) -> None:
         draft, outcome = self._workers.ready_draft, round_.outcome
-        if draft is not None and (items := round_.ahead_items(_limits(draft))):
+        if draft is not None and (items := round_.ahead_items(draft.info)):
             outcome.called_draft = outcome.drafted_ahead = True
             outcome.is_quiet = outcome.is_quiet and not self._shares_devices
             proposals, timed = await self._call_draft(draft, next(self._round_ids), items, round_)
@@ -237,7 +242,7 @@ class Proposing:
             if round_.committed.is_set():  # too late
                 self._drafting.observe_proposals(items, proposals, timed)
                 return
-            round_.take_ahead(proposals, self._target.vocab_size)
+            round_.take_ahead(proposals, self._vocab_size)
             outcome.proposals.append((items, proposals, timed))
 
     async def _call_draft(
@@ -249,11 +254,6 @@ class Proposing:
 
 def _ids_and_lengths(sequences: list[Sequence]) -> list[tuple[int, int]]:
     return [(sequence.sequence_id, len(sequence.token_ids)) for sequence in sequences]
-
-
-def _limits(draft: Draft) -> DraftLimits:
-    numbers = draft.max_model_len, draft.vocab_size, draft.kv_reservations_grow, draft.max_branches
-    return DraftLimits(*numbers, draft.features)
 
 
 @contextmanager

@@ -1,27 +1,101 @@
-"""A running round: the round of a group, with its calls to the workers and what they took."""
+"""What a running round consists of: its state, its durations, and the slots that leaving sequences free."""
 
 import asyncio
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.scheduling.commits import Commit
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.requests.in_flight import RequestsInFlight
+from coordinator.requests.traces import RoundTrace, Traces
+from coordinator.scheduling.commits import Commit, Counters
 from coordinator.scheduling.grouping import Group
+from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.round import Round
-from coordinator.tracing.traces import RoundTrace
+from coordinator.scheduling.window import Window
+from coordinator.scheduling.worker_time import Part
+from coordinator.workers.interface import Target, Workers
 from specpool.drafting.costs import Timed
+from specpool.drafting.drafting import Drafting
+from specpool.drafting.lookup import PromptLookup
 from specpool.drafting.outcome import RoundOutcome
+from specpool.drafting.plans import DraftPlan
+from specpool.protocol.features import WantedFeatures
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the rounds of all windows share."""
+
+    settings: CoordinatorSettings
+    queue: RequestQueue
+    in_flight: RequestsInFlight
+    traces: Traces
+    lookup: PromptLookup
+    on_admission: Callable[[], None]
+    """Called before sequences are admitted."""
+    counters: Counters = field(default_factory=Counters)
+
+
+RETRY_SECONDS = 0.05
+
+
+class Releasing:
+    """Releases slots in both workers."""
+
+    def __init__(self, workers: Workers, drafting: Drafting) -> None:
+        self.drafting_ahead: set[asyncio.Task[None]] = set()
+        """Calls to the draft worker that could take slots again."""
+        self._workers, self._drafting = workers, drafting
+        self._releasing: set[asyncio.Future[Any]] = set()
+
+    async def release(self, sequence_ids: set[int]) -> None:
+        """Free the slots of sequences. Return once the target worker has confirmed."""
+        self._drafting.forget(sequence_ids)
+        self._start(self._release_drafts(sequence_ids))
+        while not await self._workers.target.release(sequence_ids):  # noqa: ASYNC110 - polls a remote worker
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def abandon(self, sequence_ids: set[int]) -> None:
+        """Free the slots of sequences that continue on another target worker, as soon as the workers can."""
+        self._drafting.forget(sequence_ids)
+        self._start(self._release_drafts(sequence_ids))
+        self._start(self._workers.target.release(sequence_ids))
+
+    def _start(self, release: Awaitable[Any]) -> None:
+        self._releasing.add(releasing := asyncio.ensure_future(release))
+        releasing.add_done_callback(self._releasing.discard)
+
+    async def _release_drafts(self, sequence_ids: set[int]) -> None:
+        if self.drafting_ahead:
+            await asyncio.wait(set(self.drafting_ahead))
+        if self._workers.draft is not None:
+            self._workers.draft.release_soon(sequence_ids)
 
 
 class RunningRound(Round):
     """A round between its plan and its publication."""
 
-    def __init__(self, round_id: int, group: Group, sent: Callable[[], None], may_join: bool, **plan: Any) -> None:
+    def __init__(
+        self,
+        round_id: int,
+        group: Group,
+        plans: Mapping[int, DraftPlan],
+        *,
+        sent: Callable[[], None],
+        may_join: bool,
+        prefill_tokens: int,
+        chance: Callable[[float], float],
+        pass_seconds: Callable[[int], float],
+        features: WantedFeatures | None,
+    ) -> None:
         """`sent`: called when the next round may be chosen. `may_join`: whether it may share a pass with the last one.
 
-        `plan`: further arguments of `Round`.
+        For the other arguments see `Round`.
         """
-        super().__init__(round_id, group.sequences, **plan)
+        super().__init__(round_id, group.sequences, prefill_tokens, plans, chance, pass_seconds, features)
         self.group, self.may_join, self.same_length = group, may_join, group.same_length
         """`same_length`: whether the sequences had equal lengths when the group was chosen."""
         self.sent = sent
@@ -49,3 +123,37 @@ class RunningRound(Round):
         self.discard()
         if self.drafting_ahead is not None:
             self.drafting_ahead.cancel()
+
+
+class Durations:
+    """Measures rounds. They may overlap: each counts the time since the last one ended."""
+
+    def __init__(self, counters: Counters, window: Window, target: Target) -> None:
+        self._target, self._window, self._counters = target, window, counters
+        self._measured_times = target.step_times
+        self._plain_times = copy.deepcopy(self._measured_times)
+        """Seconds by rows of rounds without costly requests, learned from wall time. Begins with the target's times."""
+        self._ended = 0.0
+        """When the last round ended."""
+
+    def end(self, round_: RunningRound) -> float:
+        """Count the stages of a round that ends now. Return its seconds."""
+        ended = time.perf_counter()
+        seconds, self._ended = ended - max(round_.began, self._ended), ended
+        self._counters.add_times(round_.proposed, round_.outcome.verified, seconds)
+        return seconds
+
+    def observe(self, round_: RunningRound, seconds: float) -> None:
+        """Count the time of a round by client. Learn how long rounds without costly rows take."""
+        if self._measured_times is not self._target.step_times:  # a new worker
+            self._measured_times, self._plain_times = self._target.step_times, copy.deepcopy(self._target.step_times)
+        requests = {sequence.sequence_id: sequence.request for sequence in round_.group.sequences}
+        parts: dict[str, Part] = {}
+        for sequence_id, rows in round_.outcome.rows.items():
+            request = requests[sequence_id]
+            part = parts.setdefault(request.client, Part())
+            part.rows += rows
+            part.costly_rows += rows * request.is_costly
+        self._window.add_round_time(parts, seconds, self._plain_times)
+        if not any(part.costly_rows for part in parts.values()):
+            self._plain_times.observe(sum(part.rows for part in parts.values()), seconds)

@@ -22,7 +22,7 @@ class DuplicateRequestError(Exception):
     """The client already has a request with this id in flight."""
 
 
-class PoolFullError(Exception):
+class QueueLimitError(Exception):
     """The queue refuses a request. `places`: number of sequences that must end first."""
 
     def __init__(self, reason: str, places: int) -> None:
@@ -165,7 +165,7 @@ class QueueLimits:
         reserve: int,
         preempted: int = 0,
     ) -> None:
-        """Raise PoolFullError if the queue cannot take a request of this size.
+        """Raise QueueLimitError if the queue cannot take a request of this size.
 
         `tokens`: prompt tokens of all samples together. `entering`: sequences, queued or new, that enter the window at
         once. `preempted`: preempted sequences of the client. `reserve`: extra samples for clients with an
@@ -175,16 +175,16 @@ class QueueLimits:
         in_flight = queue.waiting_of(client) + queue.running_of(client) + preempted
         if self.per_client is not None and in_flight + samples > self.per_client:
             reason = f"{in_flight} samples of this client are in flight, of at most {self.per_client}"
-            raise PoolFullError(reason, in_flight + samples - self.per_client)
+            raise QueueLimitError(reason, in_flight + samples - self.per_client)
         waiting = queue.newcomers + samples - entering
         own = queue.waiting_of(client)
         fair = min(reserve, self.samples) // queue.waiting_clients if own else self.samples
         has_reserve = own + samples - entering <= fair
         max_samples = self.samples + (min(reserve, self.samples) if has_reserve else 0)
         if waiting > max_samples:
-            raise PoolFullError(f"the queue is full ({len(queue)} samples wait)", waiting - max_samples)
+            raise QueueLimitError(f"the queue is full ({len(queue)} samples wait)", waiting - max_samples)
         max_tokens = (self.tokens or 0) * (1 + has_reserve)
         if self.tokens is not None and waiting > 0 and len(queue) and queue.tokens + tokens > max_tokens:
             reason = f"the queue is full ({queue.tokens} prompt tokens wait, of at most {self.tokens})"
             excess = queue.tokens + tokens - max_tokens
-            raise PoolFullError(reason, -(-excess * len(queue) // queue.tokens))
+            raise QueueLimitError(reason, -(-excess * len(queue) // queue.tokens))

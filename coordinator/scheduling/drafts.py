@@ -1,37 +1,17 @@
 """A sequence's drafts in a round: what to ask the draft worker, and which of its tokens to verify. Pure."""
 
 from collections.abc import Callable
-from itertools import accumulate
-from operator import mul
-from typing import NamedTuple
 
 from coordinator.scheduling.caches import PendingRound, WorkerCache
 from coordinator.scheduling.sequence import Sequence
+from specpool.drafting.acceptance import agreement_length, known_tokens, likely_tokens
 from specpool.drafting.plans import DraftPlan
-from specpool.protocol.features import FeatureSpec
-from specpool.protocol.rounds import (
-    MAX_ITEM_BRANCHES,
-    MAX_ITEM_UNVERIFIED,
-    Branch,
-    ItemStatus,
-    Proposal,
-    ProposeItem,
-)
+from specpool.protocol.rounds import MAX_ITEM_UNVERIFIED, Branch, ItemStatus, Proposal, ProposeItem
 from specpool.protocol.sampling import SamplingParams
+from specpool.protocol.worker_info import WorkerInfo
 
 # Rounds of backoff after the draft worker had no free slot.
 DRAFT_BACKOFF_ROUNDS = 16
-
-
-class DraftLimits(NamedTuple):
-    """What a draft worker can do."""
-
-    max_model_len: int
-    vocab_size: int
-    reservations_grow: bool = False
-    max_branches: int = MAX_ITEM_BRANCHES
-    features: FeatureSpec | None = None
-    """The hidden states of the target that it reads."""
 
 
 class Drafts:
@@ -89,18 +69,17 @@ class Drafts:
             return 0
         return length - self._base_length
 
-    def propose_item(self, count: int, worker: DraftLimits) -> ProposeItem | None:
+    def propose_item(self, count: int, worker: WorkerInfo) -> ProposeItem | None:
         """The item that sends `count` committed tokens to the draft worker; None to leave the sequence out."""
         if (item := self._item(count, (), worker)) is None:
             return None
-        is_caught_up = item.end == len(self.sequence.token_ids)
-        if is_caught_up and self.sequence.is_decoding:
+        if item.end == len(self.sequence.token_ids) and self.sequence.is_decoding:
             item.num_draft_tokens = min(self._limit, worker.max_model_len - item.end)
             item.min_chance = self.plan.min_chance if item.num_draft_tokens else 0.0
             item.next_chance = self.plan.next_chance
         return item
 
-    def ahead_item(self, count: int, verified: tuple[int, ...] | None, worker: DraftLimits) -> ProposeItem | None:
+    def ahead_item(self, count: int, verified: tuple[int, ...] | None, worker: WorkerInfo) -> ProposeItem | None:
         """The item that sends `count` committed tokens and drafts branches; None to leave the sequence out.
 
         `verified`: draft tokens in verification; None if the verification yields no tokens.
@@ -119,7 +98,7 @@ class Drafts:
             item.num_draft_tokens, item.min_chance = num_draft_tokens, self.plan.min_chance
         return item
 
-    def _item(self, count: int, unverified: tuple[int, ...], worker: DraftLimits) -> ProposeItem | None:
+    def _item(self, count: int, unverified: tuple[int, ...], worker: WorkerInfo) -> ProposeItem | None:
         """The item that extends the draft worker's cache, without draft tokens; None to leave the sequence out."""
         sequence, base = self.sequence, self._base_length
         tokens = tuple(sequence.token_ids[base : base + count])
@@ -128,7 +107,7 @@ class Drafts:
             return None
         source, sampling = first_contact(sequence, sequence.draft, bool(sequence.draft.num_cached_tokens), base)
         reserved = full = None
-        if worker.reservations_grow and sequence.reserved is not None:
+        if sequence.reserved is not None:
             reserved = min(sequence.reserved_length, worker.max_model_len)
         if sampling:
             full = min(sequence.max_length, worker.max_model_len)
@@ -178,10 +157,8 @@ class Drafts:
         return False
 
     def _likely(self, token_ids: tuple[int, ...], proposal: Proposal) -> tuple[int, ...]:
-        """Draft tokens before the first below `min_chance`; all of them without confidences."""
-        chances = accumulate(map(self._chance, proposal.confidences), mul)
-        end = next((i for i, chance in enumerate(chances) if chance < self.plan.min_chance), len(token_ids))
-        return token_ids[:end]
+        """Draft tokens that are worth verifying; all of them without confidences."""
+        return likely_tokens(token_ids, map(self._chance, proposal.confidences), self.plan.min_chance)
 
     # --- Branches of the round before
 
@@ -301,15 +278,3 @@ def first_contact(
         return None, None
     source = cache.source.sequence_id if cache.source is not None and base_length else None
     return source, sequence.request.worker_sampling
-
-
-def agreement_length(drafted: tuple[int, ...], gained: tuple[int, ...]) -> int:
-    """Number of draft tokens, verified or not, before the first that differs from the target's choice."""
-    pairs = enumerate(zip(drafted, gained, strict=False))
-    return next((i for i, (draft, choice) in pairs if draft != choice), min(len(drafted), len(gained)))
-
-
-def known_tokens(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """The tokens before the first that is outside the vocabulary."""
-    end = next((i for i, token in enumerate(token_ids) if token >= vocab_size), len(token_ids))
-    return token_ids[:end]

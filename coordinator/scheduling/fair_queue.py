@@ -34,22 +34,13 @@ class Request:
     priority: int
     samples: dict[int, Sequence]
     """Unfinished samples, by id."""
-    size: int
-    """Number of samples, finished ones included."""
     since: int = 0
     """Time of the arrival or of the last turn."""
     waiting: dict[int, Sequence] = field(default_factory=dict)
     running: int = 0
     """Samples in a window."""
-    numerics: str = ""
-    """Numerics of the windows that may continue it. Empty until its first sample enters one."""
     source_window: object = None
     """The window that its first sample entered last."""
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether any sample has tokens."""
-        return len(self.samples) < self.size or any(sample.num_generated for sample in self.samples.values())
 
     @property
     def first(self) -> Sequence:
@@ -165,7 +156,8 @@ class FairQueue:
                 most = max((client for client in by_client if by_client[client]), key=running.__getitem__, default=name)
                 if running[most] < running[name] + 2:
                     break
-                if not may_enter(self._first_of(self._clients[name]), [*victims, by_client[most][-1]]):
+                client = self._clients[name]
+                if not may_enter(client.requests[client.turns.first].first, [*victims, by_client[most][-1]]):
                     del waiting[name]
                     continue
                 victims.append(by_client[most].pop())
@@ -193,9 +185,6 @@ class FairQueue:
         victim = min(victims, key=lambda member: member.target.num_cached_tokens)
         return victim if may_enter(self.next, [victim]) else None
 
-    def _first_of(self, client: _Client) -> Sequence:
-        return client.requests[client.turns.first].first
-
     def has_place(self, sequence: Sequence) -> bool:
         """Whether another sample of the same request is in the window."""
         return self._places[sequence.sequence_id][1].running > 0
@@ -222,7 +211,8 @@ class FairQueue:
         """
         asked, first_id = samples[0].request, samples[0].first_sample_id
         now, waiting = next(self._clock), {sample.sequence_id: sample for sample in samples}
-        request = request or Request(first_id, asked.priority, dict(waiting), len(samples))
+        assert self._places.keys().isdisjoint(waiting), "a sequence is queued twice"
+        request = request or Request(first_id, asked.priority, dict(waiting))
         client = self._clients.setdefault(asked.client, _Client(asked.client))
         client.requests[first_id] = request
         if not (request.waiting or request.running):

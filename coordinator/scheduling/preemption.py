@@ -84,8 +84,7 @@ def longest_of_largest(members: Iterable[Sequence], held: Reservations) -> Seque
     for member in members:
         by_client[member.request.client] += held[member.sequence_id]
     return max(
-        members,
-        key=lambda m: (not is_protected(m), by_client[m.request.client], held[m.sequence_id], m.sequence_id),
+        members, key=lambda m: (not is_protected(m), by_client[m.request.client], held[m.sequence_id], m.sequence_id)
     )
 
 

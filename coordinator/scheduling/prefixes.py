@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import count, islice, takewhile
 
-from coordinator.scheduling.digests import BLOCK_TOKENS, Digest
+from coordinator.scheduling.records import BLOCK_TOKENS, Digest
 from coordinator.scheduling.sequence import Prefix, Sequence
 
 # Candidates to examine per digest: this many of the earliest, and as many of the latest.

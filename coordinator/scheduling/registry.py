@@ -43,10 +43,6 @@ class Registry(Generic[W]):
         """The window in which a sequence holds a place."""
         return self._window_of.get(sequence.sequence_id)
 
-    def windows_of(self, request: Request) -> list[W]:
-        """The windows of the samples that hold a place."""
-        return [window for i in request.samples if (window := self._window_of.get(i)) is not None]
-
     def has_source_beside(self, sequence: Sequence, window: W) -> bool:
         """Whether the first sample of a request has entered another window last."""
         return self.of(sequence).source_window not in (window, None)
@@ -55,14 +51,12 @@ class Registry(Generic[W]):
         """Queue the samples of a new request."""
         self.requests[samples[0].request.key] = self.waiting.add(samples)
 
-    def enter(self, sequence: Sequence, window: W, numerics: str) -> None:
+    def enter(self, sequence: Sequence, window: W) -> None:
         """Move a waiting sequence into a window."""
         self.waiting.enter(sequence)
-        request = self.of(sequence)
-        request.numerics = numerics
         self._window_of[sequence.sequence_id] = window
         if sequence.sequence_id == sequence.first_sample_id:
-            request.source_window = window
+            self.of(sequence).source_window = window
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence out of its window. It keeps its place until `release`."""

@@ -1,14 +1,14 @@
 """The queue that all windows share: admits requests, and says which windows may run them. Pure.
 
 Each target worker has a window. A sequence runs in one window at a time, and a preempted one may continue in another.
-Only windows with the same numerics, which choose the same tokens, may serve one request.
+All target workers choose the same tokens.
 """
 
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain, islice
 
-from coordinator.scheduling.capacity import DuplicateRequestError, PoolFullError, QueueLimits
+from coordinator.scheduling.capacity import DuplicateRequestError, QueueLimitError, QueueLimits
 from coordinator.scheduling.registry import Registry
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
 from coordinator.scheduling.window import Window
@@ -37,7 +37,7 @@ class RequestQueue(Registry[Window]):
         return sum(window.coming for window in self._usable_windows)
 
     def submit(self, samples: Iterable[Sequence]) -> None:
-        """Queue the samples of a request, all or none. Raises PoolFullError, DuplicateRequestError."""
+        """Queue the samples of a request, all or none. Raises QueueLimitError, DuplicateRequestError."""
         new = list(samples)
         (key,) = {sample.request.key for sample in new}
         if key in self.requests:
@@ -45,7 +45,7 @@ class RequestQueue(Registry[Window]):
         check, tokens = partial(self._check_limits, key[0], len(new)), sum(sample.prompt_length for sample in new)
         try:
             check(tokens, entering=0)
-        except PoolFullError:  # counting the sequences that enter takes longer, so do it only if needed
+        except QueueLimitError:  # counting the sequences that enter takes longer, so do it only if needed
             places = sum(window.capacity for window in self._usable_windows)
             waiting = list(islice(chain(self.waiting, new), places))
             entering = self._count_fitting(waiting)
@@ -57,8 +57,7 @@ class RequestQueue(Registry[Window]):
         """Raise the errors of `submit` that do not depend on the prompt."""
         if request.key in self.requests:
             raise DuplicateRequestError(request.key)
-        places = sum(window.capacity for window in self._usable_windows)
-        entering = min(places, len(self.waiting) + request.n)
+        entering = min(sum(window.capacity for window in self._usable_windows), len(self.waiting) + request.n)
         self._check_limits(request.client, request.n, 0, entering=entering)
 
     def _check_limits(self, client: str, samples: int, tokens: int, *, entering: int) -> None:
@@ -87,22 +86,13 @@ class RequestQueue(Registry[Window]):
             yield from chain([first], allowed if first.overtaken < max_overtaken else ())
 
     def may_enter(self, sequence: Sequence, window: Window) -> bool:
-        """Whether a window may run a sequence: it chooses the tokens that the request has begun with."""
-        request = self.of(sequence)
-        if sequence.request.constraint and not window.follows_grammars and self._follows_grammars:
-            return False
-        return request.numerics in ("", window.numerics) or not (request.has_begun or self.windows_of(request))
+        """Whether a window may run a sequence: it follows the sequence's grammar, or no window does."""
+        return not sequence.request.constraint or window.follows_grammars or not self._follows_grammars
 
     def may_leave(self, sequence: Sequence, window: Window) -> bool:
         """Whether another open window may continue a sequence of this window."""
-        request = self.of(sequence)
-        is_bound = request.has_begun or any(place is not window for place in self.windows_of(request))
-        return any(
-            (other.numerics == request.numerics or not is_bound)
-            and (other.follows_grammars or not sequence.request.constraint)
-            for other in self.windows
-            if other.is_open and other is not window
-        )
+        others = (other for other in self.windows if other.is_open and other is not window)
+        return any(other.follows_grammars or not sequence.request.constraint for other in others)
 
     @property
     def _follows_grammars(self) -> bool:
@@ -149,31 +139,12 @@ class RequestQueue(Registry[Window]):
         window.give_up(moving)
         return {sequence.sequence_id for sequence in moving}
 
-    def remove(self, window: Window) -> list[Sequence]:
-        """Remove a window without rounds. Return the begun sequences that no other window may continue."""
+    def remove(self, window: Window) -> None:
+        """Remove a window without rounds. Queue its sequences."""
         window.is_open = False
         self.windows.remove(window)
         window.give_up(list(window.members))
         window.released(set(window.leaving_ids))
-        return self.change_numerics(window, "removed")
-
-    def change_numerics(self, window: Window, numerics: str) -> list[Sequence]:
-        """Record that a window chooses tokens by other numerics. Return the sequences that cannot continue."""
-        if window.numerics == numerics:
-            return []
-        window.numerics = numerics
-        left = {other.numerics for other in self.windows}
-        stranded: list[Sequence] = []
-        for request in self.requests.values():
-            places = self.windows_of(request)
-            is_inside = window in places
-            if request.numerics in ("", numerics) or (request.numerics in left and not is_inside):
-                continue
-            if request.has_begun or (is_inside and any(place is not window for place in places)):
-                stranded.extend(request.samples.values())
-            else:
-                request.numerics = numerics if is_inside else ""
-        return stranded
 
     def wake(self) -> None:
         """Call after a change. Any window may have something to do."""

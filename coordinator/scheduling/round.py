@@ -10,7 +10,7 @@ from collections.abc import Sequence as Items
 from types import MappingProxyType
 
 from coordinator.scheduling.commits import Commit
-from coordinator.scheduling.drafts import DraftLimits, Drafts
+from coordinator.scheduling.drafts import Drafts
 from coordinator.scheduling.features import limit_propose_items, limit_verify_items
 from coordinator.scheduling.prefill import Catchup, share_prefill, timely_budget, with_short_background
 from coordinator.scheduling.sequence import Sequence
@@ -18,6 +18,7 @@ from coordinator.scheduling.verification import Verification
 from specpool.drafting.plans import DraftPlan
 from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
+from specpool.protocol.worker_info import WorkerInfo
 
 
 class Round:
@@ -69,11 +70,11 @@ class Round:
 
     # --- Propose
 
-    def propose_items(self, worker: DraftLimits) -> list[ProposeItem]:
+    def propose_items(self, worker: WorkerInfo) -> list[ProposeItem]:
         """Items for the draft worker, to draft before the verification."""
         return self._draft_items(worker, lambda drafts, count: drafts.propose_item(count, worker))
 
-    def ahead_items(self, worker: DraftLimits) -> list[ProposeItem]:
+    def ahead_items(self, worker: WorkerInfo) -> list[ProposeItem]:
         """Items for the draft worker, to draft branches during the verification. Call after `verify_items`."""
 
         def build(drafts: Drafts, count: int) -> ProposeItem | None:
@@ -82,9 +83,7 @@ class Round:
 
         return self._draft_items(worker, build)
 
-    def _draft_items(
-        self, worker: DraftLimits, build: Callable[[Drafts, int], ProposeItem | None]
-    ) -> list[ProposeItem]:
+    def _draft_items(self, worker: WorkerInfo, build: Callable[[Drafts, int], ProposeItem | None]) -> list[ProposeItem]:
         unfinished = [drafts for drafts in self._drafts.values() if drafts.sequence.finish is None]
         missing = {drafts: count for drafts in unfinished if (count := drafts.catchup(worker.max_model_len))}
         # Tokens that are recomputed with their states are no prefill, which would wait for other sequences.

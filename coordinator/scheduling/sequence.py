@@ -7,10 +7,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from coordinator.scheduling.blame import Blame, Progress
 from coordinator.scheduling.caches import WorkerCache
-from coordinator.scheduling.digests import PrefixDigests
-from coordinator.scheduling.speculation import SpeculationStats
+from coordinator.scheduling.records import Blame, PrefixDigests, Progress, SpeculationStats
 from coordinator.scheduling.text import ShownText, TextStream
 from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod
 from specpool.protocol.rounds import Branch
@@ -243,6 +241,11 @@ class Sequence:
             self.target.copy_from(prefix.source.target, prefix.length)
             self.draft.copy_from(prefix.source.draft, prefix.length)
 
+    def commit_cached(self, num_cached_tokens: int) -> None:
+        """Record how many positions the target worker has cached. It has copied its prefix, whose source may go."""
+        self.target.commit(num_cached_tokens)
+        self._prefix = None
+
     def preempt(self) -> None:
         """Take the sequence out of the window. The workers drop its cache."""
         self.is_preempted = True
@@ -281,7 +284,9 @@ class Sequence:
                 self.finish = Finish(FinishReason.STOP, matched_token_id=token)
                 break
             if self.text is not None and self.text.may_end:
-                shown += self._match_stop(self.text, token)
+                shown += self.text.feed(token, self.num_generated >= self.request.sampling.min_tokens)
+                if self.text.matched is not None:
+                    self.finish = Finish(FinishReason.STOP, matched_stop=self.text.matched)
             else:
                 undecoded.append(token)
             if self.finish is None and self.num_generated >= self.request.max_tokens:
@@ -291,13 +296,6 @@ class Sequence:
             self.draft.drop_features()
         flush = self.finish is not None and self.finish.matched_stop is None
         return kept, partial(self._show, shown, undecoded, flush)
-
-    def _match_stop(self, text: TextStream, token: int) -> str:
-        """Return the text to show. End the generation if the token completes a stop string."""
-        shown = text.feed(token, may_stop=self.num_generated >= self.request.sampling.min_tokens)
-        if text.matched is not None:
-            self.finish = Finish(FinishReason.STOP, matched_stop=text.matched)
-        return shown
 
     def _show(self, shown: str, undecoded: list[int], flush: bool) -> str:
         if self.text is None:

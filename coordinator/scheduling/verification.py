@@ -118,7 +118,7 @@ class Verification:
         if verdict.features:
             assert self._features is not None
             sequence.draft.add_features(verdict.features, verdict.num_cached_tokens, self._features)
-        target.commit(verdict.num_cached_tokens)
+        sequence.commit_cached(verdict.num_cached_tokens)
         return self._commit(verdict, self.pending.item) if verdict.token_ids else None
 
     def _handle_failure(self, verdict: Verdict) -> None:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 
 from coordinator.scheduling.capacity import Reservations
+from coordinator.scheduling.grouping import ReadySet
 from coordinator.scheduling.preemption import protect
 from coordinator.scheduling.prefixes import PrefixIndex
-from coordinator.scheduling.ready import ReadySet
 from coordinator.scheduling.registry import Registry
 from coordinator.scheduling.sequence import Sequence
 from coordinator.scheduling.worker_time import Part, WorkerTime
@@ -46,8 +46,8 @@ class Window:
         """Whether sequences may enter: the target worker is ready, and not about to be removed."""
         self.is_lost = False
         """Whether the target worker is unavailable, so that sequences should continue in other windows."""
-        self.numerics = ""
-        """Windows of equal numerics choose the same tokens, so that sequences may move between them."""
+        self.is_standby = False
+        """Whether another window serves the requests while its target worker is ready."""
         self.follows_grammars = True
         self.admission_limit: Callable[[], int] = lambda: self.capacity
         """Returns how many sequences the grouping policy lets enter."""
@@ -178,7 +178,7 @@ class Window:
         self._find_prefix(sequence)
         if self._shares_prefixes(sequence):
             self._prefixes.add(sequence)
-        self.registry.enter(sequence, self, self.numerics)  # last, so that an error above leaves the sequence queued
+        self.registry.enter(sequence, self)  # last, so that an error above leaves the sequence queued
         if sequence.is_preempted:
             if sequence.sequence_id == sequence.first_sample_id:
                 self._cut_prefixes_elsewhere(sequence)
@@ -369,8 +369,6 @@ class Window:
         assert self.open_rounds.keys() <= set().union(*states[1:]), "a sequence outside the window is in a round"
         assert self.in_round.keys() <= self.open_rounds.keys(), "a sequence is in no round"
         assert not any(sequence.finish for sequence in self.ready), "a finished sequence is ready"
-        assert all(sequence.paused for sequence in self.paused.values()), (
-            "a sequence is parked as paused, but not paused"
-        )
+        assert all(sequence.paused for sequence in self.paused.values()), "a sequence is wrongly held as paused"
         preempted = self.registry.preempted.keys() - self.leaving_ids
         assert not preempted & set().union(*states), "preempted and in the window"

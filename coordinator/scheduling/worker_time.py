@@ -52,11 +52,7 @@ class WorkerTime:
         """Seconds of the longest recent round."""
 
     def add_round(
-        self,
-        parts: Mapping[str, Part],
-        seconds: float,
-        pass_seconds: Callable[[float], float],
-        active: Collection[str],
+        self, parts: Mapping[str, Part], seconds: float, pass_seconds: Callable[[float], float], active: Collection[str]
     ) -> None:
         """Count a round of `seconds`, in the model. `active`: clients that had work for it, by name.
 

@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-from coordinator.audit.answers import Answer, Backlog, Difference, first_difference
-from coordinator.audit.spare_room import SpareRoom
 from coordinator.requests.generation import Generation, Sample
+from coordinator.scheduling.audits import Answer, Backlog, Difference, SpareRoom, first_difference
 from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Sequence
 from specpool.protocol.errors import ServiceError
 from specpool.rpc.observability import logs
@@ -30,14 +29,8 @@ Generate = Callable[[GenerationRequest, float], AbstractAsyncContextManager[Gene
 
 
 class Auditor:
-    """Audits one answer at a time."""
-
     def __init__(
-        self,
-        room: SpareRoom,
-        generate: Generate,
-        abort: Callable[[Sequence], None],
-        share: Callable[[], float],
+        self, room: SpareRoom, generate: Generate, abort: Callable[[Sequence], None], share: Callable[[], float]
     ) -> None:
         """`generate`, `abort`: of the coordinator. `share`: the present share of answers to audit, 0 to 1."""
         self.results: Counter[str] = Counter()
@@ -69,7 +62,6 @@ class Auditor:
             self._abort(self._replaying)
 
     def stop(self) -> None:
-        """Audit nothing any more."""
         self._stopped = True
         self.clear()
 

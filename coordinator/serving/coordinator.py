@@ -7,26 +7,23 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from itertools import count
 
-from coordinator.audit.spare_room import SpareRoom
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.lanes.lanes import Lanes
 from coordinator.prompts.constraint_reader import ConstraintReader
 from coordinator.prompts.description import TokenizerDescription
 from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.requests.generation import Generation
-from coordinator.requests.in_flight import RequestsInFlight
-from coordinator.requests.latencies import Latencies
-from coordinator.rounds.shared import Shared
-from coordinator.scheduling.capacity import DuplicateRequestError, PoolFullError, QueueLimits
+from coordinator.requests.in_flight import Latencies, RequestsInFlight
+from coordinator.requests.traces import Traces
+from coordinator.rounds.running import Shared
+from coordinator.scheduling.audits import SpareRoom
+from coordinator.scheduling.capacity import DuplicateRequestError, QueueLimitError, QueueLimits
 from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 from coordinator.scheduling.text import TextStream
-from coordinator.scheduling.window import Window
 from coordinator.serving.auditor import DEFAULT_SHARE, Auditor
-from coordinator.tracing.traces import Traces
 from coordinator.workers.draft_group import DraftGroup
-from coordinator.workers.errors import MismatchError
-from coordinator.workers.standby import TargetPair
+from coordinator.workers.interface import MismatchError
 from coordinator.workers.target_link import TargetLink
 from specpool.drafting.lookup import PromptLookup
 from specpool.protocol.errors import (
@@ -37,9 +34,8 @@ from specpool.protocol.errors import (
     UnavailableError,
     UnimplementedError,
 )
-from specpool.protocol.model_name import readable_name
+from specpool.protocol.worker_info import WorkerInfo, readable_name
 from specpool.rpc.observability.tracing import Tracer
-from specpool.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +43,6 @@ POLL_SECONDS = 0.01
 
 
 class Coordinator:
-    """Combines the queue and the lanes."""
-
     def __init__(self, settings: CoordinatorSettings, tracer: Tracer | None = None) -> None:
         self.settings = settings
         self.started = time.monotonic()
@@ -58,46 +52,42 @@ class Coordinator:
         limits = QueueLimits(settings.queue_size, settings.queue_tokens, settings.max_requests_per_client)
         self.queue = RequestQueue(limits, by_length=settings.admission == "length")
         self.in_flight = RequestsInFlight(Latencies() if settings.metrics_port is not None else None)
-        room = SpareRoom(self._audited_windows, settings.max_batch_size, mixes_lengths=settings.policy == "ragged")
+        room = SpareRoom(
+            lambda: [lane.window for lane in self.lanes if lane.window.is_open],
+            settings.max_batch_size,
+            mixes_lengths=settings.policy == "ragged",
+        )
         self.auditor = Auditor(room, self.generate, self._abort, lambda: self.audit_share)
         lookup = PromptLookup(settings.lookup_store_tokens)
-        shared = Shared(
-            settings, self.queue, self.in_flight, self.traces, lookup, self.auditor.yield_room, self.auditor.clear
-        )
+        shared = Shared(settings, self.queue, self.in_flight, self.traces, lookup, self.auditor.yield_room)
         self.counters = shared.counters
         self.lanes = Lanes(shared, self.tokenizers)
         self._sequence_ids = count(1)
 
     @property
-    def targets(self) -> TargetPair:
-        """The target worker and its standby. With several target workers, one that serves rounds."""
-        return self.lanes.first.targets
-
-    @property
     def target(self) -> TargetLink:
         """The link to a target worker that serves rounds."""
-        return self.targets.active
+        return self.lanes.first.link
 
     @property
     def draft(self) -> DraftGroup | None:
-        """The draft workers of `target`."""
         return self.lanes.first.draft
 
     @property
-    def model(self) -> common_pb2.ModelInfo | None:
+    def model(self) -> WorkerInfo | None:
         """The model of all target workers. None until one was ready."""
         return self.target.info if any(lane.is_known for lane in self.lanes) else None
 
     @property
     def grammar_refusal(self) -> str | None:
         """Why no target worker follows grammars; None if one does. Known once one was ready."""
-        refusals = [lane.targets.grammar_refusal for lane in self.lanes if lane.is_known]
+        refusals = [lane.link.grammar_refusal for lane in self.lanes if lane.is_known]
         return None if None in refusals else next(iter(refusals), None)
 
     @property
     def tokenizer(self) -> TokenizerDescription:
         """The target's tokenizer. Raises UnavailableError until the target worker was ready."""
-        if self.target.tokenizer is None:
+        if self.model is None or self.target.tokenizer is None:
             raise UnavailableError(f"the target worker at {self.target.address} is not ready: {self.target.reason}")
         return self.target.tokenizer
 
@@ -105,7 +95,7 @@ class Coordinator:
     def max_model_len(self) -> int:
         """Maximum positions of a request. Raises UnavailableError until the target worker was ready."""
         _ = self.tokenizer
-        return min(lane.targets.max_model_len for lane in self.lanes if lane.is_known)
+        return min(link.info.max_model_len for link in self.lanes.links if link.info is not None)
 
     @property
     def served_model_name(self) -> str:
@@ -119,9 +109,7 @@ class Coordinator:
         """Share of the answers to audit, 0 to 1."""
         if self.settings.audit_share is not None:
             return self.settings.audit_share
-        info = self.model
-        is_exact = info is not None and info.equivalence == common_pb2.EQUIVALENCE_BITWISE
-        return DEFAULT_SHARE if is_exact else 0.0
+        return DEFAULT_SHARE if self.model is not None and self.model.bitwise else 0.0
 
     async def run(self) -> None:
         """Run rounds. Raises MismatchError if the target worker restarts with another model; never returns."""
@@ -162,11 +150,7 @@ class Coordinator:
         with self._refusals(request):
             self.queue.submit(sequences)
         generation = Generation(
-            sequences,
-            arrived,
-            self.settings.stream_stall_seconds,
-            pause=self.queue.pause,
-            resume=self._resume,
+            sequences, arrived, self.settings.stream_stall_seconds, pause=self.queue.pause, resume=self._resume
         )
         self.in_flight.add(generation)
         self.queue.wake()
@@ -191,19 +175,13 @@ class Coordinator:
         await self.tokenizers.close()
         await self.lanes.close()
 
-    def _audited_windows(self) -> list[Window]:
-        """The open windows; none if they may choose different tokens."""
-        windows = [lane.window for lane in self.lanes if lane.window.is_open]
-        return windows if len({window.numerics for window in windows}) == 1 else []
-
     @contextmanager
     def _refusals(self, request: GenerationRequest) -> Iterator[None]:
-        """Translate errors of the queue."""
         try:
             yield
         except DuplicateRequestError:
             raise AlreadyExistsError(f"request_id: {request.request_id!r} is in flight already") from None
-        except PoolFullError as error:
+        except QueueLimitError as error:
             raise QueueFullError(str(error), self.in_flight.seconds_until_free(error.places)) from None
 
     def _resume(self, sequence: Sequence) -> None:
@@ -219,8 +197,10 @@ class Coordinator:
 
     def _sequences(self, request: GenerationRequest) -> list[Sequence]:
         """The samples of a request, each with its own seed. All but the first copy the prompt of the first."""
+        detokenizer = self.tokenizer.detokenizer
         sequences = [
-            Sequence(next(self._sequence_ids), sample, self._text_stream(sample)) for sample in request.samples()
+            Sequence(next(self._sequence_ids), sample, TextStream(detokenizer(sample.prompt_ids), sample.stop))
+            for sample in request.samples()
         ]
         first, *others = sequences
         for other in others:
@@ -229,6 +209,3 @@ class Coordinator:
             # Each sample needs the logits of the last token, so it runs that token itself.
             other.share(Prefix(first, first.prompt_length - 1))
         return sequences
-
-    def _text_stream(self, sample: GenerationRequest) -> TextStream:
-        return TextStream(self.tokenizer.detokenizer(sample.prompt_ids), sample.stop)

@@ -1,28 +1,93 @@
-"""The public gRPC service. Converts protobuf messages to and from the coordinator's objects."""
+"""The public gRPC service, and the intake of requests, which all services share."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeAlias
 
-from coordinator.requests.generation import Sample
-from coordinator.scheduling.commits import Commit
+from coordinator.prompts.prompt_reader import PromptReader
+from coordinator.requests.generation import Generation, Sample
+from coordinator.requests.traces import Call, RequestTrace, prompt_attributes
+from coordinator.requests.validation import Limits, check_request_id, read_request
 from coordinator.serving.coordinator import Coordinator
-from coordinator.serving.intake import Intake
 from coordinator.workers.link import WorkerLink
-from coordinator.workers.recent import Recent
-from coordinator.workers.states import LinkState
-from specpool.environment.version import package_version
-from specpool.protocol.codec import logprobs_message
+from coordinator.workers.states import LinkState, Recent
+from specpool.environment.process import package_version
+from specpool.protocol.codec import logprobs_message, model_message
+from specpool.protocol.errors import InvalidArgumentError, ServiceError, UnavailableError
+from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.server.callers import client_of
+from specpool.rpc.server.calls import UnreadStream
 from specpool.rpc.server.server import Server
+from specpool.v1 import common_pb2, generation_pb2_grpc
 from specpool.v1 import generation_pb2 as pb
-from specpool.v1 import generation_pb2_grpc
+
+Fail: TypeAlias = Callable[[ServiceError], None]
+"""Fails the call of an unread stream."""
+
+
+class Intake:
+    """Accepts the requests of all services, which share limits and request ids."""
+
+    def __init__(self, coordinator: Coordinator, server: Server) -> None:
+        self._coordinator, self._server = coordinator, server
+
+    @asynccontextmanager
+    async def generation(
+        self, message: pb.GenerateRequest, context: Any, stream: bool = False
+    ) -> AsyncIterator[tuple[Generation, Fail]]:
+        """Context manager that yields the generation for a call, and a function that fails the call.
+
+        Raises InvalidArgumentError, AlreadyExistsError, QueueFullError, UnavailableError, UnimplementedError.
+        """
+        coordinator = self._coordinator
+        with coordinator.traces.request(partial(_describe, message, context, stream)) as trace:
+            if self._server.stopping:
+                raise UnavailableError("the server is shutting down")
+            arrived = time.monotonic()
+            tokenizer, model = coordinator.tokenizer, coordinator.model
+            assert model is not None
+            prompts = PromptReader(tokenizer, coordinator.max_model_len, model.vocab_size)
+            limits = Limits(
+                coordinator.settings,
+                prompts,
+                coordinator.lanes.max_num_seqs,
+                coordinator.constraints,
+                coordinator.grammar_refusal,
+            )
+            request = await read_request(
+                message, client_of(context), limits, coordinator.tokenizers, coordinator.check_queue
+            )
+            async with coordinator.generate(request, arrived) as generation:
+                coordinator.traces.follow(trace, generation)
+                yield generation, partial(_fail, trace, UnreadStream(context))
+
+    def abort(self, request_id: str, client: str) -> None:
+        """End a request in flight of the same client. Raises InvalidArgumentError, NotFoundError."""
+        if not request_id:
+            raise InvalidArgumentError("request_id", "must not be empty")
+        check_request_id(request_id)
+        self._coordinator.abort(client, request_id)
+
+
+def _describe(message: pb.GenerateRequest, context: Any, stream: bool) -> Call:
+    return Call(
+        operation="chat" if message.HasField("chat") else "text_completion",
+        stream=stream,
+        metadata=context.invocation_metadata() or (),
+        prompt=partial(prompt_attributes, message),
+    )
+
+
+def _fail(trace: RequestTrace, stream: UnreadStream, error: ServiceError) -> None:
+    """Fail an unread stream. Its handler only sees a cancellation."""
+    trace.failed(error)
+    stream.end(error)
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """`specpool.v1.GenerationService`."""
-
     def __init__(self, coordinator: Coordinator, server: Server, intake: Intake) -> None:
         self._coordinator, self._server, self._intake = coordinator, server, intake
         self._info = Recent(self._server_info)
@@ -43,7 +108,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 if commit is None:
                     yield pb.GenerateStreamResponse(request_id=request_id, complete=await _response(sample))
                 elif commit.token_ids or commit.text:
-                    yield pb.GenerateStreamResponse(request_id=request_id, chunk=_chunk(sample, commit))
+                    logprobs = map(logprobs_message, commit.logprobs)
+                    chunk = pb.GenerateChunk(
+                        index=sample.index, text=commit.text, token_ids=commit.token_ids, logprobs=logprobs
+                    )
+                    yield pb.GenerateStreamResponse(request_id=request_id, chunk=chunk)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """End a request in flight of the same client."""
@@ -56,13 +125,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         draft = coordinator.draft.first if coordinator.draft is not None else None
         return pb.GetModelInfoResponse(
             max_model_len=max_model_len,
-            target=coordinator.model,
-            draft=draft.info if draft is not None else None,
+            target=_model(coordinator.model),
+            draft=_model(draft.info) if draft is not None else None,
             default_max_tokens=settings.default_max_tokens,
             num_speculative_tokens=settings.num_speculative_tokens,
             max_num_speculative_tokens=settings.max_num_speculative_tokens,
-            has_chat_template=coordinator.tokenizer.has_chat_template,
-            eos_token_ids=coordinator.tokenizer.eos_token_ids,
+            has_chat_template=coordinator.tokenizer.template is not None,
+            eos_token_ids=coordinator.tokenizer.files.eos_token_ids,
             served_model_name=coordinator.served_model_name,
         )
 
@@ -72,14 +141,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _server_info(self) -> pb.GetServerInfoResponse:
         coordinator, counters = self._coordinator, self._coordinator.counters
-        lanes = list(coordinator.lanes)
-        targets = await asyncio.gather(*(_worker_state(lane.targets.active) for lane in lanes))
-        standby, drafts = None, list[pb.WorkerState]()
-        if lanes:
-            first = coordinator.lanes.first
-            links = first.draft.links if first.draft is not None else []
-            standby = await _optional_state(first.targets.standby)
-            drafts = await asyncio.gather(*map(_worker_state, links))
+        links: list[WorkerLink] = [*coordinator.lanes.links, *coordinator.lanes.draft_links]
+        loads = dict(zip(links, await asyncio.gather(*map(_load, links)), strict=True))
+        # From here on nothing waits: lanes come, go and change roles.
+        lanes, standby = list(coordinator.lanes), coordinator.lanes.standby
+        drafts = [_worker_state(link, loads) for link in coordinator.lanes.draft_links]
         return pb.GetServerInfoResponse(
             version=package_version(),
             uptime_s=time.monotonic() - coordinator.started,
@@ -88,11 +154,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             queue_size=coordinator.settings.queue_size,
             running=coordinator.lanes.running,
             queued=coordinator.queue.queued,
-            target=targets[lanes.index(first)] if lanes else None,
-            targets=targets,
+            target=_worker_state(coordinator.lanes.first.link, loads) if lanes else None,
+            targets=[_worker_state(lane.link, loads) for lane in lanes],
             draft=min(drafts, key=lambda worker: worker.state != LinkState.READY, default=None),
             draft_workers=drafts,
-            standby=standby,
+            standby=_worker_state(standby.link, loads) if standby is not None else None,
             counters=pb.ServerCounters(
                 requests=coordinator.in_flight.requests,
                 finished=coordinator.in_flight.finished,
@@ -112,15 +178,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             ),
             speculation=pb.SpeculationState(**vars(coordinator.lanes.speculation)) if lanes else None,
         )
-
-
-def _chunk(sample: Sample, commit: Commit) -> pb.GenerateChunk:
-    return pb.GenerateChunk(
-        index=sample.index,
-        text=commit.text,
-        token_ids=commit.token_ids,
-        logprobs=map(logprobs_message, commit.logprobs),
-    )
 
 
 async def _response(sample: Sample) -> pb.GenerateResponse:
@@ -160,10 +217,14 @@ def _without_logprobs(sample: Sample) -> pb.GenerateResponse:
     )
 
 
-async def _optional_state(link: WorkerLink | None) -> pb.WorkerState | None:
-    return await _worker_state(link) if link is not None else None
+async def _load(link: WorkerLink) -> common_pb2.WorkerLoad | None:
+    return await link.load() if link.is_ready else None
 
 
-async def _worker_state(link: WorkerLink) -> pb.WorkerState:
-    load = await link.load() if link.is_ready else None
-    return pb.WorkerState(address=link.address, state=link.state, reason=link.reason, model=link.info, load=load)
+def _worker_state(link: WorkerLink, loads: Mapping[WorkerLink, common_pb2.WorkerLoad | None]) -> pb.WorkerState:
+    model = _model(link.info)
+    return pb.WorkerState(address=link.address, state=link.state, reason=link.reason, model=model, load=loads.get(link))
+
+
+def _model(info: WorkerInfo | None) -> common_pb2.ModelInfo | None:
+    return model_message(info) if info is not None else None

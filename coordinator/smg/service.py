@@ -2,8 +2,13 @@
 
 import asyncio
 import contextlib
+import hashlib
+import io
+import json
 import time
-from collections.abc import AsyncIterator
+import zipfile
+from collections.abc import AsyncIterator, Iterator
+from functools import cached_property
 from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as smg
@@ -11,30 +16,72 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from coordinator.serving.coordinator import Coordinator
-from coordinator.serving.intake import Intake
-from coordinator.smg.requests import generate_request
-from coordinator.smg.responses import chunk, complete, end, loads, model_info
-from coordinator.smg.tokenizer import TokenizerArchive
-from coordinator.workers.recent import Recent
-from specpool.environment.version import package_version
+from coordinator.serving.service import Intake
+from coordinator.smg.messages import chunk, complete, end, generate_request, loads, model_info
+from coordinator.workers.states import Recent
+from specpool.environment.process import package_version
 from specpool.protocol.errors import InvalidArgumentError, NotFoundError, UnimplementedError
+from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.rpc.server.callers import client_of
 from specpool.rpc.server.server import Server
+
+CHUNK_BYTES = 2**20
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 MAX_ABORTED = 1024
 """Maximum number of request ids in one `Abort` call."""
 
 
+class TokenizerArchive:
+    """A zip archive of tokenizer files, built on first use."""
+
+    def __init__(self, files: TokenizerFiles, model_type: str) -> None:
+        """`model_type`: name of the architecture in `transformers`."""
+        self._files, self._model_type = files, model_type
+        self._building = asyncio.Lock()
+
+    async def chunks(self) -> Iterator[common_pb2.GetTokenizerChunk]:
+        """Return the archive in chunks. The last one carries its SHA-256."""
+        async with self._building:  # once for all callers, in a thread: large vocabularies take a while
+            data, fingerprint = await asyncio.to_thread(lambda: self._archive)
+        starts = range(0, len(data), CHUNK_BYTES)
+        return (
+            common_pb2.GetTokenizerChunk(
+                data=data[start : start + CHUNK_BYTES], sha256=fingerprint if start == starts[-1] else ""
+            )
+            for start in starts
+        )
+
+    @cached_property
+    def _archive(self) -> tuple[bytes, str]:
+        """The archive and its SHA-256. Both are deterministic."""
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as archive:
+            for name, content in self._contents().items():
+                archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+        data = buffer.getvalue()
+        return data, hashlib.sha256(data).hexdigest()
+
+    def _contents(self) -> dict[str, bytes]:
+        """Return the files by name. The two config files hold only the fields that tokenizers need."""
+        files = self._files
+        config = {"model_type": self._model_type, "eos_token_id": files.eos_token_ids}
+        contents = {
+            "tokenizer.json": files.tokenizer_json,
+            "tokenizer_config.json": json.dumps(files.special_tokens).encode(),
+            "config.json": json.dumps(config).encode(),
+        }
+        if files.chat_template:
+            contents["chat_template.jinja"] = files.chat_template.encode()
+        return contents
+
+
 def add_engine_service(coordinator: Coordinator, server: Server, intake: Intake) -> None:
-    """Add the gateway's service to the server."""
     servicer = EngineServicer(coordinator, server, intake)
     server.add(SERVICE, vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, servicer)
 
 
 class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]  # no stubs
-    """Servicer of `vllm.grpc.engine.VllmEngine`."""
-
     def __init__(self, coordinator: Coordinator, server: Server, intake: Intake) -> None:
         self._coordinator, self._server, self._intake = coordinator, server, intake
         self._archive: TokenizerArchive | None = None
@@ -72,7 +119,7 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         if self._server.stopping:
             return smg.HealthCheckResponse(healthy=False, message="the server is shutting down")
         if not self._coordinator.lanes.is_ready:
-            states = " and ".join(lane.targets.active.state for lane in self._coordinator.lanes) or "unknown"
+            states = " and ".join(lane.link.state for lane in self._coordinator.lanes) or "unknown"
             return smg.HealthCheckResponse(healthy=False, message=f"the target worker is {states}")
         return smg.HealthCheckResponse(healthy=True, message="ok")
 
@@ -98,7 +145,7 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         return await self._recent_loads.get()
 
     async def _loads(self) -> smg.GetLoadsResponse:
-        targets = [lane.targets.active for lane in self._coordinator.lanes if lane.is_ready]
+        targets = [lane.link for lane in self._coordinator.lanes if lane.is_ready]
         answers = await asyncio.gather(*(target.load() for target in targets))
         return loads(self._coordinator, [load for load in answers if load is not None], package_version())
 

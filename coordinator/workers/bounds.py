@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from specpool.protocol.response_sizes import MAX_SMALL_BYTES
+from specpool.protocol.responses import MAX_SMALL_BYTES
 from specpool.rpc.security.channel import MAX_WORKER_MESSAGE_BYTES
 
 PHASES_PER_PROBE = 16

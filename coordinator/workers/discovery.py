@@ -41,7 +41,9 @@ class Discovery:
 
     def __init__(self, entries: Iterable[str], resolve: Resolve | None = None) -> None:
         self._resolve = resolve or _resolve
-        names = {entry: _followed(entry) for entry in entries}
+        names = {
+            entry: split_address(entry.removeprefix(FOLLOWED)) if is_followed(entry) else None for entry in entries
+        }
         self.fixed = [Endpoint(entry) for entry, name in names.items() if name is None]
         self._resolved: dict[tuple[str, int], list[Endpoint]] = {name: [] for name in names.values() if name}
         """The last known records of each name."""
@@ -81,11 +83,6 @@ class Discovery:
         else:
             self._errors.pop(name, None)
             self._resolved[name] = [Endpoint(join_address(record, port), host) for record in sorted(set(records))]
-
-
-def _followed(entry: str) -> tuple[str, int] | None:
-    """Return the name and port whose records an entry stands for. None for a fixed address."""
-    return split_address(entry.removeprefix(FOLLOWED)) if is_followed(entry) else None
 
 
 async def _resolve(host: str, port: int) -> Iterable[str]:

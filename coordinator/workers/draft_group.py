@@ -2,19 +2,19 @@
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS
 from coordinator.workers.discovery import Discovery, Endpoint
 from coordinator.workers.draft_link import DraftLink
-from coordinator.workers.errors import WorkerRefusedError, WorkerUnreachableError
+from coordinator.workers.interface import WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.link import RENEWED
 from coordinator.workers.placement import Placement
 from specpool.drafting.costs import UNKNOWN_DRAFT, StepTimes, Timed
 from specpool.drafting.outcome import draft_steps
-from specpool.protocol.features import FeatureSpec
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
+from specpool.protocol.worker_info import WorkerInfo
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,9 @@ class DraftGroup:
         """Sequences whose worker has not been told to begin at position 0 yet. It may have an old cache."""
         self._full_until: dict[DraftLink, int] = {}
         """First round that may place sequences again on a worker that had no free slot."""
+        self._shared_info = WorkerInfo()
+        self._infos: list[WorkerInfo] = []
+        """Descriptions of the ready workers, from which `_shared_info` was computed."""
         self._shared_times = StepTimes(UNKNOWN_DRAFT)
         self._times: list[StepTimes] = []
         """Step times of the ready workers, from which `_shared_times` was computed."""
@@ -61,36 +64,18 @@ class DraftGroup:
         return [link for link in self._links.values() if link.is_ready]
 
     @property
-    def _usable(self) -> list[DraftLink]:
-        """The ready workers, or all known ones if none is ready."""
-        return self._ready or [link for link in self._links.values() if link.info is not None]
-
-    @property
     def is_ready(self) -> bool:
         return any(link.is_ready for link in self._links.values())
 
     @property
-    def vocab_size(self) -> int:
-        return min(link.vocab_size for link in self._usable)
-
-    @property
-    def max_model_len(self) -> int:
-        return min(link.max_model_len for link in self._usable)
-
-    @property
-    def kv_reservations_grow(self) -> bool:
-        """Whether any worker's reservations grow. The others reserve as many positions as a sequence can need."""
-        return any(link.kv_reservations_grow for link in self._usable)
-
-    @property
-    def max_branches(self) -> int:
-        return min(link.max_branches for link in self._usable)
-
-    @property
-    def features(self) -> FeatureSpec | None:
-        """The hidden states of the target that the workers read; None if they read different ones, or none."""
-        different = {link.features for link in self._usable}
-        return different.pop() if len(different) == 1 else None
+    def info(self) -> WorkerInfo:
+        """What all ready workers can do. Available once one has been ready."""
+        infos = [link.info for link in self._ready or self.links if link.info is not None]
+        if len(infos) == 1:
+            return infos[0]
+        if infos != self._infos:
+            self._infos, self._shared_info = infos, _common(infos)
+        return self._shared_info
 
     @property
     def hosts_and_devices(self) -> frozenset[tuple[str, str]]:
@@ -148,7 +133,9 @@ class DraftGroup:
         for item in items:
             sequence_id, source_id = item.sequence_id, item.prefix_sequence_id
             before = self._placement.worker_of(sequence_id)
-            link = before if before is not None and _is_kept(before) else self._place(item, round_id)
+            # A worker keeps its sequences while it reconnects with new certificates.
+            is_kept = before is not None and (before.is_ready or before.reason == RENEWED)
+            link = before if is_kept else self._place(item, round_id)
             if link is None:
                 if before is None:
                     answers[sequence_id] = Proposal(sequence_id, ItemStatus.NO_SLOT)
@@ -164,11 +151,6 @@ class DraftGroup:
             elif link.is_ready:
                 self._moved.discard(sequence_id)
                 parts.setdefault(link, []).append(item)
-        grow = self.kv_reservations_grow
-        for link, own in parts.items():
-            if grow and not link.kv_reservations_grow:
-                for item in own:
-                    item.max_length = None
         return parts, answers
 
     def _place(self, item: ProposeItem, round_id: int) -> DraftLink | None:
@@ -185,7 +167,8 @@ class DraftGroup:
             for link in self._ready
             if link not in self._leaving
             and round_id >= self._full_until.get(link, 0)
-            and self._placement.count(link) < (link.load_at_start.slots_total or math.inf)
+            and link.info is not None
+            and self._placement.count(link) < link.info.slots_total
         ]
 
     def _remove(self, sequence_id: int) -> None:
@@ -212,7 +195,7 @@ class DraftGroup:
         sequence_ids = [*sequence_ids]
         for link in self._links.values():
             link.release_soon(sequence_ids)
-        slots = sum(link.load_at_start.slots_total for link in self._links.values())
+        slots = sum(link.info.slots_total for link in self._links.values() if link.info is not None)
         self._placement.release(sequence_ids, slots)
         self._moved.difference_update(sequence_ids)
 
@@ -258,6 +241,13 @@ class DraftGroup:
             await link.close()
 
 
-def _is_kept(link: DraftLink) -> bool:
-    """Whether a worker keeps its sequences: it is ready, or will be in a moment."""
-    return link.is_ready or link.reason == RENEWED
+def _common(infos: Sequence[WorkerInfo]) -> WorkerInfo:
+    """Return what all workers can do. They get no hidden states if they read different ones."""
+    same_features = len({info.features for info in infos}) == 1
+    return replace(
+        infos[0],
+        vocab_size=min(info.vocab_size for info in infos),
+        max_model_len=min(info.max_model_len for info in infos),
+        max_branches=min(info.max_branches for info in infos),
+        feature_layers=infos[0].feature_layers if same_features else (),
+    )

@@ -7,20 +7,18 @@ from typing import Any
 import grpc
 
 from coordinator.workers import link
-from coordinator.workers.backoff import Backoff
-from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError
-from coordinator.workers.interface import Target
+from coordinator.workers.interface import Cause, MismatchError, Target, WorkerRefusedError
 from coordinator.workers.link import WorkerLink, timed
-from coordinator.workers.states import LinkState
+from coordinator.workers.states import Backoff, LinkState
 from coordinator.workers.streams import RoundCalls
 from specpool.drafting.costs import UNKNOWN_DRAFT, Timed
 from specpool.protocol.codec import propose_request
 from specpool.protocol.features import FeatureSpec
-from specpool.protocol.response_sizes import max_propose_bytes
-from specpool.protocol.responses import InvalidResponseError, read_proposals
+from specpool.protocol.responses import InvalidResponseError, max_propose_bytes, read_proposals
 from specpool.protocol.rounds import Proposal, ProposeItem
+from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.security.channel import Connector
-from specpool.v1 import common_pb2, draft_worker_pb2_grpc
+from specpool.v1 import draft_worker_pb2_grpc
 
 # Backoff of a flapping draft worker: maximum pause, and uptime that resets it, as a multiple of the last pause.
 MAX_BACKOFF_SECONDS, RESET_AFTER = 30.0, 10
@@ -46,20 +44,10 @@ class DraftLink(WorkerLink):
         return draft_worker_pb2_grpc.DraftWorkerServiceStub(channel)
 
     def _make_rounds(self) -> RoundCalls:
-        return RoundCalls(self._stub.ProposeStream, self._stub.Propose, self._timeout, self._check_round)
+        return RoundCalls(self._stub.ProposeStream, self._timeout, self._check_instance)
 
     def _make_backoff(self) -> Backoff:
         return Backoff(link.PROBE_SECONDS, 2 * link.PROBE_SECONDS, MAX_BACKOFF_SECONDS, RESET_AFTER)
-
-    @property
-    def max_branches(self) -> int:
-        """Maximum branches of an item; 0 if the worker cannot draft them. Known once the worker was ready."""
-        return self.load_at_start.max_branches
-
-    @property
-    def features(self) -> FeatureSpec | None:
-        """The hidden states of the target that the draft reads. Known once the worker was ready."""
-        return None if self.info is None else _features(self.info)
 
     async def _read_description(self) -> None:
         if self._target.info is None:
@@ -67,28 +55,13 @@ class DraftLink(WorkerLink):
             await self._target.wait_ready()  # then read a fresh description
         await super()._read_description()
 
-    async def _check(self, description: common_pb2.GetWorkerInfoResponse) -> None:
-        info, target = description.model, self._target.info
+    async def _check(self, info: WorkerInfo) -> None:
+        target = self._target.info
         assert target is not None
         if info.tokenizer_fingerprint != target.tokenizer_fingerprint:
             raise MismatchError(f"the draft {info.model} uses a different tokenizer than the target {target.model}")
-        if (features := _features(info)) is not None:
-            self._check_features(info.model, features, target)
-
-    def _check_features(self, draft: str, features: FeatureSpec, target: common_pb2.ModelInfo) -> None:
-        """Raise MismatchError unless the target returns these features."""
-        if not self._target.returns_features:
-            reason = f"hidden states, which the target {target.model} does not return"
-        elif not all(0 < layer <= target.num_layers for layer in features.layers):
-            layers = ", ".join(map(str, features.layers))
-            reason = (
-                f"hidden states after layers {layers}, but the target {target.model} has {target.num_layers} layers"
-            )
-        elif features.width != (width := len(features.layers) * target.hidden_size):
-            reason = f"hidden states of {features.width} numbers, but those of the target {target.model} have {width}"
-        else:
-            return
-        raise MismatchError(f"the draft {draft} reads {reason}")
+        if info.features is not None:
+            _check_features(info.model, info.features, target)
 
     def _back_off(self, reason: str) -> None:
         self._rounds_served = 0
@@ -135,5 +108,15 @@ class DraftLink(WorkerLink):
         return sum(map(self.step_times, [sum(len(item.token_ids) for item in items), *steps]))
 
 
-def _features(info: common_pb2.ModelInfo) -> FeatureSpec | None:
-    return FeatureSpec(tuple(info.feature_layers), info.feature_width) if info.feature_layers else None
+def _check_features(draft: str, features: FeatureSpec, target: WorkerInfo) -> None:
+    """Raise MismatchError unless the target returns these features."""
+    if not target.returns_features:
+        reason = f"hidden states, which the target {target.model} does not return"
+    elif not all(0 < layer <= target.num_layers for layer in features.layers):
+        layers = ", ".join(map(str, features.layers))
+        reason = f"hidden states after layers {layers}, but the target {target.model} has {target.num_layers} layers"
+    elif features.width != (width := len(features.layers) * target.hidden_size):
+        reason = f"hidden states of {features.width} numbers, but those of the target {target.model} have {width}"
+    else:
+        return
+    raise MismatchError(f"the draft {draft} reads {reason}")

@@ -1,23 +1,55 @@
-"""The workers as the rest of the coordinator sees them; the links implement these protocols."""
+"""The workers as the rest of the coordinator sees them, and the errors of calls to them. The links implement this."""
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Protocol
 
 from specpool.drafting.costs import StepTimes, Timed
-from specpool.protocol.features import FeatureSpec, WantedFeatures
+from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
-from specpool.v1 import common_pb2
+from specpool.protocol.worker_info import WorkerInfo
+
+
+class Cause(Enum):
+    """Why a call failed."""
+
+    NOT_SENT = auto()
+    """The worker was unreachable before the call was sent."""
+    LOST = auto()
+    """The connection or the worker was lost during the call. If the worker has restarted, the call may have crashed
+    it."""
+    FAILED = auto()
+    """The worker hung or sent an invalid response. The call may be the reason."""
+
+
+class WorkerUnreachableError(Exception):
+    """A worker sent no valid response in time."""
+
+    def __init__(self, reason: str, cause: Cause) -> None:
+        super().__init__(reason)
+        self.cause = cause
+
+
+class WorkerRefusedError(Exception):
+    """A worker's handler returned an error."""
+
+
+class MismatchError(Exception):
+    """A worker runs a model that does not match the one in use."""
+
+
+class UnusableModelError(MismatchError):
+    """The target worker's model cannot be served, and retrying does not help."""
+
 
 Complete = Callable[[], Awaitable[None]]
 """Completes the items of a round that was sent ahead, once the earlier rounds have committed."""
 
 
 class Worker(Protocol):
-    """Either worker. Only `hosts_and_devices` and `step_times` are valid before the worker is ready."""
+    """Either worker."""
 
-    @property
-    def vocab_size(self) -> int: ...
     @property
     def step_times(self) -> StepTimes: ...
     @property
@@ -28,18 +60,12 @@ class Target(Worker, Protocol):
     """The target worker, such as `coordinator.workers.target_link.TargetLink`."""
 
     @property
-    def info(self) -> common_pb2.ModelInfo | None: ...
+    def info(self) -> WorkerInfo | None: ...
     @property
     def instance_id(self) -> str: ...
     def has_ended(self, instance_id: str) -> bool | None: ...
     async def wait_ready(self) -> None: ...
     async def release(self, sequence_ids: Iterable[int]) -> bool: ...
-    @property
-    def max_rounds_ahead(self) -> int: ...
-    @property
-    def selects_branches(self) -> bool: ...
-    @property
-    def returns_features(self) -> bool: ...
     @property
     def grammar_refusal(self) -> str | None: ...
     async def verify(
@@ -60,13 +86,7 @@ class Draft(Worker, Protocol):
     @property
     def is_ready(self) -> bool: ...
     @property
-    def max_model_len(self) -> int: ...
-    @property
-    def kv_reservations_grow(self) -> bool: ...
-    @property
-    def max_branches(self) -> int: ...
-    @property
-    def features(self) -> FeatureSpec | None: ...
+    def info(self) -> WorkerInfo: ...
     def release_soon(self, sequence_ids: Iterable[int]) -> None: ...
     async def propose(
         self, round_id: int, items: list[ProposeItem], chances: Iterable[float], step_cost: float, traceparent: str

@@ -10,17 +10,15 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.workers.backoff import Backoff
 from coordinator.workers.bounds import ResponseSizes, read_slowly
-from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError, WorkerUnreachableError
-from coordinator.workers.recent import Recent
+from coordinator.workers.interface import Cause, MismatchError, WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.releases import Releases
-from coordinator.workers.states import LinkState, StateLog
+from coordinator.workers.states import Backoff, LinkState, Recent, StateLog
 from coordinator.workers.streams import RoundCalls, is_cancelled
 from specpool.drafting.costs import StepTimes, Timed
 from specpool.protocol.codec import release_request
-from specpool.protocol.responses import InvalidResponseError, check_worker_info, decoded, read_step_costs
-from specpool.protocol.worker_info import StepCosts
+from specpool.protocol.responses import InvalidResponseError, decoded, read_worker_info
+from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.security.channel import Connector
 from specpool.rpc.status import ANSWERED
 from specpool.v1 import common_pb2
@@ -56,10 +54,8 @@ class WorkerLink:
         self.address = connector.address
         self.state = LinkState.CONNECTING
         self.reason = "not connected yet"
-        self.info: common_pb2.ModelInfo | None = None
-        self.instance_id = ""
-        """Id of the worker's process, from its last description. May be empty."""
-        self.load_at_start = common_pb2.WorkerLoad()
+        self.info: WorkerInfo | None = None
+        """The worker's last description. None until the worker has been ready."""
         self.hosts_and_devices: frozenset[tuple[str, str]] = frozenset()
         """(host, device) pairs, several for a sharded model. Workers on the same device compete for it."""
         self.step_times = StepTimes(self._unknown_times)
@@ -103,52 +99,22 @@ class WorkerLink:
     def _make_backoff(self) -> Backoff:
         raise NotImplementedError
 
-    async def _check(self, description: common_pb2.GetWorkerInfoResponse) -> None:
+    async def _check(self, info: WorkerInfo) -> None:
         """Raise MismatchError if the worker must not be used, and WorkerRefusedError if it cannot serve rounds now."""
         raise NotImplementedError
 
-    def _replaced(self, description: common_pb2.GetWorkerInfoResponse) -> None:
+    def _replaced(self, info: WorkerInfo) -> None:
         """Handle a new process, whose description has been checked."""
 
-    def _check_anonymous(self, is_bound: bool) -> None:
-        """Raise an error unless the response of a worker that sends no instance id may be used."""
-
     @property
-    def vocab_size(self) -> int:
-        """Vocabulary size. Known once the worker was ready."""
-        assert self.info is not None
-        return self.info.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """Maximum positions of a sequence. Known once the worker was ready."""
-        assert self.info is not None
-        return self.info.max_model_len
-
-    @property
-    def kv_reservations_grow(self) -> bool:
-        """Whether later items may reserve more positions. Known once the worker was ready."""
-        return self.load_at_start.kv_reservations_grow
-
-    @property
-    def max_rounds_ahead(self) -> int:
-        """Rounds that may be sent before the response to an earlier one. Known once the worker was ready."""
-        return self.load_at_start.max_rounds_ahead if self._rounds.has_streams else 0
-
-    @property
-    def selects_branches(self) -> bool:
-        """Whether items of rounds ahead may have branches. Known once the worker was ready."""
-        return self.load_at_start.selects_branches and self.max_rounds_ahead > 0
-
-    @property
-    def returns_features(self) -> bool:
-        """Whether the worker returns hidden states. Known once the worker was ready."""
-        return self.load_at_start.returns_features
+    def instance_id(self) -> str:
+        """Id of the last described process. Empty until the worker has been ready."""
+        return self.info.instance_id if self.info is not None else ""
 
     @property
     def grammar_refusal(self) -> str | None:
-        """Why the worker does not follow grammars; None if it does. Known once the worker was ready."""
-        if self.load_at_start.supports_grammars:
+        """Why the worker does not follow grammars; None if it does."""
+        if self.info is not None and self.info.supports_grammars:
             return None
         return f"the {self.role} worker at {self.address} needs llguidance: install the extra `constraints` there"
 
@@ -229,17 +195,10 @@ class WorkerLink:
             response, seconds = await self._returned(self._rounds(request, timeout_seconds))
         return self._decoded(response), seconds
 
-    def _check_round(self, response: Any, is_bound: bool) -> None:
-        """Discard the response to a round if another process may have sent it."""
-        if response is not None:  # otherwise it is undecodable
-            self._check_instance(response)
-            if not response.instance_id:
-                self._check_anonymous(is_bound)
-
     def _check_instance(self, response: Any) -> None:
         """Raise WorkerUnreachableError unless the process whose description was checked sent the response."""
-        if response.instance_id not in (self.instance_id, ""):
-            reason = f"instance {shortened(response.instance_id)} responded instead of {self.instance_id or 'none'}"
+        if response is not None and response.instance_id != self.instance_id:  # None: undecodable
+            reason = f"instance {shortened(response.instance_id) or 'none'} responded instead of {self.instance_id}"
             raise self._lost(reason, Cause.NOT_SENT)
 
     async def _returned(self, call: Awaitable[T]) -> T:
@@ -343,18 +302,14 @@ class WorkerLink:
         """
         startup: common_pb2.WatchStartupResponse | None = None
         watch = self._stub.WatchStartup(common_pb2.WatchStartupRequest())
-        try:
-            async with aclosing(read_slowly(watch, PROBE_SECONDS)) as responses:
-                async for response in responses:
-                    if response is not ...:
-                        startup = decoded(response, "startup")
-                        state = LinkState.FAILED if startup.failure else LinkState.LOADING
-                        self._set_state(state, shortened(startup.failure or startup.phase))
-                    elif await self._serves_already():
-                        return True
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:  # an earlier version
-                raise
+        async with aclosing(read_slowly(watch, PROBE_SECONDS)) as responses:
+            async for response in responses:
+                if response is not ...:
+                    startup = decoded(response, "startup")
+                    state = LinkState.FAILED if startup.failure else LinkState.LOADING
+                    self._set_state(state, shortened(startup.failure or startup.phase))
+                elif await self._serves_already():
+                    return True
         if startup is None:
             self._set_state(LinkState.CONNECTING, "the worker is up but not serving yet")
         return startup is not None and not startup.failure
@@ -364,35 +319,29 @@ class WorkerLink:
         self._rounds.open()
         request = common_pb2.GetWorkerInfoRequest()
         response = await self._stub.GetWorkerInfo(request, timeout=PROBE_TIMEOUT_SECONDS)
-        check_worker_info(decoded(response, "description"))
-        await self._check(response)
-        is_new = response.instance_id != self.instance_id or not response.instance_id
-        if self.instance_id and response.instance_id and is_new:
-            await self._release_all(response.instance_id)
-        self.step_times = self._step_times(read_step_costs(response))
-        self.info, self.load_at_start, self.instance_id = response.model, response.load, response.instance_id
-        self.hosts_and_devices = self._hosts_and_devices(response)
+        info = read_worker_info(decoded(response, "description"))
+        await self._check(info)
+        is_new = info.instance_id != self.instance_id
+        if self.info is not None and is_new:
+            await self._release_all(info.instance_id)
+        if len(info.step_seconds) < 2:
+            times = StepTimes(self._unknown_times, max_rows=info.max_rows)
+        else:
+            times = StepTimes(info.step_seconds, info.step_cached, info.seconds_per_cached, info.max_rows)
+        self.info, self.step_times = info, times
+        host, devices = self.address.rpartition(":")[0], [info.device, *(rank.device for rank in info.ranks)]
+        # Without the GPU's name, as in "cuda:0 (NVIDIA H200)".
+        self.hosts_and_devices = frozenset((host, device.partition(" ")[0]) for device in devices)
         if is_new:
-            self._replaced(response)
+            self._replaced(info)
         self._set_state(LinkState.READY, "")
 
     async def _release_all(self, instance_id: str) -> None:
         """Free the sequences that a process has kept from an earlier connection. A new process has none."""
         response = await self._stub.Release(release_request(self._coordinator_id, None), timeout=self._timeout)
         # Another process may have answered. The described one then still needs the releases.
-        if decoded(response, "release").instance_id in (instance_id, ""):
+        if decoded(response, "release").instance_id == instance_id:
             self._releases.forget()
-
-    def _hosts_and_devices(self, response: common_pb2.GetWorkerInfoResponse) -> frozenset[tuple[str, str]]:
-        """Return hosts and devices, without the GPU name in "cuda:0 (NVIDIA H200)"."""
-        host, _, _ = self.address.rpartition(":")
-        devices = [response.model.device, *(rank.device for rank in response.load.ranks)]
-        return frozenset((host, device.partition(" ")[0]) for device in devices)
-
-    def _step_times(self, costs: StepCosts) -> StepTimes:
-        if len(costs.step_seconds) < 2:
-            return StepTimes(self._unknown_times, max_rows=costs.max_rows)
-        return StepTimes(costs.step_seconds, costs.step_cached, costs.seconds_per_cached, costs.max_rows)
 
     def _refuse(self, error: MismatchError) -> None:
         self._set_state(LinkState.REFUSED, str(error))

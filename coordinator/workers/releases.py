@@ -21,11 +21,13 @@ class Releases:
         self._pending: set[int] = set()
         self._frees_all = False
         self._sending: asyncio.Task[None] | None = None
+        self._num_sends = 0
+        """Calls of `send` that the worker has not answered."""
 
     @property
     def are_due(self) -> bool:
-        """Whether releases are pending and not being sent."""
-        return self._are_pending and not self.are_being_sent
+        """Whether releases are pending and not being sent. A second release might meet a sequence that is back."""
+        return self._are_pending and not self._num_sends and not self.are_being_sent
 
     @property
     def are_being_sent(self) -> bool:
@@ -74,8 +76,12 @@ class Releases:
         released, frees_all = sorted(self._pending), self._frees_all
         if not (released or frees_all):
             return True
-        if not await self._send(None if frees_all else released):
-            return False
+        self._num_sends += 1
+        try:
+            if not await self._send(None if frees_all else released):
+                return False
+        finally:
+            self._num_sends -= 1
         self._pending.difference_update(released)
         self._frees_all &= not frees_all
         return True

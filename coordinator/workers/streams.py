@@ -9,38 +9,29 @@ import grpc
 from grpc import StatusCode
 from grpc.aio import AioRpcError, Metadata
 
-from coordinator.workers.errors import Cause, WorkerUnreachableError
+from coordinator.workers.interface import Cause, WorkerUnreachableError
 from specpool.rpc.status import ANSWERED
 
 
 class RoundCalls:
-    """Sends rounds over one stream, without waiting for earlier responses. Falls back to unary calls without streams.
+    """Sends rounds over one stream, without waiting for earlier responses.
 
     A failed round ends the stream and all rounds on it. It is never retried on another stream, which may lead to
     another worker at the same address.
     """
 
     def __init__(
-        self,
-        stream: Any,
-        unary: Any,
-        timeout_seconds: float,
-        check: Callable[[Any, bool], None] = lambda response, is_bound: None,
+        self, stream: Any, timeout_seconds: float, check: Callable[[Any], None] = lambda response: None
     ) -> None:
-        """`stream`, `unary`: stub methods for the same messages. `timeout_seconds`: default timeout of a round.
+        """`stream`: stub method. `timeout_seconds`: default timeout of a round.
 
-        `check`: called with each response, and whether it certainly came from the described worker. Raises to discard
-        the response.
+        `check`: called with each response. Raises to discard it.
         """
-        self._open_stream, self._unary, self._timeout, self._check = stream, unary, timeout_seconds, check
+        self._open_stream, self._timeout, self._check = stream, timeout_seconds, check
         self._current: _Stream | None = None
         """The stream for the next round."""
-        self._bound: _Stream | None = None
-        """The stream that was opened before the worker's description was read."""
-        self._in_use: set[Any] = set()
-        """Streams and unary calls with rounds in progress."""
-        self.has_streams = True
-        """Whether the worker may support streams."""
+        self._in_use: set[_Stream] = set()
+        """Streams with rounds in progress."""
 
     async def __call__(self, request: Any, timeout_seconds: float | None = None) -> tuple[Any, float]:
         """Return the response, and the seconds since the request, or since the previous response if that came later.
@@ -48,24 +39,17 @@ class RoundCalls:
         `timeout_seconds`: limits the same time. Raises AioRpcError like a unary call, and WorkerUnreachableError if an
         earlier round on the stream has failed.
         """
-        seconds = self._timeout if timeout_seconds is None else timeout_seconds
-        if self.has_streams:
-            try:
-                return await self._by_stream(request, seconds)
-            except _StatusUnknownError:
-                pass
-            except AioRpcError as error:
-                if error.code() is not StatusCode.UNIMPLEMENTED:
-                    raise
-                self.has_streams = False
-        began, call = time.perf_counter(), self._unary(request, timeout=seconds)
-        self._in_use.add(call)
+        if self._current is None:
+            self._current = _Stream(self._open_stream())
+        stream, seconds = self._current, self._timeout if timeout_seconds is None else timeout_seconds
+        self._in_use.add(stream)
         try:
-            response = await call
+            return await stream.round(request, seconds, self._check)
         finally:
-            self._in_use.discard(call)
-        self._check(response, False)
-        return response, time.perf_counter() - began
+            if not stream.rounds:
+                self._in_use.discard(stream)
+            if stream.is_broken and self._current is stream:
+                self._current = None
 
     def open(self) -> None:
         """Open a stream for the next rounds, before the worker's description is read.
@@ -73,12 +57,11 @@ class RoundCalls:
         The stream ends with its worker. The rounds therefore cannot reach a worker other than the described one.
         """
         self.close()
-        self._bound = self._current = _Stream(self._open_stream())
+        self._current = _Stream(self._open_stream())
 
     def close(self) -> None:
         """Close the stream after the rounds in progress. The next round opens a new one."""
-        stream, self._current, self._bound = self._current, None, None
-        self.has_streams = True  # the next worker may support streams
+        stream, self._current = self._current, None
         if stream is not None:
             stream.close()
 
@@ -91,25 +74,8 @@ class RoundCalls:
     def abort(self) -> None:
         """Close all streams now. Rounds in progress end with an error."""
         self.close()
-        for call in self._in_use:
-            call.cancel()
-
-    async def _by_stream(self, request: Any, seconds: float) -> tuple[Any, float]:
-        if self._current is None:
-            self._current = _Stream(self._open_stream())
-        stream, is_bound = self._current, self._current is self._bound
-        self._in_use.add(stream)
-        try:
-            return await stream.round(request, seconds, lambda response: self._check(response, is_bound))
-        finally:
-            if not stream.rounds:
-                self._in_use.discard(stream)
-            if stream.is_broken and self._current is stream:
-                self._current = None
-
-
-class _StatusUnknownError(Exception):
-    """A new stream ended with a status that gRPC hides. The worker may not support streams."""
+        for stream in self._in_use:
+            stream.cancel()
 
 
 class _Stream:
@@ -178,10 +144,8 @@ class _Stream:
             if self._unanswered:
                 raise _not_served() from None
             code, details = await self.call.code(), await self.call.details()
-            if code in (StatusCode.UNAVAILABLE, StatusCode.UNIMPLEMENTED):
+            if code is StatusCode.UNAVAILABLE:
                 raise _error(code, details) from None
-            if code is StatusCode.INTERNAL and not self._answered:
-                raise _StatusUnknownError from None
             reason = f"the stream had ended: {code.name}: {details}"
             raise _error(StatusCode.UNAVAILABLE, reason) from None
 
@@ -200,7 +164,8 @@ class _Stream:
         """End the stream and its rounds."""
         self.is_broken = True
         self.call.cancel()
-        if self._write_timeout is not None:  # gRPC does not wake a write that waits for the connection
+        # gRPC does not wake a write that waits for the connection.
+        if self._write_timeout is not None and not self._write_timeout.expired():
             self._write_timeout.reschedule(0)
 
     def _timeout(self, seconds: float) -> asyncio.Timeout:

@@ -1,7 +1,6 @@
 """The link to the target worker."""
 
 import logging
-import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -10,26 +9,32 @@ import grpc
 
 from coordinator.prompts.description import TokenizerDescription, TokenizerError
 from coordinator.prompts.tokenizer_pool import LimitError, TokenizerPool
-from coordinator.workers.backoff import Backoff
-from coordinator.workers.errors import (
+from coordinator.workers.interface import (
     Cause,
+    Complete,
     MismatchError,
     UnusableModelError,
     WorkerRefusedError,
     WorkerUnreachableError,
 )
-from coordinator.workers.interface import Complete
 from coordinator.workers.link import PROBE_TIMEOUT_SECONDS, WorkerLink, status_text, timed
-from coordinator.workers.states import LinkState
+from coordinator.workers.states import Backoff, LinkState
 from coordinator.workers.streams import RoundCalls
 from coordinator.workers.target_model import TargetModel
 from specpool.drafting.costs import UNKNOWN_VERIFY, Timed
 from specpool.protocol.codec import release_request, verify_request
 from specpool.protocol.features import WantedFeatures
-from specpool.protocol.response_sizes import max_verify_bytes
-from specpool.protocol.responses import InvalidResponseError, decoded, drops_features, read_tokenizer, read_verdicts
+from specpool.protocol.responses import (
+    InvalidResponseError,
+    decoded,
+    drops_features,
+    max_verify_bytes,
+    read_tokenizer,
+    read_verdicts,
+)
 from specpool.protocol.rounds import Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
+from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import common_pb2, target_worker_pb2, target_worker_pb2_grpc
 
@@ -58,13 +63,10 @@ class TargetLink(WorkerLink):
     tokenizer: TokenizerDescription | None = None
     chat_template: str | None = None
     """Replaces the model's chat templates."""
-    on_replaced: Callable[[str], None] | None = None
-    """Called before the link uses another process, with its numerics: see `TargetModel.replace`."""
-    peer: "TargetLink | None" = None
-    """The other link of a pair, whose worker must run the same model."""
+    on_replaced: Callable[[], None] | None = None
+    """Called before the link uses another process."""
     replicas: "Callable[[], Iterable[TargetLink]]" = tuple
-    """Returns the links to all workers that serve the model."""
-    _is_active = True
+    """Returns the links to all workers that serve the model, including a standby."""
     _drops_features = False
     """Whether the worker has returned features of a wrong size."""
     _failed_id: int | None = None
@@ -78,7 +80,7 @@ class TargetLink(WorkerLink):
         tokenizers: TokenizerPool,
         model: TargetModel | None = None,
     ) -> None:
-        """`model`: shared by the links of a pair."""
+        """`model`: shared by all links."""
         super().__init__(connector, coordinator_id, timeout_seconds)
         self._model, self._tokenizers = model or TargetModel(), tokenizers
 
@@ -86,46 +88,44 @@ class TargetLink(WorkerLink):
         return target_worker_pb2_grpc.TargetWorkerServiceStub(channel)
 
     def _make_rounds(self) -> RoundCalls:
-        return RoundCalls(self._stub.VerifyStream, self._stub.Verify, self._timeout, self._check_round)
+        return RoundCalls(self._stub.VerifyStream, self._timeout, self._check_instance)
 
     def _make_backoff(self) -> Backoff:
         return Backoff(first=0.0, second=0.05, maximum=2.0, reset_after=0)  # every request waits for the target
 
-    async def _check(self, description: common_pb2.GetWorkerInfoResponse) -> None:
-        self._model.check(description.model)
+    async def _check(self, info: WorkerInfo) -> None:
+        self._model.check(info)
         if self.info is None:
             async with self._model.reading_tokenizer:  # others may be described meanwhile
-                self._model.check(description.model)
+                self._model.check(info)
                 described = next((other for other in self._others if other.info is not None), None)
                 if described is not None:
                     self.tokenizer = described.tokenizer
                 else:
-                    await self._read_tokenizer(description)
+                    await self._read_tokenizer(info)
         for other in self._others:  # unless the other's process has moved to this address
-            if other.is_ready and description.instance_id == other.instance_id != "":
-                known = "the target worker itself" if other is self.peer else "a target worker already in use"
-                raise MismatchError(f"the worker is {known}, known as {other.address}")
-        if description.instance_id == self.instance_id:
+            if other.is_ready and info.instance_id == other.instance_id:
+                raise MismatchError(f"the worker is a target worker already in use, known as {other.address}")
+        if info.instance_id == self.instance_id:
             await self.try_round()
         self._failed_id = None
 
     @property
     def _others(self) -> "list[TargetLink]":
         """The links to other workers with the same model."""
-        peer = [self.peer] if self.peer is not None else []
-        return [*peer, *(link for link in self.replicas() if link is not self and link is not self.peer)]
+        return [link for link in self.replicas() if link is not self]
 
-    async def _read_tokenizer(self, description: common_pb2.GetWorkerInfoResponse) -> None:
+    async def _read_tokenizer(self, info: WorkerInfo) -> None:
         response = await self._stub.GetTokenizer(target_worker_pb2.GetTokenizerRequest(), timeout=PROBE_TIMEOUT_SECONDS)
         files = read_tokenizer(decoded(response, "tokenizer"))
-        if response.instance_id not in (description.instance_id, ""):
+        if response.instance_id != info.instance_id:
             raise InvalidResponseError("the tokenizer comes from another process than the description")
         if self.chat_template is not None:
             files = replace(files, chat_template=self.chat_template, tool_chat_template="")
         try:
-            self.tokenizer = await self._tokenizers.load(files, description.model.vocab_size)
+            self.tokenizer = await self._tokenizers.load(files, info.vocab_size)
         except TokenizerError as error:
-            raise UnusableModelError(f"{description.model.model} has an unusable tokenizer: {error}") from None
+            raise UnusableModelError(f"{info.model} has an unusable tokenizer: {error}") from None
         except LimitError as error:
             raise InvalidResponseError(f"unusable tokenizer: {error}") from None
 
@@ -155,64 +155,41 @@ class TargetLink(WorkerLink):
             self._releases.add([TRIAL_ID])
         self._failed_id = None
 
-    async def check_rounds(self) -> None:
-        """After WorkerRefusedError, raise WorkerUnreachableError if the worker fails every round.
+    async def check_rounds(self, instance_id: str) -> None:
+        """Raise WorkerUnreachableError if the process that refused a round fails every round or has been replaced.
 
-        The link then backs off until a trial round succeeds.
+        If it fails every round, the link backs off until a trial round succeeds.
         """
+        if self.instance_id != instance_id:
+            raise WorkerUnreachableError("another target process took over", Cause.NOT_SENT)
         try:
             await self._returned(self.try_round())
         except (WorkerRefusedError, InvalidResponseError) as error:
             raise self._lost(str(error), Cause.FAILED) from None
 
-    def activate(self) -> None:
-        """Serve rounds from now on. The link is ready."""
-        assert self.info is not None
-        self._is_active = True
-        self._use(self.info)
+    def has_ended(self, instance_id: str) -> bool | None:
+        """Whether another process has replaced this one. None: unknown until the link is ready."""
+        if instance_id != self.instance_id:
+            return True
+        return False if self.is_ready else None
 
-    def stand_by(self) -> None:
-        """Serve no rounds, and abort those in progress. The coordinator never uses the worker's sequences again.
-
-        They may be out of date once the link serves rounds again, so it uses another coordinator id then. The worker
-        lets the old sequences yield, and frees them when their lease ends.
-        """
-        self._is_active = False
+    def abort_rounds(self) -> None:
+        """End the rounds in progress with an error."""
         self._rounds.abort()
-        self._releases.forget()
-        self._coordinator_id = uuid.uuid4().hex
 
-    def _replaced(self, description: common_pb2.GetWorkerInfoResponse) -> None:
-        if self._is_active or not self._model.is_known:
-            self._use(description.model)
-
-    def _use(self, model: common_pb2.ModelInfo) -> None:
-        """Continue all sequences on this link's process."""
+    def _replaced(self, info: WorkerInfo) -> None:
         described = [other.info for other in self._others if other.info is not None]
         if described:  # every sequence fits in all workers
-            length = min(info.max_model_len for info in (model, *described))
-            model = common_pb2.ModelInfo.FromString(model.SerializeToString())
-            model.max_model_len = length
-        numerics = self._model.replace(model)
+            info = replace(info, max_model_len=min(each.max_model_len for each in (info, *described)))
+        self._model.replace(info)
         if self.on_replaced is not None:
-            self.on_replaced(numerics)
-
-    def _check_anonymous(self, is_bound: bool) -> None:
-        if is_bound:
-            return
-        if self._rounds.has_streams:
-            raise self._lost("the response has no instance id", Cause.FAILED)
-        raise WorkerRefusedError("the worker sends no instance id and has no streams; update it")
+            self.on_replaced()
 
     def _refuse(self, error: MismatchError) -> None:
         """Raise the error, which stops the coordinator, unless another worker may serve the known model."""
         super()._refuse(error)
-        if self._is_active and not any(map(self._may_serve, self._others)):
+        if all(other.state is LinkState.REFUSED for other in self._others):
             raise error
-
-    def _may_serve(self, other: "TargetLink") -> bool:
-        """Whether another worker serves the known model, or may do so soon."""
-        return other.state is LinkState.LOADING if other is self.peer else other.state is not LinkState.REFUSED
 
     async def verify(
         self,
@@ -260,7 +237,8 @@ class TargetLink(WorkerLink):
     ) -> tuple[list[Verdict], Timed]:
         response, elapsed = await self._round(request, lambda: max_verify_bytes(items, features))
         await complete()
-        verdicts = read_verdicts(response, request.round_id, items, self.vocab_size, features)
+        assert self.info is not None
+        verdicts = read_verdicts(response, request.round_id, items, self.info.vocab_size, features)
         self._backoff.succeeded()
         if features is not None and not self._drops_features and drops_features(response, verdicts):
             self._drops_features = True

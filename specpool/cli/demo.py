@@ -31,10 +31,7 @@ class DemoSettings(UpSettings):
 
     port: int = Field(0, ge=0, le=65535, description="port of the coordinator; 0 lets the system choose")
     log_level: LogLevel = Field("error", description="minimum level of logged messages")
-    prefix_caching: bool = Field(
-        False,
-        description="cache prompts; then only the first run prefills them",
-    )
+    prefix_caching: bool = Field(False, description="cache prompts; then only the first run prefills them")
     drain_seconds: Seconds = Field(5.0, ge=0, description="time for running calls to finish at the end")
     prompts: Path | None = Field(
         None, description="JSONL file of prompts; - for standard input; default: a small built-in set"
@@ -47,19 +44,15 @@ class DemoSettings(UpSettings):
 
 @dataclass(frozen=True)
 class Run:
-    """One run of all prompts."""
-
     responses: list[pb.GenerateResponse]
     seconds: float
 
     @property
     def completion_tokens(self) -> int:
-        """Generated tokens."""
         return sum(response.usage.completion_tokens for response in self.responses)
 
     @property
     def tokens_per_s(self) -> float:
-        """End-to-end throughput."""
         return self.completion_tokens / self.seconds
 
 

@@ -140,7 +140,6 @@ def _check_repeats(arguments: list[str]) -> None:
 
 
 def generate(settings: GenerateSettings) -> int:
-    """Run the command; return its exit status."""
     source = settings.prompts
     try:
         lines = _lines(settings)

@@ -14,7 +14,7 @@ from specpool.cli.up import up
 from specpool.cli.up_settings import SecureUpSettings
 from specpool.cli.usage import answer
 from specpool.engine.config.options import EngineOptions
-from specpool.environment.version import python_path
+from specpool.environment.process import python_path
 from specpool.rpc.config.help import names_of_settings
 from specpool.rpc.config.settings import Settings
 from specpool.worker.settings import WorkerSettings
@@ -31,7 +31,6 @@ MODULES = {"distill": "specpool.distill", "plan": "specpool.planning"}
 
 
 def main() -> None:
-    """Entry point of `specpool`."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if sys.stdout is None:
         sys.exit(f"specpool {name}: standard output is closed")
@@ -54,7 +53,6 @@ def main() -> None:
 
 
 def run(name: str, arguments: list[str]) -> int:
-    """Run a subcommand; return its exit status."""
     if (status := answer(name)) is not None:
         return status
     if name in MODULES:

@@ -2,25 +2,34 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specpool.cli.child_log import ChildLog
 from specpool.environment.extras import explain_missing
-from specpool.environment.version import python_path
+from specpool.environment.process import python_path
 from specpool.rpc.config.inputs import ENV_PREFIX
 from specpool.rpc.security.channel import Connector, SecurityOptions
 from specpool.rpc.server.health import process_name
 
 log = logging.getLogger(__name__)
+
+STDERR = 2
+LAST_LINES_SECONDS = 1.0
+"""Time to copy the last lines of a process that has ended. Its own children may keep the log open."""
+# The beginning of an event in the log, or of a line that ends a program.
+_PREFIX = re.compile(r"\S+ [A-Z]+ (\S+ )?\S+: |specpool-[a-z-]+: ")
+
 
 WRONG_SETTINGS = 2
 """Exit status of a process with invalid settings."""
@@ -36,6 +45,43 @@ MAX_UNANSWERED, LIVENESS_SECONDS, LIVENESS_TIMEOUT_SECONDS = 2, 1.0, 5.0
 _UNREACHABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 # Iterations for which a waiting thread of torch spins: well below a millisecond.
 SPIN_COUNT = "30000"
+
+
+class ChildLog:
+    """Copies lines on a separate thread, so that a slow reader of stderr blocks nothing else."""
+
+    def __init__(self) -> None:
+        self._reading, self.writing = os.pipe()
+        self._last = ""
+        self._thread = Thread(target=self._copy, name="child log", daemon=True)
+
+    def follow(self) -> None:
+        """Begin to copy. Closes our end of `writing`, which the child has inherited."""
+        os.close(self.writing)
+        self._thread.start()
+
+    def ending(self, status: int) -> str:
+        """Return why the process has ended, in one line: its last line, unless a signal killed it."""
+        self._thread.join(LAST_LINES_SECONDS)
+        if status < 0:
+            hint = "; is there enough memory?" if -status == signal.SIGKILL else ""
+            return f"killed by {signal.Signals(-status).name}{hint}"
+        return self._last if status and self._last else f"ended with status {status}"
+
+    def _copy(self) -> None:
+        with open(self._reading, "rb") as lines:
+            for line in lines:
+                self._last = _message(line) or self._last
+                with contextlib.suppress(OSError):  # stderr is closed
+                    os.write(STDERR, line)
+
+
+def _message(line: bytes) -> str:
+    """Return the message of a log line, in either format."""
+    text = line.decode(errors="replace").strip()
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        text = str(json.loads(text)["message"])
+    return _PREFIX.sub("", text, count=1)
 
 
 class ProcessFailedError(Exception):
@@ -61,11 +107,16 @@ async def is_serving(channel: grpc.aio.Channel, service: str = "") -> bool:
     return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def _answers(channel: grpc.aio.Channel) -> bool:
-    """Return whether a health check completes in time, with any status. A process that has exited does not time out."""
-    request = health_pb2.HealthCheckRequest()
+async def _answers(channel: grpc.aio.Channel, waits_for_connection: bool = False) -> bool:
+    """Return whether a health check completes in time, with any status. A process that has exited does not time out.
+
+    `waits_for_connection`: a connection to a stopped process fails before the check times out. Wait for it instead.
+    """
+    stub = health_pb2_grpc.HealthStub(channel)
     try:
-        await health_pb2_grpc.HealthStub(channel).Check(request, timeout=LIVENESS_TIMEOUT_SECONDS)
+        await stub.Check(
+            health_pb2.HealthCheckRequest(), timeout=LIVENESS_TIMEOUT_SECONDS, wait_for_ready=waits_for_connection
+        )
     except grpc.aio.AioRpcError as error:
         return bool(error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED)
     return True
@@ -73,8 +124,6 @@ async def _answers(channel: grpc.aio.Channel) -> bool:
 
 @dataclass
 class Service:
-    """One of the processes."""
-
     name: str
     module: str
     arguments: list[str]
@@ -86,12 +135,14 @@ class Service:
     starts_last: bool = False
     """Whether the process starts once the others serve, and reuses their measurements."""
     process: asyncio.subprocess.Process | None = None
+    has_served: bool = field(default=False, init=False)
+    """Whether `wait_serving` has seen the process serve."""
     log: ChildLog = field(init=False)
 
     async def start(self) -> None:
         """Start the process. It logs to our stderr, and exits if we are killed."""
         arguments = [*self.arguments, "--parent-pid", str(os.getpid())]
-        self.log = ChildLog()
+        self.log, self.has_served = ChildLog(), False
         try:
             self.process = await start_module(self.module, *arguments, stderr=self.log.writing)
         finally:
@@ -110,6 +161,7 @@ class Service:
                 # Another server on the port does not know this name. Ours will soon report that the port is in use.
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     if await is_serving(channel, process_name(self.process.pid)):
+                        self.has_served = True
                         return
                 await asyncio.sleep(PROBE_SECONDS)
 
@@ -130,13 +182,16 @@ class Service:
 
     async def _kill_if_stopped(self, process: asyncio.subprocess.Process) -> None:
         """Kill a process that has served if it misses several health checks in a row. Startup may take any time."""
-        with contextlib.suppress(ProcessFailedError):  # it has ended
-            await self.wait_serving()
-        unanswered = 0
+        if not self.has_served:
+            with contextlib.suppress(ProcessFailedError):  # it has ended
+                await self.wait_serving()
+        unanswered, is_connected = 0, False
         async with Connector(self.address, **self.security).open() as channel:
             while unanswered < MAX_UNANSWERED:
                 await asyncio.sleep(LIVENESS_SECONDS)
-                unanswered = 0 if await _answers(channel) else unanswered + 1
+                answers = await _answers(channel, waits_for_connection=not is_connected)
+                unanswered = 0 if answers else unanswered + 1
+                is_connected |= answers
         log.warning("%s has not answered %d health checks; killing it", self.name, unanswered)
         await kill([process])
 

@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from specpool.cli.top_view import Activity, Plan, Pool, View, Worker, view_of
+from specpool.cli.top_view import Activity, Plan, View, Window, Worker, view_of
 from specpool.cli.waiting import clean, waiting
 from specpool.client import AsyncClient
 from specpool.client.failures import is_permanent
@@ -38,7 +38,7 @@ STATE_STYLES = {"ready": "green", "refused": "red"}
 
 
 class TopSettings(Settings, ClientSecurity):
-    """Show a live view of a server: pool, acceptance, groups, workers and rates. Ctrl-C exits."""
+    """Show a live view of a server: window, acceptance, groups, workers and rates. Ctrl-C exits."""
 
     address: CoordinatorAddress = Field("127.0.0.1:50050", description="host:port of the coordinator")
     interval: Seconds = Field(2.0, ge=0.1, description="seconds between updates")
@@ -50,7 +50,6 @@ class TopSettings(Settings, ClientSecurity):
 
 
 def top(settings: TopSettings) -> int:
-    """Run the command; return its exit status."""
     console = Console()
     # With FORCE_COLOR and similar, rich takes a pipe for a terminal.
     is_terminal = sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal
@@ -126,7 +125,7 @@ class Panels:
             ("specpool ", "bold"),
             f"{clean(view.version)} at {view.address}, up {_duration(view.uptime_s)}. Shares {period}.",
         )
-        left = Group(_panel("Pool", _pool(view.pool)), _panel("Rates", _rates(view)))
+        left = Group(_panel("Window", _window(view.window)), _panel("Rates", _rates(view)))
         right = Group(_panel("Speculation", _speculation(now, view.plan)), _panel("Rounds", _rounds(now)))
         if options.max_width >= WIDE_COLUMNS:
             columns = Table.grid(Column(ratio=1), Column(ratio=1), expand=True)
@@ -147,13 +146,13 @@ def _panel(title: str, content: RenderableType) -> Panel:
     return Panel(content, title=title, title_align="left", box=box.ROUNDED, padding=(0, 1))
 
 
-def _pool(pool: Pool) -> RenderableType:
+def _window(window: Window) -> RenderableType:
     loads = _grid()
-    loads.add_row("running", f"{pool.running} of {pool.max_num_seqs}", _bar(pool.running, pool.max_num_seqs))
-    loads.add_row("queued", f"{pool.queued} of {pool.queue_size}", _bar(pool.queued, pool.queue_size))
-    tokens = "adaptive" if pool.draft_length is None else str(pool.draft_length)
-    limit = "" if pool.max_model_len is None else f", maximum {pool.max_model_len} positions"
-    return Group(loads, Text(f"policy {clean(pool.policy)}, draft tokens: {tokens}{limit}", style="dim"))
+    loads.add_row("running", f"{window.running} of {window.max_num_seqs}", _bar(window.running, window.max_num_seqs))
+    loads.add_row("queued", f"{window.queued} of {window.queue_size}", _bar(window.queued, window.queue_size))
+    tokens = "adaptive" if window.draft_length is None else str(window.draft_length)
+    limit = "" if window.max_model_len is None else f", maximum {window.max_model_len} positions"
+    return Group(loads, Text(f"policy {clean(window.policy)}, draft tokens: {tokens}{limit}", style="dim"))
 
 
 def _rates(view: View) -> Table:

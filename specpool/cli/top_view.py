@@ -55,8 +55,8 @@ class Activity:
 
 
 @dataclass(frozen=True)
-class Pool:
-    """Load of the pool and its queue, and limits of requests."""
+class Window:
+    """Load of the window and its queue, and limits of requests."""
 
     running: int
     max_num_seqs: int
@@ -111,7 +111,7 @@ class View:
     address: str
     version: str
     uptime_s: float
-    pool: Pool
+    window: Window
     plan: Plan
     workers: tuple[Worker, ...]
     now: Activity | None
@@ -128,15 +128,13 @@ def view_of(
     """Build the view of a server. `models`: None before the target is connected."""
     plan = info.speculation
     fixed = models is not None and models.HasField("num_speculative_tokens")
-    targets = info.targets or [info.target]  # an earlier version sends one
-    drafts = info.draft_workers or ([info.draft] if info.HasField("draft") else [])
-    standby = [("standby", info.standby)] if info.HasField("standby") else []
-    workers = [*(("target", state) for state in targets), *(("draft", state) for state in drafts), *standby]
+    standby = [info.standby] if info.HasField("standby") else []
+    roles = {"target": info.targets, "draft": info.draft_workers, "standby": standby}
     return View(
         address=address,
         version=info.version,
         uptime_s=info.uptime_s,
-        pool=Pool(
+        window=Window(
             running=info.running,
             max_num_seqs=info.max_num_seqs,
             queued=info.queued,
@@ -146,7 +144,7 @@ def view_of(
             max_model_len=models.max_model_len if models is not None else None,
         ),
         plan=Plan(plan.draft_steps, plan.expected_tokens_per_s, plan.plain_tokens_per_s),
-        workers=tuple(_worker(role, state) for role, state in workers),
+        workers=tuple(_worker(role, state) for role, states in roles.items() for state in states),
         now=activity(info, earlier) if earlier is not None else None,
         since_start=activity(info),
     )

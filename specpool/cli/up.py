@@ -1,18 +1,134 @@
 """`specpool up`: coordinator, draft and target workers and perhaps a standby on this machine, one process each."""
 
 import asyncio
+import math
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from itertools import chain, count
+from typing import Any
 
-from specpool.cli.preflight import check_services
-from specpool.cli.processes import ProcessFailedError, Service, kill, require_torch
-from specpool.cli.services import models_of, services_of
-from specpool.cli.up_settings import SecureUpSettings, UpSettings
+from coordinator.config.settings import MAX_NUM_SEQS
+from specpool.cli.preflight import check_services, health_check_security
+from specpool.cli.processes import ProcessFailedError, Service, arguments_of, kill, require_torch
+from specpool.cli.up_settings import COORDINATOR, CPU, ENGINE, SecureUpSettings, UpSettings
+from specpool.engine.config.device_names import may_be_gpu
+from specpool.engine.models.embedded_pair import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specpool.engine.models.embedded_pair import NAME as EMBEDDED_NAME
+from specpool.rpc.config.settings import ListeningSettings
 from specpool.rpc.observability.logs import configure_logging
+from specpool.rpc.observability.tracing import TraceSettings
+from specpool.rpc.ports import free_port
+from specpool.rpc.security.channel import join_address
+from specpool.rpc.security.settings import ServerSecurity
+
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+PER_MODEL = ("revision", "weights", "activations", "kv_memory", "memory_limit")
+"""Settings that target and draft have separately, such as "target_revision"."""
+UNNUMBERED = {"target worker", "draft worker"}
+"""Workers that log under the default name of their process."""
+PER_PROCESS = {"config", "host", "port", "metrics_port"}
+"""Settings with a separate value for each process."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def models_of(settings: UpSettings) -> tuple[str, str | None]:
+    """Return target and draft. The workers create the embedded pair on first use."""
+    draft = None if settings.draft == "none" else settings.draft
+    if settings.target is not None:
+        return settings.target, draft
+    return EMBEDDED_TARGET, EMBEDDED_DRAFT if settings.draft is None else draft
+
+
+def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Service]:
+    """Return the processes for these models, in starting order."""
+    given = {"target": target, "draft": draft, "standby": target if settings.standby else None}
+    models = {role: model for role, model in given.items() if model is not None}
+    numbers = {role: range(1, _count(settings, role) + 1) for role in models}
+    ports = count(free_port(sum(map(len, numbers.values()))))
+    workers = {
+        role: [_worker(role, number, models, next(ports), settings) for number in each]
+        for role, each in numbers.items()
+    }
+    addresses = {
+        "target_standby" if role == "standby" else role: ",".join(worker.address for worker in each)
+        for role, each in workers.items()
+    }
+    port = settings.port or free_port()
+    flags = _common(settings, COORDINATOR) | {
+        "host": settings.host,
+        "port": port,
+        "max_batch_size": settings.max_batch_size or settings.max_num_seqs,
+        "metrics_port": settings.metrics_port,
+        "worker_tls": False,
+        "served_model_name": settings.served_model_name or (EMBEDDED_NAME if settings.target is None else None),
+        **{f"{role}_address": address for role, address in addresses.items()},
+    }
+    security = settings if isinstance(settings, ServerSecurity) else ServerSecurity()
+    address = join_address(LOOPBACK.get(settings.host, settings.host), port)
+    connection = health_check_security(security)
+    coordinator = Service("coordinator", "coordinator.server", arguments_of(flags), address, connection, flags)
+    return [*chain.from_iterable(workers.values()), coordinator]
+
+
+def _count(settings: UpSettings, role: str) -> int:
+    return int(getattr(settings, f"{role}s", 1))
+
+
+def _slots(settings: UpSettings, role: str) -> int:
+    """Return the sequences of a worker: max_num_seqs, or a draft's share of the sequences of more targets."""
+    share = max(1, settings.targets / settings.drafts) if role == "draft" else 1
+    return min(MAX_NUM_SEQS, math.ceil(share * settings.max_num_seqs))
+
+
+def _worker(role: str, number: int, models: Mapping[str, str], port: int, settings: UpSettings) -> Service:
+    """Return the worker with this number, from 1."""
+    like = "target" if role == "standby" else role  # a standby has the target's settings
+    own = {name: getattr(settings, f"{like}_{name}", None) for name in PER_MODEL}
+    server = {**ListeningSettings.model_fields, **TraceSettings.model_fields}
+    flags = _common(settings, ENGINE | server) | own
+    flags |= _device(getattr(settings, f"{like}_device"), number, _count(settings, role), settings.threads)
+    flags |= {"model": models[role], "port": port, "max_sequences": _slots(settings, role)}
+    if role == "draft" and settings.target_revision is None:
+        flags["target_model"] = models["target"]
+    flags["startup_cache"] = None if settings.startup_cache else False
+    if settings.metrics_port is not None:
+        flags["metrics_port"] = settings.metrics_port + settings.metrics_offset(role, number)
+    if like == "target":
+        flags |= _devices(settings, (settings.standby_devices if role == "standby" else ()) or settings.target_devices)
+    name = f"{role} worker" + f" {number}" * (_count(settings, role) > 1)
+    if name not in UNNUMBERED:
+        flags["log_name"] = name.replace(" ", "-")
+    starts_last = role == "standby" or number > 1
+    module, address = f"{like}_worker.server", f"127.0.0.1:{port}"
+    return Service(name, module, arguments_of(flags), address, settings=flags, starts_last=starts_last)
+
+
+def _device(devices: tuple[str, ...], number: int, workers: int, threads: int) -> dict[str, Any]:
+    """Return the device of a worker, and its threads: workers on the CPU divide the cores."""
+    turns = [devices[index % len(devices)] for index in range(workers)]
+    device, sharing = turns[number - 1], 1
+    if workers > 1 and not may_be_gpu(device):
+        sharing = sum(not may_be_gpu(each) for each in turns)
+    return {"device": device, "threads": max(1, threads // sharing)}
+
+
+def _devices(settings: UpSettings, devices: tuple[str, ...]) -> dict[str, Any]:
+    """Return the flags of a target on these devices. None are needed for the device of `target_device`."""
+    flags: dict[str, Any] = {"device": ",".join(devices)} if devices else {}
+    if len(devices) > 1:
+        flags["tensor_parallel"] = len(devices)
+    if CPU in devices:  # ranks divide the cores
+        flags["threads"] = max(1, settings.threads // len(devices))
+    return flags
+
+
+def _common(settings: UpSettings, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that share a name with these fields."""
+    names = type(settings).model_fields.keys() & fields.keys() - PER_PROCESS
+    return {name: getattr(settings, name) for name in sorted(names)}
 
 
 @asynccontextmanager

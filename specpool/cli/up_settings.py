@@ -8,11 +8,10 @@ from pydantic import ByteSize, Field, field_validator, model_validator
 
 from coordinator.config.settings import MAX_SPECULATIVE_TOKENS, CoordinatorSettings, PolicyName
 from specpool.drafting.plans import DraftMethod
-from specpool.engine.config.activations import INT8, Activations, check_int8
-from specpool.engine.config.options import EngineOptions
-from specpool.environment.cpus import usable_cpus
+from specpool.engine.config.options import INT8, Activations, EngineOptions, check_int8
+from specpool.environment.process import usable_cpus
 from specpool.rpc.config.settings import ListeningSettings
-from specpool.rpc.observability.trace_settings import TraceSettings
+from specpool.rpc.observability.tracing import TraceSettings
 from specpool.rpc.security.settings import Names, ServerSecurity
 from specpool.worker.settings import WorkerSettings
 

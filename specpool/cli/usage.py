@@ -1,14 +1,14 @@
 """Answers `specpool --help` and other requests that need no command. Works without any extra."""
 
 import sys
+from difflib import get_close_matches
 
-from specpool.environment.version import package_version
-from specpool.rpc.config.spelling import suggest
+from specpool.environment.process import package_version
 
 SUMMARIES = {
     "up": "Serve a pair on this machine: coordinator, draft and target workers. Default: the embedded pair.",
     "generate": "Generate text for a PROMPT, for each line of a JSONL file, or for standard input.",
-    "top": "Show a live view of a server: pool, acceptance, groups, workers and rates. Ctrl-C exits.",
+    "top": "Show a live view of a server: window, acceptance, groups, workers and rates. Ctrl-C exits.",
     "demo": "Run prompts with and without speculation, and compare the results. Default: the embedded pair.",
     "distill": "Train a small draft on dialogues that its target generates, and round its weights to 4 bits.",
     "plan": "Measure a pair and predict its speed by batch and draft length.",
@@ -25,12 +25,12 @@ def answer(name: str) -> int | None:
     if name == "--version":
         print(f"specpool {package_version()}")
         return 0
-    print(f"specpool: unknown command {name}{suggest([name], SUMMARIES)}; see specpool --help", file=sys.stderr)
+    similar = "".join(f" (did you mean {command}?)" for command in get_close_matches(name, SUMMARIES, n=1, cutoff=0.75))
+    print(f"specpool: unknown command {name}{similar}; see specpool --help", file=sys.stderr)
     return 2
 
 
 def usage() -> str:
-    """Return the text of `specpool --help`."""
     lines = [f"  {name:10}{summary}" for name, summary in SUMMARIES.items()]
     return "\n".join(
         ["usage: specpool COMMAND [options]", "", *lines, "", "specpool COMMAND --help lists the options."]

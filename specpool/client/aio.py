@@ -12,9 +12,8 @@ import grpc
 from specpool.client.connections import AsyncConnected, AsyncStub
 from specpool.client.constraints import Model, check_model, parsed
 from specpool.client.failures import async_failure
-from specpool.client.readiness import POLL_SECONDS, ProgressCallback, Readiness
 from specpool.client.requests import GenerateOptions, Prompt, make_request
-from specpool.client.retries import Replay, Retries
+from specpool.client.retries import POLL_SECONDS, ProgressCallback, Readiness, Replay, Retries
 from specpool.errors import RequestError
 from specpool.v1 import generation_pb2 as pb
 

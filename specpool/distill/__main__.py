@@ -1,6 +1,6 @@
 """Entry point of `specpool distill`, which checks the settings before it imports torch."""
 
-from specpool.environment.interrupts import run_command, silent_interrupts
+from specpool.environment.process import run_command, silent_interrupts
 
 
 def main() -> None:

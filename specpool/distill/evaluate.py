@@ -50,7 +50,6 @@ class EvaluateSettings(Settings):
 
 
 def main() -> None:
-    """Entry point."""
     settings = EvaluateSettings.load(PROGRAM)
     configure_logging(settings.log_level)
     with naming(PROGRAM, "prompts", OSError, ValueError):

@@ -1,15 +1,23 @@
-"""Examples for training: dialogues, and batches of them."""
+"""Examples for training: dialogues with hidden states of the target, their files, and batches of them."""
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 TOP = 16
 """Number of most probable tokens kept at every position of an answer."""
+
+AT_ONCE = 16
+"""Examples of a forward pass."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,6 @@ class Batch:
     states: torch.Tensor | None = None  # [B, T, width]
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device."""
         moved: dict[str, Any] = {name: None if each is None else each.to(device) for name, each in vars(self).items()}
         return Batch(**moved)
 
@@ -68,3 +75,93 @@ def collate(examples: Sequence[Example]) -> Batch:
         torch.cat([example.top_logprobs for example in examples]).float(),
         pad_sequence(states, batch_first=True).float() if states else None,
     )
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """A temporary path to write to. It replaces `path` at the end, so that readers never see a partial file."""
+    partial = path.with_suffix(".part")
+    yield partial
+    partial.rename(path)
+
+
+@dataclass(frozen=True)
+class Dialogues:
+    """Concatenated dialogues. Candidates at a position predict the token after it."""
+
+    token_ids: torch.Tensor  # [tokens] int32
+    lengths: torch.Tensor  # [dialogues] int32
+    answer_starts: torch.Tensor  # [dialogues] int32: positions before the answer's first token
+    top_ids: torch.Tensor  # [answer tokens, TOP] int32, most probable first: the target's own choice
+    top_logprobs: torch.Tensor  # [answer tokens, TOP] float16
+
+    @classmethod
+    def of(cls, examples: Sequence[Example]) -> "Dialogues":
+        return cls(
+            token_ids=torch.cat([example.token_ids.int() for example in examples]),
+            lengths=torch.tensor([len(example.token_ids) for example in examples], dtype=torch.int32),
+            answer_starts=torch.tensor([example.answer_start for example in examples], dtype=torch.int32),
+            top_ids=torch.cat([example.top_ids.int() for example in examples]),
+            top_logprobs=torch.cat([example.top_logprobs.half() for example in examples]),
+        )
+
+    def examples(self) -> list[Example]:
+        lengths, starts = self.lengths.tolist(), self.answer_starts.tolist()
+        answers = [length - start for length, start in zip(lengths, starts, strict=True)]
+        parts = zip(
+            self.token_ids.long().split(lengths),
+            starts,
+            self.top_ids.split(answers),
+            self.top_logprobs.split(answers),
+            strict=True,
+        )
+        return [Example(*part) for part in parts]
+
+    def save(self, path: Path) -> None:
+        """Write a safetensors file, atomically."""
+        with atomic_write(path) as partial:
+            save_file(vars(self), partial)
+
+    @classmethod
+    def load(cls, path: Path) -> "Dialogues":
+        """Read a file written by `save`."""
+        return cls(**load_file(path))
+
+
+class TargetStates:
+    """Adds hidden states of the target to batches and examples. `layers`: numbers of layers; if empty, adds none."""
+
+    def __init__(self, model: PreTrainedModel, layers: list[int]) -> None:
+        source: Any = model
+        self._body, self._device, self.layers = source.model, model.device, layers
+
+    @torch.no_grad()
+    def of(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """States [B, T, layers * hidden] at tokens [B, T] that are padded on the right, as precise as on the wire."""
+        found: dict[int, torch.Tensor] = {}
+
+        def keep(number: int, layer: Any, inputs: Any, output: Any) -> None:
+            found[number] = output[0] if isinstance(output, tuple) else output
+
+        hooks = [self._body.layers[number - 1].register_forward_hook(partial(keep, number)) for number in self.layers]
+        try:
+            self._body(token_ids.to(self._device), use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.cat([found[number] for number in self.layers], -1).bfloat16()
+
+    def with_states(self, batch: Batch) -> Batch:
+        return replace(batch, states=self.of(batch.token_ids).float()) if self.layers else batch
+
+    def examples(self, examples: Sequence[Example]) -> list[Example]:
+        if not self.layers:
+            return list(examples)
+        added = []
+        for group in (examples[i : i + AT_ONCE] for i in range(0, len(examples), AT_ONCE)):
+            states = self.of(pad_sequence([example.token_ids for example in group], batch_first=True))
+            added += [
+                replace(example, states=own[: len(example.token_ids)].cpu())
+                for example, own in zip(group, states, strict=True)
+            ]
+        return added

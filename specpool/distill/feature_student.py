@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from specpool.distill.decoder_layer import run_layer
 from specpool.distill.examples import Batch, Example
+from specpool.distill.static_decoder import run_layer
 from specpool.distill.student import FEATURE_LAYERS, Step, Student
 
 Keys = list[tuple[torch.Tensor, torch.Tensor]]

@@ -13,14 +13,12 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from specpool.distill.corpus import Dialogues, atomic_write
-from specpool.distill.examples import Example, batches
+from specpool.distill.examples import Dialogues, Example, TargetStates, atomic_write, batches
 from specpool.distill.feature_student import FeatureStudent
 from specpool.distill.preparation import console, dialogue_files, generate_dialogues, progress_bar, read_target
 from specpool.distill.replay import REPORTED_K, agreement_rate, mean_acceptance_length
 from specpool.distill.rounding import round_student
 from specpool.distill.settings import PROGRAM, DistillSettings, load_settings
-from specpool.distill.states import TargetStates
 from specpool.distill.student import FEATURE_LAYERS, Student, check_target, check_weights, most_frequent
 from specpool.distill.training import Checkpoint, agreement, distillation_loss, drop_states, learning_rate
 from specpool.engine.config.devices import pick_device
@@ -46,7 +44,6 @@ UNROLLED_STEPS, UNROLLED_SHARE = 3, 0.7
 
 
 def main() -> None:
-    """Entry point."""
     distill(load_settings())
 
 
@@ -190,11 +187,7 @@ def agreement_of(file: Path, student: Student, held_out: list[Example]) -> float
 
 
 def student_of(
-    settings: DistillSettings,
-    model: PreTrainedModel,
-    layers: list[int],
-    states: TargetStates,
-    examples: list[Example],
+    settings: DistillSettings, model: PreTrainedModel, layers: list[int], states: TargetStates, examples: list[Example]
 ) -> Student:
     """An untrained student with the target's most frequent tokens in its output head, or the initial student."""
     initial = None if settings.initial is None else load_trained(settings.initial)

@@ -26,7 +26,7 @@ def agreement_by_step(
         return _agreement_by_step(draft, token_ids, answer_start, states)
     context = token_ids[:-1]
     logits = draft.forward([Span(0, 0, context, len(token_ids) - answer_start)])
-    chosen = draft.token_ids(logits.argmax(-1)).tolist()
+    chosen = draft.head.token_ids(logits.argmax(-1)).tolist()
     return [[token == right for token, right in zip(chosen, token_ids[answer_start:], strict=True)]]
 
 
@@ -36,7 +36,7 @@ def _agreement_by_step(draft: Engine, tokens: list[int], start: int, states: tor
         before = states[max(0, cached - 1) : position - 1]
         span = Span(0, cached, tokens[cached:position], 1, states=before)
         for step, expected in zip(agreed, tokens[position:], strict=False):
-            (token,) = draft.token_ids(draft.forward([span]).argmax(-1)).tolist()
+            (token,) = draft.head.token_ids(draft.forward([span]).argmax(-1)).tolist()
             if token != expected:
                 break
             step[span.end - start] = True

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specpool.distill.corpus import Dialogues
+from specpool.distill.examples import Dialogues
 from specpool.distill.questions import ChatTemplate, Limits, Questions
 from specpool.distill.settings import PROGRAM, DistillSettings
 from specpool.distill.static_decoder import bytes_per_sequence, decodes_like_llama
@@ -45,7 +45,6 @@ def progress_bar() -> Progress:
 
 
 def generate_dialogues(settings: DistillSettings, target: str) -> None:
-    """Write the missing files of dialogues."""
     count = -(-settings.dialogues // DIALOGUES_PER_FILE)
     files = [settings.output / f"dialogues-{number:04}.safetensors" for number in range(count)]
     missing = [number for number, file in enumerate(files) if not file.is_file()]
@@ -70,7 +69,6 @@ def generate_dialogues(settings: DistillSettings, target: str) -> None:
 
 
 def dialogue_files(settings: DistillSettings) -> list[Path]:
-    """All files of dialogues."""
     return sorted(settings.output.glob("dialogues-*.safetensors"))
 
 

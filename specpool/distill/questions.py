@@ -103,7 +103,6 @@ class Questions:
         return turns + self.limits.max_answer
 
     def begin(self) -> Beginning:
-        """A new dialogue."""
         tokens = list(self.template.before_question)
         question_start = len(tokens)
         if self._texts and self._rng.random() < TASK_SHARE:

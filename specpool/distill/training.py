@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import log_softmax, smooth_l1_loss
 
-from specpool.distill.corpus import atomic_write
-from specpool.distill.examples import Batch, Example, collate
+from specpool.distill.examples import Batch, Example, atomic_write, collate
 from specpool.distill.replay import Agreed
 from specpool.distill.student import Student
 

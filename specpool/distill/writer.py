@@ -66,7 +66,7 @@ class Writer:
         spans = [
             Span(slot, d.num_cached_tokens, d.token_ids[d.num_cached_tokens :], 1) for slot, d in dialogues.items()
         ]
-        logits = self._engine.over_vocabulary(self._engine.forward(spans)).cpu()
+        logits = self._engine.head.over_vocabulary(self._engine.forward(spans)).cpu()
         asking = torch.tensor([dialogue.answer_start is None for dialogue in dialogues.values()])
         sampled = iter(self._sample(logits[asking]) if asking.any() else [])
         top_logits, top_ids = logits[~asking].topk(TOP)

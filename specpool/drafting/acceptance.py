@@ -1,15 +1,20 @@
 """Recent acceptance rates: by sequence, overall, and by the draft's own probabilities. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from operator import mul
 
-# Decay of older observations per draft token, for one sequence and overall. The overall rate is the prior of every
-# sequence and weighs as much as `PRIOR_TOKENS` observations.
-DECAY, OVERALL_DECAY, PRIOR_TOKENS = 0.985, 0.995, 10.0
-# Bins of the draft's own probabilities: more of them learn more slowly.
-CONFIDENCES = 10
+# Decay of older observations per draft token.
+DECAY = 0.995
+# Weight of a prior in observations: a new sequence starts with the overall rate.
+PRIOR_TOKENS = 10.0
+# Initial acceptance rate: of a draft model's tokens, of those after a run of MAX_RUN tokens, and of the first branch.
+FIRST_RATE = 0.6
+# Bins of acceptance rates: planning counts sequences per bin instead of examining each one.
+RATE_BINS = 32
+# Bins of the draft's own probabilities, fewer because each of them learns by itself.
+CONFIDENCES = RATE_BINS // 3
 
 
 def expected_tokens(rate: float, k: int) -> float:
@@ -23,18 +28,32 @@ def agreement_length(drafted: tuple[int, ...], gained: tuple[int, ...]) -> int:
     return next((i for i, (draft, choice) in pairs if draft != choice), min(len(drafted), len(gained)))
 
 
+def known_tokens(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    """The tokens before the first that is outside the vocabulary."""
+    end = next((i for i, token in enumerate(token_ids) if token >= vocab_size), len(token_ids))
+    return token_ids[:end]
+
+
+def likely_tokens(token_ids: tuple[int, ...], chances: Iterable[float], min_chance: float) -> tuple[int, ...]:
+    """Draft tokens before the first whose acceptance is less probable than `min_chance`.
+
+    `chances`: acceptance probability of each token if all before it are accepted; may be empty.
+    """
+    end = next((i for i, chance in enumerate(accumulate(chances, mul)) if chance < min_chance), len(token_ids))
+    return token_ids[:end]
+
+
 @dataclass
 class Acceptance:
     """Recent acceptance rate of draft tokens."""
 
-    decay: float = DECAY
     accepted: float = 0.0
     tried: float = 0.0
 
     def add(self, drafted: float, accepted: float) -> None:
         """Add a round. Tokens after the first rejected one do not count as tried."""
         tried = min(drafted, accepted + 1)
-        decay = self.decay**tried
+        decay = DECAY**tried
         self.accepted = self.accepted * decay + accepted
         self.tried = self.tried * decay + tried
 
@@ -46,7 +65,7 @@ class Acceptance:
 class Calibration:
     """Acceptance probabilities by the draft's own probabilities."""
 
-    _bins: list[Acceptance] = field(default_factory=lambda: [Acceptance(OVERALL_DECAY) for _ in range(CONFIDENCES)])
+    _bins: list[Acceptance] = field(default_factory=lambda: [Acceptance() for _ in range(CONFIDENCES)])
 
     def chance(self, confidence: float) -> float:
         """Acceptance probability of a draft token with this confidence."""
@@ -70,13 +89,23 @@ def _bin(confidence: float) -> int:
     return min(CONFIDENCES - 1, int(confidence * CONFIDENCES))
 
 
+def rate_bin(rate: float) -> int:
+    """The bin of an acceptance rate."""
+    return min(RATE_BINS - 1, int(rate * RATE_BINS))
+
+
+def rate_of(rate_bin: int) -> float:
+    """The acceptance rate in the middle of a bin."""
+    return (rate_bin + 0.5) / RATE_BINS
+
+
 @dataclass
 class AcceptanceRates:
     """Acceptance rates of many sequences. A new sequence starts with the overall rate."""
 
     first_rate: float
     """Overall rate before the first draft token."""
-    _overall: Acceptance = field(default_factory=lambda: Acceptance(OVERALL_DECAY))
+    _overall: Acceptance = field(default_factory=Acceptance)
     _sequences: dict[int, Acceptance] = field(default_factory=dict)
 
     def add(self, sequence_id: int, drafted: float, accepted: float) -> None:

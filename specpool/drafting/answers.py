@@ -10,14 +10,8 @@ from specpool.drafting.ngrams import MAX_RUN, TOKENS_PER_CALL
 
 # Minimum length of a repeated run: a single token says little about another answer.
 MIN_RUN = 2
-# Shorter answers save less than their entry costs.
-MIN_ANSWER_TOKENS = 16
 # Buckets of the hash table per token, of 8 bytes each. More buckets lose fewer runs to collisions.
 BUCKETS_PER_TOKEN = 8
-# Maximum share of the tokens that one client may hold across all its salts.
-MAX_SHARE = 0.5
-# A bucket packs the number of an answer, and the position after the run in these bits. 0: empty. Numbers never repeat.
-POSITION_BITS = 24
 
 Namespace = tuple[str, str]
 """Client and salt."""
@@ -57,7 +51,10 @@ class AnswerStore:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        """`max_tokens`: limit across all clients. Beyond it, the least recently used client loses answers."""
+        """`max_tokens`: limit across all clients. Beyond it, the least recently used client loses answers.
+
+        A client may hold half of them across all its salts.
+        """
         self.max_tokens = max_tokens
         self.num_tokens = 0
         self._clients: OrderedDict[str, _Client] = OrderedDict()
@@ -68,13 +65,14 @@ class AnswerStore:
         self._numbers = count(1)
         self._num_buckets = BUCKETS_PER_TOKEN * max_tokens
         self._table = array("Q", (0,)) * self._num_buckets
+        """By bucket: `max_tokens` times the number of an answer, plus the position after the run; 0: empty."""
 
     def add(self, namespace: Namespace, token_ids: Sequence[int]) -> None:
         """Add an answer, which later calls of `index_some` index. A repeated answer becomes the newest again."""
-        max_tokens = int(self.max_tokens * MAX_SHARE)
+        max_tokens = self.max_tokens // 2
         text = array("I", token_ids[:max_tokens]).tobytes()
         length = len(text) // array("I").itemsize
-        if length < MIN_ANSWER_TOKENS:
+        if length <= MIN_RUN:
             return
         name, salt = namespace
         client = self._clients.pop(name, None) or _Client()
@@ -122,7 +120,7 @@ class AnswerStore:
         shelf = client.shelves[salt]
         last_ids = list(token_ids[-MAX_RUN:])
         for bucket in reversed(list(self._buckets(shelf, last_ids))):
-            number, end = divmod(self._table[bucket], 1 << POSITION_BITS)
+            number, end = divmod(self._table[bucket], self.max_tokens)
             answer = self._answers.get(number)
             if answer is not None and answer.shelf is shelf:  # otherwise evicted, or of another namespace
                 run = _run_length(answer.token_ids[max(0, end - MAX_RUN) : end].tolist(), last_ids)
@@ -137,7 +135,7 @@ class AnswerStore:
         for end in range(start, stop):
             run = token_ids[max(0, end - MAX_RUN - first) : end - first]
             for bucket in self._buckets(answer.shelf, run):
-                self._table[bucket] = number << POSITION_BITS | end
+                self._table[bucket] = number * self.max_tokens + end
 
     def _buckets(self, shelf: _Shelf, last_ids: list[int]) -> Iterator[int]:
         """Buckets of the runs that end with the last token, shortest first."""

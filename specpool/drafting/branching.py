@@ -6,14 +6,10 @@ without model drafts in the next round, so that no sequence waits for the drafts
 
 from dataclasses import dataclass
 
-from specpool.drafting.acceptance import Acceptance, expected_tokens
+from specpool.drafting.acceptance import FIRST_RATE, Acceptance, expected_tokens
 from specpool.drafting.costs import RoundCosts
 from specpool.drafting.sequences import Commit
-
-NUMBERS = (1, 2, 3, 4, 6, 8)
-"""Numbers of branches to choose from."""
-FIRST_HIT = 0.5
-"""Initial chance that the first branch matches the outcome. Each further chance is this share of the one before."""
+from specpool.protocol.rounds import MAX_ITEM_BRANCHES
 
 
 @dataclass(frozen=True)
@@ -34,8 +30,8 @@ class Branching:
 
     def __init__(self, costs: RoundCosts) -> None:
         self._costs = costs
-        self._hits = [Acceptance() for _ in range(max(NUMBERS))]
-        """Hit rates by rank."""
+        self._hits = [Acceptance() for _ in range(MAX_ITEM_BRANCHES)]
+        """Hit rates by rank. At first, each branch takes the same share of what the ones before it leave."""
 
     def observe(self, commit: Commit) -> None:
         """Learn which branch matched the outcome, if any were drafted."""
@@ -44,8 +40,8 @@ class Branching:
 
     def coverage(self, num_branches: int) -> float:
         """Chance that one of this many branches matches the outcome."""
-        rates = (hits.rate(FIRST_HIT ** (rank + 1)) for rank, hits in enumerate(self._hits[:num_branches]))
-        return min(1.0, sum(rates))
+        hits = enumerate(self._hits[:num_branches])
+        return min(1.0, sum(each.rate(FIRST_RATE * (1 - FIRST_RATE) ** rank) for rank, each in hits))
 
     def best(self, sequences: int, drafting: int, rate: float, max_branches: int, lengths: range) -> BranchPlan:
         """The fastest plan for a round of `sequences`, of which `drafting` have branches.
@@ -53,9 +49,7 @@ class Branching:
         `rate`: acceptance rate of their draft tokens. `lengths`: possible draft tokens of a branch.
         """
         best = BranchPlan()
-        for num_branches in NUMBERS:
-            if num_branches > max_branches or not drafting:
-                break
+        for num_branches in range(1, 1 + min(max_branches, MAX_ITEM_BRANCHES) * (drafting > 0)):
             previous = 0.0
             for length in lengths:  # the speed has a single peak
                 plan = self._plan(sequences, drafting, rate, num_branches, length)

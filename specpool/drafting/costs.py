@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
-# Minimum weight of a new observation, for the scale of all points and for the nearest points. The first rounds weigh
-# more: startup measurements are unreliable on a busy machine.
-SCALE_WEIGHT, POINT_WEIGHT = 0.1, 0.02
+# Recent rounds that count towards times that follow the machine's load. A new observation weighs 1 / RECENT or more.
+RECENT = 15
+# Minimum weight of a new observation of a time that hardly changes, relative to others.
+WEIGHT = 0.02
+# Maximum factor between an observation and its estimate: one stalled round changes little.
+MAX_RISE = 4.0
 # Maximum growth of the time per row. The first row of a kernel tile costs as much as several later rows.
 MAX_GROWTH = 1.25
-# Bounds of the time of a pass. They keep ratios finite.
-MIN_SECONDS, MAX_SECONDS = 1e-6, 1e6
+# Maximum time of a pass, and the inverse of its minimum: ratios stay finite.
+MAX_SECONDS = 1e6
 # Default seconds by rows, for workers without measurements.
 UNKNOWN_VERIFY = {1: 0.02, 64: 0.04, 1024: 0.345}
 UNKNOWN_DRAFT = {rows: seconds / 10 for rows, seconds in UNKNOWN_VERIFY.items()}
@@ -83,13 +86,13 @@ class StepTimes:
         expected = sum(parts.values())
         error = _bounded(seconds) / (expected + sum(map(self._extra, steps)))
         known = sum(part * min(1.0, self._seen[at]) for at, part in parts.items()) / expected
-        weight = known * max(SCALE_WEIGHT, 1 / (1 + self._observed))
+        weight = known * max(1 / RECENT, 1 / (1 + self._observed))
         self._observed += 1
         scale, error = error**weight, error ** (1 - weight)
         self._seconds = [_bounded(point * scale) for point in self._seconds]
         squares = sum(part**2 for part in parts.values()) / expected
         for at, part in parts.items():
-            weight = max(POINT_WEIGHT, 1 / (1 + self._seen[at])) * part / squares
+            weight = max(WEIGHT, 1 / (1 + self._seen[at])) * part / squares
             self._seconds[at] = _bounded(self._seconds[at] * error**weight)
             self._seen[at] += part / expected
         self._keep_plausible()
@@ -140,7 +143,7 @@ class StepTimes:
         kept: list[int] = []
         for at in sorted(range(len(self._rows)), key=lambda at: -self._seen[at]):
             bounds = [self._bounds(at, i) for i in kept]
-            low = max((low for low, _ in bounds), default=MIN_SECONDS)
+            low = max((low for low, _ in bounds), default=1 / MAX_SECONDS)
             high = min((high for _, high in bounds), default=MAX_SECONDS)
             self._seconds[at] = min(max(low, self._seconds[at]), high)
             kept.append(at)
@@ -158,7 +161,7 @@ class StepTimes:
 
 
 def _bounded(seconds: float) -> float:
-    return min(MAX_SECONDS, max(MIN_SECONDS, seconds))
+    return min(MAX_SECONDS, max(1 / MAX_SECONDS, seconds))
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,24 @@ class RoundCosts:
     """Seconds from the result of a verification until the branches of the next one arrive, excluding the draft worker's
     passes. None if the target worker cannot select branches."""
 
+    def observe_exchange(self, seconds: float) -> None:
+        """Learn from a call, of which `seconds` are outside the worker's own measurements."""
+        self.exchange = _learned(self.exchange, seconds)
+
+    def observe_plain(self, waited: float) -> None:
+        """Learn how long the target waits between plain rounds."""
+        before = self.exchange if self.plain_exchange is None else self.plain_exchange
+        self.plain_exchange = _learned(before, waited, max(before, self.exchange))
+
+    def observe_ahead(self, waited: float) -> None:
+        """Learn how long the branches of a round take, excluding the draft worker's passes."""
+        if self.ahead_exchange is not None:
+            self.ahead_exchange = _learned(self.ahead_exchange, waited, self.ahead_exchange)
+
+    def observe_scheduling(self, seconds: float) -> None:
+        """Learn how long the coordinator takes."""
+        self.scheduling = _learned(self.scheduling, seconds, self.exchange)
+
     def seconds(self, sequences: int, drafting: list[int], num_lookup_tokens: int = 0) -> float:
         """Seconds of a round of `sequences` sequences, of which `drafting[j]` take part in draft step j.
 
@@ -209,3 +230,8 @@ class RoundCosts:
         if has_lookup_tokens or self.plain_exchange is None:
             return self.exchange + self.scheduling
         return self.plain_exchange
+
+
+def _learned(estimate: float, seconds: float, scale: float = math.inf) -> float:
+    """An estimate after an observation, which counts up to `MAX_RISE` times the scale."""
+    return estimate + (min(max(0.0, seconds), MAX_RISE * scale) - estimate) / RECENT

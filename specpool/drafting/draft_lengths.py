@@ -11,22 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from specpool.drafting.acceptance import AcceptanceRates, expected_tokens
-from specpool.drafting.branching import NUMBERS, Branching, BranchPlan
+from specpool.drafting.acceptance import FIRST_RATE, AcceptanceRates, expected_tokens, rate_bin, rate_of
+from specpool.drafting.branching import Branching, BranchPlan
 from specpool.drafting.costs import RoundCosts
 from specpool.drafting.ledger import MIN_GAIN, Ledger
 from specpool.drafting.plans import MAX_DRAFT_LAG, NO_DRAFTS, DraftMethod, DraftPlan
+from specpool.drafting.round_plans import HYSTERESIS, Batch, RoundPlan, profitable_length
 
-# Minimum gain of a new plan over the current one: estimates are off by a few per cent.
-HYSTERESIS = MIN_GAIN / 2
-# Bins of acceptance rates: planning counts sequences per bin instead of examining each one.
-RATE_BINS = 32
 # Rounds between plans, which cost more time than a round's own choices.
 PLAN_ROUNDS = 8
 # Draft lag, in tokens, that costs next to nothing to catch up with.
 SMALL_LAG = 4 * MAX_DRAFT_LAG
 # Rounds before a trial in which the target worker returns hidden states: a draft that reads few of them drafts badly.
-STATES_BEFORE_TRIAL = 4
+STATES_BEFORE_TRIAL = PLAN_ROUNDS // 2
 
 
 class DraftOptions(NamedTuple):
@@ -49,30 +46,13 @@ class DraftOptions(NamedTuple):
         return self.has_model and self.max_num_draft_tokens > 0
 
 
-@dataclass(frozen=True)
-class RoundPlan:
-    """Plan for the next rounds. Costs are expressed in tokens that the same time would gain otherwise."""
-
-    sequences: int = 0
-    speed: float = 0.0
-    """Expected tokens per second."""
-    row: float = 0.0
-    """Cost of verifying one more token, used as `min_chance`."""
-    steps: tuple[float, ...] = ()
-    """Cost of each draft step for one more sequence, without the verification row."""
-    shares: tuple[float, ...] = ()
-    """Cost of each draft step, divided equally among its sequences."""
-
-
 @dataclass
 class DraftLengths:
     """Chooses draft lengths, and tracks the acceptance of the draft model's tokens."""
 
     costs: RoundCosts
     max_num_draft_tokens: int
-    first_rate: float = 0.6
-    """Initial acceptance rate of a draft model."""
-    plan: RoundPlan = RoundPlan()
+    plan: RoundPlan = field(default_factory=RoundPlan)
     """The current plan for drafts before a verification."""
     branches: BranchPlan = field(default_factory=BranchPlan)
     """The current plan for drafts during a verification; empty if the other plan is faster."""
@@ -95,7 +75,7 @@ class DraftLengths:
     """Whether the draft worker could draft for a sequence at the model's last chance to draft."""
 
     def __post_init__(self) -> None:
-        self.acceptance = AcceptanceRates(self.first_rate)
+        self.acceptance = AcceptanceRates(FIRST_RATE)
         self.ledger = Ledger(self.costs)
         self.measures_plain = False
         """Whether the last planned round has no drafts, to measure the time of plain decoding."""
@@ -181,13 +161,11 @@ class DraftLengths:
 
     def _plan_sequence(self, sequence_id: int, options: DraftOptions) -> DraftPlan:
         """Choose the draft model or prompt lookup, whichever gains more."""
-        plan, rate = self.plan, _middle(_bin(self.acceptance.rate(sequence_id)))
+        plan, rate = self.plan, rate_of(rate_bin(self.acceptance.rate(sequence_id)))
         limit = options.max_num_draft_tokens
-        num_draft_tokens = (
-            _profitable_length(rate, [plan.row + step for step in plan.steps]) if options.has_model else 0
-        )
+        num_draft_tokens = profitable_length(rate, [plan.row + step for step in plan.steps]) if options.has_model else 0
         num_draft_tokens = min(num_draft_tokens, limit)
-        num_lookup_tokens = _profitable_length(options.lookup_rate, [plan.row] * min(limit, len(options.lookup_ids)))
+        num_lookup_tokens = profitable_length(options.lookup_rate, [plan.row] * min(limit, len(options.lookup_ids)))
         lookup_ids = options.lookup_ids[:num_lookup_tokens]
         if not num_draft_tokens and not num_lookup_tokens:
             return NO_DRAFTS
@@ -217,7 +195,7 @@ class DraftLengths:
         branches, rate = self.branches, self.acceptance.rate(sequence_id)
         if not options.can_use_model:
             return plan
-        length = max(1, _profitable_length(rate, [branches.row] * branches.length))
+        length = max(1, profitable_length(rate, [branches.row] * branches.length))
         num_draft_tokens = min(length, options.max_num_draft_tokens)
         return DraftPlan(num_draft_tokens, branches.num_branches, lookup_ids=plan.lookup_ids)
 
@@ -232,28 +210,9 @@ class DraftLengths:
         }
         lookup_gain = sum(expected_tokens(options[i].lookup_rate, k) - 1 for i, k in lookups.items() if k)
         drafting = [i for i, option in options.items() if option.can_use_model and not lookups[i]]
-        counts = Counter(_bin(self.acceptance.rate(i)) for i in drafting)
-        batch = _Batch(self.costs, len(options), counts, sum(lookups.values()), lookup_gain)
-        if self._is_new:
-            return batch.plan(0)
-        num_steps = min(len(self.plan.steps), self.max_num_draft_tokens)
-        best = batch.plan(num_steps)
-        for direction in (-1, 1):  # the speed has a single peak for each number of passes
-            while 0 <= num_steps + direction <= self.max_num_draft_tokens and drafting:
-                other = batch.plan(num_steps + direction)
-                if not self._replaces(other, best):
-                    break
-                best, num_steps = other, num_steps + direction
-        for num_steps in batch.steps_filling_passes():
-            if num_steps <= self.max_num_draft_tokens and self._replaces(other := batch.plan(num_steps), best):
-                best = other
-        plain = batch.plan(0)
-        min_gain = 0.0 if self.plan.steps else MIN_GAIN
-        return best if best.speed > plain.speed * (1 + min_gain) else plain
-
-    def _replaces(self, other: RoundPlan, best: RoundPlan) -> bool:
-        """Whether another plan beats the best so far. Hysteresis favours the current number of steps."""
-        return other.speed > best.speed * (1 + HYSTERESIS * (len(best.steps) == len(self.plan.steps)))
+        counts = Counter(rate_bin(self.acceptance.rate(i)) for i in drafting)
+        batch = Batch(self.costs, len(options), counts, sum(lookups.values()), lookup_gain)
+        return batch.best(len(self.plan.steps), 0 if self._is_new else self.max_num_draft_tokens)
 
     def _run_trials(
         self,
@@ -267,7 +226,7 @@ class DraftLengths:
 
         If possible, draft branches, which cost less time. The next round verifies them, and belongs to the trial.
         """
-        num_branches = min(NUMBERS[1], max_branches)
+        num_branches = min(2, max_branches)
         if num_branches and (again := [i for i in tried_last if i in options and options[i].can_use_model]):
             self._tries_model = True
             plans.update(dict.fromkeys(again, DraftPlan(1, num_branches, is_trial=True)))
@@ -305,66 +264,3 @@ class DraftLengths:
         may_try = self.ledger.may_try(DraftMethod.MODEL, batch, cost, gained)
         self._trial_in = STATES_BEFORE_TRIAL * (may_try and self.reads_states)
         return may_try and not self._trial_in
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Planning inputs: the sequences of a round, by acceptance rate."""
-
-    costs: RoundCosts
-    sequences: int
-    counts: Mapping[int, int]
-    """Sequences that the model could draft for, by bin of their acceptance rate."""
-    num_lookup_tokens: int
-    lookup_gain: float
-    """Expected tokens gained by prompt lookup."""
-
-    def plan(self, max_steps: int) -> RoundPlan:
-        """The best plan of at most `max_steps` draft steps. A sequence leaves once a step no longer pays off for it."""
-        costs, lengths = self.costs, dict.fromkeys(self.counts, max_steps)
-        for _ in range(3):  # speed and participation depend on each other
-            speed, drafting = self._speed(lengths), self._drafting(lengths, max_steps)
-            # The average: a single row could cost a whole pass or tile that the other rows fill.
-            drafted = max(1, self.num_lookup_tokens + sum(drafting))
-            row = speed * (costs.verify(self.sequences + drafted) - costs.verify(self.sequences)) / drafted
-            # The marginal cost of a sequence: alone, it would cost the whole step.
-            steps = [speed * (costs.draft(n) - costs.draft(n - 1)) if n > 1 else 0.0 for n in drafting]
-            lengths = {rate: _profitable_length(_middle(rate), [row + step for step in steps]) for rate in lengths}
-        num_steps = max(lengths.values(), default=0)
-        shares = [speed * costs.draft(n) / n for n in self._drafting(lengths, num_steps)]
-        return RoundPlan(self.sequences, self._speed(lengths), row, tuple(steps[:num_steps]), tuple(shares))
-
-    def steps_filling_passes(self) -> set[int]:
-        """Numbers of draft steps that fill the passes of plain decoding, or one pass more."""
-        max_rows, drafting = self.costs.verify.max_rows, sum(self.counts.values())
-        if not max_rows or not drafting:
-            return set()
-        room = -(self.sequences + self.num_lookup_tokens) % max_rows
-        return {room // drafting, (room + max_rows) // drafting}
-
-    def _speed(self, lengths: Mapping[int, int]) -> float:
-        """Expected tokens per second."""
-        gained = sum(self.counts[rate] * (expected_tokens(_middle(rate), k) - 1) for rate, k in lengths.items())
-        drafting = self._drafting(lengths, max(lengths.values(), default=0))
-        seconds = self.costs.seconds(self.sequences, drafting, self.num_lookup_tokens)
-        return (self.sequences + self.lookup_gain + gained) / seconds
-
-    def _drafting(self, lengths: Mapping[int, int], num_steps: int) -> list[int]:
-        """Sequences that take part in each draft step."""
-        return [sum(self.counts[rate] for rate, k in lengths.items() if k > j) for j in range(num_steps)]
-
-
-def _profitable_length(rate: float, min_chances: list[float]) -> int:
-    """Number of draft tokens worth their cost. `min_chances`: minimum acceptance probability of each."""
-    length, chance = 0, rate
-    while length < len(min_chances) and chance >= min_chances[length]:
-        length, chance = length + 1, chance * rate
-    return length
-
-
-def _bin(rate: float) -> int:
-    return min(RATE_BINS - 1, int(rate * RATE_BINS))
-
-
-def _middle(rate_bin: int) -> float:
-    return (rate_bin + 0.5) / RATE_BINS

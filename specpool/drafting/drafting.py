@@ -1,60 +1,33 @@
 """Draft planning: plans each round, and learns acceptance rates and costs from its results. Pure."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 
-from specpool.drafting.acceptance import OVERALL_DECAY, Acceptance, Calibration, expected_tokens
-from specpool.drafting.branching import BranchPlan
+from specpool.drafting.acceptance import Acceptance, Calibration
 from specpool.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes, Timed
-from specpool.drafting.draft_lengths import HYSTERESIS, DraftLengths, DraftOptions
+from specpool.drafting.draft_lengths import DraftLengths, DraftOptions
+from specpool.drafting.fixed_lengths import plan_fixed
 from specpool.drafting.ledger import MIN_GAIN
 from specpool.drafting.lookup import PromptLookup
 from specpool.drafting.outcome import RoundOutcome, draft_steps
-from specpool.drafting.plans import MAX_DRAFT_LAG, NO_DRAFTS, DraftMethod, DraftPlan, Lookup, LookupSource
-from specpool.drafting.sequences import Commit, Sequence
+from specpool.drafting.plans import (
+    MAX_DRAFT_LAG,
+    NO_DRAFTS,
+    DraftMethod,
+    DraftPlan,
+    Lookup,
+    LookupSource,
+    SpeculationState,
+)
+from specpool.drafting.round_plans import HYSTERESIS
+from specpool.drafting.sequences import Commit, DraftWorker, Sequence
 from specpool.protocol.rounds import Proposal, ProposeItem
 
-# Seconds of a round trip to a worker: the initial estimate, and the weight of each observation.
-FIRST_EXCHANGE, EXCHANGE_WEIGHT = 0.0015, 0.05
-# Maximum factor between an observed waiting time and its estimate: one stalled round changes little.
-MAX_RISE = 4.0
-# Draft tokens that a request with a fixed length always gets, even in a round with adaptive requests.
-MIN_FIXED_TOKENS = 4
+# Initial estimate of the seconds of a round trip to a worker.
+FIRST_EXCHANGE = UNKNOWN_DRAFT[1]
 FORCED = "forced"
 """The ledger's name of forced tokens."""
 NO_STATES = NO_DRAFTS._replace(reads_states=False)
-
-
-@dataclass(frozen=True)
-class DraftWorker:
-    """A draft worker that is ready when a round begins."""
-
-    max_model_len: int
-    round_id: int
-    step_times: StepTimes | None = None
-    """Measured by the worker at each start. None: keep the learned times."""
-    max_branches: int = 0
-    """Maximum branches of a sequence; 0 if it cannot draft during a verification."""
-    selects_branches: bool = False
-    """Whether the target worker can select among the branches."""
-    reads_states: bool = False
-    """Whether the draft reads hidden states of the target."""
-
-
-@dataclass(frozen=True)
-class SpeculationState:
-    """Estimates behind the current draft lengths. `specpool.v1.SpeculationState` documents them."""
-
-    draft_steps: int
-    expected_tokens_per_s: float
-    plain_tokens_per_s: float
-    model_acceptance_rate: float
-    ngram_acceptance_rates: dict[int, float]
-    draft_step_s: float
-    verify_s: float
-    verify_row_s: float
-    exchange_s: float
 
 
 class Drafting:
@@ -68,7 +41,7 @@ class Drafting:
         self.lengths = DraftLengths(costs, max_num_draft_tokens)
         self.lookup = lookup if lookup is not None else PromptLookup()
         self.calibration = Calibration()
-        self._forced_tokens = Acceptance(OVERALL_DECAY)
+        self._forced_tokens = Acceptance()
         self._draft_steps = 0
         """Draft steps of the last round."""
 
@@ -97,9 +70,6 @@ class Drafting:
         """The draft plan of each sequence id. Without a draft worker only prompt lookup drafts.
 
         `verify_times`: like `DraftWorker.step_times`, of the target worker. `batch`: see `observe_seconds`.
-
-        In a round with adaptive requests, a fixed number of draft tokens is limited to the draft steps of the plan, or
-        to `MIN_FIXED_TOKENS` if that is more. Otherwise adaptive requests would wait for unprofitable steps.
         """
         batch = batch or len(group)
         self.costs.verify = verify_times or self.costs.verify
@@ -133,9 +103,8 @@ class Drafting:
                 s.sequence_id: self._plan_adaptive(s, plans[s.sequence_id], limits[s.sequence_id]) for s in adaptive
             }
         if fixed := [sequence for sequence in drafting if not sequence.request.adaptive]:
-            limit = max(MIN_FIXED_TOKENS, len(self.lengths.plan.steps)) if adaptive else None
-            plans |= {s.sequence_id: self._plan_fixed(s, options[s.sequence_id], limit) for s in fixed}
-            plans |= self._fixed_branches(fixed, plans, len(group), max_branches, bool(adaptive))
+            of_fixed = {s.sequence_id: options[s.sequence_id] for s in fixed}
+            plans |= plan_fixed(self.lengths, of_fixed, len(group), max_branches, bool(adaptive))
         if not any(plan.num_draft_tokens for plan in plans.values()):
             self._draft_steps = 0
         if constrained := [s.sequence_id for s in adaptive if s.request.sampling.grammar]:
@@ -155,7 +124,7 @@ class Drafting:
             else:
                 self._draft_steps = max((len(proposal.draft_token_ids) for proposal in proposals), default=0)
         if not outcome.continues:  # a continued round waits at the worker, which is not message latency
-            self._observe_exchange(outcome.verified)
+            self.costs.observe_exchange(outcome.verified.wire)
         if outcome.is_quiet and outcome.all_decode:
             self.costs.verify.observe(sum(outcome.rows.values()), outcome.verified.forward)
         for commit in outcome.commits:
@@ -195,31 +164,21 @@ class Drafting:
 
     def observe_proposals(self, items: Items[ProposeItem], proposals: Items[Proposal], timed: Timed) -> None:
         """Learn from the time of a round's draft steps."""
-        self._observe_exchange(timed)
+        self.costs.observe_exchange(timed.wire)
         if steps := draft_steps(items, proposals):
             self.costs.draft.observe_steps(steps, timed.forward)
             self._draft_steps = 0 if any(item.num_branches for item in items) else len(steps)
-
-    def _observe_exchange(self, timed: Timed) -> None:
-        self.costs.exchange += EXCHANGE_WEIGHT * (timed.wire - self.costs.exchange)
 
     def _observe_waiting(self, outcome: RoundOutcome[Commit], seconds: float) -> None:
         """Learn how long the target waits between plain rounds, and how long the coordinator takes for other rounds."""
         costs = self.costs
         if outcome.method is None:
-            before = costs.exchange if costs.plain_exchange is None else costs.plain_exchange
-            waited = seconds - outcome.verified.forward - outcome.verified.realign
-            waited = min(max(0.0, waited), MAX_RISE * max(before, costs.exchange))
-            costs.plain_exchange = before + EXCHANGE_WEIGHT * (waited - before)
+            costs.observe_plain(seconds - outcome.verified.forward - outcome.verified.realign)
         elif outcome.ahead_seconds is not None and costs.ahead_exchange is not None:
-            forward = sum(timed.forward for _, _, timed in outcome.proposals)
-            waited = min(max(0.0, outcome.ahead_seconds - forward), MAX_RISE * costs.ahead_exchange)
-            costs.ahead_exchange += EXCHANGE_WEIGHT * (waited - costs.ahead_exchange)
+            costs.observe_ahead(outcome.ahead_seconds - sum(timed.forward for _, _, timed in outcome.proposals))
         else:
             elapsed = [timed.elapsed for timed in outcome.calls]
-            scheduling = seconds - (max(elapsed) if outcome.drafted_ahead else sum(elapsed))
-            scheduling = min(max(0.0, scheduling), MAX_RISE * costs.exchange)
-            costs.scheduling += EXCHANGE_WEIGHT * (scheduling - costs.scheduling)
+            costs.observe_scheduling(seconds - (max(elapsed) if outcome.drafted_ahead else sum(elapsed)))
 
     def overlap_pays(self, sequences: int) -> bool:
         """Whether two alternating groups, one drafting while the other is verified, beat a single group."""
@@ -286,17 +245,15 @@ class Drafting:
         return max(0, num_draft_tokens)
 
     def _plan_adaptive(self, sequence: Sequence, plan: DraftPlan, limit: int) -> DraftPlan:
+        """The plan of a greedy sequence with the minimum probability of its draft tokens, where drafting pays."""
         round_plan, branches = self.lengths.plan, self.lengths.branches
-        if plan.num_branches and sequence.request.sampling.is_argmax:
+        if not sequence.request.sampling.is_argmax:
+            return plan
+        if plan.num_branches:
             length = branches.length or plan.num_draft_tokens  # a trial's
             min_chance = min(1.0, max(HYSTERESIS, branches.row))
             return plan._replace(num_draft_tokens=min(length, limit), min_chance=min_chance)
-        if (
-            plan.num_branches
-            or not plan.num_draft_tokens
-            or not round_plan.shares
-            or not sequence.request.sampling.is_argmax
-        ):
+        if not plan.num_draft_tokens or not round_plan.shares:
             return plan
         # Drafting pays off on average. The draft's own probabilities decide where this draft ends.
         return plan._replace(
@@ -304,42 +261,6 @@ class Drafting:
             min_chance=min(1.0, max(HYSTERESIS, round_plan.row)),
             next_chance=self.lengths.acceptance.rate(sequence.sequence_id),
         )
-
-    def _plan_fixed(self, sequence: Sequence, options: DraftOptions, limit: int | None) -> DraftPlan:
-        """The requested number of tokens, at most `limit`, by the method with the higher expected acceptance."""
-        k = options.max_num_draft_tokens if limit is None else min(options.max_num_draft_tokens, limit)
-        rate = self.lengths.acceptance.rate(sequence.sequence_id)
-        prefers_lookup = options.lookup_ids and expected_tokens(options.lookup_rate, k) > expected_tokens(rate, k)
-        num_draft_tokens = k if options.has_model and not prefers_lookup else 0
-        return DraftPlan(num_draft_tokens, lookup_ids=options.lookup_ids[:k])
-
-    def _fixed_branches(
-        self,
-        drafting: Items[Sequence],
-        plans: Mapping[int, DraftPlan],
-        sequences: int,
-        max_branches: int,
-        is_mixed: bool,
-    ) -> dict[int, DraftPlan]:
-        """Plans with branches for sequences with fixed draft lengths; none if branches are not faster.
-
-        `is_mixed`: whether the round has adaptive sequences, whose plan then decides.
-        """
-        lengths = {s.sequence_id: k for s in drafting if (k := plans[s.sequence_id].num_draft_tokens)}
-        if not lengths or not max_branches:
-            return {}
-        if is_mixed:
-            branches = self.lengths.branches
-        else:
-            k = max(lengths.values())
-            rate = sum(map(self.lengths.acceptance.rate, lengths)) / len(lengths)
-            gained = sum(expected_tokens(rate, each) - 1 for each in lengths.values())
-            in_turn = self.costs.seconds(sequences, [sum(each > j for each in lengths.values()) for j in range(k)])
-            best = self.lengths.branching.best(sequences, len(lengths), rate, max_branches, range(k, k + 1))
-            branches = best if best.speed * in_turn > sequences + gained else BranchPlan()
-        if not branches.num_branches:
-            return {}
-        return {i: plans[i]._replace(num_branches=branches.num_branches) for i in lengths}
 
 
 def _can_draft(sequence: Sequence, worker: DraftWorker | None) -> bool:

@@ -13,17 +13,16 @@ The more often a method loses, the slower both refill.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from specpool.drafting.costs import RoundCosts
-from specpool.drafting.plain_times import RECENT, PlainTimes, size_class
+from specpool.drafting.costs import RECENT, RoundCosts
+from specpool.drafting.plain_times import PlainTimes, size_class
 
 # Share of all time that retries, and trials, may lose.
 SHARE = 0.01
-# The share halves with every 4 lost trials or with a failed retry, at most 3 times: a change must still be noticed.
-LOSSES_PER_HALVING, MAX_HALVINGS = 4, 3
-# Trials before the budget counts, and before a plan may rely on the method: startup measurements can be wrong.
+# Losses lower the share, at most to 1 / MAX_DIVISOR of it: a change must still be noticed.
+MAX_DIVISOR = 8
+# Trials before the budget counts and a plan may rely on the method: startup measurements can be wrong. As many plain
+# rounds are the balance at first and after a pause: a few losses cannot be told from noise.
 FREE_TRIALS = 2
-# Balance of a new entry and after a pause: a few losing rounds cannot be told from noise.
-FIRST_BALANCE, RETRY_BALANCE = 1.5, 2.0
 # Maximum balance, so that past gains do not pay for lasting losses.
 MAX_BALANCE = 12.0
 # Maximum loss of one round: one stalled round must not cause a long pause.
@@ -38,12 +37,12 @@ MIN_GAIN = 0.04
 class _Entry:
     """Gains, losses and trials of a draft method at similar batch sizes, in plain rounds."""
 
-    balance: float = FIRST_BALANCE
+    balance: float = FREE_TRIALS
     budget: float = 0.0
     """What the next trial may lose. Negative after a trial that lost more than expected."""
     trials: int = 0
-    losses: int = 0
-    """Lost trials, less won ones. A failed retry counts as `LOSSES_PER_HALVING`."""
+    divisor: float = 1.0
+    """Divides `SHARE`. Each lost trial adds one, a failed retry doubles it, and a won trial halves it."""
     is_paused: bool = False
     is_retry: bool = False
     """Whether the method has been paused since its balance was full."""
@@ -60,7 +59,7 @@ class _Entry:
 
     @property
     def has_free_trial(self) -> bool:
-        return self.trials < FREE_TRIALS and self.budget > -FIRST_BALANCE / 2
+        return self.trials < FREE_TRIALS and self.budget > -FREE_TRIALS / 2
 
     def gain(self, plain_seconds: float) -> float:
         """Recent mean gain of a round that drafts."""
@@ -68,11 +67,11 @@ class _Entry:
 
     def refill(self, rounds: float) -> None:
         """Add a share of the elapsed time. End the pause once a retry is affordable."""
-        share = SHARE / 2 ** (self.losses // LOSSES_PER_HALVING)
+        share = SHARE / self.divisor
         self.balance = min(MAX_BALANCE, self.balance + share * rounds)
         if not self.is_paused:
             self.budget += (share if self.budget >= 0 else SHARE) * rounds
-        elif self.balance >= RETRY_BALANCE and not self.reassess_in:
+        elif self.balance >= FREE_TRIALS and not self.reassess_in:
             self._resume()
 
     def charge(self, tokens: float, seconds: float, plain_seconds: float) -> None:
@@ -85,7 +84,7 @@ class _Entry:
         gain = max(-MAX_LOSS, tokens - seconds / plain_seconds)
         self.balance = min(MAX_BALANCE, max(-MAX_LOSS, self.balance + gain))
         if self.balance == MAX_BALANCE:
-            self.losses, self.is_retry = 0, False
+            self.divisor, self.is_retry = 1.0, False
         if self.balance < 0 and not self.is_paused:
             self.is_paused, self.reassess_in = True, RECENT
 
@@ -97,10 +96,10 @@ class _Entry:
         if self.reassess_in:
             return
         if self.gain(plain_seconds) > 0:
-            self.balance = RETRY_BALANCE
+            self.balance = FREE_TRIALS
             self._resume()
         else:
-            self._lose(LOSSES_PER_HALVING * self.is_retry)
+            self._divide(2 * self.divisor if self.is_retry else self.divisor)
             self.is_retry = True
 
     def may_try(self, cost: float, gain: float) -> bool:
@@ -112,15 +111,15 @@ class _Entry:
 
     def settle(self, lost: float) -> None:
         """Charge the measured loss of a trial beyond what the trial has used up."""
-        self._lose(1 if lost > 0 else -2)
+        self._divide(self.divisor + 1 if lost > 0 else self.divisor / 2)
         self.budget -= max(0.0, lost - self._spent)
         self._spent = max(0.0, self._spent - max(0.0, lost))
 
     def _resume(self) -> None:
         self.is_paused, self.rounds = False, 0
 
-    def _lose(self, count: int) -> None:
-        self.losses = min(max(0, self.losses + count), MAX_HALVINGS * LOSSES_PER_HALVING)
+    def _divide(self, divisor: float) -> None:
+        self.divisor = min(max(1.0, divisor), MAX_DIVISOR)
 
 
 class Ledger:
@@ -206,7 +205,7 @@ class Ledger:
         if key not in self._entries:
             last = self._last.get(method)
             self._entries[key] = (
-                replace(last, balance=min(FIRST_BALANCE / 3, last.balance), rounds=0, reassess_in=0)
+                replace(last, balance=min(FREE_TRIALS / 4, last.balance), rounds=0, reassess_in=0)
                 if last is not None
                 else _Entry()
             )

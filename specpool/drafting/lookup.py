@@ -3,19 +3,11 @@
 from collections.abc import Iterable
 from functools import partial
 
-from specpool.drafting import answers, ngrams
-from specpool.drafting.acceptance import AcceptanceRates, agreement_length, expected_tokens
-from specpool.drafting.answers import AnswerStore
-from specpool.drafting.ngrams import NgramIndex
+from specpool.drafting.acceptance import FIRST_RATE, AcceptanceRates, agreement_length, expected_tokens
+from specpool.drafting.answers import MIN_RUN, AnswerStore
+from specpool.drafting.ngrams import MAX_RUN, NgramIndex
 from specpool.drafting.plans import NO_LOOKUP, DraftMethod, Lookup, LookupSource
 from specpool.drafting.sequences import Request, Sequence
-
-# Initial acceptance rate per token of the repeated run: longer runs mislead less.
-FIRST_RATE = 0.15
-RUNS = {
-    LookupSource.SEQUENCE: range(ngrams.MIN_RUN, ngrams.MAX_RUN + 1),
-    LookupSource.ANSWERS: range(answers.MIN_RUN, ngrams.MAX_RUN + 1),
-}
 
 
 class PromptLookup:
@@ -23,9 +15,8 @@ class PromptLookup:
 
     def __init__(self, store_tokens: int = 0) -> None:
         """`store_tokens`: maximum tokens of finished answers to keep; 0: keep none."""
-        self.acceptance = {
-            source: {run: AcceptanceRates(FIRST_RATE * run) for run in runs} for source, runs in RUNS.items()
-        }
+        runs = range(1, MAX_RUN + 1)  # longer ones mislead less
+        self.acceptance = {s: {run: AcceptanceRates(FIRST_RATE * run / MAX_RUN) for run in runs} for s in LookupSource}
         self._answers = AnswerStore(store_tokens) if store_tokens else None
         self._indexes: dict[int, NgramIndex] = {}
 
@@ -42,7 +33,7 @@ class PromptLookup:
         if self._answers is not None and _shares_answers(request):
             found.append((LookupSource.ANSWERS, *self._answers.propose(request.namespace, sequence.token_ids, limit)))
         # Requests with a fixed length draft whether it pays or not, and after a run of one token it rarely does.
-        min_run, length = ngrams.MIN_RUN if request.adaptive else answers.MIN_RUN, len(sequence.token_ids)
+        min_run, length = 1 if request.adaptive else MIN_RUN, len(sequence.token_ids)
         lookups = [Lookup(token_ids, run, source, length) for source, token_ids, run in found if run >= min_run]
         if len(lookups) < 2:  # the usual case, in every round of every sequence
             return lookups[0] if lookups else NO_LOOKUP
@@ -65,7 +56,7 @@ class PromptLookup:
         It includes the last tokens of the prompt, so that the first tokens of a repeated answer can be drafted.
         """
         if self._answers is not None and sequence.is_complete and _shares_answers(sequence.request):
-            start = max(0, sequence.prompt_length - ngrams.MAX_RUN)
+            start = max(0, sequence.prompt_length - MAX_RUN)
             self._answers.add(sequence.request.namespace, sequence.token_ids[start:])
 
     def index_answers(self) -> None:

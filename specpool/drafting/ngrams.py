@@ -3,16 +3,14 @@
 from array import array
 from collections.abc import Sequence
 
-# Lengths of repeated runs; the longest wins.
-MAX_RUN, MIN_RUN = 4, 1
+# Maximum length of a repeated run; the longest wins.
+MAX_RUN = 4
 # Tokens to index per call. A long prompt must not stall a round.
 TOKENS_PER_CALL = 512
 # Search window in tokens: at least this many, at most twice as many. It bounds the memory.
 MEMORY_TOKENS = 16_384
 # Occurrences of the last pair to examine for a longer run, latest first.
 MAX_OCCURRENCES = 64
-# Placeholder before the first token.
-NO_TOKEN = -1
 
 
 class NgramIndex:
@@ -38,7 +36,7 @@ class NgramIndex:
         start = len(self._previous)
         for end in range(start, min(len(token_ids), start + TOKENS_PER_CALL)):
             token = token_ids[end - 1]
-            pair = token_ids[end - 2] if end > 1 else NO_TOKEN, token
+            pair = token_ids[end - 2] if end > 1 else -1, token  # -1: there is no token before the first
             self._previous.append(self._occurrence(pair))
             self._last[pair] = self._last[token] = end
             if end % MEMORY_TOKENS == 0:
@@ -62,7 +60,7 @@ class NgramIndex:
         at = self._occurrence((token_ids[-2], token_ids[-1])) if len(token_ids) > 1 else 0
         if not at:
             at = self._occurrence(token_ids[-1]) if token_ids else 0
-            return at, min(at, MIN_RUN)
+            return at, min(at, 1)
         for _ in range(MAX_OCCURRENCES):
             if not at or best_length == MAX_RUN:
                 break

@@ -9,14 +9,12 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
-from specpool.drafting.costs import RoundCosts
+from specpool.drafting.costs import MAX_RISE, RECENT, WEIGHT, RoundCosts
 
-# Recent plain rounds of a batch size that count, and the seconds for which they count.
-RECENT, RECENT_SECONDS = 15, 30.0
+# Seconds for which a plain round counts.
+RECENT_SECONDS = 30.0
 # Plain rounds needed before any comparison.
 MIN_PLAIN = RECENT // 5
-# Weight and maximum of an observation of the tail.
-TAIL_WEIGHT, MAX_TAIL = 0.02, 4.0
 
 
 def size_class(sequences: int) -> int:
@@ -48,8 +46,8 @@ class PlainTimes:
         if len(self._latest) == RECENT:
             # Compare the middle round with those before and after it: a lasting change of speed is not a tail.
             values = list(self._values(self._latest))
-            tail = min(MAX_TAIL, values[RECENT // 2] / statistics.median(values))
-            self._tail += TAIL_WEIGHT * (tail - self._tail)
+            tail = min(MAX_RISE, values[RECENT // 2] / statistics.median(values))
+            self._tail += WEIGHT * (tail - self._tail)
 
     def needs_round(self, now: float, sequences: int) -> bool:
         """Whether too few recent plain rounds are known to judge drafts at this size."""

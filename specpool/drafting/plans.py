@@ -1,6 +1,7 @@
 """How a sequence drafts in a round. Pure."""
 
 import enum
+from dataclasses import dataclass
 from typing import NamedTuple
 
 # After a round, the draft worker lacks one token, or two after full acceptance. One pass handles both.
@@ -60,3 +61,18 @@ class DraftPlan(NamedTuple):
 
 
 NO_DRAFTS = DraftPlan()
+
+
+@dataclass(frozen=True)
+class SpeculationState:
+    """Estimates behind the current draft lengths. `specpool.v1.SpeculationState` documents them."""
+
+    draft_steps: int
+    expected_tokens_per_s: float
+    plain_tokens_per_s: float
+    model_acceptance_rate: float
+    ngram_acceptance_rates: dict[int, float]
+    draft_step_s: float
+    verify_s: float
+    verify_row_s: float
+    exchange_s: float

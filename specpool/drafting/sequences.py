@@ -1,8 +1,10 @@
-"""What drafting reads of a sequence, of its request, and of its part in a round. Pure."""
+"""What drafting reads of a sequence, of its request, of its part in a round, and of the draft worker. Pure."""
 
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import Protocol
 
+from specpool.drafting.costs import StepTimes
 from specpool.drafting.plans import DraftMethod, Lookup
 from specpool.protocol.rounds import Proposal
 from specpool.protocol.sampling import SamplingParams
@@ -78,3 +80,19 @@ class Commit(Protocol):
     def branch(self) -> int | None: ...
     @property
     def num_branches(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class DraftWorker:
+    """A draft worker that is ready when a round begins."""
+
+    max_model_len: int
+    round_id: int
+    step_times: StepTimes | None = None
+    """Measured by the worker at each start. None: keep the learned times."""
+    max_branches: int = 0
+    """Maximum branches of a sequence; 0 if it cannot draft during a verification."""
+    selects_branches: bool = False
+    """Whether the target worker can select among the branches."""
+    reads_states: bool = False
+    """Whether the draft reads hidden states of the target."""

@@ -121,5 +121,5 @@ def agreement(engine: Engine, answers: Sequence[Answer], seconds: float, phases:
 
 def _choices(engine: Engine, spans: Sequence[Span]) -> list[int]:
     """Return the most probable token at each requested position."""
-    chosen: list[int] = engine.token_ids(engine.forward(spans).argmax(-1)).tolist()
+    chosen: list[int] = engine.head.token_ids(engine.forward(spans).argmax(-1)).tolist()
     return chosen

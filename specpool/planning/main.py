@@ -14,10 +14,11 @@ from specpool.engine.models.preflight import InvalidOptionError, check_options, 
 from specpool.environment.extras import explain_missing
 from specpool.planning.plan import Plan, Terms, make_plan
 from specpool.planning.plausibility import ImplausibleTimesError
-from specpool.planning.prediction import Acceptance, Memory, Model, constant_acceptance
+from specpool.planning.prediction import Acceptance, Model, constant_acceptance
 from specpool.planning.report import as_json, helm_values, plan_figure, show
 from specpool.planning.settings import PROGRAM, PlanSettings
-from specpool.protocol.responses import InvalidResponseError, check_worker_info, read_step_costs
+from specpool.protocol.responses import InvalidResponseError, read_worker_info
+from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
 from specpool.rpc.security.channel import Connector
@@ -33,7 +34,6 @@ class UnusableWorkerError(Exception):
 
 
 def main() -> None:
-    """Entry point."""
     settings = PlanSettings.load(PROGRAM)
     configure_logging(settings.log_level)
     console = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
@@ -118,49 +118,26 @@ def running_models(settings: PlanSettings) -> tuple[Model, list[tuple[Model, Acc
 
 def _model_of(connector: Connector, make_stub: Any) -> Model:
     """Return a worker's model with the costs that it measured at startup."""
-    response = _worker_info(connector, make_stub)
-    costs, model, load = read_step_costs(response), response.model, response.load
-    if len(costs.step_seconds) < 2:
+    info = _worker_info(connector, make_stub)
+    if len(info.step_seconds) < 2:
         raise UnusableWorkerError(f"{connector.address}: the worker has not measured its passes")
-    if load.ranks:
-        reason = f"its model is sharded over {len(load.ranks)} ranks; plans support workers with one device"
+    if info.ranks:
+        reason = f"its model is sharded over {len(info.ranks)} ranks; plans support workers with one device"
         raise UnusableWorkerError(f"{connector.address}: {reason}")
-    return Model(
-        name=model.model,
-        device=model.device,
-        dtype=model.dtype,
-        parameters=model.parameters,
-        memory=Memory(
-            weights=load.weight_bytes,
-            activations=load.activation_bytes,
-            kv_per_position=load.kv_bytes_per_token,
-            positions=load.kv_positions_total or load.slots_total * model.max_model_len,
-            multiple=max(1, load.kv_positions_multiple),
-            max_model_len=model.max_model_len,
-        ),
-        tokenizer_fingerprint=model.tokenizer_fingerprint,
-        step_seconds=costs.step_seconds,
-        step_cached=costs.step_cached,
-        seconds_per_cached=costs.seconds_per_cached,
-        max_rows=costs.max_rows,
-        activations=model.activations,
-    )
+    return Model.of(info)
 
 
-def _worker_info(connector: Connector, make_stub: Any) -> common_pb2.GetWorkerInfoResponse:
+def _worker_info(connector: Connector, make_stub: Any) -> WorkerInfo:
     with connector.open_blocking() as channel:
         stub: Any = make_stub(channel)
         try:
-            response: common_pb2.GetWorkerInfoResponse = stub.GetWorkerInfo(
-                common_pb2.GetWorkerInfoRequest(), timeout=WORKER_TIMEOUT_SECONDS
-            )
-            check_worker_info(response)
+            request = common_pb2.GetWorkerInfoRequest()
+            return read_worker_info(stub.GetWorkerInfo(request, timeout=WORKER_TIMEOUT_SECONDS))
         except grpc.RpcError as error:
             reason = " ".join(str(failure(error, connector)).split())
             raise UnusableWorkerError(f"{connector.address}: {reason}") from None
         except InvalidResponseError as error:
             raise UnusableWorkerError(f"{connector.address}: {error}") from None
-    return response
 
 
 if __name__ == "__main__":

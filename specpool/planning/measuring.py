@@ -6,6 +6,7 @@ Load one model at a time, so that models do not compete for memory or cores.
 import gc
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 from rich.console import Console
@@ -25,11 +26,11 @@ from specpool.engine.startup.loading import load_unproven_engine
 from specpool.engine.startup.step_times import measure_seconds_per_cached, timed_passes
 from specpool.planning.answers import Answer, PromptError, add_states, agreement, encode_prompts, write_answers
 from specpool.planning.plausibility import REPEATS, check_times, measure_times
-from specpool.planning.prediction import Acceptance, Memory, Model, replay_acceptance
+from specpool.planning.prediction import Acceptance, Model, replay_acceptance
 from specpool.planning.progress import Phases
 from specpool.planning.settings import PROGRAM, PlanSettings
 from specpool.protocol.errors import InvalidArgumentError
-from specpool.protocol.model_name import readable_name
+from specpool.protocol.worker_info import readable_name
 from specpool.rpc.config.settings import naming
 
 # Passes with more rows are extrapolated instead of measured.
@@ -147,26 +148,5 @@ def _measure(engine: Engine, row_counts: Sequence[int], phases: Phases) -> Model
     ):
         step_seconds = measure_times(lambda rows: passes[rows](), list(passes), PASSES_SECONDS, report)
     check_times(readable_name(engine.loaded.name), step_seconds)
-    engine.seconds_per_cached = measure_seconds_per_cached(engine)
-    info, extents = engine.info(), engine.slots.extents
-    return Model(
-        name=info.model,
-        device=info.device,
-        dtype=info.dtype,
-        parameters=info.parameters - info.embedding_parameters,
-        memory=Memory(
-            weights=info.weight_bytes,
-            activations=info.activation_bytes,
-            kv_per_position=info.kv_bytes_per_token,
-            positions=extents.columns,
-            multiple=extents.multiple,
-            max_model_len=info.max_model_len,
-        ),
-        tokenizer_fingerprint=info.tokenizer_fingerprint,
-        step_seconds=step_seconds,
-        step_cached=info.step_cached,
-        seconds_per_cached=info.seconds_per_cached,
-        max_rows=info.max_rows,
-        revision=getattr(engine.loaded.config, "_commit_hash", None),
-        activations=info.activations,
-    )
+    engine.step_seconds, engine.seconds_per_cached = step_seconds, measure_seconds_per_cached(engine)
+    return replace(Model.of(engine.info()), revision=getattr(engine.loaded.config, "_commit_hash", None))

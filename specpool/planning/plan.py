@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from statistics import linear_regression
 
 from specpool.drafting.costs import RoundCosts
@@ -16,11 +18,10 @@ from specpool.planning.prediction import (
     Speed,
     Workers,
     balanced_workers,
-    best_by_batch,
     predict,
     smallest_sufficient,
 )
-from specpool.protocol.model_name import readable_name
+from specpool.protocol.worker_info import readable_name
 
 GIB = 2**30
 HOST_BYTES, GPU_HOST_BYTES = 2 * GIB, 4 * GIB
@@ -61,8 +62,9 @@ class DraftPlan:
 
     @property
     def best(self) -> dict[int, Speed]:
-        """The fastest k of each batch."""
-        return best_by_batch(self.speeds)
+        """The fastest k of each batch; the smallest among equals."""
+        by_batch = groupby(self.speeds, attrgetter("batch"))
+        return {batch: max(speeds, key=attrgetter("tokens_per_second")) for batch, speeds in by_batch}
 
 
 @dataclass(frozen=True)

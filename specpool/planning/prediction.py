@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from specpool.distill.replay import Agreed, acceptance_by_position, agreement_rate, mean_acceptance_length
 from specpool.drafting.costs import RoundCosts, StepTimes
+from specpool.protocol.worker_info import WorkerInfo
 
 # A batch is large enough once it reaches this share of the highest throughput of any batch.
 SUFFICIENT = 0.95
@@ -69,6 +70,30 @@ class Model:
     """Commit of a model from the hub, if known."""
     activations: str = ""
     """Format of the activations in GEMMs, such as "int8", if known."""
+
+    @classmethod
+    def of(cls, info: WorkerInfo) -> "Model":
+        """The model of a worker, with the costs that it has measured."""
+        return cls(
+            name=info.model,
+            device=info.device,
+            dtype=info.dtype,
+            parameters=info.parameters - info.embedding_parameters,
+            memory=Memory(
+                weights=info.weight_bytes,
+                activations=info.activation_bytes,
+                kv_per_position=info.kv_bytes_per_token,
+                positions=info.kv_positions_total or info.slots_total * info.max_model_len,
+                multiple=max(1, info.kv_positions_multiple),
+                max_model_len=info.max_model_len,
+            ),
+            tokenizer_fingerprint=info.tokenizer_fingerprint,
+            step_seconds=info.step_seconds,
+            step_cached=info.step_cached,
+            seconds_per_cached=info.seconds_per_cached,
+            max_rows=info.max_rows,
+            activations=info.activations,
+        )
 
     @property
     def on_gpu(self) -> bool:
@@ -169,15 +194,6 @@ def predict(pair: MeasuredPair, batches: Iterable[int]) -> list[Speed]:
             speed = max(sequential, overlapped)
             speeds.append(Speed(batch, k, speed, speed / plain, 2 if overlapped > sequential else 1))
     return speeds
-
-
-def best_by_batch(speeds: Iterable[Speed]) -> dict[int, Speed]:
-    """Return the fastest k of each batch; the smallest among equals."""
-    best: dict[int, Speed] = {}
-    for speed in speeds:
-        if speed.batch not in best or speed.tokens_per_second > best[speed.batch].tokens_per_second:
-            best[speed.batch] = speed
-    return best
 
 
 def smallest_sufficient(best: Iterable[Speed]) -> Speed:

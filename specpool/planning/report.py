@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from specpool.engine.config.activations import FLOAT32, INT8
+from specpool.engine.config.options import FLOAT32, INT8
 from specpool.planning.next_worker import NextWorker
 from specpool.planning.plan import DraftPlan, Plan, WorkerNeeds
 from specpool.planning.prediction import Model
-from specpool.protocol.model_name import readable_name
+from specpool.protocol.worker_info import readable_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,8 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from specpool.engine.config.activations import INT8, Activations, check_int8
-from specpool.engine.config.options import Dtype
+from specpool.engine.config.options import INT8, Activations, Dtype, check_int8
 from specpool.environment.extras import explain_missing
 from specpool.rpc.config.settings import DraftAddress, LogLevel, Seconds, Settings, TargetAddress
 from specpool.rpc.security.settings import ClientSecurity
@@ -38,12 +37,7 @@ class PlanSettings(Settings, ClientSecurity):
     batches: list[Annotated[int, Field(ge=1, le=4096)]] = Field(
         [1, 2, 4, 8, 16, 32], min_length=1, description="batch sizes to predict: sequences per round"
     )
-    max_num_speculative_tokens: int = Field(
-        8,
-        ge=1,
-        le=64,
-        description="maximum draft tokens of a sequence in a round",
-    )
+    max_num_speculative_tokens: int = Field(8, ge=1, le=64, description="maximum draft tokens of a sequence in a round")
     device: str = Field("auto", description="device of the target")
     draft_device: str = Field("auto", description="device of the drafts")
     dtype: Dtype = Field("auto", description="dtype of the target's weights")

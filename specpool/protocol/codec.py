@@ -6,6 +6,7 @@ read a request also validate it: InvalidArgumentError names the field.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from specpool.protocol.errors import InvalidArgumentError
@@ -93,8 +94,7 @@ def read_propose_items(request: draft_worker_pb2.ProposeRequest, limits: RoundLi
                 features=item.features,
             )
         )
-    logits = sum(max(1 + item.num_unverified, item.num_branches) for item in items)
-    _check_logits(logits, limits)
+    _check_logits(sum(max(1 + item.num_unverified, item.num_branches) for item in items), limits)
     _check_maximum("features", sum(len(item.features) for item in items), MAX_FEATURE_BYTES)
     return items
 
@@ -237,9 +237,7 @@ def verify_response(
 def logprobs_message(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
     """Build the message of the log-probabilities at one position."""
     return common_pb2.TokenLogprobs(
-        logprob=logprobs.logprob,
-        top_token_ids=logprobs.top_token_ids,
-        top_logprobs=logprobs.top_logprobs,
+        logprob=logprobs.logprob, top_token_ids=logprobs.top_token_ids, top_logprobs=logprobs.top_logprobs
     )
 
 
@@ -268,10 +266,14 @@ def read_release(request: common_pb2.ReleaseRequest) -> list[int] | None:
     return None if request.all else list(request.sequence_ids)
 
 
+def model_message(info: WorkerInfo) -> common_pb2.ModelInfo:
+    """Build the description of a worker's model."""
+    equivalence = common_pb2.EQUIVALENCE_BITWISE if info.bitwise else common_pb2.EQUIVALENCE_NUMERIC
+    return common_pb2.ModelInfo(equivalence=equivalence, **_shared_fields(common_pb2.ModelInfo, info))
+
+
 def worker_info_response(info: WorkerInfo) -> common_pb2.GetWorkerInfoResponse:
     """Build the description of a worker."""
-    equivalence = common_pb2.EQUIVALENCE_BITWISE if info.bitwise else common_pb2.EQUIVALENCE_NUMERIC
-    model = common_pb2.ModelInfo(equivalence=equivalence, **_shared_fields(common_pb2.ModelInfo, info))
     ranks = [common_pb2.RankMemory(**vars(rank)) for rank in info.ranks]
     load = common_pb2.WorkerLoad(**_shared_fields(common_pb2.WorkerLoad, info) | {"ranks": ranks})
     costs = None
@@ -283,19 +285,14 @@ def worker_info_response(info: WorkerInfo) -> common_pb2.GetWorkerInfoResponse:
             seconds_per_cached=info.seconds_per_cached,
             max_rows=info.max_rows,
         )
-    return common_pb2.GetWorkerInfoResponse(model=model, load=load, costs=costs, instance_id=info.instance_id)
+    return common_pb2.GetWorkerInfoResponse(
+        model=model_message(info), load=load, costs=costs, instance_id=info.instance_id
+    )
 
 
 def tokenizer_response(files: TokenizerFiles, instance_id: str) -> target_worker_pb2.GetTokenizerResponse:
     """Build the message of a tokenizer."""
-    return target_worker_pb2.GetTokenizerResponse(
-        tokenizer_json=files.tokenizer_json,
-        chat_template=files.chat_template,
-        special_tokens=files.special_tokens,
-        eos_token_ids=files.eos_token_ids,
-        tool_chat_template=files.tool_chat_template,
-        instance_id=instance_id,
-    )
+    return target_worker_pb2.GetTokenizerResponse(**asdict(files), instance_id=instance_id)
 
 
 # --- Fields

@@ -20,7 +20,6 @@ class FeatureSpec(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a state."""
         return NUMBER_BYTES * self.width
 
 

@@ -11,10 +11,11 @@ from specpool.protocol.features import MAX_FEATURE_LAYERS, MAX_FEATURE_WIDTH, Wa
 from specpool.protocol.rounds import Branch, ItemStatus, Proposal, ProposeItem, SequenceItem, Verdict, VerifyItem
 from specpool.protocol.sampling import NO_LOGPROBS, Logprobs
 from specpool.protocol.tokenizer import TokenizerFiles
-from specpool.protocol.worker_info import TENSOR_PARALLEL_SUMS, StepCosts
+from specpool.protocol.worker_info import TENSOR_PARALLEL_SUMS, RankMemory, WorkerInfo
 from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
 
 STATUSES = {common_pb2.ItemStatus.Value(f"ITEM_STATUS_{status.name}"): status for status in ItemStatus}
+RANK_FIELDS = [field.name for field in common_pb2.RankMemory.DESCRIPTOR.fields]
 MAX_VOCAB_SIZE, MAX_POSITIONS, MAX_SLOTS = 2**24, 2**31, 2**16
 MAX_DESCRIPTION_BYTES = 2**16
 MAX_ERROR_CHARACTERS = 1000
@@ -22,6 +23,11 @@ MAX_ERROR_CHARACTERS = 1000
 ROUNDING = 1e-3
 
 M = TypeVar("M")
+
+MAX_SMALL_BYTES = 2**16
+"""Limit of all responses except tokenizers and rounds. Responses of rounds may always be this large."""
+# Upper bounds on encoded sizes: a result with its error but without tokens, a token, and a log-probability.
+ITEM_BYTES, TOKEN_BYTES, LOGPROB_BYTES = 8192, 16, 16
 
 
 class InvalidResponseError(Exception):
@@ -147,19 +153,6 @@ def _read_statuses(response: Any, round_id: int, items: Iterable[SequenceItem]) 
     return [STATUSES[result.status] for result in response.results]
 
 
-def read_step_costs(response: common_pb2.GetWorkerInfoResponse) -> StepCosts:
-    """Read the measured durations of a worker's passes. Drop impossible numbers."""
-    costs = response.costs
-    measured = zip(costs.rows, costs.seconds, strict=False)
-    per_cached = costs.seconds_per_cached
-    return StepCosts(
-        step_seconds={rows: seconds for rows, seconds in measured if rows > 0 and 0 < seconds < math.inf},
-        step_cached=costs.cached,
-        seconds_per_cached=per_cached if 0 <= per_cached < math.inf else 0.0,
-        max_rows=costs.max_rows,
-    )
-
-
 def decoded(message: M | None, name: str) -> M:
     """Return the message. Raises InvalidResponseError for None, which stands for an oversized or undecodable one."""
     if message is None:
@@ -167,11 +160,34 @@ def decoded(message: M | None, name: str) -> M:
     return message
 
 
-def check_worker_info(response: common_pb2.GetWorkerInfoResponse) -> None:
-    """Check the description of a worker. Raises InvalidResponseError."""
+def read_worker_info(response: common_pb2.GetWorkerInfoResponse) -> WorkerInfo:
+    """Read the description of a worker, without impossible step costs. Raises InvalidResponseError."""
+    _check_worker_info(response)
+    model, load, costs = response.model, response.load, response.costs
+    shared = {field.name: getattr(part, field.name) for part in (model, load) for field in part.DESCRIPTOR.fields}
+    del shared["equivalence"]
+    measured = zip(costs.rows, costs.seconds, strict=False)
+    per_cached = costs.seconds_per_cached
+    read = {
+        "bitwise": model.equivalence == common_pb2.EQUIVALENCE_BITWISE,
+        "notes": tuple(model.notes),
+        "weight_kinds": dict(model.weight_kinds),
+        "feature_layers": tuple(model.feature_layers),
+        "ranks": tuple(RankMemory(**{name: getattr(rank, name) for name in RANK_FIELDS}) for rank in load.ranks),
+        "step_seconds": {rows: seconds for rows, seconds in measured if rows > 0 and 0 < seconds < math.inf},
+        "step_cached": costs.cached,
+        "seconds_per_cached": per_cached if 0 <= per_cached < math.inf else 0.0,
+        "max_rows": costs.max_rows,
+        "instance_id": response.instance_id,
+    }
+    return WorkerInfo(**shared | read)
+
+
+def _check_worker_info(response: common_pb2.GetWorkerInfoResponse) -> None:
     model, load = response.model, response.load
     size = response.ByteSize()
     _require(size <= MAX_DESCRIPTION_BYTES, f"{size} bytes, more than the maximum of {MAX_DESCRIPTION_BYTES}")
+    _require(bool(response.instance_id), "instance_id is empty")
     _require(model.equivalence in common_pb2.Equivalence.values(), f"equivalence is {model.equivalence}")
     _require(0 < model.vocab_size <= MAX_VOCAB_SIZE, f"vocab_size is {model.vocab_size}")
     _require(0 < model.max_model_len <= MAX_POSITIONS, f"max_model_len is {model.max_model_len}")
@@ -198,3 +214,24 @@ def read_tokenizer(response: target_worker_pb2.GetTokenizerResponse) -> Tokenize
 def _require(fits: bool, reason: str) -> None:
     if not fits:
         raise InvalidResponseError(reason)
+
+
+def max_verify_bytes(items: Iterable[VerifyItem], features: WantedFeatures | None) -> int:
+    """Return the maximum size of the response to a target round. `features`: for the items that want them."""
+    return MAX_SMALL_BYTES + sum(_verify_result_bytes(item, features) for item in items)
+
+
+def _verify_result_bytes(item: VerifyItem, features: WantedFeatures | None) -> int:
+    num_draft_tokens = item.max_num_draft_tokens
+    per_token = TOKEN_BYTES + (0 if item.logprobs is None else LOGPROB_BYTES * (1 + item.logprobs))
+    size = ITEM_BYTES + per_token * (1 + num_draft_tokens)
+    if features is None or not item.want_features:
+        return size
+    rows = min(features.window, max(1, len(item.token_ids))) + num_draft_tokens
+    return size + rows * features.spec.row_bytes
+
+
+def max_propose_bytes(items: Sequence[ProposeItem]) -> int:
+    """Return the maximum size of the response to a draft round."""
+    tokens = sum(max(1, item.num_branches) * (2 + item.num_draft_tokens) for item in items)
+    return MAX_SMALL_BYTES + ITEM_BYTES * len(items) + TOKEN_BYTES * tokens

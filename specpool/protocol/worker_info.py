@@ -1,11 +1,16 @@
 """The description of a worker as plain data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import NamedTuple
+
+from specpool.protocol.features import FeatureSpec
 
 TENSOR_PARALLEL_SUMS = ("whole", "parts")
 """Ways in which ranks combine the results of sharded GEMMs."""
+
+HUB_CACHE_PREFIX, HUB_CACHE_SEPARATOR = "models--", "--"
 
 
 class CacheLoad(NamedTuple):
@@ -13,17 +18,6 @@ class CacheLoad(NamedTuple):
 
     slots_in_use: int
     kv_positions_free: int
-
-
-@dataclass(frozen=True)
-class StepCosts:
-    """Measured durations of a worker's forward passes."""
-
-    step_seconds: Mapping[int, float]
-    """Seconds by number of rows. Empty if not measured."""
-    step_cached: int
-    seconds_per_cached: float
-    max_rows: int
 
 
 @dataclass(frozen=True)
@@ -38,32 +32,35 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """The model, the state of its KV cache, and the pass durations measured at startup."""
+    """A worker's model, its capabilities, the state of its KV cache, and the pass durations measured at startup."""
 
-    model: str
-    architecture: str
-    dtype: str
-    device: str
-    vocab_size: int
-    max_model_len: int
-    tokenizer_fingerprint: str
-    bitwise: bool
-    parameters: int
-    embedding_parameters: int
-    slots_total: int
-    slots_in_use: int
-    kv_bytes_per_token: int
-    kv_bytes_total: int
-    kv_positions_total: int
-    kv_positions_free: int
-    kv_positions_multiple: int
-    kv_layout: str
-    weight_bytes: int
-    activation_bytes: int
-    step_seconds: Mapping[int, float]
-    step_cached: int
-    seconds_per_cached: float
-    max_rows: int
+    model: str = ""
+    architecture: str = ""
+    dtype: str = ""
+    device: str = ""
+    vocab_size: int = 0
+    max_model_len: int = 0
+    tokenizer_fingerprint: str = ""
+    bitwise: bool = False
+    parameters: int = 0
+    embedding_parameters: int = 0
+    slots_total: int = 0
+    slots_in_use: int = 0
+    kv_bytes_per_token: int = 0
+    kv_bytes_total: int = 0
+    kv_positions_total: int = 0
+    kv_positions_free: int = 0
+    kv_positions_multiple: int = 0
+    kv_layout: str = ""
+    weight_bytes: int = 0
+    activation_bytes: int = 0
+    step_seconds: Mapping[int, float] = field(default_factory=dict)
+    """Seconds of a pass by its number of rows. Empty if not measured."""
+    step_cached: int = 0
+    """Cached positions of each sequence in the measured passes."""
+    seconds_per_cached: float = 0.0
+    max_rows: int = 0
+    """Maximum rows of a pass; 0: unlimited or unknown."""
     notes: tuple[str, ...] = ()
     """Notes for operators, one sentence each, such as a slow fallback."""
     weights_fingerprint: str = ""
@@ -82,14 +79,10 @@ class WorkerInfo:
     """Format of the activations in GEMMs: a dtype, or "int8" for GEMMs with quantized weights."""
     ranks: tuple[RankMemory, ...] = ()
     """Memory of each rank if the model is sharded."""
-    kv_reservations_grow: bool = False
-    """Whether later items of a sequence may reserve more positions."""
     max_rounds_ahead: int = 0
     """Rounds that a coordinator may send before the response to an earlier one."""
     max_branches: int = 0
     """Maximum branches of an item of the draft worker."""
-    selects_branches: bool = False
-    """Whether an item of the target worker may have branches."""
     supports_grammars: bool = False
     """Whether the worker follows the grammar in sampling parameters."""
     hidden_size: int = 0
@@ -100,6 +93,11 @@ class WorkerInfo:
     """Layers of the target whose hidden states the draft reads; empty: it reads none."""
     feature_width: int = 0
     """Values per state that the draft reads."""
+
+    @property
+    def features(self) -> FeatureSpec | None:
+        """The target's hidden states that the draft reads; None if it reads none."""
+        return FeatureSpec(self.feature_layers, self.feature_width) if self.feature_layers else None
 
     @property
     def summary(self) -> str:
@@ -114,5 +112,14 @@ class WorkerInfo:
             parts.append(f"{1e3 * self.step_seconds[1]:.1f} ms for a token")
         return ", ".join(parts)
 
-    def with_load(self, load: CacheLoad) -> "WorkerInfo":
-        return replace(self, **load._asdict())
+
+def readable_name(model: str) -> str:
+    """Return a hub id as it is, and of a path its last part: without .gguf, and as the hub id in the hub's cache."""
+    path = PurePath(model)
+    for part in path.parts:  # models--Qwen--Qwen3-8B/snapshots/COMMIT
+        if part.startswith(HUB_CACHE_PREFIX):
+            return part.removeprefix(HUB_CACHE_PREFIX).replace(HUB_CACHE_SEPARATOR, "/")
+    if path.suffix == ".gguf":
+        return path.stem
+    is_hub_id = not path.is_absolute() and len(path.parts) <= 2 and path.parts[:1] != ("..",)
+    return str(path) if is_hub_id else path.name or model

@@ -1,14 +1,17 @@
 """Ports to listen on, and errors that name the setting of a port that cannot be used."""
 
+import asyncio
 import errno
 import os
 import random
 import socket
+from ipaddress import ip_address
 
 from specpool.rpc.security.channel import join_address
 
 # Below the ports that Linux (32768-60999) and macOS (49152-65535) give to outgoing connections
 UNASSIGNED_PORTS = range(20_000, 32_000)
+PORT_CHECK_SECONDS, MAX_REFUSALS = 1.0, 3
 
 
 class ListenError(OSError):
@@ -41,6 +44,34 @@ def bind_error(host: str, port: int) -> OSError | None:
     return None
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach a host, which must resolve."""
+    *_, (address, *_) = socket.getaddrinfo(host, None)[0]
+    return ip_address(address).is_loopback
+
+
+async def wait_closed(host: str, port: int) -> None:
+    """Wait until a port refuses several connections in a row. A busy machine delays connections, but refuses none."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    refusals = 0
+    while refusals < MAX_REFUSALS:
+        await asyncio.sleep(PORT_CHECK_SECONDS)
+        refusals = refusals + 1 if await _is_refused(family, address) else 0
+
+
+async def _is_refused(family: int, address: tuple[object, ...]) -> bool:
+    try:
+        async with asyncio.timeout(PORT_CHECK_SECONDS):
+            with socket.socket(family, socket.SOCK_STREAM) as connection:
+                connection.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(connection, address)
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # such as a timeout, or too many open files
+        return False
+    return False
+
+
 def free_port(count: int = 1) -> int:
     """Return the first of `count` consecutive ports that are free on the loopback interface.
 
@@ -48,6 +79,5 @@ def free_port(count: int = 1) -> int:
     """
     while True:
         first = random.SystemRandom().choice(UNASSIGNED_PORTS)
-        ports = range(first, first + count)
-        if all(bind_error("127.0.0.1", port) is None for port in ports):
+        if all(bind_error("127.0.0.1", port) is None for port in range(first, first + count)):
             return first

@@ -48,25 +48,21 @@ class FakeWorker:
         notes: Sequence[str] = (),
         rank_devices: Sequence[str] = (),
         kv_positions: int = 0,
-        kv_reservations_grow: bool = True,
         max_rounds_ahead: int = 2,
         max_branches: int = 64,
-        selects_branches: bool = True,
         supports_grammars: bool = find_spec("llguidance") is not None,
     ) -> None:
         """`pass_seconds`: duration of a pass with a number of new tokens; None: no delay.
 
         `notes`: notes about the model. `rank_devices`: devices of a sharded worker's ranks, two or more.
-        `kv_positions`: capacity of the cache; 0: only `slots` limits it. `kv_reservations_grow`: whether later items
-        may reserve more. `max_rounds_ahead`, `selects_branches`: see
-        `WorkerLoad`; draft workers ignore them. `max_branches`: likewise; target workers ignore it.
+        `kv_positions`: capacity of the cache; 0: only `slots` limits it. `max_rounds_ahead`: see
+        `WorkerLoad`; draft workers ignore it. `max_branches`: likewise; target workers ignore it.
         `supports_grammars`: whether to follow grammars, which needs llguidance.
         """
-        self.selects_branches = selects_branches
         self.max_branches = max_branches
         self.supports_grammars = supports_grammars
         self.max_rounds_ahead = max_rounds_ahead
-        self.kv_positions, self.kv_reservations_grow = kv_positions, kv_reservations_grow
+        self.kv_positions = kv_positions
         self.grammars: dict[tuple[str, int], tuple[str, int]] = {}
         """Grammar and prompt length of each constrained sequence."""
         self.reserved: dict[tuple[str, int], int] = {}
@@ -157,10 +153,8 @@ class FakeWorker:
                 kv_positions_total=self.kv_positions,
                 kv_positions_free=max(0, self.kv_positions - self._reserved),
                 kv_positions_multiple=KV_MULTIPLE,
-                kv_reservations_grow=self.kv_reservations_grow,
                 max_rounds_ahead=self.max_rounds_ahead if isinstance(self, FakeTarget) else 0,
                 max_branches=self.max_branches if isinstance(self, FakeDraft) else 0,
-                selects_branches=self.selects_branches and isinstance(self, FakeTarget),
                 supports_grammars=self.supports_grammars,
                 ranks=[common_pb2.RankMemory(device=device) for device in self.rank_devices],
             ),
@@ -228,7 +222,7 @@ class FakeWorker:
         is_new = key not in self.caches
         before = 0 if is_new else self.reserved[key]
         wanted = before
-        if is_new or (self.kv_reservations_grow and item.HasField("max_length")):
+        if is_new or item.HasField("max_length"):
             length = item.max_length if item.HasField("max_length") else self.max_model_len
             wanted = max(before, _rounded(length))
         others = sum(self.reserved[held] for held in self.caches) - before
@@ -261,18 +255,18 @@ def _rounded(length: int) -> int:
 class FakeTarget(FakeWorker):
     """A target that chooses tokens by a hash."""
 
-    def __init__(self, eos_rate: float = 0.0, has_fingerprints: bool = True, **knobs: Any) -> None:
-        """`eos_rate`: share of contexts that end the sequence. `has_fingerprints`: whether to prove the weights."""
+    def __init__(self, eos_rate: float = 0.0, **knobs: Any) -> None:
+        """`eos_rate`: share of contexts that end the sequence."""
         super().__init__(**knobs)
         self.rounds_to_compile = 0
         """Rounds during which the grammar of a new sequence is not ready."""
         self._compiling: dict[tuple[str, int], int] = {}
-        self._eos_rate, self._has_fingerprints = eos_rate, has_fingerprints
+        self._eos_rate = eos_rate
 
     @property
     def weights_fingerprint(self) -> str:
         """A digest of some choices, different for targets that choose differently."""
-        return ",".join(str(self.choose([token])) for token in range(8)) if self._has_fingerprints else ""
+        return ",".join(str(self.choose([token])) for token in range(8))
 
     def _register(self, server: grpc.aio.Server) -> None:
         target_worker_pb2_grpc.add_TargetWorkerServiceServicer_to_server(self, server)  # type: ignore[arg-type]

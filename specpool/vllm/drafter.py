@@ -1,29 +1,30 @@
-"""Maps vLLM's steps to rounds: builds requests to the draft worker, and returns drafts to vLLM. Pure.
+"""Maps vLLM's steps to rounds of the draft worker: builds its requests, and returns drafts to vLLM. Pure.
 
-Draft lengths, prompt lookup and learning from rounds reuse the coordinator's code. vLLM takes the place of the target
-worker: the tokens that a row gains in a step are the verdict on its drafts.
+vLLM takes the place of the target worker: the tokens that a row gains in a step are the verdict on its drafts.
 """
 
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import count
+from operator import itemgetter
 
-from coordinator.scheduling.drafts import DraftLimits
-from coordinator.scheduling.prefixes import PrefixIndex
-from coordinator.scheduling.round import Round
-from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
+from specpool.drafting.acceptance import agreement_length, known_tokens, likely_tokens
 from specpool.drafting.costs import StepTimes, Timed
-from specpool.drafting.drafting import Drafting, DraftWorker
-from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod, DraftPlan
-from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict
+from specpool.drafting.draft_lengths import SMALL_LAG
+from specpool.drafting.drafting import Drafting
+from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod, DraftPlan, Lookup
+from specpool.drafting.sequences import DraftWorker
+from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
+from specpool.protocol.sampling import SamplingParams
+from specpool.protocol.worker_info import WorkerInfo
 from specpool.vllm.costs import StepCosts
-from specpool.vllm.rows import Batch, Rows
+from specpool.vllm.rows import Batch, Prefixes, Request, Sequence, match
+
+# Steps without a call for a row after the draft worker had no free slot.
+BACKOFF_ROUNDS = 16
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of drafts."""
-
     num_speculative_tokens: int
     """Maximum draft tokens of a row."""
     max_model_len: int
@@ -38,12 +39,49 @@ class Limits:
 
 @dataclass(frozen=True)
 class DraftModel:
-    """Limits and costs of the draft worker."""
+    """The description and costs of the draft worker."""
 
-    max_model_len: int
-    vocab_size: int
-    slots: int
+    info: WorkerInfo
     step_times: StepTimes
+
+
+@dataclass(eq=False)
+class Drafts:
+    """The drafts of a sequence in a step, and then what it gained; a `specpool.drafting.sequences.Commit`."""
+
+    sequence: Sequence
+    plan: DraftPlan
+    proposal: Proposal | None = None
+    """The draft worker's answer, possibly only partly verified."""
+    likely_ids: tuple[int, ...] = ()
+    """Tokens of the proposal that are worth verifying."""
+    draft_ids: tuple[int, ...] = ()
+    """Tokens that vLLM verifies."""
+    token_ids: tuple[int, ...] = ()
+    """Tokens that the sequence gained."""
+    forced = num_branches = 0
+    branch = None
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens to request from the draft worker."""
+        return min(self.plan.num_draft_tokens, self.sequence.max_num_draft_tokens)
+
+    @property
+    def drafted(self) -> int:
+        return len(self.draft_ids)
+
+    @property
+    def num_agreed(self) -> int:
+        return len(self.token_ids) - 1
+
+    @property
+    def method(self) -> DraftMethod | None:
+        return None if not self.draft_ids else DraftMethod.MODEL if self.likely_ids else DraftMethod.NGRAM
+
+    @property
+    def lookup(self) -> Lookup:
+        return self.plan.lookup
 
 
 class Drafter:
@@ -54,22 +92,23 @@ class Drafter:
         """Number of the current round."""
         self._costs = StepCosts()
         self.drafting = Drafting(limits.num_speculative_tokens, self._costs)
-        self._limits = limits
+        self._limits, self._request = limits, Request(limits.num_speculative_tokens)
         self._ids = count(1)
         self._sequences: list[Sequence] = []
         self.forget_rows()
 
     def forget_rows(self) -> list[int]:
         """Treat all rows of the next step as new. Return the sequences to release in the draft worker."""
-        gone, self._sequences = self._sequences, []
-        self.drafting.forget(sequence.sequence_id for sequence in gone)
-        self._rows, self._prefixes = Rows(), PrefixIndex()
-        self._round = Round(self.round_id, [], self._limits.prefill_tokens)
-        self._step_tokens: dict[int, int] = {}
-        """Tokens in vLLM's current step by sequence; empty unless all rows decode."""
+        gone, self._sequences = [sequence.sequence_id for sequence in self._sequences], []
+        self.drafting.forget(gone)
+        self._prefixes = Prefixes()
+        self._drafts: dict[int, Drafts] = {}
+        """By sequence id, of vLLM's current step."""
+        self._all_decode = False
+        """Whether all rows of the current step decode."""
         self._asked = False
         """Whether the draft worker was asked before the current step."""
-        return [sequence.sequence_id for sequence in gone]
+        return gone
 
     def begin(
         self, batch: Batch, draft: DraftModel | None, step_seconds: float, draft_seconds: float, skipped: int = 0
@@ -80,96 +119,154 @@ class Drafter:
         `draft_seconds`: duration of drafting before that step. `skipped`: number of steps since the last `begin`.
         """
         gone = self._commit(batch, step_seconds, draft_seconds, skipped)
+        self.round_id += 1
+        worker, items = None, []
         if draft is not None:
             self.drafting.costs.draft = draft.step_times
-            self._prefixes.trim(draft.slots - len(self._sequences))
-        self.round_id += 1
-        group = [sequence for sequence in self._sequences if sequence.finish is None]
-        max_length = min(draft.max_model_len, self._limits.draft_max_length) if draft is not None else 0
-        worker = DraftWorker(max_length, self.round_id) if draft is not None else None
-        plans = self._plans(group, worker) if group else {}
-        chance = self.drafting.calibration.chance
-        self._round = Round(self.round_id, group, self._limits.prefill_tokens, plans, chance)
-        items = self._round.propose_items(DraftLimits(max_length, draft.vocab_size)) if draft is not None else []
+            self._prefixes.trim(draft.info.slots_total - len(self._sequences))
+            worker = DraftWorker(min(draft.info.max_model_len, self._limits.draft_max_length), self.round_id)
+        plans = self._plans(worker) if self._sequences else {}
+        self._drafts = {s.sequence_id: Drafts(s, plans[s.sequence_id]) for s in self._sequences}
+        if draft is not None and worker is not None:
+            items = self._items(worker.max_model_len, draft.info.vocab_size)
         self._asked = bool(items)
-        return items, [sequence.sequence_id for sequence in gone]
+        return items, gone
 
     def take(self, items: list[ProposeItem], proposals: list[Proposal], timed: Timed) -> None:
         """Take the draft worker's answer."""
-        self._round.take_proposals(proposals, self._limits.vocab_size)
+        for proposal in proposals:
+            self._take(self._drafts[proposal.sequence_id], proposal)
         self.drafting.observe_proposals(items, proposals, timed)
         if any(len(item.token_ids) > MAX_DRAFT_LAG for item in items):
             # The first drafts always catch up. A worker that measured itself while vLLM started overestimates them.
             self.drafting.costs.draft.observe_steps(_pass_rows(items, proposals), timed.forward)
 
+    def _take(self, drafts: Drafts, proposal: Proposal) -> None:
+        cache, length = drafts.sequence.draft, len(drafts.sequence.token_ids)
+        if proposal.status is ItemStatus.OK:
+            cache.commit(min(proposal.num_cached_tokens, length))  # draft tokens are not committed yet
+            known = known_tokens(proposal.draft_token_ids, self._limits.vocab_size)
+            chances = map(self.drafting.chance, proposal.confidences)
+            drafts.proposal, drafts.likely_ids = proposal, likely_tokens(known, chances, drafts.plan.min_chance)
+        else:
+            cache.commit(0)
+            if proposal.status is ItemStatus.NO_SLOT:
+                cache.backoff_until = self.round_id + BACKOFF_ROUNDS
+
     def drafts(self) -> list[list[int]]:
         """Draft tokens of each row for vLLM to verify in its next step."""
-        items = self._round.verify_items()
-        all_decode = len(items) == len(self._sequences) and all(len(item.token_ids) == 1 for item in items)
-        tokens = {item.sequence_id: 1 + len(item.draft_token_ids) for item in items}
-        self._step_tokens = tokens if all_decode else {}
-        by_id = {item.sequence_id: item.draft_token_ids for item in items}
-        return [list(by_id.get(sequence.sequence_id, ())) for sequence in self._sequences]
+        for each in self._drafts.values():
+            if each.sequence.is_decoding:
+                each.draft_ids = each.likely_ids or each.plan.lookup_ids
+        self._all_decode = all(sequence.is_decoding for sequence in self._sequences)
+        return [list(self._drafts[sequence.sequence_id].draft_ids) for sequence in self._sequences]
 
     @property
     def may_skip(self) -> bool:
         """Whether this round has no drafts, and measuring its step would add nothing."""
-        rows = len(self._step_tokens)
-        is_plain = rows > 0 and not self._asked and sum(self._step_tokens.values()) == rows
+        rows = len(self._sequences)
+        is_plain = (
+            rows > 0
+            and self._all_decode
+            and not self._asked
+            and not any(each.draft_ids for each in self._drafts.values())
+        )
         lengths = self.drafting.lengths
         return is_plain and lengths.rests(rows) and not lengths.ledger.is_plain_due(rows)
 
-    def _plans(self, group: Items[Sequence], worker: DraftWorker | None) -> dict[int, DraftPlan]:
+    def _plans(self, worker: DraftWorker | None) -> dict[int, DraftPlan]:
         """Draft plans by sequence id. The first trials verify a token of every row, to learn what that costs."""
-        plans = self.drafting.plan_round(group, worker)
+        plans = self.drafting.plan_round(self._sequences, worker)
         is_trial = any(plan.is_trial for plan in plans.values())
-        if is_trial and not self._costs.verify.seen(2 * len(group)):
-            for sequence in group:
+        if is_trial and not self._costs.verify.seen(2 * len(self._sequences)):
+            for sequence in self._sequences:
                 plan = plans[sequence.sequence_id]
                 if sequence.max_num_draft_tokens > 0 and not plan.num_draft_tokens and not plan.lookup_ids:
                     plans[sequence.sequence_id] = plan._replace(lookup_ids=tuple(sequence.token_ids[-1:]))
         return plans
 
-    def _commit(self, batch: Batch, step_seconds: float, draft_seconds: float, skipped: int) -> list[Sequence]:
+    def _items(self, max_length: int, vocab_size: int) -> list[ProposeItem]:
+        """Items for the draft worker. All rows share the budget for prompts; the shortest remainders come first."""
+        budget, items = self._limits.prefill_tokens, []
+        missing = [(self._missing(drafts, max_length), drafts) for drafts in self._drafts.values()]
+        for lacking, drafts in sorted(missing, key=itemgetter(0)):
+            num_tokens = lacking
+            if lacking > SMALL_LAG:
+                num_tokens = min(lacking, budget)
+                budget -= num_tokens
+            item = _item(drafts, num_tokens, max_length)
+            # vLLM's output head can be larger than the draft's, and yield tokens outside the draft's vocabulary.
+            if item.token_ids and max(item.token_ids) < vocab_size:
+                items.append(item)
+        return items
+
+    def _missing(self, drafts: Drafts, max_length: int) -> int:
+        """Number of tokens to send to the draft worker; 0 to leave the sequence out."""
+        sequence, length = drafts.sequence, len(drafts.sequence.token_ids)
+        if drafts.num_draft_tokens <= 0 or length >= max_length or self.round_id < sequence.draft.backoff_until:
+            return 0
+        return length - _base_length(sequence) if sequence.is_decoding else length - sequence.draft.base_length
+
+    def _commit(self, batch: Batch, step_seconds: float, draft_seconds: float, skipped: int) -> list[int]:
         """Commit the tokens that the rows gained. Return the sequences without a row."""
-        matched, gone = self._rows.match(batch, skipped > 0)
-        continued = [(row, sequence) for row, sequence in enumerate(matched) if sequence is not None]
-        if self._step_tokens and all(batch.sampled) and len(continued) == len(matched):  # all rows decoded
-            tokens = sum(self._step_tokens[sequence.sequence_id] for _, sequence in continued)
+        matched, without_row = match(self._sequences, batch, skipped > 0)
+        continued = [(row, self._drafts[s.sequence_id]) for row, s in enumerate(matched) if s is not None]
+        if continued and self._all_decode and all(batch.sampled) and len(continued) == len(matched):
+            tokens = sum(1 + drafts.drafted for _, drafts in continued)
             self._costs.verify.observe(tokens, step_seconds)
             method = DraftMethod.MODEL if self._asked else DraftMethod.NGRAM if tokens > len(matched) else None
             seconds = step_seconds + draft_seconds * self._asked
-            ledger, is_trial = self.drafting.lengths.ledger, self._round.is_trial
+            is_trial = any(drafts.plan.is_trial for drafts in self._drafts.values())
+            ledger = self.drafting.lengths.ledger
             ledger.observe(len(matched), sum(batch.sampled), seconds, method, is_trial, skipped)
-        for commit in self._round.commit([_verdict(s, batch, row) for row, s in continued if batch.sampled[row]]):
-            self.drafting.observe(commit)
-        for sequence in gone:
-            sequence.finish = Finish(FinishReason.STOP)
-            sequence.draft.copy_nothing()  # otherwise chains of finished caches stay in memory
-            self._prefixes.finish(sequence)
-        self.drafting.forget(sequence.sequence_id for sequence in gone)
+        for row, drafts in continued:
+            if batch.sampled[row]:
+                self._gain(drafts, batch, row)
+        for sequence in without_row:
+            self._prefixes.leave(sequence)
+        gone = [sequence.sequence_id for sequence in without_row]
+        self.drafting.forget(gone)
         self._sequences = [sequence or self._new_sequence(batch, row) for row, sequence in enumerate(matched)]
-        self._rows.keep(self._sequences)
         return gone
+
+    def _gain(self, drafts: Drafts, batch: Batch, row: int) -> None:
+        """Append the tokens that a row gained. The draft worker's cache remains valid as far as it agrees with them."""
+        sequence, proposal, length = drafts.sequence, drafts.proposal, len(drafts.sequence.token_ids)
+        drafts.token_ids = tuple(batch.read(row, length, batch.lengths[row]))
+        if proposal is not None and proposal.num_cached_tokens:
+            agreed = length + agreement_length(proposal.draft_token_ids, drafts.token_ids)
+            sequence.draft.commit(min(proposal.num_cached_tokens, agreed))
+        sequence.token_ids += drafts.token_ids
+        sequence.is_decoding = True
+        self.drafting.observe(drafts)
 
     def _new_sequence(self, batch: Batch, row: int) -> Sequence:
         """The sequence of a new row, or of one that vLLM has preempted and resumed."""
-        length = batch.lengths[row]
-        request = GenerationRequest(
-            request_id="",
-            prompt_ids=tuple(batch.read(row, 0, length)),
-            max_tokens=max(1, self._limits.max_model_len - length),
-            stop_token_ids=frozenset(),
-            num_speculative_tokens=self._limits.num_speculative_tokens,
-            adaptive=True,
-            method=DraftMethod.BEST,
-        )
-        sequence = Sequence(next(self._ids), request)
-        if (prefix := self._prefixes.find(sequence)) is not None:
-            sequence.draft.copy_from(prefix.source.draft, prefix.length)
-        sequence.target.commit(length - 1 if batch.sampled[row] else 0)
+        token_ids, is_decoding = batch.read(row, 0, batch.lengths[row]), batch.sampled[row] > 0
+        sequence = Sequence(next(self._ids), self._request, token_ids, self._limits.max_model_len, is_decoding)
+        self._prefixes.share(sequence)
         self._prefixes.add(sequence)
         return sequence
+
+
+def _base_length(sequence: Sequence) -> int:
+    """Positions for the draft worker to keep. To draft, it runs at least the last token."""
+    return min(sequence.draft.base_length, len(sequence.token_ids) - 1)
+
+
+def _item(drafts: Drafts, num_tokens: int, max_length: int) -> ProposeItem:
+    """The item that sends `num_tokens` committed tokens, and asks for drafts if none are missing then."""
+    sequence, cache, plan = drafts.sequence, drafts.sequence.draft, drafts.plan
+    base, length = _base_length(sequence), len(sequence.token_ids)
+    item = ProposeItem(sequence.sequence_id, base, tuple(sequence.token_ids[base : base + num_tokens]))
+    if not (cache.num_cached_tokens and base):
+        item.sampling = SamplingParams(prompt_length=sequence.prompt_length)
+        item.prefix_sequence_id = cache.source.sequence_id if cache.source is not None and base else None
+        item.max_length = min(sequence.max_length, max_length)
+    if item.end == length and sequence.is_decoding:
+        item.num_draft_tokens = min(drafts.num_draft_tokens, max_length - length)
+        item.min_chance, item.next_chance = plan.min_chance, plan.next_chance
+    return item
 
 
 def _pass_rows(items: list[ProposeItem], proposals: list[Proposal]) -> list[int]:
@@ -177,9 +274,3 @@ def _pass_rows(items: list[ProposeItem], proposals: list[Proposal]) -> list[int]
     lengths = [len(proposal.draft_token_ids) for proposal in proposals]
     later = [sum(length > step for length in lengths) for step in range(1, max(lengths, default=0))]
     return [sum(len(item.token_ids) for item in items), *later]
-
-
-def _verdict(sequence: Sequence, batch: Batch, row: int) -> Verdict:
-    length = batch.lengths[row]
-    gained: Items[int] = batch.read(row, len(sequence.token_ids), length)
-    return Verdict(sequence.sequence_id, ItemStatus.OK, tuple(gained), length - 1)

@@ -4,16 +4,20 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import grpc
+
 from coordinator.workers.draft_link import WARMUP_ROUNDS, DraftLink
-from coordinator.workers.errors import MismatchError
+from coordinator.workers.interface import MismatchError
 from coordinator.workers.states import LinkState
 from specpool.drafting.costs import Timed
+from specpool.protocol.responses import InvalidResponseError
 from specpool.protocol.rounds import Proposal, ProposeItem
+from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.security.channel import Connector
-from specpool.v1 import common_pb2
 from specpool.vllm.drafter import DraftModel
 
 # Timeout of a step's drafts: the maximum of vLLM's step, this factor times the expected time, and these seconds.
@@ -30,7 +34,7 @@ T = TypeVar("T")
 class ServedModel:
     """vLLM's model, as a `DraftLink` compares it with the draft."""
 
-    info: common_pb2.ModelInfo
+    info: WorkerInfo
 
     async def wait_ready(self) -> None:
         """Return at once."""
@@ -47,6 +51,12 @@ class RemoteDraftLink(DraftLink):
         answer = await super().propose(*arguments, **more)
         self._num_served += 1
         return answer
+
+    async def release_all(self) -> None:
+        """Free all sequences, even if the link is backing off: it may close before the worker is ready again."""
+        with suppress(TimeoutError, grpc.aio.AioRpcError, InvalidResponseError):
+            async with asyncio.timeout(GRACE_SECONDS / 2):
+                await self._release_all(self.instance_id)
 
     def _timeout_of(self, items: list[ProposeItem]) -> float:
         # Count over all connections: a worker that hangs repeatedly must not get the full timeout after each backoff.
@@ -98,9 +108,9 @@ class BlockingDraftLink:
     def model(self) -> DraftModel | None:
         """The draft worker's model; None while it is unavailable."""
         link = self._link
-        if not link.is_ready:
+        if not link.is_ready or link.info is None:
             return None
-        return DraftModel(link.max_model_len, link.vocab_size, link.load_at_start.slots_total, link.step_times)
+        return DraftModel(link.info, link.step_times)
 
     def propose(
         self, round_id: int, items: list[ProposeItem], hints: tuple[list[float], float], step_seconds: float
@@ -143,7 +153,8 @@ class BlockingDraftLink:
     async def _close(self) -> None:
         if self._connecting is not None:
             self._connecting.cancel()
-        await self._link.release(self._held)
+        if not await self._link.release(self._held):
+            await self._link.release_all()
         await self._link.close()
 
     def _wait(self, work: Coroutine[Any, Any, T], seconds: float | None) -> T:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from coordinator.workers.errors import MismatchError, WorkerRefusedError, WorkerUnreachableError
+from coordinator.workers.interface import MismatchError, WorkerRefusedError, WorkerUnreachableError
 from specpool.rpc.security.channel import Connector
 from specpool.vllm.drafter import Drafter
 from specpool.vllm.link import BlockingDraftLink, ServedModel

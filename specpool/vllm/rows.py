@@ -1,18 +1,24 @@
-"""Mapping of the rows of vLLM's batch to sequences. Pure.
+"""The rows of vLLM's batch as sequences, recognized from step to step by their tokens. Pure.
 
 vLLM does not name requests, so rows are identified by their tokens. A row keeps its place between steps, and moves only
 when another row leaves. A few tokens therefore suffice to recognize the row in the same place. Only moved rows are
 compared token by token: a step takes O(new tokens), however long the sequences are. Confusing equal rows is harmless.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.scheduling.sequence import Sequence
+from specpool.drafting.plans import DraftMethod
+from specpool.protocol.sampling import SamplingParams
 
 # Tokens compared for a row in the same place: this many at the end, and as many spread over the whole row.
 NUM_MARKS = 16
+# Sequences share cached prefixes in blocks of this many tokens.
+BLOCK_TOKENS = 16
+
+GREEDY = SamplingParams()
 
 
 class Batch:
@@ -49,28 +55,73 @@ class Batch:
         return tokens
 
 
-@dataclass
-class TrackedRow:
-    """A sequence, with the tokens that identify its row."""
+@dataclass(frozen=True)
+class Request:
+    """What `specpool.drafting.sequences.Request` asks of every row. The draft worker drafts greedily."""
 
-    sequence: Sequence
-    _positions: list[int] = field(default_factory=list)
-    _marks: list[int] = field(default_factory=list)
+    num_speculative_tokens: int
+    adaptive: bool = True
+    method: DraftMethod = DraftMethod.BEST
+    sampling: SamplingParams = GREEDY
+    cache_salt: str = ""
+    namespace: tuple[str, str] = ("", "")
+
+
+@dataclass(eq=False)
+class DraftCache:
+    """What the draft worker has cached of a sequence."""
+
+    num_cached_tokens: int = 0
+    source: "Sequence | None" = None
+    """Sequence to copy the first `shared_length` positions from. None once they are copied or lost."""
+    shared_length: int = 0
+    backoff_until: int = 0
+    """First round that may use the draft worker again after it had no free slot."""
+
+    @property
+    def base_length(self) -> int:
+        """Positions for the draft worker to keep, initially those of `source`."""
+        if self.source is None:
+            return self.num_cached_tokens
+        return min(self.shared_length, self.source.draft.num_cached_tokens)
+
+    def commit(self, num_cached_tokens: int) -> None:
+        """Record how many positions are cached. 0: the cache is lost."""
+        self.num_cached_tokens, self.source = num_cached_tokens, None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """The tokens of a row."""
+
+    sequence_id: int
+    request: Request
+    token_ids: list[int]
+    max_length: int
+    """Maximum tokens of a row in vLLM."""
+    is_decoding: bool = False
+    """Whether vLLM has prefilled the row."""
+    is_complete = False
+    draft: DraftCache = field(default_factory=DraftCache)
 
     def __post_init__(self) -> None:
-        tokens = self.sequence.token_ids
-        self._positions = [*range(0, len(tokens), max(1, len(tokens) // NUM_MARKS))]
-        self._marks = [tokens[position] for position in self._positions]
+        self.prompt_length = len(self.token_ids)
+        self._positions = [*range(0, self.prompt_length, max(1, self.prompt_length // NUM_MARKS))]
+        self._marks = [self.token_ids[position] for position in self._positions]
+
+    @property
+    def max_num_draft_tokens(self) -> int:
+        """Maximum useful draft tokens. Every step gains one token more than it accepts."""
+        return min(self.request.num_speculative_tokens, self.max_length - len(self.token_ids) - 1)
 
     @property
     def key(self) -> tuple[int, ...]:
         """Length and last tokens, to look up a moved row."""
-        tokens = self.sequence.token_ids
-        return len(tokens), *tokens[-NUM_MARKS:]
+        return len(self.token_ids), *self.token_ids[-NUM_MARKS:]
 
     def is_in_place(self, batch: Batch, row: int, skipped: bool) -> bool:
         """Whether this row continues the sequence."""
-        tokens, length = self.sequence.token_ids, len(self.sequence.token_ids)
+        tokens, length = self.token_ids, len(self.token_ids)
         before = batch.previous_length(row)
         if before < length or (before > length and not skipped):
             return False
@@ -79,44 +130,91 @@ class TrackedRow:
 
     def equals(self, batch: Batch, row: int) -> bool:
         """Whether the row begins with all tokens of the sequence."""
-        return batch.read(row, 0, len(self.sequence.token_ids)) == self.sequence.token_ids
+        return batch.read(row, 0, len(self.token_ids)) == self.token_ids
 
 
-class Rows:
-    """The sequences of vLLM's rows, from step to step."""
+def match(
+    sequences: Items[Sequence], batch: Batch, skipped: bool = False
+) -> tuple[list[Sequence | None], list[Sequence]]:
+    """Return the sequence of each row (None for a new row), and the sequences without a row.
 
-    def __init__(self) -> None:
-        self._tracked: list[TrackedRow] = []
-
-    def match(self, batch: Batch, skipped: bool = False) -> tuple[list[Sequence | None], list[Sequence]]:
-        """Return the sequence of each row (None for a new row), and the sequences without a row.
-
-        `skipped`: whether steps before this one were not observed. Moved rows then count as new, because they have
-        gained more tokens than the last step reports.
-        """
-        matched: list[TrackedRow | None] = [None] * len(batch)
-        moved: dict[tuple[int, ...], list[TrackedRow]] = {}
-        for row, tracked in enumerate(self._tracked):
-            if row < len(batch) and tracked.is_in_place(batch, row, skipped):
-                matched[row] = tracked
-            else:
-                moved.setdefault(tracked.key, []).append(tracked)
-        if moved:
-            matched = [tracked or _take_moved(moved, batch, row) for row, tracked in enumerate(matched)]
-        gone = [tracked.sequence for group in moved.values() for tracked in group]
-        return [tracked.sequence if tracked is not None else None for tracked in matched], gone
-
-    def keep(self, sequences: Items[Sequence]) -> None:
-        """Set the sequences of all rows, including the tokens of this step."""
-        known = {id(tracked.sequence): tracked for tracked in self._tracked}
-        self._tracked = [known.get(id(sequence)) or TrackedRow(sequence) for sequence in sequences]
+    `sequences`: those of all rows of the step before. `skipped`: whether steps since then were not observed. Moved rows
+    then count as new, because they have gained more tokens than the last step reports.
+    """
+    matched: list[Sequence | None] = [None] * len(batch)
+    moved: dict[tuple[int, ...], list[Sequence]] = {}
+    for row, sequence in enumerate(sequences):
+        if row < len(batch) and sequence.is_in_place(batch, row, skipped):
+            matched[row] = sequence
+        else:
+            moved.setdefault(sequence.key, []).append(sequence)
+    if moved:
+        matched = [sequence or _take_moved(moved, batch, row) for row, sequence in enumerate(matched)]
+    return matched, [sequence for group in moved.values() for sequence in group]
 
 
-def _take_moved(moved: dict[tuple[int, ...], list[TrackedRow]], batch: Batch, row: int) -> TrackedRow | None:
+def _take_moved(moved: dict[tuple[int, ...], list[Sequence]], batch: Batch, row: int) -> Sequence | None:
     """Remove and return the sequence of a moved row; None for a new row."""
     before = batch.previous_length(row)
     candidates = moved.get((before, *batch.read(row, max(0, before - NUM_MARKS), before)), [])
-    tracked = next((candidate for candidate in candidates if candidate.equals(batch, row)), None)
-    if tracked is not None:
-        candidates.remove(tracked)
-    return tracked
+    sequence = next((candidate for candidate in candidates if candidate.equals(batch, row)), None)
+    if sequence is not None:
+        candidates.remove(sequence)
+    return sequence
+
+
+class Prefixes:
+    """Finds sequences that begin with the same tokens, for the draft worker to copy cached positions from.
+
+    The draft worker keeps the cache of a released sequence until it needs the slot, so the most recently used sequences
+    without a row are sources, too. A wrong guess costs one cache miss.
+    """
+
+    def __init__(self) -> None:
+        self._sources: dict[int, Sequence] = {}
+        """By the hash of whole blocks of tokens."""
+        self._gone: dict[int, Sequence] = {}
+        """Sequences without a row by id, least recently used first."""
+
+    def add(self, sequence: Sequence) -> None:
+        """Add a source. It replaces sources that the draft worker has not cached."""
+        for length, key in _blocks(sequence.token_ids, len(sequence.token_ids)):
+            if key not in self._sources or self._sources[key].draft.num_cached_tokens < length:
+                self._sources[key] = sequence
+
+    def leave(self, sequence: Sequence) -> None:
+        """Keep a sequence without a row as a source if the draft worker has cached it."""
+        sequence.draft.source = None  # otherwise chains of sources stay in memory
+        if sequence.draft.num_cached_tokens < BLOCK_TOKENS:
+            self._drop(sequence)
+        else:
+            self.add(sequence)  # with the tokens that it gained
+            self._gone[sequence.sequence_id] = sequence
+
+    def trim(self, limit: int) -> None:
+        """Keep only the `limit` most recently used of the sequences without a row."""
+        while len(self._gone) > max(0, limit):
+            self._drop(self._gone.pop(next(iter(self._gone))))
+
+    def _drop(self, sequence: Sequence) -> None:
+        for _, key in _blocks(sequence.token_ids, len(sequence.token_ids)):
+            if self._sources.get(key) is sequence:
+                del self._sources[key]
+
+    def share(self, sequence: Sequence) -> None:
+        """Let the draft worker copy the longest known prefix. It runs at least the last token."""
+        cache = sequence.draft
+        for length, key in _blocks(sequence.token_ids, len(sequence.token_ids) - 1):
+            if key not in self._sources:
+                break
+            cache.source, cache.shared_length = self._sources[key], length
+        if cache.source is not None and (gone := self._gone.pop(cache.source.sequence_id, None)) is not None:
+            self._gone[gone.sequence_id] = gone
+
+
+def _blocks(token_ids: list[int], end: int) -> Iterator[tuple[int, int]]:
+    """Yield the lengths of whole blocks up to `end`, each with the hash of all tokens before it."""
+    key = 0
+    for length in range(BLOCK_TOKENS, end + 1, BLOCK_TOKENS):
+        key = hash((key, *token_ids[length - BLOCK_TOKENS : length]))
+        yield length, key

@@ -11,9 +11,9 @@ from typing import Any, Self
 from pydantic import Field
 
 from specpool.protocol.tokenizer import TokenizerFiles
+from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.config.settings import UINT32_MAX, DraftAddress, Seconds, Settings
 from specpool.rpc.security.settings import ClientSecurity
-from specpool.v1 import common_pb2
 from specpool.vllm.drafter import Limits
 
 TESTED_VERSION = "0.32"
@@ -87,7 +87,6 @@ class VllmModel:
             raise ValueError(f"num_speculative_tokens must be at least 1, not {self._num_speculative_tokens}")
 
     def limits(self, settings: RemoteDraftSettings) -> Limits:
-        """Limits of drafts."""
         return Limits(
             num_speculative_tokens=self._num_speculative_tokens,
             max_model_len=self._max_model_len,
@@ -96,7 +95,7 @@ class VllmModel:
             prefill_tokens=settings.prefill_tokens,
         )
 
-    def info(self) -> common_pb2.ModelInfo:
+    def info(self) -> WorkerInfo:
         """The model and its tokenizer, to compare with the draft worker's. ValueError if it cannot be read."""
         from transformers import AutoTokenizer  # imports torch, which only vLLM's process has
 
@@ -110,4 +109,4 @@ class VllmModel:
         if not tokenizer.is_fast:
             raise ValueError(f"the tokenizer of {self._model} has no fast form (tokenizer.json)")
         files = TokenizerFiles(tokenizer.backend_tokenizer.to_str().encode(), "", {}, ())
-        return common_pb2.ModelInfo(model=self._model, tokenizer_fingerprint=files.fingerprint)
+        return WorkerInfo(model=self._model, tokenizer_fingerprint=files.fingerprint)

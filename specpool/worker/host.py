@@ -6,18 +6,16 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from specpool.protocol.errors import UnavailableError
 from specpool.protocol.worker_info import CacheLoad, WorkerInfo
-from specpool.worker.backend import Backend
-from specpool.worker.failures import DeviceFailedError, Failure, describe, failure_of
-from specpool.worker.model_thread import ModelThread
+from specpool.worker.backend import Backend, DeviceFailedError, Failure, Startup, describe, failure_of
+from specpool.worker.model_thread import ModelThread, Watchdog
 from specpool.worker.round_merging import Round, RoundMerging
-from specpool.worker.startup import Startup
 from specpool.worker.streams import RoundStreams
-from specpool.worker.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +67,7 @@ class WorkerHost:
         """Description of the worker after the last work item. UnavailableError while the model loads."""
         if self._info is None:
             raise UnavailableError("the model is still loading")
-        return self._info if self._cache_load is None else self._info.with_load(self._cache_load)
+        return self._info if self._cache_load is None else replace(self._info, **self._cache_load._asdict())
 
     @property
     def waiting(self) -> int:
@@ -198,10 +196,7 @@ class WorkerHost:
         return round_.response
 
     def _serve_together(self, backend: Backend, serve: ServeRounds, rounds: list[Round]) -> None:
-        with (
-            self._leased(backend, [round_.coordinator_id for round_ in rounds]),
-            self._merging.serving(rounds),
-        ):
+        with self._leased(backend, [round_.coordinator_id for round_ in rounds]), self._merging.serving(rounds):
             began, realigned = time.perf_counter_ns(), backend.realign_ns
             results = serve([round_.request for round_ in rounds], backend)
             realign_ns = backend.realign_ns - realigned

@@ -18,7 +18,6 @@ class WorkerMetrics:
         self._worker, self._host = worker, host
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics."""
         host, families = self._host, Families(labels={"worker": self._worker})
         counter, gauge = families.counter, families.gauge
         yield gauge("worker_loaded", "1 once the model is loaded, else 0.", host.is_loaded)
@@ -29,15 +28,11 @@ class WorkerMetrics:
         text = "Seconds that rounds took in the model, without realignment."
         yield counter("worker_forward_seconds", text, host.forward_ns / 1e9)
         if host.is_loaded:
-            yield from _of_backend(families, host.backend)
+            backend: Backend = host.backend
+            yield counter("worker_realign_seconds", "Seconds spent on realignment.", backend.realign_ns / 1e9)
+            yield counter("worker_passes", "Forward passes.", backend.passes)
+            yield counter("worker_tokens", "Tokens run, including prompts and rejected drafts.", backend.tokens)
             yield from _of_model(families, host.info)
-
-
-def _of_backend(families: Families, backend: Backend) -> Iterator[Metric]:
-    text = "Seconds spent on realignment."
-    yield families.counter("worker_realign_seconds", text, backend.realign_ns / 1e9)
-    yield families.counter("worker_passes", "Forward passes.", backend.passes)
-    yield families.counter("worker_tokens", "Tokens run, including prompts and rejected drafts.", backend.tokens)
 
 
 def _of_model(families: Families, info: WorkerInfo) -> Iterator[Metric]:

@@ -16,8 +16,7 @@ from specpool.rpc.observability.tracing import Tracer, tracer_of
 from specpool.rpc.ports import ListenError
 from specpool.rpc.security.channel import MAX_ROUND_BYTES
 from specpool.rpc.server.server import Server
-from specpool.worker.backend import Backend
-from specpool.worker.failures import DeviceFailedError
+from specpool.worker.backend import Backend, DeviceFailedError
 from specpool.worker.host import WorkerHost
 from specpool.worker.metrics import WorkerMetrics
 from specpool.worker.servicer import WorkerServicer
@@ -118,7 +117,7 @@ async def _serve(
     await server.wait_stopped()
     if not serving.done() and not host.is_loaded:
         log.info("stopped while loading the model")
-        os._exit(0)  # nothing can interrupt the thread that loads
+        os._exit(int(server.has_failed))  # nothing can interrupt the thread that loads
     serving.cancel()
     if tracer is not None:
         await tracer.close()
@@ -128,6 +127,8 @@ async def _serve(
     with contextlib.suppress(asyncio.CancelledError):
         await serving
     log.info("stopped")
+    if server.has_failed:
+        sys.exit(1)
 
 
 def _end(reason: str) -> None:

@@ -98,22 +98,18 @@ class RoundMerging:
         try:
             yield
         finally:
-            self._served(rounds, began)
-
-    def _served(self, rounds: list[Round], began: float) -> None:
-        with self._changed:
-            now = self._clock()
-            self._last = frozenset(round_.coordinator_id for round_ in rounds)
-            if len(self._gaps) > MAX_COORDINATORS or len(self._answered) > MAX_COORDINATORS:
-                self._gaps.clear()
-                self._answered.clear()
-            self._answered.update(dict.fromkeys(self._last, now))
-            self._seconds.append(now - began)
+            with self._changed:
+                now = self._clock()
+                self._last = frozenset(round_.coordinator_id for round_ in rounds)
+                if len(self._gaps) > MAX_COORDINATORS or len(self._answered) > MAX_COORDINATORS:
+                    self._gaps.clear()
+                    self._answered.clear()
+                self._answered.update(dict.fromkeys(self._last, now))
+                self._seconds.append(now - began)
 
     def patience(self, first: Round) -> float:
         """Return the seconds to wait for further rounds; 0: do not wait."""
-        present = {first.coordinator_id, *(round_.coordinator_id for round_ in self._waiting)}
-        missing = self._last - present
+        missing = self._last - {first.coordinator_id, *(round_.coordinator_id for round_ in self._waiting)}
         if not missing:
             return 0.0
         now, pass_seconds = self._clock(), min(self._seconds)

@@ -30,7 +30,7 @@ class WorkerServicer:
     """Maps a round id, results, timing fields and the instance id to a response."""
 
     max_rounds_ahead: ClassVar[int] = 0
-    """Rounds that a coordinator may send before an earlier response. Unless 0, the worker selects branches."""
+    """Rounds that a coordinator may send before an earlier response."""
 
     def __init__(self, host: WorkerHost, tracer: Tracer | None = None) -> None:
         self._host, self._tracer = host, tracer
@@ -52,7 +52,6 @@ class WorkerServicer:
             return response
 
     async def rounds(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Answer a stream of rounds."""
         async for response in self._host.streams.each(requests, self.round, client_of(context)):
             yield response
 
@@ -67,7 +66,6 @@ class WorkerServicer:
             yield span
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
-        """Free sequences."""
         require_coordinator(request.coordinator_id)
         ids = read_release(request)
         released = await self._host.run(
@@ -84,10 +82,5 @@ class WorkerServicer:
 
     async def GetWorkerInfo(self, request: pb.GetWorkerInfoRequest, context: Any) -> pb.GetWorkerInfoResponse:
         """Describe the worker. Answers at once, even while a long pass runs."""
-        info = replace(
-            self._host.info,
-            instance_id=self._host.instance_id,
-            max_rounds_ahead=self.max_rounds_ahead,
-            selects_branches=self.max_rounds_ahead > 0,
-        )
+        info = replace(self._host.info, instance_id=self._host.instance_id, max_rounds_ahead=self.max_rounds_ahead)
         return worker_info_response(info)

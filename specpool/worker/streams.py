@@ -34,7 +34,6 @@ class RoundStreams:
 
     @property
     def open(self) -> int:
-        """Number of open streams."""
         return self._open.total()
 
     async def each(

@@ -47,6 +47,7 @@ def assert_good(rows: list[dict[str, Any]]) -> None:
             assert kernel["shared_bytes"] <= row["shared_limit"], row
 
 
+@pytest.mark.slow
 def test_the_kernels_of_a_short_pass_compile() -> None:
     assert_good(compile_kernels(["90"], ["bfloat16"], ["qwen3-8b"], "--quick"))
 

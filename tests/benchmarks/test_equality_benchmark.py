@@ -38,6 +38,7 @@ def test_answers_are_compared_with_the_reference(
         assert (result["exact_match_alone"], result["differences"]) == (1, [])
 
 
+@pytest.mark.rehearsal
 def test_activations_that_the_target_cannot_have_are_refused(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

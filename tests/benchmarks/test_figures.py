@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.figures import results
-from benchmarks.figures.__main__ import PICTURE, TEXTS, main
-from benchmarks.figures.pages import BLOCK, pages
-from benchmarks.figures.results import COMMANDS, FOLDER, ROOT
+from benchmarks.figures.__main__ import PICTURE, main
+from benchmarks.figures.blocks import BLOCKS
+from benchmarks.figures.pages import BLOCK, COMMANDS, FOLDER, ROOT, pages
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def faults_of(root: Path) -> list[str]:
 def test_pages_show_the_results() -> None:
     main(["--check"])
     shown = {match[2] for page in pages(ROOT) for match in BLOCK.finditer(page.read_text())}
-    assert shown == TEXTS.keys()
+    assert shown == BLOCKS.keys()
     for page in pages(ROOT):
         assert not re.search(r"^<!-- figures: \w+ -->.", page.read_text(), re.MULTILINE)  # Markdown would not render it
 
@@ -88,7 +87,7 @@ def test_check_finds_unknown_blocks_and_another_picture(copy: Path) -> None:
 
 def test_results_of_two_machines_are_not_mixed(copy: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(FOLDER, tmp_path / "results"))
-    monkeypatch.setattr(results, "FOLDER", folder)
+    monkeypatch.setattr("benchmarks.figures.pages.FOLDER", folder)
     changed = json.loads((folder / "equality.json").read_text())
     changed["run"]["machine"] = "an abacus"
     (folder / "equality.json").write_text(json.dumps(changed))
@@ -101,10 +100,10 @@ def test_measuring_saves_the_last_line_and_keeps_the_result_of_a_failure(
     copy: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(FOLDER, tmp_path / "results"))
-    monkeypatch.setattr(results, "FOLDER", folder)
+    monkeypatch.setattr("benchmarks.figures.pages.FOLDER", folder)
     earlier = (folder / "equality.json").read_text()
     measured_on = json.loads(earlier)["run"]["machine"]
-    monkeypatch.setattr("benchmarks.provenance.machine", lambda: measured_on)
+    monkeypatch.setattr("benchmarks.report.machine", lambda: measured_on)
     change = 'import json; d = json.load(open("benchmarks/results/demo.json")); print(); d["prompts"] = 3; '
     change += "print(json.dumps(d))"
     monkeypatch.setitem(COMMANDS, "demo", f"python -c '{change}'")

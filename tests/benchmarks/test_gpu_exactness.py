@@ -10,7 +10,7 @@ import torch
 from interpreted_kernels import FakeGraphs, attend_extents, imitate_kernels
 
 from benchmarks import shapes
-from benchmarks.gpu import drafts, engines, exactness, part
+from benchmarks.gpu import engines, exactness, part, steps
 from benchmarks.gpu.part import Findings, Settings
 from specpool.engine.passes.gpu import draft_loop, model
 from specpool.engine.passes.gpu.graphs import Run
@@ -70,6 +70,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     return Settings("cpu", "float32", *part.TINY_SHAPES, True, str(tmp_path), str(tmp_path), deadline)
 
 
+@pytest.mark.slow
 def test_exact_passes_have_equal_bits(settings: Settings) -> None:
     findings = Findings(Path(settings.output) / "exactness.json")
     exactness.measure_exactness(settings, findings)
@@ -83,6 +84,7 @@ def test_exact_passes_have_equal_bits(settings: Settings) -> None:
     assert {row["what"] for row in rows if row["model"] == settings.draft} > {"draft loop", "single steps"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bug", "found"),
     [
@@ -102,6 +104,6 @@ def test_planted_bugs_are_found(settings: Settings, monkeypatch: pytest.MonkeyPa
 def test_drafts_are_compared_with_single_steps(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     for same in (True, False):
         findings = Findings(Path(settings.output) / f"{same}.json")
-        drafts.measure_drafts(settings, findings)
+        steps.measure_drafts(settings, findings)
         assert all(row["same_tokens"] is same for row in findings.result["drafts"])
-        monkeypatch.setattr(drafts, "draft_by_loop", lambda *sizes: [[0, 0, 0, 0]] * sizes[2])
+        monkeypatch.setattr(steps, "draft_by_loop", lambda *sizes: [[0, 0, 0, 0]] * sizes[2])

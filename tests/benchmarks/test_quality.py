@@ -29,13 +29,10 @@ class Changed:
     """An engine with scaled logits."""
 
     def __init__(self, engine: Engine, scale: float) -> None:
-        self._engine, self._scale = engine, scale
+        self._engine, self._scale, self.head = engine, scale, engine.head
 
     def forward(self, spans: Any) -> torch.Tensor:
         return self._scale * self._engine.forward(spans)
-
-    def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        return self._engine.over_vocabulary(logits)
 
 
 def test_an_engine_does_not_differ_from_itself(engine: Engine) -> None:

@@ -17,6 +17,7 @@ def test_bounds_follow_the_clock() -> None:
     assert split_devices.bound(1, None, OPTIONS) > 3 * split_devices.bound(1, 0, OPTIONS)
 
 
+@pytest.mark.slow
 def test_small_run_ends_in_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--sequences", "2", "--tokens", "6", "--repeats", "1", "--verify-ms", "1", "0", "--draft-ms", "1", "0"]
     monkeypatch.setattr(sys, "argv", ["split_devices", *flags])

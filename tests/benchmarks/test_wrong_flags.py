@@ -17,7 +17,7 @@ WRONG = {
             ("--k=-1", "argument --k: '-1' is not an integer from 0 to 16"),
             ("--repeats=0", "argument --repeats: '0' is not an integer from 1 to 1000"),
         )
-    )],
+    ), *((f"--of=round {flag}", "--prompts: ") for flag in ("--prompts=/nowhere", f"--prompts={FILE}"))],
     "emulated_worker": [("", "the following arguments are required: worker, --port, --pass-ms"), *(
         (f"draft --port=1 --pass-ms 1 1 {flag}", f"argument {flag.split('=')[0].split()[0]}: ")
         for flag in ("--port=a", "--port=-1", "--port=65536", "--pass-ms 1", "--pass-ms a 1", "--pass-ms 1 nan",
@@ -40,6 +40,7 @@ WRONG = {
         for flag in ("--tokens=0", "--num-prompts=0", "--prompts=/nowhere", f"--prompts={FILE}", "--prompts=/dev/null",
                      "--model=/nowhere", f"--output={FILE}")
     ],
+    "realign": [(flag, "--prompts: ") for flag in ("--prompts=/nowhere", f"--prompts={FILE}", "--prompts=/dev/null")],
     "split_devices": [
         (flag, f"argument {flag.split('=')[0].split()[0]}: ")
         for flag in ("--sequences=0", "--tokens=0", "--repeats=0", "--verify-ms nan 0", "--verify-ms 0 1",
@@ -53,7 +54,7 @@ WRONG = {
     "vllm": [
         (flag, f"error: argument {flag.split('=')[0]}: ")
         for flag in ("--concurrency=0", "--concurrency=1,257", "--tokens=1", "--repeats=0")
-    ],
+    ] + [("--prompts=/nowhere", "--prompts: ")],
 }  # fmt: skip
 """Flags of each benchmark, and a part of the refusal."""
 

@@ -45,7 +45,7 @@ def processes(manifests: list[Manifest]) -> list[tuple[str, Manifest, Manifest, 
 def test_processes_accept_their_settings_and_serve_the_declared_ports(name: str) -> None:
     for component, _, server, settings in processes(render(name)):
         assert server["command"] == [f"specpool-{TARGET if component == 'standby' else component}"]
-        assert settings.host == "0.0.0.0"
+        assert (settings.monitoring_host or settings.host) == "0.0.0.0"
         ports = {port["name"]: port["containerPort"] for port in server["ports"]}
         assert (ports["grpc"], ports["health"]) == (settings.port, settings.health_port)
         assert ports.get("metrics") == settings.metrics_port
@@ -212,7 +212,9 @@ def test_only_the_edge_reaches_a_coordinator() -> None:
     coordinator = pod_settings(manifests, "coordinator")
     [sidecar] = pod_template(manifests, "coordinator")["spec"]["initContainers"]
     variables = {item["name"]: item["value"] for item in sidecar["env"]}
+    assert coordinator.host == "127.0.0.1"
     assert variables["EDGE_COORDINATOR"] == f"127.0.0.1:{coordinator.port}"
+    assert int(variables["EDGE_DRAIN_SECONDS"]) > coordinator.drain_seconds
     assert variables["EDGE_HEALTH_PORT"] == str(coordinator.health_port)
     assert (variables["EDGE_TLS"], coordinator.tls_cert) == ("server", None)
     assert coordinator.worker_tls_cert is not None

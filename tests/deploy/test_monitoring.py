@@ -14,7 +14,7 @@ from dashboard import DASHBOARD, read_panels
 from deployment import ROOT
 from served_metrics import scrape_coordinator_and_worker
 
-from specpool.cli.services import services_of
+from specpool.cli.up import services_of
 from specpool.cli.up_settings import UpSettings
 
 ALERTS = ROOT / "deploy/helm/specpool/monitoring/alerts.yaml"

@@ -21,7 +21,7 @@ from deployment import ROOT
 from test_monitoring import ALERTS, PANELS, PROMETHEUS, RULES, LabeledQuery
 
 from specpool.cli.processes import end
-from specpool.cli.services import services_of
+from specpool.cli.up import services_of
 from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
 from specpool.rpc.ports import free_port
@@ -80,7 +80,7 @@ async def until_answering(client: AsyncClient) -> None:
 
 @asynccontextmanager
 async def load(client: AsyncClient) -> AsyncIterator[None]:
-    """Overfill the pool and its queue, with every draft method."""
+    """Overfill the window and its queue, with every draft method."""
     methods: list[dict[str, Any]] = [
         {},
         {"num_speculative_tokens": 3, "draft_method": "model"},

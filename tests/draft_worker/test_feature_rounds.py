@@ -8,7 +8,7 @@ import torch
 from feature_drafts import encoded_states, random_states, save_feature_draft
 from tiny_models import forget_all, load_engine, random_tokens
 
-from draft_worker import features
+from draft_worker.branches import _warn
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import Engine
@@ -26,7 +26,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 @pytest.fixture
 def proposer(engine: Engine) -> Proposer:
     forget_all(engine, 8)
-    features._warn.cache_clear()
+    _warn.cache_clear()
     return Proposer(engine)
 
 
@@ -42,7 +42,7 @@ def drafted(engine: Engine, tokens: tuple[int, ...], states: torch.Tensor, count
     span = Span(7, 0, tokens, 1, states=states)
     for _ in range(count):
         row = engine.forward([span]).argmax(-1)
-        result += engine.token_ids(row).tolist()
+        result += engine.head.token_ids(row).tolist()
         assert engine.own_states is not None
         span = Span(7, span.end, result[-1:], 1, own_states={0: engine.own_states[0]})
     return tuple(result)

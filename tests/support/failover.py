@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.server_info import current_info
+from benchmarks.runs import current_info
 from specpool.client import AsyncClient
 from specpool.client.requests import Prompt, make_request
 from specpool.v1 import generation_pb2 as pb

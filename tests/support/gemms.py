@@ -5,10 +5,10 @@ from ctypes import CDLL, byref, c_int64, c_void_p
 
 import torch
 
+from specpool.engine.passes.native.decoder import Batch, Linear, Model
 from specpool.engine.passes.native.model import ROUNDED_BYTES
 from specpool.engine.passes.native.packed_weights import ALIGNMENT, PackedWeights
 from specpool.engine.passes.native.panels import BFLOAT16, PANEL, PART, Segment
-from specpool.engine.passes.native.structs import Batch, Linear, Model
 from specpool.engine.probes.inputs import ProbeInputs
 from specpool.engine.weights.quantization_types import QUANTIZATION_TYPES, SCALE_BYTES
 from specpool.engine.weights.quantized import Weight

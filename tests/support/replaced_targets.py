@@ -5,7 +5,6 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import grpc
 from relay import forward
 from serving import RecordingTarget
 
@@ -47,36 +46,13 @@ class ServiceTarget(RecordingTarget):
         await connection
 
 
-class WithoutStreams(FakeTarget):
-    """Serves unary rounds only."""
-
-    async def VerifyStream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no streams")
-        yield
-
-
-class UnaryServiceTarget(WithoutStreams, ServiceTarget): ...
-
-
-class UnaryOtherTarget(WithoutStreams, OtherTarget): ...
-
-
-class Anonymous(RecordingTarget):
-    """A target of an earlier version, whose rounds do not name their process."""
-
-    async def Verify(self, request: Any, context: Any) -> Any:
-        response = await super().Verify(request, context)
-        response.ClearField("instance_id")
-        return response
-
-
 class Balanced(RecordingTarget):
     """Several targets behind a load balancer that chooses one for each call."""
 
-    def __init__(self, members: Sequence[RecordingTarget], has_streams: bool, chosen: int | None = None) -> None:
+    def __init__(self, members: Sequence[RecordingTarget], chosen: int | None = None) -> None:
         """`chosen`: the member that all calls go to; None: a random one for each call."""
         super().__init__()
-        self.members, self._has_streams, self._chosen = members, has_streams, chosen
+        self.members, self._chosen = members, chosen
         self._random = random.Random(0)
         self._streams: set[Any] = set()
 
@@ -103,8 +79,6 @@ class Balanced(RecordingTarget):
         return await self._member.Verify(request, context)
 
     async def VerifyStream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        if not self._has_streams:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no streams")
         member = self._member
         while True:
             reading = asyncio.ensure_future(anext(requests, None))

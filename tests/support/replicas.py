@@ -40,8 +40,25 @@ async def replicas(*others: FakeTarget, first: FakeTarget | None = None, **setti
             await other.stop()
 
 
+@asynccontextmanager
+async def with_standby(
+    standby: FakeTarget, first: FakeTarget | None = None, ready: bool = True, **settings: Any
+) -> AsyncIterator[tuple[Serving, str]]:
+    """A coordinator with a target and a standby. Yield the service and the standby's address."""
+    address = await standby.start()
+    try:
+        async with serving(first or slow_target(), target_standby_address=address, **settings) as served:
+            if ready:
+                await served.until(lambda info: info.standby.state == "ready")
+            yield served, address
+    finally:
+        await standby.stop()
+
+
 def long_requests(count: int, tokens: int = 200) -> list[pb.GenerateRequest]:
-    return [make_request([i, 2, 3], tokens, ignore_eos=True) for i in range(count)]
+    """Requests, every other one with sampling."""
+    sampled = {"temperature": 1.0, "seed": 5}
+    return [make_request([i, 2, 3], tokens, ignore_eos=True, **(sampled if i % 2 else {})) for i in range(count)]
 
 
 async def stream_all(served: Serving, requests: list[pb.GenerateRequest], act: Callable[[], Any] | None = None) -> None:

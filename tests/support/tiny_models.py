@@ -20,7 +20,7 @@ from specpool.engine.cache.slots import SlotTable
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
-from specpool.engine.models.output_head import OUTPUT_HEAD
+from specpool.engine.models.draft_parts import OUTPUT_HEAD
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup import loading as startup
 from specpool.protocol.worker_info import RankMemory

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tiny_models import forget_all
 
 from draft_worker.proposer import Proposer
-from draft_worker.service import DraftWorkerServicer
+from draft_worker.server import DraftWorkerServicer
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import Engine
 from specpool.rpc.config.settings import ServerSettings
@@ -26,7 +26,7 @@ from specpool.worker.host import WorkerHost
 from specpool.worker.process import _serve
 from specpool.worker.servicer import WorkerServicer
 from specpool.worker.settings import WorkerSettings
-from target_worker.service import TargetWorkerServicer
+from target_worker.server import TargetWorkerServicer
 from target_worker.verifier import Verifier
 
 SLOTS = 3

@@ -21,18 +21,6 @@ def run_attacks(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_every_attack_has_a_name() -> None:
-    listed = run_attacks("--list")
-    assert listed.returncode == 0, listed.stderr
-    assert "2,000 calls at once" in listed.stdout.splitlines()
-
-
-def test_an_unknown_attack_is_refused() -> None:
-    refused = run_attacks("--only", "rain")
-    assert refused.returncode == 2
-    assert "argument --only: invalid choice: 'rain'" in refused.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["64 samples", "300 silent connections", "paths that are not UTF-8"])
 def test_a_well_behaved_client_gets_its_answers_under_an_attack(name: str) -> None:

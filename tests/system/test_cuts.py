@@ -138,30 +138,3 @@ async def test_refused_and_slow_connections_cost_only_time() -> None:
         draft.proxy.delay(0.01)
         rounds = (await served.info()).counters.rounds
         await served.until(lambda info: info.counters.rounds > rounds + 30)
-
-
-async def test_proxy_forwards_bytes_in_order() -> None:
-    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1000):
-            writer.write(data)
-        writer.close()
-
-    payload = random.Random(0).randbytes(300_000)
-    proxy = CuttingProxy()
-    async with await asyncio.start_server(echo, "127.0.0.1", 0) as server, asyncio.timeout(ABANDON_SECONDS):
-        host, port = server.sockets[0].getsockname()
-        address = await proxy.start(f"{host}:{port}")
-        proxy_host, _, proxy_port = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(proxy_host, int(proxy_port))
-        proxy.delay(0.01)
-        writer.write(payload)
-        assert await reader.readexactly(len(payload)) == payload
-        assert (proxy.accepted, proxy.connections, proxy.bytes_forwarded) == (1, 1, 2 * len(payload))
-        proxy.cut()
-        with pytest.raises(ConnectionResetError):
-            await reader.read()
-        assert (proxy.cuts, proxy.connections_cut, proxy.connections) == (1, 1, 0)
-        writer.close()
-        await proxy.stop()
-        with pytest.raises(ConnectionRefusedError):
-            await asyncio.open_connection(proxy_host, int(proxy_port))

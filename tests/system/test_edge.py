@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -12,13 +13,14 @@ import pytest
 from call_service import Calls, calls_server
 from certificates import OTHER_TOKEN, TOKEN, Authority
 from deaf_client import deaf_client
-from edge import checked, edge
+from edge import checked, edge, edge_process
 from framings import END_HEADERS, END_STREAM, HEADERS, PREFACE, RST_STREAM, SETTINGS, block, frame
 from relay import forward
 from secure_service import until
 
 from specpool.client.failures import failure
 from specpool.errors import UnavailableError
+from specpool.rpc.ports import free_port
 from specpool.rpc.security.channel import Connector
 
 IMPATIENT = {"header_seconds": "1", "idle_seconds": "1", "stalled_seconds": "1"}
@@ -109,6 +111,32 @@ async def test_connections_of_a_source_are_limited() -> None:
         assert await call(address) == b"a"
 
 
+async def test_both_families_are_served_and_their_sources_counted_apart() -> None:
+    port = str(free_port())
+    everywhere, source = f"[::]:{port}", "127.0.0.2"
+    async with running(bind=everywhere, connections="2") as (_, _), AsyncExitStack() as stack:
+        for _ in range(2):
+            reader, writer = await stack.enter_async_context(connected(f"127.0.0.1:{port}", source))
+            writer.write(BEGUN)
+            assert await reader.read(1)
+        await refuses_connections(f"127.0.0.1:{port}", source)
+        assert await call(f"127.0.0.1:{port}") == b"a"
+        assert await call(f"[::1]:{port}") == b"a"
+
+
+async def test_calls_at_a_time_are_limited() -> None:
+    async with running(calls="1") as (calls, address), Connector(address).open() as channel:
+        calls.open.clear()
+        method = channel.unary_unary("/calls/One")
+        first = asyncio.ensure_future(method(b"a"))
+        await until(lambda: calls.begun == 1)
+        assert await method(b"b", timeout=0.5).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert calls.begun == 1
+        calls.open.set()
+        assert await first == b"a"
+        assert await call(address) == b"a"
+
+
 async def test_calls_of_a_source_are_limited() -> None:
     async with running(call_rate="20") as (_, address), Connector(address).open() as channel:
         codes = await asyncio.gather(*(channel.unary_unary("/calls/One")(b"a").code() for _ in range(60)))
@@ -177,6 +205,27 @@ async def test_calls_of_a_lost_server_are_unavailable() -> None:
                 assert isinstance(failure(failed.value, Connector(proxy)), UnavailableError)
 
 
+async def test_calls_end_soon_after_the_drain() -> None:
+    async with (
+        calls_server() as (_, served, coordinator),
+        edge_process(coordinator, drain_seconds="1") as (address, edge),
+        Connector(address).open() as channel,
+    ):
+        code = asyncio.create_task(channel.unary_unary("/calls/One")(b"a").code())
+        await until(lambda: served.begun == 1)
+        edge.send_signal(signal.SIGUSR1)
+        assert await edge.wait() == 0
+        assert await code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_the_state_of_the_coordinator_is_logged() -> None:
+    async with calls_server() as (server, _, coordinator), edge_process(coordinator) as (_, edge):
+        assert edge.stdout is not None
+        server.stop(drain=False)
+        await server.wait_stopped()
+        assert b"coordinator is DOWN" in await edge.stdout.readline()
+
+
 @pytest.fixture
 def pair(ca: Authority, tmp_path: Path) -> Path:
     """A certificate beside its key, as in a Kubernetes secret."""
@@ -195,7 +244,19 @@ async def test_tls_ends_at_the_edge(ca: Authority, pair: Path, mode: str) -> Non
             assert await call(address, tls_ca=ca.path, **own) == b"a"
 
 
-@pytest.mark.parametrize("variables", [{"tls": "on"}, {"tls": ""}, {"connections": "0"}, {"stalled_seconds": "0"}])
-def test_mistyped_variables_are_refused(variables: dict[str, str]) -> None:
-    assert checked(**variables).returncode == 1
+@pytest.mark.parametrize(
+    ("variables", "alert"),
+    [
+        ({"tls": "on"}, "EDGE_TLS must be off"),
+        ({"tls": ""}, "EDGE_TLS must be off"),
+        ({"stalled_seconds": "0"}, "EDGE_STALLED_SECONDS"),
+        ({"calls": "0"}, "EDGE_CALLS must be at least 1"),
+        *(({"connections": number}, "EDGE_CONNECTIONS") for number in ("0", "-1", "1.5", "many")),
+        *(({"call_rate": number}, "rates must be whole numbers") for number in ("-1", "1.5")),
+    ],
+)
+def test_mistyped_variables_are_refused(variables: dict[str, str], alert: str) -> None:
+    refused = checked(**variables)
+    assert refused.returncode == 1
+    assert alert in refused.stderr
     assert checked().returncode == 0

@@ -95,10 +95,6 @@ async def test_requests_without_model_drafts_cost_no_states(pair: tuple[Path, Pa
 stale: dict[int, bytes] = {}
 
 
-def lose(features: bytes) -> bytes:
-    return b""
-
-
 def lose_some(features: bytes) -> bytes:
     return features if random.random() < 0.5 else b""
 
@@ -115,7 +111,7 @@ def garble(features: bytes) -> bytes:
     return random.randbytes(size)
 
 
-@pytest.fixture(scope="module", params=[lose, lose_some, swap, garble], ids=lambda mangle: mangle.__name__)
+@pytest.fixture(scope="module", params=[lose_some, swap, garble], ids=lambda mangle: mangle.__name__)
 def service(pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[tuple[asyncio.Runner, PairService]]:
     """A service whose target worker returns mangled features."""
     pack, mangle = verifier.pack_features, request.param

@@ -25,7 +25,7 @@ from smg_grpc_proto import vllm_engine_pb2
 
 from specpool.v1 import common_pb2, draft_worker_pb2, generation_pb2, target_worker_pb2
 
-EXAMPLES = 20
+EXAMPLES = 10
 PATIENCE_SECONDS = 20.0
 MAX_MODEL_LEN = 64
 # A stream whose end meets a write: gRPC's client then hides the status.

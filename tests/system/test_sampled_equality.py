@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mixes import branches_only, make_prompt
 from pair_service import PairService, serving_pair
 
-from specpool.drafting.branching import FIRST_HIT
+from specpool.drafting.acceptance import FIRST_RATE
 from specpool.testing import EOS_TOKEN_ID
 from specpool.v1 import generation_pb2 as pb
 
@@ -67,7 +67,7 @@ def pair(tiny_pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterat
         service = runner.run(context.__aenter__())
         yield runner, service
         if request.param:
-            assert service.process.coordinator.lanes.first.drafting.lengths.branching.coverage(1) != FIRST_HIT, (
+            assert service.process.coordinator.lanes.first.drafting.lengths.branching.coverage(1) != FIRST_RATE, (
                 "no branches were drafted"
             )
         runner.run(context.__aexit__(None, None, None))

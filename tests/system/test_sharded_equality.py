@@ -18,7 +18,7 @@ MIX = [
     for seed, (length, k, cancelled) in enumerate(KINDS)
 ]
 WORKER = {"max_sequences": 5, "max_num_batched_tokens": 48, "threads": 1, "device": "cpu"}
-POOL = {"max_num_seqs": 5, "max_batch_size": 4, "prefill_tokens": 16, "overlap": "on"}
+WINDOW = {"max_num_seqs": 5, "max_batch_size": 4, "prefill_tokens": 16, "overlap": "on"}
 
 
 async def engine_of(service: PairService) -> Engine:
@@ -30,12 +30,12 @@ async def engine_of(service: PairService) -> Engine:
 @pytest.mark.parametrize("ranks", [2, 3])
 async def test_sharded_target_gives_the_tokens_of_one_device(ranks: int, tmp_path: Path) -> None:
     pair, seen, expected = make_tiny_pair(tmp_path, num_key_value_heads=3), dict[tuple[int, ...], bytes](), []
-    async with serving_pair(*pair, worker=WORKER, **POOL) as service:
+    async with serving_pair(*pair, worker=WORKER, **WINDOW) as service:
         LogitsTap(await engine_of(service), seen)
         for case in MIX:
             alone = make_request(Case(case.prompt, case.max_tokens, 0, case.ignore_eos, 0, None))
             expected.append(list((await service.client.stub.Generate(alone)).token_ids))
-    async with serving_pair(*pair, worker=WORKER, target_worker={"tensor_parallel": ranks}, **POOL) as service:
+    async with serving_pair(*pair, worker=WORKER, target_worker={"tensor_parallel": ranks}, **WINDOW) as service:
         engine = await engine_of(service)
         tap, info = LogitsTap(engine, seen), (await service.client.model_info()).target
         assert info.equivalence == EQUIVALENCE_BITWISE

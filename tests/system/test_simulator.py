@@ -57,10 +57,11 @@ def test_failing_scenario_shrinks() -> None:
     assert not fails(smaller)
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_messages() -> None:
     """In another process with another order of sets of strings."""
     path = os.pathsep.join([*sys.path, str(FOLDER)])
     environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-m", "simulator", "--seeds", "2,7"]
+    command = [sys.executable, "-m", "simulator", "--seeds", "2"]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    assert output.partition("digest ")[2].split()[0] == simulate_all(map(draw, (2, 7)))[0].digest
+    assert output.partition("digest ")[2].split()[0] == simulate_all(map(draw, (2,)))[0].digest

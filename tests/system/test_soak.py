@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from lab import chaos
 from lab.load import Case, Load, WrongAnswerError, check_samples
-from lab.processes import memory
-from lab.soak import main, parse
+from lab.soak import main
 
 from specpool.v1 import generation_pb2 as pb
 
@@ -52,16 +51,6 @@ async def test_tally_counts_every_outcome() -> None:
     assert load.tally.outcomes == {"answered": 1, "wrong": 1, "cancelled": 1}
     assert (load.tally.tokens, load.tally.kept) == (2, [(REQUEST, {0: [1, 2]})])
     assert load.tally.faults == ["a: the tokens differ from plain decoding"]
-
-
-def test_memory_growth_counts_from_the_warm_up_or_from_the_start() -> None:
-    samples = [{("a", 1): mib} for mib in (10.0, 50.0, 50.0, 50.0, 50.0, 90.0, 60.0, 60.0)]
-    assert memory(samples, 0.25, from_first=False)["a"]["growth"] == 10.0
-    assert memory(samples, 0.25, from_first=True)["a"]["growth"] == 80.0
-    restarted = [*samples, {("a", 2): 900.0}]
-    assert memory(restarted, 0.25, from_first=True)["a"]["maximum"] == 90.0
-    options = parse(["--queued", "500"])
-    assert options.requests == options.concurrency == 500
 
 
 @pytest.mark.slow

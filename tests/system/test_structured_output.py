@@ -263,9 +263,9 @@ def fuzzed_schema(pick: random.Random, depth: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_fuzzed_constraints_are_refused_or_followed(service: Service, seed: int) -> None:
-    """Send 1,000 constraints in all, beside another client whose answers stay complete."""
+    """Send 500 constraints in all, beside another client whose answers stay complete."""
 
     async def one(number: int) -> bool:
         pick = random.Random(1000 * seed + number)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from target_worker.acceptance import accept
+from target_worker.verifier import accept
 
 # Few different tokens, so drafts and choices often agree.
 tokens = st.integers(0, 3)

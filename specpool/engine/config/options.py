@@ -1,10 +1,63 @@
 """Engine options, shared by both workers."""
 
+from collections.abc import Iterable, Mapping
 from typing import Literal, Self
 
 from pydantic import BaseModel, ByteSize, Field, model_validator
 
-from specpool.engine.config.activations import INT8, Activations, check_int8
+from specpool.engine.config.sources import UnsupportedModelError
+
+Activations = Literal["auto", "float32", "int8"]
+
+FLOAT32: Literal["float32"] = "float32"
+INT8: Literal["int8"] = "int8"
+
+
+def int8_refusal(needed: str, remedy: str = "", role: str = "") -> str:
+    """The error message if a requirement of int8 activations is not met.
+
+    `remedy`: what helps besides other activations. `role`: begins the names of the settings, such as "target-".
+    """
+    return (
+        f"{role}activations: int8 needs {needed}; {remedy and f'{remedy}, or '}set {role}activations to auto or float32"
+    )
+
+
+class Int8RefusedError(UnsupportedModelError):
+    """The model cannot have the int8 activations that are required. `needed`, `remedy`: as in `int8_refusal`."""
+
+    def __init__(self, needed: str, remedy: str = "") -> None:
+        super().__init__(needed, remedy)
+        self.needed, self.remedy = needed, remedy
+
+    def __str__(self) -> str:
+        return int8_refusal(self.needed, self.remedy)
+
+
+def check_int8(
+    role: str = "",
+    *,
+    devices: Mapping[str, Iterable[str]],
+    native: bool = True,
+    fused: bool = True,
+    weights: str = "auto",
+    dtype: str = "auto",
+) -> None:
+    """Raise ValueError if other options rule out int8 activations.
+
+    `role`: as in `int8_refusal`. `devices`: by flag, such as "--standby-devices".
+    """
+    needed = {
+        f"--{role}native": native,
+        f"--{role}fused": fused,
+        f"--{role}weights auto": weights == "auto",
+        f"--{role}dtype float32": dtype in ("auto", "float32"),
+        **{f"{flag} cpu": not any(name.startswith("cuda") for name in names) for flag, names in devices.items()},
+    }
+    missing = next((option for option, is_met in needed.items() if not is_met), None)
+    if missing is not None:
+        raise ValueError(int8_refusal(missing, role=role))
+
 
 MAX_RANKS = 64
 MIN_MODEL_LEN = 16
@@ -61,8 +114,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         "the machine's free memory",
     )
     memory_budget: ByteSize | None = Field(
-        None,
-        description="total size of weights, activations and KV cache per rank, such as 16GiB; replaces kv_memory",
+        None, description="total size of weights, activations and KV cache per rank, such as 16GiB; replaces kv_memory"
     )
     memory_limit: ByteSize | None = Field(
         None,
@@ -75,12 +127,10 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         "on a CPU with memory_limit, 1/32 of that limit (32MiB to 256MiB), which includes it",
     )
     kv_layout: Literal["slots", "padded"] = Field(
-        "slots",
-        description='"slots": sequences stay in place; "padded": a left-padded batch, realigned every round',
+        "slots", description='"slots": sequences stay in place; "padded": a left-padded batch, realigned every round'
     )
     fused: bool = Field(
-        True,
-        description="run Llama-family models with our fused pass instead of the transformers modules",
+        True, description="run Llama-family models with our fused pass instead of the transformers modules"
     )
     native: bool = Field(
         True,
@@ -108,10 +158,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         description="CPU threads of the model, per rank; default: torch's choice, shared among the ranks of this node",
     )
     tensor_parallel: int = Field(
-        1,
-        ge=1,
-        le=MAX_RANKS,
-        description="number of ranks: processes, each with its own device and shard of the model",
+        1, ge=1, le=MAX_RANKS, description="number of ranks: processes, each with its own device and shard of the model"
     )
     tensor_parallel_sums: Literal["auto", "whole", "parts"] = Field(
         "auto",

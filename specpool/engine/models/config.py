@@ -5,12 +5,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
-from specpool.engine.config.architectures import (
-    MODELS_PAGE,
-    unsupported,
-    why_layers_not_supported,
-    why_not_supported,
-)
+from specpool.engine.config.architectures import MODELS_PAGE, unsupported, why_layers_not_supported, why_not_supported
 from specpool.engine.config.options import MIN_MODEL_LEN, EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line, source_of
 from specpool.engine.models.checkpoint_quantization import why_unsupported_quantization

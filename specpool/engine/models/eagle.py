@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line
 from specpool.engine.models.config import load_config
-from specpool.engine.models.feature_input import Features, features_of
+from specpool.engine.models.draft_parts import Features, features_of
 from specpool.engine.models.stored_weights import EMBEDDING, HEAD
 from specpool.engine.models.weights import check_all_used, check_complete, read_weight
 from specpool.engine.passes.features import FeatureEmbedding

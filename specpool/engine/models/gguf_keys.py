@@ -72,10 +72,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             RMS_NORM, {"rope.scaling.original_context_length": "original_max_position_embeddings"}, partial=True
         ),
         "gemma3": Family(
-            {**RMS_NORM, WINDOW: "sliding_window"},
-            {CAP: CAP},
-            {WINDOW_PATTERN: (6,)},
-            scaled_by_width=62,
+            {**RMS_NORM, WINDOW: "sliding_window"}, {CAP: CAP}, {WINDOW_PATTERN: (6,)}, scaled_by_width=62
         ),
         "starcoder2": Family(_layer_norm("norm_epsilon")),
         "gpt2": Family(

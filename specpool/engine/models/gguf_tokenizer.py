@@ -12,10 +12,16 @@ from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from specpool.engine.models.gguf_end_tokens import KEYS, correct_types, end_tokens
 from specpool.engine.models.gguf_header import GgufError
-from specpool.engine.models.gguf_pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
 from specpool.engine.models.gguf_reader import GgufFile
+from specpool.engine.models.gguf_vocabulary import (
+    DEFAULT,
+    KEYS,
+    PRE_TOKENIZERS,
+    PreTokenizer,
+    correct_types,
+    end_tokens,
+)
 
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
 """The supported values of `tokenizer.ggml.model`."""
@@ -176,10 +182,7 @@ def _added(file: GgufFile, vocabulary: Vocabulary, types: tuple[TokenType, ...])
     strips = any(part in name for part in STRIPPED_BY)
     return [
         AddedToken(
-            text,
-            normalized=False,
-            special=each != TokenType.USER_DEFINED,
-            rstrip=strips and text not in NOT_STRIPPING,
+            text, normalized=False, special=each != TokenType.USER_DEFINED, rstrip=strips and text not in NOT_STRIPPING
         )
         for text, each in zip(vocabulary.tokens, vocabulary.types, strict=True)
         if each in types

@@ -9,25 +9,24 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from specpool.engine.config.activations import INT8, Int8RefusedError
 from specpool.engine.config.devices import use_device
-from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.options import INT8, EngineOptions, Int8RefusedError
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.checkpoint_quantization import method_of
 from specpool.engine.models.config import explain, load_config, resolve_max_model_len
-from specpool.engine.models.download import download_weights
-from specpool.engine.models.eagle import build_eagle_head, is_eagle_head
-from specpool.engine.models.feature_input import (
+from specpool.engine.models.draft_parts import (
     FEATURE_INPUT,
+    OUTPUT_HEAD,
     Features,
     add_feature_input,
     features_of,
+    replace_output_head,
 )
-from specpool.engine.models.output_head import OUTPUT_HEAD, replace_output_head
+from specpool.engine.models.eagle import build_eagle_head, is_eagle_head
 from specpool.engine.models.stored_model import build_stored_model, dequantize_model
 from specpool.engine.models.stored_weights import StoredWeights, stored_weights
 from specpool.engine.models.tokenizer import load_tokenizer, tokenizer_files
-from specpool.engine.models.weights import check_all_used, check_complete, read_with_transformers
+from specpool.engine.models.weights import check_all_used, check_complete, download_weights, read_with_transformers
 from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.passes.fused import is_fusable, why_not_fusable

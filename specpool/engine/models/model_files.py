@@ -33,6 +33,16 @@ def read_config_file(model: str, revision: str | None) -> dict[str, Any]:
     return config
 
 
+def find_file(model: str, revision: str | None, name: str) -> Path | None:
+    """Return a file of a local model, or of a hub model from the local cache."""
+    path = Path(model)
+    if path.exists():
+        return path / name if (path / name).is_file() else None
+    from specpool.engine.config.hub import cached_file
+
+    return cached_file(model, revision, name)
+
+
 def read_json(file: Path, max_bytes: int) -> dict[str, Any]:
     """Return the object in a JSON file. Raises UnsupportedModelError."""
     check_file_size(file, max_bytes)

@@ -15,7 +15,7 @@ from specpool.engine.config.device_names import check_device_name
 from specpool.engine.config.options import MIN_MODEL_LEN, EngineOptions
 from specpool.engine.config.sources import GGUF_MAGIC, UnsupportedModelError, source_of
 from specpool.engine.models.embedded_pair import draft_weights, existing_model
-from specpool.engine.models.model_files import read_config_file
+from specpool.engine.models.model_files import find_file, read_config_file
 
 TOKENIZER = "tokenizer.json"
 OPTION_NAMES: Mapping[str, str] = MappingProxyType({})
@@ -48,9 +48,9 @@ def check_options(options: EngineOptions, names: Mapping[str, str] = OPTION_NAME
             _check_memory(limit, options, config)
 
 
-def check_same_tokenizer(target: EngineOptions, draft: EngineOptions, draft_option: str = "draft") -> None:
+def check_same_tokenizer(target: EngineOptions, draft: EngineOptions) -> None:
     """Raise InvalidOptionError if both models are local and their vocabularies differ."""
-    files = [_local_file(options, TOKENIZER) for options in (target, draft)]
+    files = [_tokenizer_file(options) for options in (target, draft)]
     contents = [file.read_bytes() for file in files if file is not None]
     if len(contents) < len(files) or contents[0] == contents[1]:
         return
@@ -59,7 +59,7 @@ def check_same_tokenizer(target: EngineOptions, draft: EngineOptions, draft_opti
     except (ValueError, LookupError, TypeError, RecursionError):
         return  # loading says what is wrong with the file
     if vocabularies[0] != vocabularies[1]:
-        raise InvalidOptionError(draft_option, f"{draft.model} uses a different tokenizer than {target.model}")
+        raise InvalidOptionError("draft", f"{draft.model} uses a different tokenizer than {target.model}")
 
 
 @contextmanager
@@ -118,15 +118,6 @@ def _size(config: dict[str, Any], name: str) -> int:
     return size if type(size) is int else 0
 
 
-def _local_file(options: EngineOptions, name: str) -> Path | None:
+def _tokenizer_file(options: EngineOptions) -> Path | None:
     model = existing_model(options.model)
-    if model is None:
-        return None
-    path = Path(model)
-    if path.is_dir():
-        return path / name if (path / name).is_file() else None
-    if path.exists():
-        return None
-    from specpool.engine.config.hub import cached_file
-
-    return cached_file(model, options.revision, name)
+    return None if model is None else find_file(model, options.revision, TOKENIZER)

@@ -11,11 +11,10 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from specpool.engine.config.hub import cached_file
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line, gguf_file_of
 from specpool.engine.models.gguf_reader import GgufFile
-from specpool.engine.models.model_files import read_json
+from specpool.engine.models.model_files import find_file, read_json
 
 MAX_HEADER_BYTES, MAX_INDEX_BYTES = 2**24, 2**25
 MAX_MISSING = 2
@@ -79,10 +78,10 @@ def check_weights(options: EngineOptions, config: PreTrainedConfig) -> None:
 
 def _safetensors_files(options: EngineOptions) -> list[Path]:
     """Return the files that transformers reads: one, or those in an index."""
-    single = _find(options, SAFE_WEIGHTS_NAME)
+    single = find_file(options.model, options.revision, SAFE_WEIGHTS_NAME)
     if single is not None:
         return [single]
-    index = _find(options, SAFE_WEIGHTS_INDEX_NAME)
+    index = find_file(options.model, options.revision, SAFE_WEIGHTS_INDEX_NAME)
     if index is None:
         return []
     content = read_json(index, MAX_INDEX_BYTES)
@@ -101,13 +100,6 @@ def _safetensors_files(options: EngineOptions) -> list[Path]:
     if not isinstance(content.get("metadata"), dict):  # transformers requires it
         raise UnsupportedModelError(f'{index}: metadata is not an object; an empty one is enough: "metadata": {{}}')
     return files
-
-
-def _find(options: EngineOptions, name: str) -> Path | None:
-    folder = Path(options.model)
-    if folder.exists():
-        return folder / name if (folder / name).is_file() else None
-    return cached_file(options.model, options.revision, name)
 
 
 def _read_shapes(file: Path) -> list[tuple[int, ...]]:

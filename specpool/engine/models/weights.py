@@ -1,11 +1,19 @@
-"""Reads a model's weights, as stored or with transformers, and refuses incomplete checkpoints."""
+"""Downloads and reads a model's weights, as stored or with transformers, and refuses incomplete checkpoints."""
 
+import json
 import os
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from specpool.engine.config.hub import cached_file
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of, source_of
 from specpool.engine.models.checkpoint_quantization import HINT, dequantization_arguments, is_scale
@@ -14,6 +22,25 @@ from specpool.engine.models.stored_model import build_stored_model, dequantize_m
 from specpool.engine.models.stored_weights import EMBEDDING, HEAD, stored_weights
 from specpool.engine.models.weight_files import check_weights, read_tensor
 from specpool.engine.weights.quantized import Weight
+
+FILES = [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, "model-*-of-*.safetensors"]
+
+
+def download_weights(options: EngineOptions, report: Callable[[str], None]) -> None:
+    """Download the weights of a hub model that are not in its cache, and report that first."""
+    if Path(options.model).exists() or _are_cached(options):
+        return
+    report("downloading weights")
+    with suppress(Exception):  # loading the model raises it again, and explains it
+        snapshot_download(options.model, revision=options.revision, allow_patterns=FILES)
+
+
+def _are_cached(options: EngineOptions) -> bool:
+    cached = partial(cached_file, options.model, options.revision)
+    if (index := cached(SAFE_WEIGHTS_INDEX_NAME)) is None:
+        return cached(SAFE_WEIGHTS_NAME) is not None
+    return all(map(cached, set(json.loads(index.read_bytes())["weight_map"].values())))
+
 
 # Keep transformers from asking the hub to convert a checkpoint and loading the proposed conversion.
 os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "true"

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -14,30 +14,6 @@ from specpool.engine.cache.memory import weights_of
 from specpool.engine.passes.drafts import DraftRound
 from specpool.engine.passes.packing import PackedBatch, Shape
 from specpool.engine.sampling.head import Head
-from specpool.engine.weights.quantized import Weight
-
-
-class CompiledGemms(Protocol):
-    """The GEMMs of compiled code, which a probe of torch operations cannot see."""
-
-    @property
-    def activations(self) -> str:
-        """Format of the activations: "int8" if GEMMs with quantized weights round activations, else "float32"."""
-
-    @property
-    def gemm_inputs(self) -> Set[int]:
-        """The distinct input sizes of the pass's GEMMs."""
-
-    @property
-    def kinds(self) -> Mapping[str, int]:
-        """Bytes of GEMM weights by the kind of their panels."""
-
-    def gemm_with(self, weight: Weight, widened_from: int | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the GEMM of float32 rows [n, inputs] with a weight [outputs, inputs], as a pass computes it.
-
-        `outputs` is a multiple of a panel. The weight has one of `kinds`, or is float32. `widened_from`: minimum rows
-        to dequantize panels into the cache for; default: as in the pass.
-        """
 
 
 class DraftLoop(Protocol):
@@ -143,8 +119,3 @@ class ForwardPass(nn.Module, ABC):
         for weight in weights_of(self):
             kinds[str(weight.dtype).removeprefix("torch.")] += weight.numel() * weight.element_size()
         return kinds
-
-    @property
-    def compiled_gemms(self) -> CompiledGemms | None:
-        """The GEMMs of a compiled pass; None if all operations are torch's."""
-        return None

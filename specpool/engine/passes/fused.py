@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.functional import rms_norm, silu
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from specpool.engine.passes.activations import in_chunks
 from specpool.engine.passes.attention import attend
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.passes.forward_pass import ForwardPass
+from specpool.engine.passes.modules import in_chunks
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.passes.rotary import RotaryTables, head_order, rotate
 from specpool.engine.sharding.group import SINGLE_RANK, SingleRank
@@ -154,10 +154,8 @@ class FusedLayer(nn.Module):
         self.out = attention.o_proj
         self.gate_up = mlp.gate_up_proj if hasattr(mlp, "gate_up_proj") else _joined(mlp.gate_proj, mlp.up_proj)
         self.down = mlp.down_proj
-        self.before_attention, self.before_mlp = (
-            _norm_weight(layer, "input_layernorm"),
-            layer.post_attention_layernorm.weight,
-        )
+        self.before_attention = _norm_weight(layer, "input_layernorm")
+        self.before_mlp = layer.post_attention_layernorm.weight
         self.after_attention = _norm_weight(layer, "post_self_attn_layernorm")
         self.after_mlp = _norm_weight(layer, "post_mlp_layernorm")
         self.head_norms = None  # [heads + kv_heads, head_dim]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from specpool.engine.numerics.tiles import Tiles, round_up
-from specpool.engine.passes.linear import PrepackedLinear
+from specpool.engine.passes.modules import PrepackedLinear
 from specpool.engine.probes.inputs import ProbeInputs
 
 log = logging.getLogger(__name__)

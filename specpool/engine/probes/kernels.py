@@ -116,14 +116,10 @@ def _fastest(gemms: Sequence[Gemm], sizes: Sequence[int], capture: Capture | Non
 
 
 def _seconds_of(gemms: Sequence[Gemm], backend: GemmBackend, rows: int, capture: Capture | None) -> float:
-    """Seconds of one of these GEMMs with a backend."""
+    """Mean seconds of one of these GEMMs with a backend."""
     for gemm in gemms:
         gemm.cublas_rows = cublas_rows_of(backend)
-    return _seconds_each(gemms, torch.zeros(rows, gemms[0].in_features).to(gemms[0].weight), capture)
-
-
-def _seconds_each(gemms: Sequence[Gemm], x: torch.Tensor, capture: Capture | None) -> float:
-    """Mean seconds of one of these GEMMs with the rows `x`."""
+    x = torch.zeros(rows, gemms[0].in_features).to(gemms[0].weight)
 
     def run() -> torch.Tensor:
         # One layer after the other, as in a pass, so their weights do not all fit into the cache.

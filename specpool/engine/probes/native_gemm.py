@@ -2,8 +2,8 @@
 
 import torch
 
-from specpool.engine.config.activations import INT8
-from specpool.engine.passes.forward_pass import CompiledGemms
+from specpool.engine.config.options import INT8
+from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.passes.native.panels import BFLOAT16, PANEL, PART
 from specpool.engine.probes.inputs import ProbeInputs
 from specpool.engine.weights.quantization_types import QUANTIZATION_TYPES
@@ -16,7 +16,7 @@ SLACK = 1.01
 
 
 @torch.inference_mode()
-def gemms_agree(gemms: CompiledGemms) -> bool:
+def gemms_agree(model: NativeModel) -> bool:
     """Whether a row has the same bits for every number of rows and at every index.
 
     Quantized weights must also give the bits of the same weights in float32, or with int8 activations, results within
@@ -24,14 +24,14 @@ def gemms_agree(gemms: CompiledGemms) -> bool:
     order of summation changes nearly every output.
     """
     return all(
-        _gemm_agrees(gemms, kind, inputs)
-        for inputs in sorted(gemms.gemm_inputs)
-        for kind in gemms.kinds
+        _gemm_agrees(model, kind, inputs)
+        for inputs in sorted(model.gemm_inputs)
+        for kind in model.kinds
         if kind not in QUANTIZATION_TYPES or inputs % QUANTIZATION_TYPES[kind].block == 0
     )
 
 
-def _gemm_agrees(gemms: CompiledGemms, kind: str, inputs: int) -> bool:
+def _gemm_agrees(model: NativeModel, kind: str, inputs: int) -> bool:
     numbers = ProbeInputs(torch.empty(0))
     # Rows are float32 whatever the weights are: the product of two bfloat16 numbers never rounds.
     order, x = numbers.order(inputs), numbers.cancelling(inputs, ROWS)
@@ -42,15 +42,15 @@ def _gemm_agrees(gemms: CompiledGemms, kind: str, inputs: int) -> bool:
         half = numbers.normal(OUTPUTS, inputs // 2)  # `inputs` is a multiple of a vector, so even
         weight = torch.cat([half, half], 1)[:, order].to(torch.bfloat16 if kind == BFLOAT16 else torch.float32)
     x = x[order].T.contiguous()
-    gemm = gemms.gemm_with(weight)
+    gemm = model.gemm_with(weight)
     together = gemm(x)
     if kind in QUANTIZATION_TYPES:
-        if not torch.equal(together, gemms.gemm_with(weight, widened_from=1)(x)):
+        if not torch.equal(together, model.gemm_with(weight, widened_from=1)(x)):
             return False
-        if gemms.activations == INT8 and inputs % PART == 0:
+        if model.activations == INT8 and inputs % PART == 0:
             if not _is_rounding(together, x, as_tensor(weight)):
                 return False
-        elif not torch.equal(together, gemms.gemm_with(as_tensor(weight))(x)):
+        elif not torch.equal(together, model.gemm_with(as_tensor(weight))(x)):
             return False
     return all(torch.equal(gemm(x[-count:]), together[-count:]) for count in range(1, ROWS))
 

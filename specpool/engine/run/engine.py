@@ -105,8 +105,8 @@ class Engine:
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
         """Cache the new tokens of all spans. Return the requested logits [R, rows of the head] in span order.
 
-        `token_ids` and `over_vocabulary` map rows of the head to tokens. Spans with more than `max_num_batched_tokens`
-        tokens are split into several passes, which give the same bits.
+        `head` maps rows of the head to tokens. Spans with more than `max_num_batched_tokens` tokens are split into
+        several passes, which give the same bits.
         """
         own_states = list[torch.Tensor]()
         chunks = _chunks(spans, self.max_num_batched_tokens)
@@ -194,14 +194,6 @@ class Engine:
         self._passes += passes
         self.tokens += tokens
 
-    def token_ids(self, rows: torch.Tensor) -> torch.Tensor:
-        """Map rows of the head to token ids."""
-        return self.head.token_ids(rows)
-
-    def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab_size] from logits [n, rows of the head]. Tokens without a row get minus infinity."""
-        return self.head.over_vocabulary(logits)
-
     @property
     def load(self) -> CacheLoad:
         """How full the cache is."""
@@ -228,7 +220,6 @@ class Engine:
             kv_bytes_total=per_token * self.layout.arena.columns,
             kv_positions_total=self.slots.extents.columns,
             kv_positions_multiple=self.slots.extents.multiple,
-            kv_reservations_grow=True,
             kv_layout=self.kv_layout,
             weight_bytes=sum(rank.weight_bytes for rank in self._ranks) or self.footprint.weights,
             activation_bytes=sum(rank.activation_bytes for rank in self._ranks) or self.footprint.activations,
@@ -270,10 +261,7 @@ class Engine:
             torch.cuda.synchronize(self.facts.device)
 
     def _pass(
-        self,
-        spans: Sequence[Span],
-        state_layers: tuple[int, ...] = (),
-        own_states: list[torch.Tensor] | None = None,
+        self, spans: Sequence[Span], state_layers: tuple[int, ...] = (), own_states: list[torch.Tensor] | None = None
     ) -> PassResult:
         """Run spans that fit in one forward pass. `own_states`: gets those of a feature draft."""
         assert self.supports_branches or not any(span.offset for span in spans), "this engine has no branches"

@@ -11,14 +11,13 @@ from specpool.engine.config.sources import UnsupportedModelError, first_line
 from specpool.engine.models.facts import ModelFacts
 from specpool.engine.models.loading import LoadedModel
 from specpool.engine.numerics.tiles import Tiles
-from specpool.engine.passes.activations import chunk_activations
 from specpool.engine.passes.attention import LibraryModel
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused import FusedModel, is_fusable
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.graphs import CudaGraphs
 from specpool.engine.passes.gpu.model import GpuModel, try_kernels
-from specpool.engine.passes.linear import can_prepack, prepack_linears
+from specpool.engine.passes.modules import can_prepack, chunk_activations, prepack_linears
 from specpool.engine.passes.native.model import NativeModel, compile_pass
 from specpool.engine.passes.native.sharded import ShardedNativeModel
 from specpool.engine.probes.batch_invariance import ONE_SHAPE, choose_tiles

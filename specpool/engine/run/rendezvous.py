@@ -19,7 +19,7 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.sharding.links import Link
 from specpool.engine.sharding.nccl import Store, open_store, serve_store
-from specpool.environment.version import package_version
+from specpool.environment.process import package_version
 
 log = logging.getLogger(__name__)
 

@@ -130,12 +130,6 @@ class NativeSampler:
         size = threads * self.library.workspace_floats(c_int64(self.outputs))
         if size > len(self._workspace):
             self._workspace = np.empty(size, np.float32)
-        arrays = {
-            "token_ids": self._token_ids,
-            "outputs_of": self._outputs_of,
-            "runs": self._runs,
-            "rejected": rejected,
-        }
         return Batch(
             rows=rows,
             num_rows=len(rows),
@@ -144,7 +138,10 @@ class NativeSampler:
             threads=threads,
             workspace=self._workspace.ctypes.data,
             pool=pool,
-            **{name: numbers.ctypes.data for name, numbers in arrays.items()},
+            token_ids=self._token_ids.ctypes.data,
+            outputs_of=self._outputs_of.ctypes.data,
+            runs=self._runs.ctypes.data,
+            rejected=rejected.ctypes.data,
         )
 
 

@@ -46,7 +46,7 @@ class Grammars:
         end_ids = frozenset(files.eos_token_ids).intersection(range(vocab_size))  # a draft's vocabulary may be smaller
         self._ends = EndTokens(end_ids, mask_of(end_ids, vocab_size))
         self._tokenizer: Future[LLTokenizer] | None = None
-        self._lexers = LexerCache(max_bytes)
+        self.lexers = LexerCache(max_bytes)
         self._waiting: dict[str, Future[None]] = {}
         self._errors: OrderedDict[str, str] = OrderedDict()  # oldest first
         self._lock = threading.Lock()
@@ -61,7 +61,7 @@ class Grammars:
     @property
     def num_bytes(self) -> int:
         """Upper estimate of the memory of compiled grammars, in bytes."""
-        return self._lexers.num_bytes
+        return self.lexers.num_bytes
 
     def wait(self, grammar: str, seconds: float) -> bool:
         """Wait up to `seconds` for a grammar. Return whether its compilation has succeeded or failed."""
@@ -84,7 +84,7 @@ class Grammars:
 
     def start(self, grammar: str, prompt_length: int) -> SequenceGrammar:
         """Return the grammar state of a new sequence. `error_of` must have returned an empty string."""
-        return SequenceGrammar(self, grammar, prompt_length, self._ends)
+        return SequenceGrammar(self.compile, self.lexers, grammar, prompt_length, self._ends)
 
     def compute(self, work: Iterable[tuple[SequenceGrammar, Sequence[int], int]]) -> list[MaskJob]:
         """Start a job on another thread for each tuple: a grammar and the arguments of its `start`.
@@ -111,16 +111,8 @@ class Grammars:
             _fail(job, error)
         return False
 
-    def cached(self, grammar: str) -> Lexer | None:
-        """See `LexerSource`."""
-        return self._lexers.get(grammar)
-
-    def keep(self, grammar: str, lexer: Lexer) -> None:
-        """See `LexerSource`."""
-        self._lexers.put(grammar, lexer)
-
     def compile(self, grammar: str, is_large: bool) -> Lexer:
-        """See `LexerSource`."""
+        """Return a new lexer that has read nothing. Takes up to tenths of a second. Raises GrammarError."""
         from specpool.protocol.grammars import (  # needs an extra
             COMPILE_FUEL,
             LARGE_FUEL,
@@ -136,7 +128,7 @@ class Grammars:
 
     def _is_compiled(self, grammar: str) -> bool:
         """Whether a grammar's lexer or error is kept."""
-        return self._lexers.get(grammar) is not None or grammar in self._errors
+        return self.lexers.get(grammar) is not None or grammar in self._errors
 
     def _compilation(self, grammar: str) -> Future[None]:
         with self._lock:
@@ -155,7 +147,7 @@ class Grammars:
                 lexer = self.compile(grammar, is_large=False)
             except GrammarError:  # it may need more states at the start
                 lexer = self.compile(grammar, is_large=True)
-            self.keep(grammar, lexer)
+            self.lexers.put(grammar, lexer)
         except BaseException as error:  # llguidance's panics do not derive from Exception
             self._errors[grammar] = str(error)[:MAX_ERROR_CHARACTERS]  # it may quote the grammar
             if len(self._errors) > MAX_ERRORS:

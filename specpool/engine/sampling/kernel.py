@@ -50,16 +50,9 @@ def sample_rows(logits: torch.Tensor, rules: Sequence[tuple[SamplingParams | Non
     if any(params is not None and _has_limits(params) for params, _ in rules):
         scratch = torch.empty(rows, SEARCH_BLOCK, dtype=logits.dtype, device=logits.device)
         _find_min_logits[(rows,)](
-            logits,
-            numbers,
-            scratch,
-            min_logits,
-            vocab,
-            FIELDS=FIELDS,
-            WIDTH=SEARCH_BLOCK,
-            num_warps=SEARCH_WARPS,
-            **UNFUSED,
-        )
+            logits, numbers, scratch, min_logits, vocab,
+            FIELDS=FIELDS, WIDTH=SEARCH_BLOCK, num_warps=SEARCH_WARPS, **UNFUSED,
+        )  # fmt: skip
     best = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
     _score[(rows, parts)](
         logits, numbers, min_logits, best, vocab, parts,

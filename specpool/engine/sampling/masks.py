@@ -7,27 +7,13 @@ a mask exists depends only on them, too: a lexer that fails is replaced by a new
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Protocol
 from weakref import ref
 
 import numpy as np
 
-from specpool.engine.sampling.lexers import EndTokens, Lexer, Reader, Words, common_length
-
-
-class LexerSource(Protocol):
-    """Compiles and keeps lexers."""
-
-    def cached(self, grammar: str) -> Lexer | None:
-        """Return the grammar's lexer; None if it was evicted."""
-
-    def compile(self, grammar: str, is_large: bool) -> Lexer:
-        """Return a new lexer that has read nothing. Takes up to tenths of a second. Raises GrammarError."""
-
-    def keep(self, grammar: str, lexer: Lexer) -> None:
-        """Use this lexer for all sequences with the grammar."""
+from specpool.engine.sampling.lexers import EndTokens, Lexer, LexerCache, Reader, Words, common_length
 
 
 class SlowMaskError(Exception):
@@ -37,8 +23,17 @@ class SlowMaskError(Exception):
 class SequenceGrammar:
     """The grammar state of one sequence, for the model thread. Jobs use its lexer on other threads, one at a time."""
 
-    def __init__(self, source: LexerSource, grammar: str, prompt_length: int, ends: EndTokens) -> None:
-        self._source, self._grammar, self._begin, self._ends = source, grammar, prompt_length, ends
+    def __init__(
+        self,
+        compile_lexer: Callable[[str, bool], Lexer],
+        lexers: LexerCache,
+        grammar: str,
+        prompt_length: int,
+        ends: EndTokens,
+    ) -> None:
+        """`compile_lexer`, `lexers`: see `Grammars.compile` and `Grammars.lexers`."""
+        self._compile, self._lexers = compile_lexer, lexers
+        self._grammar, self._begin, self._ends = grammar, prompt_length, ends
         self._lexer: Lexer | None = None
         self._job: MaskJob | None = None
         self._settled: tuple[MaskJob, list[Words]] | None = None
@@ -133,22 +128,22 @@ class SequenceGrammar:
         if not may_take_long:
             raise SlowMaskError
         # Only a lexer that has read nothing else can tell whether the grammar fails after these tokens.
-        lexer = self._source.compile(self._grammar, is_large=True)
+        lexer = self._compile(self._grammar, True)
         mask = self._mask(lexer, token_ids)
         if not isinstance(mask, str):
-            self._source.keep(self._grammar, lexer)
+            self._lexers.put(self._grammar, lexer)
             self._lexer = lexer
         return mask
 
     def _current_lexer(self, may_take_long: bool) -> Lexer:
         lexer = self._lexer
         if lexer is None or lexer.is_closed:
-            lexer = self._lexer = self._source.cached(self._grammar)
+            lexer = self._lexer = self._lexers.get(self._grammar)
         if not may_take_long and (lexer is None or lexer.is_large):
             raise SlowMaskError
         if lexer is None:
-            lexer = self._lexer = self._source.compile(self._grammar, is_large=False)
-            self._source.keep(self._grammar, lexer)
+            lexer = self._lexer = self._compile(self._grammar, False)
+            self._lexers.put(self._grammar, lexer)
         return lexer
 
     def _mask(self, lexer: Lexer, token_ids: Sequence[int]) -> Words | str:

@@ -86,12 +86,6 @@ def choose_token(logits: torch.Tensor, params: SamplingParams, context: Sequence
     return _choose(logits, params, len(context), changes)
 
 
-def adjust(logits: torch.Tensor, params: SamplingParams, context: Sequence[int]) -> torch.Tensor:
-    """Apply bias, masks and penalties to logits [vocab_size]; copies them if anything changes."""
-    (changes,) = SequenceRules(params).changes(context, 1)
-    return changed(logits, params, changes)
-
-
 def _choose(logits: torch.Tensor, params: SamplingParams, length: int, changes: Changes | None) -> int:
     logits = changed(logits.float(), params, changes)
     if float32(params.temperature) == 0:

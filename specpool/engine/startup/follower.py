@@ -18,12 +18,12 @@ from typing import NoReturn
 import torch
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.config.activations import INT8
 from specpool.engine.config.devices import pick_rank_devices
-from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.options import INT8, EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.embedded_pair import local_model
 from specpool.engine.models.facts import ModelFacts
+from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.probes.native_gemm import gemms_agree
 from specpool.engine.probes.operations import OperationProbe
 from specpool.engine.run.leader import LOOPBACK
@@ -103,7 +103,6 @@ def _build(link: Link, rank: int, order: Order, options: EngineOptions) -> tuple
     group = Group(rank, sharding, facts.device, _exchange(link, rank, order, options, facts.device))
     forward_pass, tiles = build_exact_pass(loaded, facts, options, order.exact, group)
     footprint = footprint_of(loaded, facts, forward_pass, options.resolve_max_num_batched_tokens(facts.device.type))
-    compiled = forward_pass.compiled_gemms
     send(
         link,
         Report(
@@ -111,7 +110,7 @@ def _build(link: Link, rank: int, order: Order, options: EngineOptions) -> tuple
             forward_pass=type(forward_pass).__name__,
             activations=forward_pass.activations,
             tiles=tiles,
-            agrees=compiled is None or gemms_agree(compiled),
+            agrees=not isinstance(forward_pass, NativeModel) or gemms_agree(forward_pass),
             kv_limit=kv_limit(options, footprint, facts.device).kv_bytes,
             weight_bytes=footprint.weights,
             weight_kinds=dict(forward_pass.weight_kinds),

@@ -8,20 +8,17 @@ import torch
 from specpool.engine.cache.memory import return_freed_memory
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.embedded_pair import local_model
-from specpool.engine.models.facts import read_facts
+from specpool.engine.models.facts import read_facts, weights_fingerprint
 from specpool.engine.models.loading import LoadedModel, load_model
-from specpool.engine.models.weights_fingerprint import weights_fingerprint
 from specpool.engine.numerics.tiles import Tiles
-from specpool.engine.passes.gpu.cublas import restrict_cublas
+from specpool.engine.passes.gpu.gemm import restrict_cublas
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run.contention import ContentionMonitor
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.pass_selection import build_exact_pass
-from specpool.engine.startup.capturing import capture_graphs
 from specpool.engine.startup.library_logits import library_logits, refuse_other_logits
-from specpool.engine.startup.numerics_fingerprint import logits_digest, numerics_fingerprint
 from specpool.engine.startup.proofs import Proof, measuring_alone, proof_key, read_proof, write_proof
-from specpool.engine.startup.self_test import self_test
+from specpool.engine.startup.self_test import capture_graphs, logits_digest, numerics_fingerprint, self_test
 from specpool.engine.startup.sharded import COMPILING, TESTING, start_sharded_engine
 from specpool.engine.startup.step_times import measure_seconds_per_cached, measure_step_times
 

@@ -26,7 +26,7 @@ import specpool.engine
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.loading import LoadedModel
 from specpool.engine.native.library_cache import candidate_folders, make_private, read_cached, write_cached
-from specpool.environment.cpus import usable_cpus
+from specpool.environment.process import usable_cpus
 
 log = logging.getLogger(__name__)
 

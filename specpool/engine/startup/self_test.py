@@ -1,8 +1,10 @@
-"""Tests a loaded model for batch invariance: a token's logits must have the same bits in every batch."""
+"""Captures an engine's graphs, proves that its results are batch-invariant, and computes their fingerprint."""
 
+import hashlib
 import logging
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -12,12 +14,52 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.models.facts import ModelFacts
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.gpu.captured import CapturedModel
+from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.probes.kernels import attention_agrees
 from specpool.engine.probes.native_gemm import gemms_agree
 from specpool.engine.probes.operations import OperationProbe
 from specpool.engine.run.engine import Engine
 
 log = logging.getLogger(__name__)
+
+
+def capture_graphs(engine: Engine, report: Callable[[str], None] = log.info) -> None:
+    """Capture the passes of an engine, unless its pass captures none. `report`: called before."""
+    if not engine.forward_pass.captured_rows:
+        return
+    report("capturing CUDA graphs")
+    began = time.perf_counter()
+    count = engine.capture_graphs()
+    log.info("captured %d CUDA graphs in %.1f s", count, time.perf_counter() - began)
+
+
+TOKENS = 72
+"""More than the largest tile of attended positions."""
+FIRST_PASS, ROWS = 40, 4
+STRIDE = 7919
+
+
+def numerics_fingerprint(engine: Engine) -> str:
+    """`logits_digest` of an engine that passed the self-test; otherwise "".
+
+    It depends on weights, dtype, kernels, device and library versions. It depends on the number of threads only if the
+    pass consists of torch operations.
+    """
+    return logits_digest(engine) if engine.bitwise else ""
+
+
+@torch.inference_mode()
+def logits_digest(engine: Engine) -> str:
+    """SHA-256 over logits at the start and at the end of a fixed sequence. Overwrites the first slot."""
+    length = min(TOKENS, engine.max_model_len)
+    first = min(FIRST_PASS, length // 2)
+    tokens = [i * STRIDE % engine.vocab_size for i in range(length)]
+    passes = (Span(0, 0, tokens[:first], ROWS), Span(0, first, tokens[first:], ROWS))
+    digest = hashlib.sha256()
+    for span in passes:
+        digest.update(engine.forward([span]).contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
 
 # Tokens of a prompt in one pass.
 SHORT_PASS, LONG_PASSES = 15, (97, 271)
@@ -43,9 +85,9 @@ def self_test(engine: Engine) -> bool:
 def _operations_agree(engine: Engine) -> bool:
     """Whether each operation gives equal rows equal bits, in passes from one row to the maximum."""
     forward_pass, cache = engine.forward_pass, engine.layout.arena.keys[0]
-    if forward_pass.compiled_gemms is not None:
+    if isinstance(forward_pass, NativeModel):
         reports = [] if engine.leader is None else engine.leader.reports
-        return gemms_agree(forward_pass.compiled_gemms) and all(report.agrees for report in reports)
+        return gemms_agree(forward_pass) and all(report.agrees for report in reports)
     if not attention_suits(forward_pass, cache, engine.facts):
         log.warning("self-test: attention is not batch invariant")
         return False
@@ -99,7 +141,7 @@ def _rounds_agree(engine: Engine) -> bool:
     engine.forward([Span(slot, 0, tokens[: n - 1], 0) for slot, n, tokens, _ in members])
     drafts, agree = [rng.randint(1, steps) for _ in members], True
     for drafted in (drafts, [0] * len(members)):
-        for _ in range(REPLAYS if _is_captured(engine) else 1):
+        for _ in range(REPLAYS if isinstance(engine.forward_pass, CapturedModel) else 1):
             spans = [
                 Span(slot, n - 1, tokens[n - 1 : n + d], d + 1)
                 for (slot, n, tokens, _), d in zip(members, drafted, strict=True)
@@ -122,11 +164,7 @@ def _prompt_lengths(engine: Engine, max_length: int) -> list[int]:
 
 
 def _runs_kernels(forward_pass: ForwardPass) -> bool:
-    return not forward_pass.plans_attention and forward_pass.compiled_gemms is None
-
-
-def _is_captured(engine: Engine) -> bool:
-    return isinstance(engine.forward_pass, CapturedModel) and engine.forward_pass.capture is not None
+    return not forward_pass.plans_attention and not isinstance(forward_pass, NativeModel)
 
 
 def _long_passes_agree(engine: Engine) -> bool:

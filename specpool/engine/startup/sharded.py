@@ -12,22 +12,19 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of
 from specpool.engine.models.checkpoint_quantization import dequantization_arguments
 from specpool.engine.models.config import load_config
-from specpool.engine.models.facts import ModelFacts, read_facts
+from specpool.engine.models.draft_parts import OUTPUT_HEAD
+from specpool.engine.models.facts import ModelFacts, read_facts, weights_fingerprint
 from specpool.engine.models.loading import LoadedModel, load_model
-from specpool.engine.models.output_head import OUTPUT_HEAD
 from specpool.engine.models.stored_weights import stored_weights
-from specpool.engine.models.weights_fingerprint import weights_fingerprint
 from specpool.engine.numerics.tiles import Tiles, common_tiles
 from specpool.engine.passes.fused import why_not_fusable
-from specpool.engine.passes.gpu.cublas import restrict_cublas
+from specpool.engine.passes.gpu.gemm import restrict_cublas
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.leader import Leader
 from specpool.engine.run.pass_selection import build_exact_pass
 from specpool.engine.run.processes import end_process
 from specpool.engine.sharding.shares import Sharding, Share, Sums, shard
-from specpool.engine.startup.capturing import capture_graphs
-from specpool.engine.startup.numerics_fingerprint import numerics_fingerprint
-from specpool.engine.startup.self_test import self_test
+from specpool.engine.startup.self_test import capture_graphs, numerics_fingerprint, self_test
 
 COMPILING, TESTING = "compiling the forward pass", "testing batch invariance"
 """Phases of a start, sharded or not."""

@@ -4,6 +4,8 @@ import argparse
 import json
 import os
 import tomllib
+from collections.abc import Iterable
+from difflib import get_close_matches
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -13,7 +15,6 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from specpool.rpc.config.help import names_of_settings
-from specpool.rpc.config.spelling import suggest
 
 ENV_PREFIX = "SPECPOOL_"
 MAX_SHOWN = 40
@@ -30,7 +31,7 @@ def check_utf8(arguments: list[str]) -> None:
             raise ValueError(f"{word!a} is not UTF-8") from None
 
 
-def check_variables(settings: type[BaseModel], keys: set[str]) -> None:
+def check_variables(keys: set[str]) -> None:
     """Raise ValueError for a variable of an unknown setting, or two variables of one setting."""
     given = {name: name.upper().removeprefix(ENV_PREFIX).lower() for name in os.environ}
     given = {name: key for name, key in given.items() if name.upper().startswith(ENV_PREFIX)}
@@ -52,7 +53,7 @@ def config_file_of(arguments: list[str]) -> str | None:
     return path
 
 
-def read_config_file(settings: type[BaseModel], path: Path) -> dict[str, Any]:
+def read_config_file(path: Path) -> dict[str, Any]:
     """Return the values of a TOML file. Raises ValueError if it cannot be used."""
     if not path.is_file():
         raise ValueError(f"config: no such file: {path}")
@@ -78,6 +79,17 @@ def explain(settings: type[BaseModel], problem: ErrorDetails, file: str | None, 
     if key and _is_from(file_values, problem):
         return f"config: {file}: {key}: {reason}"
     return f"{key.replace('_', '-')}: {reason}" if key else reason
+
+
+def suggest(words: Iterable[str], known: Iterable[str], prefix: str = "") -> str:
+    """Return a suffix for an error message, such as " (did you mean --port?)". Empty if no known name is similar.
+
+    `prefix`: prefix of the words, which the known names lack.
+    """
+    names = sorted(known)
+    found = (get_close_matches(word.removeprefix(prefix), names, n=1, cutoff=0.75) for word in words)
+    matches = [f"{prefix}{name}" for close in found for name in close]
+    return f" (did you mean {', '.join(matches)}?)" if matches else ""
 
 
 def _shown(problem: ErrorDetails) -> str:

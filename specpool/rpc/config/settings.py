@@ -13,15 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
-from pydantic import (
-    AfterValidator,
-    ByteSize,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, ByteSize, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -32,7 +24,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from specpool.environment.version import package_version
+from specpool.environment.process import package_version
 from specpool.rpc.config.help import names_of_settings, show_options
 from specpool.rpc.config.inputs import (
     ENV_PREFIX,
@@ -41,10 +33,10 @@ from specpool.rpc.config.inputs import (
     config_file_of,
     explain,
     read_config_file,
+    suggest,
 )
-from specpool.rpc.config.spelling import suggest
 from specpool.rpc.observability.logs import LogFormat, end_process
-from specpool.rpc.observability.trace_settings import TraceSettings
+from specpool.rpc.observability.tracing import TraceSettings
 from specpool.rpc.security.channel import (
     COORDINATOR_PORT,
     DRAFT_WORKER_PORT,
@@ -132,7 +124,7 @@ class Settings(BaseSettings):
         arguments = sys.argv[1:] if arguments is None else arguments
         try:
             check_utf8(arguments)
-            check_variables(cls, cls.keys() | set(other_settings))
+            check_variables(cls.keys() | set(other_settings))
             resolved = _with_file(cls, program, config_file_of(arguments))
             source: CliSettingsSource[Any] = CliSettingsSource(
                 resolved, formatter_class=argparse.RawDescriptionHelpFormatter, cli_exit_on_error=False
@@ -190,11 +182,11 @@ class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
     metrics_port: int | None = Field(
         None, ge=1, le=65535, description="Prometheus port: GET /metrics over HTTP without TLS; default: none"
     )
+    monitoring_host: Host | None = Field(
+        None, description="address to listen on with health_port and metrics_port; default: host"
+    )
     max_connections: int = Field(
-        1024,
-        ge=1,
-        le=MAX_CONNECTIONS,
-        description="maximum number of connections; further ones are closed",
+        1024, ge=1, le=MAX_CONNECTIONS, description="maximum number of connections; further ones are closed"
     )
     max_calls: int = Field(
         4096,
@@ -241,7 +233,7 @@ def _takes_booleans(annotation: Any) -> bool:
 
 
 def _with_file(settings: type[S], program: str, path: str | None) -> type[S]:
-    values = {} if path is None else read_config_file(settings, Path(path))
+    values = {} if path is None else read_config_file(Path(path))
 
     class Resolved(settings):  # type: ignore[misc, valid-type]
         __doc__ = settings.__doc__

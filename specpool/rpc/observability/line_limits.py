@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from specpool.rpc.token_bucket import TokenBucket
-
 SECONDS = 1.0
 """Minimum time between two lines of the same kind."""
 MAX_KINDS = 256
@@ -16,6 +14,26 @@ OTHER = "other"
 LIBRARIES = ("grpc", "asyncio")
 # Lines that a place in our own code may log in a burst: at info level, and above.
 INFO_BURST, WARNING_BURST = 32, 8
+
+
+class TokenBucket:
+    """Starts with `burst` tokens, its maximum, and gains `per_second`.
+
+    Times are in seconds of any monotonic clock.
+    """
+
+    def __init__(self, burst: float, per_second: float, now: float) -> None:
+        self._burst, self._per_second = burst, per_second
+        self._tokens, self._at = burst, now
+
+    def take(self, now: float) -> bool:
+        """Take a token. Return False if there is none."""
+        self._tokens = min(self._burst, self._tokens + (now - self._at) * self._per_second)
+        self._at = now
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
 
 
 @dataclass
@@ -38,7 +56,9 @@ class RecordLimit:
             return record
         is_library = record.name.partition(".")[0] in LIBRARIES
         allowance = self._allowance(record, 1 if is_library else _burst(record))
-        allowance.size += len(str(record.msg)) + sum(len(str(part)) for part in _arguments(record)) if is_library else 0
+        if is_library:
+            arguments = record.args if isinstance(record.args, tuple) else ()
+            allowance.size += sum(len(str(part)) for part in (record.msg, *arguments))
         if not allowance.lines.take(self._clock()):
             allowance.dropped += 1
             return None
@@ -48,7 +68,8 @@ class RecordLimit:
         return _with_count(record, dropped) if dropped else record
 
     def _allowance(self, record: logging.LogRecord, burst: int) -> _Allowance:
-        kind: tuple[object, ...] = (record.name, record.levelno, record.pathname, record.lineno, _error_type(record))
+        error_type = record.exc_info[0] if record.exc_info else None
+        kind: tuple[object, ...] = (record.name, record.levelno, record.pathname, record.lineno, error_type)
         if kind not in self._allowances and len(self._allowances) >= MAX_KINDS:
             kind = (OTHER, burst)
         return self._allowances.setdefault(kind, _Allowance(TokenBucket(burst, 1 / SECONDS, self._clock())))
@@ -83,11 +104,3 @@ def _with_count(record: logging.LogRecord, dropped: int) -> logging.LogRecord:
     shown = logging.makeLogRecord(record.__dict__)
     shown.msg, shown.args = f"{record.getMessage()} (and {dropped} lines like it)", ()
     return shown
-
-
-def _arguments(record: logging.LogRecord) -> tuple[object, ...]:
-    return record.args if isinstance(record.args, tuple) else ()
-
-
-def _error_type(record: logging.LogRecord) -> object:
-    return record.exc_info[0] if record.exc_info else None

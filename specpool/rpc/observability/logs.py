@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import Any, Literal, NoReturn, TextIO
 
 from specpool.rpc.observability.line_limits import RecordLimit, without_message
@@ -92,7 +91,7 @@ def configure_logging(level: str, log_format: LogFormat = "text", program: str =
     threading.excepthook = _log_uncaught_in_thread
     if log_format == "json":
         handler.setFormatter(JsonFormatter(process))
-        sys.excepthook = _log_uncaught
+        sys.excepthook = lambda _, error, __: logging.getLogger(__name__).critical("uncaught exception", exc_info=error)
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("grpc").setLevel(logging.INFO)  # at debug level it logs each step of its event loop
     for logger in list(logging.root.manager.loggerDict.values()):
@@ -197,10 +196,6 @@ def _quoted(value: str | list[str]) -> str:
 
 def _indented(trace: str) -> str:
     return "\n".join(f"    {line}" for line in trace.translate(_CONTROLS_IN_TRACES).split("\n"))
-
-
-def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    logging.getLogger(__name__).critical("uncaught exception", exc_info=(kind, error, trace))
 
 
 def _log_uncaught_in_thread(ended: threading.ExceptHookArgs) -> None:

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from specpool.environment.version import package_version
+from specpool.environment.process import package_version
 from specpool.rpc.status import code_name
 
 PREFIX = "specpool:"
@@ -102,7 +102,6 @@ class CallCounter:
 
 
 def server_registry(calls: CallCounter | None) -> CollectorRegistry:
-    """Return a registry with the metrics of every server."""
     registry = CollectorRegistry()
     names = ("version", "python_version")
     build_info = Gauge(PREFIX + "build_info", "Version of the process; always 1.", names, registry=registry)

@@ -13,11 +13,16 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
+from urllib.parse import urlsplit
 
-from specpool.environment.version import package_version
-from specpool.rpc.observability.trace_settings import TraceSettings
+from pydantic import AfterValidator, BaseModel, Field
+
+from specpool.environment.extras import explain_missing
+from specpool.environment.process import package_version
 from specpool.rpc.status import error_type
+
+_SCHEMES = ("http", "https", "grpc")
 
 Kind: TypeAlias = Literal["internal", "server", "client"]
 Attributes: TypeAlias = Mapping[str, str | bool | int | float | list[str]]
@@ -27,6 +32,50 @@ FLUSH_SECONDS = 2.0
 LOG_SECONDS = 60.0
 _PARENT_HEADERS = ("traceparent", "tracestate")
 _SAMPLED = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f][13579bdf]")
+# Loggers that report an unreachable collector.
+_EXPORT_LOGGERS = ("opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.sdk._shared_internal")
+# Loggers that report invalid variables and other non-fatal errors.
+_ERROR_LOGGERS = (
+    *_EXPORT_LOGGERS,
+    "opentelemetry.context",
+    "opentelemetry.sdk.resources",
+    "opentelemetry.sdk.trace.export",
+)
+_HEADERS_LOGGER = "opentelemetry.util.re"
+# Loggers that quote long texts or invalid headers of callers.
+_REQUEST_LOGGERS = (
+    "opentelemetry.attributes",
+    "opentelemetry.trace.propagation.tracecontext",
+    "opentelemetry.trace.span",
+)
+
+
+def _check_endpoint(endpoint: str) -> str:
+    try:
+        parts = urlsplit(endpoint)
+        known = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
+    except ValueError:  # invalid port
+        known = False
+    if not known or endpoint.split() != [endpoint]:
+        raise ValueError("must be a URL of a collector, such as http://localhost:4317")
+    if parts.path.strip("/") or parts.query or parts.fragment:  # probably OTLP over HTTP
+        raise ValueError("must end with the port of a collector, since traces go over gRPC: http://localhost:4317")
+    if (problem := explain_missing("otel")) is not None:
+        raise ValueError(problem)
+    return endpoint
+
+
+class TraceSettings(BaseModel, frozen=True):
+    """Where traces go, and how many."""
+
+    otlp_traces_endpoint: Annotated[str, AfterValidator(_check_endpoint)] | None = Field(
+        None,
+        description="send traces to this OTLP collector over gRPC: http://HOST:4317, or https:// for TLS; "
+        "default: no traces",
+    )
+    trace_sample_rate: float = Field(
+        1.0, ge=0, le=1, description="share of requests to trace; the trace context of a caller takes precedence"
+    )
 
 
 class Span:
@@ -57,7 +106,6 @@ class Span:
         return Span(self._tracer, child)
 
     def note(self, attributes: Attributes) -> None:
-        """Add attributes."""
         self._span.set_attributes(attributes)
 
     def failed(self, error: BaseException) -> None:
@@ -190,22 +238,6 @@ def _without_headers(record: logging.LogRecord) -> bool:
     return True
 
 
-# Loggers that report an unreachable collector.
-_EXPORT_LOGGERS = ("opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.sdk._shared_internal")
-# Loggers that report invalid variables and other non-fatal errors.
-_ERROR_LOGGERS = (
-    *_EXPORT_LOGGERS,
-    "opentelemetry.context",
-    "opentelemetry.sdk.resources",
-    "opentelemetry.sdk.trace.export",
-)
-_HEADERS_LOGGER = "opentelemetry.util.re"
-# Loggers that quote long texts or invalid headers of callers.
-_REQUEST_LOGGERS = (
-    "opentelemetry.attributes",
-    "opentelemetry.trace.propagation.tracecontext",
-    "opentelemetry.trace.span",
-)
 _ONCE_A_MINUTE = {name: _OnceAMinute() for name in _EXPORT_LOGGERS}
 
 

@@ -7,8 +7,7 @@ from typing import Any, TypeAlias, TypedDict, Unpack
 
 import grpc
 
-from specpool.rpc.security.reloading import Reloaded
-from specpool.rpc.security.tls import Pem, TlsFiles, channel_credentials
+from specpool.rpc.security.tls import Pem, Reloaded, TlsFiles, channel_credentials
 from specpool.rpc.security.tokens import bearing, token_of
 
 StrPath: TypeAlias = str | Path
@@ -127,8 +126,6 @@ class SecurityOptions(TypedDict, total=False):
 
 
 class Connector:
-    """Opens channels to a server."""
-
     def __init__(self, address: str, **security: Unpack[SecurityOptions]) -> None:
         """`address`: "host:port".
 
@@ -172,11 +169,6 @@ class Connector:
     def is_outdated(self) -> bool:
         """Whether usable TLS files have replaced those of the last channel. Tokens are read anew for each call."""
         return self._tls is not None and self._tls.current() != self._opened
-
-
-def open_channel(address: str) -> grpc.aio.Channel:
-    """Open a channel to `address` ("host:port") without TLS."""
-    return Connector(address).open()
 
 
 def _path(value: StrPath | None) -> Path | None:

@@ -1,13 +1,63 @@
 """TLS credentials of servers and clients, from PEM files that are reloaded when they change."""
 
+import logging
 import ssl
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
 
-from specpool.rpc.security.reloading import Reloaded
+log = logging.getLogger(__name__)
+
+CHECK_SECONDS = 0.1
+"""Minimum time between two checks of the files."""
+
+T = TypeVar("T")
+
+Signature: TypeAlias = tuple[tuple[int, ...] | None, ...]
+
+
+class Reloaded(Generic[T]):
+    """The loaded contents of files. Keeps the last valid contents while changed files are invalid."""
+
+    def __init__(self, paths: Sequence[Path], load: Callable[[], T]) -> None:
+        """Load the files once. `load` raises a ValueError, whose text may be logged, for invalid files."""
+        self._paths, self._load = paths, load
+        self._seen = self._signature()
+        self._loaded = load()
+        self._checked = time.monotonic()
+
+    def current(self) -> T:
+        """Return the contents, at most `CHECK_SECONDS` old. Never raises."""
+        if time.monotonic() < self._checked + CHECK_SECONDS:
+            return self._loaded
+        self._checked = time.monotonic()
+        while (signature := self._signature()) != self._seen:
+            self._seen = signature
+            try:
+                loaded = self._load()
+            except ValueError as error:
+                log.error("cannot use changed files; keeping the previous contents: %s", error)
+                continue
+            if self._signature() == signature:  # otherwise they changed while being read
+                self._loaded = loaded
+                log.info("reloaded %s", ", ".join(map(str, self._paths)))
+        return self._loaded
+
+    def _signature(self) -> Signature:
+        return tuple(map(_signature, self._paths))
+
+
+def _signature(path: Path) -> tuple[int, ...] | None:
+    """Return a value that changes with the file, or with the target of a link. None if there is no file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, status.st_dev
 
 
 @dataclass(frozen=True)
@@ -38,7 +88,8 @@ class TlsFiles:
 
     def load(self) -> Pem:
         """Read the files. Raises ValueError with the setting's name for an unusable file."""
-        pem = Pem(self._certificates("ca", self.ca), self._certificates("cert", self.cert), self._key())
+        key = None if self.key is None else self._read("key", self.key)
+        pem = Pem(self._certificates("ca", self.ca), self._certificates("cert", self.cert), key)
         if self.cert is not None:
             self._check_pair(self.cert)
         return pem
@@ -57,9 +108,6 @@ class TlsFiles:
         except (ssl.SSLError, ValueError):
             raise ValueError(f"{self.prefix}tls_{part}: {path} contains no PEM certificate") from None
         return content
-
-    def _key(self) -> bytes | None:
-        return None if self.key is None else self._read("key", self.key)
 
     def _read(self, part: str, path: Path) -> bytes:
         try:
@@ -101,7 +149,6 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
 
 def channel_credentials(pem: Pem) -> grpc.ChannelCredentials:
-    """Return the credentials of a client."""
     return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
 
 

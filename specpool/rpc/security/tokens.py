@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from specpool.rpc.security.reloading import Reloaded
+from specpool.rpc.security.tls import Reloaded
 
 HEADER = "authorization"
 MIN_TOKEN_LENGTH, MAX_TOKEN_LENGTH = 16, 1024

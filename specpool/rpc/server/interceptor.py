@@ -27,12 +27,10 @@ from specpool.rpc.config.settings import ServerSettings
 from specpool.rpc.observability.line_limits import without_message
 from specpool.rpc.observability.metrics import CallCounter
 from specpool.rpc.server.callers import Authenticator, client_of, is_authenticated, is_health
-from specpool.rpc.server.calls import ENDING_SECONDS, Call, CallLimits
+from specpool.rpc.server.calls import ENDING_SECONDS, Call, CallLimits, Pace, status_sent
+from specpool.rpc.server.health import NewestCalls
 from specpool.rpc.server.limits import Calls
-from specpool.rpc.server.newest_calls import NewestCalls
-from specpool.rpc.server.parsing import RequestParser
-from specpool.rpc.server.shares import Pace
-from specpool.rpc.server.unread import status_sent
+from specpool.rpc.server.message_memory import RequestParser
 from specpool.rpc.status import ANSWERED, TrailingMetadata, status_of
 
 log = logging.getLogger(__name__)
@@ -74,12 +72,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     other error. It therefore registers every method as one with a request stream.
     """
 
-    def __init__(
-        self,
-        settings: ServerSettings,
-        authenticator: Authenticator,
-        counter: CallCounter | None,
-    ) -> None:
+    def __init__(self, settings: ServerSettings, authenticator: Authenticator, counter: CallCounter | None) -> None:
         """`counter`: None if nobody reads the metrics."""
         self.calls = Calls(CallLimits.of(settings))
         """Calls in progress, except health checks, and reflection without a credential."""

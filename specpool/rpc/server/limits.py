@@ -12,10 +12,8 @@ from typing import Any, TypeVar
 
 from specpool.protocol.errors import InvalidArgumentError, SlowRequestError, UnavailableError
 from specpool.rpc.server.callers import client_of
-from specpool.rpc.server.calls import ENDING_SECONDS, Call, CallLimits, Client, too_many
-from specpool.rpc.server.message_memory import MAX_GROWTH, SCALAR_BYTES
-from specpool.rpc.server.parsing import RequestParser
-from specpool.rpc.server.shares import Pace, fair_share
+from specpool.rpc.server.calls import ENDING_SECONDS, Call, CallLimits, Client, Pace, fair_share, too_many
+from specpool.rpc.server.message_memory import MAX_GROWTH, SCALAR_BYTES, RequestParser
 
 MAX_CONCURRENT_READS = 16
 # A request that is still arriving after this time gives up its read slot and counts as slow. Beyond the maximum number
@@ -165,7 +163,6 @@ class Calls:
         call.client.replaceable.pop(call, None)
 
     def hold(self, call: Call, memory: int) -> None:
-        """Count memory for a call."""
         call.memory += memory
         call.client.memory += memory
         self._memory += memory

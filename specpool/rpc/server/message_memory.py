@@ -1,9 +1,13 @@
 """Estimates the memory of a protobuf message once it is parsed. Small elements grow most."""
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError
+
+from specpool.protocol.errors import InvalidArgumentError
 
 # Upper bounds on protobuf's memory for a message and for an element of a repeated scalar field.
 MESSAGE_BYTES, SCALAR_BYTES = 128, 16
@@ -21,6 +25,8 @@ _SIZES = {
 """Wire sizes of scalars other than varints."""
 _CONTINUED = bytes(range(0x80, 0x100))
 """Bytes of a varint before its last one."""
+
+R = TypeVar("R")
 
 
 class _Field(NamedTuple):
@@ -110,3 +116,22 @@ def _varint(payload: bytes, position: int) -> tuple[int, int]:
         if byte < 0x80:
             return number, position + 1
     raise IndexError
+
+
+class RequestParser(Generic[R]):
+    def __init__(self, deserialize: Callable[[bytes], R]) -> None:
+        """`deserialize`: of a protobuf message, its `FromString`."""
+        message: Any = getattr(deserialize, "__self__", None)
+        self._kind: Descriptor | None = getattr(message, "DESCRIPTOR", None)
+        self._deserialize = deserialize
+
+    def memory_of(self, payload: bytes) -> int:
+        """Return an upper bound on the memory of a parsed request."""
+        return memory_of(payload, self._kind)
+
+    def parse(self, payload: bytes) -> R:
+        """Return the request. Raises InvalidArgumentError."""
+        try:
+            return self._deserialize(payload)
+        except DecodeError as error:
+            raise InvalidArgumentError("request", f"not a message of the expected type ({error})") from None

@@ -15,14 +15,13 @@ from grpc_reflection.v1alpha import reflection
 from specpool.rpc.config.settings import ServerSettings
 from specpool.rpc.observability.metrics import CallCounter, server_registry
 from specpool.rpc.observability.metrics_endpoint import MetricsEndpoint
-from specpool.rpc.ports import ListenError, check_port
+from specpool.rpc.ports import ListenError, check_port, is_loopback, wait_closed
 from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.tls import server_credentials
 from specpool.rpc.server.callers import Authenticator
 from specpool.rpc.server.connections import connection_options
-from specpool.rpc.server.health import HealthServicer, process_name
+from specpool.rpc.server.health import MAX_HEALTH_REQUEST_BYTES, HealthServicer, process_name
 from specpool.rpc.server.interceptor import CallInterceptor
-from specpool.rpc.server.newest_calls import MAX_HEALTH_REQUEST_BYTES
 from specpool.rpc.server.signals import StopSignals
 
 log = logging.getLogger(__name__)
@@ -49,7 +48,9 @@ class Server:
         self._health = HealthServicer()
         self._services: list[str] = []
         self._stopping, self._cut_off = asyncio.Event(), asyncio.Event()
-        self._orphaned: asyncio.Task[None] | None = None
+        self.has_failed = False
+        """Whether gRPC has closed a port. The process must exit with an error, so that it is restarted."""
+        self._watches: list[asyncio.Task[None]] = []
         self._signals: StopSignals | None = None
         self.on_drain: Callable[[], None] | None = None
         """Called when the drain begins."""
@@ -84,18 +85,25 @@ class Server:
         self._health.set(LIVE, True)
         self.set_serving(False)
         host, health_port = self._settings.host, self._settings.health_port
+        monitoring_host = self._settings.monitoring_host or host
         port = _listen("port", host, self._settings.port, self._add_port)
         if self._health_server is not None and health_port is not None:
-            _listen("health_port", host, health_port, self._health_server.add_insecure_port)
+            _listen("health_port", monitoring_host, health_port, self._health_server.add_insecure_port)
         if self._counter is not None and self._settings.metrics_port is not None:
             self._counter.add_services(names)
-            self._metrics.start(host, self._settings.metrics_port)
+            self._metrics.start(monitoring_host, self._settings.metrics_port)
         for server in self._servers():
             await server.start()
+        self._watch_port(host, port)
+        if health_port is not None:
+            self._watch_port(monitoring_host, health_port)
         log.info("listening on %s%s", join_address(host, port), " with TLS" if self._credentials is not None else "")
-        if self._settings.api_tokens is not None and self._credentials is None:
+        if self._settings.api_tokens is not None and self._credentials is None and not is_loopback(host):
             log.warning("api_tokens is set without tls_cert: tokens travel in plain text")
         return port
+
+    def _watch_port(self, host: str, port: int) -> None:
+        self._watches.append(asyncio.create_task(self._stop_when_closed(host, port)))
 
     def _servers(self) -> list[grpc.aio.Server]:
         return [self._server, *([self._health_server] if self._health_server is not None else [])]
@@ -121,7 +129,7 @@ class Server:
         """
         self._signals = StopSignals(self._stop_on_signal, lambda: self.stop(drain=False))
         if self._settings.parent_pid is not None:
-            self._orphaned = asyncio.create_task(self._stop_when_orphaned(self._settings.parent_pid))
+            self._watches.append(asyncio.create_task(self._stop_when_orphaned(self._settings.parent_pid)))
         return self._signals
 
     def _stop_on_signal(self) -> None:
@@ -163,6 +171,8 @@ class Server:
                 await self._calls.idle.wait()
         for server in self._servers():
             await server.stop(None)
+        for watch in self._watches:
+            watch.cancel()
         await self._metrics.close()
         if self._signals is not None:
             self._signals.server_stopped()
@@ -174,6 +184,15 @@ class Server:
             await asyncio.sleep(LAST_CALLS_SECONDS)
             if self._calls.idle.is_set():
                 return
+
+    async def _stop_when_closed(self, host: str, port: int) -> None:
+        """Stop if gRPC's server closes a port, as after a call whose path is not UTF-8. Nothing can reopen it."""
+        await wait_closed(host, port)
+        if not self.stopping:
+            self.has_failed = True
+            log.error("gRPC has closed %s; exiting with status 1 for a restart", join_address(host, port))
+            self.set_live(False)
+            self.stop(drain=False)
 
     async def _stop_when_orphaned(self, parent_pid: int) -> None:
         while True:

@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 
 from coordinator.prompts import tokenizer_pool
 from coordinator.prompts.tokenizer_pool import LimitError, TokenizerPool
-from coordinator.workers.errors import UnusableModelError
 from specpool.testing import byte_tokenizer
 from specpool.v1 import generation_pb2 as pb
 
@@ -150,17 +149,6 @@ def is_busy(pid: int) -> bool:
         return bool(psutil.Process(pid).cpu_times().user > 0.4)
     except psutil.Error:
         return False
-
-
-async def test_a_target_whose_tokenizer_cannot_be_loaded_ends_the_coordinator() -> None:
-    target, reason = FilesTarget(tokenizer_json="{}"), r"has an unusable tokenizer: tokenizer\.json is broken"
-    try:
-        with pytest.raises(UnusableModelError, match=reason):  # noqa: PT012 - raised when the service ends
-            async with serving(with_draft=False, with_target=False) as served:
-                await target.start(served.target_address)
-                await served.process.server.wait_stopped()
-    finally:
-        await target.stop()
 
 
 async def test_a_tokenizer_is_loaded_again_after_a_failure_that_may_pass() -> None:

@@ -153,17 +153,12 @@ def test_a_trigger_may_be_a_special_token() -> None:
 
 REFUSED = [
     ("json_schema", "{", "is not JSON: Expecting property name"),
-    ("json_schema", '{"a": NaN}', "is not JSON: Out of range"),
     ("json_schema", '{"enum": ["\\ud800"]}', "has a lone surrogate"),
     ("json_schema", "[" * 60_000, "is nested too deeply"),
     ("json_schema", "5", "does not compile: schema must be an object or boolean"),
-    ("json_schema", "false", "does not compile: Unsatisfiable schema"),
     ("json_schema", '{"type": "foo"}', "does not compile: Invalid type: foo"),
     ("json_schema", '{"not": {"const": 1}}', 'does not compile: Unimplemented keys: ["not"]'),
-    ("json_schema", '{"pattern": "(a"}', "does not compile: invalid regex: unclosed group"),
-    ("json_schema", '{"$ref": "https://a.b/c"}', "does not compile: Resource 'https://a.b/c' is not present"),
     ("regex", "(a", "does not compile: invalid regex: unclosed group"),
-    ("regex", "(?=a)b", "does not compile: invalid regex: look-around"),
     ("regex", r"[^\s\S]", "matches no text"),
     ("grammar", 'start: "a" | foo', 'does not compile: at 1(8): unknown name: "foo"'),
     (
@@ -171,10 +166,8 @@ REFUSED = [
         'root ::= "a" | foo',
         "is invalid: Failed to convert the grammar from GBNF to Lark: Rule 'foo' not found",
     ),
-    ("grammar", "", "is invalid: Failed to convert the grammar from GBNF to Lark: No 'root' rule found"),
     ("grammar", "start: start", "matches no text"),
     ("structural_tag", "[]", "must be {"),
-    ("structural_tag", "{}", "must be {"),
     (
         "structural_tag",
         '{"type": "structural_tag", "format": {"type": "any_text"}}',
@@ -208,8 +201,3 @@ def test_answers_must_validate_whatever_options_the_schema_sets(tokenizer: LLTok
     for kind, constraint in (("json_schema", schema), ("structural_tag", tag)):
         with pytest.raises(ConstraintError, match=r"does not compile: .*(oneOf|Unimplemented)"):
             compile_constraint(tokenizer, kind, json.dumps(constraint))
-
-
-def test_one_of_compiles_if_no_value_can_match_twice(tokenizer: LLTokenizer) -> None:
-    schema = {"oneOf": [{"type": "string"}, {"type": "integer"}]}
-    assert matches(tokenizer, "json_schema", schema, "17") is True

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tiny_tokenizers import BYTES, FALLBACK, described
 from tokenizers import Tokenizer, decoders, models
 
-from coordinator.prompts.decoders import MAX_GROWTH, read_decoder
 from coordinator.prompts.description import TokenizerError, read_description
+from coordinator.prompts.detokenizer import MAX_GROWTH, read_decoder
 from coordinator.prompts.tokenizer import TargetTokenizer
 from specpool.protocol.tokenizer import TokenizerFiles
 

@@ -13,7 +13,7 @@ from coordinator.prompts import tokenizer as module
 from coordinator.prompts.templates import Chat
 from coordinator.prompts.tokenizer import EncodingError, TargetTokenizer, TokenizerError, WorkLimits
 from specpool.protocol.tokenizer import TokenizerFiles
-from specpool.testing import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
+from specpool.testing import VOCAB_SIZE, byte_tokenizer
 
 
 def message(role: str, content: str) -> dict[str, str]:
@@ -26,18 +26,6 @@ def test_truncation_and_padding_of_the_file_are_ignored() -> None:
     tokenizer.enable_padding(length=8)
     files = TokenizerFiles(tokenizer.to_str().encode(), "", {}, ())
     assert TargetTokenizer(files).encode_text("hello") == BYTES.encode("hello").ids
-
-
-def test_chat_is_rendered_with_the_template() -> None:
-    tokenizer = make_tokenizer()
-    ids = tokenizer.encode_chat(Chat([message("system", "be brief"), message("user", "1 < 2 & 'ü'")]))
-    assert BYTES.decode(ids) == "system: be brief\nuser: 1 < 2 & 'ü'\n"
-
-
-def test_template_sees_special_tokens_and_the_generation_prompt() -> None:
-    template = "{{ bos_token }}{{ messages[0]['content'] }}{% if add_generation_prompt %}>{% endif %}"
-    ids = make_tokenizer(template, bos_token="<eos>").encode_chat(Chat([message("user", "hi")]))
-    assert ids == [EOS_TOKEN_ID, *BYTES.encode("hi>").ids]
 
 
 def files(tokenizer_json: bytes = BYTES.to_str().encode(), template: str = "", eos: int = 0) -> TokenizerFiles:

@@ -47,26 +47,6 @@ async def test_callers_that_do_not_stream_wake_up_rarely() -> None:
     assert sample.text == "".join(f"{token} " for token in range(TOKENS))
 
 
-async def test_streams_wake_up_for_each_commit() -> None:
-    sequence = make_sequence()
-    generation = generation_of(sequence)
-    (sample,) = generation.samples
-    read: list[int] = []
-
-    async def stream() -> None:
-        async for _, commit in generation.stream(lambda error: None):
-            read.extend(commit.token_ids if commit is not None else ())
-
-    reading = asyncio.create_task(stream())
-    await settle()
-    for token in range(5):
-        generation.publish(sample, commit_of(sequence, token))
-        await settle()
-        assert read == list(range(token + 1))
-    generation.end(sample)
-    await reading
-
-
 async def test_tokens_are_published_before_the_end_of_their_request() -> None:
     """An abort may come between a commit and its publication."""
     requests, sequence = RequestsInFlight(), make_sequence()

@@ -11,7 +11,7 @@ from grpc import StatusCode
 from serving import RecordingTarget, make_request, serving, violated_fields
 
 from coordinator.rounds import failures
-from coordinator.rounds.releasing import RETRY_SECONDS
+from coordinator.rounds.running import RETRY_SECONDS
 from specpool.v1 import generation_pb2 as pb
 
 SCHEMA = json.dumps(
@@ -56,15 +56,6 @@ async def test_drafts_change_no_tokens(settings: dict[str, Any]) -> None:
         first = responses[0].speculative_decoding
         assert first.num_draft_tokens == 0
         assert responses[4].speculative_decoding.num_accepted_draft_tokens > 0
-
-
-async def test_adaptive_requests_draft_by_grammar() -> None:
-    async with serving(RecordingTarget(), num_speculative_tokens=None, draft_method="best") as served:
-        for seed in range(8):
-            request = constrained(seed)
-            check(served.target, request, await served.stub.Generate(request))
-        info = await served.until_idle()
-        assert info.counters.drafts["grammar"].accepted_draft_tokens > 0
 
 
 async def test_lost_caches_and_failed_rounds_change_no_tokens() -> None:

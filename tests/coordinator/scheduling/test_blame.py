@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling.blame import FAILURES_TO_FAIL, FAILURES_TO_ISOLATE, MAX_CACHE_MISSES, Blame
+from coordinator.scheduling.records import FAILURES_TO_FAIL, FAILURES_TO_ISOLATE, MAX_CACHE_MISSES, Blame
 
 
 def test_repeated_failures_isolate_a_sequence_and_then_fail_it() -> None:

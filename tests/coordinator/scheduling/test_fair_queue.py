@@ -113,3 +113,10 @@ def test_the_heap_of_a_ranking_stays_small() -> None:
     assert len(turns) == 50
     assert len(turns._heap) <= 2 * 51 + ranking.MAX_STALE
     assert turns.first == min(turns._ranks, key=turns._ranks.__getitem__)
+
+
+def test_a_sequence_is_queued_once() -> None:
+    queue, new = FairQueue(), samples(1)
+    queue.add(new)
+    with pytest.raises(AssertionError, match="queued twice"):
+        queue.add(new)

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.scheduling.capacity import QueueLimits
-from coordinator.scheduling.grouping import POLICIES, Exspec, Group, GroupingLimits, Policy
-from coordinator.scheduling.ready import ReadySet
+from coordinator.scheduling.grouping import POLICIES, Exspec, Group, GroupingLimits, Policy, ReadySet
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 
 
@@ -139,7 +138,7 @@ def test_eqspec_admits_until_the_first_token_and_again_once_all_have_left() -> N
 
 
 def serve_all(
-    policy: Policy, pool: AdmittingWindow, arrivals: list[Sequence], gain: Callable[[], int]
+    policy: Policy, window: AdmittingWindow, arrivals: list[Sequence], gain: Callable[[], int]
 ) -> list[list[Sequence]]:
     """Run rounds until all have finished. Two sequences arrive before every round."""
     groups: list[list[Sequence]] = []
@@ -147,17 +146,17 @@ def serve_all(
     while unfinished:
         for newcomer in (next(waiting, None), next(waiting, None)):
             if newcomer is not None:
-                pool.queue.submit([newcomer])
-        pool.admit(policy.admissible(pool.members, len(pool.leaving), pool.capacity))
-        group = policy.choose(pool.ready, pool.rounds).sequences
-        pool.begin_round(group)
+                window.queue.submit([newcomer])
+        window.admit(policy.admissible(window.members, len(window.leaving), window.capacity))
+        group = policy.choose(window.ready, window.rounds).sequences
+        window.begin_round(group)
         for member in group:
             member.target.commit(len(member.token_ids))
             member.commit([0] * gain())
             unfinished -= member.finish is not None
-        pool.end_round(group)
-        pool.check_integrity()
-        pool.released(pool.leaving)
+        window.end_round(group)
+        window.check_integrity()
+        window.released(window.leaving)
         groups.append(group)
         assert len(groups) < 100_000, "the sequences never finish"
     return groups
@@ -167,18 +166,18 @@ def serve_all(
 @given(
     name=st.sampled_from(sorted(POLICIES)),
     limits=all_limits,
-    window=st.integers(1, 24),
+    max_num_seqs=st.integers(1, 24),
     by_length=st.booleans(),
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=60),
     seed=st.integers(0, 99),
 )
 def test_all_sequences_finish_without_starving(
-    name: str, limits: GroupingLimits, window: int, by_length: bool, lengths: list[int], seed: int
+    name: str, limits: GroupingLimits, max_num_seqs: int, by_length: bool, lengths: list[int], seed: int
 ) -> None:
     rng = random.Random(seed)
     arrivals = [make_sequence(i, length, max_tokens=rng.randint(1, 40)) for i, length in enumerate(lengths)]
-    pool = AdmittingWindow(window, QueueLimits(100), by_length=by_length)
-    groups = serve_all(POLICIES[name](limits), pool, arrivals, gain=lambda: rng.randint(1, 5))
+    window = AdmittingWindow(max_num_seqs, QueueLimits(100), by_length=by_length)
+    groups = serve_all(POLICIES[name](limits), window, arrivals, gain=lambda: rng.randint(1, 5))
     turns: dict[int, list[int]] = {}
     for number, group in enumerate(groups):
         for member in group:
@@ -186,30 +185,30 @@ def test_all_sequences_finish_without_starving(
     assert len(turns) == len(arrivals)
     # After max_wait_rounds a sequence is first in line, behind at most the whole window.
     waits = [later - earlier for own in turns.values() for earlier, later in pairwise(own)]
-    assert max(waits, default=0) <= limits.max_wait_rounds + window + 1
+    assert max(waits, default=0) <= limits.max_wait_rounds + max_num_seqs + 1
 
 
 def test_admission_by_length_keeps_neighbours_equally_long() -> None:
-    pool = AdmittingWindow(5, QueueLimits(9), by_length=True)
+    window = AdmittingWindow(5, QueueLimits(9), by_length=True)
     for newcomer in make_sequences([50, 9, 52, 90, 49]):
-        pool.queue.submit([newcomer])
-    assert ids_of(pool.admit()) == [1, 4, 0, 2, 3]
+        window.queue.submit([newcomer])
+    assert ids_of(window.admit()) == [1, 4, 0, 2, 3]
 
 
 def test_admission_by_length_starves_no_sequence() -> None:
-    pool = AdmittingWindow(1, QueueLimits(9), by_length=True)
+    window = AdmittingWindow(1, QueueLimits(9), by_length=True)
     long, ids = make_sequence(0, 500), count(1)
-    pool.queue.submit([long])
+    window.queue.submit([long])
     for _ in range(100):
         short = [make_sequence(next(ids), 5) for _ in range(2)]
         for sequence in short:
-            pool.queue.submit([sequence])
-        (admitted,) = pool.admit()
+            window.queue.submit([sequence])
+        (admitted,) = window.admit()
         if admitted is long:
             return
         for sequence in short:
-            pool.queue.abort(sequence)
-        pool.released(pool.leaving)
+            window.queue.abort(sequence)
+        window.released(window.leaving)
     raise AssertionError("the long prompt never entered")
 
 

@@ -22,8 +22,8 @@ class Simulation:
     """A window with a perfect worker, in which every round gives each ready sequence one token."""
 
     def __init__(self, positions: int = POSITIONS, max_num_seqs: int = 16, **settings: Any) -> None:
-        self.pool = AdmittingWindow(max_num_seqs, QueueLimits(10_000), **settings)
-        self.pool.reservations.capacity = KVCapacity(positions, MULTIPLE, grows=True)
+        self.window = AdmittingWindow(max_num_seqs, QueueLimits(10_000), **settings)
+        self.window.reservations.capacity = KVCapacity(positions, MULTIPLE, grows=True)
         self.ids = count()
         self.preemptions: Counter[str] = Counter()
         self.rounds = 0
@@ -36,26 +36,26 @@ class Simulation:
             sample.first_sample_id = first
         for _ in samples[1:]:
             next(self.ids)
-        self.pool.queue.submit(samples)
+        self.window.queue.submit(samples)
         return samples
 
     def round(self, group_size: int = 16, gained: int = 1) -> None:
-        pool = self.pool
+        window = self.window
         self.rounds += 1
-        pool.admit()
-        self.preemptions.update(sequence.request.client for sequence in pool.queue.preempted.values())
-        group = list(pool.ready)[:group_size]
-        pool.begin_round(group)
+        window.admit()
+        self.preemptions.update(sequence.request.client for sequence in window.queue.preempted.values())
+        group = list(window.ready)[:group_size]
+        window.begin_round(group)
         for sequence in group:
-            reserved = pool.reservations[sequence.sequence_id]
+            reserved = window.reservations[sequence.sequence_id]
             assert sequence.next_length <= min(reserved, sequence.reserved_length), "a draft may not fit"
             sequence.share(None)
             sequence.commit([7] * min(gained, 1 + max(0, sequence.max_num_draft_tokens)))
             sequence.target.commit(len(sequence.token_ids) - 1)
-        pool.end_round(group)
-        assert not any(map(is_protected, pool.cramped.values())), "it holds positions, which nobody can use"
-        pool.check_integrity()
-        pool.released(pool.leaving)
+        window.end_round(group)
+        assert not any(map(is_protected, window.cramped.values())), "it holds positions, which nobody can use"
+        window.check_integrity()
+        window.released(window.leaving)
 
     def run_until_done(self, *sequences: Sequence, rounds: int) -> int:
         before = self.rounds
@@ -69,12 +69,12 @@ def test_a_long_answer_reserves_what_it_uses() -> None:
     simulation = Simulation()
     (hog,) = simulation.submit("hog", 20, 2000)
     simulation.round()
-    assert simulation.pool.reservations[hog.sequence_id] <= 20 + 256 + MULTIPLE
+    assert simulation.window.reservations[hog.sequence_id] <= 20 + 256 + MULTIPLE
     (short,) = simulation.submit("short", 20, 1)
     simulation.run_until_done(short, rounds=1)
     reserved = []
     while hog.finish is None:
-        reserved.append(simulation.pool.reservations[hog.sequence_id])
+        reserved.append(simulation.window.reservations[hog.sequence_id])
         simulation.round()
     assert simulation.rounds <= 2001, "it never waits"
     assert len(set(reserved)) <= 12, "each growth may move the sequence"
@@ -96,7 +96,7 @@ def test_a_short_request_does_not_wait_for_the_growth_of_longer_ones() -> None:
     """One long answer waits for the other. The short request takes the positions of the one that waits."""
     simulation = Simulation(positions=32 * POSITIONS)
     other, large = [*simulation.submit("b", 16_000, 4_000), *simulation.submit("a", 42_000, 16_000)]
-    while large.sequence_id not in simulation.pool.cramped:
+    while large.sequence_id not in simulation.window.cramped:
         simulation.round()
         assert large.finish is None
     (short,) = simulation.submit("c", 1000, 1)
@@ -168,18 +168,18 @@ def test_a_long_request_is_overtaken_only_so_often() -> None:
         simulation.round()
         assert long.overtaken <= MAX_OVERTAKEN
         assert simulation.rounds < 400
-    assert simulation.pool.queued > 0
+    assert simulation.window.queued > 0
 
 
 def test_paused_sequences_give_up_their_positions_first() -> None:
     simulation = Simulation(positions=1024)
     (idle,) = simulation.submit("a", 400, 100)
     simulation.round()
-    simulation.pool.queue.pause(idle)
+    simulation.window.queue.pause(idle)
     (busy,) = simulation.submit("b", 400, 600)
     simulation.run_until_done(busy, rounds=620)
     assert idle.is_preempted
-    simulation.pool.queue.resume(idle)
+    simulation.window.queue.resume(idle)
     simulation.run_until_done(idle, rounds=110)
 
 
@@ -190,7 +190,7 @@ def test_a_preempted_sequence_continues_from_its_own_cache_if_the_worker_still_h
         simulation.round()
     preempted = one if one.is_preempted else other
     while preempted.is_preempted:
-        simulation.pool.admit()
+        simulation.window.admit()
         if not preempted.is_preempted:
             assert preempted.target.base_length >= len(preempted.token_ids) - 17
             return
@@ -199,10 +199,10 @@ def test_a_preempted_sequence_continues_from_its_own_cache_if_the_worker_still_h
 
 def test_without_growth_sequences_reserve_everything() -> None:
     simulation = Simulation()
-    simulation.pool.reservations.capacity = KVCapacity(POSITIONS, MULTIPLE, grows=False)
+    simulation.window.reservations.capacity = KVCapacity(POSITIONS, MULTIPLE, grows=False)
     (hog,) = simulation.submit("hog", 20, 1000)
     simulation.round()
-    assert (simulation.pool.reservations[hog.sequence_id], hog.reserved, hog.reserved_length) == (1024, None, 1020)
+    assert (simulation.window.reservations[hog.sequence_id], hog.reserved, hog.reserved_length) == (1024, None, 1020)
 
 
 def test_a_sequence_without_room_in_the_worker_gives_up_its_place() -> None:
@@ -210,12 +210,12 @@ def test_a_sequence_without_room_in_the_worker_gives_up_its_place() -> None:
     simulation = Simulation()
     (sequence,) = simulation.submit("a", 20, 500)
     simulation.round()
-    group = list(simulation.pool.ready)
-    simulation.pool.begin_round(group)
+    group = list(simulation.window.ready)
+    simulation.window.begin_round(group)
     sequence.target.refuse_room()
-    simulation.pool.end_round(group)
-    assert simulation.pool.leaving == {sequence.sequence_id}
-    simulation.pool.released(simulation.pool.leaving)
+    simulation.window.end_round(group)
+    assert simulation.window.leaving == {sequence.sequence_id}
+    simulation.window.released(simulation.window.leaving)
     simulation.run_until_done(sequence, rounds=510)
 
 
@@ -241,15 +241,15 @@ def test_every_sequence_finishes(
         gained = chance.randint(1, 5)
         for _ in range(chance.randint(1, 30)):
             simulation.round(gained=gained)
-        queue = simulation.pool.queue
+        queue = simulation.window.queue
         acts = [queue.pause, queue.resume, queue.resume, queue.abort]
         for sequence in unfinished:
             if not requests:
-                simulation.pool.queue.resume(sequence)
+                simulation.window.queue.resume(sequence)
             elif chance.random() < 0.1:
                 chance.choice(acts)(sequence)
         unfinished = [sequence for sequence in unfinished if sequence.finish is None]
         assert simulation.rounds < 10_000, "a sequence starves"
     simulation.round()
-    assert simulation.pool.is_empty
-    assert simulation.pool.kv_usage == 0
+    assert simulation.window.is_empty
+    assert simulation.window.kv_usage == 0

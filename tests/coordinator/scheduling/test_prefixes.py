@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling.digests import BLOCK_TOKENS, PrefixDigests
 from coordinator.scheduling.prefixes import MAX_CANDIDATES, PrefixIndex
+from coordinator.scheduling.records import BLOCK_TOKENS, PrefixDigests
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
 
 SHARED = (5,) * (3 * BLOCK_TOKENS)

@@ -6,9 +6,9 @@ import pytest
 from admitting_window import AdmittingWindow
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_pool import make_sequence
+from test_window import make_sequence
 
-from coordinator.scheduling.capacity import DuplicateRequestError, KVCapacity, PoolFullError, QueueLimits
+from coordinator.scheduling.capacity import DuplicateRequestError, KVCapacity, QueueLimitError, QueueLimits
 from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import Sequence
 
@@ -20,8 +20,6 @@ def make_windows(
 ) -> tuple[RequestQueue, list[AdmittingWindow]]:
     queue = RequestQueue(QueueLimits(queue_size))
     windows = [AdmittingWindow(max_num_seqs, queue) for _ in range(number)]
-    for window in windows:
-        window.numerics = "same"
     return queue, windows
 
 
@@ -45,18 +43,13 @@ class WindowsMachine(RuleBasedStateMachine):
         number=st.integers(1, 3),
         max_num_seqs=st.integers(1, 3),
         positions=st.sampled_from([0, 40, 90]),
-        proven=st.booleans(),
     )
-    def start(self, number: int, max_num_seqs: int, positions: int, proven: bool) -> None:
+    def start(self, number: int, max_num_seqs: int, positions: int) -> None:
         self.queue, self.windows = make_windows(number, max_num_seqs, queue_size=6)
-        self.lives = count()
         for window in self.windows:
-            window.numerics = "same" if proven else f"life {next(self.lives)}"
             window.reservations.capacity = KVCapacity(positions, 1, grows=True)
-        self.proven, self.ids = proven, count(1)
+        self.ids = count(1)
         self.groups: dict[AdmittingWindow, list[Sequence]] = {}
-        self.begun_with: dict[int, str] = {}
-        """Numerics that chose the tokens of each request, by its first sample."""
         self.alive: dict[int, Sequence] = {}
 
     def pick(self, index: int) -> AdmittingWindow:
@@ -73,7 +66,7 @@ class WindowsMachine(RuleBasedStateMachine):
             sequence.first_sample_id = first
         try:
             self.queue.submit(new)
-        except PoolFullError:
+        except QueueLimitError:
             return
         self.alive |= {sequence.sequence_id: sequence for sequence in new}
 
@@ -100,8 +93,6 @@ class WindowsMachine(RuleBasedStateMachine):
         group = self.groups.pop(window)
         for sequence in group if window.is_open else ():
             if sequence.finish is None and gained:
-                began = self.begun_with.setdefault(sequence.first_sample_id, window.numerics)
-                assert began == window.numerics, "two models contribute to one response"
                 sequence.commit([0] * gained)
                 sequence.target.commit(len(sequence.token_ids) - 1)
         window.end_round(group)
@@ -141,9 +132,6 @@ class WindowsMachine(RuleBasedStateMachine):
         if not window.is_lost or window in self.groups:
             return
         if not is_same:
-            numerics = "same" if self.proven else f"life {next(self.lives)}"
-            for sequence in self.queue.change_numerics(window, numerics):
-                self.queue.abort(sequence)
             window.forget_target_caches()
         window.is_open, window.is_lost = True, False
         self.drop_finished()
@@ -248,21 +236,6 @@ def test_a_sequence_in_a_round_moves_after_it() -> None:
     assert windows[1].admit() == [sequence]
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_only_proven_numerics_continue_a_begun_request(begun: bool) -> None:
-    queue, windows = make_windows(2)
-    for i, window in enumerate(windows):
-        window.numerics = f"unproven {i}"
-    queue.submit([make_sequence(1, max_tokens=9)])
-    (sequence,) = windows[0].admit()
-    if begun:
-        decode(windows[0], [sequence])
-    windows[0].is_open = False
-    assert queue.vacate(windows[0]) == (set() if begun else {1})
-    assert windows[1].admit() == ([] if begun else [sequence])
-    assert queue.change_numerics(windows[0], "unproven 2") == ([sequence] if begun else [])
-
-
 def test_all_windows_share_ids_and_limits() -> None:
     queue, windows = make_windows(2, max_num_seqs=1, queue_size=1)
     queue.submit([make_sequence(1, "a")])
@@ -271,7 +244,7 @@ def test_all_windows_share_ids_and_limits() -> None:
         queue.submit([make_sequence(2, "a")])
     for i in range(3, 5):
         queue.submit([make_sequence(i)])
-    with pytest.raises(PoolFullError):
+    with pytest.raises(QueueLimitError):
         queue.submit([make_sequence(6)])
 
 
@@ -280,7 +253,7 @@ def test_a_removed_window_gives_up_its_sequences() -> None:
     for i in range(4):
         queue.submit([make_sequence(i, max_tokens=9)])
     windows[0].admit()
-    assert queue.remove(windows[0]) == []
+    queue.remove(windows[0])
     windows[1].admit()
     assert windows[1].occupied == 4
     assert queue.windows == [windows[1]]

@@ -10,21 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.scheduling.caches import WorkerCache
-from coordinator.scheduling.commits import Commit
-from coordinator.scheduling.counters import Counters, DraftCounters
-from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS, DraftLimits
+from coordinator.scheduling.commits import Commit, Counters, DraftCounters
+from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS
 from coordinator.scheduling.prefill import MAX_UNCHUNKED_TOKENS
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
 from coordinator.scheduling.text import TextStream
 from specpool.drafting.plans import DraftMethod, DraftPlan, Lookup
-from specpool.protocol.rounds import Branch, ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
+from specpool.protocol.rounds import MAX_ITEM_BRANCHES, Branch, ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
+from specpool.protocol.worker_info import WorkerInfo
 
 VOCAB_SIZE = 11
 DRAFT_VOCAB_SIZE = 13
 NO_LIMIT = 10_000
-NO_LIMITS = DraftLimits(NO_LIMIT, NO_LIMIT)
+NO_LIMITS = WorkerInfo(max_model_len=NO_LIMIT, vocab_size=NO_LIMIT, max_branches=MAX_ITEM_BRANCHES)
 # No failures afterwards: with a budget of one token, a cache that keeps getting lost is never rebuilt.
 FAILING_ROUNDS = 150
 
@@ -284,8 +284,8 @@ class Simulation:
         self.commit(second, others, later)
 
     @property
-    def draft_limits(self) -> DraftLimits:
-        return DraftLimits(self.draft_max_len, NO_LIMIT)
+    def draft_limits(self) -> WorkerInfo:
+        return WorkerInfo(max_model_len=self.draft_max_len, vocab_size=NO_LIMIT, max_branches=MAX_ITEM_BRANCHES)
 
     def plans(self, group: list[Sequence]) -> dict[int, DraftPlan]:
         """Random plans for most sequences: by the model (before or during verification), by lookup, or neither."""
@@ -521,24 +521,6 @@ def test_rounds_gain_one_token_more_than_they_accept(accepted: int) -> None:
     assert item.base_length == len(sequence.request.prompt_ids) + min(accepted + 1, 4)
 
 
-def test_all_sequences_share_the_prefill_budget() -> None:
-    sequences = [make_sequence([i] * 30, sequence_id=i) for i in range(4)]
-    _, items = run_once(sequences, Worker(), Worker(), [], budget=40)
-    assert [(item.sequence_id, len(item.token_ids)) for item in items] == [(0, 30), (1, 10)]
-
-
-@pytest.mark.parametrize("budget", [1, 7, 30])
-def test_prefill_never_stalls_decoding(budget: int) -> None:
-    newcomers = [make_sequence([i] * 200, sequence_id=i) for i in range(3)]
-    decoding, target, draft = make_sequence(sequence_id=9, max_tokens=100), Worker(), Worker()
-    run_once([decoding], target, draft, [False] * 4)
-    for round_id in range(2, 12):
-        before = decoding.num_generated
-        run_once([*newcomers, decoding], target, draft, [False] * 4, budget, round_id)
-        assert decoding.num_generated == before + 1
-    assert any(sequence.num_generated == 0 for sequence in newcomers)
-
-
 @pytest.mark.parametrize(("k", "max_tokens"), [(0, 6), (4, 2)])
 def test_nothing_is_drafted_without_speculation_or_for_the_last_token(k: int, max_tokens: int) -> None:
     sequence, target, draft = make_sequence(k=k, max_tokens=max_tokens), Worker(), Worker()
@@ -565,7 +547,8 @@ def test_nothing_is_drafted_while_the_target_has_no_slot() -> None:
         (item,) = round_.verify_items()
         token_ids = (5,) if status is ItemStatus.OK else ()
         round_.commit([Verdict(0, status, token_ids, len(item.token_ids))])
-        assert len(Round(2, [sequence], prefill_tokens=100).propose_items(DraftLimits(100, 300))) == num_items
+        worker = WorkerInfo(max_model_len=100, vocab_size=300)
+        assert len(Round(2, [sequence], prefill_tokens=100).propose_items(worker)) == num_items
 
 
 def test_stale_responses_change_no_tokens() -> None:
@@ -686,23 +669,6 @@ def test_the_target_selects_the_branch_that_came_true() -> None:
     assert sequence.generated_ids == decode_plainly(sequence.request)[: sequence.num_generated]
 
 
-def test_branches_end_where_the_request_ends() -> None:
-    sequence = make_sequence(max_tokens=6, k=8)
-    target, draft = Worker(), Worker()
-    plans = {sequence.sequence_id: DraftPlan(8, num_branches=1)}
-    first, second = Round(1, [sequence], 100, plans), Round(2, [sequence], 100, plans)
-    answers = [target.verify(each, 1) for each in first.verify_items()]
-    first.take_ahead([draft.propose(item, [True] * 9) for item in first.ahead_items(NO_LIMITS)], VOCAB_SIZE)
-    second.take_branches()
-    (sent,) = second.verify_items()
-    assert [len(branch.draft_token_ids) for branch in sent.branches] == [4]
-    later = [target.verify(sent, 2)]
-    first.commit(answers)
-    second.complete_items()
-    second.commit(later)
-    assert sequence.generated_ids == decode_plainly(sequence.request)
-
-
 @pytest.mark.parametrize("wrong", [None, 0, 2])
 def test_lookup_tokens_continue_the_pending_round(wrong: int | None) -> None:
     """They form a branch for the outcome that the lookup predicts."""
@@ -748,20 +714,6 @@ def test_a_sequence_without_its_branch_is_verified_without_drafts() -> None:
         commits = round_.commit([target.verify(each) for each in verified])
     assert [commit.drafted for commit in commits] == [3, 0]
     assert missed.draft.num_cached_tokens == len(missed.token_ids) - 1
-
-
-@pytest.mark.parametrize("status", [ItemStatus.CACHE_MISS, ItemStatus.NO_SLOT, ItemStatus.STALE_ROUND])
-def test_failed_branches_cost_no_tokens(status: ItemStatus) -> None:
-    sequence = make_sequence(k=3)
-    target = Worker()
-    for number in range(1, 4):
-        round_ = Round(number, [sequence], 100, {sequence.sequence_id: DraftPlan(3, num_branches=2)})
-        round_.take_branches()
-        verified = round_.verify_items()
-        round_.take_ahead([Proposal(i.sequence_id, status) for i in round_.ahead_items(NO_LIMITS)], VOCAB_SIZE)
-        (commit,) = round_.commit([target.verify(each) for each in verified])
-        assert (commit.drafted, commit.branch, sequence.draft.num_cached_tokens) == (0, None, 0)
-    assert sequence.generated_ids == decode_plainly(sequence.request)[:3]
 
 
 def test_branches_that_the_worker_did_not_draft_count_as_misses() -> None:

@@ -25,12 +25,12 @@ class Flight:
 
 
 class RoundsInFlight(RuleBasedStateMachine):
-    """Plays the round loop and the workers against a pool."""
+    """Plays the round loop and the workers against a window."""
 
     @initialize(max_num_seqs=st.integers(1, 4), positions=st.sampled_from([0, 30, 90]), preempts=st.booleans())
     def start(self, max_num_seqs: int, positions: int, preempts: bool) -> None:
-        self.pool = AdmittingWindow(max_num_seqs, QueueLimits(1000), preempts=preempts)
-        self.pool.reservations.capacity = KVCapacity(positions, 1, grows=True)
+        self.window = AdmittingWindow(max_num_seqs, QueueLimits(1000), preempts=preempts)
+        self.window.reservations.capacity = KVCapacity(positions, 1, grows=True)
         self.ids, self.rounds = count(1), count(1)
         self.flights: list[Flight] = []
         self.alive: list[Sequence] = []
@@ -39,13 +39,13 @@ class RoundsInFlight(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Everything ends, and nothing stays behind."""
-        if not hasattr(self, "pool"):
+        if not hasattr(self, "window"):
             return
         for sequence in self.alive:
             if sequence.paused:
-                self.pool.queue.resume(sequence)
+                self.window.queue.resume(sequence)
         for _ in range(2000):
-            if self.pool.is_empty and not self.flights:
+            if self.window.is_empty and not self.flights:
                 break
             while self.flights:
                 if not self.flights[0].is_sent:
@@ -53,9 +53,9 @@ class RoundsInFlight(RuleBasedStateMachine):
                 self.end(1)
             self.release()
             self.admit()
-            if len(self.pool.ready):
+            if len(self.window.ready):
                 self.begin(4)
-        assert self.pool.is_empty, "sequences never end"
+        assert self.window.is_empty, "sequences never end"
         assert not self.held, "a slot is never released"
 
     @rule(prompt_length=st.integers(1, 20), max_tokens=st.integers(1, 6), client=st.sampled_from("xy"))
@@ -63,18 +63,18 @@ class RoundsInFlight(RuleBasedStateMachine):
         sequence_id = next(self.ids)
         request = GenerationRequest(str(sequence_id), (1,) * prompt_length, max_tokens, frozenset(), 0, client=client)
         self.alive.append(Sequence(sequence_id, request))
-        self.pool.queue.submit([self.alive[-1]])
+        self.window.queue.submit([self.alive[-1]])
 
     @rule()
     def admit(self) -> None:
-        self.pool.admit()
+        self.window.admit()
 
-    @precondition(lambda self: len(self.flights) < MAX_ROUNDS and len(self.pool.ready))
+    @precondition(lambda self: len(self.flights) < MAX_ROUNDS and len(self.window.ready))
     @rule(size=st.integers(1, 4))
     def begin(self, size: int) -> None:
-        group = list(self.pool.ready)[:size]
+        group = list(self.window.ready)[:size]
         assert all(sequence.can_continue for sequence in group)
-        self.pool.begin_round(group)
+        self.window.begin_round(group)
         self.flights.append(Flight(next(self.rounds), group))
 
     @precondition(lambda self: any(not flight.is_sent for flight in self.flights))
@@ -87,7 +87,7 @@ class RoundsInFlight(RuleBasedStateMachine):
                 flight.pending[sequence] = PendingRound(flight.number, VerifyItem(1, 0, ()), None)
                 sequence.target.send(flight.pending[sequence])
                 self.held.add(sequence.sequence_id)
-        self.pool.round_sent(flight.group)
+        self.window.round_sent(flight.group)
 
     @precondition(lambda self: self.flights and self.flights[0].is_sent)
     @rule(token=st.integers(0, 3))
@@ -104,7 +104,7 @@ class RoundsInFlight(RuleBasedStateMachine):
             else:
                 sequence.target.discard_all()
                 sequence.target.miss()
-        self.pool.end_round(flight.group)
+        self.window.end_round(flight.group)
 
     @precondition(lambda self: self.flights and self.flights[0].is_sent)
     @rule()
@@ -114,41 +114,41 @@ class RoundsInFlight(RuleBasedStateMachine):
         for sequence, pending in flight.pending.items():
             if pending in sequence.target.pending:
                 sequence.target.discard_all()
-        held = self.pool.hold(flight.group)
-        assert not {sequence.sequence_id for sequence in held} & {s.sequence_id for s in self.pool.ready}
-        self.pool.end_round(flight.group)
+        held = self.window.hold(flight.group)
+        assert not {sequence.sequence_id for sequence in held} & {s.sequence_id for s in self.window.ready}
+        self.window.end_round(flight.group)
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.pool.queue.abort(data.draw(st.sampled_from(self.alive)))
+        self.window.queue.abort(data.draw(st.sampled_from(self.alive)))
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
     def pause_or_resume(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.alive))
         if sequence.finish is None:
-            (self.pool.queue.resume if sequence.paused else self.pool.queue.pause)(sequence)
+            (self.window.queue.resume if sequence.paused else self.window.queue.pause)(sequence)
 
     @rule()
     def release(self) -> None:
-        leaving = self.pool.leaving
+        leaving = self.window.leaving
         in_flight = {sequence.sequence_id for flight in self.flights for sequence in flight.group}
         assert not leaving & in_flight, "a slot is released during a round of its sequence"
         self.held -= leaving
-        self.pool.released(leaving)
+        self.window.released(leaving)
 
     @invariant()
     def is_consistent(self) -> None:
-        if not hasattr(self, "pool"):
+        if not hasattr(self, "window"):
             return
-        self.pool.check_integrity()
+        self.window.check_integrity()
         in_flight = [sequence for flight in self.flights for sequence in flight.group]
         for sequence in in_flight:
             assert in_flight.count(sequence) <= MAX_ROUNDS
             assert len(sequence.target.pending) <= in_flight.count(sequence)
         unsent = {s.sequence_id for flight in self.flights if not flight.is_sent for s in flight.group}
-        assert not unsent & {sequence.sequence_id for sequence in self.pool.ready}, "an unsent round is overtaken"
+        assert not unsent & {sequence.sequence_id for sequence in self.window.ready}, "an unsent round is overtaken"
 
 
 RoundsInFlight.TestCase.settings = settings(max_examples=150, stateful_step_count=60)

@@ -1,9 +1,12 @@
 """Committing verified tokens, and speculation statistics."""
 
+import gc
+import weakref
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
+from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
 
 TOKENS = st.integers(0, 9)
 
@@ -39,3 +42,13 @@ def test_commits_end_where_token_by_token_decoding_ends(
     assert sequence.finish == finish
     assert sequence.token_ids == [*prompt, *expected]
     assert sequence.num_generated == len(expected)
+
+
+def test_a_copied_prefix_does_not_keep_its_source_alive() -> None:
+    source, sequence = make_sequence(), make_sequence()
+    sequence.share(Prefix(source, 2))
+    sequence.commit_cached(2)
+    finished = weakref.ref(source)
+    del source
+    gc.collect()
+    assert finished() is None

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling.stop_strings import StopString
+from coordinator.scheduling.text import StopString
 
 letters = st.text("ab", max_size=30)
 stops = st.text("ab", min_size=1, max_size=6)

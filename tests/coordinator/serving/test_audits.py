@@ -58,14 +58,6 @@ async def test_equal_answers_pass_with_every_kind_of_request() -> None:
         served.process.coordinator.lanes.first.window.check_integrity()
 
 
-async def test_constrained_answers_pass() -> None:
-    pytest.importorskip("llguidance")
-    async with serving(audit_share=1.0) as served:
-        request = make_request([1, 2], 40, regex="abcdefgh[0-9]{4}xyz")
-        assert len((await served.stub.Generate(request)).token_ids) > 10
-        assert await audited(served, 1) == {"equal": 1}
-
-
 async def test_replays_are_plain_and_fresh() -> None:
     request = make_request(range(100), 20, temperature=0.5, seed=3)
     async with serving(audit_share=1.0) as served:
@@ -116,7 +108,7 @@ async def test_audits_count_in_no_statistics_of_requests() -> None:
         assert seen.value("specpool:time_to_first_token_seconds_count") == 1
 
 
-@pytest.mark.parametrize("settings", [{"max_num_seqs": 4}, {"policy": "eqspec"}, {"max_num_seqs": 1}], ids=str)
+@pytest.mark.parametrize("settings", [{"policy": "eqspec"}, {"max_num_seqs": 1}], ids=str)
 async def test_replays_give_their_places_to_requests(settings: dict[str, Any]) -> None:
     target = RecordingTarget(pass_seconds=lambda rows: 0.005)
     async with serving(target, audit_share=1.0, with_draft=False, queue_size=4, **settings) as served:
@@ -129,6 +121,7 @@ async def test_replays_give_their_places_to_requests(settings: dict[str, Any]) -
         served.process.coordinator.lanes.first.window.check_integrity()
 
 
+@pytest.mark.slow
 async def test_replays_wait_for_room() -> None:
     target = RecordingTarget(pass_seconds=lambda rows: 0.002)
     async with serving(target, audit_share=1.0, with_draft=False, max_num_seqs=4) as served:
@@ -139,14 +132,6 @@ async def test_replays_wait_for_room() -> None:
         assert not any(task.done() for task in long)
         await asyncio.gather(*long)
         assert await audited(served, 4) == {"equal": 4}
-
-
-async def test_the_backlog_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(audit_share=1.0) as served:
-        auditor = served.process.coordinator.auditor
-        monkeypatch.setattr(auditor, "_room", type("Full", (), {"may_enter": lambda *_: False})())
-        await asyncio.gather(*(served.expect(make_request([i], 2)) for i in range(70)))
-        assert await audited(served, 6) == {"dropped": 6}
 
 
 class NumericTarget(FakeTarget):
@@ -185,12 +170,3 @@ async def test_shutdown_does_not_wait_for_a_replay() -> None:
         assert asyncio.get_running_loop().time() - began < 1.5
         assert served.process.coordinator.auditor.results["aborted"] == 1
         assert not target.caches
-
-
-async def test_another_model_ends_audits() -> None:
-    target = RecordingTarget(pass_seconds=lambda rows: 0.01)
-    async with serving(target, audit_share=1.0, with_draft=False) as served:
-        await asyncio.gather(*(served.stub.Generate(make_request([i], 50)) for i in range(2)))
-        await until_replaying(served)
-        served.process.coordinator.lanes.first._target_replaced("other numerics")
-        assert await audited(served, 2) == {"dropped": 1, "aborted": 1}

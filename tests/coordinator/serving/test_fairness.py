@@ -22,7 +22,7 @@ def clients_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def named(context: Any) -> str:
         return str(dict(context.invocation_metadata()).get("client", ""))
 
-    for module in ("coordinator.serving.intake", "coordinator.serving.service"):
+    for module in ("coordinator.serving.service", "coordinator.serving.service"):
         monkeypatch.setattr(f"{module}.client_of", named)
 
 

@@ -8,7 +8,7 @@ from coordinator.requests.generation import TOKENS_PER_TURN, Sample
 from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
 from coordinator.serving.service import _response
-from coordinator.smg.responses import complete
+from coordinator.smg.messages import complete
 from specpool.protocol.sampling import Logprobs
 
 COMMITS = 20 * TOKENS_PER_TURN

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from serving import RecordingTarget, serving
 
-from coordinator.workers import recent
+from coordinator.workers import states
 from specpool.v1 import common_pb2
 
 
@@ -24,7 +24,7 @@ class CountingTarget(RecordingTarget):
 async def test_frequent_polls_share_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     target = CountingTarget()
     async with serving(target) as served:
-        monkeypatch.setattr(recent, "RECENT_SECONDS", 60.0)
+        monkeypatch.setattr(states, "RECENT_SECONDS", 60.0)
         target.queries = 0
         infos = await asyncio.gather(*(served.info() for _ in range(50)))
         infos += [await served.info() for _ in range(50)]
@@ -34,7 +34,7 @@ async def test_frequent_polls_share_an_answer(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_answers_are_recent(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving() as served:
-        monkeypatch.setattr(recent, "RECENT_SECONDS", 0.05)
+        monkeypatch.setattr(states, "RECENT_SECONDS", 0.05)
         before = await served.info()
         await asyncio.sleep(0.1)
         assert (await served.info()).uptime_s > before.uptime_s

@@ -78,16 +78,6 @@ async def test_unread_streams_are_preempted_and_resume_when_they_are_read() -> N
         await served.until_idle()
 
 
-async def test_samples_of_a_request_pause_separately() -> None:
-    request = make_request([1], 600, k=0, temperature=1.0, n=3)
-    async with serving(max_num_seqs=4) as served, unread(served, request) as messages:
-        await until_paused(served, 3)
-        ended = [message.complete async for message in messages if message.HasField("complete")]
-        assert sorted(complete.index for complete in ended) == [0, 1, 2]
-        assert [len(complete.token_ids) for complete in ended] == [600] * 3
-        await served.until_idle()
-
-
 async def test_a_paused_stream_can_be_aborted_and_cancelled() -> None:
     async with serving(max_num_seqs=2) as served:
         async with unread(served, make_request([1], LONG, request_id="lazy")) as messages:
@@ -138,11 +128,6 @@ async def test_a_slow_reader_gets_all_of_a_finished_stream() -> None:
             rest.append(message)
             await asyncio.sleep(0.004)  # in total longer than the stall
         check_tokens(served.target, request, rest[-1].complete)
-
-
-async def test_unary_calls_never_pause() -> None:
-    async with serving(max_num_seqs=1) as served:
-        await served.expect(make_request([1], 3 * MAX_UNREAD))
 
 
 async def test_disconnecting_without_reading_is_not_an_error() -> None:

@@ -72,26 +72,6 @@ async def test_regular_expressions_and_grammars_are_passed_on(client: openai.Asy
         assert re.fullmatch("[ab]{2,4}c", choice.message.content)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (
-            {"response_format": as_format({"type": "foo"})},
-            "sampling_params.json_schema: does not compile: Invalid type",
-        ),
-        ({"extra_body": {"regex": "(a"}}, "sampling_params.regex: does not compile: invalid regex: unclosed group"),
-        ({"extra_body": {"regex": "a", "ignore_eos": True}}, "sampling_params.ignore_eos: cannot be combined"),
-    ],
-    ids=str,
-)
-async def test_invalid_constraints_are_named_in_client_errors(
-    client: openai.AsyncOpenAI, options: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        await ask(client, **options)
-    assert reason in refused.value.message
-
-
 async def test_known_limits_of_this_gateway_version(client: openai.AsyncOpenAI) -> None:
     """If this fails, a newer gateway has fixed a limit: update docs/smg.md."""
     for dropped in ({"structured_outputs": {"choice": ["a"]}}, {"guided_choice": ["a"]}, {"grammar": 'root ::= "a"'}):

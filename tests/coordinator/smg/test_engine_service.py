@@ -153,12 +153,6 @@ async def test_model_and_server_info(served: Serving) -> None:
     assert (server.server_type, server.max_num_seqs, server.model_dtype) == ("vllm-grpc", 16, "float32")
 
 
-async def test_the_gateway_gets_the_served_model_name() -> None:
-    async with serving(smg=True, served_model_name="qwen prod") as served:
-        model = await engine(served).GetModelInfo(smg.GetModelInfoRequest())
-        assert (model.served_model_name, model.model_path) == ("qwen prod", "fake")
-
-
 async def test_load(served: Serving) -> None:
     served.target.open.clear()
     call = engine(served).Generate(request(temperature=1, n=20))
@@ -173,7 +167,7 @@ async def test_load(served: Serving) -> None:
 
 
 async def test_tokenizer_archive_holds_the_targets_files(served: Serving) -> None:
-    with mock.patch("coordinator.smg.tokenizer.CHUNK_BYTES", 1000):
+    with mock.patch("coordinator.smg.service.CHUNK_BYTES", 1000):
         chunks = [chunk async for chunk in engine(served).GetTokenizer(common_pb2.GetTokenizerRequest())]
     data = b"".join(chunk.data for chunk in chunks)
     assert [bool(chunk.sha256) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]

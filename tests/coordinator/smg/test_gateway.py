@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import re
 import shutil
 import subprocess
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import openai
 import pytest
 import pytest_asyncio
@@ -155,34 +153,8 @@ async def test_samples_equal_those_of_our_own_client(fronted: Fronted) -> None:
     assert len(set(texts)) == 3
 
 
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"sky": {"enum": ["blue", "red"]}, "clouds": {"type": "boolean"}},
-    "required": ["sky", "clouds"],
-    "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},  # a random model might write nothing but spaces
-}
-
-
 def as_format(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-
-
-@pytest.mark.parametrize("rules", [*RULES[:1], SAMPLED], ids=["greedy", "sampled"])
-async def test_a_response_format_gives_an_object_that_validates(fronted: Fronted, rules: dict[str, Any]) -> None:
-    ours = await fronted.ours.generate(CHAT, max_tokens=80, json_schema=SCHEMA, **rules)
-    (choice,) = (await fronted.chat(max_tokens=80, response_format=as_format(SCHEMA), **rules)).choices
-    assert (choice.message.content, choice.finish_reason) == (ours.text, "stop")
-    jsonschema.validate(json.loads(choice.message.content), SCHEMA)
-
-
-async def test_a_named_tool_is_called_with_valid_arguments(fronted: Fronted) -> None:
-    tool = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
-    named = {"type": "function", "function": {"name": "look"}}
-    (choice,) = (await fronted.chat(max_tokens=120, temperature=0, tools=[tool], tool_choice=named)).choices
-    (call,) = choice.message.tool_calls
-    assert call.function.name == "look"
-    jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -190,8 +162,6 @@ async def test_a_named_tool_is_called_with_valid_arguments(fronted: Fronted) -> 
     ("options", "reason"),
     [
         ({"max_tokens": 9999}, "sampling_params.max_tokens: 9999 exceeds"),
-        ({"temperature": 0.001}, "sampling_params.temperature: 0.001 is out of range"),
-        ({"temperature": 0, "n": 2}, "sampling_params.n: 2 samples need a temperature above 0"),
         ({"stop": "x" * 300}, "sampling_params.stop[0]: has 300 characters"),
         (
             {"response_format": as_format({"type": "foo"})},

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as smg
 
-from coordinator.smg.requests import generate_request
+from coordinator.smg.messages import generate_request
 from specpool.protocol.errors import InvalidArgumentError
 from specpool.v1 import generation_pb2 as pb
 

@@ -1,6 +1,6 @@
 """Backoff of a link: longer after each failure, reset after enough uptime."""
 
-from coordinator.workers.backoff import Backoff
+from coordinator.workers.states import Backoff
 
 RESET_AFTER = 10
 

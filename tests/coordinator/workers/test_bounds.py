@@ -9,7 +9,7 @@ from loading_workers import LoadingDraft
 from serving import RecordingTarget, Serving, make_request, serving
 
 from coordinator.workers.bounds import PHASES_PER_PROBE
-from specpool.protocol.response_sizes import MAX_SMALL_BYTES
+from specpool.protocol.responses import MAX_SMALL_BYTES
 from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import common_pb2
 
@@ -58,7 +58,7 @@ async def test_phases_are_read_slowly() -> None:
         Reporting(endless), with_draft=False, with_target=False, probe_seconds=NO_PROBE_SECONDS
     ) as served:
         await served.target.start(served.target_address)
-        served.process.coordinator.targets.active._probe_now.set()
+        served.process.coordinator.target._probe_now.set()
         last = f"phase {PHASES_PER_PROBE}"
         await served.until(lambda info: info.target.reason == last)
         await call_often(served)
@@ -69,7 +69,7 @@ async def test_a_watch_that_ends_is_not_repeated_before_the_next_probe() -> None
     target = Reporting(one)
     async with serving(target, with_draft=False, with_target=False, probe_seconds=NO_PROBE_SECONDS) as served:
         await target.start(served.target_address)
-        served.process.coordinator.targets.active._probe_now.set()
+        served.process.coordinator.target._probe_now.set()
         await served.until(lambda info: info.target.reason == "loading")
         await call_often(served)
         assert target.watches <= 2, "the first probe, and the one that the test asked for"
@@ -120,11 +120,12 @@ class Oversized(RecordingTarget):
 
     async def Release(self, request: Any, context: Any) -> Any:
         response = await super().Release(request, context)
-        if self.method == "Release":
+        if self.method == "Release" and self.size:
             response.instance_id = "i" * self.size
         return response
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["Verify", "Release"])
 async def test_the_coordinator_backs_off_from_a_target_with_oversized_responses(method: str) -> None:
     target = Oversized(method, 20 * 2**20)

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import Iterable
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS
 from coordinator.workers.discovery import Discovery, Endpoint
 from coordinator.workers.draft_group import DraftGroup
-from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError
+from coordinator.workers.interface import Cause, WorkerRefusedError, WorkerUnreachableError
 from specpool.drafting.costs import StepTimes, Timed
 from specpool.protocol.features import FeatureSpec
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
 from specpool.protocol.sampling import SamplingParams
+from specpool.protocol.worker_info import WorkerInfo
 
 STEP_SECONDS = {1: 0.001, 8: 0.002}
 WRONG_TOKEN = -1
@@ -28,11 +29,8 @@ class FakeLink:
 
     def __init__(self, address: str, slots: int = 100) -> None:
         self.address, self.reason, self.is_ready, self.is_releasing = address, "", True, False
-        self.info, self.vocab_size, self.max_model_len, self.max_branches = object(), 100, 1000, 4
-        self.kv_reservations_grow = True
-        self.features: FeatureSpec | None = None
+        self.info = WorkerInfo(vocab_size=100, max_model_len=1000, max_branches=4, slots_total=slots)
         self.hosts_and_devices = frozenset({(address, "cpu")})
-        self.load_at_start = SimpleNamespace(slots_total=slots)
         self.step_times = StepTimes(STEP_SECONDS)
         self.caches: dict[int, list[int]] = {}
         self.slots = slots
@@ -171,16 +169,6 @@ async def test_full_worker_passes_sequences_on() -> None:
     assert 4 in a.caches
 
 
-async def test_own_slots_are_counted() -> None:
-    a, b = two_links(slots=2)
-    group = group_of(a, b)
-    assert [*(await statuses(group, 1, *map(item, range(5)))).values()] == [*["OK"] * 4, "NO_SLOT"]
-    assert len(a.seen) == len(b.seen) == 2
-    group.release_soon([0])
-    assert await statuses(group, 2, item(4)) == {4: "OK"}
-    assert [*a.caches] == [2, 4]
-
-
 async def test_cache_that_cannot_grow_moves() -> None:
     a, b = two_links()
     group = group_of(a, b)
@@ -220,44 +208,33 @@ async def test_worker_that_renews_certificates_keeps_its_sequences() -> None:
 async def test_states_are_needed_if_all_workers_read_the_same() -> None:
     a, b = two_links()
     group, spec = group_of(a, b), FeatureSpec((10, 20), 64)
-    assert group.features is None
-    a.features = spec
-    assert group.features is None
-    b.features = spec
-    assert group.features == spec
-    b.features = FeatureSpec((10,), 32)
-    assert group.features is None
+    reading = replace(a.info, feature_layers=spec.layers, feature_width=spec.width)
+    assert group.info.features is None
+    a.info = reading
+    assert group.info.features is None
+    b.info = reading
+    assert group.info.features == spec
+    b.info = replace(b.info, feature_layers=(10,), feature_width=32)
+    assert group.info.features is None
     b.is_ready = False
-    assert group.features == spec
+    assert group.info.features == spec
 
 
 async def test_common_limits() -> None:
     a, b = two_links()
-    b.vocab_size, b.max_model_len, b.max_branches, b.kv_reservations_grow = 90, 500, 0, False
+    b.info = replace(b.info, vocab_size=90, max_model_len=500, max_branches=0)
     group = group_of(a, b)
-    assert (group.vocab_size, group.max_model_len, group.max_branches) == (90, 500, 0)
-    assert group.kv_reservations_grow
-    await group.propose(1, [item(0, max_length=64), item(1, max_length=64)])
-    assert (a.seen[0].max_length, b.seen[0].max_length) == (64, None), "it cannot grow later"
+    assert group.info == b.info
     assert group.hosts_and_devices == {("a", "cpu"), ("b", "cpu")}
     shared = group.step_times
     assert shared is group.step_times
     assert (shared(2), shared(16)) == (STEP_SECONDS[1], STEP_SECONDS[8])
     b.is_ready = False
     assert group.step_times is a.step_times
-    assert (group.vocab_size, group.max_branches) == (100, 4)
+    assert group.info is a.info
     assert group.first is a
     b.is_ready, b.step_times = True, StepTimes({1: 0.01, 8: 0.02})
     assert group.step_times(2) == 0.01, "the slowest counts"
-
-
-async def test_each_workers_times_are_learned() -> None:
-    a, b = two_links()
-    b.seconds = 1.0
-    group = group_of(a, b)
-    for round_id in range(20):
-        await group.propose(round_id, [item(0, 3, 1), item(1, 3, 1)] if round_id else [item(0), item(1)])
-    assert b.step_times(1) > 20 * a.step_times(1)
 
 
 class Names(Discovery):

@@ -7,7 +7,7 @@ import pytest
 from grpc import StatusCode
 from grpc.aio import AioRpcError
 from grpc_health.v1 import health_pb2
-from replicas import replicas
+from replicas import replicas, with_standby
 from serving import RecordingTarget, Serving, make_request, serving
 
 from specpool.rpc.status import ANSWERED
@@ -43,9 +43,8 @@ async def break_in_a_round(served: Serving, target: BreakableTarget, number: int
     return running
 
 
-@pytest.mark.parametrize("slots", [16, 2])
-async def test_the_only_target_that_fails_every_round_is_not_serving(slots: int) -> None:
-    target = BreakableTarget(slots=slots)
+async def test_the_only_target_that_fails_every_round_is_not_serving() -> None:
+    target = BreakableTarget(slots=2)
     async with serving(target, with_draft=False) as served:
         running = await break_in_a_round(served, target, 6)
         info = await served.until(lambda info: info.target.state == "resting")
@@ -84,23 +83,18 @@ async def test_a_second_target_continues_without_an_error() -> None:
 
 
 async def test_a_broken_target_is_not_a_ready_standby() -> None:
-    target, standby = BreakableTarget(), BreakableTarget()
-    address = await standby.start()
-    try:
-        async with serving(target, with_draft=False, target_standby_address=address) as served:
-            await served.until(lambda info: info.standby.state == "ready")
-            running = await break_in_a_round(served, target, 8)
-            await asyncio.gather(*running)
-            await served.until(lambda _: target.refusals > 6)
-            info = await served.info()
-            assert (info.target.address, info.target.state) == (address, "ready")
-            assert (info.standby.address, info.standby.state) == (served.target_address, "resting")
-            assert "fails every round" in info.standby.reason
-            assert dict(info.counters.finished) == {"length": 8}
-            target.is_broken = False
-            await served.until(lambda info: info.standby.state == "ready")
-    finally:
-        await standby.stop()
+    target = BreakableTarget()
+    async with with_standby(BreakableTarget(), first=target, with_draft=False) as (served, address):
+        running = await break_in_a_round(served, target, 8)
+        await asyncio.gather(*running)
+        await served.until(lambda _: target.refusals > 6)
+        info = await served.info()
+        assert (info.target.address, info.target.state) == (address, "ready")
+        assert (info.standby.address, info.standby.state) == (served.target_address, "resting")
+        assert "fails every round" in info.standby.reason
+        assert dict(info.counters.finished) == {"length": 8}
+        target.is_broken = False
+        await served.until(lambda info: info.standby.state == "ready")
 
 
 async def test_a_refused_request_fails_alone() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from coordinator.prompts.tokenizer_pool import TokenizerPool
-from coordinator.workers.errors import Cause
+from coordinator.workers.interface import Cause
 from coordinator.workers.target_link import TargetLink
 from specpool.rpc.security.channel import Connector
 from specpool.testing import FakeTarget

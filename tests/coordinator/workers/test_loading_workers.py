@@ -7,8 +7,7 @@ import pytest
 from loading_workers import LoadingDraft, LoadingTarget
 from serving import Serving, make_request, serving
 
-from specpool.protocol.response_sizes import MAX_SMALL_BYTES
-from specpool.testing import FakeTarget
+from specpool.protocol.responses import MAX_SMALL_BYTES
 
 NOT_SERVING, SERVING = 2, 1
 
@@ -68,19 +67,6 @@ async def test_a_target_that_is_killed_while_it_loads_is_connecting_again(
     assert "UNAVAILABLE" in info.target.reason
     await target.start(served.target_address)
     await served.until(lambda info: info.target.state == "loading")
-
-
-async def test_a_worker_of_an_earlier_version_has_no_phases() -> None:
-    class Earlier(FakeTarget):
-        def _register(self, server: object) -> None:
-            """Serve only health checks, so that all other methods are UNIMPLEMENTED."""
-
-    target = Earlier()
-    target.loading = True
-    async with serving(target, with_draft=False, with_target=False) as served:
-        await target.start(served.target_address)
-        info = await served.until(lambda info: info.target.reason == "the worker is up but not serving yet")
-        assert info.target.state == "connecting"
 
 
 async def test_the_draft_shows_its_phases_while_the_target_loads(served: Serving, target: LoadingTarget) -> None:

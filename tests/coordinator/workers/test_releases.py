@@ -45,6 +45,23 @@ async def test_only_seen_sequences_are_released_once() -> None:
     assert not releases.are_due
 
 
+async def test_a_release_in_flight_is_not_due_again() -> None:
+    """The second one could free the new slot of a preempted sequence that is back."""
+    dues = []
+
+    async def send(_: list[int] | None) -> bool:
+        dues.append(releases.are_due)
+        return False
+
+    releases = Releases(send)
+    releases.see([1])
+    releases.add([1])
+    assert releases.are_due
+    assert not await releases.send()
+    assert dues == [False]
+    assert releases.are_due
+
+
 async def test_release_that_a_round_in_flight_may_undo_is_repeated() -> None:
     """A preempted sequence returns while the release of its old slot waits for earlier calls."""
     worker = ReleaseLog()
@@ -101,18 +118,6 @@ async def test_draft_recovers_from_a_million_releases() -> None:
         assert (await served.expect(make_request())).speculative_decoding.num_draft_tokens > 0
 
 
-async def test_unseen_sequences_need_no_release() -> None:
-    target = FakeTarget()
-    draft = FakeDraft(target)
-    async with serving(target, draft) as served:
-        await draft.stop()
-        await served.until(lambda info: info.draft.state != "ready")
-        for _ in range(5):
-            await served.expect(make_request())
-        link = served.draft_link
-        assert not link._releases.are_due
-
-
 @pytest.mark.parametrize("is_same", [True, False])
 async def test_releases_do_not_count_for_another_process(is_same: bool, tokenizers: TokenizerPool) -> None:
     target = FakeTarget()
@@ -154,7 +159,7 @@ async def test_a_process_that_returns_still_gets_its_releases(tokenizers: Tokeni
             raise AssertionError
 
     first = RecordingTarget()
-    target = Balanced([first, Unwilling()], has_streams=True, chosen=0)
+    target = Balanced([first, Unwilling()], chosen=0)
     link = TargetLink(Connector(await target.start()), "c", PATIENCE_SECONDS, tokenizers)
     try:
         await link._probe()

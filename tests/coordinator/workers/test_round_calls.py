@@ -14,26 +14,19 @@ from grpc_health.v1 import health_pb2
 from secure_service import until
 from serving import PATIENCE_SECONDS, RecordingTarget, make_request, serving
 
-from coordinator.workers.errors import Cause, WorkerUnreachableError
-from coordinator.workers.streams import RoundCalls, _Stream
-from specpool.rpc.security.channel import open_channel
+from coordinator.workers.interface import Cause, WorkerUnreachableError
+from coordinator.workers.streams import RoundCalls
+from specpool.rpc.security.channel import Connector
 
 
 class Echo(grpc.GenericRpcHandler):
     """Responds to `x` with `x!`, except to commands."""
 
-    def __init__(self, has_streams: bool = True) -> None:
-        self.streams = self.singles = self.ended = 0
-        self.has_streams = has_streams
+    def __init__(self) -> None:
+        self.streams = self.ended = 0
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
-        if details.method == "/echo/Single":
-            return grpc.unary_unary_rpc_method_handler(self.single)
-        return grpc.stream_stream_rpc_method_handler(self.stream) if self.has_streams else None
-
-    async def single(self, request: bytes, context: Any) -> bytes:
-        self.singles += 1
-        return request + b"!"
+        return grpc.stream_stream_rpc_method_handler(self.stream)
 
     async def stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         self.streams += 1
@@ -57,14 +50,13 @@ class Echo(grpc.GenericRpcHandler):
 
 
 @asynccontextmanager
-async def echoing(timeout_seconds: float = PATIENCE_SECONDS, **knobs: Any) -> AsyncIterator[tuple[Echo, RoundCalls]]:
-    echo, server = Echo(**knobs), grpc.aio.server()
+async def echoing(timeout_seconds: float = PATIENCE_SECONDS) -> AsyncIterator[tuple[Echo, RoundCalls]]:
+    echo, server = Echo(), grpc.aio.server()
     server.add_generic_rpc_handlers((echo,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with open_channel(f"127.0.0.1:{port}") as channel:
-        stream, single = channel.stream_stream("/echo/Stream"), channel.unary_unary("/echo/Single")
-        yield echo, RoundCalls(stream, single, timeout_seconds)
+    async with Connector(f"127.0.0.1:{port}").open() as channel:
+        yield echo, RoundCalls(channel.stream_stream("/echo/Stream"), timeout_seconds)
     await server.stop(None)
 
 
@@ -75,7 +67,7 @@ async def test_consecutive_rounds_share_a_stream(open_first: bool) -> None:
             calls.open()
             await until(lambda: echo.streams == 1)
         assert [(await calls(request))[0] for request in (b"a", b"b", b"c")] == [b"a!", b"b!", b"c!"]
-        assert (echo.streams, echo.singles) == (1, 0)
+        assert echo.streams == 1
 
 
 async def test_concurrent_rounds_share_the_stream_in_order() -> None:
@@ -95,7 +87,7 @@ async def test_a_failed_round_ends_later_rounds_without_blaming_them(command: by
         assert isinstance(second, WorkerUnreachableError)
         assert second.cause is Cause.NOT_SENT
         assert (await calls(b"c"))[0] == b"c!"
-        assert (echo.streams, echo.singles) == (2, 0)
+        assert echo.streams == 2
 
 
 @pytest.mark.parametrize(
@@ -114,7 +106,7 @@ async def test_failed_rounds_close_their_stream(command: bytes, code: StatusCode
         assert failed.value.code() is code
         assert (await calls(b"b"))[0] == b"b!"
         await until(lambda: echo.ended == echo.streams - 1)  # including the hanging one
-        assert (echo.streams, echo.singles) == (2, 0)
+        assert echo.streams == 2
 
 
 @pytest.mark.parametrize("command", [b"last", b"last and fail"])
@@ -126,7 +118,7 @@ async def test_idle_stream_that_ended_is_unavailable(command: bytes) -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="had ended") as failed:
             await calls(b"a")
         assert failed.value.code() is StatusCode.UNAVAILABLE
-        assert (echo.streams, echo.singles) == (1, 0)
+        assert echo.streams == 1
         assert (await calls(b"a"))[0] == b"a!"
 
 
@@ -150,22 +142,7 @@ async def test_failed_writes_are_unavailable() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await calls(b"b")
         assert failed.value.code() is StatusCode.UNAVAILABLE
-        assert (echo.streams, echo.singles) == (1, 0)
-
-
-@pytest.mark.parametrize("open_first", [False, True])
-async def test_unary_calls_replace_new_streams_whose_writes_fail(open_first: bool) -> None:
-    """A worker without streams may look like this."""
-    async with echoing() as (echo, calls):
-        if open_first:
-            calls.open()
-        else:
-            calls._current = _Stream(calls._open_stream())
-        break_writes(calls._current.call)
-        assert (await calls(b"a"))[0] == b"a!"
-        assert echo.singles == 1
-        assert (await calls(b"b"))[0] == b"b!"
-        assert echo.singles == 1, "the worker may support streams"
+        assert echo.streams == 1
 
 
 class Broken:
@@ -197,7 +174,7 @@ class Broken:
 
 
 async def test_a_failed_write_does_not_blame_the_round_before() -> None:
-    calls = RoundCalls(Broken, None, PATIENCE_SECONDS)
+    calls = RoundCalls(Broken, PATIENCE_SECONDS)
     first, second = await asyncio.gather(calls(b"a"), calls(b"b"), return_exceptions=True)
     assert isinstance(first, grpc.aio.AioRpcError)
     assert first.code() is StatusCode.UNAVAILABLE
@@ -206,21 +183,11 @@ async def test_a_failed_write_does_not_blame_the_round_before() -> None:
 
 async def test_the_first_of_several_rounds_on_a_dead_stream_counts_as_lost() -> None:
     """Otherwise none of them would, and the coordinator would send the same rounds for ever."""
-    calls = RoundCalls(partial(Broken, 0, StatusCode.UNAVAILABLE), None, PATIENCE_SECONDS)
+    calls = RoundCalls(partial(Broken, 0, StatusCode.UNAVAILABLE), PATIENCE_SECONDS)
     first, second = await asyncio.gather(calls(b"a"), calls(b"b"), return_exceptions=True)
     assert isinstance(first, grpc.aio.AioRpcError)
     assert first.code() is StatusCode.UNAVAILABLE
     assert isinstance(second, WorkerUnreachableError)
-
-
-@pytest.mark.parametrize("open_first", [False, True])
-async def test_workers_without_streams_get_unary_calls(open_first: bool) -> None:
-    async with echoing(has_streams=False) as (echo, calls):
-        if open_first:
-            calls.open()
-            await until(calls._current.call.done)
-        assert [(await calls(request))[0] for request in (b"a", b"b")] == [b"a!", b"b!"]
-        assert (echo.streams, echo.singles) == (0, 2)
 
 
 async def test_cancelled_round_ends_its_stream() -> None:
@@ -262,13 +229,13 @@ async def test_aborted_rounds_do_not_wait_for_a_connection() -> None:
     connections: list[asyncio.StreamWriter] = []
     black_hole = await asyncio.start_server(lambda _, writer: connections.append(writer), "127.0.0.1", 0)
     port = black_hole.sockets[0].getsockname()[1]
-    async with open_channel(f"127.0.0.1:{port}") as channel:
-        calls = RoundCalls(
-            channel.stream_stream("/echo/Stream"), channel.unary_unary("/echo/Single"), 10 * PATIENCE_SECONDS
-        )
+    async with Connector(f"127.0.0.1:{port}").open() as channel:
+        calls = RoundCalls(channel.stream_stream("/echo/Stream"), 10 * PATIENCE_SECONDS)
         rounds = [asyncio.create_task(calls(request)) for request in (b"a", b"b")]
         await until(lambda: connections)
-        calls.abort()
+        for _ in range(2):  # the second one finds a write that has not ended yet
+            calls.abort()
+            await asyncio.sleep(0)
         async with asyncio.timeout(PATIENCE_SECONDS):
             first, second = await asyncio.gather(*rounds, return_exceptions=True)
     assert isinstance(first, grpc.aio.AioRpcError)

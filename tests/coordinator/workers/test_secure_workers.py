@@ -1,15 +1,12 @@
 """Connections from a coordinator to its workers: mutual TLS and tokens."""
 
-import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import grpc
 import pytest
 from certificates import OTHER_TOKEN, TOKEN, Authority, Certificate, replace
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import ValidationError
 from secure_service import SecureService, coordinator, secure_service, until, worker
 
@@ -42,21 +39,6 @@ async def generated(service: SecureService, **security: Any) -> bool:
     async with AsyncClient(service.address, **security) as client:
         response = await client.generate(PROMPT, max_tokens=24)
     return list(response.token_ids) == service.target.continuation(PROMPT, 24)
-
-
-async def test_a_followed_name_is_the_one_in_the_certificates(
-    ca: Authority, certificates: dict[str, Certificate], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, named = FakeTarget(), ca.issue("replica", ["DNS:replica.specpool"])
-    async with AsyncExitStack() as stack:
-        address = await stack.enter_async_context(worker(target, **mutual(ca, named)))
-        draft = await stack.enter_async_context(worker(FakeDraft(target), **mutual(ca, certificates["worker"])))
-        monkeypatch.setattr("coordinator.workers.discovery._resolve", mock.AsyncMock(return_value=["127.0.0.1"]))
-        settings, port = mutual(ca, certificates["coordinator"]), address.rpartition(":")[2]
-        running = coordinator(target, f"dns:///replica.specpool:{port}", draft, **settings)
-        service = await stack.enter_async_context(running)
-        await until(lambda: service.process.coordinator.lanes.is_ready)
-        assert await generated(service, **mutual(ca, certificates["client"]))
 
 
 async def test_mutual_tls_on_every_hop(ca: Authority, certificates: dict[str, Certificate]) -> None:
@@ -184,20 +166,3 @@ def test_worker_tls_defaults_to_the_servers_files(ca: Authority, certificates: d
     presented = {"worker_tls_cert": other.cert, "worker_tls_key": other.key}
     configured = CoordinatorSettings(**own.options, tls_ca=ca.path, **presented).worker_security
     assert configured == by_default | {"tls_cert": other.cert, "tls_key": other.key}
-
-
-async def test_watches_without_a_token_do_not_disturb_a_link(tmp_path: Path) -> None:
-    known, sent = tmp_path / "known", tmp_path / "sent"
-    known.write_text(f"coordinator {TOKEN}")
-    sent.write_text(TOKEN)
-    async with secure_service({"api_tokens": known}, worker_token=sent) as service, AsyncExitStack() as stack:
-        await service.until_ready()
-        for link in service.links:
-            channel = await stack.enter_async_context(grpc.aio.insecure_channel(link.address))
-            stub = health_pb2_grpc.HealthStub(channel)
-            watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(300)]
-            await asyncio.gather(*(watch.read() for watch in watches), return_exceptions=True)
-        for link in service.links:
-            await link._probe()
-            assert link.is_ready, link.reason
-        assert await generated(service)

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,6 @@ from specpool import __main__ as entry
 from specpool.cli.main import COMMANDS, MODULES
 from specpool.cli.usage import SUMMARIES, usage
 from specpool.distill.settings import DistillSettings
-from specpool.environment.interrupts import run_command
 
 
 def test_summaries_are_those_of_the_commands() -> None:
@@ -49,21 +47,8 @@ def test_commands_name_the_missing_extra(monkeypatch: pytest.MonkeyPatch) -> Non
         entry.main()
 
 
-def test_interrupted_commands_end_without_a_stack_trace() -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(SystemExit) as end:
-        run_command(interrupted)
-    assert end.value.code == 130
-
-
 @pytest.mark.parametrize("module", ["specpool.cli.usage", "specpool.distill.settings"])
 def test_modules_read_before_torch_do_not_import_it(module: str) -> None:
     program = f"import sys, {module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
-
-
-def test_the_package_is_typed() -> None:
-    assert (Path(entry.__file__).parent / "py.typed").is_file()

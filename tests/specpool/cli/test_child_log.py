@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from specpool.cli.child_log import ChildLog
+from specpool.cli.processes import ChildLog
 
 
 def ending(script: str) -> str:
@@ -42,5 +42,5 @@ def test_a_closed_stderr_does_not_stop_the_process(monkeypatch: pytest.MonkeyPat
     def broken(*_: object) -> int:
         raise BrokenPipeError
 
-    monkeypatch.setattr("specpool.cli.child_log.os.write", broken)
+    monkeypatch.setattr("specpool.cli.processes.os.write", broken)
     assert ending("import sys; sys.stderr.write(100_000 * 'line\\n'); sys.exit('the end')") == "the end"

@@ -1,7 +1,6 @@
 """`specpool` commands as users type them: in this process where possible, otherwise in a child process."""
 
 import asyncio
-import contextlib
 import io
 import json
 import os
@@ -19,18 +18,12 @@ from loading_workers import LoadingTarget
 from serving import Serving, free_address, serving
 from template_target import TemplateTarget
 
-from coordinator.config.settings import CoordinatorSettings
-from draft_worker.server import DraftWorkerSettings
 from specpool.cli import main as command
-from specpool.cli.generate import GenerateSettings, generate, why_cut
+from specpool.cli.generate import GenerateSettings, generate
 from specpool.cli.processes import run_module, start_module
 from specpool.client import AsyncClient, DivergedError
-from specpool.client.prompts import PromptFileError, own_prompts, read_prompts
-from specpool.environment.extras import install_command
-from specpool.rpc.config.settings import Settings
+from specpool.client.prompts import PromptFileError, read_prompts
 from specpool.testing import byte_tokenizer
-from specpool.v1 import generation_pb2 as pb
-from target_worker.server import TargetWorkerSettings
 
 ROOT = Path(__file__).parents[3]
 Specpool = Callable[..., Awaitable[tuple[int, str, str]]]
@@ -103,12 +96,6 @@ async def test_an_answer_that_was_cut_says_so(specpool: Specpool, arguments: lis
         assert out.endswith("\n")
 
 
-def test_a_complete_answer_has_no_note() -> None:
-    usage = pb.Usage(completion_tokens=3)
-    assert why_cut(pb.GenerateResponse(finish_reason="stop", usage=usage), 3) is None
-    assert why_cut(pb.GenerateResponse(finish_reason="abort", usage=usage), 3) == "aborted after 3 tokens"
-
-
 async def test_other_prompts_continue_after_a_refused_one(specpool: Specpool, served: Serving) -> None:
     lines = '{"id": 1, "prompt": ""}\n{"id": 2, "prompt": "x"}\n'
     options = ["--prompts", "-", "--max-tokens", "2", "--json"]
@@ -173,20 +160,6 @@ async def test_answers_can_be_constrained(specpool: Specpool, served: Serving, t
         assert err.startswith(f"specpool generate: {prefix}INVALID_ARGUMENT: sampling_params.json_schema: does not")
 
 
-@pytest.mark.parametrize("flag", ["--json-schema", "--grammar"])
-async def test_files_that_cannot_be_read_are_named(specpool: Specpool, tmp_path: Path, flag: str) -> None:
-    binary, broken = tmp_path / "binary", tmp_path / "broken.json"
-    binary.write_bytes(b'"\xff"')
-    broken.write_text("{")
-    cases = [(tmp_path, "Is a directory"), (tmp_path / "none", "No such file"), (binary, "'utf-8' codec can't decode")]
-    if flag == "--json-schema":
-        cases.append((broken, "not JSON (Expecting property name"))
-    for path, reason in cases:
-        status, out, err = await specpool("generate", flag, str(path), "hi")
-        assert (status, out, len(err.splitlines())) == (2, "", 1)
-        assert err.startswith(f"specpool generate: {path}: {reason}")
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -242,27 +215,6 @@ async def test_waits_only_for_wait_seconds(specpool: Specpool) -> None:
     assert err.startswith("specpool generate: UNAVAILABLE: ")
 
 
-@slow
-async def test_waits_for_as_long_as_the_server_is_loading(specpool: Specpool) -> None:
-    address, target = free_address(), LoadingTarget()
-    flags = ["--wait-seconds", "3", "--max-tokens", "5", "--json"]
-    waiting = asyncio.create_task(specpool("generate", "--address", address, *flags, "hello"))
-    await asyncio.sleep(0.5)
-    async with serving(target, with_draft=False, with_target=False, port=int(address.split(":")[1])) as served:
-        await target.start(served.target_address)
-        for phase in ("loading weights", "testing batch invariance"):
-            target.report(phase)
-            await asyncio.sleep(2)
-        await target.loaded()
-        status, out, err = await waiting
-        assert status == 0
-        assert json.loads(out)["token_ids"] == truth(served, "hello", 5)
-    prefix = f"specpool generate: waiting for {address}: "
-    lines = [line.removeprefix(prefix) for line in err.splitlines()]
-    assert lines[0] == "no answer"
-    assert lines[-2:] == ["loading weights", "testing batch invariance"]
-
-
 async def test_a_failed_startup_ends_the_wait_at_once(specpool: Specpool) -> None:
     target = LoadingTarget()
     async with serving(target, with_draft=False, with_target=False) as served:
@@ -274,18 +226,6 @@ async def test_a_failed_startup_ends_the_wait_at_once(specpool: Specpool) -> Non
         status, out, err = await asyncio.wait_for(waiting, 20)
     assert (status, out) == (1, "")
     assert err.splitlines()[-1] == "specpool generate: the target worker cannot start: model.gguf: no such file"
-
-
-async def test_top_waits_for_a_server_to_listen(specpool: Specpool) -> None:
-    address, target = free_address(), LoadingTarget()
-    waiting = asyncio.create_task(specpool("top", "--address", address, "--interval", "0.1", "--json"))
-    await asyncio.sleep(0.5)
-    async with serving(target, with_draft=False, with_target=False, port=int(address.split(":")[1])) as served:
-        await target.start(served.target_address)
-        target.report("loading weights")
-        status, out, err = await waiting
-    assert (status, err) == (0, f"specpool top: waiting for {address}: no answer\n")
-    assert json.loads(out)["workers"][0]["role"] == "target"
 
 
 async def test_does_not_wait_for_a_server_without_health_checks(specpool: Specpool) -> None:
@@ -353,27 +293,6 @@ async def test_version(specpool: Specpool) -> None:
     assert await specpool("generate", "--version") == (0, f"specpool generate {expected}\n", "")
 
 
-@pytest.mark.parametrize(
-    "settings", [CoordinatorSettings, DraftWorkerSettings, TargetWorkerSettings], ids=lambda settings: settings.__name__
-)
-def test_every_process_has_a_version(settings: type[Settings], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        settings.load("specpool-process", ["--version"])
-    assert (end.value.code, capsys.readouterr().out) == (0, f"specpool-process {version('specpool')}\n")
-
-
-async def test_help_lists_all_commands(specpool: Specpool) -> None:
-    status, out, _ = await specpool("--help")
-    assert status == 0
-    assert all(f"\n  {name}" in out for name in ("up", "generate", "top", "demo", "plan", "distill"))
-
-
-@pytest.mark.parametrize("name", ["up", "demo", "distill"])
-async def test_missing_torch_is_reported(name: str, specpool: Specpool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert await specpool(name) == (1, "", f"specpool {name}: needs torch: {install_command('worker')}\n")
-
-
 # --- Prompt files
 
 
@@ -405,11 +324,6 @@ def test_invalid_lines_are_named(line: str, message: str) -> None:
     with pytest.raises(PromptFileError, match="line 2") as caught:
         read_prompts(['{"id": 0, "prompt": "fine"}', line])
     assert message in str(caught.value)
-
-
-def test_the_built_in_prompts_are_distinct() -> None:
-    prompts = own_prompts()
-    assert len(prompts) == len({str(line.id) for line in prompts}) == 32
 
 
 # --- Child processes
@@ -462,20 +376,6 @@ async def test_a_terminal_shows_the_phase_and_the_time() -> None:
     assert re.search(r"0:00:\d\d waiting for [\d.:]+: testing \[bold\]batch  invariance", text)
 
 
-@slow
-async def test_ctrl_c_while_reading_a_prompt_ends_quietly() -> None:
-    process = await start_specpool("generate")
-    assert process.stdin is not None
-    process.stdin.write(b"x" * 2**20)
-    await process.stdin.drain()  # more than a pipe holds, so the command has begun to read
-    while process.returncode is None:  # Python handles a signal that precedes a read only after the read
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), 2)
-    assert await process.communicate() == (b"", b"")
-    assert process.returncode == 130
-
-
 def shell(script: str, *arguments: str) -> tuple[int, str, str]:
     """Result of a shell script that calls `specpool`."""
     program = f'set -o pipefail; specpool() {{ {sys.executable} -m specpool.cli.main "$@"; }}; {script}'
@@ -490,11 +390,8 @@ def shell(script: str, *arguments: str) -> tuple[int, str, str]:
     [
         ('specpool generate --address "$1" --prompts "$2" --json | head -1 >/dev/null', 1, "Broken pipe"),
         ('specpool generate --address "$1" abc >&-', 1, "standard output is closed"),
-        pytest.param('specpool generate --address "$1" abc | true', 1, "Broken pipe", marks=slow),
         pytest.param('specpool generate --address "$1" abc >/dev/full', 1, "No space left on device", marks=slow),
-        pytest.param("specpool --help >/dev/full", 1, "No space left on device", marks=slow),
         pytest.param('specpool generate --address "$1" <&-', 2, "standard input: it is closed", marks=slow),
-        pytest.param('specpool generate --address "$1" --prompts - <&-', 2, "it is closed", marks=slow),
         pytest.param("specpool generate --address localhost:1 --wait-seconds 0.1 hello 2>&-", 1, "", marks=slow),
     ],
 )

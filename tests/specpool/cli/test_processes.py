@@ -17,14 +17,18 @@ PATIENCE_SECONDS = 60
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP")
-async def test_stopped_process_is_restarted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("stops_when", ["served", "watched"])
+async def test_stopped_process_is_restarted(
+    stops_when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even if it stops before it is first checked."""
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     monkeypatch.setattr(processes, "RESTART_SECONDS", 0.0)
     monkeypatch.setattr(processes, "LIVENESS_TIMEOUT_SECONDS", 1.0)
     answers, watched = processes._answers, asyncio.Event()
 
-    async def answers_noted(channel: grpc.aio.Channel) -> bool:
-        if answered := await answers(channel):
+    async def answers_noted(channel: grpc.aio.Channel, **options: bool) -> bool:
+        if answered := await answers(channel, **options):
             watched.set()
         return answered
 
@@ -32,13 +36,17 @@ async def test_stopped_process_is_restarted(monkeypatch: pytest.MonkeyPatch, cap
     port = free_port()
     service = Service("health", "health_process", [str(port)], f"127.0.0.1:{port}")
     await service.start()
+    first = service.process
+    assert first is not None
+    if stops_when == "served":
+        await service.wait_serving()
+        os.kill(first.pid, signal.SIGSTOP)
     keeping = asyncio.create_task(service.keep_running())
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
-            await watched.wait()
-            first = service.process
-            assert first is not None
-            os.kill(first.pid, signal.SIGSTOP)
+            if stops_when == "watched":
+                await watched.wait()
+                os.kill(first.pid, signal.SIGSTOP)
             assert await first.wait() == -signal.SIGKILL
             while service.process is first:  # noqa: ASYNC110 - another task replaces it
                 await asyncio.sleep(0.01)

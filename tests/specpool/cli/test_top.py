@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -62,16 +62,6 @@ def test_rates_and_shares_cover_the_time_between_two_states() -> None:
     assert result.same_length_share == 0.75
 
 
-def test_every_draft_worker_is_shown() -> None:
-    one, other = pb.WorkerState(address="a:1", state="refused"), pb.WorkerState(address="b:1", state="ready")
-    info = pb.GetServerInfoResponse(target=pb.WorkerState(address="t:1"), draft=other)
-    earlier = view_of("c:1", info, None, None)
-    assert [(worker.role, worker.address) for worker in earlier.workers] == [("target", "t:1"), ("draft", "b:1")]
-    info.draft_workers.extend([one, other])
-    workers = view_of("c:1", info, None, None).workers
-    assert [worker.address for worker in workers] == ["t:1", "a:1", "b:1"]
-
-
 @pytest.mark.parametrize(
     "restarted",
     [
@@ -93,8 +83,8 @@ def test_an_idle_server_has_no_shares() -> None:
     assert [result.stage_shares, result.draft_lengths, result.methods, result.finished_per_s] == [{}, {}, {}, {}]
 
 
-def server(**changes: Any) -> pb.GetServerInfoResponse:
-    """State of a server with a sharded target and a draft worker in backoff."""
+def server(*targets: pb.WorkerState, drafts: Sequence[pb.WorkerState] = ()) -> pb.GetServerInfoResponse:
+    """State of a server with a sharded target, a draft worker in backoff, and more workers."""
     model = common_pb2.ModelInfo(
         model="a/model", device="cpu", dtype="float32", equivalence=common_pb2.EQUIVALENCE_BITWISE
     )
@@ -103,10 +93,12 @@ def server(**changes: Any) -> pb.GetServerInfoResponse:
     )
     info = pb.GetServerInfoResponse(
         version="1.2", policy="ragged", running=3, max_num_seqs=16, queued=40, queue_size=256,
-        target=pb.WorkerState(address="t:1", state="ready", model=model, load=load),
-        draft=pb.WorkerState(address="d:1", state="resting", reason="slow", model=model), **changes,
+        targets=[pb.WorkerState(address="t:1", state="ready", model=model, load=load)],
+        draft_workers=[pb.WorkerState(address="d:1", state="resting", reason="slow", model=model)],
     )  # fmt: skip
-    info.target.model.tensor_parallel, info.target.model.activations = 2, "int8"
+    info.targets[0].model.tensor_parallel, info.targets[0].model.activations = 2, "int8"
+    info.targets.extend(targets)
+    info.draft_workers.extend(drafts)
     info.MergeFrom(LATER)
     return info
 
@@ -117,16 +109,16 @@ def test_unknown_values_of_a_worker_are_none() -> None:
     assert (draft.slots_in_use, draft.kv_usage, draft.reason) == (None, None, "slow")
     assert (target.ranks, draft.ranks) == (2, 1)
     assert (target.activations, draft.activations) == ("int8", "")
-    (unknown,) = view_of("a:1", pb.GetServerInfoResponse(), None, None).workers
+    (unknown,) = view_of("a:1", pb.GetServerInfoResponse(targets=[pb.WorkerState()]), None, None).workers
     assert (unknown.role, unknown.model, unknown.equivalence, unknown.ranks) == ("target", "", "", None)
 
 
-def test_every_target_worker_is_shown() -> None:
+def test_every_worker_is_shown() -> None:
     refused = pb.WorkerState(address="t:2", state="refused", reason="another model")
-    info = server(targets=[pb.WorkerState(address="t:1", state="ready"), refused])
+    info = server(refused, drafts=[pb.WorkerState(address="d:2", state="ready")])
     workers = view_of("a:1", info, None, None).workers
     assert [(worker.role, worker.address) for worker in workers] == [
-        ("target", "t:1"), ("target", "t:2"), ("draft", "d:1"),
+        ("target", "t:1"), ("target", "t:2"), ("draft", "d:1"), ("draft", "d:2"),
     ]  # fmt: skip
     assert "another model" in rendered(Panels(view_of("a:1", info, None, None)), 80)
 
@@ -143,7 +135,7 @@ def test_a_view_fits_any_terminal(width: int) -> None:
     lines = rendered(Panels(view_of("a:1", server(), models, EARLIER)), width).splitlines()
     assert max(map(len, lines)) <= width
     text = " ".join(lines)
-    assert "Pool" in text
+    assert "Window" in text
     if width >= 80:
         shown = ["40 of 256", "3 of 16", "draft tokens: 5", "resting", "slow", "75% of 1,024 MiB", "2.50", "ngram"]
         for part in [*shown, "2 ranks"]:
@@ -154,7 +146,7 @@ def test_a_view_fits_any_terminal(width: int) -> None:
 
 def test_control_characters_of_a_server_never_reach_the_terminal() -> None:
     info = server()
-    info.draft.reason = "\x1b[2J[red]gone"
+    info.draft_workers[0].reason = "\x1b[2J[red]gone"
     assert "  [2J[red]gone" in rendered(Panels(view_of("a:1", info, None, None)), 100)
     assert "\x1b" not in rendered(failure_panel("a:1", "\x1b]0;title\x07"), 100)
 
@@ -177,30 +169,14 @@ async def test_prints_one_view_if_the_output_is_not_a_terminal(capsys: pytest.Ca
     assert since_start["requests_per_s"] * since_start["seconds"] == pytest.approx(1)
     assert since_start["tokens_per_s"] * since_start["seconds"] == pytest.approx(info.counters.completion_tokens)
     assert view["now"]["requests_per_s"] == 0.0
-    assert view["pool"]["draft_length"] == 4
+    assert view["window"]["draft_length"] == 4
     assert [worker["state"] for worker in view["workers"]] == ["ready", "ready"]
-
-
-async def test_shows_a_server_without_workers(capsys: pytest.CaptureFixture[str]) -> None:
-    async with serving(with_target=False, with_draft=False) as served:
-        status, out, _ = await once(served.address, capsys)
-        assert (await served.info()).counters.refused == {}
-    assert status == 0
-    assert "connecting" in out
 
 
 async def test_reports_an_unreachable_server(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = await once(free_address(), capsys, wait_seconds=0)
     assert (status, out) == (1, "")
     assert re.fullmatch(r"specpool top: 127\.0\.0\.1:\d+: UNAVAILABLE: [^\n]*\n", err)
-
-
-async def test_force_color_does_not_make_a_pipe_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    async with serving() as served, asyncio.timeout(PATIENCE_SECONDS):
-        assert (await once(served.address, capsys))[0] == 0
 
 
 class Terminal:

@@ -20,9 +20,7 @@ from collector import Collector, collecting
 from scraping import scrape
 from serving import PATIENCE_SECONDS, info_with_loads
 
-from coordinator.workers.recent import RECENT_SECONDS
-from specpool.cli.up import running
-from specpool.cli.up_settings import UpSettings
+from coordinator.workers.states import RECENT_SECONDS
 from specpool.client import AsyncClient
 from specpool.rpc.ports import free_port
 from specpool.v1 import generation_pb2 as pb
@@ -196,14 +194,9 @@ NO_TORCH = {
 @pytest.mark.parametrize(
     ("command", "flags", "reason"),
     [
-        ("up", ["--port", "{port}"], "port: cannot listen on 127.0.0.1:{port}: Address already in use"),
         ("demo", ["--port", "{port}"], "port: cannot listen on 127.0.0.1:{port}: Address already in use"),
-        ("up", ["--metrics-port", "{port}"], "metrics-port: cannot listen on 127.0.0.1:{port}: Address already in use"),
         ("up", ["--target-device", "cuda:9"], "target-device: cuda:9 cannot be used: torch 1 was built without"),
-        ("up", ["--target", ""], "target: must not be empty"),
-        ("up", ["--draft", "{folder}"], "draft: {folder} is not a model folder: it has no config.json"),
         ("up", ["--target", "no/model"], "target: no/model is neither a local file or folder nor cached, and 127.0."),
-        ("up", ["--max-model-len", "9999"], "max-model-len: 9999 exceeds the 512 positions of "),
     ],
 )
 async def test_wrong_settings_end_with_one_line_before_torch_is_imported(
@@ -225,11 +218,10 @@ async def test_wrong_settings_end_with_one_line_before_torch_is_imported(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("log_format", ["text", "json"])
-async def test_up_repeats_the_reason_of_a_process_that_fails(tiny_pair: Pair, tmp_path: Path, log_format: str) -> None:
+async def test_up_repeats_the_reason_of_a_process_that_fails(tiny_pair: Pair, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((tiny_pair[0] / name).read_bytes())
-    flags = ["--target", str(tmp_path), "--draft", "none", "--log-level", "info", "--log-format", log_format]
+    flags = ["--target", str(tmp_path), "--draft", "none", "--log-level", "info", "--log-format", "json"]
     async with started("up", *pair_flags(tiny_pair, *flags)) as process:
         out, err = await process.communicate()
     assert (process.returncode, out) == (2, b"")
@@ -238,37 +230,19 @@ async def test_up_repeats_the_reason_of_a_process_that_fails(tiny_pair: Pair, tm
     assert "stopped" not in err.decode()
     assert "draining" not in err.decode()
     assert "Traceback" not in err.decode()
-    if log_format == "json":
-        assert {json.loads(line)["process"] for line in log} == {"coordinator", "target-worker"}
+    assert {json.loads(line)["process"] for line in log} == {"coordinator", "target-worker"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["up", "demo"])
-async def test_a_model_that_the_coordinator_refuses_ends_all_processes(
-    tiny_pair: Pair, tmp_path: Path, command: str
-) -> None:
+async def test_a_model_that_the_coordinator_refuses_ends_all_processes(tiny_pair: Pair, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_pair[0], tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{% broken")
-    async with started(command, *pair_flags((folder, folder), "--draft", "none")) as process:
+    async with started("demo", *pair_flags((folder, folder), "--draft", "none")) as process:
         out, err = await process.communicate()
     assert (process.returncode, out) == (2, b"")
     reason = f"coordinator: {folder} has an unusable tokenizer: the chat template"
-    assert err.decode().splitlines()[-1].startswith(f"specpool {command}: {reason}")
+    assert err.decode().splitlines()[-1].startswith(f"specpool demo: {reason}")
     assert "Traceback" not in err.decode()
-
-
-@pytest.mark.slow
-async def test_a_killed_worker_restarts(tiny_pair: Pair) -> None:
-    target, draft = map(str, tiny_pair)
-    settings = UpSettings(
-        port=0, target=target, draft=draft, max_model_len=256, threads=1, drain_seconds=1, log_level="error"
-    )
-    async with running(settings) as address, AsyncClient(address) as client:
-        request = pb.GenerateRequest(text="abc", sampling_params=pb.SamplingParams(max_tokens=30, ignore_eos=True))
-        first = await client.stub.Generate(request)
-        children = children_of(os.getpid())
-        os.kill(next(pid for pid, line in children.items() if "target_worker.server" in line), signal.SIGKILL)
-        assert (await client.stub.Generate(request)).token_ids == first.token_ids
 
 
 @pytest.mark.slow
@@ -293,21 +267,6 @@ async def test_a_second_signal_ends_everything_at_once(tiny_pair: Pair) -> None:
             await asyncio.sleep(0.1)
         assert b"Traceback" not in await process.stderr.read()  # type: ignore[union-attr]
         await until(lambda: not any(map(is_running, children)))
-
-
-@pytest.mark.slow
-async def test_generate_waits_through_the_start_of_up(tiny_pair: Pair) -> None:
-    """`specpool up & specpool generate`: the coordinator shows the phases of the target worker."""
-    port = str(free_port())
-    generate = ["generate", "--address", f"127.0.0.1:{port}", "--max-tokens", "3", "--json", "abc"]
-    async with started(*plain_up(tiny_pair, "--port", port)) as up, started(*generate) as client:
-        out, err = await client.communicate()
-        assert client.returncode == 0, err.decode()
-        assert len(json.loads(out)["token_ids"]) == 3
-        phases = [line.rpartition(": ")[2] for line in err.decode().splitlines()]
-        assert phases[0] == "no answer"
-        assert "importing torch" in phases
-        await end_all(up, signal.SIGTERM, 0)
 
 
 def downloads(folder: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from specpool.cli.preflight import check_services
 from specpool.cli.processes import ProcessFailedError
-from specpool.cli.services import services_of
+from specpool.cli.up import services_of
 from specpool.cli.up_settings import UpSettings
 
 
@@ -34,13 +34,6 @@ def test_drafts_know_their_target() -> None:
     target, draft = worker_flags()
     assert draft["--target-model"] == target["--model"] == "a"
     assert "--target-model" not in target
-
-
-def test_activations_reach_the_workers() -> None:
-    target, draft = worker_flags(target_activations="int8", draft_activations="float32")
-    assert (target["--activations"], draft["--activations"]) == ("int8", "float32")
-    standby = services_of(UpSettings(standby=True, target_activations="float32"), "a", "b")[2].arguments
-    assert ("--activations", "float32") in pairwise(standby)
 
 
 @pytest.mark.parametrize(
@@ -75,13 +68,6 @@ def test_a_target_can_be_sharded(devices: str, threads: int, threads_per_rank: i
     assert (target["--threads"], draft["--threads"]) == (str(threads_per_rank), str(threads))
     assert draft["--device"] == "cuda:2"
     assert "--tensor-parallel" not in draft
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
-def test_both_flags_accept_a_single_device(device: str) -> None:
-    assert worker_flags(target_devices=device, threads=3) == [
-        {**flags, "--port": mock.ANY} for flags in worker_flags(target_device=device, threads=3)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -140,11 +126,6 @@ def test_the_coordinator_gets_a_readable_model_name(settings: dict[str, Any], na
     arguments = services_of(UpSettings(**settings), "/cache/target", "/cache/draft")[-1].arguments
     given = dict(pairwise(arguments)).get("--served-model-name")
     assert given == name
-
-
-def test_workers_choose_the_longest_sequence_themselves_by_default() -> None:
-    assert "--max-model-len" not in services_of(UpSettings(), "a", "b")[0].arguments
-    assert "--max-model-len" in services_of(UpSettings(max_model_len=100), "a", "b")[0].arguments
 
 
 def test_a_standby_has_the_flags_of_the_target_except_its_own_ports() -> None:
@@ -222,12 +203,6 @@ def test_drafts_hold_the_sequences_of_all_targets() -> None:
     flags = named_services(targets=3, drafts=2, max_num_seqs=5)
     assert [flags[name]["--max-sequences"] for name in ("target worker 1", "draft worker 2")] == ["5", "8"]
     assert named_services(drafts=3, max_num_seqs=8)["draft worker 1"]["--max-sequences"] == "8"
-
-
-def test_single_workers_have_no_numbers() -> None:
-    flags = named_services()
-    assert list(flags) == ["target worker", "draft worker", "coordinator"]
-    assert not any("--log-name" in each for each in flags.values())
 
 
 def test_workers_take_devices_in_turns_and_divide_the_cores() -> None:

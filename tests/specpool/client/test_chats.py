@@ -90,8 +90,3 @@ def nested(levels: int) -> dict[str, Any]:
 def test_invalid_chat_options_are_named(options: Any, reason: str) -> None:
     with pytest.raises(TypeError, match=reason):
         make_request([USER], **options)
-
-
-def test_the_deepest_options_can_be_sent() -> None:
-    request = make_request([USER], chat_template_kwargs=nested(31))
-    assert pb.GenerateRequest.FromString(request.SerializeToString()) == request

@@ -58,14 +58,6 @@ def test_addresses_need_a_port(kind: type[Client], address: str, example: str) -
     assert str(caught.value).endswith(f"such as {example}")
 
 
-@pytest.mark.parametrize(
-    "address", ["gpu-a:1", "[::1]:1", "dns:///gpu-a:1", "dns://8.8.8.8/gpu-a:1", "ipv6:[::1]:1", "unix:/run/specpool"]
-)
-def test_every_address_of_grpc_with_a_port_is_accepted(address: str) -> None:
-    with Client(address):
-        pass
-
-
 def test_every_protocol_field_is_an_option() -> None:
     sampling = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
     assert set(GenerateOptions.__annotations__) == sampling | OTHER_OPTIONS

@@ -17,7 +17,6 @@ from serving import PATIENCE_SECONDS, serving
 from tls_servers import in_thread
 
 from specpool import AsyncClient, Client, errors
-from specpool.cli.main import run
 from specpool.client.failures import is_permanent
 from specpool.rpc.config.settings import ServerSettings
 from specpool.rpc.server.server import Server
@@ -86,24 +85,10 @@ async def test_a_certificate_with_another_name(ca: Authority, server: Certificat
 
 
 @CLIENTS
-async def test_a_certificate_without_the_number_of_the_address(ca: Authority, ask: Ask) -> None:
-    async with running(**ca.issue("named", ["DNS:localhost"]).options) as address:
-        by_number = address.replace("localhost", "127.0.0.1")
-        assert "not valid for '127.0.0.1'" in await fault(ask, by_number, errors.CertificateError, tls_ca=ca.path)
-
-
-@CLIENTS
 async def test_a_certificate_of_another_ca(other_ca: Authority, server: Certificate, ask: Ask) -> None:
     async with running(**server.options) as address:
         message = await fault(ask, address, errors.CertificateError, tls_ca=other_ca.path)
     assert f"it is not signed by {other_ca.path}" in message
-
-
-@CLIENTS
-async def test_an_expired_certificate(ca: Authority, ask: Ask) -> None:
-    async with running(**ca.issue("expired", days=-1).options) as address:
-        message = await fault(ask, address, errors.CertificateError, tls_ca=ca.path)
-    assert message == f"cannot trust the certificate of {address}: certificate has expired"
 
 
 @CLIENTS
@@ -165,26 +150,6 @@ async def test_clients_accept_the_other_forms_of_grpc(tmp_path: Path) -> None:
 
 
 # --- Commands
-
-
-async def test_commands_name_permanent_faults_in_one_line(
-    server: Certificate, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def specpool(command: str, *arguments: str) -> tuple[int, str]:
-        try:
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                status = await asyncio.to_thread(run, command, [*arguments])
-        except SystemExit as end:
-            status = int(str(end.code))
-        return status, capsys.readouterr().err
-
-    refused = "nonsense has no port: use HOST:PORT, such as nonsense:50050\n"
-    assert await specpool("generate", "a", "--address", "nonsense") == (2, f"specpool generate: address: {refused}")
-    assert await specpool("top", "--address", "nonsense") == (2, f"specpool top: address: {refused}")
-    async with running(**server.options) as address:
-        reason = f"UNAVAILABLE: {address} requires TLS: set tls_ca\n"
-        assert await specpool("generate", "a", "--address", address) == (1, f"specpool generate: {reason}")
-        assert await specpool("top", "--address", address) == (1, f"specpool top: {address}: {reason}")
 
 
 async def test_grpc_logs_nothing_beside_the_error_of_a_command(ca: Authority) -> None:

@@ -135,11 +135,8 @@ async def test_details_of_other_servers_do_no_harm(make_client: Any) -> None:
     ("options", "field", "limit"),
     [
         ({"n": 65, "temperature": 1.0}, "sampling_params.n", 24),
-        ({"n": 0, "temperature": 1.0}, "sampling_params.n", 1),
         ({"temperature": -1.0}, "sampling_params.temperature", 0),
-        ({"temperature": 101.0}, "sampling_params.temperature", 100),
         ({"temperature": 0.001}, "sampling_params.temperature", 0.01),
-        ({"repetition_penalty": 0.0}, "sampling_params.repetition_penalty", 0.01),
         ({"max_tokens": 5000}, "sampling_params.max_tokens", 4095),
         ({"min_tokens": 9, "max_tokens": 8}, "sampling_params.min_tokens", 8),
         ({"stop": ["a", "b" * 257]}, "sampling_params.stop[1]", 256),

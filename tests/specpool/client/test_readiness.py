@@ -11,7 +11,7 @@ from serving import PATIENCE_SECONDS, free_address, serving
 
 from specpool.client import AsyncClient, Client, NotReadyError
 from specpool.client.failures import failure
-from specpool.client.readiness import ANSWER_SECONDS, Readiness
+from specpool.client.retries import ANSWER_SECONDS, Readiness
 from specpool.errors import RequestError
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2 as pb
@@ -20,7 +20,7 @@ from specpool.v1 import generation_pb2 as pb
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr("specpool.client.readiness.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("specpool.client.retries.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
@@ -68,12 +68,6 @@ def test_the_last_error_is_raised_if_a_server_does_not_answer(clock: SimpleNames
 def test_a_server_that_cannot_start_is_not_waited_for(name: str) -> None:
     with pytest.raises(NotReadyError, match="the target worker cannot start: no such file"):
         Readiness(10, None).is_ready(state(name, "no such file"))
-
-
-@pytest.mark.parametrize("code", [grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED])
-def test_permanent_errors_are_raised_at_once(code: grpc.StatusCode) -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match=code.name):
-        Readiness(10, None).unanswered(rpc_error(code))
 
 
 async def wait_async(address: str, on_progress: Callable[[str], None]) -> None:

@@ -15,8 +15,8 @@ from serving import PATIENCE_SECONDS
 
 from specpool import AsyncClient, Client
 from specpool.cli.main import run
+from specpool.cli.preflight import health_check_security
 from specpool.cli.processes import ProcessFailedError
-from specpool.cli.tls_check import health_check_security
 from specpool.cli.up_settings import SecureUpSettings
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2 as pb
@@ -89,24 +89,6 @@ async def test_unusable_options_are_named(kind: Any, tmp_path: Path) -> None:
         kind("http://localhost:1")
     with pytest.raises(TypeError, match="tls_certificate"):
         kind("localhost:1", tls_certificate="a")
-
-
-async def test_all_calls_of_the_blocking_client_send_the_token(tmp_path: Path) -> None:
-    known = tmp_path / "known"
-    known.write_text(f"alice {TOKEN}")
-    async with service(api_tokens=known) as served:
-
-        def calls() -> None:
-            with Client(served.address, 0.0, token=TOKEN) as client:
-                assert client.model_info().max_model_len == 4096
-                assert client.server_info().max_num_seqs == 16
-                assert list(client.stream(PROMPT, max_tokens=3))[-1].HasField("complete")
-                request = pb.GetModelInfoRequest()
-                assert client.stub.GetModelInfo.future(request).result().max_model_len == 4096
-                response, call = client.stub.GetModelInfo.with_call(request, metadata=[("a", "b")])
-                assert (response.max_model_len, call.code()) == (4096, grpc.StatusCode.OK)
-
-        await asyncio.to_thread(calls)
 
 
 # --- Rotation under load
@@ -201,25 +183,6 @@ async def test_no_request_fails_while_certificates_and_ca_rotate(tmp_path: Path)
             assert len(client._connections) == len(blocking._connections) == 1
         with pytest.raises(grpc.RpcError):
             await generate(served.address, tls_ca=rotation.trusted, **rotation.generations[0][1].options)
-
-
-async def test_a_stream_continues_on_its_old_connection(tmp_path: Path) -> None:
-    rotation = Rotation.make(tmp_path)
-    security: Any = {"tls_ca": rotation.trusted, **rotation.own.options}
-    async with (
-        service(**rotation.shown.options, tls_ca=rotation.trusted) as served,
-        AsyncClient(served.address, 0.0, **security) as client,
-    ):
-        tokens: list[int] = []
-        async for message in client.stream(PROMPT, max_tokens=400):
-            if not tokens:
-                for step in rotation.steps(1):
-                    step()
-                await client.model_info()
-                assert len(client._connections) == 2
-            tokens += message.chunk.token_ids
-        assert tokens == served.target.continuation(PROMPT, 400)
-        assert len(client._connections) == 1
 
 
 # --- Commands

@@ -16,17 +16,16 @@ from tiny_pair import tiny_config
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from specpool.distill import static_decoder, training
-from specpool.distill.corpus import Dialogues
+from specpool.distill import static_decoder
 from specpool.distill.evaluate import EvaluateSettings, evaluate, read_chats
-from specpool.distill.examples import TOP, Batch, Example, batches
+from specpool.distill.examples import TOP, Batch, Dialogues, Example, batches
 from specpool.distill.main import train
 from specpool.distill.questions import TASKS, ChatTemplate, Limits, Questions
 from specpool.distill.replay import acceptance_by_position, mean_acceptance_length
 from specpool.distill.settings import DistillSettings
 from specpool.distill.static_decoder import decodes_like_llama
 from specpool.distill.static_writer import StaticWriter
-from specpool.distill.student import Student, check_weights, most_frequent
+from specpool.distill.student import Student, check_weights
 from specpool.distill.training import Checkpoint, agreement, distillation_loss
 from specpool.distill.writer import Writer
 from specpool.engine.cache.spans import Span
@@ -103,18 +102,12 @@ def test_a_target_with_a_partial_output_head(tmp_path: Path) -> None:
     template = ChatTemplate.of(AutoTokenizer.from_pretrained(folder), frozenset())
     (written,) = islice(Writer(engine, Questions(template, seed=0), seed=0).answer([list(b"hello")]), 1)
     tokens = written.token_ids.tolist()
-    logits = engine.over_vocabulary(engine.forward([Span(0, 0, tokens[:-1], len(written.top_ids))]))
+    logits = engine.head.over_vocabulary(engine.forward([Span(0, 0, tokens[:-1], len(written.top_ids))]))
     assert logits.argmax(-1).tolist() == tokens[5:]
     assert set(tokens[5:]) <= set(output_ids)
 
 
-def test_dialogues_load_as_saved(tmp_path: Path, dialogues: Dialogues) -> None:
-    dialogues.save(tmp_path / "some.safetensors")
-    again = Dialogues.load(tmp_path / "some.safetensors")
-    assert all(torch.equal(value, getattr(again, name)) for name, value in vars(dialogues).items())
-    assert [path.name for path in tmp_path.iterdir()] == ["some.safetensors"]
-
-
+@pytest.mark.slow
 def test_dialogues_depend_on_the_seed_only(new_writer: NewWriter) -> None:
     def written(seed: int) -> list[int]:
         return Dialogues.of(list(new_writer(seed).write(4))).token_ids.tolist()
@@ -122,6 +115,7 @@ def test_dialogues_depend_on_the_seed_only(new_writer: NewWriter) -> None:
     assert written(5) == written(5) != written(6)
 
 
+@pytest.mark.slow
 def test_a_writer_continues_where_it_stopped(new_writer: NewWriter) -> None:
     once, twice = new_writer(5), new_writer(5)
     together = [*twice.write(3), *twice.write(5)]
@@ -129,6 +123,7 @@ def test_a_writer_continues_where_it_stopped(new_writer: NewWriter) -> None:
         assert torch.equal(one.token_ids, other.token_ids)
 
 
+@pytest.mark.slow
 def test_some_questions_refer_to_earlier_answers(new_writer: NewWriter, template: ChatTemplate) -> None:
     tasks = [template.encode(f"{task}\n\n") for task in TASKS]
     separator = template.encode("\n\n")
@@ -293,6 +288,7 @@ def test_a_draft_is_trained_and_evaluated_by_category(
     assert (itself["agreement"], itself["k=1"]) == (1, pytest.approx(2, abs=0.01))
 
 
+@pytest.mark.slow
 def test_training_resumes_from_a_checkpoint(tmp_path: Path, tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
     def steps(student: Student, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
         for number in range(first, first + count):
@@ -372,15 +368,3 @@ def test_the_mean_acceptance_length_is_between_one_and_k_plus_one(answers: list[
     assert by_position == sorted(by_position, reverse=True)
     assert len(by_position) == k
     assert all(0 <= share <= 1 for share in by_position)
-
-
-def test_most_frequent_tokens() -> None:
-    assert most_frequent(torch.tensor([5.0, 0.0, 9.0, 1.0, 7.0]), 2).tolist() == [2, 4]
-
-
-def test_the_learning_rate_rises_and_falls() -> None:
-    rates = [training.learning_rate(step, 100, 10, 1.0) for step in range(100)]
-    assert rates[9] == 1.0 == max(rates)
-    assert rates[:10] == sorted(rates[:10])
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[-1] == pytest.approx(0.05, abs=0.01)

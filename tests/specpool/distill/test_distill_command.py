@@ -45,6 +45,7 @@ def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "DIALOGUES_PER_FILE", 64)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_answers")
 def test_training_continues_with_new_dialogues(
     tmp_path: Path, tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -65,6 +66,7 @@ def test_training_continues_with_new_dialogues(
     assert "output: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_answers")
 def test_an_existing_draft_is_rounded_without_training(
     tmp_path: Path, tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -94,6 +96,7 @@ def test_an_existing_draft_is_rounded_without_training(
     assert kinds_of(output / "model") == {"INT8", "BFLOAT16"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_answers")
 def test_writer_for_a_gpu_limits_answers(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
     settings = DistillSettings(output=tmp_path, max_sequences=4)

@@ -29,6 +29,7 @@ def correlated(rows: int, seed: int) -> torch.Tensor:
     return few + 0.3 * torch.randn(rows, 4 * BLOCK, generator=generator)
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**16))
 def test_compensation_lowers_the_error_of_outputs(seed: int) -> None:

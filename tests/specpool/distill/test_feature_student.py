@@ -10,15 +10,13 @@ import torch
 from tiny_models import load_engine
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from specpool.distill.corpus import Dialogues
 from specpool.distill.evaluate import EvaluateSettings, evaluate, read_chats
-from specpool.distill.examples import Batch, Example, batches
+from specpool.distill.examples import Batch, Dialogues, Example, TargetStates, batches
 from specpool.distill.feature_student import FeatureStudent
 from specpool.distill.main import distill
 from specpool.distill.predictions import target_states
 from specpool.distill.questions import ChatTemplate, Limits, Questions
 from specpool.distill.settings import DistillSettings
-from specpool.distill.states import TargetStates
 from specpool.distill.student import Student, check_weights
 from specpool.distill.training import agreement, distillation_loss, drop_states
 from specpool.distill.writer import Writer
@@ -148,13 +146,14 @@ def test_regression_predicts_the_input_of_the_layer(target: Any, examples: list[
     assert after < before
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_of_all_steps(target: Any, examples: list[Example]) -> None:
     student = student_of(target)
     student.fit_input(target, 2, examples)
     weights = [weight for weight in student.parameters() if weight.requires_grad]
     optimizer, losses = torch.optim.AdamW(weights, lr=3e-3), []
     before = agreement(student, examples, 3)
-    for epoch in range(12):
+    for epoch in range(9):
         for batch in batches(examples, 1000, random.Random(epoch)):
             loss = distillation_loss(student, drop_states(batch, random.Random(epoch)), 3)
             optimizer.zero_grad()

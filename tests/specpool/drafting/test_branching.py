@@ -6,13 +6,14 @@ from hypothesis import strategies as st
 
 from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
-from specpool.drafting.branching import NUMBERS, Branching, BranchPlan
+from specpool.drafting.branching import Branching, BranchPlan
 from specpool.drafting.costs import RoundCosts, StepTimes
 from specpool.drafting.draft_lengths import PLAN_ROUNDS, DraftLengths, DraftOptions
-from specpool.drafting.drafting import Drafting, DraftWorker
+from specpool.drafting.drafting import Drafting
 from specpool.drafting.ledger import FREE_TRIALS
 from specpool.drafting.plans import DraftMethod, DraftPlan
-from specpool.protocol.rounds import ItemStatus, Proposal
+from specpool.drafting.sequences import DraftWorker
+from specpool.protocol.rounds import MAX_ITEM_BRANCHES, ItemStatus, Proposal
 
 LENGTHS = range(1, 17)
 
@@ -39,21 +40,14 @@ def test_more_branches_are_drafted_while_the_draft_fits_into_the_verification() 
 
 def test_branches_that_never_come_true_are_not_drafted() -> None:
     branching = Branching(costs())
-    for _ in range(300):
+    for _ in range(400):
         branching.observe(commit(0, 8))
     fresh = Branching(costs()).best(8, 8, 0.75, 64, LENGTHS)
     assert branching.best(8, 8, 0.75, 64, LENGTHS).num_branches < fresh.num_branches
     assert branching.coverage(1) == pytest.approx(1, abs=0.1)
-    for _ in range(300):
+    for _ in range(400):
         branching.observe(commit(None, 8))
     assert branching.coverage(8) < 0.2
-
-
-def test_commits_without_branches_teach_nothing() -> None:
-    branching = Branching(costs())
-    before = branching.coverage(8)
-    branching.observe(commit(None, 0))
-    assert branching.coverage(8) == before
 
 
 @given(
@@ -74,7 +68,7 @@ def test_plans_stay_within_their_limits(
     if not drafting or not max_branches:
         assert plan == BranchPlan()
     else:
-        assert plan.num_branches in NUMBERS
+        assert plan.num_branches <= MAX_ITEM_BRANCHES
         assert plan.num_branches <= max_branches
         assert plan.length in LENGTHS
         assert plan.speed > 0

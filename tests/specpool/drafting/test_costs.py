@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specpool.drafting.costs import MAX_GROWTH, MIN_SECONDS, RoundCosts, StepTimes
+from specpool.drafting.costs import MAX_GROWTH, MAX_SECONDS, RoundCosts, StepTimes
 
 MEASURED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FIRST, MORE = 0.02, 0.0006
@@ -51,12 +51,6 @@ def test_a_round_consists_of_full_passes_and_the_rest(limit: int, rows: int) -> 
     assert worker.measured()(rows) == pytest.approx(worker.seconds(rows))
 
 
-@given(rows=st.integers(1, 1500))
-def test_without_a_limit_a_round_is_one_pass(rows: int) -> None:
-    assert StepTimes({1: 0.02, 64: 0.083})(rows) == pytest.approx(0.02 + 0.001 * (rows - 1))
-    assert StepTimes({1: 0.02, 64: 0.083})(0) == 0
-
-
 def test_longer_sequences_make_each_row_more_expensive() -> None:
     times = StepTimes({1: 0.02, 64: 0.05}, cached=100, per_cached=1e-6)
     before = times(4), times(5) - times(4)
@@ -83,7 +77,7 @@ def test_times_stay_finite_positive_and_monotonic_for_any_input(
         times.observe(rows, seconds)
     estimates = [times(rows) for rows in range(1, 700)]
     assert all(map(math.isfinite, estimates))
-    assert estimates[0] >= MIN_SECONDS
+    assert estimates[0] >= 1 / MAX_SECONDS
     assert all(more >= fewer * (1 - 1e-9) for fewer, more in pairwise(estimates))
 
 

@@ -13,12 +13,10 @@ from benchmarks.simulate.machine import COSTS
 from specpool.drafting.costs import RoundCosts, StepTimes
 from specpool.drafting.draft_lengths import (
     PLAN_ROUNDS,
-    STATES_BEFORE_TRIAL,
     DraftLengths,
     DraftOptions,
 )
-from specpool.drafting.ledger import FREE_TRIALS
-from specpool.drafting.plans import DraftMethod, DraftPlan
+from specpool.drafting.plans import DraftMethod
 
 
 def line(first: float, more: float) -> StepTimes:
@@ -70,11 +68,6 @@ def test_lengths_keep_all_limits(
         assert max(chosen.values()) <= max(1, max_num_draft_tokens)
 
 
-@pytest.mark.parametrize(("rate", "low", "high"), [(0.95, 6, 8), (0.5, 1, 3), (0.05, 0, 0)])
-def test_better_drafts_are_longer(rate: float, low: int, high: int) -> None:
-    assert low <= num_draft_tokens(trained(rate), {0: 8})[0] <= high
-
-
 def test_each_sequence_drafts_according_to_its_own_rate() -> None:
     lengths = trained(0.9)
     for _ in range(100):
@@ -118,40 +111,6 @@ def test_trials_continue_at_negligible_cost() -> None:
     assert spent < 1.015 * plain
 
 
-def test_states_are_needed_only_around_trials_while_drafts_do_not_pay() -> None:
-    lengths = trained(0.02)
-    lengths.reads_states = True
-    needed: list[bool] = []
-    trials = 0
-    for number in range(2000):
-        drafted = num_draft_tokens(lengths, {0: 8})[0]
-        needed.append(lengths.needs_states)
-        lengths.acceptance.add(0, drafted, 0)
-        trials += drafted > 0
-        if drafted and number > STATES_BEFORE_TRIAL:
-            assert all(needed[-1 - STATES_BEFORE_TRIAL :])
-    assert trials > 10
-    assert sum(needed) == trials * (STATES_BEFORE_TRIAL + 1)
-
-
-def test_states_are_not_needed_while_the_model_pauses() -> None:
-    lengths = trained(0.02)
-    lengths.reads_states = True
-    while not lengths.needs_states:
-        run_round(lengths, {0: DraftOptions(8)})
-    for _ in range(10):
-        lengths.choose({0: DraftOptions(8, has_model=False)})
-        assert not lengths.needs_states
-
-
-def test_states_are_needed_while_the_model_drafts() -> None:
-    lengths = trained(0.9)
-    lengths.reads_states = True
-    for _ in range(200):  # one of these rounds is plain
-        num_draft_tokens(lengths, {0: 8})
-        assert lengths.needs_states
-
-
 def test_trials_notice_a_draft_that_becomes_good() -> None:
     lengths = trained(0.02)
     for _ in range(3000):
@@ -160,15 +119,6 @@ def test_trials_notice_a_draft_that_becomes_good() -> None:
         if drafted > 3:
             break
     assert drafted > 3
-
-
-def test_draft_methods_have_separate_trials() -> None:
-    lengths = DraftLengths(costs(), max_num_draft_tokens=8)
-    measure_plain_rounds(lengths)
-    for _ in range(50):
-        lengths.choose({0: DraftOptions(8, has_model=False, lookup_ids=(1,) * 8, lookup_rate=0.01)})
-    lengths.costs.draft = line(5.0, 0.1)  # measured on a busy machine
-    assert all(lengths.choose({0: DraftOptions(8)})[0].num_draft_tokens for _ in range(FREE_TRIALS))
 
 
 def test_a_trial_catches_up_only_one_sequence_with_a_large_lag() -> None:
@@ -269,14 +219,6 @@ def observed(lengths: DraftLengths, seconds: Callable[[int], float], rate: float
     return k
 
 
-def test_a_model_that_loses_time_in_spite_of_its_plan_pauses() -> None:
-    """Rounds that draft take 100 ms instead of the planned 40: nothing in the costs shows it."""
-    lengths = trained(0.9)
-    counts = [observed(lengths, lambda k: 0.1 if k else 0.021, rate=0.5) for _ in range(600)]
-    assert counts[0] > 1
-    assert sum(count > 0 for count in counts[1:]) < 15
-
-
 def test_prompt_lookup_goes_on_while_the_model_pauses() -> None:
     lengths = DraftLengths(costs(), max_num_draft_tokens=8)
     measure_plain_rounds(lengths)
@@ -288,37 +230,9 @@ def test_prompt_lookup_goes_on_while_the_model_pauses() -> None:
     assert plan[0].num_draft_tokens == 0
 
 
-def test_trials_that_cost_more_than_believed_become_rarer() -> None:
-    def trials(seconds: float) -> int:
-        """Trials in rounds that are planned before the time of the last one is known."""
-        lengths, count, before = trained(0.02), 0, DraftPlan()
-        for _ in range(3000):
-            plan = lengths.choose({0: DraftOptions(8)})[0]
-            lengths.acceptance.add(0, plan.num_draft_tokens, 0)
-            method = DraftMethod.MODEL if before.num_draft_tokens else None
-            lengths.ledger.observe(1, 1, seconds if method else 0.021, method, before.is_trial)
-            before = plan
-            count += plan.num_draft_tokens
-        return count
-
-    assert trials(0.026) > 10
-    assert trials(0.26) < trials(0.026) / 3
-
-
 def test_a_new_model_begins_with_trials() -> None:
     """Rounds are plain until their time is known, and believed costs alone allow one token per sequence."""
     lengths = DraftLengths(costs(), max_num_draft_tokens=8)
     counts = [observed(lengths, lambda k: 0.021 + 0.005 * k) for _ in range(8)]
     assert counts[:5] == [0, 0, 0, 1, 1]
     assert min(counts[5:]) > 1
-
-
-def test_each_trial_of_a_new_model_reads_states() -> None:
-    lengths, counts, needed = DraftLengths(costs(), max_num_draft_tokens=8), [], []
-    lengths.reads_states = True
-    while max(counts, default=0) <= 1:
-        counts.append(observed(lengths, lambda k: 0.021 + 0.005 * k))
-        needed.append(lengths.needs_states)
-    trials = [number for number, count in enumerate(counts) if count == 1]
-    assert len(trials) == FREE_TRIALS
-    assert all(all(needed[number - STATES_BEFORE_TRIAL : number + 1]) for number in trials)

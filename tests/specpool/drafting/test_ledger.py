@@ -163,7 +163,7 @@ def after_losses(count: int) -> Ledger:
 
 
 def test_trials_that_lose_become_rarer_up_to_a_limit() -> None:
-    first, later, last = (rounds_until_next(after_losses(count)) for count in (FREE_TRIALS + 1, 10, 40))
+    first, later, last = (rounds_until_next(after_losses(count)) for count in (FREE_TRIALS + 1, FREE_TRIALS + 4, 40))
     assert first < later < last
     assert last == pytest.approx(rounds_until_next(after_losses(80)), rel=0.02)
     assert 0.5 / last < SHARE / 4
@@ -237,6 +237,7 @@ def test_plain_rounds_are_needed_at_new_sizes_and_after_a_while() -> None:
 # --- Together with draft lengths
 
 
+@pytest.mark.slow
 @given(
     draft=st.floats(0.0005, 0.03),
     row=st.floats(0.00001, 0.005),

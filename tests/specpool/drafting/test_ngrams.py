@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
 from specpool.drafting.lookup import PromptLookup
-from specpool.drafting.ngrams import MAX_RUN, MEMORY_TOKENS, MIN_RUN, TOKENS_PER_CALL, NgramIndex
+from specpool.drafting.ngrams import MAX_RUN, MEMORY_TOKENS, TOKENS_PER_CALL, NgramIndex
 from specpool.drafting.plans import DraftMethod, Lookup
 
 
 def reference(token_ids: list[int], k: int) -> tuple[tuple[int, ...], int]:
-    for length in range(MAX_RUN, MIN_RUN - 1, -1):
+    for length in range(MAX_RUN, 0, -1):
         run = token_ids[-length:]
         for end in range(len(token_ids) - 1, length - 1, -1):
             if len(run) == length and token_ids[end - length : end] == run:

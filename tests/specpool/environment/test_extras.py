@@ -31,8 +31,7 @@ def test_every_requirement_of_an_extra_has_a_module(extra: str) -> None:
     [
         (program, missing)
         for program in PROJECT["scripts"]
-        for missing in (["torch"], ["grpc_health", "pydantic_settings"], ALL_MODULES)
-        if (program, missing) != ("specpool-coordinator", ["torch"])  # it runs without torch
+        for missing in (["grpc_health", "pydantic_settings"], ALL_MODULES)
     ],
 )
 def test_commands_name_missing_packages_in_one_line(program: str, missing: list[str], tmp_path: Path) -> None:

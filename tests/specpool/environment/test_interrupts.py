@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from specpool.environment.interrupts import silent_interrupts
+from specpool.environment.process import silent_interrupts
 
 # A module that every entry point imports; the process interrupts itself in the middle of it.
 INTERRUPTED = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
 
 
-@pytest.mark.parametrize("package", ["specpool", "coordinator", "draft_worker", "target_worker"])
+@pytest.mark.parametrize("package", ["specpool", "coordinator", "target_worker"])
 def test_an_interrupted_import_shows_no_stack_trace(package: str, tmp_path: Path) -> None:
     (tmp_path / "pydantic.py").write_text(INTERRUPTED)
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import platform
 import resource
 import sys
 from pathlib import Path
@@ -12,9 +11,8 @@ import pytest
 from specpool.client import AsyncClient
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
-from specpool.engine.passes.native.decoder import compile_decoder
 from specpool.engine.startup.sharded import start_sharded_engine
-from specpool.environment.cpus import usable_cpus
+from specpool.environment.process import usable_cpus
 from specpool.rpc.server.connections import OTHER_DESCRIPTORS, usable_descriptors
 
 ROOT = Path(__file__).parents[3]
@@ -51,11 +49,6 @@ def test_limits_that_cannot_be_raised_are_kept(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "setrlimit", refuse)
     assert usable_descriptors(1024) == 256 - OTHER_DESCRIPTORS
-
-
-def test_nothing_is_compiled_on_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    assert compile_decoder(64, 3, ["FLOAT32"]) is None
 
 
 def test_ranks_on_one_machine_need_linux(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from specpool.cli.processes import worker_environment
-from specpool.environment import version
-from specpool.environment.version import package_version, python_path
+from specpool.environment import process
+from specpool.environment.process import package_version, python_path
 
 ROOT = Path(__file__).parents[3]
 
@@ -23,9 +23,9 @@ def _uninstalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def forget() -> None:
         package_version.cache_clear()
-        version._installed_version.cache_clear()
+        process._installed_version.cache_clear()
 
-    monkeypatch.setattr(version, "version", missing)
+    monkeypatch.setattr(process, "version", missing)
     forget()
     yield
     forget()
@@ -34,10 +34,6 @@ def _uninstalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("_uninstalled")
 def test_the_version_of_a_checkout_is_that_of_pyproject() -> None:
     assert f'\nversion = "{package_version()}"\n' in (ROOT / "pyproject.toml").read_text()
-
-
-def test_an_installed_package_needs_no_path() -> None:
-    assert python_path({"PYTHONPATH": "here"}) == {}
 
 
 @pytest.mark.usefixtures("_uninstalled")

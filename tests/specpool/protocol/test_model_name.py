@@ -2,7 +2,7 @@
 
 import pytest
 
-from specpool.protocol.model_name import readable_name
+from specpool.protocol.worker_info import readable_name
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specpool.protocol.features import FeatureSpec, WantedFeatures
-from specpool.protocol.response_sizes import MAX_SMALL_BYTES, max_propose_bytes, max_verify_bytes
-from specpool.protocol.responses import MAX_ERROR_CHARACTERS
+from specpool.protocol.responses import MAX_ERROR_CHARACTERS, MAX_SMALL_BYTES, max_propose_bytes, max_verify_bytes
 from specpool.protocol.rounds import ProposeItem, VerifyItem
 from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
 

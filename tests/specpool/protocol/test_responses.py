@@ -7,10 +7,9 @@ import pytest
 
 from specpool.protocol.responses import (
     InvalidResponseError,
-    check_worker_info,
     read_proposals,
-    read_step_costs,
     read_verdicts,
+    read_worker_info,
 )
 from specpool.protocol.rounds import Branch, ItemStatus, ProposeItem, VerifyItem
 from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
@@ -174,12 +173,24 @@ def test_impossible_branches_are_rejected(changes: list[dict[str, Any]]) -> None
         branches(*changes)
 
 
+def description(model: dict[str, Any], load: dict[str, Any], **others: Any) -> common_pb2.GetWorkerInfoResponse:
+    model, load = {"vocab_size": 10, "max_model_len": 10, **model}, {"slots_total": 4, **load}
+    fields = {"model": common_pb2.ModelInfo(**model), "load": common_pb2.WorkerLoad(**load), "instance_id": "1"}
+    return common_pb2.GetWorkerInfoResponse(**fields | others)
+
+
 def test_impossible_step_costs_are_dropped() -> None:
     costs = common_pb2.StepCosts(
         rows=[0, 1, 2, 4, 8, 16], seconds=[1.0, math.nan, math.inf, -1.0, 0.0, 0.5], seconds_per_cached=math.nan
     )
-    read = read_step_costs(common_pb2.GetWorkerInfoResponse(costs=costs))
-    assert (dict(read.step_seconds), read.seconds_per_cached) == ({16: 0.5}, 0.0)
+    info = read_worker_info(description({}, {}, costs=costs))
+    assert (info.step_seconds, info.seconds_per_cached) == ({16: 0.5}, 0.0)
+
+
+def test_processes_without_an_id_are_rejected() -> None:
+    read_worker_info(description({}, {}))
+    with pytest.raises(InvalidResponseError, match="instance_id"):
+        read_worker_info(description({}, {}, instance_id=""))
 
 
 @pytest.mark.parametrize(
@@ -205,12 +216,5 @@ def test_impossible_step_costs_are_dropped() -> None:
     ],
 )
 def test_impossible_descriptions_are_rejected(model: dict[str, Any], load: dict[str, Any]) -> None:
-    good, slots = {"vocab_size": 10, "max_model_len": 10}, {"slots_total": 4}
-    check_worker_info(
-        common_pb2.GetWorkerInfoResponse(model=common_pb2.ModelInfo(**good), load=common_pb2.WorkerLoad(**slots))
-    )
-    response = common_pb2.GetWorkerInfoResponse(
-        model=common_pb2.ModelInfo(**(good | model)), load=common_pb2.WorkerLoad(**(slots | load))
-    )
     with pytest.raises(InvalidResponseError):
-        check_worker_info(response)
+        read_worker_info(description(model, load))

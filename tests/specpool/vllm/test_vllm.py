@@ -272,6 +272,23 @@ async def test_sequences_are_released_when_vllm_idles_or_exits(serve: Serve, mon
         assert served.draft.caches == {}
 
 
+async def test_sequences_are_released_when_vllm_exits_while_the_link_backs_off(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specpool.vllm.link.IDLE_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(link, "PROBE_SECONDS", PATIENCE_SECONDS)
+    async with serve(draft_timeout="0.5") as served:
+        row = served.vllm.add([7, 1, 4])
+        await served.until(lambda: row.accepted > 3)
+        served.draft.delay = PATIENCE_SECONDS
+        requests = len(served.draft.requests)
+        await served.until(lambda: len(served.draft.requests) > requests)
+        served.draft.delay = 0
+        assert served.draft.caches
+        await asyncio.to_thread(served.vllm.remote.close)
+        assert served.draft.caches == {}
+
+
 async def test_only_one_rank_asks_for_drafts(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", "127.0.0.1:1")
     ranks = {"world_size": 4, "tensor_parallel_size": 2}

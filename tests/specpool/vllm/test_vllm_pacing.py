@@ -12,6 +12,7 @@ import pytest
 
 from specpool.drafting.costs import StepTimes, Timed
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
+from specpool.protocol.worker_info import WorkerInfo
 from specpool.vllm.costs import LearnedTimes
 from specpool.vllm.drafter import Drafter, DraftModel, Limits
 from specpool.vllm.rows import Batch
@@ -61,7 +62,7 @@ class VirtualServer:
         self._random, self._count, self._step, self._draft = random.Random(rows), rows, step, draft
         self._rate, self._answer, self._new_token = rate, answer, itertools.count(1)
         times = StepTimes({rows: draft(rows) for rows in (1, 4, 16, 64)})
-        self._model = DraftModel(MAX_LEN, VOCAB, 64, times)
+        self._model = DraftModel(WorkerInfo(max_model_len=MAX_LEN, vocab_size=VOCAB, slots_total=64), times)
         self._rows = [self._new_row(left) for left in range(4, 4 + rows)]
         self._token_ids = np.zeros((rows, MAX_LEN), dtype=np.int64)
         self._draft_seconds = 0.0

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.scheduling.sequence import GenerationRequest, Sequence
-from specpool.vllm.rows import NUM_MARKS, Batch, Rows
+from specpool.vllm.rows import BLOCK_TOKENS, NUM_MARKS, Batch, Prefixes, Request, Sequence, match
 
 LONG = 4000
 
@@ -32,58 +31,85 @@ def batch_of(rows: list[list[int]], gained: int = 1) -> tuple[Batch, Counted]:
 
 
 def sequence_of(sequence_id: int, tokens: list[int]) -> Sequence:
-    return Sequence(sequence_id, GenerationRequest("", tuple(tokens), 100, frozenset(), 4))
+    return Sequence(sequence_id, Request(4), list(tokens), LONG + 100)
 
 
-def rows_of(*contexts: list[int]) -> tuple[Rows, list[Sequence]]:
-    rows, sequences = Rows(), [sequence_of(at, tokens) for at, tokens in enumerate(contexts)]
-    rows.keep(sequences)
-    return rows, sequences
+def rows_of(*contexts: list[int]) -> list[Sequence]:
+    return [sequence_of(at, tokens) for at, tokens in enumerate(contexts)]
 
 
 def test_a_row_in_place_needs_few_reads() -> None:
     contexts = [[at, *range(LONG)] for at in range(3)]
-    rows, sequences = rows_of(*contexts)
+    sequences = rows_of(*contexts)
     batch, tokens = batch_of([[*context, 7, 8] for context in contexts], gained=2)
-    assert rows.match(batch) == (sequences, [])
+    assert match(sequences, batch) == (sequences, [])
     assert tokens.read <= 3 * (3 * NUM_MARKS)
 
 
 def test_rows_move_leave_and_arrive() -> None:
     contexts = [[at, 5, 6, at] for at in range(4)]
-    rows, sequences = rows_of(*contexts)
+    sequences = rows_of(*contexts)
     batch, _ = batch_of([[*contexts[3], 9], [77, 78], [*contexts[0], 9]])
-    assert rows.match(batch) == ([sequences[3], None, sequences[0]], [sequences[1], sequences[2]])
+    assert match(sequences, batch) == ([sequences[3], None, sequences[0]], [sequences[1], sequences[2]])
 
 
 @pytest.mark.parametrize("changed", [0, LONG // 2, LONG - 1])
 def test_a_moved_row_with_any_changed_token_is_new(changed: int) -> None:
     context = [*range(LONG)]
-    rows, sequences = rows_of([1], context)
+    sequences = rows_of([1], context)
     context[changed] += 1
-    assert rows.match(batch_of([[*context, 5]])[0]) == ([None], sequences)
+    assert match(sequences, batch_of([[*context, 5]])[0]) == ([None], sequences)
 
 
 def test_a_row_of_unexpected_length_is_new() -> None:
-    rows, sequences = rows_of([1, 2, 3])
-    assert rows.match(batch_of([[1, 2, 3]])[0]) == ([None], sequences)
-    assert rows.match(batch_of([[1, 2, 3, 4, 5]])[0]) == ([None], sequences)
+    sequences = rows_of([1, 2, 3])
+    assert match(sequences, batch_of([[1, 2, 3]])[0]) == ([None], sequences)
+    assert match(sequences, batch_of([[1, 2, 3, 4, 5]])[0]) == ([None], sequences)
 
 
 def test_equal_rows_are_each_matched_once() -> None:
-    rows, sequences = rows_of([9], [1, 2], [1, 2])
-    found, gone = rows.match(batch_of([[1, 2, 3], [1, 2, 3]])[0])
+    sequences = rows_of([9], [1, 2], [1, 2])
+    found, gone = match(sequences, batch_of([[1, 2, 3], [1, 2, 3]])[0])
     assert sorted(sequence.sequence_id for sequence in found if sequence is not None) == [1, 2]
     assert gone == [sequences[0]]
 
 
 def test_an_empty_batch_releases_all() -> None:
-    rows, sequences = rows_of([1], [2])
-    assert rows.match(batch_of([])[0]) == ([], sequences)
+    sequences = rows_of([1], [2])
+    assert match(sequences, batch_of([])[0]) == ([], sequences)
 
 
 def test_rows_match_after_skipped_steps() -> None:
     contexts = [[at, 5, 6, at] for at in range(3)]
-    rows, sequences = rows_of(*contexts)
+    sequences = rows_of(*contexts)
     batch, _ = batch_of([[*contexts[0], 9, 8, 7], [*contexts[2], 4, 3], [1, 2, 3, 4, 5, 6]])
-    assert rows.match(batch, skipped=True) == ([sequences[0], None, None], [sequences[1], sequences[2]])
+    assert match(sequences, batch, skipped=True) == ([sequences[0], None, None], [sequences[1], sequences[2]])
+
+
+def test_the_draft_worker_copies_the_longest_cached_prefix() -> None:
+    prefixes, prompt = Prefixes(), [*range(3 * BLOCK_TOKENS)]
+    short, long, uncached = rows_of(prompt[: BLOCK_TOKENS + 3], prompt, prompt)
+    for sequence, cached in ((short, len(short.token_ids)), (long, len(prompt)), (uncached, 0)):
+        sequence.draft.commit(cached)
+        prefixes.add(sequence)
+    same, other = rows_of(prompt, [*prompt[: BLOCK_TOKENS + 5], 9])
+    prefixes.share(same)
+    prefixes.share(other)
+    assert (same.draft.source, same.draft.base_length) == (long, 2 * BLOCK_TOKENS)
+    assert (other.draft.source, other.draft.base_length) == (short, BLOCK_TOKENS)
+
+
+def test_sequences_without_a_row_are_sources_while_the_draft_worker_has_slots() -> None:
+    prefixes, contexts = Prefixes(), [[at, *range(2 * BLOCK_TOKENS)] for at in range(4)]
+    for sequence, cached in zip(rows_of(*contexts), (30, 30, 30, 0), strict=True):
+        prefixes.add(sequence)
+        sequence.draft.commit(cached)
+        prefixes.leave(sequence)
+    again = rows_of(*contexts)
+    prefixes.share(again[0])  # a use
+    prefixes.trim(2)
+    for sequence in again:
+        prefixes.share(sequence)
+    assert [sequence.draft.base_length for sequence in again] == [30, 0, 30, 0]
+    prefixes.trim(0)
+    assert not prefixes._sources

@@ -3,21 +3,18 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
 from tiny_models import load_engine
-from worker_service import DRAFT, OK, TARGET, Worker, failure, propose, serving, tokens_of, violated_fields
+from worker_service import DRAFT, OK, Worker, failure, propose, serving, tokens_of, violated_fields
 
 from draft_worker.branches import MAX_SAMPLED_ROWS
 from draft_worker.proposer import Proposer
-from draft_worker.service import DraftWorkerServicer
 from specpool.engine.run.engine import Engine
-from specpool.protocol.rounds import MAX_ITEM_BRANCHES, MAX_ITEM_UNVERIFIED, ProposeItem, ProposeRound
+from specpool.protocol.rounds import MAX_ITEM_BRANCHES, MAX_ITEM_UNVERIFIED
 from specpool.v1 import common_pb2, draft_worker_pb2
-from specpool.worker.round_merging import Work
 
 PROMPT, UNVERIFIED = [5, 6, 7, 8], [9, 10]
 
@@ -135,12 +132,6 @@ async def test_few_sampled_rows_are_ranked_in_a_round(draft: Worker) -> None:
     assert [len(result.branches) for result in results] == [6, 0]
 
 
-def test_branches_count_as_work() -> None:
-    backend = SimpleNamespace(has_room=lambda *_: True)
-    round_ = ProposeRound("c", 1, [ProposeItem(1, 0, (5, 6), num_draft_tokens=4, num_branches=8, num_unverified=1)])
-    assert DraftWorkerServicer.work(round_, cast(Any, backend)) == Work(8, 5)
-
-
 async def test_an_engine_that_cannot_share_a_cache_continues_full_acceptance(tiny_pair: tuple[Path, Path]) -> None:
     engine = load_engine(tiny_pair[1], exact=False, kv_layout="padded")
     async with serving(DRAFT, engine) as draft:
@@ -149,10 +140,6 @@ async def test_an_engine_that_cannot_share_a_cache_continues_full_acceptance(tin
         (branch,) = result.branches
         assert branch.num_accepted == len(UNVERIFIED)
         assert list(branch.draft_token_ids) == draft.continuation(context_of(branch), 3)
-
-
-async def test_only_draft_workers_report_branches(worker: Worker) -> None:
-    assert (await worker.info()).load.max_branches == (0 if worker.role is TARGET else MAX_ITEM_BRANCHES)
 
 
 @pytest.mark.parametrize(

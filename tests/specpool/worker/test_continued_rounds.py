@@ -115,13 +115,6 @@ async def test_only_the_last_round_can_be_continued(target: Worker) -> None:
     assert result.status == STALE_ROUND
 
 
-async def test_a_released_sequence_is_a_cache_miss(target: Worker) -> None:
-    await target.round(verify(1, 0, PROMPT), round_id=1)
-    await target.release(1)
-    (result,) = await target.round(after(1), round_id=2)
-    assert result.status == CACHE_MISS
-
-
 async def test_an_explicit_item_takes_back_a_round_ahead(target: Worker) -> None:
     """The coordinator may discard a round ahead and continue from the tokens that it committed."""
     truth = target.continuation(PROMPT, 3)
@@ -164,12 +157,6 @@ async def test_a_round_after_a_failed_one_is_not_served(target: Worker) -> None:
             await stream.read()
     (result,) = await target.round(verify(1, len(PROMPT), truth[:1]), round_id=4)
     assert list(result.token_ids) == truth[1:]
-
-
-async def test_workers_report_rounds_ahead(worker: Worker) -> None:
-    response = await worker.info()
-    assert (response.load.max_rounds_ahead > 0) == hasattr(worker.stub, "Verify")
-    assert response.load.selects_branches == hasattr(worker.stub, "Verify")
 
 
 async def test_the_next_round_waits_at_the_worker(target: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

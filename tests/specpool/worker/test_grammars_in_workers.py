@@ -9,7 +9,6 @@ from worker_service import DRAFT, OK, TARGET, Role, Worker, propose, serving, ve
 
 from specpool.engine.run.engine import Engine
 from specpool.engine.sampling.grammars import Grammars
-from specpool.protocol.sampling import SamplingParams
 from specpool.testing import EOS_TOKEN_ID, byte_tokenizer
 from specpool.v1 import common_pb2
 from specpool.v1 import draft_worker_pb2 as draft_pb
@@ -68,8 +67,7 @@ def tokens_in(results: Sequence[Any]) -> list[int]:
     return [token for result in results for token in result.token_ids]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
-@pytest.mark.parametrize("logprobs", [None, 3])
+@pytest.mark.parametrize(("temperature", "logprobs"), [(0.0, None), (1.5, 3)])
 async def test_drafts_do_not_change_the_tokens(target: Worker, temperature: float, logprobs: int | None) -> None:
     """Drafts are right, wrong and illegal. Log-probabilities have the same bits."""
     sampling = sampled(temperature=temperature)
@@ -253,7 +251,3 @@ async def test_workers_say_whether_they_have_grammars(
         (result,) = await worker.round(item)
         assert result.status == (OK if is_installed or role is DRAFT else GRAMMAR_FAILED)
         assert is_installed or role is DRAFT or "llguidance" in result.error
-
-
-def test_a_grammar_needs_rules() -> None:
-    assert not SamplingParams(grammar=TEXTS).is_argmax

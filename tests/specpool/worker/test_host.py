@@ -13,7 +13,7 @@ import torch
 from specpool.engine.cache.slots import SlotTable
 from specpool.protocol.errors import InvalidArgumentError, UnavailableError
 from specpool.protocol.rounds import ItemStatus
-from specpool.worker.failures import DeviceFailedError
+from specpool.worker.backend import DeviceFailedError
 from specpool.worker.host import WorkerHost
 from specpool.worker.round_merging import Round, Work
 

@@ -53,7 +53,7 @@ async def test_phases_are_streamed_and_logged_once(
         assert seen == ["importing torch", "loading weights", "testing"]
         await wait_serving(channel)
         assert [step async for step in watch(role, channel)] == [], "the startup is over"
-    logged = [record.message for record in caplog.records if record.name == "specpool.worker.startup"]
+    logged = [record.message for record in caplog.records if record.name == "specpool.worker.backend"]
     assert logged == seen
 
 

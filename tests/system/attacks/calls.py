@@ -8,7 +8,7 @@ from attacks.service import Service
 from deaf_client import deaf_client
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specpool.rpc.security.channel import open_channel
+from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 
@@ -24,7 +24,7 @@ LONG_ANSWER = pb.GenerateRequest(
 
 async def watch_without_token(address: str) -> None:
     """Hold watches open without a token."""
-    async with open_channel(address) as channel:
+    async with Connector(address).open() as channel:
         stub = health_pb2_grpc.HealthStub(channel)
 
         async def watch() -> None:
@@ -51,7 +51,7 @@ async def watches_at_health_port(service: Service) -> None:
 
 @attack("5,000 calls without a request")
 async def unsent_calls(service: Service) -> None:
-    async with open_channel(service.coordinator) as channel:
+    async with Connector(service.coordinator).open() as channel:
         call = channel.stream_unary(GENERATE)
         await repeat(UNSENT_CALLS, lambda: call(metadata=service.metadata("attacker")))
 
@@ -59,7 +59,7 @@ async def unsent_calls(service: Service) -> None:
 @attack("16 round streams of 29 MiB of empty items", "workers")
 async def empty_rounds(service: Service) -> None:
     """With the worker's token."""
-    async with open_channel(service.target) as channel:
+    async with Connector(service.target).open() as channel:
 
         async def send() -> None:
             stream = channel.stream_stream(VERIFY)(metadata=service.metadata("coordinator"))
@@ -79,7 +79,7 @@ async def unread_answers(service: Service) -> None:
 
 @attack("100 GetServerInfo a second")
 async def polls(service: Service) -> None:
-    async with open_channel(service.coordinator) as channel:
+    async with Connector(service.coordinator).open() as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         request, metadata = pb.GetServerInfoRequest(), service.metadata("attacker")
         while True:

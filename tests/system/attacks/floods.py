@@ -8,7 +8,7 @@ import grpc
 from attacks.attack import attack
 from attacks.service import Service
 
-from specpool.rpc.security.channel import open_channel
+from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 
@@ -60,7 +60,7 @@ async def repeat(count: int, call: Callable[[], Awaitable[object]]) -> None:
 
 async def flood(service: Service, calls: int, call: Call) -> None:
     """Keep this many calls of the coordinator in progress."""
-    async with open_channel(service.coordinator) as channel:
+    async with Connector(service.coordinator).open() as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         await repeat(calls, lambda: call(stub, service.metadata("attacker")))
 

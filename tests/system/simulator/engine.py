@@ -136,7 +136,6 @@ class ToyEngine:
             max_rows=self.max_num_batched_tokens,
             weights_fingerprint="toy",
             numerics_fingerprint="toy",
-            kv_reservations_grow=True,
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from coordinator.scheduling.blame import FAILURES_TO_FAIL
+from coordinator.scheduling.records import FAILURES_TO_FAIL
 from coordinator.serving.auditor import DIFFERENT
 from specpool.protocol.errors import StalledStreamError, WorkerFailedError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def check_structures(simulation: "Simulation") -> None:
     """Check the bookkeeping of the queue, of all windows and of all caches."""
     _check(simulation, simulation.coordinator.queue.check_integrity)
-    for lane in simulation.coordinator.lanes:
+    for lane in simulation.coordinator.lanes._lanes:
         window = lane.window
         # A target that restarts with fewer slots shrinks the window and the cache below what is in use.
         places, capacity = max(window.max_num_seqs, window.occupied), window.reservations.capacity
@@ -62,24 +62,17 @@ def _is_justified(outcome: "Outcome", faults: "Faults") -> bool:
     return isinstance(outcome.error, WorkerFailedError) and faults.number_since(outcome.sent) >= enough
 
 
-def leaks(simulation: "Simulation", after_lease: bool = False) -> list[str]:
-    """Sequences that are still in the pool or hold slots. None may remain after the last request.
-
-    `after_lease`: include those of a target that has become the standby, which its lease frees.
-    """
+def leaks(simulation: "Simulation") -> list[str]:
+    """Sequences that are still in a window or hold slots. None may remain after the last request."""
     coordinator = simulation.coordinator
-    owners: dict[str, set[str]] = {}
-    for lane in coordinator.lanes:
-        for link in (*lane.targets.links, *(lane.draft.links if lane.draft is not None else [])):
-            owners.setdefault(link.address, set()).add(link._coordinator_id)
-    is_empty = coordinator.queue.is_empty and not any(lane.window.occupied for lane in coordinator.lanes)
+    is_empty = coordinator.queue.is_empty and not any(lane.window.occupied for lane in coordinator.lanes._lanes)
     found = [] if is_empty else ["sequences are left"]
     for worker in simulation.workers:
-        address = worker.setup.address
+        name = f"the {worker.setup.role} at {worker.setup.address}"
         if worker.engine is None:
-            found.append(f"the {worker.setup.role} at {address} is down")
-        elif count := sum(after_lease or owner in owners[address] for owner, _ in worker.engine.slots._slots):
-            found.append(f"the {worker.setup.role} at {address} still holds {count} slots")
+            found.append(f"{name} is down")
+        elif count := len(worker.engine.slots._slots):
+            found.append(f"{name} still holds {count} slots")
     return found
 
 

@@ -24,7 +24,7 @@ from simulator.faults import Faults
 from simulator.model import EOS
 from simulator.network import Network
 from simulator.setup import Request, Scenario
-from simulator.workers import LEASE_SECONDS, Worker
+from simulator.workers import Worker
 from specpool.protocol.tokenizer import TokenizerFiles
 
 START_SECONDS = 2.0
@@ -133,16 +133,15 @@ class Simulation:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=ANSWER_SECONDS)
         invariants.check_ends(self, faults)
-        await self._wait_released(RELEASE_SECONDS)
-        await self._wait_released(2 * LEASE_SECONDS, after_lease=True)
+        await self._wait_released()
         invariants.check_structures(self)
 
-    async def _wait_released(self, seconds: float, after_lease: bool = False) -> None:
+    async def _wait_released(self) -> None:
         """Wait until nothing holds a slot, or report what does."""
-        deadline = self._loop.time() + seconds
-        while invariants.leaks(self, after_lease) and self._loop.time() < deadline:  # noqa: ASYNC110 - virtual time
+        deadline = self._loop.time() + RELEASE_SECONDS
+        while invariants.leaks(self) and self._loop.time() < deadline:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(POLL_SECONDS)
-        for leak in invariants.leaks(self, after_lease):
+        for leak in invariants.leaks(self):
             self.fail(leak)
 
     def _send(self, request: Request) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from draft_worker.service import DraftWorkerServicer
+from draft_worker.server import DraftWorkerServicer
 from simulator.answers import Tampering
 from simulator.clock import VirtualLoop
 from simulator.engine import ToyEngine, ToyProposer, ToyVerifier
@@ -21,7 +21,7 @@ from specpool.v1 import draft_worker_pb2_grpc, target_worker_pb2_grpc
 from specpool.worker.host import WorkerHost
 from specpool.worker.model_thread import MAX_WAITING, WorkItem
 from specpool.worker.round_merging import Round, RoundMerging
-from target_worker.service import TargetWorkerServicer
+from target_worker.server import TargetWorkerServicer
 
 log = logging.getLogger(__name__)
 

@@ -1,11 +1,5 @@
 {{/* The optional edge of a coordinator. */}}
 
-{{/* A renewed certificate needs a restart, which the next upgrade causes. Takes the root. */}}
-{{- define "specpool.edgeChecksum" -}}
-{{- $secret := lookup "v1" "Secret" .Release.Namespace (include "specpool.tlsSecret" (dict "root" . "role" "coordinator")) -}}
-{{- printf "%s%s" (.Files.Get "edge/haproxy.cfg") (default dict $secret.data | toJson) | sha256sum -}}
-{{- end }}
-
 {{/* A sidecar: it starts before the coordinator and ends after it. Takes root and role. */}}
 {{- define "specpool.edge" -}}
 {{- $values := .root.Values -}}
@@ -13,7 +7,26 @@
   restartPolicy: Always
   image: {{ include "specpool.image" (dict "root" .root "image" $values.edge.image) }}
   imagePullPolicy: {{ $values.image.pullPolicy }}
+  {{- if include "specpool.clientTls" .root }}
+  command:
+    - sh
+    - -c
+    - |
+      haproxy -W -db -f /edge/haproxy.cfg & edge=$!
+      trap 'kill -USR1 $edge' USR1
+      trap 'kill $edge; wait $edge; exit' TERM
+      # Reload renewed certificates. Calls in progress have as long as in a drain.
+      was=$(cksum /tls/*)
+      while kill -0 $edge; do
+        sleep 5 & wait $!
+        now=$(cksum /tls/*)
+        [ "$now" = "$was" ] || kill -USR2 $edge
+        was=$now
+      done
+      wait $edge
+  {{- else }}
   command: [haproxy, -W, -db, -f, /edge/haproxy.cfg]
+  {{- end }}
   env:
     - name: EDGE_COORDINATOR
       value: 127.0.0.1:{{ include "specpool.listeningPort" . }}

@@ -192,7 +192,7 @@ metadata:
   {{- $annotations = merge $annotations (dict "prometheus.io/scrape" "true" "prometheus.io/port" (toString $values.metrics.port)) }}
   {{- end }}
   {{- if and (eq .role "coordinator") $values.edge.enabled }}
-  {{- $annotations = merge $annotations (dict "checksum/edge" (include "specpool.edgeChecksum" $root)) }}
+  {{- $annotations = merge $annotations (dict "checksum/edge" ($root.Files.Get "edge/haproxy.cfg" | sha256sum)) }}
   {{- end }}
   {{- with $annotations }}
   annotations:

@@ -2,9 +2,11 @@
 
 An output adds its terms along the inputs in one order, whatever the tile: tiles only decide which outputs and rows are
 computed together. Weights with few outputs are split along their inputs (split-K) to occupy the GPU. The number of
-splits depends on the weight alone, and the next kernel adds the partial sums in order.
+splits depends on the weight alone, and the next kernel adds the partial sums in order. cuBLAS, where it is used,
+is restricted to kernels that are likely to be batch-invariant.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -22,6 +24,21 @@ from specpool.engine.numerics.triton_compat import (
     tl,
     triton,
 )
+
+# cuBLAS and cuBLASLt read these once. Without a workspace, no kernel can use split-K, which depends on the row count.
+WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+
+
+def restrict_cublas() -> None:
+    """Apply the restrictions to this process. Call it before the first GEMM on a GPU."""
+    for name, value in WORKSPACES.items():
+        os.environ.setdefault(name, value)
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    matmul = torch.backends.cuda.matmul
+    # No reduced-precision sums, no split-K.
+    matmul.allow_fp16_reduced_precision_reduction = (False, False)
+    matmul.allow_bf16_reduced_precision_reduction = (False, False)
+
 
 GemmBackend = Literal["triton", "cublas"]
 GEMM_BACKENDS: tuple[GemmBackend, ...] = get_args(GemmBackend)
@@ -136,10 +153,10 @@ def cublas_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Te
     return partials
 
 
-def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int, tile: GemmTile | None = None) -> torch.Tensor:
+def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Tensor:
     """Partial sums [split_k, n, outputs] of rows [n, inputs] times a weight [outputs, inputs]."""
     (rows, inputs), outputs, wide = x.shape, len(weight), is_wide(x.dtype)
-    tile = tile or tile_of(rows, outputs, split_k, wide, architecture(x.device))
+    tile = tile_of(rows, outputs, split_k, wide, architecture(x.device))
     partials = torch.empty(split_k, rows, outputs, dtype=x.dtype if split_k == 1 else torch.float32, device=x.device)
     # Row tiles vary fastest: programs that share a part of the weight run together and read it once.
     _split_k_gemm[(-(-rows // tile.rows), -(-outputs // tile.outputs), split_k)](

@@ -27,7 +27,7 @@ import torch
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.native.compiler import compile_library
 from specpool.engine.passes.drafts import Draft, DraftRound, drafts_of
-from specpool.engine.passes.native.structs import Batch, Model
+from specpool.engine.passes.native.decoder import Batch, Model
 from specpool.engine.passes.packing import NUMBERS_PER_ROW, PackedBatch
 from specpool.engine.sampling import compiled
 from specpool.engine.sampling.batch import compiled_is_exact

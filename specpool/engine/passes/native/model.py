@@ -1,7 +1,7 @@
 """The fused pass on CPUs, as one call of compiled code: float32 arithmetic on weights in their stored format."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import CDLL, byref, c_double, c_int64, c_void_p
 from functools import partial
@@ -11,17 +11,22 @@ import torch
 from torch import nn
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.config.activations import Activations, Int8RefusedError
+from specpool.engine.config.options import Activations, Int8RefusedError
 from specpool.engine.native.compiler import compiler_problem
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.passes.forward_pass import DraftLoop, ForwardPass
 from specpool.engine.passes.fused import FusedModel
-from specpool.engine.passes.native.activations import gemm_kinds, resolve_activations
-from specpool.engine.passes.native.decoder import compile_decoder
+from specpool.engine.passes.native.decoder import LINEARS, NORMS, Batch, Layer, Linear, Model, compile_decoder
 from specpool.engine.passes.native.draft_loop import compile_draft_loop
-from specpool.engine.passes.native.packed_weights import ModelPanels, PackedWeights, bytes_of, panels_of
+from specpool.engine.passes.native.packed_weights import (
+    ModelPanels,
+    PackedWeights,
+    bytes_of,
+    gemm_kinds,
+    panels_of,
+    resolve_activations,
+)
 from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, KIND_NUMBERS, PART, segments_of
-from specpool.engine.passes.native.structs import LINEARS, NORMS, Batch, Layer, Linear, Model
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.sampling.head import Head
 from specpool.engine.weights.quantization_types import INT8, QUANTIZATION_TYPES
@@ -56,14 +61,17 @@ class NativeModel(ForwardPass):
         super().__init__()
         self._activations = activations
         first: Any = fused.layers[0]
-        self._groups, self._compile, self._kinds = first.heads // first.kv_heads, compiler, panels.kinds
+        self._groups, self._compile = first.heads // first.kv_heads, compiler
+        self.kinds: Mapping[str, int] = panels.kinds
+        """Bytes of GEMM weights by kind, as named in panels.h."""
         library = compiler()
         assert library is not None
         self._library, self._forward = library, library.forward
         self._workspace_floats = library.workspace_floats
         self._workspace_floats.restype = c_int64
         linears = (first.qkv, first.out, first.gate_up, first.down, fused.head, fused.fc, fused.projection)
-        self._gemm_inputs = {linear.in_features for linear in linears if linear is not None}
+        self.gemm_inputs = {linear.in_features for linear in linears if linear is not None}
+        """The distinct input sizes of the pass's GEMMs."""
         self.state_size = fused.state_size
         self._rotary, self._outputs = fused.rotary.in_float32(), fused.head.out_features
         self._workspace = torch.empty(0)
@@ -92,7 +100,7 @@ class NativeModel(ForwardPass):
         for index, layer in enumerate(fused.layers):
             self._layers[index] = self._pack_layer(panels.layers[index], layer)
             panels.layers[index], fused.layers[index] = {}, nn.Identity()
-        never_widens = activations == "int8" or self._kinds.keys() <= {FLOAT32, BFLOAT16}
+        never_widens = activations == "int8" or self.kinds.keys() <= {FLOAT32, BFLOAT16}
         self._set_widened_from(NEVER if never_widens else self._best_widened_from())
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
@@ -112,11 +120,6 @@ class NativeModel(ForwardPass):
         return compile_draft_loop(self._library, self._model, self._prepare, arena, head)
 
     @property
-    def compiled_gemms(self) -> "NativeModel":
-        """The model itself: all its GEMMs are compiled."""
-        return self
-
-    @property
     def activations(self) -> str:
         """Format of the activations in GEMMs with quantized weights."""
         return self._activations
@@ -129,22 +132,12 @@ class NativeModel(ForwardPass):
         return digest
 
     @property
-    def gemm_inputs(self) -> Set[int]:
-        """The distinct input sizes of the pass's GEMMs."""
-        return self._gemm_inputs
-
-    @property
     def weight_kinds(self) -> Mapping[str, int]:
         """Bytes of GEMM weights by dtype or quantized kind."""
         return {
             kind if kind in QUANTIZATION_TYPES and kind != INT8.name else kind.lower(): count
-            for kind, count in self._kinds.items()
+            for kind, count in self.kinds.items()
         }
-
-    @property
-    def kinds(self) -> Mapping[str, int]:
-        """Bytes of GEMM weights by kind, as named in panels.h."""
-        return self._kinds
 
     def gemm_with(self, weight: Weight, widened_from: int | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the GEMM of float32 rows [n, inputs] with a weight [outputs, inputs], as a pass computes it.
@@ -153,7 +146,7 @@ class NativeModel(ForwardPass):
         which panels are widened into the cache; default: the pass's own number.
         """
         segments = segments_of([weight])
-        assert all(segment.kind in (FLOAT32, *self._kinds) for segment in segments)
+        assert all(segment.kind in (FLOAT32, *self.kinds) for segment in segments)
         packed = PackedWeights(sum(segment.total_bytes for segment in segments))
         linear = packed.linear(segments, None, widened_from or self._model.head.widened_from)
 

@@ -8,8 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from specpool.engine.weights.quantization_types import INT8, QUANTIZATION_TYPES, Fields, QuantizationType
-from specpool.engine.weights.quantized import Quantized, Weight, as_tensor, slice_of
-from specpool.engine.weights.threads import run_in_slices
+from specpool.engine.weights.quantized import Quantized, Weight, as_tensor, run_in_slices, slice_of
 
 PANEL, PART, GROUP = 32, 32, 8
 FLOAT32, BFLOAT16 = "FLOAT32", "BFLOAT16"

@@ -8,9 +8,9 @@ import torch
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.native.decoder import Activations, Linear
 from specpool.engine.passes.native.model import Compiler, NativeModel
 from specpool.engine.passes.native.packed_weights import ModelPanels
-from specpool.engine.passes.native.structs import Activations, Linear
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.sampling.head import Head
 from specpool.engine.sharding.group import Group

@@ -102,6 +102,7 @@ def test_default_kv_memory_respects_container_limits(
     assert "too small for a sequence" in refusal(tiny_pair[0])
 
 
+@pytest.mark.slow
 def test_memory_budget_covers_weights_activations_and_cache(tiny_pair: tuple[Path, Path]) -> None:
     options = {"native": False, "max_sequences": 4}
     footprint = load_engine(tiny_pair[0], **options).footprint

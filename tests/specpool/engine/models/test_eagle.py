@@ -12,7 +12,7 @@ from tiny_models import load_engine, random_tokens, refusal, save_model, small_c
 
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
-from specpool.engine.models.feature_input import Features
+from specpool.engine.models.draft_parts import Features
 from specpool.engine.passes.fused import FusedModel
 from specpool.protocol.rounds import ProposeItem, ProposeRound
 
@@ -44,7 +44,7 @@ def test_heads_draft_like_a_plain_implementation(tmp_path: Path, target: Path, v
     states = reference.states(given)
     logits, own = reference(tokens, states)
     rows = engine.forward([Span(0, 0, tokens, LENGTH, states=given)])
-    torch.testing.assert_close(engine.over_vocabulary(rows), logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(engine.head.over_vocabulary(rows), logits, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(engine.own_states, own, atol=1e-4, rtol=1e-4)
     expected = list[int]()
     for _ in range(4):

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tiny_models import refusal
 
 from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.facts import weights_fingerprint
 from specpool.engine.models.gguf_header import GgufError
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.loading import load_model
-from specpool.engine.models.weights_fingerprint import weights_fingerprint
 from specpool.engine.weights.quantized import Quantized
 
 UP = "blk.1.ffn_up.weight"

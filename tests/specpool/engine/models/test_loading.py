@@ -123,7 +123,7 @@ def test_all_files_are_read_at_the_same_revision(tiny_pair: tuple[Path, Path], m
         return tiny_pair[0] / "config.json"
 
     monkeypatch.setattr("specpool.engine.config.hub.hub_config", record)
-    monkeypatch.setattr("specpool.engine.models.download.snapshot_download", record)
+    monkeypatch.setattr("specpool.engine.models.weights.snapshot_download", record)
     load_model(EngineOptions(model="some/model", revision="0123abc"))
     assert requests == [("some/model", "0123abc")] * 5
 

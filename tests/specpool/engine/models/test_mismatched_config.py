@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models import loading
 from specpool.engine.models.draft_folder import save_draft
+from specpool.engine.models.draft_parts import OUTPUT_HEAD
 from specpool.engine.models.draft_weights import load_compact, save_compact
 from specpool.engine.models.loading import load_model
-from specpool.engine.models.output_head import OUTPUT_HEAD
 from specpool.engine.weights.quantized import QuantizedEmbedding, QuantizedLinear
 
 

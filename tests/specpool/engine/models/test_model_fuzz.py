@@ -19,7 +19,7 @@ from specpool.engine.models.facts import read_facts
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.loading import load_model
 
-MUTANTS = 60
+MUTANTS = 25
 MAX_GROWTH = 256 * 2**20
 """Maximum bytes that this process may grow by while it loads all mutants of a file, which have 400 kB at most."""
 

@@ -10,7 +10,7 @@ from tiny_pair import tiny_config
 
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
-from specpool.engine.models.output_head import OUTPUT_HEAD
+from specpool.engine.models.draft_parts import OUTPUT_HEAD
 from specpool.protocol.rounds import ProposeItem, ProposeRound, VerifyItem, VerifyRound
 from specpool.protocol.sampling import SamplingParams
 from target_worker.verifier import Verifier
@@ -27,8 +27,8 @@ def test_tokens_without_an_output_row_are_never_chosen(tmp_path: Path, options: 
     assert engine.vocab_size == full.shape[1]
     assert engine.bitwise
     rows = engine.forward([Span(0, 0, tokens, 30)])
-    assert set(engine.token_ids(rows.argmax(-1)).tolist()) <= set(HEAD_TOKENS)
-    logits = engine.over_vocabulary(rows)
+    assert set(engine.head.token_ids(rows.argmax(-1)).tolist()) <= set(HEAD_TOKENS)
+    logits = engine.head.over_vocabulary(rows)
     torch.testing.assert_close(logits[:, HEAD_TOKENS], full[:, HEAD_TOKENS], atol=1e-4, rtol=1e-4)
     others = [token for token in range(engine.vocab_size) if token not in HEAD_TOKENS]
     assert (logits[:, others] == -torch.inf).all()

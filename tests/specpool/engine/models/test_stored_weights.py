@@ -20,10 +20,10 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.config import load_config
 from specpool.engine.models.draft_folder import save_draft
 from specpool.engine.models.draft_weights import load_compact, save_compact
+from specpool.engine.models.facts import named_weights
 from specpool.engine.models.loading import load_model
 from specpool.engine.models.stored_model import build_stored_model
 from specpool.engine.models.stored_weights import stored_weights
-from specpool.engine.models.weights_fingerprint import named_weights
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run.engine import Engine

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import Dtype, EngineOptions
+from specpool.engine.models.facts import weights_fingerprint
 from specpool.engine.models.loading import LoadedModel, load_model
-from specpool.engine.models.weights_fingerprint import weights_fingerprint
-from specpool.engine.startup.numerics_fingerprint import numerics_fingerprint
+from specpool.engine.startup.self_test import numerics_fingerprint
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 from transformers.activations import ACT2FN
 
 from specpool.engine.cache.spans import Span
-from specpool.engine.passes.activations import ChunkedActivation, chunk_activations, in_chunks
+from specpool.engine.passes.modules import ChunkedActivation, chunk_activations, in_chunks
 from specpool.engine.run.engine import Engine
 
 pytestmark = pytest.mark.cpus

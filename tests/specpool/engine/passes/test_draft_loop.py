@@ -208,15 +208,6 @@ def test_feature_drafts_match_single_steps(feature_engines: Engines, seed: int) 
     run_rounds(feature_engines, seed, feature_width=features.width)
 
 
-def test_random_rounds_cover_all_lengths(engines: Engines) -> None:
-    """Short and long drafts, with confidences of sequences and branches."""
-    proposals = [proposal for seed in range(30) for proposal in run_rounds(engines, seed)]
-    lengths = {len(proposal.draft_token_ids) for proposal in proposals}
-    assert lengths >= {0, 1, 2, 3, 4, 7}
-    assert any(proposal.confidences for proposal in proposals)
-    assert any(branch.confidences for proposal in proposals for branch in proposal.branches)
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_thread_counts_change_no_draft(engines: Engines, threads: int) -> None:
     before = torch.get_num_threads()

@@ -10,20 +10,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from feature_drafts import encoded_states, random_states, save_feature_draft
-from interpreted_kernels import FakeGraphs, choose, imitate_kernels, run_by_kernels
+from interpreted_kernels import FakeGraphs, imitate_kernels, run_by_kernels
 from test_fused import VARIANTS, save_random
 from tiny_models import load_engine, random_tokens, rows_that_differ, transformers_logits
 
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.drafts import Draft, DraftRound
-from specpool.engine.passes.gpu import attention, cublas, draft_loop, graphs, model
+from specpool.engine.passes.gpu import attention, gemm, graphs, model
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.run import pass_selection as forward
 from specpool.engine.run.engine import Engine
-from specpool.engine.sampling.head import Head
 from specpool.protocol.rounds import Proposal, ProposeItem, ProposeRound
 
 pytest.importorskip("triton")
@@ -32,7 +31,6 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("llama, tied, biased", marks=pytest.mark.slow),
         pytest.param("qwen3", marks=pytest.mark.slow),
         "glm4, biased",
     ],
@@ -75,7 +73,7 @@ def test_a_note_says_why_kernels_cannot_run(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_cublas_uses_neither_split_k_nor_reduced_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in cublas.WORKSPACES:
+    for name in gemm.WORKSPACES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     matmul = torch.backends.cuda.matmul
@@ -84,8 +82,8 @@ def test_cublas_uses_neither_split_k_nor_reduced_precision(monkeypatch: pytest.M
     libraries: list[str] = []
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", libraries.append)  # fails in CPU builds
     try:
-        cublas.restrict_cublas()
-        assert {name: cublas.os.environ[name] for name in cublas.WORKSPACES} == cublas.WORKSPACES
+        gemm.restrict_cublas()
+        assert {name: gemm.os.environ[name] for name in gemm.WORKSPACES} == gemm.WORKSPACES
         assert not any(getattr(matmul, name) for name in names)
         assert not matmul.allow_bf16_reduced_precision_reduction_split_k
         assert not matmul.allow_fp16_reduced_precision_reduction_split_k
@@ -186,21 +184,6 @@ def test_padding_to_a_captured_shape_changes_no_bits(tmp_path: Path, fake_graphs
     assert engine.forward([Span(0, 6, tokens[:1], 0)]).shape[0] == 0
 
 
-def test_long_sequences_run_eagerly_if_partial_results_are_large(
-    tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "SPLIT", 64)
-    monkeypatch.setattr(attention, "_partial_bytes", lambda rows, splits, *_: splits)
-    monkeypatch.setattr(attention, "MAX_PARTIAL_BYTES", 2)
-    engine = load_captured(tmp_path, exact=False, max_sequences=1, max_model_len=160)
-    replayed = []
-    for cached in (0, 127, 128):
-        before = fake_graphs.replayed
-        engine.forward([Span(0, cached, [5], 1)])
-        replayed.append(fake_graphs.replayed - before)
-    assert replayed == [1, 1, 0]
-
-
 @pytest.mark.parametrize(
     ("error", "max_rows", "missing"),
     [("operation not permitted when stream is capturing", 0, "8 of 8"), ("CUDA out of memory. Tried", 16, "4 of 8")],
@@ -227,25 +210,6 @@ def test_shapes_whose_capture_fails_run_eagerly(
         last = engine.forward([Span(1, token, tokens[token : token + 1], 1)])
     assert torch.equal(logits, last)
     assert (fake_graphs.replayed > replayed) == (max_rows > 0)
-
-
-def test_the_choice_of_first_draft_tokens_is_compiled_at_start(
-    tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = []
-
-    def record(logits: torch.Tensor, head: Head, numbers: torch.Tensor | None = None) -> torch.Tensor:
-        if numbers is None:
-            chosen.append((logits.shape[1], logits.dtype))
-        return choose(logits, head, numbers)
-
-    monkeypatch.setattr(draft_loop, "choose", record)
-    engine = load_captured(tmp_path, exact=False, max_sequences=2, max_model_len=64)
-    assert chosen == [(engine.vocab_size, engine.forward_pass.compute_dtype)]
-
-
-def test_batches_have_few_sizes(fake_graphs: FakeGraphs) -> None:
-    assert len({GpuModel.padded_rows(None, count) for count in range(1, 513)}) == 18  # type: ignore[arg-type]
 
 
 class BrokenTorch:

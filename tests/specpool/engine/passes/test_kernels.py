@@ -10,7 +10,7 @@ from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.gpu import attention
 from specpool.engine.passes.gpu import gemm as gpu_gemm
 from specpool.engine.passes.gpu.attention import attend_extents, num_splits, rows_per_tile
-from specpool.engine.passes.gpu.gemm import Gemm, cublas_rows_of, split_k_of, tile_of
+from specpool.engine.passes.gpu.gemm import Gemm, cublas_rows_of
 from specpool.engine.passes.gpu.rows import Addend, activate, add_and_norm, rotate_and_cache
 from specpool.engine.passes.rotary import rotate
 
@@ -114,16 +114,15 @@ def test_invisible_positions_do_not_affect_a_row() -> None:
     assert torch.equal(cache.attend([(0, range(5, 6))], 6), expected)
 
 
-@each_dtype
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
-@pytest.mark.parametrize("prefix_length", [1, BLOCK, SPLIT + 1, 2 * SPLIT + 1])
+@pytest.mark.parametrize("prefix_length", [1, 2 * SPLIT + 1])
 def test_branches_match_contiguous_sequences(
-    dtype: torch.dtype, limits: dict[str, int], prefix_length: int, monkeypatch: pytest.MonkeyPatch
+    limits: dict[str, int], prefix_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two branches of a sequence in one cache, each against a cache in which its positions follow one another."""
     for name, limit in limits.items():
         monkeypatch.setattr(attention, name, limit)
-    heads, kv_heads, dim, count, origin = 6, 2, 16, 3, 5
+    heads, kv_heads, dim, count, origin, dtype = 6, 2, 16, 3, 5, torch.float16
     end, offsets = prefix_length + count, (2, 9)
     cache = torch.randn(2, kv_heads, origin + end + max(offsets), dim).to(dtype)
     query = torch.randn(2, count, heads, dim).to(dtype)
@@ -146,12 +145,9 @@ def test_branches_match_contiguous_sequences(
 
 
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
-@pytest.mark.parametrize("dim", [16, 256])
-def test_padding_of_a_captured_pass_changes_no_bits(
-    dim: int, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_of_a_captured_pass_changes_no_bits(limits: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty tiles, and a maximum length above that of the sequences."""
-    cache = Cache(2, 1, dim, torch.float32)
+    cache = Cache(2, 1, 16, torch.float32)
     tiles = [(sequence, range(end, end + 1)) for sequence, end in enumerate(ENDS)]
     expected = cache.attend(tiles, ENDS[-1] + 1)
     for name, limit in limits.items():
@@ -170,19 +166,6 @@ def test_captured_passes_have_a_maximum_length(monkeypatch: pytest.MonkeyPatch) 
     assert [splits(8, 8, length) for length in (1, 5, 160, 512)] == [1, 5, 160, 512]
     assert [splits(64, tiles, 512) for tiles in (16, 64)] == [256, 512]  # with a tile per row, there are no partials
     assert splits(256, 63, 512) == 64
-
-
-@pytest.mark.parametrize(("arch", "warps"), [(80, 8), (90, 4), (100, 8)])
-def test_large_heads_need_more_warps_except_on_sm_90(arch: int, warps: int) -> None:
-    assert attention._warps(torch.bfloat16, 64, arch) == 4
-    assert attention._warps(torch.bfloat16, 128, arch) == warps
-    assert [attention._warps(torch.bfloat16, dim, arch) for dim in (80, 96, 256)] == [8] * 3
-    assert attention._warps(torch.float32, 64, arch) == 8
-
-
-def test_split_counts_are_powers_of_two() -> None:
-    lengths = [1, SPLIT, SPLIT + 1, 2 * SPLIT, 2 * SPLIT + 1, 8 * SPLIT]
-    assert [num_splits(length) for length in lengths] == [1, 1, 2, 2, 4, 8]
 
 
 def test_partial_results_stay_small_in_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,21 +205,6 @@ def test_cublas_multiplies_from_a_number_of_rows(monkeypatch: pytest.MonkeyPatch
     assert backends(cublas_rows_of("triton")) == ("triton", ["triton"] * 4)
     assert backends(cublas_rows_of("cublas")) == ("cublas", ["cublas"] * 4)
     assert backends(40) == ("triton, cublas from 40 rows", ["triton"] * 2 + ["cublas"] * 2)
-
-
-@pytest.mark.parametrize("wide", [False, True])
-def test_one_tile_holds_few_rows(wide: bool) -> None:
-    tiles = {rows: tile_of(rows, 4096, 2, wide, arch=90) for rows in (1, 16, 17, 32, 33, 64, 65, 1024, 1025)}
-    expected = [16, 16, 32, 32, *([32] * 5 if wide else [64] * 4 + [256])]
-    assert [tile.rows for tile in tiles.values()] == expected
-
-
-def test_split_k_depends_on_the_weight_alone() -> None:
-    assert split_k_of(4096, 4096) == split_k_of(4096, 12_288) == 2  # narrow weights of Qwen3-8B
-    assert split_k_of(24_576, 4096) == split_k_of(151_936, 4096) == 1
-    assert split_k_of(1024, 3072) == 8  # Qwen3-0.6B
-    assert split_k_of(64, 100) == 1
-    assert Gemm(torch.zeros(64, 1024), split=False)(torch.zeros(3, 1024)).shape == (1, 3, 64)
 
 
 # --- Between the GEMMs

@@ -109,5 +109,5 @@ def test_quantized_weights_with_a_partial_part_become_float32(inputs: int) -> No
 def test_panels_written_by_several_threads_are_the_same(library: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = random_weight("Q4_1", 5 * PANEL + 1), random_rows(1)
     expected = Gemm(library, segments_of([weight]))(x)
-    monkeypatch.setattr("specpool.engine.weights.threads.SLICE_WEIGHTS", 2 * PANEL * INPUTS)
+    monkeypatch.setattr("specpool.engine.weights.quantized.SLICE_WEIGHTS", 2 * PANEL * INPUTS)
     assert torch.equal(Gemm(library, segments_of([weight]))(x), expected)

@@ -1,6 +1,5 @@
 """The GPU pass of a sharded model, on interpreted kernels: whole sums match one device, parts add in rank order."""
 
-from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,15 +23,12 @@ from specpool.engine.passes.gpu import gemm as gpu_gemm
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.gemm import Gemm, GemmBackend
 from specpool.engine.passes.gpu.graphs import Run
-from specpool.engine.passes.gpu.model import GpuModel, try_kernels
+from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.packing import Shape
 from specpool.engine.probes import kernels
 from specpool.engine.probes.kernels import choose_gemms
-from specpool.engine.run.leader import Leader
-from specpool.engine.run.messages import Command, encode
 from specpool.engine.run.runner import PassRunner
 from specpool.engine.sharding.shares import Sums
-from specpool.engine.startup import follower
 
 pytest.importorskip("triton")
 
@@ -103,17 +99,6 @@ def test_partial_sums_agree_on_every_rank(architecture: str, changes: dict[str, 
     expected = transformers_logits(folder, TOKENS)
     torch.testing.assert_close(first, torch.cat([expected, expected[:2]]), atol=1e-4, rtol=1e-3)
     assert torch.equal(first[5:], first[:2])
-
-
-def test_each_branch_takes_one_exchange(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    imitate_kernels(monkeypatch)
-
-    def try_on_rank(fused: FusedModel, group: GroupInTurns) -> list[tuple[int, ...]]:
-        try_kernels(fused)
-        return group.exchanged
-
-    shapes = run_ranks(save_random(tmp_path, "llama", UNEVEN), 2, "parts", try_on_rank)
-    assert shapes == [[(1, 96), (1, 1, 96), (1, 1, 96)]] * 2
 
 
 # --- GEMM backends
@@ -229,17 +214,6 @@ def test_all_ranks_replay_passes_of_the_same_length(monkeypatch: pytest.MonkeyPa
         return model.heads, model.captured_length(Shape(rows, tiles, rows), 10**6)
 
     assert run_ranks(folder, 2, "parts", lengths) == [(4, 2 * attention.SPLIT), (2, 2 * attention.SPLIT)]
-
-
-def test_rank_0_tells_the_others_to_capture() -> None:
-    own, other = Pipe()
-    sizes = []
-    runner = SimpleNamespace(capture_graphs=lambda *arguments: sizes.append(arguments))
-    leader = SimpleNamespace(_tell=own.send_bytes)
-    Leader.tell_to_capture(leader, 2048, 40_960, 16)  # type: ignore[arg-type]
-    own.send_bytes(encode(Command.END))
-    assert not follower._obey(other, runner, None)  # type: ignore[arg-type]
-    assert sizes == [(2048, 40_960, 16)]
 
 
 def test_exchanged_tensors_count_as_scratch(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes import attention
-from specpool.engine.passes.linear import PrepackedLinear, can_prepack, prepack_linears
+from specpool.engine.passes.modules import PrepackedLinear, can_prepack, prepack_linears
 from specpool.engine.probes import batch_invariance
 from specpool.engine.probes.batch_invariance import ATTENTION_TILE_SHAPES, ONE_SHAPE, ROW_TILE_SHAPES, choose_tiles
 from specpool.engine.startup.self_test import self_test

@@ -12,10 +12,9 @@ from tiny_models import decode_alone, forget_all, load_engine, random_tokens, sa
 
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
-from specpool.engine.passes.drafts import Draft, DraftRound
+from specpool.engine.passes.drafts import Branch, Draft, DraftRound
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run import pass_selection
-from specpool.engine.run.branches import Branch
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.sequences import Choices, SequenceEngine
 from specpool.protocol.rounds import ItemStatus, SequenceItem
@@ -187,14 +186,13 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
 
 
 @pytest.mark.parametrize("gpu", [False, True], indirect=True)
-@pytest.mark.parametrize("prefix_length", [17, 256])
-def test_branches_on_a_gpu_match_sequences_of_their_own(gpu: Engine, prefix_length: int) -> None:
+def test_branches_on_a_gpu_match_sequences_of_their_own(gpu: Engine) -> None:
     assert gpu.supports_branches
-    check_logits(gpu, prefix_length, (3, 3 + LENGTH, 40), (1, 1, 1, 4, 2), exact=False)
+    check_logits(gpu, 256, (3, 3 + LENGTH, 40), (1, 1, 1, 4, 2), exact=False)
 
 
-@pytest.mark.parametrize("gpu", [False, True], indirect=True)
-@pytest.mark.parametrize("prefix_length", [1, 17, 254])
+@pytest.mark.parametrize("gpu", [True], indirect=True)
+@pytest.mark.parametrize("prefix_length", [1, 254])
 def test_the_device_drafts_branches(gpu: Engine, prefix_length: int) -> None:
     prefix = random_tokens(prefix_length)
     lengths, starts = (5, 0, 3), [random_tokens(2, seed=index) for index in range(3)]
@@ -307,9 +305,8 @@ def test_a_branch_must_fit_into_the_extent(backend: SequenceEngine) -> None:
 
 
 @each_rule
-@pytest.mark.parametrize("count", [1, 4])
-def test_the_first_of_a_ranking_is_the_choice(backend: SequenceEngine, rules: str, count: int) -> None:
-    params, tokens = SAMPLED[rules], random_tokens(40)
+def test_the_first_of_a_ranking_is_the_choice(backend: SequenceEngine, rules: str) -> None:
+    params, tokens, count = SAMPLED[rules], random_tokens(40), 4
     choices = choices_of(backend, 1, params, tokens)
     keys = start(backend, 0, params), start(backend, 2, None)
     for key in keys:

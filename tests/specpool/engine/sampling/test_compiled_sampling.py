@@ -150,7 +150,7 @@ def draw_batch(
     return torch.cat(logits), sequences
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     drawn=drawn_sequences,
     size=st.sampled_from(SIZES),
@@ -167,7 +167,6 @@ def test_compiled_code_matches_torch_bit_for_bit(
     assert logits.view(torch.int32).equal(before.view(torch.int32)), "the logits have changed"
 
 
-@settings(max_examples=60)
 @given(drawn=drawn_sequences, outputs=st.sampled_from([1, 9, BLOCK + 5]), seed=st.integers(0, 10_000))
 def test_a_partial_head_gives_the_tokens_of_the_vocabulary(
     drawn: list[tuple[SamplingParams | None, int, int, int | None]], outputs: int, seed: int
@@ -238,7 +237,7 @@ def test_padded_rows_and_bfloat16_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "processor", ["x86-64", *(pytest.param(level, marks=pytest.mark.slow) for level in ("x86-64-v2", "x86-64-v3"))]
+    "processor", ["x86-64", *(pytest.param(level, marks=pytest.mark.slow) for level in ("x86-64-v3",))]
 )
 def test_other_processors_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
     if platform.machine() != "x86_64":

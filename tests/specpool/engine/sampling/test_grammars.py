@@ -142,12 +142,6 @@ def test_a_grammar_that_does_not_compile_says_why(grammars: Grammars) -> None:
     assert len(grammars.error_of("start: " + "foo" * 9999)) <= MAX_ERROR_CHARACTERS
 
 
-def test_slow_compilation_makes_nobody_wait(grammars: Grammars) -> None:
-    slow = "start: " + " | ".join(f'"{number}" /[a-z]{{1,9}}{number}x/' for number in range(800))
-    assert not grammars.wait(slow, 0.0)
-    assert grammars.wait(slow, 60)
-
-
 AMBIGUOUS = 'start: "y" | "x" s\ns: s s s | s s | T\nT: /[a-z ]/'
 """Harmless after "y", and beyond the limits after "x"."""
 
@@ -230,30 +224,17 @@ def test_the_outcome_is_that_of_a_fresh_worker(rounds: list[tuple[int, int]], me
         assert (client.token_ids, client.failure) == (fresh.token_ids, fresh.failure)
 
 
-@pytest.mark.usefixtures("_few_states")
-def test_texts_that_need_too_many_states_fail_at_the_same_token(grammars: Grammars) -> None:
-    ends = set()
-    for k in (0, 1, 5, 16):
-        client = Client(Grammars(FILES, VOCAB, MEMORY), MANY_STATES, 0, 400)
-        while not client.is_done:
-            client.step(k)
-        assert "too many states" in client.failure
-        ends.add(len(client.token_ids))
-    assert len(ends) == 1
-
-
 def test_slow_masks_do_not_delay_other_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence with a large lexer continues once its mask is available."""
     monkeypatch.setattr("specpool.engine.sampling.grammars.SMALL_LEXER_STATES", 12)
     grammars, may_go_on = Grammars(FILES, VOCAB, MEMORY), threading.Event()
-    compile_lexer = Grammars.compile
 
-    def patient(self: Grammars, grammar: str, is_large: bool) -> Lexer:
+    def patient(grammar: str, is_large: bool) -> Lexer:
         assert not is_large or may_go_on.wait(60)
-        return compile_lexer(self, grammar, is_large)
+        return grammars.compile(grammar, is_large)
 
     slow, quick = start(grammars, MANY_STATES), start(grammars, COLORS)
-    monkeypatch.setattr(Grammars, "compile", patient)
+    monkeypatch.setattr(slow, "_compile", patient)
     text, draft = ids_of("aexyaxiay"), ids_of("aeio")
     jobs = grammars.compute([(slow, [*text, *draft], 5), (quick, ids_of("g"), 2)])
     assert quick.wait(60)
@@ -320,7 +301,7 @@ def test_evicted_grammars_free_their_memory() -> None:
     grammars = Grammars(FILES, VOCAB, 1)
     sequence = start(grammars, MANY_STATES)
     masks_of(grammars, sequence, ids_of("axe"), 1)
-    lexer = grammars.cached(MANY_STATES)
+    lexer = grammars.lexers.get(MANY_STATES)
     assert lexer is not None
     start(grammars, COLORS)
     assert lexer.is_closed

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specpool.engine.sampling.rules import SequenceRules, TokenCounts
-from specpool.engine.sampling.sampler import adjust
 from specpool.engine.sampling.sampler import change as apply
+from specpool.engine.sampling.sampler import changed
 from specpool.protocol.sampling import SamplingParams
 
 VOCAB = 30
@@ -50,7 +50,9 @@ params_of = st.builds(
 @given(params=params_of, context=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), seed=st.integers(0, 99))
 def test_changes_match_the_definition_bit_for_bit(params: SamplingParams, context: list[int], seed: int) -> None:
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
-    assert torch.equal(adjust(logits, params, context), adjust_plainly(logits, params, context))
+    assert torch.equal(
+        changed(logits, params, *SequenceRules(params).changes(context, 1)), adjust_plainly(logits, params, context)
+    )
 
 
 @settings(max_examples=100)

@@ -23,7 +23,7 @@ from transformers import (
 
 from specpool.engine.sampling.rows import SequenceRows
 from specpool.engine.sampling.rules import SequenceRules
-from specpool.engine.sampling.sampler import adjust, candidates, choose_token, choose_tokens, largest
+from specpool.engine.sampling.sampler import candidates, changed, choose_token, choose_tokens, largest
 from specpool.protocol.sampling import SamplingParams
 
 VOCAB = 40
@@ -102,7 +102,9 @@ def test_rules_match_transformers(
     expected = processors(params, len(prompt))(torch.tensor([tokens]), logits[None].clone())[0]
     before = logits.clone()
     with mock.patch("specpool.engine.sampling.sampler.NUCLEUS_CANDIDATES", few):
-        values, token_ids = candidates(adjust(logits, params, tokens) / params.temperature, params)
+        values, token_ids = candidates(
+            changed(logits, params, *SequenceRules(params).changes(tokens, 1)) / params.temperature, params
+        )
         assert choose_token(logits, params, tokens) in token_ids
     assert torch.equal(logits, before), "the input has changed"
     actual = torch.full((VOCAB,), -math.inf).index_put((token_ids,), values)
@@ -124,7 +126,7 @@ def test_frequency_and_presence_penalties_count_generated_tokens(
     expected = [
         logits[token].item() - frequency * counts[token] - presence * (counts[token] > 0) for token in range(VOCAB)
     ]
-    actual = adjust(logits, params, prompt + generated)
+    actual = changed(logits, params, *SequenceRules(params).changes(prompt + generated, 1))
     torch.testing.assert_close(actual, torch.tensor(expected))
 
 

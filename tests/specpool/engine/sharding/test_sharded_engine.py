@@ -12,13 +12,12 @@ from ranks_in_turns import GroupInTurns, run_ranks
 from tiny_models import load_engine, random_tokens, refusal, rows_that_differ, save_model, small_config
 
 from specpool.engine.cache.spans import Span
-from specpool.engine.config.activations import Activations
-from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.options import Activations, EngineOptions
 from specpool.engine.models.config import load_config
+from specpool.engine.models.facts import weights_fingerprint
 from specpool.engine.models.loading import load_model
-from specpool.engine.models.weights_fingerprint import weights_fingerprint
 from specpool.engine.passes.fused import FusedModel
-from specpool.engine.passes.native.activations import resolve_activations
+from specpool.engine.passes.native.packed_weights import resolve_activations
 from specpool.engine.passes.native.sharded import ShardedNativeModel
 from specpool.engine.run.engine import Engine
 from specpool.engine.sharding.shares import Share, shard

@@ -12,8 +12,8 @@ from tiny_models import load_engine, refusal, rows_that_differ, save_model, smal
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models import loading
-from specpool.engine.passes.native.activations import resolve_activations
 from specpool.engine.passes.native.model import NativeModel
+from specpool.engine.passes.native.packed_weights import resolve_activations
 from specpool.protocol.codec import worker_info_response
 
 

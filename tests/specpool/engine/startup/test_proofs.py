@@ -188,15 +188,6 @@ def test_step_times_of_a_busy_machine_are_measured_again(
     assert len(proved) == 1
 
 
-def test_a_file_system_without_locks_does_not_stop_a_start(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(file: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(proofs.fcntl, "flock", flock)
-    with proofs.measuring_alone():
-        pass
-
-
 def test_first_start_on_a_machine_locks_out_other_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "cache" / "specpool"
     monkeypatch.setattr(proofs, "candidate_folders", lambda: [folder])

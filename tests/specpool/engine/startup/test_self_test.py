@@ -12,8 +12,7 @@ from tiny_models import load_engine, random_tokens, round_weights, save_model, s
 from torch.nn.functional import silu
 
 from specpool.engine.cache.spans import Span
-from specpool.engine.config.activations import Activations
-from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.options import Activations, EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.loading import load_model
 from specpool.engine.numerics.tiles import Tiles
@@ -25,8 +24,8 @@ from specpool.engine.passes.gpu.gemm import Gemm, GemmBackend
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.native import decoder
+from specpool.engine.passes.native.decoder import Linear
 from specpool.engine.passes.native.model import NativeModel
-from specpool.engine.passes.native.structs import Linear
 from specpool.engine.probes import batch_invariance, kernels
 from specpool.engine.probes.kernels import choose_gemms
 from specpool.engine.probes.native_gemm import gemms_agree
@@ -125,12 +124,11 @@ DISABLED: list[Undo] = [
 @pytest.mark.cpus
 @pytest.mark.thorough
 @pytest.mark.parametrize("undo", [_no_tiles, *slow(undo for undo in DISABLED if undo is not _no_tiles)])
-@pytest.mark.parametrize("features", [160, *slow([192])])
 def test_a_disabled_protection_fails_the_self_test_or_is_harmless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undo: Undo, features: int, cpu_threads: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undo: Undo, cpu_threads: int
 ) -> None:
     undo(monkeypatch)
-    folder = save_model(tmp_path, small_config("llama", intermediate_size=features))
+    folder = save_model(tmp_path, small_config("llama", intermediate_size=160))
     engine = load_engine(folder, threads=cpu_threads, native=False)
     assert not engine.bitwise or different_rows(engine) == 0
 
@@ -276,15 +274,9 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     return torch.zeros(1, 1, 16)
 
 
-@pytest.mark.slow
-def test_attention_agrees_at_split_boundaries(cache: torch.Tensor) -> None:
-    assert kernels.attention_agrees(cache, query_groups=3, max_length=50)
-
-
-@pytest.mark.parametrize("split", [16, *slow([64])])
-def test_batch_dependent_splits_are_detected(monkeypatch: pytest.MonkeyPatch, cache: torch.Tensor, split: int) -> None:
+def test_batch_dependent_splits_are_detected(monkeypatch: pytest.MonkeyPatch, cache: torch.Tensor) -> None:
     def attend(query: torch.Tensor, *others: Any) -> torch.Tensor:
-        monkeypatch.setattr(gpu_attention, "SPLIT", 32 if len(query) == 1 else split)
+        monkeypatch.setattr(gpu_attention, "SPLIT", 32 if len(query) == 1 else 16)
         return gpu_attention.attend_extents(query, *others[:-1], 8)
 
     monkeypatch.setattr(kernels, "attend_extents", attend)
@@ -332,14 +324,6 @@ def test_cublas_multiplies_as_many_rows_as_make_it_faster(
     monkeypatch.setattr(gpu_gemm, "cublas_gemm", gpu_gemm.split_k_gemm)
     make_cublas_faster(monkeypatch, from_rows)
     assert {gemm.cublas_rows for gemm in gemms_of(tmp_path)} == {chosen}
-
-
-def test_the_fastest_exact_gemm_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
-    monkeypatch.setattr(gpu_gemm, "cublas_gemm", gpu_gemm.split_k_gemm)
-    make_cublas_faster(monkeypatch)
-    assert {gemm.backends for gemm in gemms_of(tmp_path)} == {"triton, cublas from 8 rows"}
 
 
 def test_gemms_with_different_bits_are_chosen_consistently(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -487,16 +471,15 @@ NATIVE_MUTANTS = {
 
 @pytest.mark.cpus
 @pytest.mark.thorough
-@pytest.mark.parametrize("weights", ["float32", *slow(["bfloat16"])])
 @pytest.mark.parametrize("name", ["1 rows backwards", *slow([*NATIVE_MUTANTS][1:])])
 def test_a_mutated_compiled_pass_fails_the_self_test_or_is_harmless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, weights: str, cpu_threads: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, cpu_threads: int
 ) -> None:
     changes, harmless = NATIVE_MUTANTS[name]
     change_source(changes, monkeypatch, tmp_path)
     folder = save_model(tmp_path / "model", small_config("llama"))
-    if weights == "bfloat16":
-        round_weights(folder)
+    if name == "2 rows backwards":
+        round_weights(folder)  # stored in bfloat16
     mutant = load_engine(folder, threads=cpu_threads)
     assert isinstance(mutant.forward_pass, NativeModel)
     assert not mutant.bitwise or different_rows(mutant) == 0
@@ -545,7 +528,7 @@ def test_wrong_dequantization_fails_the_self_test(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.cpus
-@pytest.mark.parametrize("kind", ["Q4_K", *slow(["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q6_K"])])
+@pytest.mark.parametrize("kind", ["Q4_K", *slow(["Q4_0", "Q6_K"])])
 @pytest.mark.parametrize("activations", ["float32", "int8"])
 def test_correct_gemms_pass_the_self_test(tmp_path: Path, kind: str, activations: Activations) -> None:
     assert gemms_agree(model_with_panels(tmp_path / "model", kind, activations))

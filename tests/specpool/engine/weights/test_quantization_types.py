@@ -80,7 +80,7 @@ def test_selected_rows_and_columns_keep_their_weights(name: str) -> None:
 def test_dequantizing_in_slices_gives_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = finite_weight("Q5_1", 11, 64)
     full = weight.dequantized()
-    monkeypatch.setattr("specpool.engine.weights.threads.SLICE_WEIGHTS", 3 * 64)
+    monkeypatch.setattr("specpool.engine.weights.quantized.SLICE_WEIGHTS", 3 * 64)
     assert torch.equal(weight.dequantized(), full)
 
 

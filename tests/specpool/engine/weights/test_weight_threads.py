@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from specpool.engine.weights.threads import map_on_threads
+from specpool.engine.weights.quantized import map_on_threads
 
 
 @pytest.fixture(autouse=True)

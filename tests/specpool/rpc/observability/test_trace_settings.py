@@ -9,8 +9,7 @@ import pytest
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.server import CoordinatorServer
 from specpool.environment.extras import install_command
-from specpool.rpc.observability.trace_settings import TraceSettings
-from specpool.rpc.observability.tracing import tracer_of
+from specpool.rpc.observability.tracing import TraceSettings, tracer_of
 from specpool.worker.process import run_worker
 from specpool.worker.settings import WorkerSettings
 

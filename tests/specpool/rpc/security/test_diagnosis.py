@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -62,15 +61,6 @@ async def test_healthy_servers_have_no_fault(ca: Authority, server: Certificate)
     async with running(**server.options, tls_ca=ca.path) as address:
         assert await diagnosis(address, tls_ca=ca.path, **own.options) is None
         assert await diagnosis(address, tls_ca=ca.path, **own.options, tls_name="localhost") is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tls", [True, False])
-async def test_silent_servers_may_answer_later(ca: Authority, tls: bool) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"localhost:{silent.getsockname()[1]}"
-        reason = f"cannot connect to {address}: timed out"
-        assert await diagnosis(address, **{"tls_ca": ca.path} if tls else {}) == (errors.ConnectError, reason)
 
 
 # --- Addresses

@@ -274,7 +274,7 @@ async def test_token_files_are_reloaded_unless_invalid(
             await who(b"")
         replace(sent, OTHER_TOKEN)
         assert await who(b"") == b"token:carol", "on the channel that is open"
-    logged = [record.getMessage() for record in caplog.records if record.name == "specpool.rpc.security.reloading"]
+    logged = [record.getMessage() for record in caplog.records if record.name == "specpool.rpc.security.tls"]
     assert any("line 1: must be NAME TOKEN" in text for text in logged)
     assert any("reloaded" in text for text in logged)
     assert not any(secret in record.getMessage() for record in caplog.records for secret in (TOKEN, OTHER_TOKEN))
@@ -283,7 +283,7 @@ async def test_token_files_are_reloaded_unless_invalid(
 async def test_server_certificates_are_reloaded_unless_invalid(
     ca: Authority, other_ca: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "specpool.rpc.security.reloading")
+    caplog.set_level(logging.INFO, "specpool.rpc.security.tls")
     presented = Certificate(tmp_path / "cert.pem", tmp_path / "cert.key")
     presented.copy_from(ca.issue("old"))
     new = other_ca.issue("new")
@@ -315,26 +315,6 @@ async def test_client_ca_is_reloaded(
         assert await call(address, tls_ca=ca.path, **alice.options) == "cert:alice.example"
         replace(trusted, other_ca.path.read_bytes())
         assert await code(address, tls_ca=ca.path, **alice.options) is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_connector_is_outdated_once_valid_files_have_changed(
-    ca: Authority, alice: Certificate, server: Certificate, tmp_path: Path
-) -> None:
-    presented = Certificate(tmp_path / "cert.pem", tmp_path / "cert.key")
-    presented.copy_from(alice)
-    connector = Connector("localhost:1", tls_ca=ca.path, **presented.options)
-    async with connector.open():
-        assert not connector.is_outdated
-        presented.copy_from(alice)
-        assert not connector.is_outdated, "the same as before"
-        replace(presented.key, server.key.read_bytes())
-        assert not connector.is_outdated, "no certificate fits this key"
-        replace(presented.cert, server.cert.read_bytes())
-        assert connector.is_outdated
-    async with connector.open():
-        assert not connector.is_outdated
-    async with (plain := Connector("localhost:1", token=TOKEN)).open():
-        assert not plain.is_outdated
 
 
 # --- Settings

@@ -1,12 +1,10 @@
 """No client takes another one's share of a server, and nobody without a credential counts."""
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import grpc
 import pytest
@@ -17,17 +15,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from secure_service import until
 from serving import PATIENCE_SECONDS
 
-from specpool.rpc.config.settings import ServerSettings
 from specpool.rpc.ports import free_port
-from specpool.rpc.server import newest_calls
-from specpool.rpc.server.calls import Call
+from specpool.rpc.server.calls import Pace, fair_share
+from specpool.rpc.server.health import MAX_HEALTH_CALLS
 from specpool.rpc.server.limits import LARGE_INVALID_BYTES
-from specpool.rpc.server.newest_calls import MAX_HEALTH_CALLS, NewestCalls
-from specpool.rpc.server.shares import Pace, fair_share
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 SERVING = health_pb2.HealthCheckResponse.SERVING
-WATCH = "/grpc.health.v1.Health/Watch"
 CHECK = "/grpc.health.v1.Health/Check"
 TOKENS = {name: f"{name}-0123456789abcdef" for name in ("greedy", "modest")}
 MIB = 2**20
@@ -108,32 +102,12 @@ async def test_health_calls_without_a_request_block_no_probe(tokens: Path) -> No
         assert await status(channel) == await status(channel, bearer("modest")) == SERVING
 
 
-async def test_client_whose_calls_are_all_ending_may_begin_another() -> None:
-    with mock.patch.object(newest_calls, "MAX_HEALTH_CALLS", 1):
-        calls = NewestCalls(ServerSettings())
-    host = "ipv4:1.1.1.1:1"
-    context = mock.Mock(peer=lambda: host)
-    ended = [mock.patch.object(calls.begin(context), "end").start()]
-    next(iter(calls._calls)).client.replaceable.clear()
-    host = "ipv4:2.2.2.2:1"
-    other = calls.begin(context)
-    ended.append(mock.patch.object(other, "end").start())
-    host = "ipv4:1.1.1.1:1"
-    calls.begin(context)
-    assert [end.called for end in ended] == [False, True]
-
-
 async def test_large_health_requests_fail(tokens: Path) -> None:
     async with connected(api_tokens=tokens) as (_, channel, _):
         for metadata in (None, bearer("modest")):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await channel.unary_unary(CHECK)(b"\x0a\x83\xff\x03" + b"x" * 65411, metadata=metadata)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-async def test_invalid_credentials_identify_nobody(tokens: Path) -> None:
-    async with connected(api_tokens=tokens) as (_, channel, _):
-        assert await status(channel, (("authorization", "Bearer 0123456789abcdef0"),)) == SERVING
 
 
 async def test_reflection_counts_as_a_call_of_its_client(tokens: Path) -> None:
@@ -186,17 +160,6 @@ async def test_a_client_above_its_fair_share_is_refused_first(tokens: Path) -> N
         assert await asyncio.gather(*greedy, *modest) == [b"a"] * 12
 
 
-async def test_calls_without_a_request_end_after_receive_seconds(tokens: Path) -> None:
-    """Whatever they wait for."""
-    async with connected(api_tokens=tokens, receive_seconds=0.5) as (_, channel, _):
-        began = asyncio.get_running_loop().time()
-        codes = await asyncio.gather(*(unsent(channel, "greedy").code() for _ in range(200)))
-        assert set(codes) <= {EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED}
-        assert asyncio.get_running_loop().time() - began >= 0.5
-        calls_left = [task for task in asyncio.all_tasks() if "/calls/One" in task.get_name()]
-        assert not calls_left
-
-
 # --- Answers that nobody reads
 
 
@@ -235,16 +198,6 @@ async def test_paced_clients_do_not_wait_for_each_other() -> None:
     waiting.cancel()
 
 
-async def test_paced_calls_beyond_the_maximum_wait_do_not_wait() -> None:
-    """Every call that waits takes memory."""
-    pace = Pace(per_second=1, max_wait=5)
-    turns = [asyncio.create_task(pace.turn("greedy")) for _ in range(1000)]
-    await asyncio.sleep(0.05)
-    assert len([turn for turn in turns if not turn.done()]) == 5
-    for turn in turns:
-        turn.cancel()
-
-
 async def test_refused_calls_do_not_pile_up(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpool.rpc.server.interceptor.REFUSALS_PER_SECOND", 1)
     monkeypatch.setattr("specpool.rpc.server.interceptor.MAX_REFUSAL_SECONDS", 0.0)
@@ -254,19 +207,6 @@ async def test_refused_calls_do_not_pile_up(tokens: Path, monkeypatch: pytest.Mo
         assert {call.result() for call in calls if call.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         for call in calls:
             call.cancel()
-
-
-async def test_refused_calls_leave_nothing_to_collect(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specpool.rpc.server.interceptor.log.disabled", True)  # pytest keeps log records
-    async with connected(api_tokens=tokens, max_calls=1, receive_seconds=0.1) as (_, channel, _):
-        gc.collect()
-        earlier = [each for each in gc.get_objects() if type(each) is Call]  # of streams that other tests left unread
-        gc.disable()
-        try:
-            await asyncio.gather(*(unsent(channel, "greedy").code() for _ in range(20)))
-            await until(lambda: not any(type(each) is Call and each not in earlier for each in gc.get_objects()))
-        finally:
-            gc.enable()
 
 
 async def test_requests_beyond_the_queue_are_refused_at_a_limited_rate(

@@ -16,7 +16,6 @@ from secure_service import until
 from serving import detail_of, serving
 
 from specpool.rpc.server import connections, limits
-from specpool.rpc.server.calls import MAX_CONCURRENT_READS_PER_CLIENT
 from specpool.v1 import generation_pb2 as pb
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -147,21 +146,6 @@ async def test_idle_senders_of_many_clients_delay_nobody() -> None:
             each.cancel()
 
 
-@pytest.mark.usefixtures("clients_by_metadata")
-async def test_no_client_exhausts_the_limits_for_others() -> None:
-    size = MESSAGE_BYTES // 2
-    settings = {"max_calls": 3, "request_memory": 3 * size}
-    async with running(**settings) as (calls, address), open_channel(address) as channel:
-        greedy = [asyncio.ensure_future(call(channel, payload=bytes(size), client="greedy")) for _ in range(3)]
-        await until(lambda: calls.begun >= 2)
-        modest = asyncio.ensure_future(call(channel, payload=bytes(size // 2), client="modest"))
-        await until(lambda: calls.begun >= 3)
-        assert (await refusal(call(channel, client="greedy"))).code() is EXHAUSTED
-        calls.open.set()
-        assert await modest
-        await asyncio.gather(*greedy, return_exceptions=True)
-
-
 async def test_request_memory_is_limited() -> None:
     size = MESSAGE_BYTES // 2
     async with running(request_memory=2 * MESSAGE_BYTES) as (calls, address), open_channel(address) as channel:
@@ -191,24 +175,6 @@ async def test_failed_calls_keep_no_reference_to_their_request(monkeypatch: pyte
             await until(lambda: calls.requests[0]() is None)
         finally:
             gc.enable()
-
-
-async def test_flow_control_window_bounds_unread_requests() -> None:
-    """Clients send the rest of a request only once it is read."""
-    async with running(receive_seconds=60) as (calls, address), open_channel(address) as channel:
-        calls.open.set()
-        slow = [unsent(channel) for _ in range(MAX_CONCURRENT_READS_PER_CLIENT)]
-        await asyncio.gather(*(each.wait_for_connection() for each in slow))
-        host, _, port = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
-        settings = await reader.readexactly(9)
-        values = await reader.readexactly(int.from_bytes(settings[:3], "big"))
-        pairs = [(values[i : i + 2], int.from_bytes(values[i + 2 : i + 6], "big")) for i in range(0, len(values), 6)]
-        assert dict(pairs)[b"\0\4"] == connections.UNREAD_BYTES  # SETTINGS_INITIAL_WINDOW_SIZE
-        writer.close()
-        for each in slow:
-            each.cancel()
 
 
 # --- Connections

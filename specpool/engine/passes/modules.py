@@ -1,0 +1,88 @@
+"""Modules for a CPU that replace ones that are not batch-invariant: activation functions and linear layers.
+
+Torch splits large tensors among threads without regard to rows, and computes the tail of a vector differently. For
+functions such as `exp`, the two paths differ in the last bit. Activations here take chunks small enough for one thread:
+several rows if a row is a multiple of the vector length, otherwise one row.
+
+Linear layers have weights in oneDNN's blocked layout. They are faster for few rows and, with few exceptions,
+batch-invariant at every row count. `specpool.engine.probes.batch_invariance` finds the exceptions.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import ACT2CLS
+
+# Torch uses threads from this many elements on. Its vectors are at most this long.
+THREADED_ELEMENTS, VECTOR_ELEMENTS = 32_768, 64
+
+_ACTIVATIONS: tuple[Any, ...] = (nn.GELU, *(kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()))
+
+
+def in_chunks(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Apply an elementwise function to `x` [..., features]."""
+    features = x.shape[-1]
+    rows = max(1, (THREADED_ELEMENTS - 1) // features) if features % VECTOR_ELEMENTS == 0 else 1
+    if x.device.type != "cpu" or x.numel() <= rows * features:
+        return function(x)
+    chunks = x.reshape(-1, features).split(rows)
+    return torch.cat([function(chunk) for chunk in chunks]).view(x.shape)
+
+
+class ChunkedActivation(nn.Module):
+    """Applies an activation module of transformers in chunks."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self._activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The activation of `x` [..., features]."""
+        return in_chunks(self._activation, x.contiguous())  # some activations depend on the memory layout
+
+
+def chunk_activations(module: nn.Module) -> None:
+    """Replace every activation module below `module`."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, _ACTIVATIONS):
+            setattr(module, name, ChunkedActivation(child))
+        else:
+            chunk_activations(child)
+
+
+class PrepackedLinear(nn.Module):
+    """Replaces an `nn.Linear` for inference. `forward`: [..., in_features] to [..., out_features]."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        # The layout is chosen for 16 rows, a typical row count of a round.
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply the rows of `x` by the weight and add the bias."""
+        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return output
+
+
+def can_prepack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN has a GEMM for this dtype on this machine."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        PrepackedLinear(nn.Linear(16, 16, dtype=dtype))(torch.zeros(1, 16, dtype=dtype))
+    except RuntimeError:
+        return False
+    return True
+
+
+def prepack_linears(module: nn.Module) -> None:
+    """Replace every linear layer below `module`."""
+    for name, child in list(module.named_children()):
+        if type(child) is nn.Linear:
+            setattr(module, name, PrepackedLinear(child))
+        else:
+            prepack_linears(child)
