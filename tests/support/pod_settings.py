@@ -12,7 +12,7 @@ from helm_chart import COMPONENT, Manifest, container_of, of_kind, pod_template
 
 SUBSTITUTED = re.compile(r"\$(?:\$|\((\w+)\))")
 """Kubernetes replaces $(NAME) by a variable and $$ by a dollar."""
-SECRET_PATH = re.compile(r"^/(tls|api-tokens|worker-token|master-secret|token)/")
+SECRET_PATH = re.compile(r"^/(tls|api-tokens|worker-token|token)/")
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
 
 

@@ -1,7 +1,6 @@
 """Engine options, shared by both workers."""
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import BaseModel, ByteSize, Field, model_validator
@@ -173,11 +172,6 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         None, pattern=r"^\S+$", description="host name or address of node 0, if there are several nodes"
     )
     master_port: int = Field(29500, ge=1, le=65535, description="port on which node 0 waits for the other nodes")
-    master_secret_file: Path | None = Field(
-        None,
-        description="file with a secret of 16 to 1024 bytes, the same on all nodes; connections to the master port "
-        "must prove that they know it",
-    )
 
     @classmethod
     def of(cls, settings: "EngineOptions") -> "EngineOptions":
@@ -215,8 +209,6 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
             raise ValueError(f"node_rank must be below nnodes, which is {self.nnodes}")
         if (self.master_addr is None) != (self.nnodes == 1):
             raise ValueError("master_addr must be given if nnodes is above 1, and only then")
-        if self.master_secret_file is not None and self.nnodes == 1:
-            raise ValueError("master_secret_file must be given only if nnodes is above 1")
         if self.grammar_memory is not None and 0 < self.grammar_memory < MIN_GRAMMAR_MEMORY:
             raise ValueError(f"grammar_memory must be 0 or at least 32MiB, not {self.grammar_memory.human_readable()}")
         if len(self.memory_limits) > 1:

@@ -12,7 +12,6 @@ from pydantic import ByteSize
 
 from specpool.engine.config.architectures import why_not_supported
 from specpool.engine.config.device_names import check_device_name
-from specpool.engine.config.master_secret import read_secret
 from specpool.engine.config.options import MIN_MODEL_LEN, EngineOptions
 from specpool.engine.config.sources import GGUF_MAGIC, UnsupportedModelError, source_of
 from specpool.engine.models.embedded_pair import draft_weights, existing_model
@@ -38,8 +37,6 @@ def check_options(options: EngineOptions, names: Mapping[str, str] = OPTION_NAME
     with _naming("device", names):
         for name in options.device.split(","):
             check_device_name(name.strip())
-    with _naming("master_secret_file", names):
-        read_secret(options.master_secret_file)
     with _naming("model", names):
         config = _read_config(options)
     if config is None:

@@ -245,7 +245,7 @@ class Engine:
     def close(self) -> None:
         """End the other ranks of a sharded model. The engine cannot be used afterwards."""
         if self.leader is not None:
-            self.leader.close()
+            self.leader.end()
 
     @contextmanager
     def realigning(self) -> Iterator[None]:

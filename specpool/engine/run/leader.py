@@ -2,34 +2,44 @@
 
 import contextlib
 import logging
-import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import Pipe
 
 import torch
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.memory import Footprint
 from specpool.engine.cache.spans import Location, Span
-from specpool.engine.config.options import INT8, EngineOptions
+from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.numerics.tiles import Tiles
-from specpool.engine.run.connections import Link, Message, end_process, hang_up, receive, send, signals_held, watch
-from specpool.engine.run.messages import Begin, Command, Loaded, Order, Probed, Report, encode, encode_run
+from specpool.engine.run.messages import (
+    Begin,
+    Command,
+    Loaded,
+    Message,
+    Order,
+    Probed,
+    Report,
+    encode,
+    encode_run,
+    receive,
+    send,
+)
+from specpool.engine.run.processes import end_process, start_rank
 from specpool.engine.run.rendezvous import await_ranks
 from specpool.engine.run.runner import PassResult, PassRunner
 from specpool.engine.sharding.group import Exchange, Group
-from specpool.engine.sharding.nccl import NcclExchange, file_store, new_file, tcp_store
+from specpool.engine.sharding.links import Link, LinkExchange
+from specpool.engine.sharding.nccl import NcclExchange, Store, serve_store
 from specpool.engine.sharding.shares import Sharding
-from specpool.engine.sharding.sockets import SocketExchange
 from specpool.protocol.worker_info import RankMemory
 
 log = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
 END_SECONDS = 5.0
 """Time for a rank to exit after END."""
 
@@ -47,29 +57,27 @@ class Leader:
         """Reports of all other ranks; empty until `receive_reports`."""
         self._closing = False
         self._group: Group | None = None
-        self._file: int | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._store: Store | None = None
         others: list[Link] = []
-        if options.nnodes > 1:
-            try:
-                others = await_ranks(options, sharding.ranks - len(devices))
-            except OSError as error:
-                address = f"{options.master_addr}:{options.master_port}"
-                raise UnsupportedModelError(f"cannot listen for other nodes at {address}: {error}") from error
-        store = None if devices[0] == "cpu" else self._open_store(options)
-        links = [*(self._start() for _ in devices[1:]), *others]
-        self._connections, self._data = [link.commands for link in links], [link.data for link in links]
-        watch({f"rank {rank}": link for rank, link in enumerate(self._connections, 1)}, self._on_hangup)
-        for rank, link in enumerate(self._connections, 1):
-            # Ranks of other nodes choose their own devices. Only rank 0 refuses int8 activations, and reports why.
-            device = devices[rank] if rank < len(devices) else ""
-            activations = "auto" if options.activations == INT8 else options.activations
-            rank_options = options.model_copy(update={"device": device, "activations": activations})
-            send(link, Order(rank=rank, sums=sharding.sums, options=rank_options, exact=exact, store=store))
+        try:
+            if options.nnodes > 1:
+                ranks = range(len(devices), sharding.ranks)
+                self._store, others = await_ranks(options, ranks, self._on_hangup)
+            elif devices[0] != "cpu":
+                self._store = serve_store(socket.create_server((LOOPBACK, 0)))
+        except OSError as error:
+            address = f"{options.master_addr or LOOPBACK}:{options.master_port}"
+            raise UnsupportedModelError(f"cannot listen for other ranks at {address}: {error}") from error
+        own = [self._start(rank, options, device) for rank, device in enumerate(devices[1:], 1)]
+        self._links = [*own, *others]
+        store_port = None if self._store is None or devices[0] == "cpu" else self._store.port
+        for link in self._links:
+            send(link, Order(sums=sharding.sums, exact=exact, store_port=store_port))
 
     def group(self, device: torch.device) -> Group:
         """Wait until all ranks have joined."""
-        exchange: Exchange = SocketExchange(0, self._data)
+        exchange: Exchange = LinkExchange(0, self._links)
         if device.type != "cpu":
             exchange = NcclExchange(0, self.sharding.ranks, self._store, device)
         self._group = Group(0, self.sharding, device, exchange)
@@ -86,7 +94,7 @@ class Leader:
 
     def begin(self, arena: KVArena, tiles: Tiles) -> None:
         """Let all other ranks serve, with as many cache columns as this one."""
-        for link in self._connections:
+        for link in self._links:
             send(link, Begin(columns=arena.columns, tiles=tiles))
         arena.before_move = lambda *columns: self._tell(encode(Command.MOVE, *columns))
 
@@ -132,75 +140,44 @@ class Leader:
         if self._closing:
             return
         self._closing = True
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(EOFError):
             self._tell(encode(Command.END))
-            for link in self._connections:
-                link.poll(END_SECONDS)  # until the rank hangs up
+            for link in self._links:
+                link.wait_readable(END_SECONDS)  # until the rank hangs up
         self.abandon()
 
     def abandon(self) -> None:
         """End all other ranks at once."""
         self._closing = True
-        for link in self._connections:
-            hang_up(link)
+        for link in self._links:
+            link.hang_up()
         for process in self._processes:
             process.kill()
             process.wait()
         if self._group is not None:
             self._group.leave()
-        for data in self._data:
-            data.close()
-
-    def close(self) -> None:
-        """Call `end`, then close the store's file."""
-        self.end()
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
     def _tell(self, message: bytes) -> None:
-        for rank, link in enumerate(self._connections, 1):
-            try:
-                link.send_bytes(message)
-            except OSError:
-                if self._closing:
-                    raise
-                end_process(f"rank {rank} has ended")
+        try:
+            for link in self._links:
+                link.send(message)
+        except EOFError as error:
+            if self._closing:
+                raise
+            end_process(str(error))
 
     def _receive(self, kind: type[Message]) -> list[Message]:
         """Wait for a message of every other rank. EOFError: a rank has ended."""
-        messages = []
-        for rank, link in enumerate(self._connections, 1):
-            try:
-                messages.append(receive(link, kind))
-            except (EOFError, OSError) as error:
-                raise EOFError(f"rank {rank} has ended") from error
-        return messages
+        return [receive(link, kind) for link in self._links]
 
-    def _open_store(self, options: EngineOptions) -> str:
-        """Open the store of GPU ranks, and return its address."""
-        if options.nnodes > 1:
-            try:
-                self._store, address = tcp_store(str(options.master_addr))
-            except OSError as error:
-                raise UnsupportedModelError(str(error)) from error
-        else:
-            self._file = new_file()
-            self._store, address = file_store(self._file, self.sharding.ranks)
-        return address
-
-    def _start(self) -> Link:
-        """Start a rank of this node. It inherits its connections, so no port is opened."""
-        own, other = Pipe()
-        data, others_data = socket.socketpair()
-        ends = [other.fileno(), others_data.fileno()]
-        command = [sys.executable, "-P", "-m", "specpool.engine.startup.follower", *map(str, ends)]
-        inherited = [*ends, *([self._file] if self._file is not None else [])]
-        with signals_held():
-            self._processes.append(subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL))
-        other.close()
-        others_data.close()
-        return Link(own, data)
+    def _start(self, rank: int, options: EngineOptions, device: str) -> Link:
+        """Start a rank of this node. Its standard input is the link, so no port is opened."""
+        own, other = socket.socketpair()
+        with other:
+            self._processes.append(start_rank(rank, options.model_copy(update={"device": device}), other.fileno()))
+        link = Link(f"rank {rank}", own)
+        link.watch(self._on_hangup)
+        return link
 
     def _on_hangup(self, name: str) -> None:
         if not self._closing:

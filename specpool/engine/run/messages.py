@@ -3,26 +3,26 @@
 from collections.abc import Sequence
 from enum import IntEnum, auto
 from itertools import accumulate, chain, pairwise
+from typing import TypeVar
 
 import numpy as np
 from pydantic import BaseModel
 
 from specpool.engine.cache.spans import Location, Span
-from specpool.engine.config.options import EngineOptions
 from specpool.engine.numerics.tiles import Tiles
+from specpool.engine.sharding.links import Link
 from specpool.engine.sharding.shares import Sums
+
+Message = TypeVar("Message", bound=BaseModel)
 
 
 class Order(BaseModel):
-    """To a rank: the shard to load, and where to find the other ranks."""
+    """To a rank: how to load its shard."""
 
-    rank: int
     sums: Sums
-    options: EngineOptions
-    """The options of the engine, with the device of this rank."""
     exact: bool
-    store: str | None
-    """Of GPU ranks: a file, or host and port separated by a space."""
+    store_port: int | None
+    """Where rank 0's store lets GPU ranks find each other; None: of CPU ranks."""
 
 
 class Loaded(BaseModel):
@@ -81,6 +81,16 @@ class Command(IntEnum):
     """End the probe, and report."""
     END = auto()
     """Exit."""
+
+
+def send(link: Link, message: BaseModel) -> None:
+    """Send a message as JSON."""
+    link.send(message.model_dump_json().encode())
+
+
+def receive(link: Link, kind: type[Message]) -> Message:
+    """Wait for a message. EOFError: the other rank has ended."""
+    return kind.model_validate_json(link.receive())
 
 
 def encode(command: Command, *arguments: int) -> bytes:

@@ -1,6 +1,6 @@
-"""Exchange between GPU ranks by NCCL, and the stores where its ranks find each other."""
+"""Exchange between GPU ranks by NCCL, and the TCPStore of rank 0, where ranks find each other."""
 
-import os
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +14,7 @@ _stores: Any = distributed
 
 # Renamed in torch 2.13.
 _all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
-# Never time out: ranks load for different times, and the connection to a rank reports when it ends.
+# Never time out: ranks load for different times, and the link to a rank reports when it ends.
 TIMEOUT = timedelta(days=365)
 
 
@@ -47,41 +47,20 @@ class NcclExchange:
         distributed.destroy_process_group()
 
 
-def new_file() -> int:
-    """Create an in-memory file for the store of one node. Returns its descriptor, which the ranks inherit.
-
-    The file has no name, so no other process can open it, and it vanishes with the ranks.
-    """
-    return os.memfd_create("specpool-ranks")
-
-
-def file_store(descriptor: int, ranks: int) -> tuple[Store, str]:
-    """Open rank 0's store in such a file. Returns the store and its address for the other ranks."""
-    address = f"/proc/self/fd/{descriptor}"
-    return _patient(_stores.FileStore(address, ranks)), address
+def serve_store(server: socket.socket) -> Store:
+    """Serve rank 0's store on a listening socket, which the store takes over. torch alone would listen everywhere."""
+    host, port, *_ = server.getsockname()
+    number = server.detach()
+    return _patient(_stores.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=number))
 
 
-def tcp_store(host: str) -> tuple[Store, str]:
-    """Open rank 0's store on a free port of this host. Returns the store and its address for the other ranks.
-
-    Raises OSError.
-    """
+def open_store(host: str, port: int) -> Store:
+    """Open the store of rank 0. Raises OSError if it cannot be reached."""
+    socket.create_connection((host, port), timeout=5.0).close()  # torch retries with a stack trace
     try:
-        store = _stores.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return _patient(_stores.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5)))
     except RuntimeError as error:
-        raise OSError(f"cannot open a port for GPU ranks at {host}: {first_line(error)}") from error
-    return _patient(store), f"{host} {store.port}"
-
-
-def open_store(address: str, ranks: int) -> Store:
-    """Open the store of rank 0 at its address. Raises OSError if it cannot be reached."""
-    if " " not in address:
-        return _patient(_stores.FileStore(address, ranks))
-    host, port = address.split()
-    try:
-        return _patient(_stores.TCPStore(host, int(port), is_master=False))
-    except RuntimeError as error:
-        raise OSError(f"cannot reach the GPU ranks' port {port} of {host}: {first_line(error)}") from error
+        raise OSError(f"no torch store at {host}:{port}: {first_line(error)}") from error
 
 
 def _patient(store: Store) -> Store:

@@ -12,36 +12,47 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from multiprocessing.connection import Connection
+from threading import Thread
 from typing import NoReturn
 
 import torch
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.config.devices import pick_rank_devices
-from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.options import INT8, EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.embedded_pair import local_model
 from specpool.engine.models.facts import ModelFacts
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.probes.native_gemm import gemms_agree
 from specpool.engine.probes.operations import OperationProbe
-from specpool.engine.run.connections import STOPS, Link, end_process, ignore_stops, receive, send, signals_held, watch
-from specpool.engine.run.messages import Begin, Command, Loaded, Order, Probed, Report, decode, decode_run
+from specpool.engine.run.leader import LOOPBACK
+from specpool.engine.run.messages import (
+    Begin,
+    Command,
+    Loaded,
+    Order,
+    Probed,
+    Report,
+    decode,
+    decode_run,
+    receive,
+    send,
+)
 from specpool.engine.run.pass_selection import build_exact_pass
+from specpool.engine.run.processes import STOPS, end_process, start_rank
 from specpool.engine.run.rendezvous import join
 from specpool.engine.run.reservation import footprint_of, kv_limit
 from specpool.engine.run.runner import PassRunner
 from specpool.engine.sharding.group import Exchange, Group
+from specpool.engine.sharding.links import Link, LinkExchange
 from specpool.engine.sharding.nccl import NcclExchange, open_store
 from specpool.engine.sharding.shares import Share
-from specpool.engine.sharding.sockets import SocketExchange
 from specpool.engine.startup.self_test import attention_suits, probing
 from specpool.engine.startup.sharded import load_sharding, load_share
 
 log = logging.getLogger(__name__)
 
-COMMAND = [sys.executable, "-P", "-m", "specpool.engine.startup.follower"]
 POLL_SECONDS = 0.1
 
 
@@ -54,10 +65,11 @@ def run_node(program: str, options: EngineOptions) -> NoReturn:
         devices = pick_rank_devices(options)
     except UnsupportedModelError as error:
         sys.exit(f"{program}: {error}")
-    arguments = [options.model_copy(update={"device": device}).model_dump_json() for device in devices]
     # Each rank ends when its standard input closes, even if this process is killed.
-    with signals_held():
-        ranks = [subprocess.Popen([*COMMAND, argument], stdin=subprocess.PIPE) for argument in arguments]
+    ranks = [
+        start_rank(rank, options.model_copy(update={"device": device}), subprocess.PIPE)
+        for rank, device in enumerate(devices, options.node_rank * len(devices))
+    ]
     try:
         while all(rank.poll() is None for rank in ranks):
             time.sleep(POLL_SECONDS)
@@ -68,34 +80,31 @@ def run_node(program: str, options: EngineOptions) -> NoReturn:
     sys.exit(max(rank.returncode for rank in ranks))
 
 
-def follow(link: Link, own: EngineOptions | None = None) -> None:
-    """Serve rank 0 until it stops. `own`: options of a rank on another node, in which nodes may differ.
+def follow(link: Link, rank: int, options: EngineOptions) -> None:
+    """Serve rank 0 until it stops. `options`: with the device of this rank.
 
     UnsupportedModelError: the shard cannot be loaded or run. EOFError: rank 0 has hung up.
     """
-    connection = link.commands
-    order = receive(connection, Order)
-    watch({"rank 0": connection}, lambda name: _end(f"{name} has ended", own is not None))
-    options = order.options
-    if own is not None:
-        options = options.model_copy(update={"device": own.device, "threads": own.threads})
+    link.watch(lambda name: _end(f"{name} has ended", options))
+    if options.activations == INT8:  # only rank 0 refuses it, and reports why
+        options = options.model_copy(update={"activations": "auto"})
     with torch.inference_mode():
-        runner, facts = _build(link, order, options)
-        while _obey(connection, runner, facts):
+        runner, facts = _build(link, rank, receive(link, Order), options)
+        while _obey(link, runner, facts):
             pass
 
 
-def _build(link: Link, order: Order, options: EngineOptions) -> tuple[PassRunner, ModelFacts]:
+def _build(link: Link, rank: int, order: Order, options: EngineOptions) -> tuple[PassRunner, ModelFacts]:
     """Load this rank's shard and build its pass, in step with rank 0."""
-    connection, share = link.commands, Share(load_sharding(options, order.sums), order.rank)
-    loaded, model_facts = load_share(options, share, order.exact)
-    facts = model_facts.of_rank(share.sharding.kv_heads.sizes[share.rank])
-    send(connection, Loaded(sums={name: checksum.hex() for name, checksum in loaded.checksums.items()}))
-    group = Group(order.rank, share.sharding, facts.device, _exchange(link, order, share.sharding.ranks, facts.device))
+    sharding = load_sharding(options, order.sums)
+    loaded, model_facts = load_share(options, Share(sharding, rank), order.exact)
+    facts = model_facts.of_rank(sharding.kv_heads.sizes[rank])
+    send(link, Loaded(sums={name: checksum.hex() for name, checksum in loaded.checksums.items()}))
+    group = Group(rank, sharding, facts.device, _exchange(link, rank, order, options, facts.device))
     forward_pass, tiles = build_exact_pass(loaded, facts, options, order.exact, group)
     footprint = footprint_of(loaded, facts, forward_pass, options.resolve_max_num_batched_tokens(facts.device.type))
     send(
-        connection,
+        link,
         Report(
             device=options.device,
             forward_pass=type(forward_pass).__name__,
@@ -108,27 +117,28 @@ def _build(link: Link, order: Order, options: EngineOptions) -> tuple[PassRunner
             activation_bytes=footprint.activations,
         ),
     )
-    begin = receive(connection, Begin)
+    begin = receive(link, Begin)
     arena = KVArena(
         facts.layers, facts.kv_heads, begin.columns, facts.head_dim, forward_pass.compute_dtype, facts.device
     )
     return PassRunner(forward_pass, arena, begin.tiles, facts.query_groups, facts.hidden_size), facts
 
 
-def _exchange(link: Link, order: Order, ranks: int, device: torch.device) -> Exchange:
-    if (order.store is None) != (device.type == "cpu"):
+def _exchange(link: Link, rank: int, order: Order, options: EngineOptions, device: torch.device) -> Exchange:
+    if (order.store_port is None) != (device.type == "cpu"):
         raise UnsupportedModelError("device: ranks must be all on GPUs or all on the CPU, on every node")
-    if order.store is None:
-        return SocketExchange(order.rank, [link.data])
-    return NcclExchange(order.rank, ranks, open_store(order.store, ranks), device)
+    if order.store_port is None:
+        return LinkExchange(rank, [link])
+    store = open_store(options.master_addr or LOOPBACK, order.store_port)
+    return NcclExchange(rank, options.tensor_parallel, store, device)
 
 
-def _obey(connection: Connection, runner: PassRunner, facts: ModelFacts) -> bool:
+def _obey(link: Link, runner: PassRunner, facts: ModelFacts) -> bool:
     """Run commands until the end of a probe, or until rank 0 stops; False if it stops."""
     with ExitStack() as context:
         probe: OperationProbe | None = None
         while True:
-            command, arguments = decode(connection.recv_bytes())
+            command, arguments = decode(link.receive())
             if command is Command.RUN:
                 runner.run(*decode_run(arguments))
             elif command is Command.MOVE:
@@ -145,39 +155,46 @@ def _obey(connection: Connection, runner: PassRunner, facts: ModelFacts) -> bool
     unequal = list(probe.unequal)
     if not attention_suits(runner.forward_pass, runner.arena.keys[0], facts):
         unequal.append("attention")
-    send(connection, Probed(unequal=unequal))
+    send(link, Probed(unequal=unequal))
     return True
 
 
-def _end(reason: str, is_logged: bool) -> NoReturn:
+def _end(reason: str, options: EngineOptions) -> NoReturn:
     """End this process. The node of rank 0 need not log the reason, because rank 0 has logged it."""
-    if is_logged:
+    if options.node_rank:
         end_process(reason)
     os._exit(1)
 
 
+def _watch_parent() -> None:
+    """End this process with the process that started it, which holds the other end of standard input."""
+    sys.stdin.read()
+    end_process("its node has ended")
+
+
+def _link_to_rank_0(rank: int, options: EngineOptions) -> Link:
+    if options.node_rank:
+        Thread(target=_watch_parent, daemon=True).start()
+        return join(options, rank)
+    link = Link("rank 0", socket.socket(fileno=os.dup(0)))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # processes that this one starts do not keep the link open
+    return link
+
+
 def main() -> None:
-    """Run a rank. Arguments: the numbers of two inherited connections, or options as JSON with this rank's device."""
+    """Run a rank. Arguments: its number, and options as JSON with its device."""
     logging.basicConfig(
         level=logging.WARNING,
         format="%(asctime)s %(levelname)s rank %(name)s: %(message)s",
         datefmt="%Y-%m-%dT%H:%M:%S",
     )
-    ignore_stops()
-    if sys.argv[1].isdecimal():
-        commands, data = map(int, sys.argv[1:])
-        link, own = Link(Connection(commands), socket.socket(fileno=data)), None
-    else:
-        watch(
-            {"its node": Connection(sys.stdin.fileno(), writable=False)}, lambda name: _end(f"{name} has ended", True)
-        )
-        own = EngineOptions.model_validate_json(sys.argv[1])
-        link = join(own)
+    rank, options = int(sys.argv[1]), EngineOptions.model_validate_json(sys.argv[2])
     try:
-        follow(link, own)
+        follow(_link_to_rank_0(rank, options), rank, options)
         os._exit(0)
     except (EOFError, ConnectionError):
-        _end("rank 0 has refused this rank, or has ended", own is not None)
+        _end("rank 0 has refused this rank, or has ended", options)
     except (UnsupportedModelError, OSError) as error:
         log.error("a rank cannot run: %s", error)
     except Exception:

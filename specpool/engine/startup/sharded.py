@@ -1,7 +1,6 @@
 """Starts the engine of a sharded model: rank 0 in this process, the other ranks in processes of their own."""
 
 import atexit
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,10 +19,10 @@ from specpool.engine.models.stored_weights import stored_weights
 from specpool.engine.numerics.tiles import Tiles, common_tiles
 from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.passes.gpu.gemm import restrict_cublas
-from specpool.engine.run.connections import end_process
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.leader import Leader
 from specpool.engine.run.pass_selection import build_exact_pass
+from specpool.engine.run.processes import end_process
 from specpool.engine.sharding.shares import Sharding, Share, Sums, shard
 from specpool.engine.startup.self_test import capture_graphs, numerics_fingerprint, self_test
 
@@ -36,8 +35,6 @@ def start_sharded_engine(options: EngineOptions, exact: bool, report: Callable[[
 
     Logits are not compared with the library's model, since no rank has all weights.
     """
-    if options.nnodes == 1 and not hasattr(os, "memfd_create"):
-        raise UnsupportedModelError("tensor_parallel: ranks on one machine need Linux")
     devices = pick_rank_devices(options)
     sharding = load_sharding(options, _sums(options, devices[0]))
     if options.nnodes > 1:

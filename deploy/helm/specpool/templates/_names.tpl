@@ -201,11 +201,6 @@ the names and addresses of a StatefulSet's pods. Takes root and role.
 {{- if and (eq .role "target") (gt (int .root.Values.target.nodes) 1) -}}true{{- end -}}
 {{- end }}
 
-{{/* Secret that the ranks of a group share; empty for other pods. Takes root and role. */}}
-{{- define "specpool.masterSecret" -}}
-{{- if include "specpool.grouped" . }}{{ .root.Values.auth.masterSecret.existingSecret }}{{ end -}}
-{{- end }}
-
 {{/* Labels of the serving pods. Takes root and role. */}}
 {{- define "specpool.serving" -}}
 {{ include "specpool.selector" (dict "root" .root "component" (include "specpool.component" .role)) }}

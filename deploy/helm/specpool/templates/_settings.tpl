@@ -46,9 +46,6 @@ device: {{ default (ternary "cuda" "cpu" (gt (int $role.gpus) 0)) $role.device }
 {{- if gt $ranks 1 }}
 tensor_parallel: {{ $ranks }}
 {{- end }}
-{{- if include "specpool.masterSecret" . }}
-master_secret_file: /master-secret/secret
-{{- end }}
 {{- end }}
 {{- end }}
 
@@ -129,7 +126,7 @@ their settings when they restart. Escapes $(NAME), which Kubernetes would replac
 */}}
 {{- define "specpool.settings" -}}
 {{- $settings := include "specpool.chartSettings" . | fromYaml -}}
-{{- $elsewhere := list "target_address" "target_standby_address" "draft_address" "tensor_parallel" "nnodes" "node_rank" "master_addr" "master_secret_file" -}}
+{{- $elsewhere := list "target_address" "target_standby_address" "draft_address" "tensor_parallel" "nnodes" "node_rank" "master_addr" -}}
 {{- range $name, $value := (get .root.Values .role).settings -}}
 {{- if or (hasKey $settings $name) (has $name $elsewhere) -}}
 {{- fail (printf "%s.settings.%s: the chart sets it from other values" $.role $name) -}}

@@ -21,11 +21,6 @@
 {{- if not .follower }}
 {{- include "specpool.secretMounts" . }}
 {{- end }}
-{{- if include "specpool.masterSecret" . }}
-- name: master-secret
-  mountPath: /master-secret
-  readOnly: true
-{{- end }}
 {{- with $role.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -64,15 +59,6 @@
 {{- end }}
 {{- if not .follower }}
 {{- include "specpool.secretVolumes" . }}
-{{- end }}
-{{- with include "specpool.masterSecret" . }}
-- name: master-secret
-  secret:
-    secretName: {{ . }}
-    defaultMode: 0440
-    items:
-      - key: secret
-        path: secret
 {{- end }}
 {{- if and (eq .role "coordinator") .root.Values.edge.enabled }}
 - name: edge

@@ -23,7 +23,6 @@ from specpool.engine.config.options import EngineOptions
         ({"tensor_parallel": 3, "nnodes": 2, "master_addr": "a"}, "tensor_parallel 3 is not a multiple of nnodes 2"),
         ({"tensor_parallel": 2, "nnodes": 2}, "master_addr must be given if nnodes is above 1"),
         ({"tensor_parallel": 2, "master_addr": "a"}, "master_addr must be given if nnodes is above 1, and only then"),
-        ({"master_secret_file": "a"}, "master_secret_file must be given only if nnodes is above 1"),
         ({"tensor_parallel": 2, "nnodes": 2, "node_rank": 2, "master_addr": "a"}, "node_rank must be below nnodes"),
         ({"tensor_parallel": 2, "nnodes": 2, "master_addr": " "}, "master_addr\n.*should match pattern"),
     ],
