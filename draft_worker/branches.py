@@ -53,7 +53,7 @@ def _warn(width: int) -> None:
 
 
 class Outcome(NamedTuple):
-    """The number of accepted tokens, the target's token after them, and the estimated probability of this outcome."""
+    """An outcome: number of accepted tokens, the target's next token, and the estimated probability."""
 
     num_accepted: int
     token_id: int

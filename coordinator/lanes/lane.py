@@ -56,7 +56,7 @@ class Lane:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the target worker is unavailable, and not only reconnecting with new certificates."""
+        """Whether the target worker is unavailable for a reason other than renewed certificates."""
         return not self.link.is_ready and self.link.reason != RENEWED
 
     @property

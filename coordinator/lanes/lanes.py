@@ -44,18 +44,18 @@ class Lanes:
         self._ready = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self.takeovers = 0
-        """Number of times that the standby took over."""
+        """Number of takeovers by the standby."""
         self._lanes = [self._make(endpoint) for endpoint in self._discovery.fixed]
         if shared.settings.target_standby_address is not None:
             self._lanes.append(self._make(Endpoint(shared.settings.target_standby_address), is_standby=True))
 
     def __iter__(self) -> Iterator[Lane]:
-        """The lanes without the standby, in the order of their addresses. Those about to be removed come last."""
+        """Iterate over the lanes except the standby, in address order, with draining lanes last."""
         return iter(sorted((lane for lane in self._lanes if not lane.is_standby), key=lambda lane: lane.is_draining))
 
     @property
     def standby(self) -> Lane | None:
-        """The lane that waits for the others to be lost."""
+        """The lane that serves once all others are lost."""
         return next((lane for lane in self._lanes if lane.is_standby), None)
 
     @property
@@ -71,7 +71,7 @@ class Lanes:
 
     @property
     def first(self) -> Lane:
-        """The first lane that serves rounds, or else the first one whose model is known, or else the first one.
+        """The first lane that serves rounds, otherwise the first whose model is known, otherwise the first.
 
         Raises UnavailableError if there are no lanes.
         """

@@ -166,7 +166,7 @@ class Failures:
             self.target_removed()
 
     def target_removed(self) -> None:
-        """Queue the sequences of the window for other windows. Its rounds no longer run."""
+        """Queue the window's sequences for other windows. Its rounds have stopped."""
         self._queue.remove(self._window)
         if self._queue.has_open_window:
             self._fail_without_grammars("no other target worker follows grammars")

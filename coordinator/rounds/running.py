@@ -59,7 +59,7 @@ class Releasing:
             await asyncio.sleep(RETRY_SECONDS)
 
     def abandon(self, sequence_ids: set[int]) -> None:
-        """Free the slots of sequences that continue on another target worker, as soon as the workers can."""
+        """Free the slots of sequences that continue on another target worker, once the workers are reachable."""
         self._drafting.forget(sequence_ids)
         self._start(self._release_drafts(sequence_ids))
         self._start(self._workers.target.release(sequence_ids))
@@ -132,19 +132,19 @@ class Durations:
         self._target, self._window, self._counters = target, window, counters
         self._measured_times = target.step_times
         self._plain_times = copy.deepcopy(self._measured_times)
-        """Seconds by rows of rounds without costly requests, learned from wall time. Begins with the target's times."""
+        """Seconds of rounds without costly requests, by rows. Starts with the target's times, then learns."""
         self._ended = 0.0
         """When the last round ended."""
 
     def end(self, round_: RunningRound) -> float:
-        """Count the stages of a round that ends now. Return its seconds."""
+        """Record the stages of a round that ends now. Return its seconds."""
         ended = time.perf_counter()
         seconds, self._ended = ended - max(round_.began, self._ended), ended
         self._counters.add_times(round_.proposed, round_.outcome.verified, seconds)
         return seconds
 
     def observe(self, round_: RunningRound, seconds: float) -> None:
-        """Count the time of a round by client. Learn how long rounds without costly rows take."""
+        """Record a round's time by client, and learn how long rounds without costly rows take."""
         if self._measured_times is not self._target.step_times:  # a new worker
             self._measured_times, self._plain_times = self._target.step_times, copy.deepcopy(self._target.step_times)
         requests = {sequence.sequence_id: sequence.request for sequence in round_.group.sequences}

@@ -125,7 +125,7 @@ class Backlog:
 
 @dataclass(frozen=True)
 class SpareRoom:
-    """The room that requests leave unused in the windows of the target workers.
+    """Unused capacity in the windows of the target workers.
 
     A background sequence enters while no request waits and much of a window is free, and leaves as soon as little is
     left. The gap between the two limits keeps it from starting in vain.

@@ -71,7 +71,7 @@ class GroupingCounters:
     """At index i: rounds of i + 1 sequences."""
 
     def add(self, group: Group, same_length: bool) -> None:
-        """Count a round. `same_length`: whether the lengths were equal when the group was chosen."""
+        """Record a round. `same_length`: whether the group had equal lengths when it was chosen."""
         size = len(group.sequences)
         _increment(self.group_sizes, size - 1)
         self.same_length_rounds += size > 1 and same_length
@@ -97,7 +97,7 @@ class Counters:
     accepted_draft_tokens: int = 0
     cache_misses: int = 0
     grouping_errors: int = 0
-    """Failed group selections; the log has the traceback of each."""
+    """Number of failed group selections. The log has each traceback."""
     stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     grouping: GroupingCounters = field(default_factory=GroupingCounters)
     draft_lengths: list[int] = field(default_factory=list)
@@ -126,7 +126,7 @@ class Counters:
         drafts.accepted_draft_tokens += accepted
 
     def add_times(self, proposed: Timed, verified: Timed, elapsed: float) -> None:
-        """Count the seconds of a round by stage. `elapsed`: of the whole round."""
+        """Record a round's seconds by stage. `elapsed`: seconds of the whole round."""
         self.stage_seconds["draft"] += proposed.forward
         self.stage_seconds["verify"] += verified.forward
         self.stage_seconds["realign"] += proposed.realign + verified.realign

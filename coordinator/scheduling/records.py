@@ -36,7 +36,7 @@ class SpeculationStats:
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted over drafted; 0 if nothing was drafted."""
+        """Accepted divided by drafted tokens; 0 if nothing has been drafted."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
 
@@ -66,7 +66,7 @@ class Blame:
         self._reached = max(self._reached, progress)
 
     def forgive(self) -> None:
-        """Take back a failure: only the connection was lost."""
+        """Undo a recorded failure: only the connection was lost."""
         self.failures = max(0, self.failures - 1)
 
     def record_cache_miss(self, progress: Progress) -> None:

@@ -140,7 +140,7 @@ class RequestQueue(Registry[Window]):
         return {sequence.sequence_id for sequence in moving}
 
     def remove(self, window: Window) -> None:
-        """Remove a window without rounds. Queue its sequences."""
+        """Remove a window that has no rounds in flight, and queue its sequences."""
         window.is_open = False
         self.windows.remove(window)
         window.give_up(list(window.members))

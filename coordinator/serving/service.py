@@ -82,7 +82,7 @@ def _describe(message: pb.GenerateRequest, context: Any, stream: bool) -> Call:
 
 
 def _fail(trace: RequestTrace, stream: UnreadStream, error: ServiceError) -> None:
-    """Fail an unread stream. Its handler only sees a cancellation."""
+    """Fail an unread stream. Its handler sees only a cancellation."""
     trace.failed(error)
     stream.end(error)
 

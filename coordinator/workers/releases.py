@@ -22,7 +22,7 @@ class Releases:
         self._frees_all = False
         self._sending: asyncio.Task[None] | None = None
         self._num_sends = 0
-        """Calls of `send` that the worker has not answered."""
+        """Unanswered calls of `send`."""
 
     @property
     def are_due(self) -> bool:

@@ -29,7 +29,7 @@ def agreement_length(drafted: tuple[int, ...], gained: tuple[int, ...]) -> int:
 
 
 def known_tokens(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """The tokens before the first that is outside the vocabulary."""
+    """The tokens before the first one outside the vocabulary."""
     end = next((i for i, token in enumerate(token_ids) if token >= vocab_size), len(token_ids))
     return token_ids[:end]
 

@@ -26,7 +26,7 @@ from specpool.protocol.rounds import Proposal, ProposeItem
 # Initial estimate of the seconds of a round trip to a worker.
 FIRST_EXCHANGE = UNKNOWN_DRAFT[1]
 FORCED = "forced"
-"""The ledger's name of forced tokens."""
+"""The ledger's name for forced tokens."""
 NO_STATES = NO_DRAFTS._replace(reads_states=False)
 
 

@@ -39,7 +39,7 @@ class _Entry:
 
     balance: float = FREE_TRIALS
     budget: float = 0.0
-    """What the next trial may lose. Negative after a trial that lost more than expected."""
+    """Loss that the next trial may cause. Negative after a trial that lost more than expected."""
     trials: int = 0
     divisor: float = 1.0
     """Divides `SHARE`. Each lost trial adds one, a failed retry doubles it, and a won trial halves it."""
@@ -47,7 +47,7 @@ class _Entry:
     is_retry: bool = False
     """Whether the method has been paused since its balance was full."""
     rounds: int = 0
-    """Rounds that drafted, since the last pause."""
+    """Rounds with drafts since the last pause."""
     tokens: float = 0.0
     """Recent mean tokens per sequence of a round that drafts."""
     seconds: float = 0.0
@@ -55,7 +55,7 @@ class _Entry:
     reassess_in: int = 0
     """Plain rounds of a pause until its reason is reassessed."""
     _spent: float = 0.0
-    """Budget that the last trial used up."""
+    """Budget used by the last trial."""
 
     @property
     def has_free_trial(self) -> bool:
@@ -75,7 +75,7 @@ class _Entry:
             self._resume()
 
     def charge(self, tokens: float, seconds: float, plain_seconds: float) -> None:
-        """Add a round that drafted. Pause the method if the balance becomes negative."""
+        """Record a round that drafted. Pause the method if its balance becomes negative."""
         self.rounds += 1
         weight = max(1 / RECENT, 1 / self.rounds)
         self.tokens += weight * (tokens - self.tokens)
@@ -89,7 +89,7 @@ class _Entry:
             self.is_paused, self.reassess_in = True, RECENT
 
     def reassess(self, plain_seconds: float) -> None:
-        """Count a plain round of a pause. After some, resume if plain decoding has become slower, too."""
+        """Record a plain round of a pause. Eventually, resume if plain decoding has slowed down too."""
         if not self.reassess_in:
             return
         self.reassess_in -= 1
@@ -103,14 +103,14 @@ class _Entry:
             self.is_retry = True
 
     def may_try(self, cost: float, gain: float) -> bool:
-        """Whether to run a trial now, paid from the whole budget."""
+        """Return whether to run a trial now. A trial uses up the whole budget."""
         if not self.has_free_trial and self.budget < max(0.0, cost - gain):
             return False
         self.trials, self._spent, self.budget = self.trials + 1, max(0.0, self.budget), min(0.0, self.budget)
         return True
 
     def settle(self, lost: float) -> None:
-        """Charge the measured loss of a trial beyond what the trial has used up."""
+        """Charge the part of a trial's measured loss that exceeds the budget it used."""
         self._divide(self.divisor + 1 if lost > 0 else self.divisor / 2)
         self.budget -= max(0.0, lost - self._spent)
         self._spent = max(0.0, self._spent - max(0.0, lost))
@@ -200,7 +200,7 @@ class Ledger:
         return self._since_plain * PLAIN_SHARE >= max(MIN_GAIN, self._charged.gain(plain_seconds))
 
     def _entry(self, method: str, sequences: int) -> _Entry:
-        """The entry of a batch size. A new one continues the entry used last, with its pause and without its gains."""
+        """Return the entry of a batch size. A new entry inherits the last one's pause, but not its gains."""
         key = method, size_class(sequences)
         if key not in self._entries:
             last = self._last.get(method)

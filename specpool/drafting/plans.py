@@ -1,4 +1,4 @@
-"""How a sequence drafts in a round. Pure."""
+"""The plan for drafting a sequence in a round. Pure."""
 
 import enum
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class DraftPlan(NamedTuple):
     min_chance: float = 0.0
     """Minimum probability that a token and all before it are accepted; less likely tokens are not worth their cost."""
     next_chance: float = 1.0
-    """Acceptance probability of a token not drafted yet, given that all before it are accepted."""
+    """Acceptance probability of the next draft token if all earlier ones are accepted."""
     lookup_ids: tuple[int, ...] = ()
     """Prompt-lookup tokens, verified if the draft worker proposes none."""
     lookup: Lookup = NO_LOOKUP

@@ -75,7 +75,7 @@ class Backend(Protocol):
 
 
 class Failure(Enum):
-    """The reason why a worker cannot continue, as logged."""
+    """Why a worker cannot continue, for the log."""
 
     HOST_MEMORY = "out of memory"
     DEVICE_MEMORY = "out of device memory"

@@ -30,7 +30,7 @@ class WorkerServicer:
     """Maps a round id, results, timing fields and the instance id to a response."""
 
     max_rounds_ahead: ClassVar[int] = 0
-    """Rounds that a coordinator may send before an earlier response."""
+    """Rounds that a coordinator may send before it gets an earlier response."""
 
     def __init__(self, host: WorkerHost, tracer: Tracer | None = None) -> None:
         self._host, self._tracer = host, tracer

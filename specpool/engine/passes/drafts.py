@@ -149,7 +149,7 @@ class Branch:
     key: SequenceKey
     prefix_length: int
     offset: int
-    """Columns by which the branch is further right than the same positions of the sequence itself."""
+    """Columns by which the branch lies to the right of the sequence's own positions."""
     token_ids: Sequence[int]
     """All tokens of the branch so far."""
     num_cached_tokens: int = 0

@@ -26,19 +26,19 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
 HELLO_SECONDS = 5.0
 OUTDATED_SECONDS = 60.0
-"""Time for a name server to learn the address of this node."""
+"""Time for a name server to learn this node's address."""
 NODE_OPTIONS = {"device", "threads", "node_rank"}
 """Options in which nodes may differ."""
 
 
 class Invitation(BaseModel):
-    """From rank 0, in the store."""
+    """What rank 0 tells the other ranks through the store."""
 
     version: str
     options: dict[str, Any]
     """Options that all nodes share."""
     port: int
-    """Where ranks connect."""
+    """Port that ranks connect to."""
     key: str
     """Hexadecimal key that ranks send, followed by one byte with their number."""
 
@@ -69,7 +69,7 @@ def await_ranks(options: EngineOptions, ranks: range, on_hangup: Callable[[str],
 
 
 def _greet(peer: socket.socket, key: bytes) -> int | None:
-    """The number of a rank that knows the key; None: it does not."""
+    """Return the number of a rank that sent the key, otherwise None."""
     peer.settimeout(HELLO_SECONDS)
     try:
         hello = peer.recv(len(key) + 1)
@@ -79,7 +79,7 @@ def _greet(peer: socket.socket, key: bytes) -> int | None:
 
 
 def join(options: EngineOptions, rank: int) -> Link:
-    """Connect to rank 0, retrying until it listens. UnsupportedModelError: it does not expect this rank."""
+    """Connect to rank 0, retrying until it listens. Raises UnsupportedModelError if the nodes' options differ."""
     host, port, logged = str(options.master_addr), options.master_port, ""
     while True:
         try:
@@ -109,7 +109,7 @@ def _invitation(options: EngineOptions, port: int = 0, key: str = "") -> Invitat
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Listen on a port. Retry for a while if the host name does not resolve yet, or is another host's."""
+    """Listen on a port. Retries for a while if the name does not resolve yet, or resolves to another host."""
     gives_up = time.monotonic() + OUTDATED_SECONDS
     while True:
         try:

@@ -49,7 +49,7 @@ class Link:
             data = data[received:]
 
     def watch(self, on_hangup: Callable[[str], None]) -> None:
-        """Call `on_hangup` on a new thread with the name of the other rank once it ends."""
+        """Call `on_hangup` with the other rank's name, on a new thread, once that rank ends."""
 
         def wait() -> None:
             poller = select.poll()
@@ -85,7 +85,7 @@ class LinkExchange:
         self._rank, self._links = rank, links
 
     def all_gather(self, x: torch.Tensor, stack: torch.Tensor) -> None:
-        """Fill `stack` [ranks, ...] with the contiguous tensors `x` [...] of all ranks. EOFError: a rank has ended."""
+        """Fill `stack` [ranks, ...] with every rank's contiguous tensor `x` [...]. EOFError: a rank has ended."""
         stack[self._rank] = x
         shares, size = stack.view(-1).view(torch.uint8).numpy().data, x.nbytes  # any data type
         if self._rank == 0:

@@ -18,7 +18,7 @@ from specpool.rpc.status import ANSWERED, status_of
 log = logging.getLogger(__name__)
 
 MAX_CLIENTS = 1024
-"""Clients to remember until their turns are checked for age."""
+"""Number of remembered clients above which stale turns are dropped."""
 
 MAX_CONCURRENT_READS_PER_CLIENT = 4
 # gRPC ends a cancelled call, or one whose request is too large, within this time.
@@ -27,7 +27,7 @@ ENDING_SECONDS = 1.0
 RETRY_AFTER_SECONDS = 1.0
 
 _ENDING: dict[int, asyncio.Task[None]] = {}
-"""Tasks that send a final status, by the identity of the call."""
+"""Tasks that send a final status, by call identity."""
 
 
 def fair_share(held: Collection[int], capacity: int) -> int:

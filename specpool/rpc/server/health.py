@@ -22,7 +22,7 @@ MAX_HEALTH_REQUEST_BYTES = 4096
 
 
 class NewestCalls(Calls):
-    """Calls of which the newest win: a new one ends the oldest one of the client with most of them."""
+    """Calls in which the newest wins: a new call ends the oldest call of the client with the most."""
 
     max_slow = 8
 
