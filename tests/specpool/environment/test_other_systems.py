@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 
 from specpool.client import AsyncClient
-from specpool.engine.config.options import EngineOptions
-from specpool.engine.config.sources import UnsupportedModelError
-from specpool.engine.startup.sharded import start_sharded_engine
 from specpool.environment.process import usable_cpus
 from specpool.rpc.server.connections import OTHER_DESCRIPTORS, usable_descriptors
 
@@ -21,7 +18,7 @@ PATIENCE_SECONDS = 180
 # installed torch is that of Linux.
 SITE = """
 import os, platform, socket, sys
-for module, names in ((os, ("sched_getaffinity", "sched_setaffinity", "memfd_create", "pidfd_open", "eventfd")),
+for module, names in ((os, ("sched_getaffinity", "sched_setaffinity", "pidfd_open", "eventfd")),
                       (socket, ("TCP_KEEPIDLE", "TCP_USER_TIMEOUT"))):
     for name in names:
         if hasattr(module, name):
@@ -49,12 +46,6 @@ def test_limits_that_cannot_be_raised_are_kept(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "setrlimit", refuse)
     assert usable_descriptors(1024) == 256 - OTHER_DESCRIPTORS
-
-
-def test_ranks_on_one_machine_need_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(UnsupportedModelError, match="ranks on one machine need Linux"):
-        start_sharded_engine(EngineOptions(model="any", tensor_parallel=2), exact=True, report=print)
 
 
 @pytest.mark.slow
