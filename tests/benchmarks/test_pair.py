@@ -88,6 +88,7 @@ def greedy_answers(model: Any, count: int, max_tokens: int) -> list[Answer]:
     return [Answer(pb.GenerateResponse(token_ids=row[1:]), 0.0, []) for row in tokens.tolist()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_another_order_of_summation_is_no_exact_match(tmp_path: Path) -> None:
     torch.manual_seed(0)

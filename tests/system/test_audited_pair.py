@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pair_service import serving_pair
 
 OPTIONS: list[dict[str, Any]] = [
@@ -18,6 +19,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 async def test_all_answers_of_a_pair_pass(tiny_pair: tuple[Path, Path]) -> None:
     async with serving_pair(*tiny_pair, audit_share=1.0) as service:
         prompts = [list(range(1, length)) for length in (4, 40)]

@@ -86,6 +86,7 @@ async def test_silent_connections_are_closed(greeting: bytes) -> None:
         await until_closed(reader)
 
 
+@pytest.mark.slow
 async def test_quiet_calls_stay_open() -> None:
     """A queued request may wait for longer than any timeout of a client."""
     async with running(**IMPATIENT) as (calls, address):
@@ -218,6 +219,7 @@ async def test_calls_end_soon_after_the_drain() -> None:
         assert await code is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.slow
 async def test_the_state_of_the_coordinator_is_logged() -> None:
     async with calls_server() as (server, _, coordinator), edge_process(coordinator) as (_, edge):
         assert edge.stdout is not None

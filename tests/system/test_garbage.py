@@ -98,6 +98,7 @@ async def recovers(served: Serving, *garbage: GarbageTarget | GarbageDraft) -> N
     await served.until_idle()
 
 
+@pytest.mark.slow
 async def test_wrong_verdicts_are_never_served() -> None:
     target = GarbageTarget(fault=None, **SOMETIMES)
     async with serving(target, **SETTINGS) as served:

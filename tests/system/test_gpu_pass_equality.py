@@ -21,6 +21,7 @@ MIX = [
 Pair = tuple[Path, Path]
 
 
+@pytest.mark.slow
 async def test_tokens_are_those_of_plain_decoding(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     imitate_kernels(monkeypatch)
     fake_graphs, drafted = FakeGraphs(), 0

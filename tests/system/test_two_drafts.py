@@ -4,6 +4,7 @@ import asyncio
 import random
 from pathlib import Path
 
+import pytest
 from pair_service import serving_coordinator, serving_draft, serving_pair
 from serving import make_request
 
@@ -22,6 +23,7 @@ def requests(k: int) -> list[pb.GenerateRequest]:
     ]
 
 
+@pytest.mark.slow
 async def test_tokens_equal_plain_decoding(tiny_pair: tuple[Path, Path]) -> None:
     worker = {"max_sequences": SLOTS}
     async with (

@@ -87,6 +87,7 @@ def log_of(process: subprocess.Popen[str]) -> str:
     return process.communicate(timeout=PATIENCE_SECONDS)[1]
 
 
+@pytest.mark.slow
 def test_a_worker_reports_its_ranks_and_exits_if_one_dies(start: Start) -> None:
     port = free_port()
     worker = start("--port", str(port))

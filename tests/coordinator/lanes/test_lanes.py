@@ -279,6 +279,7 @@ async def followed(resolver: Resolver, port: int) -> AsyncIterator[Serving]:
             yield served
 
 
+@pytest.mark.slow
 async def test_dns_records_are_followed() -> None:
     targets, port = await started(3)
     resolver = Resolver(*HOSTS[:2])
@@ -304,6 +305,7 @@ async def test_dns_records_are_followed() -> None:
             await target.stop()
 
 
+@pytest.mark.slow
 async def test_a_worker_that_is_lost_and_removed_loses_nothing() -> None:
     targets, port = await started(2)
     resolver = Resolver(*HOSTS[:2])
@@ -322,6 +324,7 @@ async def test_a_worker_that_is_lost_and_removed_loses_nothing() -> None:
             await target.stop()
 
 
+@pytest.mark.slow
 async def test_a_removed_worker_leaves_nothing_behind() -> None:
     targets, port = await started(2)
     resolver = Resolver(*HOSTS[:2])
@@ -344,6 +347,7 @@ async def test_a_removed_worker_leaves_nothing_behind() -> None:
             await target.stop()
 
 
+@pytest.mark.slow
 async def test_an_address_that_comes_back_is_used_again() -> None:
     targets, port = await started(2)
     resolver, gone = Resolver(*HOSTS[:2]), f"{HOSTS[0]}:{port}"

@@ -58,7 +58,14 @@ async def takeovers(served: Serving) -> float:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"overlap": "on"}, {"policy": "eqspec"}, {"num_speculative_tokens": 0}], ids=str
+    "settings",
+    [
+        {},
+        pytest.param({"overlap": "on"}, marks=pytest.mark.slow),
+        pytest.param({"policy": "eqspec"}, marks=pytest.mark.slow),
+        pytest.param({"num_speculative_tokens": 0}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 async def test_standby_takes_over_and_the_target_becomes_the_standby(settings: dict[str, Any]) -> None:
     first = Exclusive()

@@ -75,6 +75,7 @@ async def test_prompts_that_cannot_fit_fail_while_others_are_served(served: Serv
     assert all(len(item.token_ids) < 100 for round_ in served.target.requests for item in round_.items)
 
 
+@pytest.mark.slow
 async def test_prompts_at_the_limits_are_served(served: Serving) -> None:
     assert (await served.stub.Generate(chat(*["hi"] * 1024, role="r" * 64))).usage.prompt_tokens == 1024 * 69
     text = pb.GenerateRequest(text="x" * (LONG - 1))

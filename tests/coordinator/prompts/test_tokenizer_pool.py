@@ -312,6 +312,7 @@ async def test_a_process_that_cannot_load_the_tokenizer_gets_no_prompt(
     assert await encode(pool, text("a")) == BYTES.encode("a").ids
 
 
+@pytest.mark.slow
 async def test_a_tokenizer_that_kills_the_process_is_refused(pool: TokenizerPool) -> None:
     with pytest.raises(LimitError, match=r"loading it takes more than \d+ MiB"):
         await pool.load(TokenizerFiles(wide_trie(), "", {}, ()), VOCAB_SIZE)

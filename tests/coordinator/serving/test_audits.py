@@ -159,6 +159,7 @@ async def test_the_default_share_depends_on_the_target(
         assert served.process.coordinator.audit_share == share
 
 
+@pytest.mark.slow
 async def test_shutdown_does_not_wait_for_a_replay() -> None:
     target = RecordingTarget(pass_seconds=lambda rows: 0.02)
     async with serving(target, audit_share=1.0, with_draft=False, drain_seconds=20.0) as served:

@@ -43,6 +43,7 @@ async def break_in_a_round(served: Serving, target: BreakableTarget, number: int
     return running
 
 
+@pytest.mark.slow
 async def test_the_only_target_that_fails_every_round_is_not_serving() -> None:
     target = BreakableTarget(slots=2)
     async with serving(target, with_draft=False) as served:
@@ -82,6 +83,7 @@ async def test_a_second_target_continues_without_an_error() -> None:
         assert dict(info.counters.finished) == {"length": 8}
 
 
+@pytest.mark.slow
 async def test_a_broken_target_is_not_a_ready_standby() -> None:
     target = BreakableTarget()
     async with with_standby(BreakableTarget(), first=target, with_draft=False) as (served, address):

@@ -16,6 +16,7 @@ SUPPORT = Path(__file__).parents[2] / "support"
 PATIENCE_SECONDS = 60
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP")
 @pytest.mark.parametrize("stops_when", ["served", "watched"])
 async def test_stopped_process_is_restarted(

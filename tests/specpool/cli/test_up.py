@@ -105,6 +105,7 @@ async def end_all(process: asyncio.subprocess.Process, number: signal.Signals, s
     return err.decode()
 
 
+@pytest.mark.slow
 async def test_flags_reach_all_processes(tiny_pair: Pair, tmp_path: Path) -> None:
     ca, tokens, first = Authority(tmp_path), tmp_path / "tokens", free_port(3)
     server = ca.issue("up", ["DNS:up.example"])

@@ -162,6 +162,7 @@ class Load:
         await until(lambda: self.answered >= enough or any(task.done() for task in tasks))
 
 
+@pytest.mark.slow
 async def test_no_request_fails_while_certificates_and_ca_rotate(tmp_path: Path) -> None:
     rotation = Rotation.make(tmp_path)
     security: Any = {"tls_ca": rotation.trusted, **rotation.own.options}

@@ -179,6 +179,7 @@ def test_states_are_dropped_from_the_start(
     assert (kept.int().diff(dim=1) >= 0).all()
 
 
+@pytest.mark.slow
 def test_command_trains_and_evaluates_a_feature_draft(
     tiny_pair: tuple[Path, Path], dialogues: Dialogues, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

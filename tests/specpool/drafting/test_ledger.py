@@ -66,6 +66,7 @@ def test_larger_losses_pause_drafting_sooner(seconds: float, most: int) -> None:
     assert 0 < driven.run(200, always(0.02), always(seconds), tokens=2) <= most
 
 
+@pytest.mark.slow
 @given(slowdown=st.floats(1.05, 20), tokens=st.sampled_from([1, 1.5, 2, 4]), sequences=st.sampled_from([1, 4, 64]))
 @settings(max_examples=15)
 def test_a_losing_draft_costs_at_most_one_percent_in_the_long_run(

@@ -64,6 +64,7 @@ async def secured_draft(draft: Path, folder: Path) -> AsyncIterator[Secured]:
         yield Secured(address, host, {f"SPECPOOL_{name}": path for name, path in variables.items()})
 
 
+@pytest.mark.slow
 async def test_drafts_of_a_real_draft_worker_over_tls(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

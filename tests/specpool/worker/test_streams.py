@@ -124,6 +124,7 @@ async def test_excess_streams_are_refused_until_one_ends(worker: Worker, monkeyp
     assert await stream.read() is not grpc.aio.EOF
 
 
+@pytest.mark.slow
 async def test_flow_control_holds_back_a_fast_client(target: Worker) -> None:
     """HTTP/2 keeps 64 MB of requests at the client, not in the worker."""
     request = target.request(verify(1, 0, [2**32 - 1] * 200_000))

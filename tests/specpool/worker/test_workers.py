@@ -641,6 +641,7 @@ def process(tiny_pair: tuple[Path, Path]) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
+@pytest.mark.slow
 async def test_a_process_logs_its_port_and_drains_on_sigterm(
     process: subprocess.Popen[str], engines: dict[str, Engine]
 ) -> None:

@@ -129,6 +129,7 @@ def test_quantized_engine_matches_dequantized_bit_for_bit(mixed: Path, quantized
     assert quantized.info().parameters == dense.info().parameters
 
 
+@pytest.mark.slow
 def test_int8_activations_change_logits_little(mixed: Path, quantized: Engine) -> None:
     engine = load_engine(mixed, activations="int8")
     assert engine.bitwise

@@ -81,6 +81,7 @@ def test_fingerprint_includes_tied_weights_under_both_names(loaded: LoadedModel)
 # --- Numerics
 
 
+@pytest.mark.slow
 def test_numerics_depend_on_the_pass_and_the_weights(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     try:

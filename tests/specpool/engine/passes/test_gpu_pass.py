@@ -335,6 +335,7 @@ def test_the_draft_loop_matches_single_steps(
             torch.testing.assert_close(state, of_step[position])
 
 
+@pytest.mark.slow
 def test_kernels_run_feature_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_feature_draft(tmp_path)
     options = {"native": False, "max_sequences": 3, "max_model_len": 26}

@@ -104,6 +104,7 @@ def test_ranks_return_the_states_of_one_device(tmp_path: Path) -> None:
         engine.close()
 
 
+@pytest.mark.slow
 def test_kernels_return_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     run_by_kernels(monkeypatch)

@@ -185,6 +185,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
     return load_engine(folder, exact=False, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", [False, True], indirect=True)
 def test_branches_on_a_gpu_match_sequences_of_their_own(gpu: Engine) -> None:
     assert gpu.supports_branches

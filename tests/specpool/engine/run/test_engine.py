@@ -219,6 +219,7 @@ def test_other_architectures_match_transformers(tmp_path: Path, architecture: st
     assert not engine.bitwise or rows_that_differ(engine) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_decodes_as_reported(tiny_pair: tuple[Path, Path], dtype: str) -> None:
     engine = load_engine(tiny_pair[0], dtype=dtype)

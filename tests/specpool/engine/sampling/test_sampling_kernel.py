@@ -162,6 +162,7 @@ def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sampling.kernel_is_exact.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels_on_cpu")
 def test_exact_kernels_are_used() -> None:
     assert sampling.kernel_is_exact(CPU, torch.float16, 50)

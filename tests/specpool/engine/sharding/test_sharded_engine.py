@@ -120,6 +120,7 @@ def test_ranks_have_the_same_activations(tmp_path: Path, sums: Literal["whole", 
         assert rows_that_differ(engine) == 0
 
 
+@pytest.mark.slow
 def test_rank_0_says_why_int8_activations_are_refused(tmp_path: Path) -> None:
     """No other rank exits first, which would hide the reason."""
     folder = save_model(tmp_path, small_config("llama"))

@@ -52,6 +52,7 @@ def test_int8_activations_are_batch_invariant(quantized: Path) -> None:
     assert rows_that_differ(engine) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for other x86-64 processors")
 def test_numerics_are_the_same_on_every_processor(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A target may restart on another processor, and its sequences continue."""

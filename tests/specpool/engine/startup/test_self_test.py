@@ -331,6 +331,7 @@ def test_cublas_multiplies_as_many_rows_as_make_it_faster(
     assert {gemm.cublas_rows for gemm in gemms_of(tmp_path)} == {chosen}
 
 
+@pytest.mark.slow
 def test_gemms_with_different_bits_are_chosen_consistently(choosing: pytest.MonkeyPatch, tmp_path: Path) -> None:
     choosing.setattr(gpu_gemm, "cublas_gemm", reversed_gemm)
     make_cublas_faster(choosing)
@@ -401,6 +402,7 @@ def test_stale_replays_fail_the_self_test(
         assert load_engine(folder, native=False, max_sequences=4, max_model_len=64).bitwise is bitwise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [None, 1, 8])
 def test_batch_dependent_attention_to_several_splits_fails_the_self_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int | None

@@ -87,8 +87,11 @@ async def test_a_stopped_server_has_not_failed(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("script", "flags"),
-    [(COORDINATOR, []), (WORKER, []), (WORKER, ["--log-name", "loading"])],
-    ids=["coordinator", "worker", "loading_worker"],
+    [
+        pytest.param(COORDINATOR, [], id="coordinator"),
+        pytest.param(WORKER, [], id="worker", marks=pytest.mark.slow),
+        pytest.param(WORKER, ["--log-name", "loading"], id="loading_worker", marks=pytest.mark.slow),
+    ],
 )
 async def test_a_process_whose_port_closes_exits_with_an_error(script: str, flags: list[str]) -> None:
     address = free_address()
