@@ -18,12 +18,12 @@ class ListenError(OSError):
     """A process cannot listen; the message begins with the name of the setting."""
 
     def __init__(self, setting: str, host: str, port: int, cause: Exception) -> None:
-        """`setting`: the setting of the port; replaced by `host` if that is to blame."""
-        reason = str(cause)
+        """`setting`: the setting of the port; replaced by the one of its host if that is to blame."""
+        reason, host_setting = str(cause), "host" if setting == "port" else "monitoring_host"
         if isinstance(cause, socket.gaierror):
-            setting, reason = "host", str(cause.strerror)
+            setting, reason = host_setting, str(cause.strerror)
         elif isinstance(cause, OSError) and cause.errno is not None:
-            setting = "host" if cause.errno == errno.EADDRNOTAVAIL else setting
+            setting = host_setting if cause.errno == errno.EADDRNOTAVAIL else setting
             reason = os.strerror(cause.errno)  # without Python's addition
         super().__init__(f"{setting.replace('_', '-')}: cannot listen on {join_address(host, port)}: {reason}")
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,6 +222,27 @@ def test_only_the_edge_reaches_a_coordinator() -> None:
     assert coordinator.worker_tls_cert is not None
     policy = of_kind(manifests, "NetworkPolicy")["specpool-coordinators"]["spec"]
     assert policy["ingress"] == [{"ports": [{"port": sidecar["ports"][0]["containerPort"]}]}]
+
+
+@pytest.mark.parametrize(("has_ipv6", "bind"), [(True, "default"), (False, ":50050")])
+def test_the_edge_listens_where_the_kernel_lacks_ipv6(has_ipv6: bool, bind: str, tmp_path: Path) -> None:
+    manifests = template(*values_of("edge"), "--set", "tls.clients=none")
+    [sidecar] = pod_template(manifests, "coordinator")["spec"]["initContainers"]
+    *shell, script = sidecar["command"]
+    haproxy, addresses = tmp_path / "haproxy", tmp_path / "if_inet6"
+    haproxy.write_text("#!/bin/sh\necho ${EDGE_BIND-default}\n")
+    haproxy.chmod(0o755)
+    if has_ipv6:
+        addresses.touch()
+    script = script.replace("/proc/net/if_inet6", str(addresses))
+    assert subprocess.check_output([*shell, script], env={"PATH": f"{tmp_path}:/bin"}, text=True) == f"{bind}\n"
+
+
+def test_monitoring_behind_an_edge_may_use_ipv6() -> None:
+    arguments = values_of("edge")
+    assert pod_settings(template(*arguments), "coordinator").monitoring_host == "0.0.0.0"
+    arguments += ["--set-string", "coordinator.settings.monitoring_host=::"]
+    assert pod_settings(template(*arguments), "coordinator").monitoring_host == "::"
 
 
 # --- The gateway

@@ -7,11 +7,13 @@
   restartPolicy: Always
   image: {{ include "specpool.image" (dict "root" .root "image" $values.edge.image) }}
   imagePullPolicy: {{ $values.image.pullPolicy }}
-  {{- if include "specpool.clientTls" .root }}
   command:
     - sh
     - -c
     - |
+      # Listen on IPv4 only if the kernel lacks IPv6.
+      [ -e /proc/net/if_inet6 ] || export EDGE_BIND=:50050
+      {{- if include "specpool.clientTls" .root }}
       haproxy -W -db -f /edge/haproxy.cfg & edge=$!
       trap 'kill -USR1 $edge' USR1
       trap 'kill $edge; wait $edge; exit' TERM
@@ -24,9 +26,9 @@
         was=$now
       done
       wait $edge
-  {{- else }}
-  command: [haproxy, -W, -db, -f, /edge/haproxy.cfg]
-  {{- end }}
+      {{- else }}
+      exec haproxy -W -db -f /edge/haproxy.cfg
+      {{- end }}
   env:
     - name: EDGE_COORDINATOR
       value: 127.0.0.1:{{ include "specpool.listeningPort" . }}

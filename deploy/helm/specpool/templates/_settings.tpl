@@ -62,7 +62,10 @@ drain_seconds: {{ $role.drainSeconds }}
 {{- if $values.edge.enabled }}
 # Only the edge may call the coordinator, which has no TLS then.
 host: 127.0.0.1
+{{- /* An IPv6-only cluster needs `::` for metrics. */}}
+{{- if not (hasKey $role.settings "monitoring_host") }}
 monitoring_host: 0.0.0.0
+{{- end }}
 # The edge opens a connection for each call.
 max_connections: 8192
 {{- end }}

@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from secure_service import until
 from serving import detail_of
 
-from specpool.rpc.ports import bind_error, free_port
+from specpool.rpc.ports import ListenError, bind_error, free_port
 from specpool.rpc.server.server import LIVE, Server
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -100,6 +100,12 @@ async def test_health_may_listen_on_another_address() -> None:
             async with grpc.aio.insecure_channel(served) as channel:
                 assert await check(channel) == SERVING
         assert bind_error("127.0.0.1", port) is None
+
+
+async def test_an_unusable_monitoring_host_is_named() -> None:
+    with pytest.raises(ListenError, match=r"^monitoring-host: cannot listen on 192\.0\.2\.1:"):
+        async with calls_server(health_port=free_port(), monitoring_host="192.0.2.1"):
+            pass
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
