@@ -42,6 +42,8 @@ PROBE_SECONDS = 0.2
 PROBE_TIMEOUT_SECONDS = 1.0
 # A process that has served counts as stopped after this many consecutive unanswered health checks.
 MAX_UNANSWERED, LIVENESS_SECONDS, LIVENESS_TIMEOUT_SECONDS = 2, 1.0, 5.0
+CONNECT_SECONDS = 20.0
+"""Longer than all of these checks take."""
 _UNREACHABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 # Iterations for which a waiting thread of torch spins: well below a millisecond.
 SPIN_COUNT = "30000"
@@ -107,16 +109,11 @@ async def is_serving(channel: grpc.aio.Channel, service: str = "") -> bool:
     return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def _answers(channel: grpc.aio.Channel, waits_for_connection: bool = False) -> bool:
-    """Return whether a health check completes in time, with any status. A process that has exited does not time out.
-
-    `waits_for_connection`: a connection to a stopped process fails before the check times out. Wait for it instead.
-    """
-    stub = health_pb2_grpc.HealthStub(channel)
+async def _answers(channel: grpc.aio.Channel) -> bool:
+    """Return whether a health check completes in time, with any status. A process that has exited does not time out."""
+    request = health_pb2.HealthCheckRequest()
     try:
-        await stub.Check(
-            health_pb2.HealthCheckRequest(), timeout=LIVENESS_TIMEOUT_SECONDS, wait_for_ready=waits_for_connection
-        )
+        await health_pb2_grpc.HealthStub(channel).Check(request, timeout=LIVENESS_TIMEOUT_SECONDS)
     except grpc.aio.AioRpcError as error:
         return bool(error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED)
     return True
@@ -185,13 +182,12 @@ class Service:
         if not self.has_served:
             with contextlib.suppress(ProcessFailedError):  # it has ended
                 await self.wait_serving()
-        unanswered, is_connected = 0, False
-        async with Connector(self.address, **self.security).open() as channel:
+        unanswered = 0
+        # A connection to a stopped process must not fail before the checks time out.
+        async with Connector(self.address, **self.security).open(connect_seconds=CONNECT_SECONDS) as channel:
             while unanswered < MAX_UNANSWERED:
                 await asyncio.sleep(LIVENESS_SECONDS)
-                answers = await _answers(channel, waits_for_connection=not is_connected)
-                unanswered = 0 if answers else unanswered + 1
-                is_connected |= answers
+                unanswered = 0 if await _answers(channel) else unanswered + 1
         log.warning("%s has not answered %d health checks; killing it", self.name, unanswered)
         await kill([process])
 

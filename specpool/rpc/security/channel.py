@@ -1,6 +1,7 @@
 """gRPC channels between Specpool's processes: options, security and message size limits."""
 
 import re
+from collections.abc import Sequence
 from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, Unpack
@@ -27,6 +28,8 @@ MAX_WORKER_MESSAGE_BYTES = 128 * 2**20
 # Rounds hold token ids. Prompts are cut into chunks of the coordinator's `prefill_tokens`.
 MAX_ROUND_BYTES = 32 * 2**20
 
+CONNECT_TIMEOUT = "grpc.min_reconnect_backoff_ms"
+"""Also the timeout of each connection attempt."""
 CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_receive_message_length", MAX_WORKER_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_WORKER_MESSAGE_BYTES),
@@ -39,15 +42,15 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),
     # Reconnect quickly to a restarted peer.
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
+    (CONNECT_TIMEOUT, 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # Do not share connections between channels.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
 
-# The minimum backoff is also the connect timeout, and a TLS handshake is slow on a busy machine.
-TLS_CHANNEL_OPTIONS = [*dict([*CHANNEL_OPTIONS, ("grpc.min_reconnect_backoff_ms", 5_000)]).items()]
+# A TLS handshake is slow on a busy machine.
+TLS_CHANNEL_OPTIONS = [*dict([*CHANNEL_OPTIONS, (CONNECT_TIMEOUT, 5_000)]).items()]
 
 
 def join_address(host: str, port: int) -> str:
@@ -149,20 +152,25 @@ class Connector:
             raise ValueError(f"{given[0]}: must be given with tls_ca")
         self._opened: Pem | None = None
 
-    def open(self) -> grpc.aio.Channel:
-        """Open a channel. This never fails; calls fail while no server listens."""
-        return self._open(grpc.aio)  # type: ignore[no-any-return]
+    def open(self, connect_seconds: float | None = None) -> grpc.aio.Channel:
+        """Open a channel. This never fails; calls fail while no server listens.
+
+        `connect_seconds`: timeout of each connection attempt.
+        """
+        options = [] if connect_seconds is None else [(CONNECT_TIMEOUT, int(1000 * connect_seconds))]
+        return self._open(grpc.aio, options)  # type: ignore[no-any-return]
 
     def open_blocking(self) -> grpc.Channel:
         """Open a channel for threads instead of asyncio."""
         return self._open(grpc)  # type: ignore[no-any-return]
 
-    def _open(self, library: Any) -> Any:
+    def _open(self, library: Any, changed: Sequence[tuple[str, int]] = ()) -> Any:
+        options = [*dict([*self._options, *changed]).items()]
         if self._tls is None:
-            channel = library.insecure_channel(self.address, options=self._options)
+            channel = library.insecure_channel(self.address, options=options)
         else:
             self._opened = self._tls.current()
-            channel = library.secure_channel(self.address, channel_credentials(self._opened), options=self._options)
+            channel = library.secure_channel(self.address, channel_credentials(self._opened), options=options)
         return bearing(channel, self._token) if self._token is not None else channel
 
     @property

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 
 import grpc
@@ -57,3 +58,30 @@ async def test_stopped_process_is_restarted(
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
         await kill([service.process] if service.process is not None else [])
+
+
+async def test_a_process_that_refuses_connections_keeps_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose clients hold `max_connections`."""
+    monkeypatch.setattr(processes, "LIVENESS_SECONDS", 0.0)
+    monkeypatch.setattr(processes, "LIVENESS_TIMEOUT_SECONDS", 0.5)
+    answers, checks = processes._answers, asyncio.Semaphore(0)
+
+    async def answers_noted(channel: grpc.aio.Channel, **options: bool) -> bool:
+        answered = await answers(channel, **options)
+        checks.release()
+        return answered
+
+    monkeypatch.setattr(processes, "_answers", answers_noted)
+    async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) as refusing:
+        service = Service("refusing", "", [], f"127.0.0.1:{refusing.sockets[0].getsockname()[1]}")
+        sleep = [sys.executable, "-c", "import time; time.sleep(3600)"]
+        service.process = await asyncio.create_subprocess_exec(*sleep, start_new_session=True)
+        service.has_served = True
+        keeping = asyncio.create_task(service._kill_if_stopped(service.process))
+        for _ in range(processes.MAX_UNANSWERED + 1):
+            waiting = asyncio.create_task(checks.acquire())
+            await asyncio.wait([waiting, keeping], return_when=asyncio.FIRST_COMPLETED)
+        assert service.process.returncode is None
+        assert not keeping.done()
+        keeping.cancel()
+        await kill([service.process])
