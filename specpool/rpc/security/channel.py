@@ -1,7 +1,6 @@
 """gRPC channels between Specpool's processes: options, security and message size limits."""
 
 import re
-from collections.abc import Sequence
 from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, Unpack
@@ -30,27 +29,25 @@ MAX_ROUND_BYTES = 32 * 2**20
 
 CONNECT_TIMEOUT = "grpc.min_reconnect_backoff_ms"
 """Also the timeout of each connection attempt."""
-CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
-    ("grpc.max_receive_message_length", MAX_WORKER_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_WORKER_MESSAGE_BYTES),
+CHANNEL_OPTIONS: dict[str, int | str] = {
+    "grpc.max_receive_message_length": MAX_WORKER_MESSAGE_BYTES,
+    "grpc.max_send_message_length": MAX_WORKER_MESSAGE_BYTES,
     # Detect a vanished peer within half a minute.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    "grpc.keepalive_time_ms": 20_000,
+    "grpc.keepalive_timeout_ms": 10_000,
     # Ignore http_proxy, which is meant for downloads.
-    ("grpc.enable_http_proxy", 0),
+    "grpc.enable_http_proxy": 0,
     # Re-resolve names soon: they may point to another pod by now.
-    ("grpc.dns_min_time_between_resolutions_ms", 2_000),
+    "grpc.dns_min_time_between_resolutions_ms": 2_000,
     # Reconnect quickly to a restarted peer.
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    (CONNECT_TIMEOUT, 200),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    "grpc.initial_reconnect_backoff_ms": 200,
+    CONNECT_TIMEOUT: 200,
+    "grpc.max_reconnect_backoff_ms": 2_000,
     # Do not share connections between channels.
-    ("grpc.use_local_subchannel_pool", 1),
-]
-
-
+    "grpc.use_local_subchannel_pool": 1,
+}
 # A TLS handshake is slow on a busy machine.
-TLS_CHANNEL_OPTIONS = [*dict([*CHANNEL_OPTIONS, (CONNECT_TIMEOUT, 5_000)]).items()]
+TLS_CHANNEL_OPTIONS = CHANNEL_OPTIONS | {CONNECT_TIMEOUT: 5_000}
 
 
 def join_address(host: str, port: int) -> str:
@@ -140,9 +137,9 @@ class Connector:
         ca, cert, key = _path(security.get("tls_ca")), _path(security.get("tls_cert")), _path(security.get("tls_key"))
         self.address, self.tls_name = address, security.get("tls_name")
         self._token = token_of(security.get("token"), _path(security.get("token_file")))
-        self._options = [*(CHANNEL_OPTIONS if ca is None else TLS_CHANNEL_OPTIONS)]
+        self._options = CHANNEL_OPTIONS if ca is None else TLS_CHANNEL_OPTIONS
         if self.tls_name is not None:
-            self._options.append(("grpc.ssl_target_name_override", self.tls_name))
+            self._options = self._options | {"grpc.ssl_target_name_override": self.tls_name}
         self.tls_files: TlsFiles | None = None
         self._tls: Reloaded[Pem] | None = None
         if ca is not None:
@@ -157,20 +154,22 @@ class Connector:
 
         `connect_seconds`: timeout of each connection attempt.
         """
-        options = [] if connect_seconds is None else [(CONNECT_TIMEOUT, int(1000 * connect_seconds))]
+        options = dict(self._options)
+        if connect_seconds is not None:
+            options[CONNECT_TIMEOUT] = int(1000 * connect_seconds)
         return self._open(grpc.aio, options)  # type: ignore[no-any-return]
 
     def open_blocking(self) -> grpc.Channel:
         """Open a channel for threads instead of asyncio."""
-        return self._open(grpc)  # type: ignore[no-any-return]
+        return self._open(grpc, self._options)  # type: ignore[no-any-return]
 
-    def _open(self, library: Any, changed: Sequence[tuple[str, int]] = ()) -> Any:
-        options = [*dict([*self._options, *changed]).items()]
+    def _open(self, library: Any, options: dict[str, int | str]) -> Any:
+        arguments = [*options.items()]
         if self._tls is None:
-            channel = library.insecure_channel(self.address, options=options)
+            channel = library.insecure_channel(self.address, options=arguments)
         else:
             self._opened = self._tls.current()
-            channel = library.secure_channel(self.address, channel_credentials(self._opened), options=options)
+            channel = library.secure_channel(self.address, channel_credentials(self._opened), options=arguments)
         return bearing(channel, self._token) if self._token is not None else channel
 
     @property

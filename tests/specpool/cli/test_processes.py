@@ -29,8 +29,8 @@ async def test_stopped_process_is_restarted(
     monkeypatch.setattr(processes, "LIVENESS_TIMEOUT_SECONDS", 1.0)
     answers, watched = processes._answers, asyncio.Event()
 
-    async def answers_noted(channel: grpc.aio.Channel, **options: bool) -> bool:
-        if answered := await answers(channel, **options):
+    async def answers_noted(channel: grpc.aio.Channel) -> bool:
+        if answered := await answers(channel):
             watched.set()
         return answered
 
@@ -66,8 +66,8 @@ async def test_a_process_that_refuses_connections_keeps_running(monkeypatch: pyt
     monkeypatch.setattr(processes, "LIVENESS_TIMEOUT_SECONDS", 0.5)
     answers, checks = processes._answers, asyncio.Semaphore(0)
 
-    async def answers_noted(channel: grpc.aio.Channel, **options: bool) -> bool:
-        answered = await answers(channel, **options)
+    async def answers_noted(channel: grpc.aio.Channel) -> bool:
+        answered = await answers(channel)
         checks.release()
         return answered
 
