@@ -11,8 +11,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import count, islice, takewhile
 
-from coordinator.scheduling.records import BLOCK_TOKENS, Digest
 from coordinator.scheduling.sequence import Prefix, Sequence
+from specpool.drafting.prefix_digests import BLOCK_TOKENS, Digest
 
 # Candidates to examine per digest: this many of the earliest, and as many of the latest.
 MAX_CANDIDATES = 8

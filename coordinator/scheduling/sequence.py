@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from coordinator.scheduling.caches import WorkerCache
-from coordinator.scheduling.records import Blame, PrefixDigests, Progress, SpeculationStats
+from coordinator.scheduling.records import Blame, Progress, SpeculationStats
 from coordinator.scheduling.text import ShownText, TextStream
 from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod
+from specpool.drafting.prefix_digests import PrefixDigests
 from specpool.protocol.rounds import Branch
 from specpool.protocol.sampling import SamplingParams
 

@@ -5,18 +5,16 @@ when another row leaves. A few tokens therefore suffice to recognize the row in 
 compared token by token: a step takes O(new tokens), however long the sequences are. Confusing equal rows is harmless.
 """
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
 
 from specpool.drafting.plans import DraftMethod
+from specpool.drafting.prefix_digests import BLOCK_TOKENS, Digest, PrefixDigests
 from specpool.protocol.sampling import SamplingParams
 
 # Tokens compared for a row in the same place: this many at the end, and as many spread over the whole row.
 NUM_MARKS = 16
-# Sequences share cached prefixes in blocks of this many tokens.
-BLOCK_TOKENS = 16
 
 GREEDY = SamplingParams()
 
@@ -103,6 +101,7 @@ class Sequence:
     """Whether vLLM has prefilled the row."""
     is_complete = False
     draft: DraftCache = field(default_factory=DraftCache)
+    digests: PrefixDigests = field(default_factory=PrefixDigests)
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.token_ids)
@@ -171,14 +170,14 @@ class Prefixes:
     """
 
     def __init__(self) -> None:
-        self._sources: dict[int, Sequence] = {}
-        """By the hash of whole blocks of tokens."""
+        self._sources: dict[Digest, Sequence] = {}
+        """By the digest of whole blocks of tokens."""
         self._gone: dict[int, Sequence] = {}
         """Sequences without a row by id, least recently used first."""
 
     def add(self, sequence: Sequence) -> None:
         """Add a source. It replaces sources that the draft worker has not cached."""
-        for length, key in _blocks(sequence.token_ids, len(sequence.token_ids)):
+        for length, key in sequence.digests.up_to(sequence.token_ids, len(sequence.token_ids)):
             if key not in self._sources or self._sources[key].draft.num_cached_tokens < length:
                 self._sources[key] = sequence
 
@@ -197,24 +196,16 @@ class Prefixes:
             self._drop(self._gone.pop(next(iter(self._gone))))
 
     def _drop(self, sequence: Sequence) -> None:
-        for _, key in _blocks(sequence.token_ids, len(sequence.token_ids)):
+        for _, key in sequence.digests.up_to(sequence.token_ids, len(sequence.token_ids)):
             if self._sources.get(key) is sequence:
                 del self._sources[key]
 
     def share(self, sequence: Sequence) -> None:
         """Let the draft worker copy the longest known prefix. It runs at least the last token."""
         cache = sequence.draft
-        for length, key in _blocks(sequence.token_ids, len(sequence.token_ids) - 1):
+        for length, key in sequence.digests.up_to(sequence.token_ids, len(sequence.token_ids) - 1):
             if key not in self._sources:
                 break
             cache.source, cache.shared_length = self._sources[key], length
         if cache.source is not None and (gone := self._gone.pop(cache.source.sequence_id, None)) is not None:
             self._gone[gone.sequence_id] = gone
-
-
-def _blocks(token_ids: list[int], end: int) -> Iterator[tuple[int, int]]:
-    """Yield the lengths of whole blocks up to `end`, each with the hash of all tokens before it."""
-    key = 0
-    for length in range(BLOCK_TOKENS, end + 1, BLOCK_TOKENS):
-        key = hash((key, *token_ids[length - BLOCK_TOKENS : length]))
-        yield length, key

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.scheduling.prefixes import MAX_CANDIDATES, PrefixIndex
-from coordinator.scheduling.records import BLOCK_TOKENS, PrefixDigests
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
+from specpool.drafting.prefix_digests import BLOCK_TOKENS, PrefixDigests
 
 SHARED = (5,) * (3 * BLOCK_TOKENS)
 

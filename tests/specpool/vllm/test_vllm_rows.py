@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specpool.vllm.rows import BLOCK_TOKENS, NUM_MARKS, Batch, Prefixes, Request, Sequence, match
+from specpool.drafting.prefix_digests import BLOCK_TOKENS
+from specpool.vllm.rows import NUM_MARKS, Batch, Prefixes, Request, Sequence, match
 
 LONG = 4000
 
