@@ -18,7 +18,8 @@ class Releases:
         self._seen: set[int] = set()
         self._in_rounds: Counter[int] = Counter()
         """Rounds in flight of each sequence."""
-        self._pending: set[int] = set()
+        self._pending: dict[int, object] = {}
+        """Sequences to release, each with a mark of its last release."""
         self._frees_all = False
         self._sending: asyncio.Task[None] | None = None
         self._num_sends = 0
@@ -42,8 +43,8 @@ class Releases:
         """Record sequences that are sent to the worker. Others need no release."""
         seen = set(sequence_ids)
         self._seen |= seen
-        if self._pending:  # a sequence that moved away is back: it begins again with an empty cache
-            self._pending -= seen
+        for sequence_id in self._pending.keys() & seen:  # back: it begins again with an empty cache
+            del self._pending[sequence_id]
 
     @contextmanager
     def in_round(self, sequence_ids: Iterable[int]) -> Iterator[None]:
@@ -60,7 +61,7 @@ class Releases:
         released = self._seen.intersection(sequence_ids)
         # The release may overtake a round in flight, which takes the slot again. It needs another release then.
         self._seen -= released - self._in_rounds.keys()
-        self._pending |= released
+        self._pending |= dict.fromkeys(released, object())
         if len(self._pending) > MAX_PENDING:
             self._pending.clear()
             self._frees_all = True
@@ -73,16 +74,18 @@ class Releases:
 
     async def send(self) -> bool:
         """Send all pending releases. Return False if the worker cannot serve them now."""
-        released, frees_all = sorted(self._pending), self._frees_all
+        released, frees_all = dict(self._pending), self._frees_all
         if not (released or frees_all):
             return True
         self._num_sends += 1
         try:
-            if not await self._send(None if frees_all else released):
+            if not await self._send(None if frees_all else sorted(released)):
                 return False
         finally:
             self._num_sends -= 1
-        self._pending.difference_update(released)
+        for sequence_id, mark in released.items():
+            if self._pending.get(sequence_id) is mark:  # otherwise it was released again meanwhile
+                del self._pending[sequence_id]
         self._frees_all &= not frees_all
         return True
 

@@ -1,5 +1,6 @@
 """Pending releases: bounded, and only of sequences that the worker's process has seen."""
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -75,6 +76,33 @@ async def test_release_that_a_round_in_flight_may_undo_is_repeated() -> None:
     releases.add([1])
     assert await releases.send()
     assert worker.sent == [[1, 2], [1]]
+
+
+async def test_a_sequence_released_again_during_a_send_is_sent_again() -> None:
+    """It was back in between: the first release may have reached the worker before its new slot was taken."""
+    sent: list[list[int] | None] = []
+    gate = asyncio.Event()
+
+    async def send(ids: list[int] | None) -> bool:
+        sent.append(ids)
+        if len(sent) == 1:
+            await gate.wait()
+        return True
+
+    releases = Releases(send)
+    releases.see([1])
+    releases.add([1])
+    releases.send_soon()
+    await asyncio.sleep(0)  # the send begins
+    with releases.in_round([1]):  # back, and served after the release
+        pass
+    releases.add([1])
+    releases.send_soon()
+    gate.set()
+    sending = releases._sending
+    assert sending is not None
+    await sending
+    assert sent == [[1], [1]]
 
 
 async def test_too_many_releases_become_one_of_all_sequences() -> None:
