@@ -17,6 +17,7 @@ from specpool.protocol.features import (
     NUMBER_BYTES,
     WantedFeatures,
 )
+from specpool.protocol.prefixes import MAX_EVICTED_PAGES, MAX_NAMESPACE_BYTES
 from specpool.protocol.rounds import (
     MAX_ITEM_BRANCHES,
     MAX_ITEM_UNVERIFIED,
@@ -224,14 +225,21 @@ def _read_branches(field: str, item: target_worker_pb2.VerifyItem, limits: Round
 
 
 def verify_response(
-    round_id: int, verdicts: Iterable[Verdict], spent: Mapping[str, int], instance_id: str
+    round_id: int,
+    verdicts: Iterable[Verdict],
+    spent: Mapping[str, int],
+    instance_id: str,
+    evicted_pages: Sequence[bytes] = (),
 ) -> target_worker_pb2.VerifyResponse:
     """Build the response to a target round. `spent`: nanoseconds by field name."""
+    assert len(evicted_pages) <= MAX_EVICTED_PAGES
     results = []
     for verdict in verdicts:
         logprobs = [logprobs_message(at_position) for at_position in verdict.logprobs]
         results.append(target_worker_pb2.VerifyResult(**_result_fields(verdict) | {"logprobs": logprobs}))
-    return target_worker_pb2.VerifyResponse(round_id=round_id, results=results, instance_id=instance_id, **spent)
+    return target_worker_pb2.VerifyResponse(
+        round_id=round_id, results=results, instance_id=instance_id, evicted_pages=evicted_pages, **spent
+    )
 
 
 def logprobs_message(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
@@ -336,15 +344,16 @@ def _common_fields(field: str, item: Any) -> dict[str, Any]:
         "base_length": item.base_length,
         "token_ids": tuple(item.token_ids),
         "sampling": _read_sampling(f"{field}.sampling", item.sampling) if item.HasField("sampling") else None,
-        "prefix_sequence_id": _optional(item, "prefix_sequence_id"),
-        "max_length": _optional(item, "max_length"),
+        "cache_namespace": _optional(item, "cache_namespace"),
+        "expected_prefix_length": item.expected_prefix_length,
     }
 
 
 def _continued_fields(field: str, item: target_worker_pb2.VerifyItem, round_id: int) -> dict[str, Any]:
     """Return the arguments of `SequenceItem` for a sequence that continues. Raises InvalidArgumentError."""
-    given = [name for name in ("base_length", "token_ids", "prefill_only") if getattr(item, name)]
-    given += [name for name in ("sampling", "prefix_sequence_id") if item.HasField(name)]
+    unset = ("base_length", "token_ids", "prefill_only", "expected_prefix_length")
+    given = [name for name in unset if getattr(item, name)]
+    given += [name for name in ("sampling", "cache_namespace") if item.HasField(name)]
     if given:
         raise InvalidArgumentError(f"{field}.{given[0]}", "must be unset with after_round_id")
     if item.after_round_id >= round_id:
@@ -354,7 +363,6 @@ def _continued_fields(field: str, item: target_worker_pb2.VerifyItem, round_id: 
         "sequence_id": item.sequence_id,
         "base_length": 0,
         "token_ids": (),
-        "max_length": _optional(item, "max_length"),
         "after_round_id": item.after_round_id,
     }
 
@@ -388,9 +396,10 @@ def _check_item(field: str, item: Any, limits: RoundLimits, seen: set[int]) -> N
     if item.sequence_id in seen:
         raise InvalidArgumentError(f"{field}.sequence_id", f"{item.sequence_id} occurs twice in the round")
     seen.add(item.sequence_id)
-    if item.HasField("prefix_sequence_id") and not item.base_length:
-        raise InvalidArgumentError(f"{field}.base_length", "must be positive with prefix_sequence_id")
-    _check_maximum(f"{field}.max_length", item.max_length, limits.max_model_len)
+    _check_maximum(f"{field}.cache_namespace", len(item.cache_namespace), MAX_NAMESPACE_BYTES)
+    if item.expected_prefix_length and item.expected_prefix_length >= len(item.token_ids):
+        reason = f"{item.expected_prefix_length} must be below the number of token_ids, {len(item.token_ids)}"
+        raise InvalidArgumentError(f"{field}.expected_prefix_length", reason)
     _check_token_ids(f"{field}.token_ids", item.token_ids, limits)
 
 

@@ -45,7 +45,7 @@ class Continuation(NamedTuple):
 class SequenceItem:
     """Work on one sequence for either worker: tokens that follow its first `base_length` cached positions.
 
-    On first contact `base_length` is 0, or the length of a prefix that another sequence has cached.
+    On first contact `base_length` is 0.
     """
 
     sequence_id: int
@@ -54,11 +54,10 @@ class SequenceItem:
     _: KW_ONLY
     sampling: SamplingParams | None = None
     """Sampling parameters, on first contact. None: greedy decoding."""
-    prefix_sequence_id: int | None = None
-    """Sequence to copy the cached prefix from."""
-    max_length: int | None = None
-    """Positions to reserve, including draft tokens; never fewer than before. None: max_model_len on first contact, and
-    later no further positions."""
+    cache_namespace: bytes | None = None
+    """Namespace of the prefix cache, on first contact. None: the sequence neither uses nor leaves cached prefixes."""
+    expected_prefix_length: int = 0
+    """Leading tokens that the prefix cache must hold. Otherwise the item is a cache miss."""
 
     @property
     def end(self) -> int:
@@ -205,6 +204,8 @@ class Verdict:
     """Log-probabilities for each of `token_ids`, if requested."""
     num_forced_tokens: int = 0
     """Number of forced tokens that the worker appended to the draft tokens."""
+    prefix_length: int = 0
+    """Leading tokens of the item that the prefix cache held."""
     error: str = ""
     """The reason if the grammar failed."""
     features: bytes = b""

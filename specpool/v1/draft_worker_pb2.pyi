@@ -24,14 +24,14 @@ class ProposeRequest(_message.Message):
     def __init__(self, coordinator_id: _Optional[str] = ..., round_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ProposeItem, _Mapping]]] = ..., chances: _Optional[_Iterable[float]] = ..., step_cost: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class ProposeItem(_message.Message):
-    __slots__ = ("sequence_id", "base_length", "token_ids", "num_draft_tokens", "sampling", "prefix_sequence_id", "max_length", "min_chance", "next_chance", "num_branches", "num_unverified", "features")
+    __slots__ = ("sequence_id", "base_length", "token_ids", "num_draft_tokens", "sampling", "cache_namespace", "expected_prefix_length", "min_chance", "next_chance", "num_branches", "num_unverified", "features")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
-    MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    CACHE_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_PREFIX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MIN_CHANCE_FIELD_NUMBER: _ClassVar[int]
     NEXT_CHANCE_FIELD_NUMBER: _ClassVar[int]
     NUM_BRANCHES_FIELD_NUMBER: _ClassVar[int]
@@ -42,14 +42,14 @@ class ProposeItem(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_draft_tokens: int
     sampling: _common_pb2.Sampling
-    prefix_sequence_id: int
-    max_length: int
+    cache_namespace: bytes
+    expected_prefix_length: int
     min_chance: float
     next_chance: float
     num_branches: int
     num_unverified: int
     features: bytes
-    def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., prefix_sequence_id: _Optional[int] = ..., max_length: _Optional[int] = ..., min_chance: _Optional[float] = ..., next_chance: _Optional[float] = ..., num_branches: _Optional[int] = ..., num_unverified: _Optional[int] = ..., features: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., cache_namespace: _Optional[bytes] = ..., expected_prefix_length: _Optional[int] = ..., min_chance: _Optional[float] = ..., next_chance: _Optional[float] = ..., num_branches: _Optional[int] = ..., num_unverified: _Optional[int] = ..., features: _Optional[bytes] = ...) -> None: ...
 
 class ProposeResponse(_message.Message):
     __slots__ = ("round_id", "results", "forward_ns", "realign_ns", "instance_id")

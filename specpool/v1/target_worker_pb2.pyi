@@ -26,7 +26,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, coordinator_id: _Optional[str] = ..., round_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ..., traceparent: _Optional[str] = ..., may_join: _Optional[bool] = ..., feature_layers: _Optional[_Iterable[int]] = ..., feature_window: _Optional[int] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
-    __slots__ = ("sequence_id", "base_length", "token_ids", "draft_token_ids", "prefill_only", "sampling", "logprobs", "prefix_sequence_id", "max_length", "after_round_id", "branches", "max_draft_tokens", "want_features")
+    __slots__ = ("sequence_id", "base_length", "token_ids", "draft_token_ids", "prefill_only", "sampling", "logprobs", "cache_namespace", "expected_prefix_length", "after_round_id", "branches", "max_draft_tokens", "want_features")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -34,8 +34,8 @@ class VerifyItem(_message.Message):
     PREFILL_ONLY_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
-    MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    CACHE_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_PREFIX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     AFTER_ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -47,30 +47,32 @@ class VerifyItem(_message.Message):
     prefill_only: bool
     sampling: _common_pb2.Sampling
     logprobs: int
-    prefix_sequence_id: int
-    max_length: int
+    cache_namespace: bytes
+    expected_prefix_length: int
     after_round_id: int
     branches: _containers.RepeatedCompositeFieldContainer[_common_pb2.Branch]
     max_draft_tokens: int
     want_features: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., prefill_only: _Optional[bool] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., logprobs: _Optional[int] = ..., prefix_sequence_id: _Optional[int] = ..., max_length: _Optional[int] = ..., after_round_id: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[_common_pb2.Branch, _Mapping]]] = ..., max_draft_tokens: _Optional[int] = ..., want_features: _Optional[bool] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., prefill_only: _Optional[bool] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., logprobs: _Optional[int] = ..., cache_namespace: _Optional[bytes] = ..., expected_prefix_length: _Optional[int] = ..., after_round_id: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[_common_pb2.Branch, _Mapping]]] = ..., max_draft_tokens: _Optional[int] = ..., want_features: _Optional[bool] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
-    __slots__ = ("round_id", "results", "forward_ns", "realign_ns", "instance_id")
+    __slots__ = ("round_id", "results", "forward_ns", "realign_ns", "instance_id", "evicted_pages")
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
     REALIGN_NS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_PAGES_FIELD_NUMBER: _ClassVar[int]
     round_id: int
     results: _containers.RepeatedCompositeFieldContainer[VerifyResult]
     forward_ns: int
     realign_ns: int
     instance_id: str
-    def __init__(self, round_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[VerifyResult, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., realign_ns: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
+    evicted_pages: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, round_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[VerifyResult, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., realign_ns: _Optional[int] = ..., instance_id: _Optional[str] = ..., evicted_pages: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class VerifyResult(_message.Message):
-    __slots__ = ("sequence_id", "status", "token_ids", "cached_length", "logprobs", "num_forced_tokens", "error", "features")
+    __slots__ = ("sequence_id", "status", "token_ids", "cached_length", "logprobs", "num_forced_tokens", "error", "features", "prefix_length")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +81,7 @@ class VerifyResult(_message.Message):
     NUM_FORCED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     status: _common_pb2.ItemStatus
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -87,7 +90,8 @@ class VerifyResult(_message.Message):
     num_forced_tokens: int
     error: str
     features: bytes
-    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., cached_length: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., num_forced_tokens: _Optional[int] = ..., error: _Optional[str] = ..., features: _Optional[bytes] = ...) -> None: ...
+    prefix_length: int
+    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., cached_length: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., num_forced_tokens: _Optional[int] = ..., error: _Optional[str] = ..., features: _Optional[bytes] = ..., prefix_length: _Optional[int] = ...) -> None: ...
 
 class GetTokenizerRequest(_message.Message):
     __slots__ = ()

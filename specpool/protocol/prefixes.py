@@ -1,0 +1,29 @@
+"""Digests of pages: tokens and everything before them, by which sequences find the cached pages of a common prefix."""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+
+DIGEST_BYTES = 16
+MAX_NAMESPACE_BYTES = 64
+MAX_EVICTED_PAGES = 4096
+"""Maximum number of evicted pages in a response."""
+
+
+class PageDigests:
+    """The digests of a sequence's full pages, each a function of all tokens up to its end. Digests each token once."""
+
+    def __init__(self, namespace: bytes, page_size: int) -> None:
+        """`namespace`: sequences of different namespaces have different digests. `page_size`: tokens of a page."""
+        self._page_size = page_size
+        self._last = sha256(namespace).digest()[:DIGEST_BYTES]
+        self._digests: list[bytes] = []
+
+    def first(self, count: int, token_ids: Sequence[int]) -> list[bytes]:
+        """Return the digests of the first `count` pages. `token_ids`: all tokens; those of earlier calls come first."""
+        for page in range(len(self._digests), count):
+            tokens = token_ids[page * self._page_size : (page + 1) * self._page_size]
+            assert len(tokens) == self._page_size, "the page is not full"
+            self._last = sha256(self._last + array("I", tokens).tobytes()).digest()[:DIGEST_BYTES]
+            self._digests.append(self._last)
+        return self._digests[:count]
