@@ -81,6 +81,10 @@ class PagePool:
         del self._cached[self._digests.pop(page)]
         return True
 
+    def digest_of(self, page: int) -> bytes | None:
+        """The digest of a page in the prefix cache."""
+        return self._digests.get(page)
+
     def clear(self) -> None:
         """Empty the prefix cache of pages that no sequence holds."""
         for page in self._idle:

@@ -149,7 +149,7 @@ class Branch:
     key: SequenceKey
     prefix_length: int
     offset: int
-    """Columns by which the branch lies to the right of the sequence's own positions."""
+    """Logical columns by which the branch lies to the right of the sequence's own positions."""
     token_ids: Sequence[int]
     """All tokens of the branch so far."""
     num_cached_tokens: int = 0
@@ -164,7 +164,6 @@ class Branch:
         span = Span(
             slot.index, start, token_ids, self.num_logits, self.prefix_length, self.offset, own_states=own_states
         )
-        assert span.end + span.offset <= slot.capacity, "a branch leaves the extent of its sequence"
         return span
 
     def rows(self, slot: Slot) -> SequenceRows:
