@@ -5,7 +5,6 @@ coordinator whose connections have ended is orphaned. Its sequences stay, too, i
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -236,7 +235,7 @@ class SlotTable:
         return self.release([key for key in self._slots if key[0] == coordinator_id])
 
     def take_evicted(self, coordinator_id: str, limit: int) -> list[bytes]:
-        """Return at most `limit` digests of pages that left the prefix cache, which the coordinator has not been told."""
+        """Return at most `limit` digests of evicted pages that the coordinator has not been told of."""
         evicted = self._evicted.get(coordinator_id, deque())
         return [evicted.popleft() for _ in range(min(limit, len(evicted)))]
 
