@@ -80,13 +80,16 @@ class KVLimit:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of zeros. On a CPU, a page takes memory only once it is used.
+    """Return a tensor of zeros. On a CPU, it begins at a page of memory, and a page takes memory only once it is used.
 
     Raises RuntimeError or MemoryError if there is not enough memory.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(size + mmap.PAGESIZE, np.uint8))
+    begin = -memory.data_ptr() % mmap.PAGESIZE
+    return memory[begin : begin + size].view(dtype).view(shape)
 
 
 def return_pages(tensor: torch.Tensor) -> None:

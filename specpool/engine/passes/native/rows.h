@@ -6,7 +6,7 @@
 #define WIDTH (SUMS / GROUPS == 0 ? 1 : SUMS / GROUPS < HEAD_DIM / WIDE ? SUMS / GROUPS : HEAD_DIM / WIDE)
 
 /* Cached positions to prefetch ahead of the current one, and floats of a cache line. */
-#define PREFETCHED 64
+#define PREFETCHED 32
 #define LINE 16
 
 typedef struct {
@@ -158,6 +158,16 @@ static INLINE const float *prefetch_at(const float *positions, const int32_t *bl
     return positions + (blocks[block] < 0 ? 0 : blocks[block]) * (int64_t)HEAD_DIM;
 }
 
+/* Adds `count` neighbouring values, weighted by their scores. */
+static INLINE void add_values(int width, wide sums[GROUPS][WIDTH], const float *values, int64_t count,
+                              const float *weights, int64_t stride, const float *fetched) {
+    for (int64_t i = 0; i < count; i++) {
+        for (int v = 0; v < width * WIDE; v += LINE) __builtin_prefetch(fetched + i * HEAD_DIM + v, 0, 2);
+        for (int g = 0; g < GROUPS; g++)
+            for (int v = 0; v < width; v++) sums[g][v] += at(values + i * HEAD_DIM, v) * weights[g * stride + i];
+    }
+}
+
 /* The mean of the values of all positions, weighted by their scores, for `width` vectors of a head. `after`: the address
    to prefetch after the values. */
 static INLINE void weighted_mean(int width, const float *values, const Places *places, const int32_t *blocks,
@@ -166,17 +176,14 @@ static INLINE void weighted_mean(int width, const float *values, const Places *p
     wide sums[GROUPS][WIDTH];
     for (int g = 0; g < GROUPS; g++)
         for (int v = 0; v < width; v++) sums[g][v] = (wide){0};
-    for (int64_t b = 0; b < number; b++) {
+    for (int64_t b = 0, i = 0; b < number; b++, i += LANES) {
         const float *fetched = prefetch_at(values, blocks, b, number, after);
-        const float *block = values + blocks[b] * (int64_t)HEAD_DIM, *weights = scores + b * LANES;
-        int64_t left = places->count - b * LANES;
-        for (int64_t i = 0; i < (left < LANES ? left : LANES); i++) {
-            for (int v = 0; v < width * WIDE; v += LINE) __builtin_prefetch(fetched + i * HEAD_DIM + v, 0, 2);
-            const float *value = block + i * HEAD_DIM;
-            if (blocks[b] < 0) value = values + column_of(places, b * LANES + i) * HEAD_DIM;
-            for (int g = 0; g < GROUPS; g++)
-                for (int v = 0; v < width; v++) sums[g][v] += at(value, v) * weights[g * stride + i];
-        }
+        int64_t count = places->count - i < LANES ? places->count - i : LANES;
+        if (blocks[b] >= 0)
+            add_values(width, sums, values + blocks[b] * (int64_t)HEAD_DIM, count, scores + i, stride, fetched);
+        else
+            for (int64_t k = i; k < i + count; k++)
+                add_values(width, sums, values + column_of(places, k) * HEAD_DIM, 1, scores + k, stride, fetched);
     }
     for (int g = 0; g < GROUPS; g++)
         for (int v = 0; v < width; v++) put(out + g * HEAD_DIM, v, sums[g][v] / total[g]);
@@ -198,7 +205,7 @@ static void attend(const float *query, const float *keys, const float *values, c
                    const float *after, float *out) {
     int64_t count = places->count;
     for (int64_t b = 0; b < number; b++) {
-        const float *fetched = prefetch_at(keys, blocks, b, number, values + (blocks[0] < 0 ? 0 : blocks[0]) * (int64_t)HEAD_DIM);
+        const float *fetched = prefetch_at(keys, blocks, b, number, values);
         for (int k = 0; k < LANES * HEAD_DIM; k += LINE) __builtin_prefetch(fetched + k, 0, 2);
         const float *block = keys + blocks[b] * (int64_t)HEAD_DIM;
         int64_t i = b * LANES;
