@@ -17,6 +17,7 @@ from coordinator.requests.in_flight import Latencies, RequestsInFlight
 from coordinator.requests.traces import Traces
 from coordinator.rounds.running import Shared
 from coordinator.scheduling.audits import SpareRoom
+from coordinator.scheduling.cache_events import CacheEvents
 from coordinator.scheduling.capacity import DuplicateRequestError, QueueLimitError, QueueLimits
 from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
@@ -51,6 +52,8 @@ class Coordinator:
         self.constraints = ConstraintReader(self.tokenizers)
         limits = QueueLimits(settings.queue_size, settings.queue_tokens, settings.max_requests_per_client)
         self.queue = RequestQueue(limits, by_length=settings.admission == "length")
+        self.cache_events = CacheEvents() if settings.smg and settings.prefix_caching else None
+        """The cached pages of all target workers, for the gateway."""
         self.in_flight = RequestsInFlight(Latencies() if settings.metrics_port is not None else None)
         room = SpareRoom(
             lambda: [lane.window for lane in self.lanes if lane.window.is_open],
