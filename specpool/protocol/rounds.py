@@ -64,6 +64,16 @@ class SequenceItem:
         """Positions that the item needs."""
         raise NotImplementedError
 
+    @property
+    def max_end(self) -> int:
+        """Positions that the item needs or can use."""
+        return self.end
+
+    @property
+    def max_num_new_tokens(self) -> int:
+        """Maximum number of tokens to run, without draft tokens. A continued item gets one token."""
+        return max(1, len(self.token_ids) - self.expected_prefix_length)
+
 
 @dataclass
 class ProposeItem(SequenceItem):
@@ -156,6 +166,11 @@ class VerifyItem(SequenceItem):
     def end(self) -> int:
         """Positions that the item needs."""
         return self.base_length + len(self.token_ids) + len(self.draft_token_ids)
+
+    @property
+    def max_end(self) -> int:
+        """Positions that the item needs or can use, with forced tokens."""
+        return self.base_length + len(self.token_ids) + max(len(self.draft_token_ids), self.max_draft_tokens)
 
     @property
     def max_num_draft_tokens(self) -> int:
