@@ -62,7 +62,7 @@ class EmulatedDevice(SequenceEngine):
         self._tokenizer = TokenizerFiles(files, CHAT_TEMPLATE, {}, (EOS_TOKEN_ID,))
         self.engine: Any = SimpleNamespace(
             slots=SlotTable(SLOTS, PageTables(SLOTS, MAX_MODEL_LEN, SLOTS * MAX_MODEL_LEN, PAGE_SIZE)),
-            vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, shrink_passes=lambda: None,
+            vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN,
             max_num_batched_tokens=MAX_ROWS, passes=0, tokens=0, realign_ns=0, realigning=nullcontext,
             can_draft=lambda drafts: False, supports_branches=True,
             has_states=False, facts=SimpleNamespace(layers=0, hidden_size=0),
