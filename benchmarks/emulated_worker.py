@@ -79,8 +79,8 @@ class EmulatedDevice(SequenceEngine):
             model="emulated", architecture="none", dtype="float32", device=self._device, vocab_size=VOCAB_SIZE,
             max_model_len=MAX_MODEL_LEN, tokenizer_fingerprint="emulated", bitwise=True, parameters=1,
             embedding_parameters=0, slots_total=SLOTS, kv_bytes_per_token=1, kv_bytes_total=SLOTS * MAX_MODEL_LEN,
-            kv_positions_total=SLOTS * MAX_MODEL_LEN, kv_positions_multiple=PAGE_SIZE, kv_layout="slots", weight_bytes=1,
-            activation_bytes=1, step_seconds={rows: self._seconds(rows) for rows in MEASURED_ROWS}, step_cached=0,
+            kv_positions_total=SLOTS * MAX_MODEL_LEN, kv_positions_multiple=PAGE_SIZE, kv_layout="slots",
+            weight_bytes=1, activation_bytes=1, step_seconds={rows: self._seconds(rows) for rows in MEASURED_ROWS}, step_cached=0,
             seconds_per_cached=0.0, max_rows=MAX_ROWS, weights_fingerprint="emulated",
             numerics_fingerprint="emulated", activations="float32", **self.load._asdict(),
         )  # fmt: skip

@@ -35,7 +35,7 @@ class Lane:
         self._settings, self._on_change, self._queue = settings, on_change, shared.queue
         self._tasks: list[asyncio.Task[None]] = []
         preempts = settings.policy != "eqspec"  # a fixed batch neither preempts nor overlaps
-        self.window = Window(settings.usable_window, shared.queue, preempts=preempts)
+        self.window = Window(settings.usable_window, shared.queue, preempts=preempts, cache_events=shared.cache_events)
         self.window.is_open, self.window.is_standby = False, is_standby
         if is_standby:
             self._queue.windows.remove(self.window)
@@ -126,6 +126,7 @@ class Lane:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._loop.failures.target_removed()
+        self.window.forget_target_caches()
         await self.close()
 
     async def close(self) -> None:

@@ -8,9 +8,11 @@ namespace, and only whole pages. Otherwise a prompt could be guessed token by to
 """
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import takewhile
 
+from coordinator.scheduling.cache_events import CacheEvents
 from coordinator.scheduling.sequence import Sequence
 
 DEFAULT_MAX_PAGES = 65_536
@@ -29,9 +31,12 @@ class _Member:
 class PrefixIndex:
     """Finds the longest shared prefix in time proportional to its length, however many sequences there are."""
 
-    def __init__(self, page_size: int = 0, max_pages: int = 0) -> None:
-        """`page_size`: tokens of a page; 0: nothing is shared. `max_pages`: of the target; 0: no limit."""
-        self.page_size, self.max_pages = page_size, max_pages
+    def __init__(self, page_size: int = 0, max_pages: int = 0, events: CacheEvents | None = None) -> None:
+        """`page_size`: tokens of a page; 0: nothing is shared. `max_pages`: of the target; 0: no limit.
+
+        `events`: told of all changes of the cached pages.
+        """
+        self.page_size, self.max_pages, self._events = page_size, max_pages, events
         self._cached: dict[bytes, None] = {}
         """The earliest first."""
         self._prefilling: dict[bytes, Sequence] = {}
@@ -67,11 +72,21 @@ class PrefixIndex:
         length = min(sequence.target.num_cached_tokens, len(sequence.token_ids))
         first, member.num_cached_pages = member.num_cached_pages, length // self.page_size
         if first < member.num_cached_pages:
-            for digest in self._digests(sequence, length)[first:]:
-                self._cached[digest] = None
+            digests = self._digests(sequence, length)
+            for number, digest in enumerate(digests[first:], first):
                 self._prefilling.pop(digest, None)
+                if digest not in self._cached:
+                    self._cached[digest] = None
+                    self._publish(sequence, digests, number)
         while len(self) > (self.max_pages or DEFAULT_MAX_PAGES):
-            del self._cached[next(iter(self._cached))]
+            self.evict([next(iter(self._cached))])
+
+    def _publish(self, sequence: Sequence, digests: Items[bytes], number: int) -> None:
+        """Publish a page of a sequence, given the digests up to it."""
+        if self._events is not None:
+            token_ids = sequence.token_ids[number * self.page_size : (number + 1) * self.page_size]
+            parent = digests[number - 1] if number else None
+            self._events.stored(sequence.request.namespace, parent, digests[number], token_ids)
 
     def discard(self, sequence: Sequence) -> None:
         """Remove a sequence that leaves the window. Its pages stay in the target's prefix cache."""
@@ -83,7 +98,10 @@ class PrefixIndex:
     def evict(self, digests: Iterable[bytes]) -> None:
         """Record the pages that the target has evicted."""
         for digest in digests:
-            self._cached.pop(digest, None)
+            if digest in self._cached:
+                del self._cached[digest]
+                if self._events is not None:
+                    self._events.removed(digest)
 
     def mispredicted(self, sequence: Sequence) -> None:
         """Forget the pages of a sequence: the target had not cached them all."""
@@ -91,7 +109,7 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Forget all pages: another process has replaced the target."""
-        self._cached.clear()
+        self.evict(list(self._cached))
 
     def cached_length(self, sequence: Sequence) -> int:
         """Tokens of a sequence that the target should have cached. At least the last token is left to run."""

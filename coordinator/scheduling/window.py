@@ -13,6 +13,7 @@ still holds its slot.
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 
+from coordinator.scheduling.cache_events import CacheEvents
 from coordinator.scheduling.capacity import HeldPages, KVCapacity
 from coordinator.scheduling.grouping import ReadySet
 from coordinator.scheduling.preemption import protect
@@ -31,10 +32,12 @@ class Window:
         registry: "Registry[Window]",
         *,
         preempts: bool = True,
+        cache_events: CacheEvents | None = None,
     ) -> None:
         """`registry`: shared by all windows.
 
         `preempts`: whether sequences may be preempted for others. Without pages to continue, some are in any case.
+        `cache_events`: told of the pages that the target worker caches.
         """
         self.max_num_seqs, self.preempts = max_num_seqs, preempts
         self.registry, self._waiting = registry, registry.waiting
@@ -66,7 +69,7 @@ class Window:
         self.leaving_ids: set[int] = set()
         self.background: set[int] = set()
         """Background sequences in the window. Requests that wait for their places do not count against the queue."""
-        self._prefixes = PrefixIndex()
+        self._prefixes, self._cache_events = PrefixIndex(), cache_events
 
     @property
     def queued(self) -> int:
@@ -173,7 +176,8 @@ class Window:
         self.slots = slots
         self.pages.resize(capacity)
         if (capacity.page_size, capacity.pages) != (self._prefixes.page_size, self._prefixes.max_pages):
-            self._prefixes = PrefixIndex(capacity.page_size, capacity.pages)
+            self._prefixes.clear()
+            self._prefixes = PrefixIndex(capacity.page_size, capacity.pages, self._cache_events)
             for sequence in chain(self.members, self.in_round.values()):
                 self._prefixes.add(sequence)
 

@@ -62,7 +62,9 @@ class Coordinator:
         )
         self.auditor = Auditor(room, self.generate, self._abort, lambda: self.audit_share)
         lookup = PromptLookup(settings.lookup_store_tokens)
-        shared = Shared(settings, self.queue, self.in_flight, self.traces, lookup, self.auditor.yield_room)
+        shared = Shared(
+            settings, self.queue, self.in_flight, self.traces, lookup, self.auditor.yield_room, self.cache_events
+        )
         self.counters = shared.counters
         self.lanes = Lanes(shared, self.tokenizers)
         self._sequence_ids = count(1)
