@@ -81,12 +81,6 @@ class KVArena:
         columns: list[int] = (self._host_tables[slot, logical // size] * size + logical % size).tolist()
         return columns
 
-    def origin(self, slot: int, columns: int) -> int | None:
-        """The column of the first of `columns` logical columns, if they are neighbours; otherwise None."""
-        pages = self._host_tables[slot, : -(-columns // self.page_size)]
-        first = int(pages[0])
-        return first * self.page_size if (pages == np.arange(first, first + len(pages))).all() else None
-
     def write(self, layer: int, columns: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store `key` and `value` [T, kv_heads, head_dim]; token t goes to column `columns[t]`."""
         # Masked attention multiplies these columns by zero, and zero times an overflow is NaN.

@@ -106,9 +106,9 @@ def plan_attention(spans: Sequence[Span], arena: KVArena, tiles: Tiles, query_gr
     runs = _runs(packed, tiles)
     result_rows = _result_rows(runs, tokens)
     padding = tiles.rows(tokens) - tokens
-    columns = [
-        column for span in spans for column in arena.columns_of(span.slot, span.start + span.offset, len(span.token_ids))
-    ]
+    columns = list[int]()
+    for span in spans:
+        columns += arena.columns_of(span.slot, span.start + span.offset, len(span.token_ids))
     return AttentionPlan(
         columns=torch.tensor(columns + columns[:1] * padding, device=arena.device),
         calls=tuple(_attention_call(run, query_groups, arena) for run in runs),

@@ -161,10 +161,9 @@ class Branch:
         """The span of the tokens that are not cached yet. `slot`: of the sequence."""
         start, token_ids = self.prefix_length + self.num_cached_tokens, self.token_ids[self.num_cached_tokens :]
         own_states = {0: slot.own_states[start]} if start in slot.own_states else None
-        span = Span(
+        return Span(
             slot.index, start, token_ids, self.num_logits, self.prefix_length, self.offset, own_states=own_states
         )
-        return span
 
     def rows(self, slot: Slot) -> SequenceRows:
         """The rows of logits after the last tokens. `slot`: of the sequence."""

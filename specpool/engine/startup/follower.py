@@ -161,7 +161,7 @@ def _obey(link: Link, runner: PassRunner, facts: ModelFacts) -> bool:
                 break
     assert probe is not None
     unequal = list(probe.unequal)
-    if not attention_suits(runner.forward_pass, runner.arena.keys[0], facts):
+    if not attention_suits(runner.forward_pass, runner.arena, facts):
         unequal.append("attention")
     send(link, Probed(unequal=unequal))
     return True

@@ -84,11 +84,11 @@ def self_test(engine: Engine) -> bool:
 
 def _operations_agree(engine: Engine) -> bool:
     """Whether each operation gives equal rows equal bits, in passes from one row to the maximum."""
-    forward_pass, cache = engine.forward_pass, engine.layout.arena.keys[0]
+    forward_pass = engine.forward_pass
     if isinstance(forward_pass, NativeModel):
         reports = [] if engine.leader is None else engine.leader.reports
         return gemms_agree(forward_pass) and all(report.agrees for report in reports)
-    if not attention_suits(forward_pass, cache, engine.facts):
+    if not attention_suits(forward_pass, engine.layout.arena, engine.facts):
         log.warning("self-test: attention is not batch invariant")
         return False
     tokens = _random_tokens(engine, min(engine.max_model_len, engine.max_num_batched_tokens), seed=2)
@@ -103,12 +103,12 @@ def _operations_agree(engine: Engine) -> bool:
     return not unequal
 
 
-def attention_suits(forward_pass: ForwardPass, cache: torch.Tensor, facts: ModelFacts) -> bool:
+def attention_suits(forward_pass: ForwardPass, arena: KVArena, facts: ModelFacts) -> bool:
     """Whether attention kernels are batch invariant. Probing operations covers every other attention.
 
-    `cache`: keys of a layer. `facts`: of the model, or of a rank's shard.
+    `facts`: of the model, or of a rank's shard.
     """
-    return not _runs_kernels(forward_pass) or attention_agrees(cache, facts.query_groups, facts.max_model_len)
+    return not _runs_kernels(forward_pass) or attention_agrees(arena, facts.query_groups, facts.max_model_len)
 
 
 @contextmanager
