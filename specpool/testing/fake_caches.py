@@ -25,6 +25,8 @@ class FakeCaches:
         self.caches: dict[Key, list[int]] = {}
         self.prefix_cache: dict[bytes, None] = {}
         """Digests of cached pages, least recently used first."""
+        self.hits = 0
+        """Tokens found in the prefix cache."""
         self._digests: dict[Key, PageDigests] = {}
         """Of the sequences that share pages."""
         self._evicted: dict[Hashable, list[bytes]] = {}
@@ -60,6 +62,7 @@ class FakeCaches:
             self.caches[key] = tokens
             self._use(found)
             self._evict(self.kv_positions // self.page_size - num_held)
+            self.hits += len(found) * self.page_size
             return ItemStatus.OK, len(found) * self.page_size
         if base == 0:
             self.release(key)
