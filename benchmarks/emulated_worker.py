@@ -23,7 +23,6 @@ from typing import Any
 from benchmarks.report import PassMs, chance, milliseconds, parser_of, whole
 from draft_worker.proposer import Proposer
 from draft_worker.server import DraftWorkerServicer
-from specpool.engine.cache.layout import PAGE_SIZE
 from specpool.engine.cache.pages import PageTables
 from specpool.engine.cache.slots import SequenceKey, SlotTable
 from specpool.engine.cache.spans import Span
@@ -43,6 +42,7 @@ from target_worker.server import TargetWorkerServicer
 from target_worker.verifier import Verifier
 
 SLOTS, MAX_MODEL_LEN, MAX_ROWS = 128, 4096, 8192
+PAGE_SIZE = 16
 MAX_LATENESS, LATENESS_WEIGHT = 0.0003, 0.1
 
 
@@ -80,7 +80,8 @@ class EmulatedDevice(SequenceEngine):
             max_model_len=MAX_MODEL_LEN, tokenizer_fingerprint="emulated", bitwise=True, parameters=1,
             embedding_parameters=0, slots_total=SLOTS, kv_bytes_per_token=1, kv_bytes_total=SLOTS * MAX_MODEL_LEN,
             kv_positions_total=SLOTS * MAX_MODEL_LEN, kv_positions_multiple=PAGE_SIZE, kv_layout="slots",
-            weight_bytes=1, activation_bytes=1, step_seconds={rows: self._seconds(rows) for rows in MEASURED_ROWS}, step_cached=0,
+            weight_bytes=1, activation_bytes=1,
+            step_seconds={rows: self._seconds(rows) for rows in MEASURED_ROWS}, step_cached=0,
             seconds_per_cached=0.0, max_rows=MAX_ROWS, weights_fingerprint="emulated",
             numerics_fingerprint="emulated", activations="float32", **self.load._asdict(),
         )  # fmt: skip

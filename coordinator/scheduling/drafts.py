@@ -148,7 +148,8 @@ class Drafts:
             if cache.features is not None:
                 cache.features.mark_read(self._read_end)
             return True
-        self.cache_misses += proposal.status is ItemStatus.CACHE_MISS and cache.num_cached_tokens > 0
+        is_lost = proposal.status is ItemStatus.CACHE_MISS and cache.start == cache.base_length  # none predicted
+        self.cache_misses += is_lost
         cache.miss()
         if proposal.status is ItemStatus.NO_SLOT:
             cache.back_off(self._round_id + DRAFT_BACKOFF_ROUNDS)
