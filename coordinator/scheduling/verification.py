@@ -118,6 +118,7 @@ class Verification:
             assert self._features is not None
             sequence.draft.add_features(verdict.features, verdict.num_cached_tokens, self._features)
         target.commit(verdict.num_cached_tokens)
+        self.pending.item.expected_prefix_length = verdict.prefix_length  # the other tokens took the worker's time
         return self._commit(verdict, self.pending.item) if verdict.token_ids else None
 
     def _handle_failure(self, verdict: Verdict, item: VerifyItem) -> None:

@@ -29,7 +29,7 @@ MAX_SMALL_BYTES = 2**16
 """Limit of all responses except tokenizers and rounds. Responses of rounds may always be this large."""
 # Upper bounds on encoded sizes: a result with its error but without tokens, a token, and a log-probability.
 ITEM_BYTES, TOKEN_BYTES, LOGPROB_BYTES = 8192, 16, 16
-EVICTION_BYTES = MAX_EVICTED_PAGES * 2 * DIGEST_BYTES
+EVICTION_BYTES = MAX_EVICTED_PAGES * (2 + DIGEST_BYTES)
 
 
 class InvalidResponseError(Exception):

@@ -73,8 +73,8 @@ class DraftCache:
     """First round that may use the draft worker again after it had no free slot."""
 
     @property
-    def base_length(self) -> int:
-        """Positions for the draft worker to keep."""
+    def start(self) -> int:
+        """Position of the first token for the draft worker to run."""
         return self.num_cached_tokens
 
     def commit(self, num_cached_tokens: int) -> None:

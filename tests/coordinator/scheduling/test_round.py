@@ -518,8 +518,8 @@ def test_a_predicted_prefix_is_sent_but_not_run() -> None:
     sequence = make_sequence(PROMPT, sequence_id=2)
     sequence.target.predicted, sequence.draft.predicted = 8, 9  # the draft worker has other pages
     (proposed,), (item,) = run_once([sequence], target, draft, [], budget=9)
-    for each in (proposed, item):
-        assert (each.base_length, each.expected_prefix_length, len(each.token_ids)) == (0, 8, 17)
+    assert (proposed.base_length, proposed.expected_prefix_length, len(proposed.token_ids)) == (0, 8, 17)
+    assert (item.base_length, len(item.token_ids), item.max_num_new_tokens) == (0, 17, 1)
     assert (sequence.target.num_cached_tokens, sequence.cached_tokens) == (17, 16), "the target has found more"
     assert sequence.draft.num_cached_tokens == 17
 
