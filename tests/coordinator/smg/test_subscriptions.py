@@ -95,6 +95,21 @@ async def test_cached_and_evicted_pages_of_answers_are_published() -> None:
         assert await until(2) == tokens[: 2 * PAGE_SIZE]
 
 
+async def test_slow_reader_gets_all_pages_again(served: Serving) -> None:
+    call = subscribe(served)
+    await call.read()
+    with mock.patch("coordinator.scheduling.cache_events.MAX_UNREAD", 2):
+        for number in range(3):
+            events_of(served).stored(OURS, None, bytes([number]) * 16, [number] * 2)
+    batch = await call.read()
+    assert (batch.sequence_number, batch.snapshot.count, batch.snapshot.blocks) == (2, 1, 3)
+    assert batch.events[0].HasField("cleared")
+    assert [stored(event)[2] for event in batch.events[1:]] == [[number] * 2 for number in range(3)]
+    events_of(served).removed(bytes(16))
+    batch = await call.read()
+    assert (batch.sequence_number, batch.HasField("snapshot")) == (3, False)
+
+
 async def test_large_snapshot_has_several_chunks(served: Serving) -> None:
     for number in range(4):
         events_of(served).stored(OURS, None, bytes([number]) * 16, [number] * 2)
