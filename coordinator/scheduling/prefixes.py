@@ -89,10 +89,6 @@ class PrefixIndex:
         """Forget the pages of a sequence: the target had not cached them all."""
         self.evict(self._digests(sequence, len(sequence.token_ids)))
 
-    def clear(self) -> None:
-        """Forget all pages: another process has replaced the target."""
-        self._cached.clear()
-
     def cached_length(self, sequence: Sequence) -> int:
         """Tokens of a sequence that the target should have cached. At least the last token is left to run."""
         return self._count(sequence, self._cached.__contains__)
