@@ -34,7 +34,7 @@ class Window:
     ) -> None:
         """`registry`: shared by all windows.
 
-        `preempts`: whether sequences may be preempted for others. Without pages to continue, some are in any case.
+        `preempts`: whether sequences may be preempted for others. If all wait for pages, one is preempted in any case.
         """
         self.max_num_seqs, self.preempts = max_num_seqs, preempts
         self.registry, self._waiting = registry, registry.waiting
