@@ -108,7 +108,7 @@ class PrefixIndex:
         self.evict(self._digests(sequence, len(sequence.token_ids)))
 
     def clear(self) -> None:
-        """Forget all pages: another process has replaced the target."""
+        """Forget all cached pages."""
         self.evict(list(self._cached))
 
     def cached_length(self, sequence: Sequence) -> int:

@@ -36,7 +36,7 @@ class Window:
     ) -> None:
         """`registry`: shared by all windows.
 
-        `preempts`: whether sequences may be preempted for others. Without pages to continue, some are in any case.
+        `preempts`: whether sequences may be preempted for others. If all wait for pages, one is preempted in any case.
         `cache_events`: told of the pages that the target worker caches.
         """
         self.max_num_seqs, self.preempts = max_num_seqs, preempts
@@ -176,10 +176,7 @@ class Window:
         self.slots = slots
         self.pages.resize(capacity)
         if (capacity.page_size, capacity.pages) != (self._prefixes.page_size, self._prefixes.max_pages):
-            self._prefixes.clear()
-            self._prefixes = PrefixIndex(capacity.page_size, capacity.pages, self._cache_events)
-            for sequence in chain(self.members, self.in_round.values()):
-                self._prefixes.add(sequence)
+            self._forget_prefixes()
 
     def enter(self, sequence: Sequence) -> None:
         """Take a waiting sequence into the window."""
@@ -324,7 +321,7 @@ class Window:
 
     def forget_target_caches(self) -> None:
         """Forget what the target worker has cached, after another process has replaced it."""
-        self._prefixes.clear()
+        self._forget_prefixes()
         for sequence in list(chain(self.members, self.in_round.values())):
             is_ready = sequence.sequence_id in self.ready
             if is_ready:
@@ -332,6 +329,14 @@ class Window:
             sequence.target.replace_worker()
             if is_ready:
                 self.ready.add(sequence)
+
+    def _forget_prefixes(self) -> None:
+        """Forget the target worker's prefix cache. Its sequences prefill their pages again."""
+        self._prefixes.clear()
+        capacity = self.pages.capacity
+        self._prefixes = PrefixIndex(capacity.page_size, capacity.pages, self._cache_events)
+        for sequence in chain(self.members, self.in_round.values()):
+            self._prefixes.add(sequence)
 
     def forget_pages(self, digests: Iterable[bytes]) -> None:
         """Record that the target worker's prefix cache has evicted pages."""

@@ -183,7 +183,7 @@ class FakeWorker(FakeCaches):
         if self.fail_next:
             await context.abort(self.fail_next.pop(0), "told to fail", (ANSWERED,))
 
-    def _realign(self, key: tuple[str, int], item: Any) -> tuple[common_pb2.ItemStatus, int]:
+    def _realign(self, key: tuple[str, int], item: Any) -> tuple[Any, int]:
         """Return the status of an item, and the tokens that the prefix cache held."""
         status, prefix_length = self.realign(key, item, _length(item))
         if status is ItemStatus.OK and item.HasField("sampling"):

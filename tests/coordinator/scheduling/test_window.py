@@ -391,7 +391,9 @@ def test_caches_of_a_replaced_target_are_forgotten() -> None:
     window.admit()
     window.forget_target_caches()
     assert [sequence.target.start for sequence in (first, second)] == [0, 0]
-    assert window.prefix_length(second) == 0
+    (third,) = sharing(window, [3])
+    window.admit()
+    assert list(window.parked.values()) == [third], "the first one prefills its pages again"
     window.check_integrity()
 
 
