@@ -16,25 +16,20 @@ never chooses the end token, but the service may choose it and continue. The las
 
 import argparse
 import asyncio
-import json
-import os
 import statistics
-import subprocess
 import time
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from benchmarks.llamacpp_process import Engine, completion, environment, only_gguf, running_llamacpp
 from benchmarks.prompts import add_prompts, checked, load_prompts, number_of_prompts, token_ids
 from benchmarks.report import console, finish, output_folder, parser_of, progress, show, whole, wholes
 from benchmarks.runs import spread
-from specpool.cli.processes import ProcessFailedError, end
+from specpool.cli.processes import ProcessFailedError
 from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
@@ -42,10 +37,6 @@ from specpool.client.requests import GenerateOptions
 from specpool.engine.models.embedded_pair import Pair, embedded_pair
 from specpool.rpc.status import status_line
 
-SERVER = Path(__file__).with_name("llamacpp_server.py")
-PYTHON_VARIABLE = "SPECPOOL_LLAMACPP_PYTHON"
-INSTALL = "python3 -m venv DIR && DIR/bin/pip install xllamacpp"
-MAX_LINE_BYTES, END_SECONDS = 2**26, 5.0
 LLAMACPP = "llama.cpp"
 SERVICE: dict[str, GenerateOptions] = {"plain": {"num_speculative_tokens": 0}, "default": {}}
 HEADINGS = {
@@ -53,6 +44,7 @@ HEADINGS = {
     "ratio_min": "min", "ratio_max": "max", "same_tokens": "same tokens",
 }  # fmt: skip
 TokenIds = list[list[int]]
+Answer = Callable[[list[int]], Awaitable[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -64,15 +56,6 @@ class Run:
     def tokens_per_s(self) -> float:
         """Tokens of all answers per second, prefill included."""
         return sum(map(len, self.outputs)) / self.seconds
-
-
-@dataclass(frozen=True)
-class Engine:
-    """Settings of llama.cpp's process."""
-
-    python: str
-    gguf: Path
-    threads: int
 
 
 def main() -> None:
@@ -111,61 +94,6 @@ def _file(name: str) -> Path:
     return Path(name)
 
 
-def environment() -> tuple[str, str]:
-    """The Python that SPECPOOL_LLAMACPP_PYTHON names, and its version of xllamacpp. RuntimeError."""
-    python = os.environ.get(PYTHON_VARIABLE)
-    if not python:
-        raise RuntimeError(f"{PYTHON_VARIABLE} must name a Python that has xllamacpp; to install one: {INSTALL}")
-    try:
-        command = [python, "-c", "import xllamacpp; print(xllamacpp.__version__)"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except OSError as error:
-        raise RuntimeError(f"{PYTHON_VARIABLE}: {python}: {error.strerror}; to install one: {INSTALL}") from None
-    except subprocess.CalledProcessError:
-        raise RuntimeError(f"{PYTHON_VARIABLE}: {python} has no xllamacpp; to install it: {INSTALL}") from None
-    return python, done.stdout.strip()
-
-
-def only_gguf(folder: Path) -> Path:
-    """The GGUF file of a model folder. RuntimeError: it has none, or several."""
-    files = list(folder.glob("*.gguf"))
-    if len(files) != 1:
-        raise RuntimeError(f"{folder} has {len(files)} GGUF files, not one: --gguf names one")
-    return files[0]
-
-
-class LlamaCpp:
-    def __init__(self, process: Process) -> None:
-        self._process = process
-
-    async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a message of `benchmarks/llamacpp_server.py`. Return the answer. RuntimeError."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
-        line = await self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"llama.cpp ended with status {await self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(f"llama.cpp: {answer['error']}")
-        return answer
-
-
-@asynccontextmanager
-async def running_llamacpp(engine: Engine, slots: int, context: int) -> AsyncIterator[LlamaCpp]:
-    """Run llama.cpp. `context`: tokens that each slot can hold. RuntimeError, OSError."""
-    process = await asyncio.create_subprocess_exec(
-        engine.python, str(SERVER), stdin=PIPE, stdout=PIPE, limit=MAX_LINE_BYTES, start_new_session=True
-    )
-    try:
-        server = LlamaCpp(process)
-        await server.ask({"gguf": str(engine.gguf), "slots": slots, "threads": engine.threads, "context": context})
-        yield server
-    finally:
-        await end(process, END_SECONDS)
-
-
 async def serve(pair: Pair, engine: Engine, options: argparse.Namespace) -> list[dict[str, Any]]:
     prompts = token_ids(pair.target, options.lines)
     settings = UpSettings(
@@ -184,39 +112,46 @@ async def measure(
     for concurrency in options.concurrency:
         some = prompts[: number_of_prompts(concurrency)]
         context = max(map(len, some)) + options.tokens
-        async with running_llamacpp(engine, concurrency, context) as llamacpp:
-            systems: dict[str, Callable[[], Awaitable[Run]]] = {
-                LLAMACPP: partial(llamacpp_run, llamacpp, some, options.tokens),
-                **{
-                    name: partial(service_run, client, some, options.tokens, concurrency, kind)
-                    for name, kind in SERVICE.items()
-                },
+        async with running_llamacpp(engine, concurrency, context) as address:
+            systems: dict[str, Answer] = {
+                LLAMACPP: answer_of_llamacpp(address, options.tokens),
+                **{name: answer_of_service(client, options.tokens, kind) for name, kind in SERVICE.items()},
             }
             turns = progress(range(1 + options.repeats), f"{concurrency} at a time")
-            runs = [{name: await run() for name, run in systems.items()} for _ in turns]
+            runs = [
+                {name: await timed_run(answer, some, concurrency) for name, answer in systems.items()} for _ in turns
+            ]
         rows += [summary(concurrency, name, runs) for name in systems]
     return rows
 
 
-async def llamacpp_run(server: LlamaCpp, prompts: TokenIds, tokens: int) -> Run:
-    """llama.cpp's answers, with a request in flight per slot."""
-    return Run(**await server.ask({"prompts": prompts, "tokens": tokens}))
-
-
-async def service_run(
-    client: AsyncClient, prompts: TokenIds, tokens: int, concurrency: int, kind: GenerateOptions
-) -> Run:
-    """The service's answers, with `concurrency` requests in flight."""
-    options: GenerateOptions = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0.0, **kind}
+async def timed_run(answer: Answer, prompts: TokenIds, concurrency: int) -> Run:
+    """All answers, with `concurrency` requests in flight."""
     free = asyncio.Semaphore(concurrency)
 
-    async def answer(prompt: list[int]) -> list[int]:
+    async def one(prompt: list[int]) -> list[int]:
         async with free:
-            return list((await client.generate(prompt, **options)).token_ids)
+            return await answer(prompt)
 
     began = time.perf_counter()
-    outputs = await asyncio.gather(*map(answer, prompts))
+    outputs = await asyncio.gather(*map(one, prompts))
     return Run(outputs, time.perf_counter() - began)
+
+
+def answer_of_llamacpp(address: str, tokens: int) -> Answer:
+    async def answer(prompt: list[int]) -> list[int]:
+        return [token async for message in completion(address, prompt, tokens) for token in message]
+
+    return answer
+
+
+def answer_of_service(client: AsyncClient, tokens: int, kind: GenerateOptions) -> Answer:
+    options: GenerateOptions = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0.0, **kind}
+
+    async def answer(prompt: list[int]) -> list[int]:
+        return list((await client.generate(prompt, **options)).token_ids)
+
+    return answer
 
 
 def summary(concurrency: int, system: str, turns: Sequence[Mapping[str, Run]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.llamacpp import PYTHON_VARIABLE
+from benchmarks.llamacpp_process import PYTHON_VARIABLE
 from benchmarks.report import describe_run
 from specpool.cli.demo import table_of
 

@@ -17,6 +17,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from coordinator.serving.coordinator import Coordinator
 from coordinator.serving.service import Intake
+from coordinator.smg.cache_batches import batches
 from coordinator.smg.messages import chunk, complete, end, generate_request, loads, model_info
 from coordinator.workers.states import Recent
 from specpool.environment.process import package_version
@@ -28,6 +29,8 @@ from specpool.rpc.server.server import Server
 CHUNK_BYTES = 2**20
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
+NO_SALT = ""
+"""Salt of the gateway's requests, which cannot set one."""
 MAX_ABORTED = 1024
 """Maximum number of request ids in one `Abort` call."""
 
@@ -172,6 +175,27 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
     async def StopProfile(self, request: Any, context: Any) -> Any:
         raise UnimplementedError("StopProfile: this server has no profiler")
 
-    async def SubscribeKvEvents(self, request: Any, context: Any) -> AsyncIterator[common_pb2.KvEventBatch]:
-        raise UnimplementedError("SubscribeKvEvents: this server does not publish cache events")
-        yield  # makes this an async generator
+    async def SubscribeKvEvents(
+        self, request: common_pb2.SubscribeKvEventsRequest, context: Any
+    ) -> AsyncIterator[common_pb2.KvEventBatch]:
+        """Stream the target's cached pages of the caller's prompts, then their changes, until the server drains.
+
+        Every stream begins with all pages, whatever sequence number the gateway asks for. A caller that reads too
+        slowly gets all pages again. Raises UnimplementedError if nothing is cached.
+        """
+        events = self._coordinator.cache_events
+        if events is None:
+            raise UnimplementedError("SubscribeKvEvents: prefix caching is disabled")
+        changed, number = asyncio.Event(), 1
+        stopping = asyncio.create_task(self._server.wait_stopping())
+        stopping.add_done_callback(lambda _: changed.set())
+        try:
+            with events.subscribe((client_of(context), NO_SALT), changed.set) as subscription:
+                while not self._server.stopping:
+                    changed.clear()
+                    for batch in batches(*subscription.read(), number):
+                        yield batch
+                        number += 1
+                    await changed.wait()
+        finally:
+            stopping.cancel()

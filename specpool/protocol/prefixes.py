@@ -20,10 +20,12 @@ class PageDigests:
 
     def first(self, count: int, token_ids: Sequence[int]) -> list[bytes]:
         """Return the digests of the first `count` pages. `token_ids`: those of earlier calls, and all that follow."""
-        for page in range(len(self._digests) - 1, count):
-            tokens = token_ids[page * self._page_size : (page + 1) * self._page_size]
-            assert len(tokens) == self._page_size, "the page is not full"
-            self._digests.append(_digest(self._digests[-1] + array("I", tokens).tobytes()))
+        known, size = len(self._digests) - 1, self._page_size
+        tokens = array("I", token_ids[known * size : count * size])
+        assert len(tokens) >= (count - known) * size, "the page is not full"
+        data, size = tokens.tobytes(), size * tokens.itemsize
+        for start in range(0, len(data), size):
+            self._digests.append(_digest(self._digests[-1] + data[start : start + size]))
         return self._digests[1 : count + 1]
 
     def truncate(self, count: int) -> None:

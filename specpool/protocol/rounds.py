@@ -178,9 +178,12 @@ class VerifyItem(SequenceItem):
         drafted = max((len(branch.draft_token_ids) for branch in self.branches), default=len(self.draft_token_ids))
         return max(drafted, self.max_draft_tokens)
 
-    def num_features(self, window: int, num_draft_tokens: int) -> int:
-        """Number of states of at most `window` committed tokens, and of `num_draft_tokens` after them."""
-        return min(window, len(self.token_ids)) + num_draft_tokens if self.want_features else 0
+    def num_features(self, window: int, num_draft_tokens: int, prefix_length: int = 0) -> int:
+        """Number of states of at most `window` committed tokens, and of `num_draft_tokens` after them.
+
+        `prefix_length`: leading tokens that the worker did not run.
+        """
+        return min(window, len(self.token_ids) - prefix_length) + num_draft_tokens if self.want_features else 0
 
     def select_branch(self, num_accepted: int, token_id: int) -> None:
         """Take the draft tokens of the branch that matches this outcome, if any, and clear `branches`."""

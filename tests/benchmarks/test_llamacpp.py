@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from pair_service import serving_pair
 
-from benchmarks import llamacpp
-from benchmarks.llamacpp import Engine, Run
+from benchmarks import llamacpp, llamacpp_process
+from benchmarks.llamacpp import Run
+from benchmarks.llamacpp_process import Engine
 from benchmarks.prompts import token_ids
 from specpool.engine.models.embedded_pair import Pair
 
@@ -100,9 +101,9 @@ def test_unloadable_file_is_named(gguf: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_model_folder_must_have_one_gguf_file(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"has 0 GGUF files, not one: --gguf names one"):
-        llamacpp.only_gguf(tmp_path)
+        llamacpp_process.only_gguf(tmp_path)
     (tmp_path / "a.gguf").touch()
-    assert llamacpp.only_gguf(tmp_path) == tmp_path / "a.gguf"
+    assert llamacpp_process.only_gguf(tmp_path) == tmp_path / "a.gguf"
     (tmp_path / "b.gguf").touch()
     with pytest.raises(RuntimeError, match="has 2 GGUF files"):
-        llamacpp.only_gguf(tmp_path)
+        llamacpp_process.only_gguf(tmp_path)

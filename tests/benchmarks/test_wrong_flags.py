@@ -46,6 +46,11 @@ WRONG = {
         for flag in ("--sequences=0", "--tokens=0", "--repeats=0", "--verify-ms nan 0", "--verify-ms 0 1",
                      "--draft-ms 1 -1", "--acceptance=nan", f"--output={FILE}")
     ],
+    "sustained": [
+        (flag, flag.split("=")[0])
+        for flag in ("--clients=0", "--clients=1,257", "--seconds=5", "--repeats=0", "--prompts=/nowhere",
+                     f"--output={FILE}")
+    ],
     "throughput": [("--kinds=plain,best_of_all", "unknown: best_of_all"), *(
         (flag, flag.split("=")[0])
         for flag in ("--concurrencies=a", "--concurrencies=4,0", "--max-tokens=0", "--repeats=0", "--num-prompts=-1",

@@ -35,11 +35,14 @@ class Server:
                 all_busy.wait(10)
                 with model.with_suffix(".seen").open("a") as seen:
                     print(json.dumps(request), file=seen)
-                body = json.dumps(self.answer(request)).encode()
+                answer = self.answer(request)
+                body = json.dumps(answer)
+                if request.get("stream"):
+                    body = "".join(f"data: {json.dumps({'tokens': [token]})}\n\n" for token in answer["tokens"])
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                self.wfile.write(body.encode())
 
             def answer(self, request: dict[str, Any]) -> dict[str, Any]:
                 if len(request["prompt"]) + request["n_predict"] > params.n_ctx // slots:

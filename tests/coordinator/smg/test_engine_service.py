@@ -135,7 +135,6 @@ async def test_abort_ends_own_requests_and_ignores_others(served: Serving) -> No
         ("FlushCache", common_pb2.FlushCacheRequest()),
         ("StartProfile", common_pb2.StartProfileRequest()),
         ("StopProfile", common_pb2.StopProfileRequest()),
-        ("SubscribeKvEvents", common_pb2.SubscribeKvEventsRequest()),
     ],
 )
 async def test_unsupported_methods_are_unimplemented(served: Serving, method: str, message: Any) -> None:
