@@ -211,9 +211,7 @@ def run(model: GpuModel, tokens: Sequence[int], cached: int) -> None:
     layers, pages = len(model.layers), -(-(cached + max(tokens)) // PAGE_SIZE)
     tables, device = (len(tokens), pages), torch.device("meta")
     columns = len(tokens) * pages * PAGE_SIZE
-    arena = KVArena(
-        layers, model.kv_heads, columns, model.head_dim, model.compute_dtype, device, tables, PAGE_SIZE
-    )
+    arena = KVArena(layers, model.kv_heads, columns, model.head_dim, model.compute_dtype, device, tables, PAGE_SIZE)
     spans = [Span(slot, cached, [0] * count, count if count < 64 else 1) for slot, count in enumerate(tokens)]
     model(pack(spans, arena, model.padded_shape, model.rows_per_tile, repeats=False))
 
