@@ -46,10 +46,10 @@ class Slot:
 class SlotTable:
     """The slots of all coordinators. A coordinator that stays silent loses its slots."""
 
-    def __init__(self, slots: int, tables: PageTables) -> None:
-        """`tables`: of the pages that the slots share."""
-        self.total, self.tables = slots, tables
-        tables.pool.on_evict = self._record_eviction
+    def __init__(self, slots: int, tables: PageTables | None = None) -> None:
+        """`tables`: of the pages that the slots share; default: one page of one column per slot."""
+        self.total, self.tables = slots, tables or PageTables(slots, max_length=1, columns=slots, page_size=1)
+        self.tables.pool.on_evict = self._record_eviction
         self._free = list(range(slots - 1, -1, -1))
         self._slots: dict[SequenceKey, Slot] = {}
         self._last_seen: OrderedDict[str, float] = OrderedDict()  # least recently seen first
@@ -68,8 +68,8 @@ class SlotTable:
         """Truncate the sequence's cache to the item's `base_length`, with pages for `columns`.
 
         A `base_length` of 0 starts the sequence anew. Leading tokens of the item that the prefix cache holds become
-        part of the base: they leave the item. On any status but OK, the cache is as before, except that a sequence that
-        was to start anew may have lost its slot.
+        part of the base: they leave the item. NO_SLOT: the sequence keeps its first `base_length` positions, or loses
+        its slot if there are none.
         """
         if self.is_stale(key, round_id):
             return ItemStatus.STALE_ROUND
@@ -80,10 +80,10 @@ class SlotTable:
                 return ItemStatus.NO_SLOT
         if slot is None or slot.num_cached_tokens < item.base_length or not self._cut(slot, item):
             return ItemStatus.CACHE_MISS
+        slot.num_cached_tokens, slot.next_token, slot.continued = item.base_length, None, None
         status = self._extend(key, slot, item, columns)
         if status is ItemStatus.OK:
             slot.num_cached_tokens, slot.round_id = item.base_length, round_id
-            slot.next_token = slot.continued = None
         elif is_new:
             self._evict(key)
         return status
@@ -117,8 +117,8 @@ class SlotTable:
             tables.truncate(slot.index, base)
             tables.add(slot.index, shared)
             slot.num_digested_pages += len(shared)
+            slot.token_ids[base:] = item.token_ids[: len(shared) * tables.page_size]
         slot.prefix_length = len(shared) * tables.page_size
-        slot.token_ids[base:] = item.token_ids[: slot.prefix_length]
         self.hits += slot.prefix_length
         item.base_length, item.token_ids = base + slot.prefix_length, item.token_ids[slot.prefix_length :]
         return ItemStatus.OK if self.grow(key, columns) else ItemStatus.NO_SLOT
@@ -142,8 +142,10 @@ class SlotTable:
         if slot.digests is None or rest or not count or slot.num_digested_pages < whole:
             return []
         self.queries += len(item.token_ids)
-        slot.token_ids[item.base_length :] = item.token_ids
-        return self.tables.pool.share(slot.digests.first(whole + count, slot.token_ids)[whole:])
+        token_ids = [*slot.token_ids[: item.base_length], *item.token_ids]
+        shared = self.tables.pool.share(slot.digests.first(whole + count, token_ids)[whole:])
+        slot.digests.truncate(whole + len(shared))  # other tokens may follow, if this round fails or rejects drafts
+        return shared
 
     def is_stale(self, key: SequenceKey, round_id: int) -> bool:
         """Whether a later round of the sequence has begun."""
@@ -279,6 +281,7 @@ class SlotTable:
             assert slot.num_cached_tokens <= self.capacity(slot), "cached positions have no page"
             if slot.digests is None:
                 continue
+            slot.digests.truncate(0)
             digests = slot.digests.first(count, slot.token_ids)
             for page, digest in zip(self.tables.held[slot.index][:count], digests, strict=True):
                 assert self.tables.pool.digest_of(page) in (None, digest), "a page is cached as another one"

@@ -67,7 +67,7 @@ def test_explicit_memory_is_used_up_to_full_sequences(long_model: Path, caplog: 
 def test_explicit_lengths_size_the_cache_for_full_sequences(long_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     engine = load_engine(long_model, max_sequences=3, max_model_len=5_000)
-    assert engine.slots.tables.columns == 3 * 5_000
+    assert engine.slots.tables.columns == 3 * 5_008
     assert "max_model_len 5000 (as set; the model has 40960)" in caplog.text
 
 

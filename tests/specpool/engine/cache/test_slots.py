@@ -52,6 +52,8 @@ class SlotMachine(RuleBasedStateMachine):
             assert lost == key or lost[0] in self.orphaned - {key[0]}
             del self.held[lost]
         if status is not ItemStatus.OK:
+            if status is ItemStatus.NO_SLOT and key in self.held:
+                self.held[key] = (namespace, cached[:base]), round_id
             return status
         assert item.base_length - base == self.table[key].prefix_length
         assert item.token_ids == token_ids[item.base_length :]

@@ -410,4 +410,4 @@ def test_attention_tiles_cover_the_rows_of_each_sequence(spans: list[Span], rows
     ends = {batch.tokens} | {sum(len(span.token_ids) for span in spans[:i]) for i in range(len(spans))}
     for tile in tiles:
         assert len(tile) == rows_per_tile or tile.stop in ends
-        assert len({int(batch.columns[row]) // 1000 for row in tile}) == 1
+        assert len({int(batch.slots[row]) for row in tile}) == 1
