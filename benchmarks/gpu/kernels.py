@@ -11,7 +11,7 @@ from benchmarks.gpu.gemms import EPS, TOLERANCES, counts_that_differ, error, rms
 from benchmarks.gpu.part import Findings, Row, Settings
 from benchmarks.shapes import SHAPES
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.cache.layout import PAGE_SIZE
+from specpool.engine.cache.layout import GPU_PAGE_SIZE
 from specpool.engine.passes.gpu.attention import attend_pages, num_splits, rows_per_tile
 from specpool.engine.passes.gpu.rows import Addend, activate, add_and_norm, rotate_and_cache
 from specpool.engine.passes.rotary import rotate
@@ -171,10 +171,9 @@ class Kernels:
 
     def _arena(self, length: int) -> KVArena:
         """A cache of one layer for a sequence of this length, on pages in random order."""
-        pages = -(-length // PAGE_SIZE)
-        arena = KVArena(
-            1, self._kv_heads, pages * PAGE_SIZE, self._dim, self._dtype, self._device, (1, pages), PAGE_SIZE
-        )
+        pages = -(-length // GPU_PAGE_SIZE)
+        columns, tables = pages * GPU_PAGE_SIZE, (1, pages)
+        arena = KVArena(1, self._kv_heads, columns, self._dim, self._dtype, self._device, tables, GPU_PAGE_SIZE)
         arena.assign(0, 0, torch.randperm(pages).tolist())
         arena.flush()
         return arena
