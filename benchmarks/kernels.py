@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.report import finish, output_folder, progress, show
 from benchmarks.shapes import SHAPES
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.cache.layout import PAGE_SIZE
+from specpool.engine.cache.layout import GPU_PAGE_SIZE
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.passes.fused import FusedModel
@@ -208,10 +208,10 @@ def model_of(
 @torch.inference_mode()
 def run(model: GpuModel, tokens: Sequence[int], cached: int) -> None:
     """Run a pass with these new tokens in each sequence, after `cached` cached ones."""
-    layers, pages = len(model.layers), -(-(cached + max(tokens)) // PAGE_SIZE)
-    tables, device = (len(tokens), pages), torch.device("meta")
-    columns = len(tokens) * pages * PAGE_SIZE
-    arena = KVArena(layers, model.kv_heads, columns, model.head_dim, model.compute_dtype, device, tables, PAGE_SIZE)
+    layers, pages = len(model.layers), -(-(cached + max(tokens)) // GPU_PAGE_SIZE)
+    tables, dtype, device = (len(tokens), pages), model.compute_dtype, torch.device("meta")
+    columns = len(tokens) * pages * GPU_PAGE_SIZE
+    arena = KVArena(layers, model.kv_heads, columns, model.head_dim, dtype, device, tables, GPU_PAGE_SIZE)
     spans = [Span(slot, cached, [0] * count, count if count < 64 else 1) for slot, count in enumerate(tokens)]
     model(pack(spans, arena, model.padded_shape, model.rows_per_tile, repeats=False))
 

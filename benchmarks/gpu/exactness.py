@@ -172,8 +172,9 @@ def prefill(engine: Engine, tokens: Sequence[int], size: int, beside: int = 0) -
 
 
 def last_layer(engine: Engine, length: int) -> list[torch.Tensor]:
-    begin, arena = engine.layout.origin(0), engine.layout.arena
-    return [cache[:, begin : begin + length].clone() for cache in (arena.keys[-1], arena.values[-1])]
+    arena = engine.layout.arena
+    columns = arena.columns_of(0, 0, length)
+    return [cache[:, columns] for cache in (arena.keys[-1], arena.values[-1])]
 
 
 # --- Drafts

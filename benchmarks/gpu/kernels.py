@@ -11,7 +11,8 @@ from benchmarks.gpu.gemms import EPS, TOLERANCES, counts_that_differ, error, rms
 from benchmarks.gpu.part import Findings, Row, Settings
 from benchmarks.shapes import SHAPES
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.passes.gpu.attention import attend_extents, num_splits, rows_per_tile
+from specpool.engine.cache.layout import GPU_PAGE_SIZE
+from specpool.engine.passes.gpu.attention import attend_pages, num_splits, rows_per_tile
 from specpool.engine.passes.gpu.rows import Addend, activate, add_and_norm, rotate_and_cache
 from specpool.engine.passes.rotary import rotate
 from specpool.engine.probes.kernels import attention_agrees
@@ -29,8 +30,6 @@ RULES: Mapping[str, Mapping[str, Any]] = {
 }
 # Minimum seconds left to start a check.
 CHECK_SECONDS = 2
-# The attended sequence begins at this column of the cache.
-ORIGIN = 7
 
 
 def measure_attention(settings: Settings, findings: Findings) -> None:
@@ -80,8 +79,11 @@ class Kernels:
     def attention(self, position: int) -> Row:
         """A row at a position: alone, last and first of a tile, and beside many others."""
         tile = rows_per_tile(self._dtype, self._groups)
-        keys, values = self._settings.randn(2, self._kv_heads, ORIGIN + position + tile, self._dim)
-        query = self._settings.randn(position + tile, self._heads, self._dim)
+        length = position + tile
+        arena = self._arena(length)
+        arena.keys[0].normal_()
+        arena.values[0].normal_()
+        query = self._settings.randn(length, self._heads, self._dim)
         alone, first = range(position, position + 1), range(position, position + tile)
         last = range(max(0, position + 1 - tile), position + 1)
 
@@ -89,9 +91,9 @@ class Kernels:
             positions = torch.tensor([each for tile in tiles for each in tile], device=self._device)
             sizes = torch.tensor([len(tile) for tile in tiles], device=self._device)
             begins, probed = sizes.cumsum(0) - sizes, int((positions == position).nonzero()[-1])
-            no_branch = torch.zeros_like(positions)
-            attended = attend_extents(
-                query[positions], keys, values, begins, sizes, positions, positions + ORIGIN, no_branch, no_branch,
+            slots = no_branch = torch.zeros_like(positions)
+            attended = attend_pages(
+                query[positions], arena, 0, begins, sizes, positions, slots, no_branch, no_branch,
                 self._dim**-0.5, num_splits(int(positions.max()) + 1),
             )  # fmt: skip
             return attended[probed]
@@ -101,15 +103,14 @@ class Kernels:
         others = {"last of a tile": [last], "first of a tile": [first], "one of many": [*beside, alone],
                   "in a tile of many": [*beside, last]}  # fmt: skip
         differs = [name for name, tiles in others.items() if not torch.equal(attend(*tiles), reference)]
-        seen = slice(ORIGIN, ORIGIN + position + 1)
-        k, v = (cache[:, seen].repeat_interleave(self._groups, 0).double() for cache in (keys, values))
+        seen, caches = arena.columns_of(0, 0, position + 1), (arena.keys[0], arena.values[0])
+        k, v = (cache[:, seen].repeat_interleave(self._groups, 0).double() for cache in caches)
         expected = scaled_dot_product_attention(query[position, :, None].double(), k, v)[:, 0]
         return self._row("attention", f"position {position}", error(reference, expected), differs)
 
     def attention_probe(self) -> Row:
         """The verdict of the engine's self-test."""
-        cache = self._settings.randn(self._kv_heads, 1, self._dim)
-        agrees = attention_agrees(cache, self._groups, max(self._settings.sizes.positions) + 1)
+        agrees = attention_agrees(self._arena(1), self._groups, max(self._settings.sizes.positions) + 1)
         return self._row("attention", "the self-test's probe", None, [] if agrees else ["somewhere"])
 
     def adding(self, splits: int) -> Row:
@@ -132,13 +133,14 @@ class Kernels:
         angles = torch.randn(self._rows, self._dim // 2, device=self._device)
         cosines, sines = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
         rotary = cosines.to(self._dtype), sines.to(self._dtype)
-        arena = KVArena(1, self._kv_heads, self._rows, self._dim, self._dtype, self._device)
-        columns = torch.arange(self._rows, device=self._device)
+        arena = self._arena(self._rows)
+        positions, columns = torch.arange(self._rows, device=self._device), arena.columns_of(0, 0, self._rows)
 
         def run(rows: slice) -> torch.Tensor:
-            own, added = columns[rows], partials[:, rows].contiguous()
-            query = rotate_and_cache(added, None, norms, rotary, arena, 0, own, own, self._heads, EPS)
-            cached = [cache[0][:, own].transpose(0, 1) for cache in (arena.keys, arena.values)]
+            own, added = positions[rows], partials[:, rows].contiguous()
+            slots = no_branch = torch.zeros_like(own)
+            query = rotate_and_cache(added, None, norms, rotary, arena, 0, own, slots, no_branch, self._heads, EPS)
+            cached = [cache[0][:, columns[rows]].transpose(0, 1) for cache in (arena.keys, arena.values)]
             return torch.cat([query, *cached], 1)
 
         heads = partials.double().sum(0).view(self._rows, -1, self._dim)
@@ -166,6 +168,15 @@ class Kernels:
         differs = [f"row {row}" for row in range(rows) if alone[row] != together[row]]
         wrong = sum(one != other for one, other in zip(together, expected, strict=True)) / rows
         return {**self._row("sampling", name, wrong, differs), "near": wrong == 0}
+
+    def _arena(self, length: int) -> KVArena:
+        """A cache of one layer for a sequence of this length, on pages in random order."""
+        pages = -(-length // GPU_PAGE_SIZE)
+        columns, tables = pages * GPU_PAGE_SIZE, (1, pages)
+        arena = KVArena(1, self._kv_heads, columns, self._dim, self._dtype, self._device, tables, GPU_PAGE_SIZE)
+        arena.assign(0, 0, torch.randperm(pages).tolist())
+        arena.flush()
+        return arena
 
     def _compare(self, name: str, splits: int, run: Callable[[slice], torch.Tensor], expected: torch.Tensor) -> Row:
         """The result of a kernel that can run on a slice of the rows."""

@@ -4,11 +4,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Span
 
-PAGE_SIZE = 16
-"""Columns of a page: few enough that short sequences waste little memory and share most of a prefix."""
+PAGE_SIZE, GPU_PAGE_SIZE = 16, 64
+"""Columns of a page: few enough that short sequences waste little memory and share most of a prefix.
+
+A GPU loads keys in blocks of up to 64 positions. A block inside a page takes one entry of the page table.
+"""
+
+
+def page_size_of(device: torch.device) -> int:
+    """Columns of a page on a device, unless a sequence has one page."""
+    return PAGE_SIZE if device.type == "cpu" else GPU_PAGE_SIZE
 
 
 class KVLayout(ABC):

@@ -173,9 +173,9 @@ def attention_agrees(arena: KVArena, query_groups: int, max_length: int) -> bool
         index = len(row_positions) - 1 - row_positions[::-1].index(position)
         query[index] = row
         tiled = [torch.tensor(numbers, device=cache.device) for numbers in (begins, sizes, row_positions)]
-        no_branch = torch.zeros_like(tiled[-1])
-        slots = torch.full_like(no_branch, slot)
-        attended = attend_pages(query, probed, 0, *tiled, slots, no_branch, no_branch, dim**-0.5, splits)
+        tile_begins, tile_sizes, own = tiled
+        slots, none = torch.full_like(own, slot), torch.zeros_like(own)
+        attended = attend_pages(query, probed, 0, tile_begins, tile_sizes, own, slots, none, none, dim**-0.5, splits)
         return attended[index]
 
     def agrees(row: torch.Tensor, position: int) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.cache.layout import LAYOUTS, PAGE_SIZE, KVLayout
+from specpool.engine.cache.layout import LAYOUTS, KVLayout, page_size_of
 from specpool.engine.cache.memory import (
     Footprint,
     KVLimit,
@@ -82,10 +82,12 @@ def reserve_cache(
     if options.max_model_len is None:
         length = _affordable_length(length, limit.kv_bytes // per_token // tiles.kv * tiles.kv - spare)
     # Attended columns are a multiple of the tile, counted from the sequence's start.
-    longest = round_up(length, math.lcm(tiles.kv, PAGE_SIZE)) + spare
-    page_size = longest if layout.is_padded else PAGE_SIZE
+    page_size = page_size_of(facts.device)
+    longest = round_up(length, math.lcm(tiles.kv, page_size)) + spare
+    if layout.is_padded:
+        page_size = longest
     expected = None if layout.is_padded else options.expected_positions(facts.device.type)
-    sequence = longest if expected is None else min(longest, round_up(expected, PAGE_SIZE))
+    sequence = longest if expected is None else min(longest, round_up(expected, page_size))
     columns = _affordable_columns(longest, page_size, sequence, per_token, options, limit)
     footprint = replace(limit.included or others, kv=columns * per_token)
     log.info("memory: %s", footprint)

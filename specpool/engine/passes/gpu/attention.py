@@ -156,16 +156,17 @@ if triton is not None:
         peak = tl.full([HEIGHT], LOWEST, tl.float32)
         denominator = tl.zeros([HEIGHT], tl.float32)
         acc = tl.zeros([HEIGHT, WIDTH], tl.float32)
+        branch = tl.where(shift != 0, prefix, end + BLOCK)  # the first position of a branch, or none
         page = tl.load(table + begin // PAGE)
         for start in range(begin, end, BLOCK):
             position = start + inside
             column = page * PAGE + start % PAGE + inside
-            if (start % PAGE + BLOCK > PAGE) | ((shift != 0) & (start + BLOCK > prefix)):
+            if (start % PAGE + BLOCK > PAGE) | (start + BLOCK > branch):
                 logical = position + tl.where(position < prefix, 0, shift)
                 own = tl.load(table + logical // PAGE, mask=position < end, other=0)
                 column = own * PAGE + logical % PAGE
-            # Load the next entry a block ahead: the loads of keys then depend on no load of their own iteration, and
-            # are pipelined like loads from known addresses.
+            # An entry is loaded a block ahead. Loads of keys thus depend on no load of their own iteration, and are
+            # pipelined as deeply as loads from known addresses.
             page = tl.load(table + tl.minimum(start + BLOCK, end - 1) // PAGE)
             offset = column[:, None] * DIM + feature[None, :]
             mask = (position[:, None] < end) & (feature[None, :] < DIM)

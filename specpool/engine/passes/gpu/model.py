@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.cache.layout import PAGE_SIZE
+from specpool.engine.cache.layout import page_size_of
 from specpool.engine.cache.spans import Span
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.numerics.triton_compat import triton
@@ -39,7 +39,8 @@ def try_kernels(fused: FusedModel) -> None:
         raise RuntimeError("Triton is not installed")
     layer, rows = GpuLayer(fused.layers[0], 0), 1
     weight, kv_heads = fused.dense_embedding, fused.kv_heads
-    arena = KVArena.of_one_sequence(1, kv_heads, PAGE_SIZE, fused.head_dim, weight.dtype, weight.device)
+    columns = page_size_of(weight.device)
+    arena = KVArena.of_one_sequence(1, kv_heads, columns, fused.head_dim, weight.dtype, weight.device)
     arena.flush()
     batch = pack([Span(0, 0, [0], 1)], arena, lambda needed: needed)
     layer(fused.group.embed(weight, batch.input_ids), None, batch, fused.rotary(rows)).partials.sum().item()

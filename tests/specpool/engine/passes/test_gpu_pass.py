@@ -1,9 +1,10 @@
 """The GPU pass on a CPU: interpreted kernels, CUDA graph replay, and the draft loop."""
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,11 @@ from specpool.protocol.rounds import Proposal, ProposeItem, ProposeRound
 pytest.importorskip("triton")
 
 
+def shuffle_pages(engine: Engine) -> None:
+    """Make sequences take pages in random order."""
+    random.Random(0).shuffle(engine.slots.tables.pool._unused)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -41,6 +47,7 @@ def test_kernels_match_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     engine = load_engine(folder, False, native=False, cuda_graphs=False, max_sequences=3, max_model_len=26)
     assert isinstance(engine.forward_pass, GpuModel)
     assert not engine.notes
+    shuffle_pages(engine)
     tokens = random_tokens(20)
     together = engine.forward([Span(2, 0, tokens, 20), Span(0, 0, tokens[:3], 1)])
     expected = transformers_logits(folder, tokens)
@@ -53,6 +60,7 @@ def test_kernels_run_branches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     run_by_kernels(monkeypatch)
     folder = save_random(tmp_path, *VARIANTS["qwen3"])
     engine = load_engine(folder, False, native=False, cuda_graphs=False, max_sequences=3, max_model_len=40)
+    shuffle_pages(engine)
     tokens, offsets = random_tokens(17), (1, 5)
     tails = [random_tokens(3, seed=seed) for seed in (1, 2)]
     expected = torch.cat([engine.forward([Span(1, 0, [*tokens, *tail], 3)]) for tail in tails])
@@ -66,7 +74,7 @@ def test_a_note_says_why_kernels_cannot_run(tmp_path: Path, monkeypatch: pytest.
         raise RuntimeError("no such instruction\nand more")
 
     monkeypatch.setattr(forward, "runs_kernels", lambda device: True)
-    monkeypatch.setattr(model, "attend_extents", refuse)
+    monkeypatch.setattr(model, "attend_pages", refuse)
     engine = load_engine(save_random(tmp_path, *VARIANTS["qwen3"]), native=False, max_model_len=64)
     assert "no such instruction" in engine.info().notes[0]
     assert engine.bitwise
@@ -117,6 +125,20 @@ def test_replayed_passes_are_batch_invariant(tmp_path: Path, fake_graphs: FakeGr
     assert engine.bitwise
     assert rows_that_differ(engine, lengths=(2, 9, 40), drafts=3) == 0
     assert fake_graphs.replayed > 3 * fake_graphs.captured > 0
+
+
+def test_replays_read_the_page_tables(tmp_path: Path, fake_graphs: FakeGraphs) -> None:
+    engine = load_captured(tmp_path, "qwen3", max_sequences=2, max_model_len=96)
+    tokens, captured = random_tokens(50), fake_graphs.captured
+
+    def run(slot: int) -> torch.Tensor:
+        return torch.cat([engine.forward([Span(slot, at, tokens[at : at + 10], 10)]) for at in range(0, 50, 10)])
+
+    expected = run(0)
+    shuffle_pages(engine)
+    assert torch.equal(run(1), expected)
+    assert any(b - a != 1 for a, b in pairwise(engine.layout.arena.columns_of(1, 0, 50)))
+    assert fake_graphs.captured == captured
 
 
 def test_logits_outlive_the_next_pass_of_their_shape(tmp_path: Path, fake_graphs: FakeGraphs) -> None:
@@ -292,8 +314,7 @@ def propose(engine: Engine, lengths: tuple[int, ...], min_chance: float, rounds:
         items = [
             ProposeItem(
                 sequence_id=i, base_length=cached[i], token_ids=tuple(tokens[i][cached[i] :]),
-                num_draft_tokens=length, max_length=100, min_chance=min_chance,
-                features=features(len(tokens[i]) - cached[i]),
+                num_draft_tokens=length, min_chance=min_chance, features=features(len(tokens[i]) - cached[i]),
             )
             for i, length in enumerate(lengths)
         ]  # fmt: skip

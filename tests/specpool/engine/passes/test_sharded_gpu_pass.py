@@ -12,7 +12,7 @@ from test_fused import save_random
 from tiny_models import transformers_logits
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.cache.spans import Location, Span
+from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.loading import load_model
 from specpool.engine.numerics.tiles import Tiles
@@ -33,7 +33,7 @@ from specpool.engine.sharding.shares import Sums
 pytest.importorskip("triton")
 
 TOKENS = [1, 5, 9, 60, 33]
-MAX_LENGTH = 64
+MAX_LENGTH, PAGE_SIZE = 64, 16
 ONE_LAYER = {"num_hidden_layers": 1, "vocab_size": 64}
 # These weights use split-K, and more of it if chosen for the outputs of one rank alone.
 SPLIT = {"hidden_size": 256, "intermediate_size": 512, **ONE_LAYER, "head_dim": 64}
@@ -42,15 +42,21 @@ UNEVEN = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3,
 
 
 def run(forward_pass: ForwardPass, kv_heads: int, head_dim: int) -> torch.Tensor:
-    """Logits of a prompt in two passes, the second of which has another sequence with the same start."""
+    """Logits of a prompt in two passes, the second of which has another sequence with the same start.
+
+    The sequences take pages from the end of the cache.
+    """
     model, groups = getattr(forward_pass, "model", forward_pass), 2
     layers, hidden_size = len(model.layers), model.norm.numel()
-    arena = KVArena(layers, kv_heads, 2 * MAX_LENGTH, head_dim, forward_pass.compute_dtype, torch.device("cpu"))
+    columns, dtype, tables = 2 * MAX_LENGTH, forward_pass.compute_dtype, (2, MAX_LENGTH // PAGE_SIZE)
+    arena = KVArena(layers, kv_heads, columns, head_dim, dtype, torch.device("cpu"), tables, PAGE_SIZE)
+    pages = columns // PAGE_SIZE
+    for slot in range(2):
+        arena.assign(slot, 0, range(pages - slot - 1, -1, -2))
     runner = PassRunner(forward_pass, arena, Tiles(), groups, hidden_size)
-    locations = [Location(MAX_LENGTH), Location(0)]
     runner.capture_graphs(8, MAX_LENGTH, 1)
-    first = runner.run([Span(0, 0, TOKENS[:3], 3)], locations[:1]).logits
-    second = runner.run([Span(0, 3, TOKENS[3:], 2), Span(1, 0, TOKENS[:2], 2)], locations).logits
+    first = runner.run([Span(0, 0, TOKENS[:3], 3)]).logits
+    second = runner.run([Span(0, 3, TOKENS[3:], 2), Span(1, 0, TOKENS[:2], 2)]).logits
     return torch.cat([first, second])
 
 

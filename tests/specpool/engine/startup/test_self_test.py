@@ -12,6 +12,7 @@ from interpreted_kernels import FakeGraphs, StaleGraphs, attend_pages, imitate_k
 from tiny_models import load_engine, random_tokens, round_weights, save_model, small_config
 from torch.nn.functional import silu
 
+from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import Activations, EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
@@ -267,21 +268,32 @@ def test_the_failed_operation_is_logged(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 @pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+def arena(monkeypatch: pytest.MonkeyPatch) -> KVArena:
     pytest.importorskip("triton")
     for name, smaller in (("SPLIT", 32), ("BLOCK", 16), ("BUSY_PROGRAMS", 2)):  # the interpreter is slow
         monkeypatch.setattr(gpu_attention, name, smaller)
     monkeypatch.setattr(kernels, "POSITIONS", (30,))
-    return torch.zeros(1, 1, 16)
+    return KVArena(1, 1, 16, 16, torch.float32, torch.device("cpu"), tables=(1, 1), page_size=16)
 
 
-def test_batch_dependent_splits_are_detected(monkeypatch: pytest.MonkeyPatch, cache: torch.Tensor) -> None:
+def test_bits_that_depend_on_pages_are_detected(monkeypatch: pytest.MonkeyPatch, arena: KVArena) -> None:
+    assert kernels.attention_agrees(arena, query_groups=3, max_length=50)
+
+    def attend(query: torch.Tensor, copies: KVArena, *others: Any) -> torch.Tensor:
+        in_order = bool((copies.tables[others[4][0]].diff() == 1).all())
+        return gpu_attention.attend_pages(query, copies, *others) * (1 + 1e-6 * in_order)
+
+    monkeypatch.setattr(kernels, "attend_pages", attend)
+    assert not kernels.attention_agrees(arena, query_groups=3, max_length=50)
+
+
+def test_batch_dependent_splits_are_detected(monkeypatch: pytest.MonkeyPatch, arena: KVArena) -> None:
     def attend(query: torch.Tensor, *others: Any) -> torch.Tensor:
         monkeypatch.setattr(gpu_attention, "SPLIT", 32 if len(query) == 1 else 16)
         return gpu_attention.attend_pages(query, *others[:-1], 8)
 
     monkeypatch.setattr(kernels, "attend_pages", attend)
-    assert not kernels.attention_agrees(cache, query_groups=3, max_length=50)
+    assert not kernels.attention_agrees(arena, query_groups=3, max_length=50)
 
 
 @pytest.fixture
