@@ -9,7 +9,7 @@ import torch
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Span
 
-PAGE_SIZE, GPU_PAGE_SIZE = 16, 64
+PAGE_SIZE, GPU_PAGE_SIZE = 32, 64
 """Columns of a page: few enough that short sequences waste little memory and share most of a prefix.
 
 A GPU loads keys in blocks of up to 64 positions. A block inside a page takes one entry of the page table.

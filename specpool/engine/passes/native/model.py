@@ -216,7 +216,7 @@ class NativeModel(ForwardPass):
 
     def _point_to(self, arena: KVArena) -> None:
         if arena is not self._arena:
-            self._arena, self._model.columns, self._model.page_size = arena, arena.columns, arena.page_size
+            self._arena, self._model.columns, self._model.page_size = arena, arena.keys[0].shape[1], arena.page_size
             self._model.tables, self._model.table_size = arena.tables.data_ptr(), arena.tables.shape[1]
             for layer, keys, values in zip(self._layers, arena.keys, arena.values, strict=True):
                 layer.keys, layer.values = keys.data_ptr(), values.data_ptr()

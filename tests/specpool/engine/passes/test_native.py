@@ -183,7 +183,7 @@ def test_unwritten_columns_are_not_read(tiny_pair: Pair) -> None:
     engine, tokens = load_engine(tiny_pair[0]), random_tokens(37)
     logits = engine.forward([Span(7, 0, tokens, 5)])
     arena = engine.layout.arena
-    unwritten = torch.ones(arena.columns, dtype=torch.bool)
+    unwritten = torch.ones(arena.keys[0].shape[1], dtype=torch.bool)
     unwritten[arena.columns_of(7, 0, 37)] = False
     for tensor in (*arena.keys, *arena.values):
         tensor[:, unwritten] = torch.nan

@@ -257,7 +257,7 @@ def test_info_describes_model_and_memory(engine: Engine, tiny_pair: tuple[Path, 
     assert info.parameters == sum(p.numel() for p in _parameters(tiny_pair[0]))
     assert info.kv_bytes_per_token == 2 * 3 * 2 * 16 * 4
     assert (info.slots_total, info.slots_in_use) == (8, 0)
-    assert info.kv_bytes_total == sum(t.numel() * 4 for t in (*engine.layout.arena.keys, *engine.layout.arena.values))
+    assert info.kv_bytes_total == info.kv_positions_total * info.kv_bytes_per_token
     assert info.kv_bytes_total >= 8 * MAX_MODEL_LEN * info.kv_bytes_per_token
     assert info.kv_positions_total == info.kv_positions_free == info.kv_bytes_total // info.kv_bytes_per_token
     engine.slots.take(("c", 1), 60)
