@@ -112,6 +112,8 @@ class SlotTable:
         shared = self._share(slot, item)
         if len(shared) * tables.page_size < item.expected_prefix_length:
             tables.pool.drop(shared)
+            if slot.digests is not None:
+                slot.digests.truncate(slot.num_digested_pages)
             return ItemStatus.CACHE_MISS
         if shared:
             tables.truncate(slot.index, base)
