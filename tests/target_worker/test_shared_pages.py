@@ -109,9 +109,11 @@ def test_a_repeated_round_begins_with_the_same_cached_prefix(engine: Engine, mon
     first = VerifyItem(0, 0, prompt, cache_namespace=b"x")
     ((expected,),) = verifier.verify([VerifyRound("c", 1, [first])])
     item = VerifyItem(1, 0, prompt, cache_namespace=b"x", expected_prefix_length=page_size)
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+    round_ = VerifyRound("c", 2, [item])
+    with monkeypatch.context() as patch:
         patch.setattr(engine, "forward", _fail)
-        verifier.verify([round_ := VerifyRound("c", 2, [item])])
+        with pytest.raises(RuntimeError):
+            verifier.verify([round_])
     ((verdict,),) = verifier.verify([round_])
     assert verdict.status is ItemStatus.OK
     assert (verdict.prefix_length, verdict.token_ids) == (page_size, expected.token_ids)

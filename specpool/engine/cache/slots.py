@@ -137,10 +137,10 @@ class SlotTable:
             slot.num_digested_pages = count
 
     def _share(self, slot: Slot, item: SequenceItem) -> list[int]:
-        """Hold the cached pages of the item's leading tokens, all but the last of which they may cover."""
+        """Hold the cached pages of the item's leading tokens, at most `max_prefix_length` of them."""
         size = self.tables.page_size
         whole, rest = divmod(item.base_length, size)
-        count = (len(item.token_ids) - 1) // size
+        count = item.max_prefix_length // size
         if slot.digests is None or rest or not count or slot.num_digested_pages < whole:
             return []
         self.queries += len(item.token_ids)
