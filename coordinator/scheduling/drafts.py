@@ -60,7 +60,8 @@ class Drafts:
     def _start(self, worker: WorkerInfo) -> int:
         """Position of the first token for the draft worker to run, if the prediction for its pages holds."""
         page_size = max(1, worker.kv_positions_multiple)
-        return max(self._base_length, self.sequence.draft.predicted // page_size * page_size)
+        # Later, it may recompute positions before the prediction.
+        return self._base_length or self.sequence.draft.predicted // page_size * page_size
 
     def catchup(self, worker: WorkerInfo) -> int:
         """Number of committed tokens for the draft worker to run; 0 to leave the sequence out."""
@@ -111,7 +112,7 @@ class Drafts:
             return None
         end, features, states = base + len(tokens), b"", sequence.draft.features
         if states is not None and states.spec == worker.features and states.is_due(len(sequence.token_ids)):
-            features, self._read_end = states.before(base, end), end
+            features, self._read_end = states.before(start, end), end
         return ProposeItem(
             sequence_id=sequence.sequence_id,
             base_length=base,

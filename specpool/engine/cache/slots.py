@@ -112,6 +112,8 @@ class SlotTable:
         shared = self._share(slot, item)
         if len(shared) * tables.page_size < item.expected_prefix_length:
             tables.pool.drop(shared)
+            if slot.digests is not None:
+                slot.digests.truncate(slot.num_digested_pages)
             return ItemStatus.CACHE_MISS
         if shared:
             tables.truncate(slot.index, base)
@@ -135,10 +137,10 @@ class SlotTable:
             slot.num_digested_pages = count
 
     def _share(self, slot: Slot, item: SequenceItem) -> list[int]:
-        """Hold the cached pages of the item's leading tokens, all but the last of which they may cover."""
+        """Hold the cached pages of the item's leading tokens, at most `max_prefix_length` of them."""
         size = self.tables.page_size
         whole, rest = divmod(item.base_length, size)
-        count = (len(item.token_ids) - 1) // size
+        count = item.max_prefix_length // size
         if slot.digests is None or rest or not count or slot.num_digested_pages < whole:
             return []
         self.queries += len(item.token_ids)
