@@ -41,7 +41,7 @@ def _of_model(families: Families, info: WorkerInfo) -> Iterator[Metric]:
     yield gauge("worker_slots_used", "Sequences that hold a slot.", info.slots_in_use)
     yield gauge("worker_kv_positions", "Positions of the KV cache.", info.kv_positions_total)
     used = info.kv_positions_total - info.kv_positions_free
-    yield gauge("worker_kv_positions_used", "Positions of the KV cache in use, including cached prefixes.", used)
+    yield gauge("worker_kv_positions_used", "Positions in pages that sequences hold.", used)
     memory = {"weights": info.weight_bytes, "kv_cache": info.kv_bytes_total, "activations": info.activation_bytes}
     yield gauge(
         "worker_memory_bytes", "Memory of the weights and the KV cache, and the maximum of a pass.", memory, "part"
