@@ -114,7 +114,8 @@ class HeldPages:
         return self.capacity.pages_for(min(length, sequence.max_length))
 
     def _digests(self, sequence: Sequence) -> list[bytes]:
-        return sequence.page_digests(self.capacity.page_size, len(sequence.token_ids))
+        """Pages that the worker lets it share. At least its last token runs, in a page of its own."""
+        return sequence.page_digests(self.capacity.page_size, len(sequence.token_ids) - 1)
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence that enters hold its pages."""

@@ -201,7 +201,7 @@ def test_a_preempted_sequence_finds_its_pages_until_they_are_evicted(evicted: bo
 def test_samples_share_the_pages_of_their_prompt() -> None:
     """Eight copies of the prompt would not fit."""
     simulation = Simulation()
-    samples = simulation.submit("a", 1024, 60, n=8)
+    samples = simulation.submit("a", 1025, 60, n=8)
     simulation.round()
     assert simulation.window.pages.used == 1024 // PAGE_SIZE + 8
     simulation.run_until_done(*samples, rounds=120)
