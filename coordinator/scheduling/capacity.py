@@ -158,12 +158,23 @@ class HeldPages:
         if not self._by_client[holding.sequence.request.client]:
             del self._by_client[holding.sequence.request.client]
 
-    def by_client(self, leaving: Iterable[int]) -> Counter[str]:
-        """Pages of each client, without those that are free once the `leaving` sequences have left."""
+    def by_client(self, leaving: Iterable[int], left: Counter[bytes]) -> Counter[str]:
+        """Pages of each client, without those that are free once the `leaving` sequences have left. `left`: see
+        `leave`."""
         counts = self._by_client.copy()
         for sequence_id in leaving:
-            counts[self._holdings[sequence_id].sequence.request.client] -= self[sequence_id]
+            counts[self._holdings[sequence_id].sequence.request.client] -= self.leave(sequence_id, left)
         return counts
+
+    def leave(self, sequence_id: int, left: Counter[bytes]) -> int:
+        """Number of further pages that are free once a sequence has left after others.
+
+        `left`: how many of these held each shared page. Counts the sequence afterwards.
+        """
+        holding = self._holdings[sequence_id]
+        shared = holding.digests[: self._count_held(holding.digests, 2)]
+        left.update(shared)
+        return len(holding) - len(shared) + sum(left[digest] == self._references[digest] for digest in shared)
 
     def usage(self, slots: int) -> float:
         """Share of the pages that sequences hold, 0 to 1. `slots`: slots of the target worker."""

@@ -269,3 +269,13 @@ def test_every_sequence_finishes(
     simulation.round()
     assert simulation.window.is_empty
     assert simulation.window.kv_usage == 0
+
+
+def test_samples_that_share_a_long_prompt_give_up_its_pages_together() -> None:
+    """None of them holds the prompt alone, so the pages of one sequence tell little."""
+    simulation = Simulation()
+    hogs = simulation.submit("hog", 1500, 500, n=4)
+    simulation.round()
+    (other,) = simulation.submit("other", 700, 10)
+    simulation.run_until_done(other, rounds=100)
+    assert not any(hog.finish for hog in hogs)

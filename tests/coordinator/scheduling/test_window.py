@@ -373,9 +373,9 @@ def test_shared_pages_are_held_once() -> None:
     assert (window.pages.needed_by(stranger), window.pages.needed_by(make_sequence(4, prompt=(5,) * 65))) == (5, 1)
     submit(window, stranger)
     window.admit()
-    assert window.pages.by_client(()) == {"": 6, "z": 5}
+    assert window.pages.by_client((), Counter()) == {"": 6, "z": 5}
     window.queue.abort(one)
-    assert window.pages.by_client(window.leaving_ids) == {"": 5, "z": 5}
+    assert window.pages.by_client(window.leaving_ids, Counter()) == {"": 5, "z": 5}
     release(window)
     assert (window.pages.used, window.pages[other.sequence_id]) == (10, 5)
     window.check_integrity()
