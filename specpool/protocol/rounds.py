@@ -62,7 +62,7 @@ class SequenceItem:
     @property
     def end(self) -> int:
         """Positions that the item needs."""
-        raise NotImplementedError
+        return self.base_length + len(self.token_ids)
 
     @property
     def max_end(self) -> int:

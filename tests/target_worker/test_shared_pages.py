@@ -1,7 +1,7 @@
 """Verification over shared, scattered, evicted and truncated pages gives the tokens of plain decoding."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def engine(tiny_pair: tuple[Path, Path]) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_pair: tuple[Path, Path]) -> Iterator[tuple[tuple[int, ...], ...]]:
+def plain(tiny_pair: tuple[Path, Path]) -> tuple[tuple[int, ...], ...]:
     """Each prompt with its answer, decoded alone with a fresh cache."""
     alone = load_engine(tiny_pair[0], max_model_len=MAX_LENGTH)
 
@@ -39,7 +39,7 @@ def plain(tiny_pair: tuple[Path, Path]) -> Iterator[tuple[tuple[int, ...], ...]]
             logits = alone.forward([Span(0, len(tokens) - 1, tokens[-1:], 1)])
         return tuple(tokens)
 
-    yield tuple(map(answer, PROMPTS))
+    return tuple(map(answer, PROMPTS))
 
 
 class Coordinator:

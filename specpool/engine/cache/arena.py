@@ -12,7 +12,6 @@ import torch
 
 from specpool.engine.cache.memory import return_pages, zeros
 
-
 SPARE_COLUMNS = 17
 """Unused columns of each head on a CPU. If heads lay whole pages of memory apart, passes over long sequences would take
 6% longer (8 sequences of 1,024 positions on an AMD EPYC)."""
