@@ -114,7 +114,8 @@ class HeldPages:
         return self.capacity.pages_for(min(length, sequence.max_length))
 
     def _digests(self, sequence: Sequence) -> list[bytes]:
-        return sequence.page_digests(self.capacity.page_size, len(sequence.token_ids))
+        """Pages that the worker lets it share. At least its last token runs, in a page of its own."""
+        return sequence.page_digests(self.capacity.page_size, len(sequence.token_ids) - 1)
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence that enters hold its pages."""
@@ -157,12 +158,23 @@ class HeldPages:
         if not self._by_client[holding.sequence.request.client]:
             del self._by_client[holding.sequence.request.client]
 
-    def by_client(self, leaving: Iterable[int]) -> Counter[str]:
-        """Pages of each client, without those that are free once the `leaving` sequences have left."""
+    def by_client(self, leaving: Iterable[int], left: Counter[bytes]) -> Counter[str]:
+        """Pages of each client, without those that are free once the `leaving` sequences have left. `left`: see
+        `leave`."""
         counts = self._by_client.copy()
         for sequence_id in leaving:
-            counts[self._holdings[sequence_id].sequence.request.client] -= self[sequence_id]
+            counts[self._holdings[sequence_id].sequence.request.client] -= self.leave(sequence_id, left)
         return counts
+
+    def leave(self, sequence_id: int, left: Counter[bytes]) -> int:
+        """Number of further pages that are free once a sequence has left after others.
+
+        `left`: how many of these held each shared page. Counts the sequence afterwards.
+        """
+        holding = self._holdings[sequence_id]
+        shared = holding.digests[: self._count_held(holding.digests, 2)]
+        left.update(shared)
+        return len(holding) - len(shared) + sum(left[digest] == self._references[digest] for digest in shared)
 
     def usage(self, slots: int) -> float:
         """Share of the pages that sequences hold, 0 to 1. `slots`: slots of the target worker."""
