@@ -5,9 +5,11 @@ import contextlib
 import gc
 import logging
 import sys
+from collections.abc import Callable
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.metrics import CoordinatorMetrics
+from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.serving.coordinator import Coordinator
 from coordinator.serving.service import GenerationServicer, Intake
 from coordinator.workers.interface import MismatchError, UnusableModelError
@@ -34,9 +36,10 @@ log = logging.getLogger("coordinator.server")  # also if run as __main__
 class CoordinatorServer:
     """A coordinator and its server. Call `start`, then `wait_stopped`."""
 
-    def __init__(self, settings: CoordinatorSettings) -> None:
+    def __init__(self, settings: CoordinatorSettings, new_pool: Callable[[int], TokenizerPool] = TokenizerPool) -> None:
+        """`new_pool`: see `Coordinator`."""
         self._tracer = tracer_of(settings, PROGRAM)
-        self.coordinator = Coordinator(settings, self._tracer)
+        self.coordinator = Coordinator(settings, self._tracer, new_pool)
         self._target_away_seconds = min(TARGET_AWAY_SECONDS, settings.drain_seconds)
         self.server = Server(settings, settings.max_request_bytes)
         intake = Intake(self.coordinator, self.server)

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from local_prompts import local_pool
 
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.server import CoordinatorServer
 from coordinator.workers.draft_link import DraftLink
 from draft_worker.server import DraftWorkerServicer, DraftWorkerSettings, load_proposer
@@ -125,12 +127,12 @@ async def serving_draft(model: Path, **settings: Any) -> AsyncIterator[tuple[str
 
 @asynccontextmanager
 async def serving_coordinator(
-    target: str, draft: str | None, **settings: Any
+    target: str, draft: str | None, new_pool: Callable[[int], TokenizerPool] = local_pool, **settings: Any
 ) -> AsyncIterator[tuple[AsyncClient, CoordinatorServer]]:
     """Run a coordinator for these workers until it is ready to generate."""
     settings = {"port": 0, "drain_seconds": 0, "target_address": target, "draft_address": draft, **settings}
     async with AsyncExitStack() as stack:
-        process = CoordinatorServer(CoordinatorSettings(**settings))
+        process = CoordinatorServer(CoordinatorSettings(**settings), new_pool)
         port = await process.start()
         stack.push_async_callback(process.wait_stopped)
         stack.callback(process.server.stop)

@@ -14,8 +14,8 @@ import pytest_asyncio
 from grpc import StatusCode
 from serving import RecordingTarget, Serving, make_request, serving, stream, violated_fields
 
-from coordinator.prompts import constraint_reader, tokenizer_pool
-from coordinator.prompts.tokenizer_pool import Constraint, LimitError, PromptError
+from coordinator.prompts import constraint_reader
+from coordinator.prompts.tokenizer_pool import Constraint, LimitError, PromptError, TimeLimits, TokenizerPool
 from specpool.protocol.errors import InvalidArgumentError, QueueFullError
 from specpool.v1 import generation_pb2 as pb
 
@@ -141,18 +141,20 @@ async def test_results_are_kept_up_to_a_maximum() -> None:
     assert compiled == ["a", "(", *others, "("]
 
 
-async def test_a_constraint_that_takes_too_long_delays_nobody(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    await served.stub.Generate(constrained(regex="a"))
-    monkeypatch.setattr(tokenizer_pool, "MAX_CONSTRAINT_SECONDS", 0.2)
-    hostile = served.stub.Generate(constrained(regex="(a{1000}){1000}"))
-    began = time.monotonic()
-    await served.expect(make_request())
-    assert time.monotonic() - began < 5.0
-    with pytest.raises(grpc.aio.AioRpcError, match="compiling it takes more than") as refused:
-        await hostile
-    assert refused.value.code() is StatusCode.INVALID_ARGUMENT
-    monkeypatch.setattr(tokenizer_pool, "MAX_CONSTRAINT_SECONDS", 0.0)  # the refusal is kept
-    assert (await refusal(served, constrained(regex="(a{1000}){1000}"))).details() == refused.value.details()
+async def test_a_constraint_that_takes_too_long_delays_nobody() -> None:
+    async with serving(with_draft=False, new_pool=TokenizerPool) as served:
+        await served.stub.Generate(constrained(regex="a"))
+        pool = served.process.coordinator.tokenizers
+        pool.times = TimeLimits(constraint_seconds=0.2)
+        hostile = served.stub.Generate(constrained(regex="(a{1000}){1000}"))
+        began = time.monotonic()
+        await served.expect(make_request())
+        assert time.monotonic() - began < 5.0
+        with pytest.raises(grpc.aio.AioRpcError, match="compiling it takes more than") as refused:
+            await hostile
+        assert refused.value.code() is StatusCode.INVALID_ARGUMENT
+        pool.times = TimeLimits(constraint_seconds=0.0)  # the refusal is kept
+        assert (await refusal(served, constrained(regex="(a{1000}){1000}"))).details() == refused.value.details()
 
 
 async def test_refusals_by_limits_are_kept_for_a_while() -> None:
