@@ -31,6 +31,15 @@ def _always_current(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpool.rpc.security.tls.CHECK_SECONDS", 0.0)
 
 
+@pytest.fixture
+def clients_by_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let metadata name the client of a call, because all connections come from one host."""
+    for module in ("coordinator.serving.service", "specpool.rpc.server.limits"):
+        monkeypatch.setattr(
+            f"{module}.client_of", lambda context: str(dict(context.invocation_metadata()).get("client", ""))
+        )
+
+
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Folders of a tiny random target model and its draft."""

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from specpool.rpc.config.settings import ServerSettings
 from specpool.rpc.observability.metrics import CallCounter, server_registry
 from specpool.rpc.observability.metrics_endpoint import MetricsEndpoint
-from specpool.rpc.ports import ListenError, check_port, is_loopback, wait_closed
+from specpool.rpc.ports import PORT_CHECK_SECONDS, ListenError, check_port, is_loopback, wait_closed
 from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.tls import server_credentials
 from specpool.rpc.server.callers import Authenticator
@@ -58,6 +58,7 @@ class Server:
         self._counter = CallCounter() if settings.metrics_port is not None else None
         self.registry = server_registry(self._counter)
         """Collectors of metrics. Only read if the settings have a `metrics_port`."""
+        self.port_check_seconds = PORT_CHECK_SECONDS
         self._metrics = MetricsEndpoint(self.registry)
         authenticator = Authenticator(settings.api_tokens, settings.tls_ca is not None, settings.allowed_names)
         interceptor = CallInterceptor(settings, authenticator, self._counter)
@@ -187,7 +188,7 @@ class Server:
 
     async def _stop_when_closed(self, host: str, port: int) -> None:
         """Stop if gRPC's server closes a port, as after a call whose path is not UTF-8. Nothing can reopen it."""
-        await wait_closed(host, port)
+        await wait_closed(host, port, self.port_check_seconds)
         if not self.stopping:
             self.has_failed = True
             log.error("gRPC has closed %s; exiting with status 1 for a restart", join_address(host, port))

@@ -36,14 +36,9 @@ SMALL = ["--num-prompts", "4", "--max-tokens", "24", "--max-num-speculative-toke
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def run() -> Callable[..., None]:
     """Run `specpool plan` with arguments, in this process."""
-
-    def run_command(*arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["plan", *arguments])
-        command.main()
-
-    return run_command
+    return lambda *arguments: command.main([*arguments])
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Rounds of sequences with grammars: the same tokens with every draft, forced tokens, and failures."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -243,7 +244,7 @@ async def test_workers_say_whether_they_have_grammars(
     role: Role, is_installed: bool, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_installed:
-        monkeypatch.setattr("specpool.environment.extras._is_installed", lambda module: module != "llguidance")
+        monkeypatch.setitem(sys.modules, "llguidance", None)
     async with serving(role, engines[role.name]) as worker:
         assert (await worker.info()).load.supports_grammars == is_installed
         item = worker.item(1, 0, PROMPT)

@@ -1,6 +1,7 @@
 """Masks depend only on the tokens before them, however a sequence grew, and samplers choose allowed tokens only."""
 
 import random
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -330,7 +331,7 @@ def test_many_grammars_wait_for_their_compilation(monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_the_library_a_grammar_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specpool.environment.extras._is_installed", lambda module: module != "llguidance")
+    monkeypatch.setitem(sys.modules, "llguidance", None)
     without = Grammars(FILES, VOCAB, MEMORY)
     assert without.wait(COLORS, 0)
     assert "llguidance" in without.error_of(COLORS)

@@ -31,12 +31,6 @@ def open_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
 
 
-@pytest.fixture
-def clients_by_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Identify clients by metadata, to have several clients on one host."""
-    monkeypatch.setattr(limits, "client_of", lambda context: dict(context.invocation_metadata()).get("client", ""))
-
-
 def call(channel: grpc.aio.Channel, method: str = "One", payload: bytes = b"a", client: str = "") -> Any:
     kind = channel.unary_stream if method == "Stream" else channel.unary_unary
     return kind(f"/calls/{method}")(payload, metadata=(("client", client),))
