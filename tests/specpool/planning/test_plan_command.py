@@ -158,7 +158,7 @@ def test_drafts_that_read_hidden_states(
         assert reason in refusal(*SMALL, "--target", target, "--draft", str(reading))
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_eagle_heads_can_be_planned(
     run: Any, passes_take: Any, refusal: Refusal, tmp_path: Path, capsys: Any, version: int
 ) -> None:  # fmt: skip
