@@ -9,7 +9,7 @@ import torch
 from worker_service import DRAFT, OK, TARGET, Role, Worker, propose, serving, verify
 
 from specpool.engine.run.engine import Engine
-from specpool.engine.sampling.grammars import Grammars
+from specpool.engine.sampling.grammars import GrammarLimits, Grammars
 from specpool.testing import EOS_TOKEN_ID, byte_tokenizer
 from specpool.v1 import common_pb2
 from specpool.v1 import draft_worker_pb2 as draft_pb
@@ -220,13 +220,12 @@ MANY_STATES = r"start: /(.|\n)*[!-~](.|\n){12}z1/"
 
 @pytest.mark.parametrize("max_states", [60, 32_000])
 async def test_grammar_limits_end_requests_at_the_same_token_as_plain_decoding(
-    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, max_states: int
+    engines: dict[str, Engine], max_states: int
 ) -> None:
     """Drafts and earlier requests with the same grammar do not count against a request's limit."""
-    monkeypatch.setattr("specpool.engine.sampling.grammars.SMALL_LEXER_STATES", 40)
-    monkeypatch.setattr("specpool.protocol.grammars.MAX_LEXER_STATES", max_states)
     outcomes = []
     async with serving(TARGET, engines[TARGET.name]) as target:
+        target.host.backend.grammars.limits = GrammarLimits(small_states=40, max_states=max_states)
         for k in (0, 12, 1):
             results = await target.round(first(sampled(MANY_STATES, temperature=1.5)))
             while results[-1].status == OK and len(token_ids := tokens_in(results)) < 90:
