@@ -1,9 +1,14 @@
 """Fixtures shared by several test files."""
 
+import ctypes
 import os
+import runpy
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -38,6 +43,29 @@ def clients_by_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             f"{module}.client_of", lambda context: str(dict(context.invocation_metadata()).get("client", ""))
         )
+
+
+@pytest.fixture
+def cuda_driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A CUDA driver with two GPUs, and a torch for CUDA."""
+
+    def count(reference: Any) -> int:
+        reference._obj.value = fake.count
+        return 0
+
+    fake = SimpleNamespace(count=2, status=0, missing=False, cuda="13.0", hip=None)
+    library = SimpleNamespace(cuInit=lambda flags: fake.status, cuDeviceGetCount=count)
+
+    def load(name: str) -> Any:
+        if fake.missing:
+            raise OSError(f"{name}: cannot open shared object file")
+        return library
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(sys, "platform", "linux")
+    version = lambda path: {"__version__": "2.13.0", "cuda": fake.cuda, "hip": fake.hip}  # noqa: E731
+    monkeypatch.setattr(runpy, "run_path", version)
+    return fake
 
 
 @pytest.fixture(scope="session")
