@@ -11,7 +11,7 @@ from serving import PATIENCE_SECONDS
 
 from specpool.protocol.errors import InvalidArgumentError, QueueFullError
 from specpool.rpc.config.settings import ServerSettings
-from specpool.rpc.ports import PORT_CHECK_SECONDS
+from specpool.rpc.server.calls import Rates
 from specpool.rpc.server.server import Server
 
 MESSAGE_BYTES = 2**20
@@ -74,12 +74,9 @@ def register(calls: Any, server: Any) -> None:
 
 
 @asynccontextmanager
-async def calls_server(
-    port_check_seconds: float = PORT_CHECK_SECONDS, **settings: Any
-) -> AsyncIterator[tuple[Server, Calls, str]]:
+async def calls_server(rates: Rates | None = None, **settings: Any) -> AsyncIterator[tuple[Server, Calls, str]]:
     """Run a server that serves `Calls`; yield both and the address."""
-    server, calls = Server(ServerSettings(**{"drain_seconds": 0, **settings}), MESSAGE_BYTES), Calls()
-    server.port_check_seconds = port_check_seconds
+    server, calls = Server(ServerSettings(**{"drain_seconds": 0, **settings}), MESSAGE_BYTES, rates), Calls()
     server.add("calls", register, calls)
     port = await server.start()
     server.set_serving(True)

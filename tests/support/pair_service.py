@@ -2,8 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,6 +83,14 @@ class PairService:
         """Make a worker lose every cache, like a restart."""
         await host.run(lambda backend: backend.expire(math.inf, 0.0))
 
+    async def forget_after(self, hundredths: list[int]) -> None:
+        """Make both workers lose every cache, after pauses in hundredths of a second."""
+        for pause in hundredths:
+            await asyncio.sleep(pause / 100)
+            for host in (self.target, self.draft):
+                assert host is not None
+                await self.forget(host)
+
     async def wait_idle(self) -> None:
         """Wait until neither worker holds a slot and the window is empty."""
         while True:
@@ -113,6 +121,15 @@ async def serving_pair(
             draft_address, draft_host = await stack.enter_async_context(serving_draft(draft, **options))
         client, process = await stack.enter_async_context(serving_coordinator(address, draft_address, **settings))
         yield PairService(client, process, target_host, draft_host)
+
+
+@contextmanager
+def running_pair(*models: Path, **options: Any) -> Iterator[tuple[asyncio.Runner, PairService]]:
+    """`serving_pair` for several tests, and the runner of its event loop."""
+    with asyncio.Runner() as runner:
+        context = serving_pair(*models, **options)
+        yield runner, runner.run(context.__aenter__())
+        runner.run(context.__aexit__(None, None, None))
 
 
 @asynccontextmanager

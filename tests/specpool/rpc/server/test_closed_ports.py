@@ -13,6 +13,7 @@ from serving import PATIENCE_SECONDS, free_address
 
 from specpool.rpc import ports
 from specpool.rpc.ports import free_port, wait_closed
+from specpool.rpc.server.calls import Rates
 
 BEGUN = PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, 1, 0)
 NOT_UTF8 = frame(HEADERS, END_HEADERS | END_STREAM, 1, block({b":path": b"/\xff"}))
@@ -62,7 +63,7 @@ async def wrong_call(address: str) -> AsyncIterator[None]:
 @pytest.mark.parametrize("is_health", [False, True], ids=["port", "health_port"])
 async def test_a_server_stops_when_its_port_closes(is_health: bool, caplog: pytest.LogCaptureFixture) -> None:
     health = free_port()
-    async with calls_server(0.1, health_port=health) as (server, calls, address):
+    async with calls_server(Rates(port_check_seconds=0.1), health_port=health) as (server, calls, address):
         calls.open.set()
         async with wrong_call(f"127.0.0.1:{health}" if is_health else address):
             await server.wait_stopping()
@@ -73,7 +74,7 @@ async def test_a_server_stops_when_its_port_closes(is_health: bool, caplog: pyte
 
 
 async def test_a_stopped_server_has_not_failed() -> None:
-    async with calls_server(0.1) as (server, _, address):
+    async with calls_server(Rates(port_check_seconds=0.1)) as (server, _, address):
         server.stop()
         await server.wait_stopped()
         host, _, port = address.rpartition(":")
