@@ -40,7 +40,7 @@ class CoordinatorServer:
         """`new_pool`: see `Coordinator`."""
         self._tracer = tracer_of(settings, PROGRAM)
         self.coordinator = Coordinator(settings, self._tracer, new_pool)
-        self._target_away_seconds = min(TARGET_AWAY_SECONDS, settings.drain_seconds)
+        self.target_away_seconds = min(TARGET_AWAY_SECONDS, settings.drain_seconds)
         self.server = Server(settings, settings.max_request_bytes)
         intake = Intake(self.coordinator, self.server)
         servicer = GenerationServicer(self.coordinator, self.server, intake)
@@ -88,7 +88,7 @@ class CoordinatorServer:
         await self.server.wait_stopping()
         while True:
             try:
-                async with asyncio.timeout(self._target_away_seconds):
+                async with asyncio.timeout(self.target_away_seconds):
                     await lanes.wait_ready()
             except TimeoutError:
                 log.warning("target worker unreachable; failing requests in progress")
