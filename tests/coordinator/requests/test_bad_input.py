@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import AsyncIterator
+from itertools import product
 from typing import Any
 
 import grpc
@@ -153,13 +154,12 @@ async def test_values_at_the_limits_are_accepted(served: Serving) -> None:
     await served.expect(make_request(k=6, request_id="x" * 128, stop_token_ids=[VOCAB_SIZE - 1] * 1024))
 
 
-# Numbers that float32 rounds to or from a limit; the worker must see them as the coordinator does.
-@pytest.mark.parametrize(("name", "value"), [("temperature", -1e-7), ("top_p", 1.0000001)])
-async def test_rounding_at_a_limit_is_accepted(served: Serving, name: str, value: float) -> None:
-    assert (await served.stub.Generate(sampling(**{name: value}))).finish_reason
-    ((item, *_), *_) = [request.items for request in served.target.requests]
-    low, high = RANGES[name]
-    assert low <= getattr(item.sampling, name) <= high
+async def test_rounding_at_a_limit_is_accepted(served: Serving) -> None:
+    """Numbers that float32 rounds to or from a limit; the worker must see them as the coordinator does."""
+    for name, value in (("temperature", -1e-7), ("top_p", 1.0000001)):
+        assert (await served.stub.Generate(sampling(**{name: value}))).finish_reason
+        low, high = RANGES[name]
+        assert low <= getattr(served.target.requests[-1].items[0].sampling, name) <= high
 
 
 async def test_the_number_of_samples_is_limited_to_window_and_queue() -> None:
@@ -202,10 +202,9 @@ RAW = {
 }
 
 
-@pytest.mark.parametrize("method", ["Generate", "Abort", "GenerateStream"])
-async def test_undecodable_messages_are_rejected(served: Serving, method: str) -> None:
-    call = served.channel.unary_stream if method == "GenerateStream" else served.channel.unary_unary
-    for case, payload in RAW.items():
+async def test_undecodable_messages_are_rejected(served: Serving) -> None:
+    for method, (case, payload) in product(("Generate", "Abort", "GenerateStream"), RAW.items()):
+        call = served.channel.unary_stream if method == "GenerateStream" else served.channel.unary_unary
         answer = call(f"/{SERVICE}/{method}")(payload)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await (anext(aiter(answer)) if method == "GenerateStream" else answer)
