@@ -1,6 +1,7 @@
 """Fixtures shared by several test files."""
 
 import ctypes
+import gc
 import os
 import runpy
 import signal
@@ -27,6 +28,12 @@ from certificates import Authority, Certificate
 settings.register_profile("specpool", deadline=None, max_examples=40)
 settings.register_profile("thorough", deadline=None)  # pytest --hypothesis-profile thorough
 settings.load_profile("specpool")
+
+
+def pytest_collection_finish() -> None:
+    """Spare garbage collections the imported modules and the collected tests, which live to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
