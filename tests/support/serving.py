@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import grpc
+import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from local_prompts import local_pool
@@ -252,6 +253,13 @@ async def stream(served: Serving, request: pb.GenerateRequest) -> tuple[list[pb.
     assert [token for chunk in chunks for token in chunk.token_ids] == list(complete.token_ids)
     assert "".join(chunk.text for chunk in chunks) == complete.text
     return chunks, complete
+
+
+async def refusal(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
+    """Return the error of a call."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
 
 
 def violated_fields(error: grpc.aio.AioRpcError) -> list[str]:

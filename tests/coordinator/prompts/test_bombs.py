@@ -7,13 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import grpc
 import psutil
 import pytest
 from grpc import StatusCode
 from hostile_models import FilesTarget, growing_tokenizer, prepending_tokenizer
 from secure_service import until
-from serving import PATIENCE_SECONDS, Serving, make_request, violated_fields
+from serving import PATIENCE_SECONDS, Serving, make_request, refusal, violated_fields
 from serving import serving as serving_locally
 from tokenizers import Tokenizer
 
@@ -69,17 +68,11 @@ def text(content: str) -> pb.GenerateRequest:
     return pb.GenerateRequest(text=content, sampling_params=pb.SamplingParams(max_tokens=4))
 
 
-async def refused(served: Serving, request: pb.GenerateRequest) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await served.stub.Generate(request)
-    return caught.value
-
-
 async def refused_beside_others(served: Serving, bomb: pb.GenerateRequest, fields: list[str], reason: str) -> None:
     """Send a request twice at once. It fails while others are served, and the coordinator stays small."""
     process = psutil.Process()
     before, largest = process.memory_info().rss, 0
-    bombs = [asyncio.create_task(refused(served, bomb)) for _ in range(2)]
+    bombs = [asyncio.create_task(refusal(served.stub.Generate(bomb))) for _ in range(2)]
     while not all(task.done() for task in bombs):
         await served.expect(make_request(max_tokens=4))
         largest = max(largest, process.memory_info().rss)
@@ -129,7 +122,7 @@ async def test_a_tokenizer_that_takes_gigabytes_fails_its_prompt_only(make: Call
 
 async def test_prompts_after_a_bomb_are_answered_by_new_processes() -> None:
     async with serving(FilesTarget(TEMPLATE, growing_tokenizer().to_str()), with_draft=False) as served:
-        bombs = [refused(served, text("x" * 50)) for _ in range(3)]
+        bombs = [refusal(served.stub.Generate(text("x" * 50))) for _ in range(3)]
         innocents = [served.stub.Generate(text("hello")) for _ in range(8)]
         for error in await asyncio.gather(*bombs):
             assert "the tokenizer takes more than" in error.details()
@@ -170,7 +163,7 @@ async def test_a_tokenizer_is_loaded_again_after_a_failure_that_may_pass() -> No
         try:
             await target.start(served.target_address)
             await served.until(lambda info: "unusable tokenizer: no process can start" in info.target.reason)
-            assert (await refused(served, text("hello"))).code() is StatusCode.UNAVAILABLE
+            assert (await refusal(served.stub.Generate(text("hello")))).code() is StatusCode.UNAVAILABLE
             can_start = True
             await served.until_ready(False)
             assert (await served.stub.Generate(text("hello"))).usage.prompt_tokens == 5

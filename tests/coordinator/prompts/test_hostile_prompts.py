@@ -2,15 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from functools import partial
 
-import grpc
 import pytest
 import pytest_asyncio
 from grpc import StatusCode
 from local_prompts import LocalLink
-from serving import PATIENCE_SECONDS, RecordingTarget, Serving, make_request, serving, violated_fields
+from serving import PATIENCE_SECONDS, RecordingTarget, Serving, make_request, refusal, serving, violated_fields
 from template_target import TemplateTarget
 
 from coordinator.prompts.frames import Kind
@@ -41,12 +40,6 @@ def chat(*contents: str, role: str = "user", **fields: object) -> pb.GenerateReq
     return pb.GenerateRequest(chat=pb.ChatInput(messages=messages), **fields)
 
 
-async def refused(call: Awaitable[pb.GenerateResponse]) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value
-
-
 HOSTILE = {
     "600,000 messages": (
         pb.GenerateRequest(chat=pb.ChatInput(messages=[pb.ChatMessage(role="u")] * 600_000)),
@@ -63,7 +56,7 @@ HOSTILE = {
 
 async def test_prompts_that_cannot_fit_fail_while_others_are_served(served: Serving) -> None:
     for case, (request, field, limit) in HOSTILE.items():
-        hostile = [asyncio.create_task(refused(served.stub.Generate(request))) for _ in range(3)]
+        hostile = [asyncio.create_task(refusal(served.stub.Generate(request))) for _ in range(3)]
         slowest = 0.0
         while not all(call.done() for call in hostile):
             began = time.monotonic()
@@ -92,7 +85,7 @@ async def test_a_hostile_template_fails_the_chat_while_others_are_served() -> No
     async with serving(
         TemplateTarget(HUGE_TEMPLATE, max_model_len=LONG), with_draft=False, new_pool=TokenizerPool
     ) as served:
-        calls = [asyncio.create_task(refused(served.stub.Generate(chat("hi")))) for _ in range(3)]
+        calls = [asyncio.create_task(refusal(served.stub.Generate(chat("hi")))) for _ in range(3)]
         await asyncio.gather(*(served.expect(make_request()) for _ in range(8)))
         for error in await asyncio.gather(*calls):
             assert error.code() is StatusCode.INVALID_ARGUMENT
@@ -109,10 +102,10 @@ async def test_full_queue_refuses_before_tokenization() -> None:
         calls = [served.stub.Generate(make_request(request_id=f"r{i}")) for i in range(2)]
         await served.until(lambda info: info.running == 1 and info.queued == 1)
         for request in (chat("hi"), pb.GenerateRequest(text="hi"), make_request()):
-            error = await refused(served.stub.Generate(request))
+            error = await refusal(served.stub.Generate(request))
             assert error.code() is StatusCode.RESOURCE_EXHAUSTED
             assert error.details() == "the queue is full (1 samples wait)"
-        error = await refused(served.stub.Generate(chat("hi", request_id="r0")))
+        error = await refusal(served.stub.Generate(chat("hi", request_id="r0")))
         assert error.code() is StatusCode.ALREADY_EXISTS
         assert {*asked} == {Kind.LOAD}
         served.target.open.set()
@@ -130,6 +123,6 @@ async def test_other_fields_are_checked_before_tokenization() -> None:
             (pb.SamplingParams(stop_token_ids=[VOCAB_SIZE]), "stop_token_ids"),
             (pb.SamplingParams(logprobs=21), "logprobs"),
         ):
-            error = await refused(served.stub.Generate(chat("hi", sampling_params=params)))
+            error = await refusal(served.stub.Generate(chat("hi", sampling_params=params)))
             assert violated_fields(error) == [f"sampling_params.{field}"]
         assert {*asked} == {Kind.LOAD}

@@ -13,7 +13,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from grpc import StatusCode
-from serving import RecordingTarget, Serving, make_request, serving, stream, violated_fields
+from serving import RecordingTarget, Serving, make_request, refusal, serving, stream, violated_fields
 
 from coordinator.prompts import constraint_reader
 from coordinator.prompts.tokenizer_pool import Constraint, LimitError, PromptError, TimeLimits, TokenizerPool
@@ -42,12 +42,6 @@ async def served() -> AsyncIterator[Serving]:
         yield serving_
         await serving_.expect(make_request())
         await serving_.until_idle()
-
-
-async def refusal(served: Serving, request: pb.GenerateRequest) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await served.stub.Generate(request)
-    return refused.value
 
 
 ACCEPTED: dict[str, tuple[dict[str, Any], str]] = {
@@ -104,7 +98,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 async def test_invalid_constraints_are_refused_by_name(served: Serving) -> None:
     for case, (params, name, reason) in [*REFUSED.items(), *REFUSED.items()]:
-        error = await refusal(served, constrained(**params))
+        error = await refusal(served.stub.Generate(constrained(**params)))
         assert error.code() is StatusCode.INVALID_ARGUMENT, case
         assert violated_fields(error) == [f"sampling_params.{name}"]
         assert error.details().startswith(f"sampling_params.{name}: {reason}")
@@ -155,7 +149,9 @@ async def test_a_constraint_that_takes_too_long_delays_nobody() -> None:
             await hostile
         assert refused.value.code() is StatusCode.INVALID_ARGUMENT
         pool.times = TimeLimits(constraint_seconds=0.0)  # the refusal is kept
-        assert (await refusal(served, constrained(regex="(a{1000}){1000}"))).details() == refused.value.details()
+        assert (
+            await refusal(served.stub.Generate(constrained(regex="(a{1000}){1000}")))
+        ).details() == refused.value.details()
 
 
 async def test_refusals_by_limits_are_kept_for_a_while() -> None:
@@ -201,12 +197,12 @@ async def test_equal_constraints_of_a_client_share_a_compilation() -> None:
 
 async def test_processes_without_llguidance_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(RecordingTarget(supports_grammars=False), with_draft=False) as served:
-        error = await refusal(served, constrained(regex="a"))
+        error = await refusal(served.stub.Generate(constrained(regex="a")))
         assert error.code() is StatusCode.UNIMPLEMENTED
         assert error.details().startswith(f"sampling_params.regex: the target worker at {served.target_address} needs ")
         await served.expect(make_request())
     monkeypatch.setitem(sys.modules, "llguidance", None)
     async with serving(RecordingTarget(), with_draft=False) as served:
-        error = await refusal(served, constrained(regex="a"))
+        error = await refusal(served.stub.Generate(constrained(regex="a")))
         assert error.code() is StatusCode.UNIMPLEMENTED
         assert error.details().startswith("sampling_params.regex: the coordinator needs llguidance: ")

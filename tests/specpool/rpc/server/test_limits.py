@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from secure_service import until
-from serving import detail_of, serving
+from serving import detail_of, refusal, serving
 
 from specpool.rpc.server import limits
 from specpool.rpc.server.calls import Rates
@@ -40,12 +40,6 @@ def call(channel: grpc.aio.Channel, method: str = "One", payload: bytes = b"a", 
 def unsent(channel: grpc.aio.Channel, client: str = "") -> Any:
     """A call whose request never arrives."""
     return channel.stream_unary("/calls/One")(metadata=(("client", client),))
-
-
-async def refusal(answer: Awaitable[Any]) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await answer
-    return caught.value
 
 
 async def is_healthy(channel: grpc.aio.Channel) -> bool:
