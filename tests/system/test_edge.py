@@ -158,15 +158,15 @@ async def test_floods_of_refused_calls_are_limited(tmp_path: Path) -> None:
         await refuses_connections(address)
 
 
-@pytest.mark.parametrize("path", [b"/calls/\xff\xfe", b"/grpc.health.v1.Health/\xff", b"/calls/One?\xff", b"\xff"])
-async def test_paths_that_are_not_utf8_are_refused(path: bytes) -> None:
+async def test_paths_that_are_not_utf8_are_refused() -> None:
     async with running() as (_, address):
-        async with connected(address) as (reader, writer):
-            writer.write(BEGUN + frame(HEADERS, END_HEADERS | END_STREAM, 1, block({b":path": path})))
-            received = b""
-            while not any(end in received for end in FIRST_CALL):
-                received += await reader.read(2**16)
-        assert await call(address) == b"a"
+        for path in (b"/calls/\xff\xfe", b"/grpc.health.v1.Health/\xff", b"/calls/One?\xff", b"\xff"):
+            async with connected(address) as (reader, writer):
+                writer.write(BEGUN + frame(HEADERS, END_HEADERS | END_STREAM, 1, block({b":path": path})))
+                received = b""
+                while not any(end in received for end in FIRST_CALL):
+                    received += await reader.read(2**16)
+            assert await call(address) == b"a"
 
 
 async def test_calls_of_clients_that_do_not_read_end() -> None:
