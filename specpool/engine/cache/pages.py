@@ -5,7 +5,7 @@ pages, so pages have reference counts. The prefix cache finds them by digest. It
 until the memory is needed. Nothing is ever copied or moved. Pure bookkeeping, without torch.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 from specpool.engine.numerics.tiles import round_up
@@ -81,6 +81,10 @@ class PagePool:
         del self._cached[self._digests.pop(page)]
         return True
 
+    def references(self, page: int) -> int:
+        """Number of sequences that hold a page."""
+        return self._references.get(page, 0)
+
     def digest_of(self, page: int) -> bytes | None:
         """The digest of a page in the prefix cache."""
         return self._digests.get(page)
@@ -130,6 +134,11 @@ class PageTables:
     def missing(self, slot: int, columns: int) -> int:
         """Number of pages that a slot lacks for this many columns."""
         return max(0, round_up(columns, self.page_size) // self.page_size - len(self.held[slot]))
+
+    def held_by(self, slots: Sequence[int]) -> int:
+        """Number of pages that these slots hold and no others."""
+        held = Counter(page for slot in slots for page in self.held[slot])
+        return sum(self.pool.references(page) == count for page, count in held.items())
 
     def grow(self, slot: int, columns: int) -> bool:
         """Give a slot pages for this many columns. Return False, and give none, if too few are free."""

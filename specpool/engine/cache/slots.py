@@ -167,12 +167,16 @@ class SlotTable:
     def grow(self, key: SequenceKey, columns: int, *, evicts: bool = True) -> bool:
         """Give a sequence with a slot pages for this many columns. Return False if there are too few.
 
-        `evicts`: whether sequences of orphaned coordinators may have to yield.
+        `evicts`: whether sequences of orphaned coordinators may have to yield, if that is enough.
         """
-        index, victims = self._slots[key].index, self._victims(key) if evicts else []
-        while not self.tables.grow(index, columns):
-            if not victims:
-                return False
+        index, tables = self._slots[key].index, self.tables
+        if tables.grow(index, columns):
+            return True
+        victims = self._victims(key) if evicts else []
+        freed = tables.held_by([self._slots[victim].index for victim in victims])
+        if tables.missing(index, columns) > tables.pool.free + freed:
+            return False
+        while not tables.grow(index, columns):
             self._evict(victims.pop(0))
         return True
 

@@ -178,6 +178,20 @@ def test_orphans_are_evicted_only_as_needed() -> None:
     table.check_integrity()
 
 
+def test_no_orphan_is_evicted_in_vain() -> None:
+    """Neither the orphans' own pages nor those that they share with others would suffice."""
+    table = table_of(4, columns=16, page_size=4)
+    served(table, ("b", 1), range(9))
+    table.renew_lease("a", 0.0)
+    served(table, ("a", 1), range(9))  # shares two pages
+    table.orphan("a")
+    assert table.realign(("b", 2), 1, new_sequence([9]), 9) is ItemStatus.NO_SLOT
+    assert ("a", 1) in table
+    assert table.realign(("b", 2), 1, new_sequence([9]), 4) is ItemStatus.OK
+    assert ("a", 1) not in table
+    table.check_integrity()
+
+
 def served(table: SlotTable, key: SequenceKey, token_ids: Sequence[int], expected: int = 0) -> ItemStatus:
     """Serve a sequence's first round, for all of its tokens."""
     item = new_sequence(token_ids, expected=expected)
