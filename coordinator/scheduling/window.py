@@ -308,7 +308,8 @@ class Window:
                 continue
             del self.in_round[sequence_id]
             self._make_ready(sequence)
-            if sequence.target.settle_room():  # another coordinator may need its slot
+            # Another coordinator may need its slot, and cramped sequences the pages that the worker refuses it.
+            if sequence.target.settle_room() or (sequence.target.had_no_slot and self.cramped):
                 self.preempt(sequence)
 
     def _take_out(self, sequence_id: int) -> bool:

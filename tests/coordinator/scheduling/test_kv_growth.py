@@ -229,6 +229,28 @@ def test_a_sequence_without_room_in_the_worker_gives_up_its_place() -> None:
     simulation.run_until_done(sequence, rounds=510)
 
 
+def test_a_refused_newcomer_leaves_its_pages_to_cramped_sequences() -> None:
+    """Another coordinator holds the rest of the worker's pages."""
+    simulation = Simulation(positions=1024)
+    window = simulation.window
+    (running,) = simulation.submit("a", 400, 500)
+    simulation.round()
+    (newcomer,) = simulation.submit("a", 400, 500)
+    window.admit()
+    while running.sequence_id not in window.cramped:
+        running.commit([7])
+        running.target.commit(len(running.token_ids) - 1)
+        window.begin_round([running])
+        window.end_round([running])
+    window.begin_round([newcomer])
+    newcomer.target.had_no_slot = True
+    window.end_round([newcomer])
+    window.released(window.leaving)
+    window.admit()
+    assert list(window.ready) == [running]
+    window.check_integrity()
+
+
 REQUESTS = st.tuples(
     st.sampled_from("abc"),
     st.integers(1, 300),
