@@ -150,7 +150,7 @@ static INLINE void dot_scores(const float *query, const float *keys, const float
     }
 }
 
-/* The address PREFETCHED positions after a block. Past the last block, it continues at `after`, which is read next. */
+/* The address PREFETCHED positions after a block. Past the last block, it continues at `after`, which comes next. */
 static INLINE const float *prefetch_at(const float *positions, const int32_t *blocks, int64_t block, int64_t number,
                                        const float *after) {
     block += number < PREFETCHED / LANES ? number : PREFETCHED / LANES;
