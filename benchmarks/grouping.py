@@ -53,7 +53,7 @@ def simulate(
     rng, ids = random.Random(0), count()
     queue = QUEUE_PER_WINDOW * size if admission == "length" else size
     requests = RequestQueue(QueueLimits(queue), by_length=admission == "length")
-    window = Window(size, requests, prefix_caching=False)
+    window = Window(size, requests)
     policy = POLICIES["exspec"](GroupingLimits(options.batch, min_group))
     # Long enough to replace almost every sequence.
     warm_up = max(options.rounds, 4 * size)

@@ -5,9 +5,11 @@ import contextlib
 import gc
 import logging
 import sys
+from collections.abc import Callable
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.metrics import CoordinatorMetrics
+from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.serving.coordinator import Coordinator
 from coordinator.serving.service import GenerationServicer, Intake
 from coordinator.workers.interface import MismatchError, UnusableModelError
@@ -34,10 +36,11 @@ log = logging.getLogger("coordinator.server")  # also if run as __main__
 class CoordinatorServer:
     """A coordinator and its server. Call `start`, then `wait_stopped`."""
 
-    def __init__(self, settings: CoordinatorSettings) -> None:
+    def __init__(self, settings: CoordinatorSettings, new_pool: Callable[[int], TokenizerPool] = TokenizerPool) -> None:
+        """`new_pool`: see `Coordinator`."""
         self._tracer = tracer_of(settings, PROGRAM)
-        self.coordinator = Coordinator(settings, self._tracer)
-        self._target_away_seconds = min(TARGET_AWAY_SECONDS, settings.drain_seconds)
+        self.coordinator = Coordinator(settings, self._tracer, new_pool)
+        self.target_away_seconds = min(TARGET_AWAY_SECONDS, settings.drain_seconds)
         self.server = Server(settings, settings.max_request_bytes)
         intake = Intake(self.coordinator, self.server)
         servicer = GenerationServicer(self.coordinator, self.server, intake)
@@ -85,7 +88,7 @@ class CoordinatorServer:
         await self.server.wait_stopping()
         while True:
             try:
-                async with asyncio.timeout(self._target_away_seconds):
+                async with asyncio.timeout(self.target_away_seconds):
                     await lanes.wait_ready()
             except TimeoutError:
                 log.warning("target worker unreachable; failing requests in progress")

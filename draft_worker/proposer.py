@@ -11,7 +11,7 @@ from itertools import chain
 from draft_worker.branches import draft_branches, states_of
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.passes.drafts import Draft, DraftRound
-from specpool.engine.run.sequences import SequenceEngine
+from specpool.engine.run.sequences import SequenceEngine, own_items
 from specpool.protocol.rounds import MAX_ITEM_BRANCHES, ItemStatus, Proposal, ProposeItem, ProposeRound
 from specpool.protocol.worker_info import WorkerInfo
 
@@ -27,6 +27,7 @@ class Proposer(SequenceEngine):
 
         One proposal for each item, in item order. An error in one round fails all.
         """
+        rounds = [replace(round_, items=own_items(round_.items)) for round_ in rounds]
         states = [self.realign(round_.coordinator_id, round_.round_id, round_.items) for round_ in rounds]
         served = [
             {

@@ -9,8 +9,8 @@ STARTS_WORKERS = ("up", "demo", "plan", "distill")
 """Commands that load a model."""
 
 
-def main() -> None:
-    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+def main(arguments: list[str] | None = None) -> None:
+    command, *_ = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when gRPC is imported: its lines may quote callers
     with silent_interrupts():
         from specpool.cli.usage import answer
@@ -21,7 +21,7 @@ def main() -> None:
         require_extra(f"specpool {command}", "cli", "worker" if command in STARTS_WORKERS else "cli")
         from specpool.cli.main import main as run
 
-    run()
+    run(arguments)
 
 
 if __name__ == "__main__":

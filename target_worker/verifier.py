@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
-from specpool.engine.run.sequences import Choices, SequenceEngine, States
+from specpool.engine.run.sequences import Choices, SequenceEngine, States, own_items
 from specpool.protocol.errors import WorkerFailedError
 from specpool.protocol.rounds import Continuation, ItemStatus, Verdict, VerifyItem, VerifyRound
 from specpool.protocol.tokenizer import TokenizerFiles
@@ -60,6 +60,7 @@ class Verifier(SequenceEngine):
 
         One verdict for each item, in item order. WorkerFailedError: the logits of a sequence are not finite.
         """
+        rounds = [replace(round_, items=own_items(round_.items)) for round_ in rounds]
         continued = {key: found for round_ in rounds for key, found in self._continue(round_)}
         realigned = [self.realign(round_.coordinator_id, round_.round_id, round_.items) for round_ in rounds]
         ready = {

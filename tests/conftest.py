@@ -1,9 +1,15 @@
 """Fixtures shared by several test files."""
 
+import ctypes
+import gc
 import os
+import runpy
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,11 +30,49 @@ settings.register_profile("thorough", deadline=None)  # pytest --hypothesis-prof
 settings.load_profile("specpool")
 
 
+def pytest_collection_finish() -> None:
+    """Spare garbage collections the imported modules and the collected tests, which live to the end."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _always_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every call see the current state, certificates and tokens."""
     monkeypatch.setattr("coordinator.workers.states.RECENT_SECONDS", 0.0)
     monkeypatch.setattr("specpool.rpc.security.tls.CHECK_SECONDS", 0.0)
+
+
+@pytest.fixture
+def clients_by_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let metadata name the client of a call, because all connections come from one host."""
+    for module in ("coordinator.serving.service", "specpool.rpc.server.limits"):
+        monkeypatch.setattr(
+            f"{module}.client_of", lambda context: str(dict(context.invocation_metadata()).get("client", ""))
+        )
+
+
+@pytest.fixture
+def cuda_driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A CUDA driver with two GPUs, and a torch for CUDA."""
+
+    def count(reference: Any) -> int:
+        reference._obj.value = fake.count
+        return 0
+
+    fake = SimpleNamespace(count=2, status=0, missing=False, cuda="13.0", hip=None)
+    library = SimpleNamespace(cuInit=lambda flags: fake.status, cuDeviceGetCount=count)
+
+    def load(name: str) -> Any:
+        if fake.missing:
+            raise OSError(f"{name}: cannot open shared object file")
+        return library
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(sys, "platform", "linux")
+    version = lambda path: {"__version__": "2.13.0", "cuda": fake.cuda, "hip": fake.hip}  # noqa: E731
+    monkeypatch.setattr(runpy, "run_path", version)
+    return fake
 
 
 @pytest.fixture(scope="session")

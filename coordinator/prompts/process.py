@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -26,6 +26,9 @@ PAGE_BYTES = resource.getpagesize()
 MAX_KEPT = 512 * 2**20
 
 
+Limit = Callable[[Allowance, str], AbstractContextManager[None]]
+
+
 class OutOfMemoryError(ValueError):
     """The work takes more memory than it may."""
 
@@ -33,8 +36,10 @@ class OutOfMemoryError(ValueError):
 class PromptProcess:
     """Answers requests one at a time."""
 
-    def __init__(self, replies: BinaryIO) -> None:
+    def __init__(self, replies: BinaryIO, limited: Limit | None = None) -> None:
+        """`limited` runs work within an allowance; by default, the process that exceeds it ends."""
         self._replies = replies
+        self._limited = limited or _limited
         self._tokenizer: TargetTokenizer | None = None
         self._vocab_size = 0
         self._compile_constraint: Callable[[str, str], str] | None = None
@@ -63,14 +68,14 @@ class PromptProcess:
         self._send(kind, body)
 
     def _load(self, files: tuple[Any, ...], vocab_size: int) -> tuple[Kind, bytes]:
-        with _limited(Allowance.load(len(files[0])), "the tokenizer"):
+        with self._limited(Allowance.load(len(files[0])), "the tokenizer"):
             self._tokenizer, self._vocab_size = TargetTokenizer(TokenizerFiles(*files), vocab_size), vocab_size
             description = json.dumps(self._tokenizer.describe()).encode()
         self._memory_at_start = _memory()
         return Kind.DONE, description
 
     def _compile(self, source: str, seconds: float) -> tuple[Kind, bytes]:
-        with _limited(Allowance.prompt(len(source), seconds), "the chat template"):
+        with self._limited(Allowance.prompt(len(source), seconds), "the chat template"):
             ChatTemplate(source, {})
         return Kind.DONE, b""
 
@@ -79,7 +84,7 @@ class PromptProcess:
 
         assert self._tokenizer is not None
         files = self._tokenizer.files
-        with _limited(Allowance.load(len(files.tokenizer_json)), "the tokenizer"):
+        with self._limited(Allowance.load(len(files.tokenizer_json)), "the tokenizer"):
             tokenizer = load_grammar_tokenizer(files, self._vocab_size)
         self._compile_constraint = partial(compile_constraint, tokenizer)
         self._memory_at_start = _memory()
@@ -87,13 +92,13 @@ class PromptProcess:
 
     def _compile_grammar(self, kind: str, text: str, seconds: float) -> tuple[Kind, bytes]:
         assert self._compile_constraint is not None
-        with _limited(Allowance.constraint(seconds), "compiling it"):
+        with self._limited(Allowance.constraint(seconds), "compiling it"):
             return Kind.DONE, self._compile_constraint(kind, text).encode()
 
     def _tokenize_text(self, text: str, max_tokens: int, max_characters: int, seconds: float) -> tuple[Kind, bytes]:
         assert self._tokenizer is not None
         limits = WorkLimits(max_tokens, max_characters)
-        with _limited(Allowance.prompt(len(text.encode()), seconds), "the tokenizer"):
+        with self._limited(Allowance.prompt(len(text.encode()), seconds), "the tokenizer"):
             return _token_ids(self._tokenizer.encode_text(text, limits), max_tokens)
 
     def _tokenize_chat(
@@ -101,11 +106,11 @@ class PromptProcess:
     ) -> tuple[Kind, bytes]:
         assert self._tokenizer is not None
         limits = WorkLimits(max_tokens, max_characters)
-        with _limited(Allowance.prompt(size, seconds), "the model's chat template"):
+        with self._limited(Allowance.prompt(size, seconds), "the model's chat template"):
             text = self._tokenizer.render(Chat(*chat), limits)
             rendered = len(text.encode(errors="replace"))
         self._send(Kind.BEGINS, rendered.to_bytes(8, "little"))
-        with _limited(Allowance.prompt(rendered, seconds), "the tokenizer"):
+        with self._limited(Allowance.prompt(rendered, seconds), "the tokenizer"):
             return _token_ids(self._tokenizer.encode_rendered(text, limits), max_tokens)
 
     def _send(self, kind: Kind, body: bytes) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
 from pathlib import Path
 
 from coordinator.prompts.frames import HEADER, MAX_REASON_CHARACTERS, MIB, Allowance, Kind, frame
@@ -40,7 +41,8 @@ class ProcessDiedError(Exception):
 class ProcessLink:
     """Starts a prompt process and sends it one request at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: Sequence[str] = COMMAND, patience: float = PATIENCE) -> None:
+        self._command, self._patience = command, patience
         self._process: Process | None = None
         self._is_usable = False
         self.loaded: bytes | None = None
@@ -66,7 +68,7 @@ class ProcessLink:
         await self.close()
         self.loaded, self.has_grammars = None, False
         self._process = await asyncio.create_subprocess_exec(
-            *COMMAND, stdin=PIPE, stdout=PIPE, env=environment(), start_new_session=True, limit=MIB
+            *self._command, stdin=PIPE, stdout=PIPE, env=environment(), start_new_session=True, limit=MIB
         )
         self._is_usable = True
 
@@ -84,7 +86,7 @@ class ProcessLink:
         try:
             self._write(frame(kind, body))
             while True:
-                async with asyncio.timeout(PATIENCE * stage.seconds):
+                async with asyncio.timeout(self._patience * stage.seconds):
                     reply, content = await self._read(max_reply)
                 if reply is Kind.BEGINS:
                     stage = Allowance.prompt(int.from_bytes(content[:8], "little"), seconds)

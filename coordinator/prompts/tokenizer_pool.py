@@ -19,12 +19,6 @@ from specpool.protocol.tokenizer import TokenizerFiles
 PROCESSES = 2
 # Larger prompts use only one of the processes.
 LARGE_BYTES = 16_384
-# Processor time to render a chat or to tokenize a short text.
-MAX_SECONDS = 3.0
-# Processor time to compile a constraint.
-MAX_CONSTRAINT_SECONDS = 1.0
-# Pause before another attempt to start a process.
-RESTART_SECONDS = 1.0
 MAX_DESCRIPTION_BYTES = 64 * MIB
 MAX_REASON_BYTES = 4 * MAX_REASON_CHARACTERS
 MAX_GRAMMAR_BYTES = MIB
@@ -51,6 +45,16 @@ class TooLongError(PromptError):
 
 
 @dataclass(frozen=True)
+class TimeLimits:
+    seconds: float = 3.0
+    """Processor time to render a chat or to tokenize a short text."""
+    constraint_seconds: float = 1.0
+    """Processor time to compile a constraint."""
+    restart_seconds: float = 1.0
+    """Pause before another attempt to start a process."""
+
+
+@dataclass(frozen=True)
 class _Request:
     kind: Kind
     body: bytes
@@ -74,14 +78,14 @@ class Prompt:
     max_characters: int
     """Maximum output of the chat template."""
 
-    def request(self) -> _Request:
+    def request(self, times: TimeLimits) -> _Request:
         """Return the request to a process. Raises the errors of `content`."""
-        limits = (self.max_tokens, self.max_characters, MAX_SECONDS)
-        stage, max_reply = Allowance.prompt(self.size, MAX_SECONDS), 4 * self.max_tokens + MAX_REASON_BYTES
+        limits = (self.max_tokens, self.max_characters, times.seconds)
+        stage, max_reply = Allowance.prompt(self.size, times.seconds), 4 * self.max_tokens + MAX_REASON_BYTES
         if self.is_chat:
             body, worker = marshal.dumps((self.content(), self.size, *limits)), "the model's chat template"
-            return _Request(Kind.CHAT, body, stage, max_reply, MAX_SECONDS, worker)
-        return _Request(Kind.TEXT, marshal.dumps((self.content(), *limits)), stage, max_reply, MAX_SECONDS)
+            return _Request(Kind.CHAT, body, stage, max_reply, times.seconds, worker)
+        return _Request(Kind.TEXT, marshal.dumps((self.content(), *limits)), stage, max_reply, times.seconds)
 
 
 @dataclass(frozen=True)
@@ -91,20 +95,21 @@ class Constraint:
     text: str
     """The field's text. For `choice`, a JSON list; for `json_object`, a schema."""
 
-    def request(self) -> _Request:
+    def request(self, times: TimeLimits) -> _Request:
         """Return the request to a process."""
-        body = marshal.dumps((self.kind, self.text, MAX_CONSTRAINT_SECONDS))
-        stage = Allowance.constraint(MAX_CONSTRAINT_SECONDS)
+        body = marshal.dumps((self.kind, self.text, times.constraint_seconds))
+        stage = Allowance.constraint(times.constraint_seconds)
         return _Request(Kind.CONSTRAINT, body, stage, MAX_GRAMMAR_BYTES, first_worker="compiling it")
 
 
 class TokenizerPool:
     """Tokenizes prompts and compiles constraints in prompt processes."""
 
-    def __init__(self, max_waiting: int) -> None:
+    def __init__(self, max_waiting: int, new_link: Callable[[], ProcessLink] = ProcessLink) -> None:
         """`max_waiting`: maximum number of waiting prompts of a client; others are refused."""
+        self.times = TimeLimits()
         self._turns: Turns[ProcessLink] = Turns(max_waiting)
-        self._links = [ProcessLink() for _ in range(PROCESSES)]
+        self._links = [new_link() for _ in range(PROCESSES)]
         self._load: bytes | None = None
         """The request that loads the tokenizer."""
         self._load_allowance = Allowance.load(0)
@@ -176,7 +181,7 @@ class TokenizerPool:
         await asyncio.gather(*(link.close() for link in self._links))
 
     async def _serve(
-        self, client: str, is_large: bool, before: Check, make: Callable[[], _Request]
+        self, client: str, is_large: bool, before: Check, make: Callable[[TimeLimits], _Request]
     ) -> tuple[Kind, bytes]:
         """Wait for a process, and return its reply to a request. `make` returns the request."""
         turn, link = await self._turns.take(client, is_large)
@@ -184,7 +189,9 @@ class TokenizerPool:
         async def answer() -> tuple[Kind, bytes]:
             try:
                 before()
-                return await self._ask(turn, link, await asyncio.to_thread(make) if is_large else make())
+                return await self._ask(
+                    turn, link, await asyncio.to_thread(make, self.times) if is_large else make(self.times)
+                )
             finally:
                 self._release(turn, link)
 
@@ -242,7 +249,7 @@ class TokenizerPool:
                 return self._turns.add(link)
             except (OSError, ProcessDiedError) as error:
                 log.warning("cannot start a prompt process: %s", error)
-                await asyncio.sleep(RESTART_SECONDS)
+                await asyncio.sleep(self.times.restart_seconds)
 
     def _release(self, turn: Turn[ProcessLink], link: ProcessLink) -> None:
         """End a turn. A process that exited becomes free once it has been replaced."""

@@ -3,6 +3,7 @@
 Paused sequences are preempted first, then sequences of clients with more than their share of the places or pages.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain, islice
@@ -108,8 +109,9 @@ class Admission:
             return False
         if not self._queue.may_enter(sequence, self._window):
             return False
-        coming = sum(held[sequence_id] for sequence_id in self._window.leaving_ids)
-        coming += sum(held[victim.sequence_id] for victim in victims)
+        leaving = chain(self._window.leaving_ids, (victim.sequence_id for victim in victims))
+        left = Counter[bytes]()
+        coming = sum(held.leave(sequence_id, left) for sequence_id in leaving)
         return not held.is_limited or held.needed_by(sequence) <= held.free + coming
 
     def _make_room(self) -> None:
@@ -140,12 +142,13 @@ class Admission:
 
     def _claim(self, claimant: Sequence, wanted: int, is_inside: bool) -> bool:
         """Preempt sequences until a sequence gets `wanted` more pages. Return whether it will."""
-        window, held, missing = self._window, self._window.pages, wanted
+        window, held, missing, left = self._window, self._window.pages, wanted, Counter[bytes]()
+        coming = sum(held.leave(sequence_id, left) for sequence_id in window.leaving_ids)
         if is_inside or not window.cramped:  # otherwise cramped sequences get what is free
-            missing -= held.free + sum(held[sequence_id] for sequence_id in window.leaving_ids)
+            missing -= held.free + coming
         for sequence in list(window.paused.values()):
             if missing > 0:
-                missing -= held[sequence.sequence_id]
+                missing -= held.leave(sequence.sequence_id, left)
                 window.preempt(sequence)
         if missing <= 0:
             return True

@@ -114,7 +114,8 @@ class HeldPages:
         return self.capacity.pages_for(min(length, sequence.max_length))
 
     def _digests(self, sequence: Sequence) -> list[bytes]:
-        return sequence.page_digests(self.capacity.page_size, len(sequence.token_ids))
+        """Return the digests of pages that a sequence can share. At least its last token runs, in a page of its own."""
+        return sequence.page_digests(self.capacity.page_size, len(sequence.token_ids) - 1)
 
     def add(self, sequence: Sequence) -> None:
         """Give a sequence that enters the window its pages."""
@@ -157,12 +158,22 @@ class HeldPages:
         if not self._by_client[holding.sequence.request.client]:
             del self._by_client[holding.sequence.request.client]
 
-    def by_client(self, leaving: Iterable[int]) -> Counter[str]:
-        """Return the pages of each client, without those that the `leaving` sequences will free."""
+    def by_client(self, leaving: Iterable[int], left: Counter[bytes]) -> Counter[str]:
+        """Return the pages of each client, without those that the `leaving` sequences free. `left`: see `leave`."""
         counts = self._by_client.copy()
         for sequence_id in leaving:
-            counts[self._holdings[sequence_id].sequence.request.client] -= self[sequence_id]
+            counts[self._holdings[sequence_id].sequence.request.client] -= self.leave(sequence_id, left)
         return counts
+
+    def leave(self, sequence_id: int, left: Counter[bytes]) -> int:
+        """Return how many more pages become free if a sequence leaves after others.
+
+        `left`: number of earlier leavers that held each shared page, by digest. Updated with this sequence.
+        """
+        holding = self._holdings[sequence_id]
+        shared = holding.digests[: self._count_held(holding.digests, 2)]
+        left.update(shared)
+        return len(holding) - len(shared) + sum(left[digest] == self._references[digest] for digest in shared)
 
     def usage(self, slots: int) -> float:
         """Return the share of pages that sequences hold, 0 to 1. `slots`: slots of the target worker."""

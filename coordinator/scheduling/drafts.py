@@ -60,7 +60,8 @@ class Drafts:
     def _start(self, worker: WorkerInfo) -> int:
         """Return the position of the first token that the draft worker must run if the prediction holds."""
         page_size = max(1, worker.kv_positions_multiple)
-        return max(self._base_length, self.sequence.draft.predicted // page_size * page_size)
+        # Later, it may recompute positions before the prediction.
+        return self._base_length or self.sequence.draft.predicted // page_size * page_size
 
     def catchup(self, worker: WorkerInfo) -> int:
         """Return the number of committed tokens that the draft worker must run; 0 to leave the sequence out."""
@@ -111,7 +112,7 @@ class Drafts:
             return None
         end, features, states = base + len(tokens), b"", sequence.draft.features
         if states is not None and states.spec == worker.features and states.is_due(len(sequence.token_ids)):
-            features, self._read_end = states.before(base, end), end
+            features, self._read_end = states.before(start, end), end
         return ProposeItem(
             sequence_id=sequence.sequence_id,
             base_length=base,

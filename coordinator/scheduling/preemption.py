@@ -4,6 +4,7 @@ A client takes pages from the client that holds the most, provided that the latt
 as many. It could not take them back, so clients never preempt each other in turns.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
@@ -37,7 +38,8 @@ def victims_for(
     `wanted`: additional pages for the claimant. `members`: sequences that can be preempted now.
     `leaving`: sequences that leave the window anyway.
     """
-    client, by_client = claimant.request.client, held.by_client(leaving)
+    left = Counter[bytes]()
+    client, by_client = claimant.request.client, held.by_client(leaving, left)
     claim = by_client[client] + wanted
     candidates = [member for member in members if member.request.client != client and not is_protected(member)]
     victims: list[Sequence] = []
@@ -53,8 +55,9 @@ def victims_for(
             return []
         victims.append(_cheapest(fair, missing, held))
         candidates.remove(victims[-1])
-        by_client[top] -= held[victims[-1].sequence_id]
-        missing -= held[victims[-1].sequence_id]
+        freed = held.leave(victims[-1].sequence_id, left)  # samples free the pages that they share together
+        by_client[top] -= freed
+        missing -= freed
     return victims
 
 
@@ -75,7 +78,7 @@ def own_victim(
 
 def longest_of_largest(members: Iterable[Sequence], held: HeldPages) -> Sequence:
     """Return the longest member of the client that holds the most pages, preferably an unprotected one."""
-    by_client = held.by_client(())
+    by_client = held.by_client((), Counter())
     return max(
         members, key=lambda m: (not is_protected(m), by_client[m.request.client], held[m.sequence_id], m.sequence_id)
     )

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from itertools import count
 
@@ -44,11 +44,17 @@ POLL_SECONDS = 0.01
 
 
 class Coordinator:
-    def __init__(self, settings: CoordinatorSettings, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        tracer: Tracer | None = None,
+        new_pool: Callable[[int], TokenizerPool] = TokenizerPool,
+    ) -> None:
+        """`new_pool` takes the maximum number of waiting prompts of a client."""
         self.settings = settings
         self.started = time.monotonic()
         self.traces = Traces(tracer, lambda: self.served_model_name, settings.trace_prompts)
-        self.tokenizers = TokenizerPool(max_waiting=settings.usable_window + settings.queue_size)
+        self.tokenizers = new_pool(settings.usable_window + settings.queue_size)
         self.constraints = ConstraintReader(self.tokenizers)
         limits = QueueLimits(settings.queue_size, settings.queue_tokens, settings.max_requests_per_client)
         self.queue = RequestQueue(limits, by_length=settings.admission == "length")

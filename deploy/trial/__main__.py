@@ -38,9 +38,9 @@ END_SECONDS = 120.0
 """Limit for the last requests."""
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, run the trial, and print the result."""
-    options = parse()
+    options = parse(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         require(os.geteuid() == 0, "needs root, to make network namespaces")

@@ -30,8 +30,8 @@ MODULES = {"distill": "specpool.distill", "plan": "specpool.planning"}
 """Commands that may import torch: the package that replaces this process."""
 
 
-def main() -> None:
-    name, *arguments = sys.argv[1:] or ["--help"]
+def main(arguments: list[str] | None = None) -> None:
+    name, *arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if sys.stdout is None:
         sys.exit(f"specpool {name}: standard output is closed")
     if sys.stderr is None:

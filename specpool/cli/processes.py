@@ -109,16 +109,6 @@ async def is_serving(channel: grpc.aio.Channel, service: str = "") -> bool:
     return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def _answers(channel: grpc.aio.Channel) -> bool:
-    """Return whether a health check completes in time, with any status. A process that has exited does not time out."""
-    request = health_pb2.HealthCheckRequest()
-    try:
-        await health_pb2_grpc.HealthStub(channel).Check(request, timeout=LIVENESS_TIMEOUT_SECONDS)
-    except grpc.aio.AioRpcError as error:
-        return bool(error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED)
-    return True
-
-
 @dataclass
 class Service:
     name: str
@@ -131,6 +121,9 @@ class Service:
     """The settings from `arguments` that can be checked before the start."""
     starts_last: bool = False
     """Whether the process starts once the others serve, and reuses their measurements."""
+    restart_seconds: float = RESTART_SECONDS
+    liveness_seconds: float = LIVENESS_SECONDS
+    liveness_timeout_seconds: float = LIVENESS_TIMEOUT_SECONDS
     process: asyncio.subprocess.Process | None = None
     has_served: bool = field(default=False, init=False)
     """Whether `wait_serving` has seen the process serve."""
@@ -174,7 +167,7 @@ class Service:
                 await asyncio.wait([watching])
             ending = await asyncio.to_thread(self.log.ending, status)
             log.warning("%s: %s; restarting it", self.name, ending)
-            await asyncio.sleep(RESTART_SECONDS)
+            await asyncio.sleep(self.restart_seconds)
             await self.start()
 
     async def _kill_if_stopped(self, process: asyncio.subprocess.Process) -> None:
@@ -186,10 +179,20 @@ class Service:
         # A connection to a stopped process must not fail before the checks time out.
         async with Connector(self.address, **self.security).open(connect_seconds=CONNECT_SECONDS) as channel:
             while unanswered < MAX_UNANSWERED:
-                await asyncio.sleep(LIVENESS_SECONDS)
-                unanswered = 0 if await _answers(channel) else unanswered + 1
+                await asyncio.sleep(self.liveness_seconds)
+                unanswered = 0 if await self.answers(channel) else unanswered + 1
         log.warning("%s has not answered %d health checks; killing it", self.name, unanswered)
         await kill([process])
+
+    async def answers(self, channel: grpc.aio.Channel) -> bool:
+        """Return whether a health check completes in time, with any status."""
+        request = health_pb2.HealthCheckRequest()
+        try:
+            # does not time out if the process has exited
+            await health_pb2_grpc.HealthStub(channel).Check(request, timeout=self.liveness_timeout_seconds)
+        except grpc.aio.AioRpcError as error:
+            return bool(error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED)
+        return True
 
     async def stop(self, drain_seconds: float) -> None:
         """Let the process drain, and kill it if that takes too long."""

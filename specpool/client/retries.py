@@ -44,21 +44,27 @@ class Retries:
     Retries end at the deadline, or after `patience` seconds of failures without progress.
     """
 
-    def __init__(self, patience: float, timeout: float | None) -> None:
+    def __init__(
+        self,
+        patience: float,
+        timeout: float | None,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[float, float], float] = random.uniform,
+    ) -> None:
         """`patience` and `timeout` in seconds. ValueError unless the timeout is positive."""
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout_seconds must be above 0, not {timeout}")
         if timeout is not None and timeout > MAX_TIMEOUT_SECONDS:
             timeout = None
-        self._patience = patience
-        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._patience, self._clock, self._jitter = patience, clock, jitter
+        self._deadline = None if timeout is None else clock() + timeout
         self._failing_since: float | None = None
         self._pause = MIN_BACKOFF_SECONDS
 
     @property
     def remaining(self) -> float | None:
         """Timeout of the next attempt in seconds."""
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
     def progress(self) -> None:
         """Record an answer of the server."""
@@ -66,7 +72,7 @@ class Retries:
 
     def pause(self, error: RequestError) -> float:
         """Seconds to wait before the next attempt. Raises the error if it is final."""
-        now = time.monotonic()
+        now = self._clock()
         delay = error.retry_after if isinstance(error, ResourceExhaustedError) else None
         retryable = _RETRYABLE if self._failing_since is None else _RETRYABLE_AFTER_FAILURE
         if isinstance(error, _FINAL) or (not isinstance(error, retryable) and delay is None):
@@ -74,7 +80,7 @@ class Retries:
         if self._failing_since is None:
             self._failing_since = now
         # Jitter: clients that were refused together must not retry together.
-        pause = self._pause * random.uniform(0.5, 1.0) + (delay or 0.0) * random.uniform(1.0, 1.5)
+        pause = self._pause * self._jitter(0.5, 1.0) + (delay or 0.0) * self._jitter(1.0, 1.5)
         if now + pause > min(self._failing_since + self._patience, self._deadline or float("inf")):
             raise error
         self._pause = min(2 * self._pause, MAX_BACKOFF_SECONDS)
@@ -134,16 +140,18 @@ class Replay:
 class Readiness:
     """Follows the startup of a server. The timeout restarts whenever the server reports that it is loading."""
 
-    def __init__(self, patience: float, on_progress: ProgressCallback | None) -> None:
+    def __init__(
+        self, patience: float, on_progress: ProgressCallback | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`patience`: timeout in seconds."""
-        self._patience, self._on_progress = patience, on_progress
+        self._patience, self._on_progress, self._clock = patience, on_progress, clock
         self._shown = ""
-        self._alive_at = time.monotonic()
+        self._alive_at = self._clock()
 
     @property
     def answer_seconds(self) -> float:
         """Timeout of the next query."""
-        return min(ANSWER_SECONDS, max(POLL_SECONDS, self._alive_at + self._patience - time.monotonic()))
+        return min(ANSWER_SECONDS, max(POLL_SECONDS, self._alive_at + self._patience - self._clock()))
 
     def is_ready(self, info: pb.GetServerInfoResponse) -> bool:
         """Return whether the server can generate. Raises NotReadyError if it never will, or after too long."""
@@ -153,7 +161,7 @@ class Readiness:
         if target.state in ("failed", "refused"):
             raise NotReadyError(f"the target worker cannot start: {target.reason}")
         if target.state == "loading":
-            self._alive_at = time.monotonic()
+            self._alive_at = self._clock()
             self._show(target.reason)
         else:
             self._show("waiting for the target worker")
@@ -169,7 +177,7 @@ class Readiness:
 
     @property
     def _is_over(self) -> bool:
-        return time.monotonic() >= self._alive_at + self._patience
+        return self._clock() >= self._alive_at + self._patience
 
     def _show(self, text: str) -> None:
         if text != self._shown and self._on_progress is not None:

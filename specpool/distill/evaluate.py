@@ -49,8 +49,8 @@ class EvaluateSettings(Settings):
     log_level: LogLevel = Field("warning", description="minimum level of logged messages")
 
 
-def main() -> None:
-    settings = EvaluateSettings.load(PROGRAM)
+def main(arguments: list[str] | None = None) -> None:
+    settings = EvaluateSettings.load(PROGRAM, arguments)
     configure_logging(settings.log_level)
     with naming(PROGRAM, "prompts", OSError, ValueError):
         chats = read_chats(settings.prompts)

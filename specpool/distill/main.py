@@ -43,8 +43,8 @@ UNROLLED_STEPS, UNROLLED_SHARE = 3, 0.7
 """Draft steps to unroll when training a feature draft, and the final share of training that unrolls them."""
 
 
-def main() -> None:
-    distill(load_settings())
+def main(arguments: list[str] | None = None) -> None:
+    distill(load_settings(arguments))
 
 
 def distill(settings: DistillSettings) -> None:

@@ -71,9 +71,9 @@ class DistillSettings(Settings):
         return self
 
 
-def load_settings() -> DistillSettings:
+def load_settings(arguments: list[str] | None = None) -> DistillSettings:
     """Load the settings and check device and target. Invalid ones end the process with one line and status 2."""
-    settings = DistillSettings.load(PROGRAM)
+    settings = DistillSettings.load(PROGRAM, arguments)
     with naming(PROGRAM, "", InvalidOptionError):
         options = EngineOptions(model=settings.target or EMBEDDED_TARGET, device=settings.device)
         check_options(options, {"model": "target"})

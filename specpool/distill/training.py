@@ -45,13 +45,13 @@ def distillation_loss(student: Student, batch: Batch, steps: int = 1) -> torch.T
     return total / total_weight
 
 
-def drop_states(batch: Batch, rng: random.Random) -> Batch:
-    """The batch without the first states of some dialogues."""
+def drop_states(batch: Batch, rng: random.Random, share: float = DROPPED_SHARE) -> Batch:
+    """The batch without the first states of a share of the dialogues."""
     if batch.states is None:
         return batch
     states = batch.states.clone()
     for dialogue in states:
-        if rng.random() < DROPPED_SHARE:
+        if rng.random() < share:
             dialogue[: rng.randrange(len(dialogue))] = 0
     return replace(batch, states=states)
 

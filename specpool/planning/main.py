@@ -33,8 +33,8 @@ class UnusableWorkerError(Exception):
     """A running worker is unreachable or unsuitable for a plan; the message is one line."""
 
 
-def main() -> None:
-    settings = PlanSettings.load(PROGRAM)
+def main(arguments: list[str] | None = None) -> None:
+    settings = PlanSettings.load(PROGRAM, arguments)
     configure_logging(settings.log_level)
     console = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
     if settings.output is not None and settings.values_file is None:

@@ -38,6 +38,7 @@ def compile_grammar(
     max_lexer_states: int = MAX_LEXER_STATES,
     compile_fuel: int = COMPILE_FUEL,
     step_fuel: int = LARGE_FUEL,
+    step_max_items: int = STEP_MAX_ITEMS,
 ) -> LLMatcher:
     """Return a matcher at the start of the text. Raises GrammarError. Releases the interpreter lock.
 
@@ -46,7 +47,7 @@ def compile_grammar(
     """
     limits = LLParserLimits(
         max_grammar_size=200_000,
-        step_max_items=STEP_MAX_ITEMS,
+        step_max_items=step_max_items,
         initial_lexer_fuel=compile_fuel,
         step_lexer_fuel=step_fuel,
         max_lexer_states=max_lexer_states,

@@ -62,12 +62,17 @@ class SequenceItem:
     @property
     def end(self) -> int:
         """Positions that the item needs."""
-        raise NotImplementedError
+        return self.base_length + len(self.token_ids)
 
     @property
     def max_end(self) -> int:
         """Maximum number of positions that the item can use."""
         return self.end
+
+    @property
+    def max_prefix_length(self) -> int:
+        """Maximum number of leading tokens to take from the prefix cache. The last token runs, for its logits."""
+        return len(self.token_ids) - 1
 
     @property
     def max_num_new_tokens(self) -> int:
@@ -97,6 +102,11 @@ class ProposeItem(SequenceItem):
         """Positions that the item needs. The last draft token is not cached. Branches use spare positions."""
         drafted = 0 if self.num_branches else max(0, self.num_draft_tokens - 1)
         return self.base_length + len(self.token_ids) + drafted
+
+    @property
+    def max_prefix_length(self) -> int:
+        """Cached pages may lack the states that the item carries, so it takes no more of them than expected."""
+        return self.expected_prefix_length if self.features else super().max_prefix_length
 
 
 @dataclass(frozen=True)

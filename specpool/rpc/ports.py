@@ -50,18 +50,18 @@ def is_loopback(host: str) -> bool:
     return ip_address(address).is_loopback
 
 
-async def wait_closed(host: str, port: int) -> None:
+async def wait_closed(host: str, port: int, check_seconds: float = PORT_CHECK_SECONDS) -> None:
     """Wait until a port refuses several connections in a row. A busy machine delays connections, but refuses none."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     refusals = 0
     while refusals < MAX_REFUSALS:
-        await asyncio.sleep(PORT_CHECK_SECONDS)
-        refusals = refusals + 1 if await _is_refused(family, address) else 0
+        await asyncio.sleep(check_seconds)
+        refusals = refusals + 1 if await _is_refused(family, address, check_seconds) else 0
 
 
-async def _is_refused(family: int, address: tuple[object, ...]) -> bool:
+async def _is_refused(family: int, address: tuple[object, ...], seconds: float) -> bool:
     try:
-        async with asyncio.timeout(PORT_CHECK_SECONDS):
+        async with asyncio.timeout(seconds):
             with socket.socket(family, socket.SOCK_STREAM) as connection:
                 connection.setblocking(False)
                 await asyncio.get_running_loop().sock_connect(connection, address)

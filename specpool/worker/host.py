@@ -29,7 +29,9 @@ ServeRounds = Callable[[Sequence[Any], Any], list[Any]]
 class WorkerHost:
     """Owner of the model thread and the backend on it."""
 
-    def __init__(self, load: Callable[[Callable[[str], None]], Backend]) -> None:
+    def __init__(
+        self, load: Callable[[Callable[[str], None]], Backend], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`load`: builds the backend on the model thread; it gets a function to report its phases."""
         self.instance_id = uuid.uuid4().hex
         """Id of the process; a new one after each start."""
@@ -40,7 +42,7 @@ class WorkerHost:
         self.rounds = 0
         self.forward_ns = 0
         """Nanoseconds that rounds have taken, without realignment."""
-        self._load = load
+        self._load, self.clock = load, clock
         self._thread = ModelThread(self._end)
         self._merging = RoundMerging()
         self._backend: Backend | None = None
@@ -129,9 +131,7 @@ class WorkerHost:
         while True:
             await asyncio.sleep(lease_seconds / LEASE_CHECKS_PER_LEASE)
             try:
-                freed = await self.run(
-                    lambda backend: backend.expire(time.monotonic(), lease_seconds), name="lease expiry"
-                )
+                freed = await self.run(lambda backend: backend.expire(self.clock(), lease_seconds), name="lease expiry")
             except UnavailableError:  # hanging or too busy: try again at the next check
                 continue
             if freed:
@@ -212,10 +212,10 @@ class WorkerHost:
         while self._orphans:
             backend.orphan(self._orphans.popitem()[0])
         for coordinator_id in coordinator_ids:
-            backend.renew_lease(coordinator_id, time.monotonic())
+            backend.renew_lease(coordinator_id, self.clock())
         try:
             yield
         finally:
             for coordinator_id in coordinator_ids:
-                backend.renew_lease(coordinator_id, time.monotonic())
+                backend.renew_lease(coordinator_id, self.clock())
             self._cache_load = backend.load

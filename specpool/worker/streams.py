@@ -26,6 +26,7 @@ class RoundStreams:
     def __init__(self, on_orphaned: Callable[[str], None]) -> None:
         """`on_orphaned`: called with a coordinator's id some time after its last stream has ended."""
         self._on_orphaned = on_orphaned
+        self.max_per_client, self.orphaned_seconds = MAX_STREAMS_PER_CLIENT, ORPHANED_SECONDS
         self._open: Counter[str] = Counter()
         """By client."""
         self._owned: Counter[str] = Counter()
@@ -118,7 +119,7 @@ class RoundStreams:
         """Return why a client may not open a stream; empty if it may."""
         if self._open.total() >= MAX_STREAMS:
             return f"{self._open.total()} streams of rounds are open"
-        if self._open[client] >= MAX_STREAMS_PER_CLIENT:
+        if self._open[client] >= self.max_per_client:
             return f"{self._open[client]} streams of rounds of this client are open"
         return ""
 
@@ -131,7 +132,7 @@ class RoundStreams:
             self._owned[coordinator_id] -= 1
             if not self._owned[coordinator_id]:
                 del self._owned[coordinator_id]
-                asyncio.get_running_loop().call_later(ORPHANED_SECONDS, self._orphan, coordinator_id)
+                asyncio.get_running_loop().call_later(self.orphaned_seconds, self._orphan, coordinator_id)
 
     def _orphan(self, coordinator_id: str) -> None:
         if coordinator_id not in self._owned:

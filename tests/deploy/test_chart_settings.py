@@ -3,6 +3,8 @@
 import json
 import re
 import subprocess
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,10 @@ DNS_SECONDS = 30
 """Maximum time for which a cluster's DNS servers cache an address."""
 
 
-def processes(manifests: list[Manifest]) -> list[tuple[str, Manifest, Manifest, Any]]:
-    """Return component, pod spec, container and settings of every Specpool process; of a group, its leader."""
+@cache
+def processes(name: str) -> list[tuple[str, Manifest, Manifest, Any]]:
+    """Return component, pod spec, container and settings of every process of a case; of a group, its leader."""
+    manifests = render(name)
     components = dict.fromkeys(component for component, _ in pod_templates(manifests))
     return [
         (component, pod_template(manifests, component)["spec"], container_of(manifests, component),
@@ -45,7 +49,7 @@ def processes(manifests: list[Manifest]) -> list[tuple[str, Manifest, Manifest, 
 
 @EVERY_CASE
 def test_processes_accept_their_settings_and_serve_the_declared_ports(name: str) -> None:
-    for component, _, server, settings in processes(render(name)):
+    for component, _, server, settings in processes(name):
         assert server["command"] == [f"specpool-{TARGET if component == 'standby' else component}"]
         assert (settings.monitoring_host or settings.host) == "0.0.0.0"
         ports = {port["name"]: port["containerPort"] for port in server["ports"]}
@@ -58,7 +62,7 @@ def test_processes_accept_their_settings_and_serve_the_declared_ports(name: str)
 
 @EVERY_CASE
 def test_probes_use_the_health_port_and_restart_only_dead_processes(name: str) -> None:
-    for component, _, server, settings in processes(render(name)):
+    for component, _, server, settings in processes(name):
         probes = {name: server[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
         assert {probe["grpc"]["port"] for probe in probes.values()} == {settings.health_port}
         assert "service" not in probes["readiness"]["grpc"]
@@ -74,7 +78,7 @@ def test_probes_use_the_health_port_and_restart_only_dead_processes(name: str) -
 @EVERY_CASE
 def test_workers_outlast_the_drain_of_their_coordinator(name: str) -> None:
     seconds = {}
-    for component, spec, server, settings in processes(render(name)):
+    for component, spec, server, settings in processes(name):
         seconds[component] = pre_stop_seconds(server) + settings.drain_seconds
         assert spec["terminationGracePeriodSeconds"] > seconds[component]
     assert all(seconds[worker] > seconds["coordinator"] for worker in seconds.keys() & WORKERS)
@@ -108,7 +112,7 @@ def test_pods_of_a_group_share_settings_and_outlast_their_leader(name: str) -> N
 
 @EVERY_CASE
 def test_workers_use_pinned_models_their_gpus_and_a_writable_cache(name: str) -> None:
-    for component, _, server, settings in processes(render(name)):
+    for component, _, server, settings in processes(name):
         volumes = mounted(render(name), component)
         # A tmpfs is sticky: workers load compiled code only from folders where others cannot replace it.
         assert volumes["/tmp"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "256Mi"}
@@ -130,7 +134,7 @@ def test_workers_use_pinned_models_their_gpus_and_a_writable_cache(name: str) ->
 def test_services_lead_to_the_worker_of_the_same_cell(name: str) -> None:
     manifests = render(name)
     services = of_kind(manifests, "Service")
-    for component, _, server, settings in processes(manifests):
+    for component, _, server, settings in processes(name):
         spec = services[f"specpool-{component}"]["spec"]
         labels = pod_template(manifests, component)["metadata"]["labels"] | {
             "leaderworkerset.sigs.k8s.io/worker-index": "0"
@@ -141,7 +145,7 @@ def test_services_lead_to_the_worker_of_the_same_cell(name: str) -> None:
         if (name, component) == ("edge", "coordinator"):
             served = (50050, 50050)
         assert (spec["ports"][0]["port"], spec["ports"][0]["targetPort"]) == served
-    for worker in [component for component, *_ in processes(manifests) if component in WORKERS]:
+    for worker in [component for component, *_ in processes(name) if component in WORKERS]:
         for cell in (0, 2):
             pod = "" if name == "disaggregated-set" else f"specpool-{worker}-{cell}."
             pod = "dns:///" if name in REPLICATED else pod
@@ -183,7 +187,7 @@ def test_tls_admits_only_coordinators_to_the_workers(clients: str) -> None:
 @pytest.mark.parametrize("name", ["production", "tls-cert-manager"])
 def test_pods_mount_their_certificates_and_tokens(name: str) -> None:
     certificates = of_kind(render(name), "Certificate")
-    for component, _, _, settings in processes(render(name)):
+    for component, _, _, settings in processes(name):
         spec = certificates[f"specpool-{component}"]["spec"]
         assert mounted(render(name), component)["/tls"]["secret"]["secretName"] == spec["secretName"]
         assert settings.api_tokens is not None
@@ -271,14 +275,14 @@ def test_gateway_accepts_its_arguments(metrics: bool) -> None:
 
 def test_a_standby_is_a_second_target_of_each_cell() -> None:
     manifests = render("standby")
-    settings = {component: each for component, *_, each in processes(manifests)}
+    settings = {component: each for component, *_, each in processes("standby")}
     mounted_files = {"tls_cert", "tls_key", "tls_ca", "api_tokens"}
     target, standby = (settings[each].model_dump(exclude=mounted_files) for each in (TARGET, "standby"))
     assert target == standby
     coordinator = pod_environment(manifests, "coordinator")
     host = "specpool-standby-0.specpool-standby.default.svc"
     assert coordinator["SPECPOOL_TARGET_STANDBY_ADDRESS"] == f"{host}:{settings['standby'].port}"
-    pods = [pod_template(manifests, component)["spec"] for component in (TARGET, "standby")]
+    pods = [deepcopy(pod_template(manifests, component)["spec"]) for component in (TARGET, "standby")]
     assert "affinity" not in pods[0]
     [rule] = pods[1]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     assert rule["podAffinityTerm"]["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == TARGET

@@ -3,7 +3,6 @@
 import os
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Iterable
 from importlib import import_module
@@ -237,10 +236,9 @@ def test_wrong_flags_are_named(flags: list[str], refusal: str, capsys: pytest.Ca
 def test_missing_requirements_are_named(user: int, path: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setenv("PATH", path)
-    monkeypatch.setattr(sys, "argv", ["trial"])
     monkeypatch.setattr(trial.signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit, match=f"^trial: {reason}"):
-        trial.main()
+        trial.main([])
 
 
 def test_image_storage_must_not_hold_other_files(tmp_path: Path) -> None:

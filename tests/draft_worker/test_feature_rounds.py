@@ -157,3 +157,27 @@ def test_causal_drafts_ignore_states(tiny_pair: tuple[Path, Path]) -> None:
     first, second = propose(proposer, 1, *items)
     assert first.draft_token_ids == second.draft_token_ids
     assert not proposer.engine.slots["c", 1].own_states
+
+
+def test_states_that_arrive_late_replace_cached_pages(proposer: Proposer) -> None:
+    """The prefix cache holds the sequence's own pages, which lack them."""
+    page_size = proposer.engine.slots.tables.page_size
+    tokens = tuple(random_tokens(3 * page_size + 5))
+    states = random_states(len(tokens) - page_size, WIDTH, 0.1)
+    propose(proposer, 1, ProposeItem(1, 0, tokens, cache_namespace=b"x"))
+    item = ProposeItem(1, page_size, tokens[page_size:], num_draft_tokens=4, features=encoded_states(states))
+    (late,) = propose(proposer, 2, item)
+    assert late.draft_token_ids == drafted(proposer.engine, tokens, states, 4)
+
+
+def test_an_expected_prefix_needs_no_states(proposer: Proposer) -> None:
+    page_size = proposer.engine.slots.tables.page_size
+    tokens = tuple(random_tokens(2 * page_size + 5))
+    propose(proposer, 1, ProposeItem(1, 0, tokens, cache_namespace=b"x"))
+    states = random_states(len(tokens) - page_size, WIDTH, 0.1)
+    item = ProposeItem(
+        2, 0, tokens, num_draft_tokens=4, cache_namespace=b"x", expected_prefix_length=page_size,
+        features=encoded_states(states),
+    )  # fmt: skip
+    (proposal,) = propose(proposer, 1, item)
+    assert proposal.draft_token_ids == drafted(proposer.engine, tokens, states, 4)

@@ -1,5 +1,7 @@
 """Command line of the health check."""
 
+import sys
+
 import pytest
 
 from specpool import healthcheck
@@ -30,6 +32,6 @@ def test_a_refused_connection_is_explained(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specpool.environment.extras._is_installed", lambda module: module != "grpc_health")
+    monkeypatch.setitem(sys.modules, "grpc_health", None)
     with pytest.raises(SystemExit, match=r"^specpool\.healthcheck: needs grpc_health: .*\[cli\]"):
         healthcheck.main(["127.0.0.1:1"])

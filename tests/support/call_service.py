@@ -11,6 +11,7 @@ from serving import PATIENCE_SECONDS
 
 from specpool.protocol.errors import InvalidArgumentError, QueueFullError
 from specpool.rpc.config.settings import ServerSettings
+from specpool.rpc.server.calls import Rates
 from specpool.rpc.server.server import Server
 
 MESSAGE_BYTES = 2**20
@@ -73,9 +74,9 @@ def register(calls: Any, server: Any) -> None:
 
 
 @asynccontextmanager
-async def calls_server(**settings: Any) -> AsyncIterator[tuple[Server, Calls, str]]:
+async def calls_server(rates: Rates | None = None, **settings: Any) -> AsyncIterator[tuple[Server, Calls, str]]:
     """Run a server that serves `Calls`; yield both and the address."""
-    server, calls = Server(ServerSettings(**{"drain_seconds": 0, **settings}), MESSAGE_BYTES), Calls()
+    server, calls = Server(ServerSettings(**{"drain_seconds": 0, **settings}), MESSAGE_BYTES, rates), Calls()
     server.add("calls", register, calls)
     port = await server.start()
     server.set_serving(True)

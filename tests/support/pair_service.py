@@ -2,16 +2,18 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from local_prompts import local_pool
 
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.server import CoordinatorServer
 from coordinator.workers.draft_link import DraftLink
 from draft_worker.server import DraftWorkerServicer, DraftWorkerSettings, load_proposer
@@ -75,6 +77,14 @@ class PairService:
         await host.run(lambda backend: backend.expire(math.inf, 0.0))
         await host.run(lambda backend: backend.engine.slots.tables.pool.clear())
 
+    async def forget_after(self, hundredths: list[int]) -> None:
+        """Make both workers lose every cache, after pauses in hundredths of a second."""
+        for pause in hundredths:
+            await asyncio.sleep(pause / 100)
+            for host in (self.target, self.draft):
+                assert host is not None
+                await self.forget(host)
+
     async def wait_idle(self) -> None:
         """Wait until neither worker holds a slot and the window is empty."""
         while True:
@@ -107,6 +117,15 @@ async def serving_pair(
         yield PairService(client, process, target_host, draft_host)
 
 
+@contextmanager
+def running_pair(*models: Path, **options: Any) -> Iterator[tuple[asyncio.Runner, PairService]]:
+    """`serving_pair` for several tests, and the runner of its event loop."""
+    with asyncio.Runner() as runner:
+        context = serving_pair(*models, **options)
+        yield runner, runner.run(context.__aenter__())
+        runner.run(context.__aexit__(None, None, None))
+
+
 @asynccontextmanager
 async def serving_draft(model: Path, **settings: Any) -> AsyncIterator[tuple[str, WorkerHost]]:
     """Run a draft worker with these settings; yield its address and host."""
@@ -119,12 +138,12 @@ async def serving_draft(model: Path, **settings: Any) -> AsyncIterator[tuple[str
 
 @asynccontextmanager
 async def serving_coordinator(
-    target: str, draft: str | None, **settings: Any
+    target: str, draft: str | None, new_pool: Callable[[int], TokenizerPool] = local_pool, **settings: Any
 ) -> AsyncIterator[tuple[AsyncClient, CoordinatorServer]]:
     """Run a coordinator for these workers until it is ready to generate."""
     settings = {"port": 0, "drain_seconds": 0, "target_address": target, "draft_address": draft, **settings}
     async with AsyncExitStack() as stack:
-        process = CoordinatorServer(CoordinatorSettings(**settings))
+        process = CoordinatorServer(CoordinatorSettings(**settings), new_pool)
         port = await process.start()
         stack.push_async_callback(process.wait_stopped)
         stack.callback(process.server.stop)

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from local_prompts import local_pool
 from serving import DEFAULTS, PATIENCE_SECONDS
 
 from coordinator.config.settings import CoordinatorSettings
@@ -75,7 +76,7 @@ async def coordinator(
 ) -> AsyncIterator[SecureService]:
     """Run a coordinator; it may not have reached its workers yet."""
     addresses = {"target_address": target_address, "draft_address": draft_address}
-    process = CoordinatorServer(CoordinatorSettings(**{**DEFAULTS, **addresses, **settings}))
+    process = CoordinatorServer(CoordinatorSettings(**{**DEFAULTS, **addresses, **settings}), local_pool)
     address = f"127.0.0.1:{await process.start()}"
     try:
         yield SecureService(process, address, target)

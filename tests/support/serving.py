@@ -10,10 +10,13 @@ from typing import Any
 from unittest import mock
 
 import grpc
+import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from local_prompts import local_pool
 
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.server import CoordinatorServer
 from coordinator.workers.draft_link import DraftLink
 from specpool.rpc.ports import free_port
@@ -153,11 +156,13 @@ async def serving(
     probe_seconds: float = 0.05,
     others: Sequence[FakeDraft] = (),
     further_draft_addresses: Sequence[str] = (),
+    new_pool: Callable[[int], TokenizerPool] = local_pool,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
     """Run everything and wait until it serves. Without `with_target`, the target does not answer yet.
 
-    `others`: further draft workers. `further_draft_addresses`: of those that the caller runs.
+    `others`: further draft workers. `further_draft_addresses`: of those that the caller runs. `new_pool`:
+    `TokenizerPool` starts real prompt processes.
     """
     target = target if target is not None else RecordingTarget()
     if draft is None and with_draft:
@@ -172,7 +177,8 @@ async def serving(
                 **{**DEFAULTS, **settings},
                 target_address=target_address,
                 draft_address=draft_address,
-            )
+            ),
+            new_pool,
         )
         address = f"127.0.0.1:{await process.start()}"
         async with grpc.aio.insecure_channel(address, options=[("grpc.service_config", DEADLINES)]) as channel:
@@ -247,6 +253,13 @@ async def stream(served: Serving, request: pb.GenerateRequest) -> tuple[list[pb.
     assert [token for chunk in chunks for token in chunk.token_ids] == list(complete.token_ids)
     assert "".join(chunk.text for chunk in chunks) == complete.text
     return chunks, complete
+
+
+async def refusal(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
+    """Return the error of a call."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
 
 
 def violated_fields(error: grpc.aio.AioRpcError) -> list[str]:

@@ -76,14 +76,16 @@ async def test_calls_and_their_errors_pass() -> None:
         assert await refused.details() == "field: c"
 
 
-@pytest.mark.parametrize("greeting", [b"", PREFACE, BEGUN], ids=["nothing", "preface", "settings"])
-async def test_silent_connections_are_closed(greeting: bytes) -> None:
-    async with (
-        running(header_seconds="1", idle_seconds="1", stalled_seconds="1") as (_, address),
-        connected(address) as (reader, writer),
-    ):
-        writer.write(greeting)
-        await until_closed(reader)
+async def test_silent_connections_are_closed() -> None:
+    """Connections that send nothing, a preface, or settings."""
+    async with running(**IMPATIENT) as (_, address):
+
+        async def send_only(greeting: bytes) -> None:
+            async with connected(address) as (reader, writer):
+                writer.write(greeting)
+                await until_closed(reader)
+
+        await asyncio.gather(*map(send_only, (b"", PREFACE, BEGUN)))
 
 
 @pytest.mark.slow
@@ -156,15 +158,15 @@ async def test_floods_of_refused_calls_are_limited(tmp_path: Path) -> None:
         await refuses_connections(address)
 
 
-@pytest.mark.parametrize("path", [b"/calls/\xff\xfe", b"/grpc.health.v1.Health/\xff", b"/calls/One?\xff", b"\xff"])
-async def test_paths_that_are_not_utf8_are_refused(path: bytes) -> None:
+async def test_paths_that_are_not_utf8_are_refused() -> None:
     async with running() as (_, address):
-        async with connected(address) as (reader, writer):
-            writer.write(BEGUN + frame(HEADERS, END_HEADERS | END_STREAM, 1, block({b":path": path})))
-            received = b""
-            while not any(end in received for end in FIRST_CALL):
-                received += await reader.read(2**16)
-        assert await call(address) == b"a"
+        for path in (b"/calls/\xff\xfe", b"/grpc.health.v1.Health/\xff", b"/calls/One?\xff", b"\xff"):
+            async with connected(address) as (reader, writer):
+                writer.write(BEGUN + frame(HEADERS, END_HEADERS | END_STREAM, 1, block({b":path": path})))
+                received = b""
+                while not any(end in received for end in FIRST_CALL):
+                    received += await reader.read(2**16)
+            assert await call(address) == b"a"
 
 
 async def test_calls_of_clients_that_do_not_read_end() -> None:
@@ -261,4 +263,7 @@ def test_mistyped_variables_are_refused(variables: dict[str, str], alert: str) -
     refused = checked(**variables)
     assert refused.returncode == 1
     assert alert in refused.stderr
+
+
+def test_the_defaults_are_valid() -> None:
     assert checked().returncode == 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mixes import MAX_TOKENS, Case, assert_equal, branches_only, cases, make_prompt, make_request, play
-from pair_service import LogitsTap, PairService, serving_pair
+from pair_service import LogitsTap, PairService, running_pair
 
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1.common_pb2 import EQUIVALENCE_BITWISE
@@ -36,32 +36,23 @@ class Mixes:
     async def check(self, mix: list[Case], forget_after: list[int]) -> None:
         """Run a mix while workers lose their caches, and assert plain tokens."""
         expected = [await self.plain(case) for case in mix]
-        forgetting = asyncio.create_task(self._forget(forget_after))
+        forgetting = asyncio.create_task(self.service.forget_after(forget_after))
         got = await asyncio.gather(*(play(self.service.client, case) for case in mix))
         await forgetting
         assert_equal(mix, got, expected)
         await self.service.wait_idle()
 
-    async def _forget(self, after: list[int]) -> None:
-        for hundredths in after:
-            await asyncio.sleep(hundredths / 100)
-            for host in (self.service.target, self.service.draft):
-                assert host is not None
-                await self.service.forget(host)
-
 
 @pytest.fixture(scope="module", params=[False, True], ids=["chosen drafts", "branches"])
 def mixes(tiny_pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[Mixes]:
     """A service with a window, batches and chunks too small for the mixes."""
-    with asyncio.Runner() as runner, branches_only() if request.param else nullcontext():
-        context = serving_pair(
-            *tiny_pair, worker={"max_sequences": 5, "max_num_batched_tokens": 48}, max_num_seqs=5, max_batch_size=4,
-            prefill_tokens=16, overlap="on",
-        )  # fmt: skip
-        service = runner.run(context.__aenter__())
-        tap = LogitsTap(runner.run(service.target.run(lambda backend: backend.engine)))
-        yield Mixes(runner, service, tap)
-        runner.run(context.__aexit__(None, None, None))
+    worker = {"max_sequences": 5, "max_num_batched_tokens": 48}
+    options = {"max_num_seqs": 5, "max_batch_size": 4, "prefill_tokens": 16, "overlap": "on"}
+    with (
+        branches_only() if request.param else nullcontext(),
+        running_pair(*tiny_pair, worker=worker, **options) as (runner, service),
+    ):
+        yield Mixes(runner, service, LogitsTap(service.target.backend.engine))
 
 
 def test_tiny_pair_accepts_and_rejects_drafts(mixes: Mixes) -> None:

@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from unittest import mock
 
 import grpc
 import psutil
@@ -84,18 +83,18 @@ def peak_bytes(pid: int) -> int:
 
 async def test_drain_fails_requests_when_the_target_is_gone() -> None:
     target = RecordingTarget()
-    with mock.patch("coordinator.server.TARGET_AWAY_SECONDS", 0.5):
-        async with serving(target, with_draft=False, drain_seconds=600) as served:
-            target.open.clear()
-            calls = [served.stub.Generate(make_request()) for _ in range(3)]
-            codes = asyncio.gather(*(call.code() for call in calls))
-            await served.until(lambda info: info.running + info.queued == 3)
-            await target.stop()
-            await served.until(lambda info: info.target.state != "ready")
-            served.process.server.stop()
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                await served.process.wait_stopped()
-            assert set(await codes) == {grpc.StatusCode.UNAVAILABLE}
+    async with serving(target, with_draft=False, drain_seconds=600) as served:
+        served.process.target_away_seconds = 0.3
+        target.open.clear()
+        calls = [served.stub.Generate(make_request()) for _ in range(3)]
+        codes = asyncio.gather(*(call.code() for call in calls))
+        await served.until(lambda info: info.running + info.queued == 3)
+        await target.stop()
+        await served.until(lambda info: info.target.state != "ready")
+        served.process.server.stop()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await served.process.wait_stopped()
+        assert set(await codes) == {grpc.StatusCode.UNAVAILABLE}
 
 
 async def test_drain_waits_for_a_restarting_target() -> None:

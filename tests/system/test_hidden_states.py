@@ -14,7 +14,7 @@ from feature_drafts import encoded_states, save_pair_draft
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mixes import MAX_TOKENS, Case, assert_equal, branches_only, cases, make_prompt, make_request, play
-from pair_service import PairService, serving_pair
+from pair_service import PairService, running_pair, serving_pair
 
 from specpool.engine.cache.spans import Span
 from specpool.protocol.rounds import ProposeItem
@@ -116,10 +116,9 @@ def service(pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator
     """A service whose target worker returns mangled features."""
     pack, mangle = verifier.pack_features, request.param
     mangled = mock.patch.object(verifier, "pack_features", lambda *arguments: mangle(pack(*arguments)))
-    with asyncio.Runner() as runner, mangled:
-        context = serving_pair(*pair, worker=SMALL, max_num_seqs=5, max_batch_size=4, prefill_tokens=16, overlap="on")
-        yield runner, runner.run(context.__aenter__())
-        runner.run(context.__aexit__(None, None, None))
+    options = {"max_num_seqs": 5, "max_batch_size": 4, "prefill_tokens": 16, "overlap": "on"}
+    with mangled, running_pair(*pair, worker=SMALL, **options) as running:
+        yield running
 
 
 plain: dict[tuple[tuple[int, ...], bool], list[int]] = {}
@@ -142,16 +141,9 @@ def test_tokens_equal_plain_decoding(
 ) -> None:
     runner, running = service
 
-    async def forget() -> None:
-        for hundredths in forget_after:
-            await asyncio.sleep(hundredths / 100)
-            assert running.draft is not None
-            for host in (running.target, running.draft):
-                await running.forget(host)
-
     async def check() -> None:
         right = [await expected(running, case) for case in mix]
-        forgetting = asyncio.create_task(forget())
+        forgetting = asyncio.create_task(running.forget_after(forget_after))
         got = await asyncio.gather(*(play(running.client, case) for case in mix))
         await forgetting
         assert_equal(mix, got, right)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mixes import make_prompt
-from pair_service import LogitsTap, PairService, serving_coordinator, serving_pair
+from pair_service import LogitsTap, PairService, running_pair, serving_coordinator, serving_pair
 
 from specpool.client import AsyncClient
 from specpool.v1 import generation_pb2 as pb
@@ -63,22 +63,13 @@ class Both:
 
 @pytest.fixture(scope="module", params=["slots", pytest.param("padded", marks=pytest.mark.slow)])
 def both(request: pytest.FixtureRequest, tiny_pair: tuple[Path, Path]) -> Iterator[Both]:
-    with asyncio.Runner() as runner:
-        worker = {"max_sequences": SLOTS, "kv_layout": request.param}
-        service_context = serving_pair(*tiny_pair, worker=worker, max_num_seqs=SLOTS - 1, prefill_tokens=32)
-        service = runner.run(service_context.__aenter__())
+    worker = {"max_sequences": SLOTS, "kv_layout": request.param}
+    with running_pair(*tiny_pair, worker=worker, max_num_seqs=SLOTS - 1, prefill_tokens=32) as (runner, service):
         target, draft = service.process.coordinator.target, service.draft_link
         plain_context = serving_coordinator(target.address, draft.address, max_num_seqs=1, prefix_caching=False)
         plain, _ = runner.run(plain_context.__aenter__())
-        assert service.target is not None
-        tap = LogitsTap(runner.run(service.target.run(_engine)))
-        yield Both(runner, service, plain, tap)
+        yield Both(runner, service, plain, LogitsTap(service.target.backend.engine))
         runner.run(plain_context.__aexit__(None, None, None))
-        runner.run(service_context.__aexit__(None, None, None))
-
-
-def _engine(backend: object) -> object:
-    return backend.engine  # type: ignore[attr-defined]
 
 
 def outcome(response: pb.GenerateResponse) -> tuple[object, ...]:
@@ -125,14 +116,14 @@ async def test_usage_reports_cached_tokens(tiny_pair: tuple[Path, Path]) -> None
         history: list[tuple[int, ...]] = []
         prompt, other = make_prompt((0, 50)), make_prompt((1, 50))
         assert await cached(prompt) == [0]
-        assert await cached(prompt) == [48]  # whole pages
+        assert await cached(prompt) == [32]  # whole pages
         assert await cached(other) == [0]
         assert await cached((*prompt[:33], *other)) == [32]
-        assert await cached((*history[1], 5, 6)) == [48]  # next turn: all but the last generated token
+        assert await cached((*history[1], 5, 6)) == [32]  # next turn
         assert await cached(make_prompt((2, 40)), n=3) == [0, 32, 32]
         assert await cached(make_prompt((3, 16)), n=2) == [0, 0]  # the last token runs in any case
         info = await service.client.server_info()
-        assert info.counters.cached_tokens == 48 + 32 + 48 + 32 + 32
+        assert info.counters.cached_tokens == 5 * 32
         assert info.counters.prompt_tokens == 50 * 3 + 83 + 60 + 120 + 32
         assert info.counters.cache_misses == 0
 

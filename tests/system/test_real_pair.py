@@ -38,7 +38,7 @@ async def client(address: str) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-@pytest.mark.parametrize("prompts", [6, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("prompts", [3, pytest.param(32, marks=pytest.mark.slow)])
 async def test_chats_in_ragged_batches_equal_plain_decoding_alone(client: AsyncClient, prompts: int) -> None:
     info = await client.stub.GetModelInfo(pb.GetModelInfoRequest())
     assert info.target.equivalence == common_pb2.EQUIVALENCE_BITWISE

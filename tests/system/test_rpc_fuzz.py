@@ -165,23 +165,21 @@ def test_oversized_messages_are_refused(processes: Processes, process: str, capl
     processes.runner.run(processes.check(caplog))
 
 
-@pytest.mark.parametrize("process", SERVICES)
 @pytest.mark.parametrize("wrong", framings("/"))
-def test_malformed_framing_disturbs_nobody(
-    processes: Processes, process: str, wrong: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    method = SERVICES[process].methods[0]
-    payload = framings(f"/{SERVICES[process].full_name}/{method.name}")[wrong]
-    host, _, port = processes.addresses[process].rpartition(":")
-
-    async def send() -> None:
+def test_malformed_framing_disturbs_nobody(processes: Processes, wrong: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def send(process: str) -> None:
+        method = SERVICES[process].methods[0]
+        host, _, port = processes.addresses[process].rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(payload)
+        writer.write(framings(f"/{SERVICES[process].full_name}/{method.name}")[wrong])
         # The server may wait for more bytes or close the connection.
         with suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(0.1):
                 await reader.read()
         writer.close()
 
-    processes.runner.run(send())
+    async def send_to_all() -> None:
+        await asyncio.gather(*map(send, SERVICES))
+
+    processes.runner.run(send_to_all())
     processes.runner.run(processes.check(caplog))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mixes import branches_only, make_prompt
-from pair_service import PairService, serving_pair
+from pair_service import PairService, running_pair, serving_pair
 
 from specpool.drafting.acceptance import FIRST_RATE
 from specpool.testing import EOS_TOKEN_ID
@@ -62,15 +62,16 @@ def outcome(response: pb.GenerateResponse) -> tuple[object, ...]:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["chosen drafts", "branches"])
 def pair(tiny_pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[tuple[asyncio.Runner, PairService]]:
-    with asyncio.Runner() as runner, branches_only() if request.param else nullcontext():
-        context = serving_pair(*tiny_pair, worker={"max_sequences": 6}, max_num_seqs=6, max_batch_size=4, overlap="on")
-        service = runner.run(context.__aenter__())
+    options = {"max_num_seqs": 6, "max_batch_size": 4, "overlap": "on"}
+    with (
+        branches_only() if request.param else nullcontext(),
+        running_pair(*tiny_pair, worker={"max_sequences": 6}, **options) as (runner, service),
+    ):
         yield runner, service
         if request.param:
             assert service.process.coordinator.lanes.first.drafting.lengths.branching.coverage(1) != FIRST_RATE, (
                 "no branches were drafted"
             )
-        runner.run(context.__aexit__(None, None, None))
 
 
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from typing import Any
 
 import pytest
@@ -54,12 +53,9 @@ async def test_tally_counts_every_outcome() -> None:
 
 
 @pytest.mark.slow
-def test_short_soak_with_cuts_finds_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_short_soak_with_cuts_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--requests", "40", "--concurrency", "8", "--max-num-seqs", "4", "--cuts", "6", "--checked", "0.5"]
-    monkeypatch.setattr(sys, "argv", ["soak", *flags])
-    main()
+    main(flags)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["faults"] == []
     assert sum(result["outcomes"].values()) == 40
@@ -69,12 +65,9 @@ def test_short_soak_with_cuts_finds_nothing(
 
 
 @pytest.mark.slow
-def test_short_soak_with_faults_finds_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_short_soak_with_faults_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--requests", "600", "--concurrency", "8", "--max-num-seqs", "4", "--workers", "2", "--faults", "4"]
-    monkeypatch.setattr(sys, "argv", ["soak", *flags])
-    main()
+    main(flags)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["faults"] == []
     assert result["faults_of_workers"] >= 1
@@ -84,10 +77,9 @@ def test_short_soak_with_faults_finds_nothing(
 
 @pytest.mark.slow
 @pytest.mark.real_pair
-def test_short_chaos_finds_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_chaos_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--faults", "6", "--restarts", "1", "--requests", "8", "--max-tokens", "16", "--kinds", "kill,short stop"]
-    monkeypatch.setattr(sys, "argv", ["chaos", *flags])
-    chaos.main()
+    chaos.main(flags)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["problems"] == []
     assert result["faults"] == 7

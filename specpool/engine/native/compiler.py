@@ -44,13 +44,17 @@ Sources = tuple[tuple[str, str], ...]
 
 
 def compile_library(
-    purpose: str, sources: Sequence[Path], macros: Sequence[str] = (), flags: Sequence[str] = ()
+    purpose: str,
+    sources: Sequence[Path],
+    macros: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    folders: Sequence[Path] = (),
 ) -> ctypes.CDLL | None:
     """Compile a library; None if this machine cannot.
 
     `purpose`: subject of its log lines. `sources`: the C file, then its headers. `macros`: flags that define constants.
     $DECODER_CFLAGS follow them: `-march=x86-64-v3` compiles for another processor. `flags`: the last flags, which
-    nothing overrides.
+    nothing overrides. `folders`: candidates for private folders, best first, instead of the user's.
     """
     if (problem := compiler_problem()) is not None:
         log.info("%s %s; using torch operations", purpose, problem[0])
@@ -63,7 +67,8 @@ def compile_library(
         *_words("DECODER_CFLAGS"),
         *flags,
     )
-    return _compile(purpose, command, tuple((source.name, source.read_text()) for source in sources))
+    code = tuple((source.name, source.read_text()) for source in sources)
+    return _compile(purpose, command, code, tuple(folders or candidate_folders()))
 
 
 def compiler_problem() -> tuple[str, str] | None:
@@ -91,12 +96,12 @@ def _words(name: str, default: str = "") -> list[str]:
 
 
 @functools.cache
-def _compile(purpose: str, command: Command, sources: Sources) -> ctypes.CDLL | None:
+def _compile(purpose: str, command: Command, sources: Sources, folders: tuple[Path, ...]) -> ctypes.CDLL | None:
     """Load the library from the cache, or compile and cache it. None if that fails in every candidate folder."""
     reasons = []
-    entry = _cache_entry(command, sources)
+    entry = _cache_entry(command, sources, folders[0])
     code = read_cached(entry) if entry is not None else None
-    for parent in candidate_folders():
+    for parent in folders:
         try:
             with private_folder(parent) as folder:
                 file = _build(command, sources, folder) if code is None else write_private(code, folder / LIBRARY)
@@ -113,7 +118,7 @@ def _compile(purpose: str, command: Command, sources: Sources) -> ctypes.CDLL | 
     return None
 
 
-def _cache_entry(command: Command, sources: Sources) -> Path | None:
+def _cache_entry(command: Command, sources: Sources, first: Path) -> Path | None:
     """The cache file of this command and these sources; None if the compiler does not identify itself.
 
     The name is a hash of everything that determines the code. `-###` prints what the compiler would run, which includes
@@ -124,7 +129,7 @@ def _cache_entry(command: Command, sources: Sources) -> Path | None:
     try:
         answer = subprocess.run(query, check=True, capture_output=True, env=environment, timeout=QUERY_SECONDS).stderr
         answer = answer.replace(os.getcwdb(), b".")  # clang prints it
-        folder = Path(os.path.realpath(candidate_folders()[0])) / CACHE_FOLDER
+        folder = Path(os.path.realpath(first)) / CACHE_FOLDER
         inputs = (command, sources, *map(os.environ.get, HEADER_PATHS), answer)
     except (OSError, subprocess.SubprocessError):
         return None

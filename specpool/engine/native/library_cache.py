@@ -53,9 +53,9 @@ def private_folder(parent: Path) -> Iterator[Path]:
             os.close(lock)
 
 
-def remove_stale_folders(parent: Path) -> None:
+def remove_stale_folders(parent: Path, maximum: int = MAX_REMOVED) -> None:
     """Remove the private folders of processes that were killed. Those in use are locked."""
-    for folder in islice(parent.glob(f"{TEMPORARY}*"), MAX_REMOVED):
+    for folder in islice(parent.glob(f"{TEMPORARY}*"), maximum):
         with suppress(OSError):  # it is locked, belongs to another user, or is gone
             _check(folder, folder.lstat(), stat.S_IFDIR, ANY_ACCESS_BY_OTHERS)
             lock = _lock(folder)

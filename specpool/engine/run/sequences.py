@@ -3,9 +3,10 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,8 @@ GRAMMAR_SECONDS = 0.01
 """Maximum wait for new grammars before a pass, and for masks after it. The round then leaves late sequences out."""
 LOGITS_PER_SLOT = 1 + 4 * MAX_DRAFT_TOKENS
 """Bounds the logits of a round: drafts of four times the usual length in all sequences at once."""
+
+Item = TypeVar("Item", bound=SequenceItem)
 
 States = npt.NDArray[np.int16]
 """The bits of hidden states in bfloat16, [tokens, width]."""
@@ -361,6 +364,11 @@ class SequenceEngine:
         )
         start = self.grammars.start
         return SequenceRules(known, start(known.grammar, known.prompt_length) if known.grammar else None)
+
+
+def own_items(items: Sequence[Item]) -> list[Item]:
+    """The items of a round, with copies of those that `realign` may change: a round that fails is repeated."""
+    return [copy(item) if len(item.token_ids) > 1 else item for item in items]
 
 
 def _take_own_states(slot: Slot, token_ids: Sequence[int]) -> dict[int, torch.Tensor]:

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specpool.engine.sampling.lexers import EndTokens, Lexer, LexerCache, mask_of
@@ -28,21 +29,36 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_COMPILING, MAX_ERRORS = 64, 256
-"""Maximum number of grammars awaiting compilation, and of errors to keep."""
-SMALL_LEXER_STATES, SMALL_FUEL = 2000, 200_000
-"""Enough for most schemas. Such a lexer computes most masks in milliseconds. Its failures are never final."""
+MAX_ERRORS = 256
+"""Maximum number of errors to keep."""
+SMALL_FUEL = 200_000
+"""Fuel of a small lexer's masks."""
 SMALL_BYTES, LARGE_BYTES, CHARACTER_BYTES = 4 * 2**20, 22 * 2**20, 20
 """Upper estimates from measurements: sizes of lexers with all their states, and bytes per character of a grammar."""
 SLOW_NICENESS = 10
 
 
+@dataclass(frozen=True)
+class GrammarLimits:
+    max_compiling: int = 64
+    """Maximum number of grammars awaiting compilation."""
+    small_states: int = 2000
+    """Enough for most schemas. Such a lexer computes most masks in milliseconds. Its failures are never final."""
+    max_states: int = 32_000
+    """Maximum lexer states; the coordinator uses the same."""
+    max_items: int = 2000
+    """Maximum parser items per mask; the coordinator uses the same."""
+
+
 class Grammars:
     """Compiles grammars and computes masks for one tokenizer, on its own threads."""
 
-    def __init__(self, files: TokenizerFiles, vocab_size: int, max_bytes: int) -> None:
+    def __init__(
+        self, files: TokenizerFiles, vocab_size: int, max_bytes: int, limits: GrammarLimits | None = None
+    ) -> None:
         """`max_bytes`: memory limit of compiled grammars; 0 turns grammars off."""
         self._files, self._vocab_size = files, vocab_size
+        self.limits = limits or GrammarLimits()
         end_ids = frozenset(files.eos_token_ids).intersection(range(vocab_size))  # a draft's vocabulary may be smaller
         self._ends = EndTokens(end_ids, mask_of(end_ids, vocab_size))
         self._tokenizer: Future[LLTokenizer] | None = None
@@ -67,7 +83,7 @@ class Grammars:
         """Wait up to `seconds` for a grammar. Return whether its compilation has succeeded or failed."""
         if self.why_unsupported or self._is_compiled(grammar):
             return True
-        if grammar not in self._waiting and len(self._waiting) >= MAX_COMPILING:
+        if grammar not in self._waiting and len(self._waiting) >= self.limits.max_compiling:
             return False
         with suppress(TimeoutError):
             self._compilation(grammar).result(seconds)
@@ -113,16 +129,13 @@ class Grammars:
 
     def compile(self, grammar: str, is_large: bool) -> Lexer:
         """Return a new lexer that has read nothing. Takes up to tenths of a second. Raises GrammarError."""
-        from specpool.protocol.grammars import (  # needs an extra
-            COMPILE_FUEL,
-            LARGE_FUEL,
-            MAX_LEXER_STATES,
-            compile_grammar,
-        )
+        from specpool.protocol.grammars import COMPILE_FUEL, LARGE_FUEL, compile_grammar  # needs an extra
 
         # A large lexer may have to read a whole text before its first mask.
-        large, small = (MAX_LEXER_STATES, LARGE_FUEL, LARGE_FUEL), (SMALL_LEXER_STATES, COMPILE_FUEL, SMALL_FUEL)
-        matcher = compile_grammar(self._loaded().result(), grammar, *(large if is_large else small))
+        limits = self.limits
+        large, small = (limits.max_states, LARGE_FUEL, LARGE_FUEL), (limits.small_states, COMPILE_FUEL, SMALL_FUEL)
+        tokenizer = self._loaded().result()
+        matcher = compile_grammar(tokenizer, grammar, *(large if is_large else small), limits.max_items)
         max_bytes = (LARGE_BYTES if is_large else SMALL_BYTES) + len(grammar) * CHARACTER_BYTES
         return Lexer(matcher, self._ends, max_bytes, is_large)
 

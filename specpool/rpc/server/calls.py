@@ -13,6 +13,7 @@ import grpc
 
 from specpool.protocol.errors import ServiceError, TooManyCallsError
 from specpool.rpc.config.settings import ServerSettings
+from specpool.rpc.ports import PORT_CHECK_SECONDS
 from specpool.rpc.status import ANSWERED, status_of
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,27 @@ MAX_CONCURRENT_READS_PER_CLIENT = 4
 ENDING_SECONDS = 1.0
 # Retry delay for refused clients.
 RETRY_AFTER_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates and times of a server that no setting changes."""
+
+    refusals_per_second: float = 500
+    """Calls of a client that are refused for lack of room or lateness. Refusing faster would starve others."""
+    max_refusal_seconds: float = 5.0
+    """A refusal that would wait for longer is sent at once: every waiting call takes memory."""
+    invalid_bytes_per_second: float = 16 * 2**20
+    """Bytes of a client's invalid requests that are refused. Refusing faster would starve others."""
+    concurrent_reads: int = 16
+    read_slot_seconds: float = 0.25
+    """A request that is still arriving after this time gives up its read slot and counts as slow."""
+    handshake_seconds: int = 10
+    idle_connection_seconds: int = 300
+    last_calls_seconds: float = 0.5
+    """Time for health and reflection calls to end by themselves after the last call of a service."""
+    port_check_seconds: float = PORT_CHECK_SECONDS
+
 
 _ENDING: dict[int, asyncio.Task[None]] = {}
 """Tasks that send a final status, by call identity."""

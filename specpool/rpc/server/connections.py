@@ -5,6 +5,7 @@ import resource
 from contextlib import suppress
 
 from specpool.rpc.config.settings import ServerSettings
+from specpool.rpc.server.calls import Rates
 
 log = logging.getLogger(__name__)
 
@@ -12,17 +13,15 @@ log = logging.getLogger(__name__)
 UNREAD_BYTES = 16 * 2**10
 # Larger metadata is refused before Python sees it. Tokens have at most 1 KiB.
 MAX_METADATA_BYTES = 8 * 2**10
-IDLE_CONNECTION_SECONDS = 300
 # Minimum number of calls that may wait to be accepted or refused.
 MIN_PENDING_CALLS = 4096
 # Calls of one connection. Clients wait with further ones.
 MAX_STREAMS = 1024
-HANDSHAKE_SECONDS = 10
 # File descriptors besides client connections: files, connections to workers, event loops.
 OTHER_DESCRIPTORS = 128
 
 
-def connection_options(settings: ServerSettings) -> list[tuple[str, int]]:
+def connection_options(settings: ServerSettings, rates: Rates) -> list[tuple[str, int]]:
     """Return the gRPC options of a server that limit its connections."""
     pending = max(MIN_PENDING_CALLS, 2 * settings.max_calls)
     return [
@@ -34,8 +33,8 @@ def connection_options(settings: ServerSettings) -> list[tuple[str, int]]:
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.max_allowed_incoming_connections", max_connections(settings.max_connections)),
         # Clients reconnect by themselves. Connections with open streams are not idle.
-        ("grpc.max_connection_idle_ms", IDLE_CONNECTION_SECONDS * 1000),
-        ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
+        ("grpc.max_connection_idle_ms", rates.idle_connection_seconds * 1000),
+        ("grpc.server_handshake_timeout_ms", rates.handshake_seconds * 1000),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         # With bandwidth-scaled windows, every unread request could hold megabytes.

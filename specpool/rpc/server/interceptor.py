@@ -27,7 +27,7 @@ from specpool.rpc.config.settings import ServerSettings
 from specpool.rpc.observability.line_limits import without_message
 from specpool.rpc.observability.metrics import CallCounter
 from specpool.rpc.server.callers import Authenticator, client_of, is_authenticated, is_health
-from specpool.rpc.server.calls import ENDING_SECONDS, Call, CallLimits, Pace, status_sent
+from specpool.rpc.server.calls import ENDING_SECONDS, Call, CallLimits, Pace, Rates, status_sent
 from specpool.rpc.server.health import NewestCalls
 from specpool.rpc.server.limits import Calls
 from specpool.rpc.server.message_memory import RequestParser
@@ -36,10 +36,6 @@ from specpool.rpc.status import ANSWERED, TrailingMetadata, status_of
 log = logging.getLogger(__name__)
 
 LOG_SECONDS = 60.0
-REFUSALS_PER_SECOND = 500
-"""Calls of a client that are refused for lack of room or for a late request. More take time from other clients."""
-MAX_REFUSAL_SECONDS = 5.0
-"""A refusal that would wait for longer is sent at once: every waiting call takes memory."""
 MAX_LOGGED_CHARACTERS = 1000
 
 Handler: TypeAlias = Any  # grpc.RpcMethodHandler, whose stubs do not cover asyncio
@@ -72,15 +68,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     other error. It therefore registers every method as one with a request stream.
     """
 
-    def __init__(self, settings: ServerSettings, authenticator: Authenticator, counter: CallCounter | None) -> None:
+    def __init__(
+        self, settings: ServerSettings, authenticator: Authenticator, counter: CallCounter | None, rates: Rates
+    ) -> None:
         """`counter`: None if nobody reads the metrics."""
-        self.calls = Calls(CallLimits.of(settings))
+        self.calls = Calls(CallLimits.of(settings), rates)
         """Calls in progress, except health checks, and reflection without a credential."""
         self.refusals = Refusals()
         self._health_calls = {kind: NewestCalls(settings) for kind in product((False, True), repeat=2)}
         """By whether the client is authenticated, and whether the call is a `Check`, which ends by itself."""
         self._authenticator, self._counter = authenticator, counter
-        self._pace = Pace(REFUSALS_PER_SECOND, MAX_REFUSAL_SECONDS)
+        self._pace = Pace(rates.refusals_per_second, rates.max_refusal_seconds)
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]], details: grpc.HandlerCallDetails

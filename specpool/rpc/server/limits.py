@@ -12,20 +12,16 @@ from typing import Any, TypeVar
 
 from specpool.protocol.errors import InvalidArgumentError, SlowRequestError, UnavailableError
 from specpool.rpc.server.callers import client_of
-from specpool.rpc.server.calls import ENDING_SECONDS, Call, CallLimits, Client, Pace, fair_share, too_many
+from specpool.rpc.server.calls import ENDING_SECONDS, Call, CallLimits, Client, Pace, Rates, fair_share, too_many
 from specpool.rpc.server.message_memory import MAX_GROWTH, SCALAR_BYTES, RequestParser
 
-MAX_CONCURRENT_READS = 16
-# A request that is still arriving after this time gives up its read slot and counts as slow. Beyond the maximum number
-# of slow requests, the slowest one of the client with most of them fails. Idle senders therefore block nobody, and
-# memory stays bounded.
-READ_SLOT_SECONDS, MAX_SLOW_REQUESTS = 0.25, 64
+# Beyond the maximum number of slow requests, the slowest one of the client with most of them fails. Idle senders
+# therefore block nobody, and memory stays bounded.
+MAX_SLOW_REQUESTS = 64
 # Smallest share of `receive_seconds` that a request has while many of its client's requests are still to arrive.
 MIN_RECEIVE_SHARE = 0.5
 # Factor on the shared limits that keeps a share for other clients.
 OTHERS_FACTOR = 2
-# Bytes of invalid requests of a client that are refused in a second. More take time from other clients.
-INVALID_BYTES_PER_SECOND = 16 * 2**20
 # Smaller requests are cheap to refuse.
 LARGE_INVALID_BYTES = 64 * 2**10
 # The memory of smaller messages of a stream is not worth counting precisely.
@@ -39,7 +35,8 @@ class Calls:
 
     max_slow = MAX_SLOW_REQUESTS
 
-    def __init__(self, limits: CallLimits) -> None:
+    def __init__(self, limits: CallLimits, rates: Rates | None = None) -> None:
+        self._rates = rates = rates or Rates()
         self.idle = asyncio.Event()
         """Set while no call is in progress that a drain waits for."""
         self.idle.set()
@@ -50,8 +47,8 @@ class Calls:
         self._drained = 0
         """Calls that a drain waits for."""
         self._memory = 0
-        self._reading = asyncio.Semaphore(MAX_CONCURRENT_READS)
-        self._invalid = Pace(INVALID_BYTES_PER_SECOND)
+        self._reading = asyncio.Semaphore(rates.concurrent_reads)
+        self._invalid = Pace(rates.invalid_bytes_per_second)
         self._slow: dict[Call, asyncio.Timeout] = {}
         """Timeouts of the slow requests, slowest first."""
 
@@ -211,7 +208,7 @@ class Calls:
                 await self._take_slot(call.client, slot)
                 timeout.reschedule(loop.time() + seconds)  # the request may have arrived, but not been read
                 self._check_memory(call.client, 0)
-                slow_timer = loop.call_later(READ_SLOT_SECONDS, self._mark_slow, call, slot, timeout)
+                slow_timer = loop.call_later(self._rates.read_slot_seconds, self._mark_slow, call, slot, timeout)
                 return await anext(messages, None)
         except TimeoutError:
             if slow_timer is None:

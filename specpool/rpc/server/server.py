@@ -19,6 +19,7 @@ from specpool.rpc.ports import ListenError, check_port, is_loopback, wait_closed
 from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.tls import server_credentials
 from specpool.rpc.server.callers import Authenticator
+from specpool.rpc.server.calls import Rates
 from specpool.rpc.server.connections import connection_options
 from specpool.rpc.server.health import MAX_HEALTH_REQUEST_BYTES, HealthServicer, process_name
 from specpool.rpc.server.interceptor import CallInterceptor
@@ -30,8 +31,6 @@ LIVE = "live"
 """Name of the liveness check: SERVING unless a restart of the process would help."""
 
 PARENT_CHECK_SECONDS = 0.5
-# Time for health and reflection calls to end by themselves after the last call of a service.
-LAST_CALLS_SECONDS = 0.5
 
 HEALTH_MESSAGE = ("grpc.max_receive_message_length", MAX_HEALTH_REQUEST_BYTES)
 
@@ -39,12 +38,12 @@ HEALTH_MESSAGE = ("grpc.max_receive_message_length", MAX_HEALTH_REQUEST_BYTES)
 class Server:
     """A gRPC server that starts NOT_SERVING. Its owner decides when it serves."""
 
-    def __init__(self, settings: ServerSettings, max_message_bytes: int) -> None:
+    def __init__(self, settings: ServerSettings, max_message_bytes: int, rates: Rates | None = None) -> None:
         """Raise ValueError for unusable TLS or token files.
 
         `max_message_bytes`: larger requests fail with RESOURCE_EXHAUSTED before they are read.
         """
-        self._settings = settings
+        self._settings, self._rates = settings, rates or Rates()
         self._health = HealthServicer()
         self._services: list[str] = []
         self._stopping, self._cut_off = asyncio.Event(), asyncio.Event()
@@ -60,14 +59,14 @@ class Server:
         """Collectors of metrics. Only read if the settings have a `metrics_port`."""
         self._metrics = MetricsEndpoint(self.registry)
         authenticator = Authenticator(settings.api_tokens, settings.tls_ca is not None, settings.allowed_names)
-        interceptor = CallInterceptor(settings, authenticator, self._counter)
+        interceptor = CallInterceptor(settings, authenticator, self._counter, self._rates)
         self._calls, self.refusals = interceptor.calls, interceptor.refusals
-        options = connection_options(settings)
+        options = connection_options(settings, self._rates)
         message_limit = ("grpc.max_receive_message_length", max_message_bytes)
         self._server = grpc.aio.server(interceptors=[interceptor], options=[*options, message_limit])
         self._health_server: grpc.aio.Server | None = None
         if settings.health_port is not None:  # probes get through without TLS and beside the limits of clients
-            interceptor = CallInterceptor(settings, Authenticator(), self._counter)
+            interceptor = CallInterceptor(settings, Authenticator(), self._counter, self._rates)
             self._health_server = grpc.aio.server(interceptors=[interceptor], options=[*options, HEALTH_MESSAGE])
 
     def add(self, name: str, register: Callable[[Any, grpc.aio.Server], None], servicer: Any) -> None:
@@ -160,14 +159,18 @@ class Server:
         self._health.end_watches()
         if self.on_drain is not None:
             self.on_drain()
-        endings = (self._server.stop(seconds + 2 * LAST_CALLS_SECONDS), self._calls_ended(), self._cut_off.wait())
+        endings = (
+            self._server.stop(seconds + 2 * self._rates.last_calls_seconds),
+            self._calls_ended(),
+            self._cut_off.wait(),
+        )
         tasks = [asyncio.create_task(ending) for ending in endings]
         await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
         self._calls.cancel()
         with contextlib.suppress(TimeoutError):  # clients that do not read get no status
-            async with asyncio.timeout(LAST_CALLS_SECONDS):
+            async with asyncio.timeout(self._rates.last_calls_seconds):
                 await self._calls.idle.wait()
         for server in self._servers():
             await server.stop(None)
@@ -181,13 +184,13 @@ class Server:
         """Wait for the end of all calls except health and reflection, which clients may keep open."""
         while True:
             await self._calls.idle.wait()
-            await asyncio.sleep(LAST_CALLS_SECONDS)
+            await asyncio.sleep(self._rates.last_calls_seconds)
             if self._calls.idle.is_set():
                 return
 
     async def _stop_when_closed(self, host: str, port: int) -> None:
         """Stop if gRPC's server closes a port, as after a call whose path is not UTF-8. Nothing can reopen it."""
-        await wait_closed(host, port)
+        await wait_closed(host, port, self._rates.port_check_seconds)
         if not self.stopping:
             self.has_failed = True
             log.error("gRPC has closed %s; exiting with status 1 for a restart", join_address(host, port))

@@ -4,22 +4,25 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from unittest import mock
+from functools import partial
+from typing import Any
 
-import grpc
 import psutil
 import pytest
 from grpc import StatusCode
 from hostile_models import FilesTarget, growing_tokenizer, prepending_tokenizer
 from secure_service import until
-from serving import PATIENCE_SECONDS, Serving, make_request, serving, violated_fields
+from serving import PATIENCE_SECONDS, Serving, make_request, refusal, violated_fields
+from serving import serving as serving_locally
 from tokenizers import Tokenizer
 
-from coordinator.prompts import process_link, tokenizer_pool
-from coordinator.prompts.tokenizer_pool import LimitError, TokenizerPool
+from coordinator.prompts.description import TokenizerDescription
+from coordinator.prompts.process_link import ProcessLink
+from coordinator.prompts.tokenizer_pool import LimitError, TimeLimits, TokenizerPool
 from specpool.testing import byte_tokenizer
 from specpool.v1 import generation_pb2 as pb
 
+serving = partial(serving_locally, new_pool=TokenizerPool)
 TEMPLATE = "{% if messages[0].role == 'bomb' %}BOMB{% else %}{{ messages[0].content }}{% endif %}"
 SHORT_SECONDS = 0.3
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}WORK{% endfor %}{% endfor %}"
@@ -65,17 +68,11 @@ def text(content: str) -> pb.GenerateRequest:
     return pb.GenerateRequest(text=content, sampling_params=pb.SamplingParams(max_tokens=4))
 
 
-async def refused(served: Serving, request: pb.GenerateRequest) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await served.stub.Generate(request)
-    return caught.value
-
-
 async def refused_beside_others(served: Serving, bomb: pb.GenerateRequest, fields: list[str], reason: str) -> None:
     """Send a request twice at once. It fails while others are served, and the coordinator stays small."""
     process = psutil.Process()
     before, largest = process.memory_info().rss, 0
-    bombs = [asyncio.create_task(refused(served, bomb)) for _ in range(2)]
+    bombs = [asyncio.create_task(refusal(served.stub.Generate(bomb))) for _ in range(2)]
     while not all(task.done() for task in bombs):
         await served.expect(make_request(max_tokens=4))
         largest = max(largest, process.memory_info().rss)
@@ -105,12 +102,12 @@ async def test_templates_that_take_gigabytes_fail_their_chats_only(bombs: list[s
 @pytest.mark.parametrize("bombs", [["power"], pytest.param([*IN_TIME], marks=pytest.mark.slow)])
 async def test_templates_that_take_hours_fail_their_chats_only(bombs: list[str]) -> None:
     # A busy machine gives a process little processor time.
-    patient = mock.patch.object(process_link, "PATIENCE", 60 / SHORT_SECONDS)
-    with mock.patch.object(tokenizer_pool, "MAX_SECONDS", SHORT_SECONDS), patient:
-        async with serving(FilesTarget(template_of(IN_TIME)), with_draft=False) as served:
-            for bomb in bombs:
-                await refused_beside_others(served, chat(bomb), ["chat.messages"], "template takes more than 0.3 s")
-                assert (await served.stub.Generate(chat("user", "hello"))).usage.prompt_tokens == 5
+    patient = partial(TokenizerPool, new_link=partial(ProcessLink, patience=60 / SHORT_SECONDS))
+    async with serving(FilesTarget(template_of(IN_TIME)), with_draft=False, new_pool=patient) as served:
+        served.process.coordinator.tokenizers.times = TimeLimits(seconds=SHORT_SECONDS)
+        for bomb in bombs:
+            await refused_beside_others(served, chat(bomb), ["chat.messages"], "template takes more than 0.3 s")
+            assert (await served.stub.Generate(chat("user", "hello"))).usage.prompt_tokens == 5
 
 
 @pytest.mark.parametrize("make", [growing_tokenizer, pytest.param(prepending_tokenizer, marks=pytest.mark.slow)])
@@ -125,7 +122,7 @@ async def test_a_tokenizer_that_takes_gigabytes_fails_its_prompt_only(make: Call
 
 async def test_prompts_after_a_bomb_are_answered_by_new_processes() -> None:
     async with serving(FilesTarget(TEMPLATE, growing_tokenizer().to_str()), with_draft=False) as served:
-        bombs = [refused(served, text("x" * 50)) for _ in range(3)]
+        bombs = [refusal(served.stub.Generate(text("x" * 50))) for _ in range(3)]
         innocents = [served.stub.Generate(text("hello")) for _ in range(8)]
         for error in await asyncio.gather(*bombs):
             assert "the tokenizer takes more than" in error.details()
@@ -135,15 +132,15 @@ async def test_prompts_after_a_bomb_are_answered_by_new_processes() -> None:
 
 async def test_a_killed_prompt_process_fails_no_request() -> None:
     loops = "{% for i in range(2000) %}{% for j in range(9999) %}{% endfor %}{% endfor %}done"
-    with mock.patch.object(tokenizer_pool, "MAX_SECONDS", PATIENCE_SECONDS):
-        async with serving(FilesTarget(TEMPLATE.replace("BOMB", loops)), with_draft=False) as served:
-            pool = served.process.coordinator.tokenizers
-            call = served.stub.Generate(chat("bomb"))
-            await until(lambda: any(map(is_busy, pool.pids)))
-            for pid in pool.pids:
-                os.kill(pid, signal.SIGKILL)
-            assert (await call).usage.prompt_tokens == len("done")
-            assert (await served.stub.Generate(text("hello"))).usage.prompt_tokens == 5
+    async with serving(FilesTarget(TEMPLATE.replace("BOMB", loops)), with_draft=False) as served:
+        pool = served.process.coordinator.tokenizers
+        pool.times = TimeLimits(seconds=PATIENCE_SECONDS)
+        call = served.stub.Generate(chat("bomb"))
+        await until(lambda: any(map(is_busy, pool.pids)))
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGKILL)
+        assert (await call).usage.prompt_tokens == len("done")
+        assert (await served.stub.Generate(text("hello"))).usage.prompt_tokens == 5
 
 
 def is_busy(pid: int) -> bool:
@@ -154,13 +151,20 @@ def is_busy(pid: int) -> bool:
 
 
 async def test_a_tokenizer_is_loaded_again_after_a_failure_that_may_pass() -> None:
-    target = FilesTarget(TEMPLATE)
-    async with serving(with_draft=False, with_target=False) as served:
+    target, can_start = FilesTarget(TEMPLATE), False
+
+    class Failing(TokenizerPool):
+        async def load(self, *files: Any) -> TokenizerDescription:
+            if not can_start:
+                raise LimitError("no process can start")
+            return await super().load(*files)
+
+    async with serving(with_draft=False, with_target=False, new_pool=Failing) as served:
         try:
-            with mock.patch.object(TokenizerPool, "load", side_effect=LimitError("no process can start")):
-                await target.start(served.target_address)
-                await served.until(lambda info: "unusable tokenizer: no process can start" in info.target.reason)
-                assert (await refused(served, text("hello"))).code() is StatusCode.UNAVAILABLE
+            await target.start(served.target_address)
+            await served.until(lambda info: "unusable tokenizer: no process can start" in info.target.reason)
+            assert (await refusal(served.stub.Generate(text("hello")))).code() is StatusCode.UNAVAILABLE
+            can_start = True
             await served.until_ready(False)
             assert (await served.stub.Generate(text("hello"))).usage.prompt_tokens == 5
         finally:

@@ -2,17 +2,18 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
-from unittest import mock
+from collections.abc import AsyncIterator
+from functools import partial
 
-import grpc
 import pytest
 import pytest_asyncio
 from grpc import StatusCode
-from serving import PATIENCE_SECONDS, RecordingTarget, Serving, make_request, serving, violated_fields
+from local_prompts import LocalLink
+from serving import PATIENCE_SECONDS, RecordingTarget, Serving, make_request, refusal, serving, violated_fields
 from template_target import TemplateTarget
 
-from coordinator.prompts.process_link import ProcessLink
+from coordinator.prompts.frames import Kind
+from coordinator.prompts.tokenizer_pool import TokenizerPool
 from specpool.testing import VOCAB_SIZE
 from specpool.v1 import generation_pb2 as pb
 
@@ -29,6 +30,7 @@ async def served() -> AsyncIterator[Serving]:
         max_request_bytes=4 * 2**20,
         request_memory=2**30,
         prefill_tokens=LONG,
+        new_pool=TokenizerPool,
     ) as serving_:
         yield serving_
 
@@ -36,12 +38,6 @@ async def served() -> AsyncIterator[Serving]:
 def chat(*contents: str, role: str = "user", **fields: object) -> pb.GenerateRequest:
     messages = [pb.ChatMessage(role=role, content=content) for content in contents]
     return pb.GenerateRequest(chat=pb.ChatInput(messages=messages), **fields)
-
-
-async def refused(call: Awaitable[pb.GenerateResponse]) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value
 
 
 HOSTILE = {
@@ -60,7 +56,7 @@ HOSTILE = {
 
 async def test_prompts_that_cannot_fit_fail_while_others_are_served(served: Serving) -> None:
     for case, (request, field, limit) in HOSTILE.items():
-        hostile = [asyncio.create_task(refused(served.stub.Generate(request))) for _ in range(3)]
+        hostile = [asyncio.create_task(refusal(served.stub.Generate(request))) for _ in range(3)]
         slowest = 0.0
         while not all(call.done() for call in hostile):
             began = time.monotonic()
@@ -86,8 +82,10 @@ async def test_prompts_at_the_limits_are_served(served: Serving) -> None:
 
 
 async def test_a_hostile_template_fails_the_chat_while_others_are_served() -> None:
-    async with serving(TemplateTarget(HUGE_TEMPLATE, max_model_len=LONG), with_draft=False) as served:
-        calls = [asyncio.create_task(refused(served.stub.Generate(chat("hi")))) for _ in range(3)]
+    async with serving(
+        TemplateTarget(HUGE_TEMPLATE, max_model_len=LONG), with_draft=False, new_pool=TokenizerPool
+    ) as served:
+        calls = [asyncio.create_task(refusal(served.stub.Generate(chat("hi")))) for _ in range(3)]
         await asyncio.gather(*(served.expect(make_request()) for _ in range(8)))
         for error in await asyncio.gather(*calls):
             assert error.code() is StatusCode.INVALID_ARGUMENT
@@ -97,29 +95,34 @@ async def test_a_hostile_template_fails_the_chat_while_others_are_served() -> No
 
 
 async def test_full_queue_refuses_before_tokenization() -> None:
-    async with serving(with_draft=False, max_num_seqs=1, queue_size=1) as served:
+    asked: list[Kind] = []
+    new_pool = partial(TokenizerPool, new_link=partial(LocalLink, asked))
+    async with serving(with_draft=False, max_num_seqs=1, queue_size=1, new_pool=new_pool) as served:
         served.target.open.clear()
         calls = [served.stub.Generate(make_request(request_id=f"r{i}")) for i in range(2)]
         await served.until(lambda info: info.running == 1 and info.queued == 1)
-        with mock.patch.object(ProcessLink, "ask", side_effect=AssertionError("tokenized")):
-            for request in (chat("hi"), pb.GenerateRequest(text="hi"), make_request()):
-                error = await refused(served.stub.Generate(request))
-                assert error.code() is StatusCode.RESOURCE_EXHAUSTED
-                assert error.details() == "the queue is full (1 samples wait)"
-            error = await refused(served.stub.Generate(chat("hi", request_id="r0")))
-            assert error.code() is StatusCode.ALREADY_EXISTS
+        for request in (chat("hi"), pb.GenerateRequest(text="hi"), make_request()):
+            error = await refusal(served.stub.Generate(request))
+            assert error.code() is StatusCode.RESOURCE_EXHAUSTED
+            assert error.details() == "the queue is full (1 samples wait)"
+        error = await refusal(served.stub.Generate(chat("hi", request_id="r0")))
+        assert error.code() is StatusCode.ALREADY_EXISTS
+        assert {*asked} == {Kind.LOAD}
         served.target.open.set()
         for call in calls:
             assert (await call).finish_reason == "length"
 
 
-async def test_other_fields_are_checked_before_tokenization(served: Serving) -> None:
-    with mock.patch.object(ProcessLink, "ask", side_effect=AssertionError("tokenized")):
+async def test_other_fields_are_checked_before_tokenization() -> None:
+    asked: list[Kind] = []
+    new_pool = partial(TokenizerPool, new_link=partial(LocalLink, asked))
+    async with serving(RecordingTarget(max_model_len=LONG), with_draft=False, new_pool=new_pool) as served:
         for params, field in (
             (pb.SamplingParams(max_tokens=LONG), "max_tokens"),
             (pb.SamplingParams(max_tokens=0), "max_tokens"),
             (pb.SamplingParams(stop_token_ids=[VOCAB_SIZE]), "stop_token_ids"),
             (pb.SamplingParams(logprobs=21), "logprobs"),
         ):
-            error = await refused(served.stub.Generate(chat("hi", sampling_params=params)))
+            error = await refusal(served.stub.Generate(chat("hi", sampling_params=params)))
             assert violated_fields(error) == [f"sampling_params.{field}"]
+        assert {*asked} == {Kind.LOAD}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,10 +22,19 @@ from tiny_tokenizers import BYTES
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers
 
-from coordinator.prompts import process_link, tokenizer_pool
+from coordinator.prompts import tokenizer_pool
 from coordinator.prompts.description import TokenizerError
 from coordinator.prompts.frames import Allowance, Kind
-from coordinator.prompts.tokenizer_pool import Constraint, LimitError, Prompt, PromptError, TokenizerPool, TooLongError
+from coordinator.prompts.process_link import ProcessDiedError, ProcessLink
+from coordinator.prompts.tokenizer_pool import (
+    Constraint,
+    LimitError,
+    Prompt,
+    PromptError,
+    TimeLimits,
+    TokenizerPool,
+    TooLongError,
+)
 from specpool.protocol.errors import UnavailableError
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.testing import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
@@ -108,35 +118,35 @@ async def test_a_process_that_died_idle_is_replaced(pool: TokenizerPool) -> None
 async def test_a_process_that_misbehaves_is_ended_and_leaves_no_descriptors(act: str) -> None:
     code = f"import os, sys, time; sys.stdin.buffer.read(5); {act}"
     before = psutil.Process().num_fds()
-    with mock.patch.object(process_link, "COMMAND", [sys.executable, "-c", code]):
-        for _ in range(2):
-            link = process_link.ProcessLink()
-            await link.start()
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                with pytest.raises(process_link.ProcessDiedError):
-                    await link.ask(Kind.TEXT, b"", Allowance.prompt(0, 3.0), 100)
-            assert not link.is_usable
+    link = ProcessLink([sys.executable, "-c", code], patience=0.1)
+    await link.start()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        with pytest.raises(ProcessDiedError):
+            await link.ask(Kind.TEXT, b"", Allowance.prompt(0, 3.0), 100)
+    assert not link.is_usable
     await until(lambda: psutil.Process().num_fds() <= before)
 
 
-async def test_a_stopped_process_does_not_hold_its_prompt_forever(pool: TokenizerPool) -> None:
+async def test_a_stopped_process_does_not_hold_its_prompt_forever() -> None:
+    pool = TokenizerPool(100, partial(ProcessLink, patience=5.0))
     await pool.load(files(), VOCAB_SIZE)
     await until(lambda: all(link.loaded for link in pool._links))
-    with mock.patch.multiple(tokenizer_pool, MAX_SECONDS=0.1), mock.patch.multiple(process_link, PATIENCE=5.0):
-        for pid in pool.pids:
-            os.kill(pid, signal.SIGSTOP)
-        assert await encode(pool, text("a")) == BYTES.encode("a").ids
+    pool.times = TimeLimits(seconds=0.1)
+    for pid in pool.pids:
+        os.kill(pid, signal.SIGSTOP)
+    assert await encode(pool, text("a")) == BYTES.encode("a").ids
+    await pool.close()
 
 
 async def test_a_cancelled_prompt_frees_its_process(pool: TokenizerPool) -> None:
     await pool.load(files(LOOP), VOCAB_SIZE)
-    with mock.patch.object(tokenizer_pool, "MAX_SECONDS", 0.5):
-        for _ in range(3):
-            endless = asyncio.create_task(pool.encode(chat("a")))
-            await asyncio.sleep(0.05)
-            endless.cancel()
-        for content in ("a", "b"):
-            assert await encode(pool, text(content)) == BYTES.encode(content).ids
+    pool.times = TimeLimits(seconds=0.3)
+    for _ in range(3):
+        endless = asyncio.create_task(pool.encode(chat("a")))
+        await asyncio.sleep(0.05)
+        endless.cancel()
+    for content in ("a", "b"):
+        assert await encode(pool, text(content)) == BYTES.encode(content).ids
 
 
 @pytest.mark.slow
@@ -288,28 +298,30 @@ def wide_trie() -> bytes:
 
 
 @pytest.mark.slow
-async def test_a_process_that_cannot_load_the_tokenizer_gets_no_prompt(
-    pool: TokenizerPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_process_that_cannot_load_the_tokenizer_gets_no_prompt() -> None:
     """It loaded before, so the cause is a lack of memory."""
+    refusals = 0
+
+    class Refusing(ProcessLink):
+        async def ask(self, kind: Kind, *others: Any) -> tuple[Kind, bytes]:
+            nonlocal refusals
+            if kind is Kind.LOAD and refusals:
+                refusals -= 1
+                return Kind.REFUSED, b"out of memory"
+            return await super().ask(kind, *others)
+
+    pool = TokenizerPool(100, Refusing)
+    pool.times = TimeLimits(restart_seconds=0.05)
     await pool.load(files(), VOCAB_SIZE)
-    ask, refusals = process_link.ProcessLink.ask, 3
-
-    async def refusing(link: process_link.ProcessLink, kind: Kind, *others: Any) -> tuple[Kind, bytes]:
-        nonlocal refusals
-        if kind is Kind.LOAD and refusals:
-            refusals -= 1
-            return Kind.REFUSED, b"out of memory"
-        return await ask(link, kind, *others)
-
-    monkeypatch.setattr(tokenizer_pool, "RESTART_SECONDS", 0.05)
-    monkeypatch.setattr(process_link.ProcessLink, "ask", refusing)
+    await until(lambda: all(link.loaded for link in pool._links))
+    refusals = 3
     for pid in pool.pids:
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(UnavailableError, match="cannot start a prompt process"):
         await encode(pool, text("a"))
     await until(lambda: not refusals)
     assert await encode(pool, text("a")) == BYTES.encode("a").ids
+    await pool.close()
 
 
 @pytest.mark.slow
@@ -349,18 +361,7 @@ async def test_constraints_become_grammars_or_refusals(pool: TokenizerPool) -> N
 async def test_a_constraint_that_takes_too_long_harms_only_itself(pool: TokenizerPool) -> None:
     await pool.load(files(), VOCAB_SIZE)
     await compile_(pool, "json_schema", POINT)
-    with mock.patch.object(tokenizer_pool, "MAX_CONSTRAINT_SECONDS", 0.05):
-        with pytest.raises(LimitError, match=r"compiling it takes more than (0.05 s|256 MiB)"):
-            await compile_(pool, "regex", "(a{1000}){1000}")
-        assert "json_schema" in await compile_(pool, "json_schema", POINT, client="b")
-
-
-def slow(pool: TokenizerPool, now: list[float]) -> Any:
-    """Loading that takes 100 seconds of this clock."""
-    load = pool._load_grammars
-
-    async def load_slowly(link: process_link.ProcessLink) -> None:
-        await load(link)
-        now[0] += 100.0
-
-    return load_slowly
+    pool.times = TimeLimits(constraint_seconds=0.05)
+    with pytest.raises(LimitError, match=r"compiling it takes more than (0.05 s|256 MiB)"):
+        await compile_(pool, "regex", "(a{1000}){1000}")
+    assert "json_schema" in await compile_(pool, "json_schema", POINT, client="b")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,10 +13,10 @@ import grpc
 import pytest
 import pytest_asyncio
 from grpc import StatusCode
-from serving import RecordingTarget, Serving, make_request, serving, stream, violated_fields
+from serving import RecordingTarget, Serving, make_request, refusal, serving, stream, violated_fields
 
-from coordinator.prompts import constraint_reader, tokenizer_pool
-from coordinator.prompts.tokenizer_pool import Constraint, LimitError, PromptError
+from coordinator.prompts import constraint_reader
+from coordinator.prompts.tokenizer_pool import Constraint, LimitError, PromptError, TimeLimits, TokenizerPool
 from specpool.protocol.errors import InvalidArgumentError, QueueFullError
 from specpool.v1 import generation_pb2 as pb
 
@@ -41,12 +42,6 @@ async def served() -> AsyncIterator[Serving]:
         yield serving_
         await serving_.expect(make_request())
         await serving_.until_idle()
-
-
-async def refusal(served: Serving, request: pb.GenerateRequest) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await served.stub.Generate(request)
-    return refused.value
 
 
 ACCEPTED: dict[str, tuple[dict[str, Any], str]] = {
@@ -103,7 +98,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 async def test_invalid_constraints_are_refused_by_name(served: Serving) -> None:
     for case, (params, name, reason) in [*REFUSED.items(), *REFUSED.items()]:
-        error = await refusal(served, constrained(**params))
+        error = await refusal(served.stub.Generate(constrained(**params)))
         assert error.code() is StatusCode.INVALID_ARGUMENT, case
         assert violated_fields(error) == [f"sampling_params.{name}"]
         assert error.details().startswith(f"sampling_params.{name}: {reason}")
@@ -141,18 +136,22 @@ async def test_results_are_kept_up_to_a_maximum() -> None:
     assert compiled == ["a", "(", *others, "("]
 
 
-async def test_a_constraint_that_takes_too_long_delays_nobody(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    await served.stub.Generate(constrained(regex="a"))
-    monkeypatch.setattr(tokenizer_pool, "MAX_CONSTRAINT_SECONDS", 0.2)
-    hostile = served.stub.Generate(constrained(regex="(a{1000}){1000}"))
-    began = time.monotonic()
-    await served.expect(make_request())
-    assert time.monotonic() - began < 5.0
-    with pytest.raises(grpc.aio.AioRpcError, match="compiling it takes more than") as refused:
-        await hostile
-    assert refused.value.code() is StatusCode.INVALID_ARGUMENT
-    monkeypatch.setattr(tokenizer_pool, "MAX_CONSTRAINT_SECONDS", 0.0)  # the refusal is kept
-    assert (await refusal(served, constrained(regex="(a{1000}){1000}"))).details() == refused.value.details()
+async def test_a_constraint_that_takes_too_long_delays_nobody() -> None:
+    async with serving(with_draft=False, new_pool=TokenizerPool) as served:
+        await served.stub.Generate(constrained(regex="a"))
+        pool = served.process.coordinator.tokenizers
+        pool.times = TimeLimits(constraint_seconds=0.2)
+        hostile = served.stub.Generate(constrained(regex="(a{1000}){1000}"))
+        began = time.monotonic()
+        await served.expect(make_request())
+        assert time.monotonic() - began < 5.0
+        with pytest.raises(grpc.aio.AioRpcError, match="compiling it takes more than") as refused:
+            await hostile
+        assert refused.value.code() is StatusCode.INVALID_ARGUMENT
+        pool.times = TimeLimits(constraint_seconds=0.0)  # the refusal is kept
+        assert (
+            await refusal(served.stub.Generate(constrained(regex="(a{1000}){1000}")))
+        ).details() == refused.value.details()
 
 
 async def test_refusals_by_limits_are_kept_for_a_while() -> None:
@@ -198,11 +197,12 @@ async def test_equal_constraints_of_a_client_share_a_compilation() -> None:
 
 async def test_processes_without_llguidance_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(RecordingTarget(supports_grammars=False), with_draft=False) as served:
-        error = await refusal(served, constrained(regex="a"))
+        error = await refusal(served.stub.Generate(constrained(regex="a")))
         assert error.code() is StatusCode.UNIMPLEMENTED
         assert error.details().startswith(f"sampling_params.regex: the target worker at {served.target_address} needs ")
         await served.expect(make_request())
-        monkeypatch.setattr(served.process.coordinator.constraints, "_missing", "needs llguidance: pip install it")
-        error = await refusal(served, constrained(regex="a"))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    async with serving(RecordingTarget(), with_draft=False) as served:
+        error = await refusal(served.stub.Generate(constrained(regex="a")))
         assert error.code() is StatusCode.UNIMPLEMENTED
-        assert error.details() == "sampling_params.regex: the coordinator needs llguidance: pip install it"
+        assert error.details().startswith("sampling_params.regex: the coordinator needs llguidance: ")

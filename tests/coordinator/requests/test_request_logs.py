@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from serving import RecordingTarget, make_request, serving, stream
+from serving import RecordingTarget, make_request, refusal, serving, stream
 from template_target import TemplateTarget
 
 from coordinator.prompts.prompt_reader import PromptReader
@@ -47,17 +47,11 @@ def chat(role: str) -> pb.GenerateRequest:
     return pb.GenerateRequest(chat=pb.ChatInput(messages=[pb.ChatMessage(role=role, content=CANARY)]))
 
 
-async def refusal(call: Any) -> str:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return str(caught.value.details())
-
-
 async def test_prompts_are_never_logged(written: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpool.rpc.server.interceptor.LOG_SECONDS", 0.0)  # each refusal is logged
     async with serving(TemplateTarget(QUOTING)) as served:
         for role in ("odd", "user"):
-            assert CANARY in await refusal(served.stub.Generate(chat(role)))
+            assert CANARY in (await refusal(served.stub.Generate(chat(role)))).details()
         await served.stub.Generate(pb.GenerateRequest(text=CANARY, sampling_params=pb.SamplingParams(stop=[CANARY])))
         await stream(served, pb.GenerateRequest(text=CANARY))
         await refusal(served.stub.Generate(pb.GenerateRequest(text=CANARY * 100_000)))

@@ -201,7 +201,7 @@ def test_a_preempted_sequence_finds_its_pages_until_they_are_evicted(evicted: bo
 def test_samples_share_the_pages_of_their_prompt() -> None:
     """Eight copies of the prompt would not fit."""
     simulation = Simulation()
-    samples = simulation.submit("a", 1024, 60, n=8)
+    samples = simulation.submit("a", 1025, 60, n=8)
     simulation.round()
     assert simulation.window.pages.used == 1024 // PAGE_SIZE + 8
     simulation.run_until_done(*samples, rounds=120)
@@ -269,3 +269,13 @@ def test_every_sequence_finishes(
     simulation.round()
     assert simulation.window.is_empty
     assert simulation.window.kv_usage == 0
+
+
+def test_samples_that_share_a_long_prompt_give_up_its_pages_together() -> None:
+    """None of them holds the prompt alone, so the pages of one sequence tell little."""
+    simulation = Simulation()
+    hogs = simulation.submit("hog", 1500, 500, n=4)
+    simulation.round()
+    (other,) = simulation.submit("other", 700, 10)
+    simulation.run_until_done(other, rounds=100)
+    assert not any(hog.finish for hog in hogs)

@@ -17,6 +17,7 @@ from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
 from coordinator.scheduling.text import TextStream
 from specpool.drafting.plans import DraftMethod, DraftPlan, Lookup
+from specpool.protocol.features import FeatureSpec, WantedFeatures
 from specpool.protocol.rounds import MAX_ITEM_BRANCHES, Branch, ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.worker_info import WorkerInfo
@@ -148,7 +149,7 @@ def check_propose_items(group: list[Sequence], items: list[ProposeItem], budget:
         end = item.base_length + len(item.token_ids)
         assert item.token_ids
         assert item.base_length == min(sequence.draft_base_length, length - 1)
-        check_first_contact(item, sequence, sequence.draft.predicted)
+        check_first_contact(item, sequence, 0 if item.base_length else sequence.draft.predicted)
         assert list(item.token_ids) == sequence.token_ids[item.base_length : end]
         assert 0 <= item.num_draft_tokens <= sequence.request.num_speculative_tokens
         assert item.num_draft_tokens <= max(0, sequence.request.max_tokens - sequence.num_generated - 1)
@@ -542,6 +543,18 @@ def test_a_wrong_prediction_loses_no_cache() -> None:
     _, (item,) = run_once([sequence], target, draft, [], round_id=3)
     assert (item.base_length, item.expected_prefix_length) == (8, 0)
     assert sequence.num_generated == 1
+
+
+def test_recomputed_positions_are_no_cached_prefix() -> None:
+    """The draft worker computes them again, with states that have arrived since."""
+    wanted, sequence = WantedFeatures(FeatureSpec((1,), 1), window=64), make_sequence(PROMPT)
+    sequence.draft.predicted = 16
+    sequence.draft.commit(20)
+    sequence.target.commit(19)
+    sequence.draft.add_features(bytes(9 * wanted.spec.row_bytes), 19, wanted)  # of the positions from 10 on
+    (item,) = Round(1, [sequence], 100).propose_items(replace(NO_LIMITS, feature_layers=(1,), feature_width=1))
+    assert (item.base_length, item.token_ids, item.expected_prefix_length) == (11, PROMPT[11:], 0)
+    assert len(item.features) == 9 * wanted.spec.row_bytes
 
 
 def test_cached_tokens_count_what_the_target_found_before_the_first_token() -> None:

@@ -15,10 +15,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from coordinator.scheduling.admission import MAX_OVERTAKEN
-from coordinator.scheduling.capacity import DuplicateRequestError, KVCapacity, QueueLimitError, QueueLimits
+from coordinator.scheduling.capacity import (
+    DuplicateRequestError,
+    KVCapacity,
+    QueueLimitError,
+    QueueLimits,
+    protected_tokens,
+)
 from coordinator.scheduling.grouping import GroupingLimits, Ragged
 from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Sequence
+from specpool.engine.cache.pages import PageTables
+from specpool.engine.cache.slots import SlotTable
+from specpool.protocol.rounds import ItemStatus, VerifyItem
 
 # Few ids, so that they are reused, even while an aborted request with the same id is in a round.
 REQUEST_IDS = st.sampled_from("abcdefgh")
@@ -356,20 +365,36 @@ def test_a_wrong_prediction_is_not_repeated() -> None:
 
 def test_shared_pages_are_held_once() -> None:
     window = paged(4, pages=12)
-    one, other = sharing(window, [1, 2], (5,) * 64)  # four full pages, and one of their own
+    one, other = sharing(window, [1, 2], (5,) * 65)  # four full pages, and one of their own
     window.admit()
     assert (window.pages.used, window.pages[one.sequence_id], window.pages[other.sequence_id]) == (6, 1, 1)
     assert window.kv_usage == 0.5
-    stranger = make_sequence(3, prompt=(5,) * 64, client="z")
-    assert (window.pages.needed_by(stranger), window.pages.needed_by(make_sequence(4, prompt=(5,) * 64))) == (5, 1)
+    stranger = make_sequence(3, prompt=(5,) * 65, client="z")
+    assert (window.pages.needed_by(stranger), window.pages.needed_by(make_sequence(4, prompt=(5,) * 65))) == (5, 1)
     submit(window, stranger)
     window.admit()
-    assert window.pages.by_client(()) == {"": 6, "z": 5}
+    assert window.pages.by_client((), Counter()) == {"": 6, "z": 5}
     window.queue.abort(one)
-    assert window.pages.by_client(window.leaving_ids) == {"": 5, "z": 5}
+    assert window.pages.by_client(window.leaving_ids, Counter()) == {"": 5, "z": 5}
     release(window)
     assert (window.pages.used, window.pages[other.sequence_id]) == (10, 5)
     window.check_integrity()
+
+
+@pytest.mark.parametrize("length", [62, 63, 64, 65, 66])
+def test_pages_are_counted_as_targets_hold_them(length: int) -> None:
+    """A page that the prompt fills to its last token is not shared, because that token runs."""
+    prompt = (5,) * length
+    window, target = paged(4, pages=40), SlotTable(4, PageTables(4, 640, 640, 16))
+    sequences = sharing(window, [1, 2, 3], prompt)
+    window.admit()
+    for sequence in sequences:
+        key, item = ("c", sequence.sequence_id), VerifyItem(0, 0, prompt, cache_namespace=b"")
+        held_until = min(sequence.next_length + protected_tokens(length), sequence.max_length)
+        assert target.realign(key, 1, item, held_until) is ItemStatus.OK
+        target[key].token_ids[item.base_length :] = item.token_ids
+        target.keep(key, length)
+    assert window.pages.used == 40 - target.tables.free // 16
 
 
 def test_a_target_with_other_pages_is_counted_anew() -> None:
@@ -377,7 +402,7 @@ def test_a_target_with_other_pages_is_counted_anew() -> None:
     one, other = sharing(window, [1, 2])
     window.admit()
     window.fit(2, KVCapacity(100, 4))
-    assert (window.pages.used, window.pages[one.sequence_id]) == (12, 1)
+    assert (window.pages.used, window.pages[one.sequence_id]) == (13, 2)
     window.check_integrity()
     window.admit()
     assert (list(window.ready), list(window.parked.values())) == ([one], [other])

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import product
 from typing import Any
 
 import grpc
@@ -104,13 +105,13 @@ class EuroTarget(RecordingTarget):
         return euro[(euro.index(context[-1]) + 1) % 3] if context[-1] in euro else euro[0]
 
 
-@pytest.mark.parametrize("max_tokens", [30, 31])
-async def test_a_lagging_reader_gets_the_same_text(max_tokens: int) -> None:
+async def test_a_lagging_reader_gets_the_same_text() -> None:
     async with serving(target=EuroTarget(), with_draft=False) as served:
         generate = served.process.coordinator.generate
         served.process.coordinator.generate = lambda *request: Lagging(generate(*request))  # type: ignore[method-assign]
-        _, complete = await stream(served, make_request(max_tokens=max_tokens))
-        assert complete.text == byte_tokenizer().decode(list(complete.token_ids))
+        for max_tokens in (30, 31):
+            _, complete = await stream(served, make_request(max_tokens=max_tokens))
+            assert complete.text == byte_tokenizer().decode(list(complete.token_ids))
 
 
 class Lagging:
@@ -134,33 +135,33 @@ def prompt_that_ends(target: FakeTarget, within: int) -> list[int]:
     return next([i, j] for i in range(256) for j in range(256) if 3 < len(target.continuation([i, j], within)) < within)
 
 
-@pytest.mark.parametrize("k", [0, 4])
-async def test_the_end_of_sequence_token_stops_and_has_no_text(k: int) -> None:
+async def test_the_end_of_sequence_token_stops_and_has_no_text() -> None:
     async with serving(target=RecordingTarget(eos_rate=0.1)) as served:
         prompt = prompt_that_ends(served.target, 30)
-        response = await served.expect(make_request(prompt, 30, k))
-        assert response.finish_reason == "stop"
-        assert response.token_ids[-1] == response.matched_token_id == EOS_TOKEN_ID
-        assert response.text == byte_tokenizer().decode(list(response.token_ids[:-1]))
-        _, complete = await stream(served, make_request(prompt, 30, k))
-        assert complete.text == response.text
-        ignoring = await served.expect(make_request(prompt, 30, k, ignore_eos=True))
-        assert EOS_TOKEN_ID in ignoring.token_ids
-        assert (ignoring.finish_reason, len(ignoring.token_ids)) == ("length", 30)
+        for k in (0, 4):
+            response = await served.expect(make_request(prompt, 30, k))
+            assert response.finish_reason == "stop"
+            assert response.token_ids[-1] == response.matched_token_id == EOS_TOKEN_ID
+            assert response.text == byte_tokenizer().decode(list(response.token_ids[:-1]))
+            _, complete = await stream(served, make_request(prompt, 30, k))
+            assert complete.text == response.text
+            ignoring = await served.expect(make_request(prompt, 30, k, ignore_eos=True))
+            assert EOS_TOKEN_ID in ignoring.token_ids
+            assert (ignoring.finish_reason, len(ignoring.token_ids)) == ("length", 30)
 
 
-@pytest.mark.parametrize(("k", "ignore_eos"), [(0, True), (3, False), (8, True)])
-async def test_stop_tokens_stop_where_they_first_occur(k: int, ignore_eos: bool) -> None:
+async def test_stop_tokens_stop_where_they_first_occur() -> None:
     async with serving() as served:
         expected = served.target.continuation([9, 9], 40)
         stop = expected[17]
-        request = make_request([9, 9], 40, k, stop_token_ids=[stop, 256], ignore_eos=ignore_eos)
-        response = await served.expect(request)
-        assert list(response.token_ids) == expected[: expected.index(stop) + 1]
-        assert (response.finish_reason, response.matched_token_id) == ("stop", stop)
-        chunks, complete = await stream(served, request)
-        assert complete.text == byte_tokenizer().decode(list(complete.token_ids[:-1]))
-        assert chunks[-1].token_ids[-1] == stop
+        for k, ignore_eos in ((0, True), (3, False), (8, True)):
+            request = make_request([9, 9], 40, k, stop_token_ids=[stop, 256], ignore_eos=ignore_eos)
+            response = await served.expect(request)
+            assert list(response.token_ids) == expected[: expected.index(stop) + 1]
+            assert (response.finish_reason, response.matched_token_id) == ("stop", stop)
+            chunks, complete = await stream(served, request)
+            assert complete.text == byte_tokenizer().decode(list(complete.token_ids[:-1]))
+            assert chunks[-1].token_ids[-1] == stop
 
 
 async def test_max_tokens_defaults_to_the_setting_within_the_remaining_positions() -> None:
@@ -195,23 +196,22 @@ async def test_full_acceptance_gains_k_plus_one_tokens_per_round(k: int, policy:
         check_statistics(complete)
 
 
-@pytest.mark.parametrize("end", ["stop_token_ids", "stop", "max_tokens"])
-@pytest.mark.parametrize("emitted", [1, 2, 5])
-async def test_a_round_that_is_cut_counts_the_tokens_it_emitted(end: str, emitted: int) -> None:
-    target = LettersTarget()
-    last = 64 + emitted
-    params = {"stop_token_ids": {end: [last]}, "stop": {end: [byte_tokenizer().decode([last])]}, "max_tokens": {}}[end]
+async def test_a_round_that_is_cut_counts_the_tokens_it_emitted() -> None:
+    target, accepted, completed = LettersTarget(), 0, 0
     async with serving(target, FakeDraft(target, acceptance=1.0)) as served:
-        request = make_request([60], 40 if params else emitted, 4, **params)
-        response = await served.stub.Generate(request)
-        stats, counters = response.speculative_decoding, (await served.until_idle()).counters
-    check_statistics(response)
-    assert len(response.token_ids) == emitted
-    has_drafted = emitted > 1 or end != "max_tokens"
-    assert stats.num_spec_steps == has_drafted
-    assert stats.mean_acceptance_length == emitted * has_drafted
-    assert counters.accepted_draft_tokens == stats.num_accepted_draft_tokens == emitted - 1
-    assert counters.completion_tokens == response.usage.completion_tokens
+        for end, emitted in product(("stop_token_ids", "stop", "max_tokens"), (1, 2, 5)):
+            last = 64 + emitted
+            params = {"stop_token_ids": {end: [last]}, "stop": {end: [byte_tokenizer().decode([last])]}}.get(end, {})
+            response = await served.stub.Generate(make_request([60], 40 if params else emitted, 4, **params))
+            check_statistics(response)
+            assert len(response.token_ids) == emitted
+            has_drafted = emitted > 1 or end != "max_tokens"
+            stats, counters = response.speculative_decoding, (await served.until_idle()).counters
+            assert stats.num_spec_steps == has_drafted
+            assert stats.mean_acceptance_length == emitted * has_drafted
+            assert stats.num_accepted_draft_tokens == emitted - 1
+            accepted, completed = accepted + emitted - 1, completed + response.usage.completion_tokens
+            assert (counters.accepted_draft_tokens, counters.completion_tokens) == (accepted, completed)
 
 
 class LettersTarget(FakeTarget):
@@ -245,13 +245,12 @@ class LoopingTarget(RecordingTarget):
         return 65 + len(context) % 5
 
 
-@pytest.mark.parametrize("method", [pb.DRAFT_METHOD_NGRAM, pb.DRAFT_METHOD_BEST])
-async def test_without_a_draft_worker_prompt_lookup_drafts(method: pb.DraftMethod) -> None:
+async def test_without_a_draft_worker_prompt_lookup_drafts() -> None:
     async with serving(LoopingTarget(), with_draft=False) as served:
-        response = await served.expect(make_request(max_tokens=60, k=4, method=method))
-        assert response.speculative_decoding.mean_acceptance_length > 3
-        drafts = (await served.info()).counters.drafts
-        assert set(drafts) == {"ngram"}
+        for method in (pb.DRAFT_METHOD_NGRAM, pb.DRAFT_METHOD_BEST):
+            response = await served.expect(make_request(max_tokens=60, k=4, method=method))
+            assert response.speculative_decoding.mean_acceptance_length > 3
+            assert set((await served.info()).counters.drafts) == {"ngram"}
 
 
 async def test_responses_carry_the_request_id_and_the_seed() -> None:

@@ -15,15 +15,7 @@ from specpool.v1 import generation_pb2 as pb
 ANNE, BOB = (("client", "anne"),), (("client", "bob"),)
 
 
-@pytest.fixture(autouse=True)
-def clients_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All connections of a test come from one host, so metadata names the client."""
-
-    def named(context: Any) -> str:
-        return str(dict(context.invocation_metadata()).get("client", ""))
-
-    for module in ("coordinator.serving.service", "coordinator.serving.service"):
-        monkeypatch.setattr(f"{module}.client_of", named)
+pytestmark = pytest.mark.usefixtures("clients_by_metadata")
 
 
 @asynccontextmanager

@@ -16,11 +16,7 @@ from specpool.v1.generation_pb2_grpc import GenerationServiceStub
 ANNE, BOB = (("client", "anne"),), (("client", "bob"),)
 
 
-@pytest.fixture(autouse=True)
-def clients_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metadata names the client."""
-    name = "coordinator.serving.service.client_of"
-    monkeypatch.setattr(name, lambda context: str(dict(context.invocation_metadata()).get("client", "")))
+pytestmark = pytest.mark.usefixtures("clients_by_metadata")
 
 
 @pytest.mark.parametrize("overlap", ["on", "off"])

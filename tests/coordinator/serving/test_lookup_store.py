@@ -13,15 +13,7 @@ MAX_TOKENS = 60
 ANNE, BOB = (("client", "anne"),), (("client", "bob"),)
 
 
-@pytest.fixture(autouse=True)
-def clients_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All connections of a test come from one host, so metadata names the client."""
-
-    def named(context: Any) -> str:
-        return str(dict(context.invocation_metadata()).get("client", ""))
-
-    for module in ("coordinator.serving.service", "coordinator.serving.service"):
-        monkeypatch.setattr(f"{module}.client_of", named)
+pytestmark = pytest.mark.usefixtures("clients_by_metadata")
 
 
 def salted(salt: str, number: int = 1, **fields: Any) -> pb.GenerateRequest:

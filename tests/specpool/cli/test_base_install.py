@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from importlib.metadata import version
+from itertools import chain
 
 import pytest
 
@@ -10,6 +11,7 @@ from specpool import __main__ as entry
 from specpool.cli.main import COMMANDS, MODULES
 from specpool.cli.usage import SUMMARIES, usage
 from specpool.distill.settings import DistillSettings
+from specpool.environment import extras
 
 
 def test_summaries_are_those_of_the_commands() -> None:
@@ -19,6 +21,14 @@ def test_summaries_are_those_of_the_commands() -> None:
     assert SUMMARIES["distill"] == DistillSettings.__doc__
 
 
+@pytest.fixture
+def base_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the modules of all extras."""
+    for module in chain.from_iterable(extras.MODULES.values()):
+        monkeypatch.setitem(sys.modules, module, None)
+
+
+@pytest.mark.usefixtures("base_install")
 @pytest.mark.parametrize(
     ("arguments", "status", "out", "err"),
     [
@@ -29,22 +39,18 @@ def test_summaries_are_those_of_the_commands() -> None:
     ],
 )
 def test_a_base_install_answers_without_extras(
-    arguments: list[str], status: int, out: str, err: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.setattr("specpool.environment.extras._is_installed", lambda module: False)
-    monkeypatch.setattr(sys, "argv", ["specpool", *arguments])
+    arguments: list[str], status: int, out: str, err: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
-        entry.main()
+        entry.main(arguments)
     assert end.value.code == status
     assert capsys.readouterr() == (out and out + "\n", err and err + "\n")
 
 
-def test_commands_name_the_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specpool.environment.extras._is_installed", lambda module: False)
-    monkeypatch.setattr(sys, "argv", ["specpool", "distill", "--help"])
+@pytest.mark.usefixtures("base_install")
+def test_commands_name_the_missing_extra() -> None:
     with pytest.raises(SystemExit, match=r"^specpool distill: needs torch, .*\[worker\]"):
-        entry.main()
+        entry.main(["distill", "--help"])
 
 
 @pytest.mark.parametrize("module", ["specpool.cli.usage", "specpool.distill.settings"])

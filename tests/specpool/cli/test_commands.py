@@ -36,10 +36,9 @@ def specpool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
     async def run(*arguments: str, stdin: str | bytes = "") -> tuple[int, str, str]:
         data = stdin.encode() if isinstance(stdin, str) else stdin
-        monkeypatch.setattr(sys, "argv", ["specpool", *arguments])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
         with pytest.raises(SystemExit) as end:
-            await asyncio.to_thread(command.main)
+            await asyncio.to_thread(command.main, [*arguments])
         assert isinstance(end.value.code, int)
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err

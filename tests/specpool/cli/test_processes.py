@@ -5,16 +5,29 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
-from specpool.cli import processes
-from specpool.cli.processes import Service, kill
+from specpool.cli.processes import MAX_UNANSWERED, Service, kill
 from specpool.rpc.ports import free_port
 
 SUPPORT = Path(__file__).parents[2] / "support"
 PATIENCE_SECONDS = 60
+
+
+class Noting(Service):
+    """Counts the checks that have ended; a stopped process answers none."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.checks = asyncio.Semaphore(0)
+
+    async def answers(self, channel: grpc.aio.Channel) -> bool:
+        answered = await super().answers(channel)
+        self.checks.release()
+        return answered
 
 
 @pytest.mark.slow
@@ -25,18 +38,9 @@ async def test_stopped_process_is_restarted(
 ) -> None:
     """Even if it stops before it is first checked."""
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
-    monkeypatch.setattr(processes, "RESTART_SECONDS", 0.0)
-    monkeypatch.setattr(processes, "LIVENESS_TIMEOUT_SECONDS", 1.0)
-    answers, watched = processes._answers, asyncio.Event()
-
-    async def answers_noted(channel: grpc.aio.Channel) -> bool:
-        if answered := await answers(channel):
-            watched.set()
-        return answered
-
-    monkeypatch.setattr(processes, "_answers", answers_noted)
     port = free_port()
-    service = Service("health", "health_process", [str(port)], f"127.0.0.1:{port}")
+    service = Noting("health", "health_process", [str(port)], f"127.0.0.1:{port}")
+    service.restart_seconds, service.liveness_timeout_seconds = 0.0, 1.0
     await service.start()
     first = service.process
     assert first is not None
@@ -47,7 +51,7 @@ async def test_stopped_process_is_restarted(
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
             if stops_when == "watched":
-                await watched.wait()
+                await service.checks.acquire()
                 os.kill(first.pid, signal.SIGSTOP)
             assert await first.wait() == -signal.SIGKILL
             while service.process is first:  # noqa: ASYNC110 - another task replaces it
@@ -60,26 +64,17 @@ async def test_stopped_process_is_restarted(
         await kill([service.process] if service.process is not None else [])
 
 
-async def test_a_process_that_refuses_connections_keeps_running(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_refuses_connections_keeps_running() -> None:
     """As one whose clients hold `max_connections`."""
-    monkeypatch.setattr(processes, "LIVENESS_SECONDS", 0.0)
-    monkeypatch.setattr(processes, "LIVENESS_TIMEOUT_SECONDS", 0.5)
-    answers, checks = processes._answers, asyncio.Semaphore(0)
-
-    async def answers_noted(channel: grpc.aio.Channel) -> bool:
-        answered = await answers(channel)
-        checks.release()
-        return answered
-
-    monkeypatch.setattr(processes, "_answers", answers_noted)
     async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) as refusing:
-        service = Service("refusing", "", [], f"127.0.0.1:{refusing.sockets[0].getsockname()[1]}")
+        service = Noting("refusing", "", [], f"127.0.0.1:{refusing.sockets[0].getsockname()[1]}")
+        service.liveness_seconds, service.liveness_timeout_seconds = 0.0, 0.5
         sleep = [sys.executable, "-c", "import time; time.sleep(3600)"]
         service.process = await asyncio.create_subprocess_exec(*sleep, start_new_session=True)
         service.has_served = True
         keeping = asyncio.create_task(service._kill_if_stopped(service.process))
-        for _ in range(processes.MAX_UNANSWERED + 1):
-            waiting = asyncio.create_task(checks.acquire())
+        for _ in range(MAX_UNANSWERED + 1):
+            waiting = asyncio.create_task(service.checks.acquire())
             await asyncio.wait([waiting, keeping], return_when=asyncio.FIRST_COMPLETED)
         assert service.process.returncode is None
         assert not keeping.done()

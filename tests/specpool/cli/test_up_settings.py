@@ -142,6 +142,7 @@ def test_a_standby_has_the_flags_of_the_target_except_its_own_ports() -> None:
     assert "--target-standby-address" not in services_of(UpSettings(), "a", "b")[-1].arguments
 
 
+@pytest.mark.usefixtures("cuda_driver")
 @pytest.mark.parametrize(
     ("target", "standby", "kv_memory", "refused"),
     [
@@ -161,10 +162,7 @@ def test_target_and_standby_on_one_gpu_need_the_size_of_their_caches(
         target=model, draft="none", target_device=target, standby=True, standby_devices=standby,
         target_kv_memory=kv_memory,
     )  # fmt: skip
-    with (
-        mock.patch("specpool.engine.config.device_names._why_no_gpu", return_value=None),
-        pytest.raises(ProcessFailedError, match=r"^target-kv-memory: must be given") if refused else nullcontext(),
-    ):
+    with pytest.raises(ProcessFailedError, match=r"^target-kv-memory: must be given") if refused else nullcontext():
         check_services(services_of(settings, model, None))
 
 
@@ -205,9 +203,9 @@ def test_drafts_hold_the_sequences_of_all_targets() -> None:
     assert named_services(drafts=3, max_num_seqs=8)["draft worker 1"]["--max-sequences"] == "8"
 
 
+@pytest.mark.usefixtures("cuda_driver")
 def test_workers_take_devices_in_turns_and_divide_the_cores() -> None:
-    with mock.patch("specpool.engine.config.device_names._why_no_gpu", return_value=None):
-        gpus = named_services(targets=3, target_device="cuda:0,cuda:1", drafts=2, draft_device="cpu", threads=8)
+    gpus = named_services(targets=3, target_device="cuda:0,cuda:1", drafts=2, draft_device="cpu", threads=8)
     assert [gpus[f"target worker {number}"]["--device"] for number in (1, 2, 3)] == ["cuda:0", "cuda:1", "cuda:0"]
     assert {gpus[f"target worker {number}"]["--threads"] for number in (1, 2, 3)} == {"8"}
     assert [(gpus[f"draft worker {number}"]["--device"], gpus[f"draft worker {number}"]["--threads"])
@@ -215,11 +213,9 @@ def test_workers_take_devices_in_turns_and_divide_the_cores() -> None:
     assert named_services(targets=3, target_device="cpu", threads=2)["target worker 2"]["--threads"] == "1"
 
 
+@pytest.mark.usefixtures("cuda_driver")
 def test_targets_on_one_gpu_need_the_size_of_their_caches(tiny_pair: tuple[Path, Path]) -> None:
     model = str(tiny_pair[0])
     settings = UpSettings(target=model, draft="none", targets=3, target_device="cuda:0,cuda:1")
-    with (
-        mock.patch("specpool.engine.config.device_names._why_no_gpu", return_value=None),
-        pytest.raises(ProcessFailedError, match=r"^target-kv-memory: must be given, since targets share cuda:0"),
-    ):
+    with pytest.raises(ProcessFailedError, match=r"^target-kv-memory: must be given, since targets share cuda:0"):
         check_services(services_of(settings, model, None))

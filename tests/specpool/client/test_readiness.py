@@ -18,10 +18,8 @@ from specpool.v1 import generation_pb2 as pb
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr("specpool.client.retries.time", SimpleNamespace(monotonic=lambda: clock.now))
-    return clock
+def clock() -> SimpleNamespace:
+    return SimpleNamespace(now=100.0)
 
 
 def state(name: str, reason: str = "") -> pb.GetServerInfoResponse:
@@ -35,7 +33,7 @@ def rpc_error(code: grpc.StatusCode) -> RequestError:
 
 def test_patience_begins_anew_while_the_server_is_loading(clock: SimpleNamespace) -> None:
     shown: list[str] = []
-    readiness = Readiness(10, shown.append)
+    readiness = Readiness(10, shown.append, lambda: clock.now)
     readiness.unanswered(rpc_error(grpc.StatusCode.UNAVAILABLE))
     clock.now += 9
     assert not readiness.is_ready(state("connecting", "UNAVAILABLE: refused"))
@@ -53,7 +51,7 @@ def test_patience_begins_anew_while_the_server_is_loading(clock: SimpleNamespace
 
 
 def test_the_last_error_is_raised_if_a_server_does_not_answer(clock: SimpleNamespace) -> None:
-    readiness = Readiness(10, None)
+    readiness = Readiness(10, None, lambda: clock.now)
     clock.now += 9
     assert readiness.answer_seconds == pytest.approx(1)
     readiness.unanswered(rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED))

@@ -26,11 +26,9 @@ EXISTS, EXHAUSTED = grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXH
 # --- Delays
 
 
-def test_backoff_grows_until_progress_patience_or_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specpool.client.retries.time.monotonic", lambda: now)
-    monkeypatch.setattr("random.uniform", max)
+def test_backoff_grows_until_progress_patience_or_deadline() -> None:
     now, error = 100.0, UnavailableError("gone", UNAVAILABLE)
-    retries = Retries(patience=10.0, timeout=30.0)
+    retries = Retries(10.0, 30.0, lambda: now, max)
     pauses = []
     for _ in range(6):
         pauses.append(retries.pause(error))

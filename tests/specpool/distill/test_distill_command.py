@@ -21,11 +21,10 @@ from specpool.engine.passes.native.model import NativeModel
 TINY = ["--held-out", "8", "--dialogues", "64", "--output-tokens", "256", "--epochs", "0.3", "--batch-tokens", "200"]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, command: Any, *arguments: object) -> int:
+def run(command: Any, *arguments: object) -> int:
     """Run a command; return its exit status."""
-    monkeypatch.setattr("sys.argv", ["command", *map(str, arguments)])
     try:
-        command.main()
+        command.main([*map(str, arguments)])
     except SystemExit as end:
         return int(end.code or 0)
     return 0
@@ -51,18 +50,18 @@ def test_training_continues_with_new_dialogues(
     tmp_path: Path, tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, more = tmp_path / "first", tmp_path / "more"
-    assert run(monkeypatch, main, "--target", tiny_pair[0], "--output", first, *TINY) == 0
+    assert run(main, "--target", tiny_pair[0], "--output", first, *TINY) == 0
     assert "agreement 0." in capsys.readouterr().out
     draft = load_trained(first / "draft.safetensors")
     initial = ["--initial", first / "draft.safetensors", "--seed", 1, "--output", more]
-    assert run(monkeypatch, main, "--target", tiny_pair[0], *TINY, *initial) == 0
+    assert run(main, "--target", tiny_pair[0], *TINY, *initial) == 0
     again = load_trained(more / "draft.safetensors")
     assert again.keys() == draft.keys()
     assert torch.equal(again["output_ids"], draft["output_ids"])
     assert not torch.equal(again["head"], draft["head"])
     torch.testing.assert_close(again["head"], draft["head"], atol=0.05, rtol=0.05)
     # The checkpoint belongs to a draft with other settings.
-    assert run(monkeypatch, main, "--target", tiny_pair[0], *TINY, *initial[:2], "--output", first) == 2
+    assert run(main, "--target", tiny_pair[0], *TINY, *initial[:2], "--output", first) == 2
     assert "output: " in capsys.readouterr().err
 
 
@@ -77,7 +76,7 @@ def test_an_existing_draft_is_rounded_without_training(
     arguments = ["--target", tiny_pair[0], *TINY, "--initial", tmp_path / "initial", "--epochs", 0, "--output", output]
 
     monkeypatch.setattr(main, "MAX_LOSS", 1)
-    assert run(monkeypatch, main, *arguments) == 0
+    assert run(main, *arguments) == 0
     assert "4-bit weights: agreement 0." in capsys.readouterr().out
     assert not (output / "checkpoint.pt").exists()
     before, after = load_trained(tmp_path / "initial"), load_trained(output / "draft-4bit.safetensors")
@@ -90,7 +89,7 @@ def test_an_existing_draft_is_rounded_without_training(
     assert kinds_of(output / "model") == {"Q4_1", "INT8", "BFLOAT16"}
 
     monkeypatch.setattr(main, "MAX_LOSS", -1)
-    assert run(monkeypatch, main, *arguments) == 0
+    assert run(main, *arguments) == 0
     assert "keeping int8: 4-bit weights lose more than" in capsys.readouterr().out
     assert not (output / "draft-4bit.safetensors").exists()
     assert kinds_of(output / "model") == {"INT8", "BFLOAT16"}
@@ -133,7 +132,7 @@ def test_invalid_arguments_fail_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, main, "--target", tiny_pair[0], *arguments) == 2
+    assert run(main, "--target", tiny_pair[0], *arguments) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in last
     assert last.startswith("specpool distill: ")
@@ -144,7 +143,7 @@ def test_unsupported_target_architecture_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = save_model(tmp_path / "target", small_config("gpt2", n_embd=64, n_head=4, n_layer=2))
-    assert run(monkeypatch, main, "--target", target, "--output", tmp_path / "draft") == 2
+    assert run(main, "--target", target, "--output", tmp_path / "draft") == 2
     assert "gpt2 does not have the structure of Llama" in capsys.readouterr().err
 
 
@@ -197,7 +196,7 @@ def test_invalid_prompts_are_named_by_line(
     prompts = tmp_path / "prompts.jsonl"
     if text is not None:
         prompts.write_text(text)
-    assert run(monkeypatch, evaluate, "--prompts", prompts) == 2
+    assert run(evaluate, "--prompts", prompts) == 2
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
@@ -224,5 +223,5 @@ def test_incompatible_models_are_refused(
         file.write_text(json.dumps(tokenizer))
         arguments = [str(other) if argument == "OTHER" else argument for argument in arguments]
     pair = ["--target", tiny_pair[0], "--model", tiny_pair[1], "--max-model-len", 512]
-    assert run(monkeypatch, evaluate, "--prompts", tmp_path / "prompts.jsonl", *pair, *arguments) == 2
+    assert run(evaluate, "--prompts", tmp_path / "prompts.jsonl", *pair, *arguments) == 2
     assert message in capsys.readouterr().err.strip().splitlines()[-1]

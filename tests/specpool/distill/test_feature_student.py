@@ -166,12 +166,9 @@ def test_training_lowers_the_loss_of_all_steps(target: Any, examples: list[Examp
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_states_are_dropped_from_the_start(
-    examples: list[Example], share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specpool.distill.training.DROPPED_SHARE", share)
+def test_states_are_dropped_from_the_start(examples: list[Example], share: float) -> None:
     batch = next(batches(examples, 10**6, random.Random(0)))
-    dropped = drop_states(batch, random.Random(3))
+    dropped = drop_states(batch, random.Random(3), share)
     assert batch.states is not None
     assert dropped.states is not None
     kept = (dropped.states == batch.states).all(-1)

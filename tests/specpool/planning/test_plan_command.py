@@ -36,14 +36,9 @@ SMALL = ["--num-prompts", "4", "--max-tokens", "24", "--max-num-speculative-toke
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def run() -> Callable[..., None]:
     """Run `specpool plan` with arguments, in this process."""
-
-    def run_command(*arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["plan", *arguments])
-        command.main()
-
-    return run_command
+    return lambda *arguments: command.main([*arguments])
 
 
 @pytest.fixture
@@ -142,6 +137,7 @@ def test_measures_and_plans_a_tiny_pair(
     assert f"window {recommended['window']}" in captured.err
 
 
+@pytest.mark.slow
 def test_drafts_that_read_hidden_states(
     run: Any, passes_take: Any, refusal: Refusal, tiny_pair: tuple[Path, Path], tmp_path: Path, capsys: Any
 ) -> None:
@@ -163,7 +159,7 @@ def test_drafts_that_read_hidden_states(
         assert reason in refusal(*SMALL, "--target", target, "--draft", str(reading))
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_eagle_heads_can_be_planned(
     run: Any, passes_take: Any, refusal: Refusal, tmp_path: Path, capsys: Any, version: int
 ) -> None:  # fmt: skip
@@ -178,11 +174,6 @@ def test_eagle_heads_can_be_planned(
     assert 0 <= draft["agreement"] < 1
     wide = save_model(tmp_path / "wide", tiny_config(num_hidden_layers=8))
     assert "draft: " in refusal(*SMALL, "--target", str(wide), "--draft", str(head))
-
-
-def test_the_command_starts() -> None:
-    command_line = [sys.executable, "-m", "specpool.cli.main", "plan", "--help"]
-    assert "--throughput" in subprocess.run(command_line, capture_output=True, text=True, check=True).stdout
 
 
 PAIR = ["--target", "TARGET", "--draft", "DRAFT"]

@@ -1,5 +1,6 @@
 """Rounds of sequences with grammars: the same tokens with every draft, forced tokens, and failures."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from worker_service import DRAFT, OK, TARGET, Role, Worker, propose, serving, verify
 
 from specpool.engine.run.engine import Engine
-from specpool.engine.sampling.grammars import Grammars
+from specpool.engine.sampling.grammars import GrammarLimits, Grammars
 from specpool.testing import EOS_TOKEN_ID, byte_tokenizer
 from specpool.v1 import common_pb2
 from specpool.v1 import draft_worker_pb2 as draft_pb
@@ -212,13 +213,12 @@ MANY_STATES = r"start: /(.|\n)*[!-~](.|\n){12}z1/"
 
 @pytest.mark.parametrize("max_states", [60, 32_000])
 async def test_grammar_limits_end_requests_at_the_same_token_as_plain_decoding(
-    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, max_states: int
+    engines: dict[str, Engine], max_states: int
 ) -> None:
     """Drafts and earlier requests with the same grammar do not count against a request's limit."""
-    monkeypatch.setattr("specpool.engine.sampling.grammars.SMALL_LEXER_STATES", 40)
-    monkeypatch.setattr("specpool.protocol.grammars.MAX_LEXER_STATES", max_states)
     outcomes = []
     async with serving(TARGET, engines[TARGET.name]) as target:
+        target.host.backend.grammars.limits = GrammarLimits(small_states=40, max_states=max_states)
         for k in (0, 12, 1):
             results = await target.round(first(sampled(MANY_STATES, temperature=1.5)))
             while results[-1].status == OK and len(token_ids := tokens_in(results)) < 90:
@@ -236,7 +236,7 @@ async def test_workers_say_whether_they_have_grammars(
     role: Role, is_installed: bool, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_installed:
-        monkeypatch.setattr("specpool.environment.extras._is_installed", lambda module: module != "llguidance")
+        monkeypatch.setitem(sys.modules, "llguidance", None)
     async with serving(role, engines[role.name]) as worker:
         assert (await worker.info()).load.supports_grammars == is_installed
         item = worker.item(1, 0, PROMPT)

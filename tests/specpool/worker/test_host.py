@@ -52,12 +52,11 @@ ABOUT_THE_WORK = [
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_work_longer_than_the_lease_keeps_its_sequences(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_work_longer_than_the_lease_keeps_its_sequences(fails: bool) -> None:
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("specpool.worker.host.time", SimpleNamespace(monotonic=lambda: clock.now))
     slots = SlotTable(4)
     slots.load = slots.info = lambda: None  # type: ignore[attr-defined]
-    host = WorkerHost(lambda report: slots)  # type: ignore[arg-type, return-value]
+    host = WorkerHost(lambda report: slots, lambda: clock.now)  # type: ignore[arg-type, return-value]
     await host.load()
 
     def work(table: SlotTable) -> None:

@@ -16,10 +16,20 @@ from specpool.protocol.errors import QueueFullError
 from specpool.worker.streams import MAX_STREAMS, MAX_STREAMS_PER_CLIENT, RoundStreams
 
 
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Coordinators without streams count as gone at once."""
-    monkeypatch.setattr("specpool.worker.streams.ORPHANED_SECONDS", 0.01)
+def impatient(worker: Worker) -> Worker:
+    """Let coordinators without streams count as gone at once."""
+    worker.host.streams.orphaned_seconds = 0.01
+    return worker
+
+
+@pytest.fixture(name="target")
+def impatient_target(target: Worker) -> Worker:
+    return impatient(target)
+
+
+@pytest.fixture(name="worker")
+def impatient_worker(worker: Worker) -> Worker:
+    return impatient(worker)
 
 
 # A coordinator that takes every slot of a target worker, then waits until it is killed.
@@ -108,8 +118,8 @@ async def test_a_round_in_flight_when_its_stream_ends_orphans_its_coordinator(ta
         await until_served(target, *(verify(i, 0, [7]) for i in range(SLOTS)), coordinator_id="next")
 
 
-async def test_excess_streams_are_refused_until_one_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specpool.worker.streams.MAX_STREAMS_PER_CLIENT", MAX_STREAMS)
+async def test_excess_streams_are_refused_until_one_ends(worker: Worker) -> None:
+    worker.host.streams.max_per_client = MAX_STREAMS
     streams = [worker.open_stream() for _ in range(MAX_STREAMS)]
     for number, stream in enumerate(streams):
         await stream.write(worker.request(coordinator_id=f"c{number}"))

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -349,11 +348,9 @@ async def test_responses_name_their_process(worker: Worker) -> None:
     assert response.instance_id == worker.host.instance_id == (await worker.info()).instance_id
 
 
-async def test_only_a_silent_coordinator_loses_its_sequences(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_a_silent_coordinator_loses_its_sequences(worker: Worker) -> None:
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(
-        "specpool.worker.host.time", SimpleNamespace(monotonic=lambda: clock.now, perf_counter_ns=time.perf_counter_ns)
-    )
+    worker.host.clock = lambda: clock.now
     lease = 0.04
     reaper = asyncio.create_task(worker.host.expire_leases(lease))
     await worker.round(worker.item(1, 0, [5]), worker.item(2, 0, [6]), coordinator_id="silent")

@@ -42,9 +42,9 @@ VARIANTS: list[dict[str, Any]] = [
 DRAFT_LENGTHS = (None, None, 1, 4)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, run the test, and print what it found."""
-    options = parse()
+    options = parse(arguments)
     try:
         result = asyncio.run(chaos(options))
     except ProcessFailedError as error:

@@ -42,9 +42,9 @@ AUDIT_SECONDS, IDLE_SECONDS = 5.0, 20.0
 COUNT = whole(1, 10**9)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, run the soak, and print the audit."""
-    options = parse()
+    options = parse(arguments)
     try:
         with tempfile.TemporaryDirectory() as folder:
             result = asyncio.run(soak(options, *make_tiny_pair(Path(folder))))

@@ -168,8 +168,8 @@ static INLINE void add_values(int width, wide sums[GROUPS][WIDTH], const float *
     }
 }
 
-/* A place to prefetch: PREFETCHED positions after a block, or past the last block, in `after`, which comes next. */
-   to prefetch after the values. */
+/* The mean of the values of all positions, weighted by their scores, for `width` vectors of a head. `after`: address to
+   prefetch after the values. */
 static INLINE void weighted_mean(int width, const float *values, const Places *places, const int32_t *blocks,
                                  int64_t number, const float *scores, int64_t stride, const float *total,
                                  const float *after, float *out) {

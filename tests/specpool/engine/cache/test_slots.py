@@ -227,3 +227,18 @@ def test_coordinators_without_sequences_are_forgotten() -> None:
     assert len(table._last_seen) == len(table._orphaned) + 1 == 2 + IDLE_COORDINATORS
     assert table.expire(LEASE_SECONDS + 0.5, LEASE_SECONDS) == 1
     assert table.find(("released", 1)) is None
+
+
+def test_tokens_of_a_cache_miss_leave_no_digest() -> None:
+    """Other tokens may follow the base, and are not cached as those of the missed prefix."""
+    table = table_of(3, columns=48, page_size=2)
+    served(table, ("a", 1), (1, 1, 2, 2, 3))
+    served(table, ("b", 1), (1, 1))
+    missed = SequenceItem(0, 2, (2, 2, 9, 9, 9), expected_prefix_length=4)
+    assert table.realign(("b", 1), 2, missed, 8) is ItemStatus.CACHE_MISS
+    assert table.realign(("b", 1), 3, SequenceItem(0, 2, (7, 7, 7)), 5) is ItemStatus.OK
+    table["b", 1].token_ids[2:] = 7, 7, 7
+    table.keep(("b", 1), 5)
+    table.check_integrity()
+    assert served(table, ("c", 1), (1, 1, 7, 7, 5)) is ItemStatus.OK
+    assert table["c", 1].prefix_length == 4

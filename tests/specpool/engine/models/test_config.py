@@ -70,8 +70,6 @@ def test_unsupported_models_are_refused_before_weights_are_read(
         ("layer_types", [1, 2, 3]),
         ("layer_types", ["linear_attention", "full_attention", "full_attention"]),
         ("sliding_window", "x"),
-        ("max_position_embeddings", 0.5),
-        ("num_attention_heads", "6"),
         ("rope_parameters", [1]),
     ],
 )

@@ -3,7 +3,7 @@
 import errno
 import shutil
 import threading
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.models import embedded_pair
 from specpool.engine.models.config import load_config
 from specpool.engine.models.draft_weights import save_compact
-from specpool.engine.models.embedded_pair import Pair, float32_copy
+from specpool.engine.models.embedded_pair import Pair, Report, create_pair, draft_weights, float32_copy, save_float32
 from specpool.engine.models.weights import read_weights
 from specpool.engine.passes.native.model import NativeModel
 from specpool.environment.extras import Source
@@ -33,18 +33,21 @@ def random_trained(target: Path, rows: int = 100) -> dict[str, torch.Tensor]:
     return Student(model, [0, 2], torch.arange(rows)).trained()
 
 
-def test_the_pair_consists_of_the_target_and_the_shipped_draft(
-    tmp_path: Path, tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pair_consists_of_the_target_and_the_shipped_draft(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
     trained = random_trained(tiny_pair[0])
     save_compact(tmp_path / "draft.safetensors", trained)
-    monkeypatch.setattr(embedded_pair, "DRAFT", tmp_path / "draft.safetensors")
-    monkeypatch.setattr(embedded_pair, "_fetch", lambda folder: tiny_pair[0])
-    monkeypatch.setattr(embedded_pair, "_make_target", shutil.copytree)
+
+    def make_target(scratch: Path, folder: Path, report: Report) -> None:
+        shutil.copytree(tiny_pair[0], folder)
+
+    def create(folder: Path, draft: Path, report: Report) -> None:
+        assert draft == ROOT / embedded_pair.DRAFT
+        create_pair(folder, tmp_path / "draft.safetensors", report, make_target)
+
     for name in (*embedded_pair.OLDER, "smollm2-135m-30"):
         (tmp_path / "cache" / name / "target").mkdir(parents=True)
     assert embedded_pair.existing_pair(tmp_path / "cache") is None
-    pair = embedded_pair.embedded_pair(tmp_path / "cache")
+    pair = embedded_pair.embedded_pair(tmp_path / "cache", create=create)
     assert embedded_pair.existing_pair(tmp_path / "cache") == pair
     assert embedded_pair.embedded_pair(tmp_path / "cache") == pair
     left = {path.name for path in (tmp_path / "cache").iterdir()}
@@ -57,41 +60,34 @@ def test_the_pair_consists_of_the_target_and_the_shipped_draft(
     assert draft.forward_pass.kinds.keys() == {"INT8", "BFLOAT16"}
 
 
-def test_interruptions_leave_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(source: Path | str, folder: Path) -> None:
+def test_interruptions_leave_no_files(tmp_path: Path) -> None:
+    def interrupt(source: Path | str, folder: Path, *_: Report) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "some").touch()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(embedded_pair, "_fetch", lambda folder: folder)
-    monkeypatch.setattr(embedded_pair, "_make_target", interrupt)
-    monkeypatch.setattr(embedded_pair, "save_float32", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        embedded_pair.embedded_pair(tmp_path)
+        embedded_pair.embedded_pair(tmp_path, create=partial(create_pair, make_target=interrupt))
     assert list(tmp_path.iterdir()) == []
     (tmp_path / embedded_pair.FOLDER).mkdir()
     with pytest.raises(KeyboardInterrupt):
-        float32_copy(tmp_path)
+        float32_copy(tmp_path, interrupt)
     assert list((tmp_path / embedded_pair.FOLDER).iterdir()) == []
 
 
-def test_installed_packages_read_the_draft_from_their_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert embedded_pair.draft_weights() == ROOT / embedded_pair.DRAFT
-    monkeypatch.setattr(embedded_pair, "__file__", str(tmp_path / embedded_pair.DRAFT))
-    monkeypatch.setattr(embedded_pair, "installed_from", lambda: Source(ROOT, is_editable=False))
-    assert embedded_pair.draft_weights() == ROOT / embedded_pair.DRAFT
-    monkeypatch.setattr(embedded_pair, "installed_from", lambda: Source(tmp_path / "a.whl", is_editable=False))
+def test_installed_packages_read_the_draft_from_their_checkout(tmp_path: Path) -> None:
+    weights = ROOT / embedded_pair.DRAFT
+    assert draft_weights() == draft_weights(tmp_path, Source(ROOT, is_editable=False)) == weights
     with pytest.raises(OSError, match="wheels do not contain the embedded draft"):
-        embedded_pair.embedded_pair(tmp_path)
-    assert list(tmp_path.iterdir()) == [], "fails before it downloads anything"
+        draft_weights(tmp_path, Source(tmp_path / "a.whl", is_editable=False))
 
 
-def test_one_process_creates_the_pair_while_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_creates_the_pair_while_others_wait(tmp_path: Path) -> None:
     killed = tmp_path / "partial-killed" / "target"
     killed.mkdir(parents=True)
     waiting, phases, pairs = threading.Event(), list[str](), list[Pair]()
 
-    def create(folder: Path, draft: Path, report: Callable[[str], None]) -> None:
+    def create(folder: Path, draft: Path, report: Report) -> None:
         report("creating")
         assert not killed.parent.exists(), "files of a killed process"
         assert waiting.wait(30)
@@ -102,10 +98,10 @@ def test_one_process_creates_the_pair_while_others_wait(tmp_path: Path, monkeypa
         if phase.startswith("waiting"):
             waiting.set()
 
-    monkeypatch.setattr(embedded_pair, "_create", create)
-    both = [
-        threading.Thread(target=lambda: pairs.append(embedded_pair.embedded_pair(tmp_path, report))) for _ in range(2)
-    ]
+    def get_pair() -> None:
+        pairs.append(embedded_pair.embedded_pair(tmp_path, report, create))
+
+    both = [threading.Thread(target=get_pair) for _ in range(2)]
     for thread in both:
         thread.start()
     for thread in both:
@@ -119,23 +115,22 @@ def test_a_file_system_without_locks_can_hold_the_pair(tmp_path: Path, monkeypat
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(embedded_pair.fcntl, "flock", flock)
-    monkeypatch.setattr(embedded_pair, "_create", lambda folder, draft, report: folder.mkdir())
-    assert embedded_pair.embedded_pair(tmp_path) == embedded_pair.existing_pair(tmp_path)
+    pair = embedded_pair.embedded_pair(tmp_path, create=lambda folder, *_: folder.mkdir())
+    assert pair == embedded_pair.existing_pair(tmp_path)
 
 
-def test_options_can_name_the_models_of_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded_pair, "embedded_pair", lambda report: Pair(Path("/t"), Path("/d")))
-    names = ["embedded-target", "embedded-draft", "/other", "hub/id"]
-    assert [embedded_pair.local_model(name, print) for name in names] == ["/t", "/d", "/other", "hub/id"]
+def test_options_can_name_the_models_of_the_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "specpool" / embedded_pair.FOLDER
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    expected = {"embedded-target": f"{folder}/target", "embedded-draft": f"{folder}/draft", "/other": "/other"}
+    assert {name: embedded_pair.local_model(name, print) for name in expected} == expected
 
 
-def test_a_float32_copy_gives_the_same_logits_and_is_created_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "pair").mkdir()
-    target = save_random_gguf(tmp_path / "pair", lambda name: "Q4_1")
-    monkeypatch.setattr(embedded_pair, "embedded_pair", lambda cache: Pair(target, target))
-    copy = float32_copy()
+def test_a_float32_copy_gives_the_same_logits_and_is_created_once(tmp_path: Path) -> None:
+    (tmp_path / embedded_pair.FOLDER).mkdir()
+    target = save_random_gguf(tmp_path, lambda name: "Q4_1")
+    copy = float32_copy(tmp_path, lambda _, folder: save_float32(str(target), folder))
     original, copied = load_engine(target, activations="float32"), load_engine(copy)
     assert isinstance(original.forward_pass, NativeModel)
     assert isinstance(copied.forward_pass, NativeModel)
@@ -147,8 +142,7 @@ def test_a_float32_copy_gives_the_same_logits_and_is_created_once(
     assert {str(weight.dtype) for weight in load_file(copy / "model.safetensors").values()} == {"torch.float32"}
     assert AutoTokenizer.from_pretrained(copy).is_fast
     assert (copy / "generation_config.json").is_file()
-    monkeypatch.delattr(embedded_pair, "save_float32")
-    assert float32_copy() == copy
+    assert float32_copy(tmp_path, lambda *_: pytest.fail("created again")) == copy
 
 
 @pytest.mark.slow

@@ -14,7 +14,10 @@ from specpool.engine.cache.spans import Span
 
 LENGTH = 128
 FACTOR, KIND, ORIGINAL = (f"llama.rope.scaling.{name}" for name in ("factor", "type", "original_context_length"))
-OTHER_PASSES: list[tuple[str, dict[str, Any]]] = [("yarn attention", {"native": False}), ("linear", {"fused": False})]
+OTHER_PASSES = [
+    pytest.param("yarn attention", {"native": False}, marks=pytest.mark.slow),
+    pytest.param("linear", {"fused": False}, marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module")

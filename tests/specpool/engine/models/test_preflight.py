@@ -1,6 +1,5 @@
 """Wrong options are refused before torch is imported, with a line that names the option, the value and the reason."""
 
-import ctypes
 import json
 import subprocess
 import sys
@@ -124,31 +123,8 @@ def test_options_have_the_names_of_the_command(tmp_path: Path) -> None:
 # --- Devices
 
 
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A CUDA driver with two GPUs, and a torch for CUDA."""
-
-    def count(reference: Any) -> int:
-        reference._obj.value = fake.count
-        return 0
-
-    fake = SimpleNamespace(count=2, status=0, missing=False, cuda="13.0", hip=None)
-    library = SimpleNamespace(cuInit=lambda flags: fake.status, cuDeviceGetCount=count)
-
-    def load(name: str) -> Any:
-        if fake.missing:
-            raise OSError(f"{name}: cannot open shared object file")
-        return library
-
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    monkeypatch.setattr(sys, "platform", "linux")
-    version = lambda path: {"__version__": "2.13.0", "cuda": fake.cuda, "hip": fake.hip}  # noqa: E731
-    monkeypatch.setattr(device_names.runpy, "run_path", version)
-    return fake
-
-
 @pytest.mark.parametrize("name", ["auto", "cpu", "cuda", "cuda:0", "cuda:1"])
-def test_devices_that_exist_are_accepted(driver: SimpleNamespace, name: str) -> None:
+def test_devices_that_exist_are_accepted(cuda_driver: SimpleNamespace, name: str) -> None:
     device_names.check_device_name(name)
 
 
@@ -167,19 +143,19 @@ def test_devices_that_exist_are_accepted(driver: SimpleNamespace, name: str) -> 
     ],
 )
 def test_devices_that_cannot_exist_are_refused(
-    driver: SimpleNamespace, changes: dict[str, Any], name: str, reason: str
+    cuda_driver: SimpleNamespace, changes: dict[str, Any], name: str, reason: str
 ) -> None:
-    vars(driver).update(changes)
+    vars(cuda_driver).update(changes)
     assert refusal("/nowhere", device=name) == f"device: {name} cannot be used: {reason}"
 
 
 @pytest.mark.parametrize("changes", [{"status": 999}, {"cuda": None, "hip": "7.0", "missing": True}])
-def test_torch_decides_where_the_driver_does_not_say(driver: SimpleNamespace, changes: dict[str, Any]) -> None:
-    vars(driver).update(changes)
+def test_torch_decides_where_the_driver_does_not_say(cuda_driver: SimpleNamespace, changes: dict[str, Any]) -> None:
+    vars(cuda_driver).update(changes)
     device_names.check_device_name("cuda:7")
 
 
-def test_each_device_of_a_list_is_checked(driver: SimpleNamespace) -> None:
+def test_each_device_of_a_list_is_checked(cuda_driver: SimpleNamespace) -> None:
     assert refusal("/nowhere", device="cuda:0, cuda:5", tensor_parallel=2).startswith("device: cuda:5 cannot be used")
 
 

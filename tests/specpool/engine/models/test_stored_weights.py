@@ -216,7 +216,8 @@ def test_a_draft_keeps_its_weights_and_the_embeddings_of_its_target(tmp_path: Pa
     assert dense.forward_pass.kinds.keys() == {"FLOAT32"}
     assert draft.notes == []
     assert dense.notes == ["quantized weights were dequantized to float32: 4 bytes each"]
-    assert rows_that_differ(draft) == rows_that_differ(rounded) == 0
+    assert draft.bitwise
+    assert rounded.bitwise
     assert torch.equal(logits(draft), logits(dense))
     assert 0 < (logits(rounded) - logits(draft)).norm() / logits(draft).norm() < 0.1
     assert draft.weights_fingerprint == dense.weights_fingerprint

@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import functools
 import os
 import stat
 import subprocess
@@ -14,7 +13,13 @@ from typing import Any
 import pytest
 
 from specpool.engine.native import compiler, library_cache
-from specpool.engine.native.library_cache import NotPrivateError, check_file, private_folder
+from specpool.engine.native.library_cache import (
+    NotPrivateError,
+    check_file,
+    private_folder,
+    remove_stale_folders,
+    write_cached,
+)
 
 Events = list[tuple[str, Path]]
 
@@ -52,12 +57,9 @@ def fake_cc(prebuilt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def folders(tmp_path: Path) -> list[Path]:
     """The only two candidate folders. Nothing is compiled yet."""
-    candidates = [tmp_path / "first", tmp_path / "second"]
-    monkeypatch.setattr(compiler, "candidate_folders", lambda: candidates)
-    monkeypatch.setattr(compiler, "_compile", functools.cache(compiler._compile.__wrapped__))
-    return candidates
+    return [tmp_path / "first", tmp_path / "second"]
 
 
 @pytest.fixture
@@ -95,16 +97,16 @@ def refuse_to_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler.ctypes, "CDLL", refuse)
 
 
-def compile_in_new_process() -> ctypes.CDLL | None:
+def compile_in_new_process(folders: list[Path]) -> ctypes.CDLL | None:
     compiler._compile.cache_clear()
-    return compiler.compile_library("the forward pass", [compiler.POOL])
+    return compiler.compile_library("the forward pass", [compiler.POOL], folders=folders)
 
 
 @pytest.mark.parametrize("umask", [0, 0o002])
 def test_a_library_is_compiled_privately_and_cached(folders: list[Path], events: Events, umask: int) -> None:
     before = os.umask(umask)
     try:
-        assert compile_in_new_process() is not None
+        assert compile_in_new_process(folders) is not None
     finally:
         os.umask(before)
     assert [what for what, _ in events] == ["compile", "load"]
@@ -112,7 +114,7 @@ def test_a_library_is_compiled_privately_and_cached(folders: list[Path], events:
     (cache,) = folders[0].iterdir()
     assert (cache.name, stat.S_IMODE(cache.stat().st_mode)) == (compiler.CACHE_FOLDER, 0o700)
     assert not folders[1].exists()
-    assert compile_in_new_process() is not None
+    assert compile_in_new_process(folders) is not None
     assert [what for what, _ in events] == ["compile", "load", "load"]
     loaded = events[2][1]
     assert loaded.parent.parent == folders[0]
@@ -125,7 +127,7 @@ def test_a_cached_library_is_used_for_the_same_compiler_and_processor_only(
 ) -> None:
     for text in ("cc1 -mavx", "cc1 -mavx512f", "cc1 2 -mavx", "cc1 -mavx"):
         fake_cc.identify_as(text)
-        assert compile_in_new_process() is not None
+        assert compile_in_new_process(folders) is not None
     assert [what for what, _ in events] == ["compile", "load"] * 3 + ["load"]
 
 
@@ -135,7 +137,7 @@ def test_nothing_is_cached_if_the_compiler_does_not_identify_itself(
 ) -> None:
     fake_cc.identify_as(text, status)
     for _ in range(2):
-        assert compile_in_new_process() is not None
+        assert compile_in_new_process(folders) is not None
     assert [what for what, _ in events] == ["compile", "load"] * 2
     assert not [*folders[0].iterdir()]
 
@@ -158,28 +160,21 @@ UNTRUSTED: dict[str, tuple[Callable[[Path], object], bool]] = {
 def test_an_untrusted_cache_entry_is_compiled_again(
     change: Callable[[Path], object], is_replaced: bool, folders: list[Path], events: Events
 ) -> None:
-    assert compile_in_new_process() is not None
+    assert compile_in_new_process(folders) is not None
     (entry,) = (folders[0] / compiler.CACHE_FOLDER).iterdir()
     change(entry)
     events.clear()
     for _ in range(2):
-        assert compile_in_new_process() is not None
+        assert compile_in_new_process(folders) is not None
     assert [what for what, _ in events].count("compile") == (1 if is_replaced else 2)
 
 
-def test_only_the_most_recently_used_libraries_stay_cached(
-    folders: list[Path], fake_cc: FakeCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiler, "MAX_CACHED", 2)
-    cache = folders[0] / compiler.CACHE_FOLDER
-    entries: list[Path] = []
-    for version in range(3):
-        fake_cc.identify_as(f"cc1 {version}")
-        assert compile_in_new_process() is not None
-        (new,) = set(cache.iterdir()) - set(entries)
-        os.utime(new, (version, version))
-        entries.append(new)
-    assert set(cache.iterdir()) == set(entries[1:])
+def test_only_the_most_recently_used_libraries_stay_cached(tmp_path: Path) -> None:
+    entries = [tmp_path / "cache" / name for name in "cab"]
+    for age, entry in enumerate(entries):
+        write_cached(b"code", entry, max_entries=2)
+        os.utime(entry, (age, age))
+    assert {*(tmp_path / "cache").iterdir()} == {*entries[1:]}
 
 
 # --- Unusual machines
@@ -190,7 +185,7 @@ def test_the_next_folder_is_used_if_the_first_does_not_allow_loading(
 ) -> None:
     refuse_to_load(folders[0], monkeypatch)
     for _ in range(2):
-        assert compile_in_new_process() is not None
+        assert compile_in_new_process(folders) is not None
     assert [what for what, _ in events].count("compile") == 2  # once in each folder
     assert events[-1][1].is_relative_to(folders[1])
     assert caplog.text == ""
@@ -202,7 +197,7 @@ def test_one_warning_is_logged_if_no_folder_allows_loading(
     for folder in folders:
         refuse_to_load(folder, monkeypatch)
     for _ in range(2):
-        assert compiler.compile_library("the forward pass", [compiler.POOL]) is None
+        assert compiler.compile_library("the forward pass", [compiler.POOL], folders=folders) is None
     (record,) = caplog.records
     assert record.getMessage().count("failed to map segment") == 2
 
@@ -214,21 +209,21 @@ def test_a_folder_that_cannot_be_created_is_skipped(
     create: Callable[[Path], object], folders: list[Path], events: Events
 ) -> None:
     create(folders[0])
-    assert compile_in_new_process() is not None
+    assert compile_in_new_process(folders) is not None
     assert events[-1][1].is_relative_to(folders[1])
 
 
 def test_a_compiler_may_identify_itself_in_any_encoding(folders: list[Path], fake_cc: FakeCompiler) -> None:
     fake_cc.identify_as("cc1 \\377")
-    assert compile_in_new_process() is not None
+    assert compile_in_new_process(folders) is not None
 
 
 def test_code_that_does_not_compile_is_tried_once(
     folders: list[Path], events: Events, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(compiler, "FLAGS", ("--no-such-flag",))
-    assert compile_in_new_process() is None
+    monkeypatch.setenv("DECODER_CFLAGS", "--no-such-flag")
+    assert compile_in_new_process(folders) is None
     assert len(events) == 1
     assert "compiling the forward pass failed" in caplog.text
     assert "no-such-flag" in caplog.text
@@ -290,13 +285,12 @@ def test_folders_of_killed_processes_are_removed_and_those_in_use_stay(parent: P
             process.communicate()
 
 
-def test_a_limited_number_of_stale_folders_is_removed_at_a_time(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library_cache, "MAX_REMOVED", 2)
+def test_a_limited_number_of_stale_folders_is_removed_at_a_time(parent: Path) -> None:
     for number in range(3):
         (parent / f"specpool-compiled-{number}").mkdir(mode=0o700)
     for rest in (1, 0):
-        with private_folder(parent) as folder:
-            assert len({*parent.iterdir()} - {folder}) == rest
+        remove_stale_folders(parent, maximum=2)
+        assert len([*parent.iterdir()]) == rest
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, BlockingIOError])
@@ -391,7 +385,6 @@ def test_a_library_that_others_could_write_is_not_loaded(
     library.chmod(0o755)
     check_file(library)
     change(library, monkeypatch)
-    monkeypatch.setattr(compiler.ctypes, "CDLL", lambda _: pytest.fail("it was loaded"))
     with pytest.raises(NotPrivateError, match=str(library)):
         compiler._load(library)
 

@@ -167,7 +167,8 @@ def test_bits_do_not_depend_on_pages_and_branches(
         columns = arena.columns_of(0, 0, prefix_length)
         columns += arena.columns_of(0, prefix_length + offset, end - prefix_length)
         ordered = KVArena.of_one_sequence(1, kv_heads, end, dim, dtype, CPU)
-        ordered.keys[0][:], ordered.values[0][:] = arena.keys[0][:, columns], arena.values[0][:, columns]
+        for cache, scattered in ((ordered.keys[0], arena.keys[0]), (ordered.values[0], arena.values[0])):
+            cache[:, :end] = scattered[:, columns]
         assert torch.equal(attend_from(ordered, query[index : index + 1], 0, start, [0]), results)
 
 

@@ -147,8 +147,6 @@ def test_bfloat16_weights_match_float32_bit_for_bit(tmp_path: Path, tied: bool) 
     assert (native_pass(half).kinds, native_pass(single).kinds) == ({BFLOAT16: half_bytes}, {FLOAT32: 2 * half_bytes})
     assert single.info().weight_bytes - half.info().weight_bytes == half_bytes
     assert half.info().kv_bytes_per_token == single.info().kv_bytes_per_token
-    arena = half.layout.arena
-    assert half.info().kv_bytes_total == sum(cache.nbytes for cache in (*arena.keys, *arena.values))
 
 
 def test_a_reduced_head_is_stored_in_bfloat16_too(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { LAYERS = 2, HIDDEN = 6 * LANES, INTERMEDIATE = 10 * LANES, KV_HEADS = 2, VOCABULARY = 3 * PANEL, TOKENS = 40, WIDENED_FROM = 8 };
+enum { LAYERS = 2, HIDDEN = 6 * LANES, INTERMEDIATE = 10 * LANES, KV_HEADS = 2, VOCABULARY = 3 * PANEL, TOKENS = 40, PAGES = 3, WIDENED_FROM = 8 };
 
 static uint64_t state = 1;
 
@@ -75,16 +75,17 @@ static void pass(const Model *model, int64_t first, int64_t rows, const int64_t 
     int64_t positions[TOKENS], result_rows[TOKENS];
     for (int64_t row = 0; row < rows; row++) positions[row] = first + row, result_rows[row] = row;
     int64_t scores = (first + rows + LANES - 1) / LANES * LANES, threads = 3;
-    float *workspace = malloc((workspace_floats(model, rows) + threads * GROUPS * scores) * sizeof(float));
-    static const int64_t none[TOKENS]; /* no row is of a branch */
-    Batch batch = {rows, rows,        threads,   tokens + first, positions, positions,
+    float *workspace = malloc((workspace_floats(model, rows) + threads * (GROUPS * scores + scores / LANES)) * sizeof(float));
+    static const int64_t none[TOKENS]; /* all rows are in slot 0, and none is of a branch */
+    Batch batch = {rows, rows,        threads,   tokens + first, positions, none,
                    none, none, result_rows, workspace, scores,         logits};
     forward(model, &batch);
     free(workspace);
 }
 
 int main(void) {
-    int64_t heads = (GROUPS * KV_HEADS + 2 * KV_HEADS) * HEAD_DIM, cache = KV_HEADS * TOKENS * HEAD_DIM;
+    int64_t heads = (GROUPS * KV_HEADS + 2 * KV_HEADS) * HEAD_DIM, cache = KV_HEADS * PAGES * LANES * HEAD_DIM;
+    static const int32_t table[PAGES] = {2, 0, 1};
     Layer layers[LAYERS];
     for (int i = 0; i < LAYERS; i++)
         layers[i] = (Layer){.query_key_value = linear(HIDDEN, (heads + PANEL - 1) / PANEL * PANEL),
@@ -98,7 +99,8 @@ int main(void) {
     float *cosines = malloc(TOKENS * HEAD_DIM * sizeof(float)), *sines = malloc(TOKENS * HEAD_DIM * sizeof(float));
     for (int64_t i = 0; i < TOKENS * HEAD_DIM; i++) cosines[i] = uniform(), sines[i] = uniform();
     Model model = {.layers = layers, .num_layers = LAYERS, .hidden = HIDDEN, .intermediate = INTERMEDIATE,
-                   .kv_heads = KV_HEADS, .columns = TOKENS, .cosines = cosines, .sines = sines,
+                   .kv_heads = KV_HEADS, .columns = PAGES * LANES, .tables = table, .table_size = PAGES,
+                   .page_size = LANES, .cosines = cosines, .sines = sines,
                    .norm = floats(HIDDEN, 0.2f, 1), .embedding = linear(HIDDEN, VOCABULARY),
                    .head = linear(HIDDEN, VOCABULARY), .eps = 1e-6f, .scaling = 0.25f};
     int64_t tokens[TOKENS];

@@ -1,6 +1,7 @@
 """Masks depend only on the tokens before them, however a sequence grew, and samplers choose allowed tokens only."""
 
 import random
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -9,17 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specpool.engine.sampling.batch import Sampler
 from specpool.engine.sampling.compiled import BLOCK
-from specpool.engine.sampling.grammars import Grammars, settle
+from specpool.engine.sampling.grammars import GrammarLimits, Grammars, settle
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.lexers import BITS, Lexer, Words
 from specpool.engine.sampling.masks import SequenceGrammar
 from specpool.engine.sampling.rows import SequenceRows
 from specpool.engine.sampling.rules import SequenceRules
+from specpool.protocol.grammars import MAX_LEXER_STATES, STEP_MAX_ITEMS
 from specpool.protocol.responses import MAX_ERROR_CHARACTERS
 from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.tokenizer import TokenizerFiles
@@ -146,9 +148,12 @@ AMBIGUOUS = 'start: "y" | "x" s\ns: s s s | s s | T\nT: /[a-z ]/'
 """Harmless after "y", and beyond the limits after "x"."""
 
 
-def test_a_failure_after_a_draft_token_concerns_only_that_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specpool.protocol.grammars.STEP_MAX_ITEMS", 120)
-    grammars = Grammars(FILES, VOCAB, MEMORY)
+def test_the_limits_are_those_of_the_coordinator() -> None:
+    assert (GrammarLimits.max_states, GrammarLimits.max_items) == (MAX_LEXER_STATES, STEP_MAX_ITEMS)
+
+
+def test_a_failure_after_a_draft_token_concerns_only_that_draft() -> None:
+    grammars = Grammars(FILES, VOCAB, MEMORY, GrammarLimits(max_items=120))
     sequence = start(grammars, AMBIGUOUS, len(PROMPT))
     draft = [*PROMPT, *ids_of("x" + 30 * "a")]
     masks = masks_of(grammars, sequence, draft, 32)
@@ -198,43 +203,39 @@ class Client:
                 break
 
 
-@pytest.fixture
-def _few_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specpool.engine.sampling.grammars.SMALL_LEXER_STATES", 40)
-    monkeypatch.setattr("specpool.protocol.grammars.MAX_LEXER_STATES", 70)
+FEW_STATES = GrammarLimits(small_states=40, max_states=70)
 
 
-@pytest.mark.usefixtures("_few_states")
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6)
 @given(rounds=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8)), max_size=60), memory=st.booleans())
 def test_the_outcome_is_that_of_a_fresh_worker(rounds: list[tuple[int, int]], memory: bool) -> None:
     """Drafts, history, other clients of the grammar and the memory limit do not matter.
 
     Plain decoding on a fresh worker fails only when the text itself needs too many lexer states.
     """
-    shared = Grammars(FILES, VOCAB, MEMORY if memory else 1)
+    shared = Grammars(FILES, VOCAB, MEMORY if memory else 1, FEW_STATES)
     clients = [Client(shared, MANY_STATES, seed, 60 + 20 * seed) for seed in range(3)]
     for number, k in [*rounds, *((number, 4) for number in range(3) for _ in range(120))]:
         if not clients[number].is_done:
             clients[number].step(k)
     for seed, client in enumerate(clients):
-        fresh = Client(Grammars(FILES, VOCAB, MEMORY), MANY_STATES, seed, 60 + 20 * seed)
+        fresh = Client(Grammars(FILES, VOCAB, MEMORY, FEW_STATES), MANY_STATES, seed, 60 + 20 * seed)
         while not fresh.is_done:
             fresh.step(0)
         assert (client.token_ids, client.failure) == (fresh.token_ids, fresh.failure)
 
 
-def test_slow_masks_do_not_delay_other_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_masks_do_not_delay_other_sequences() -> None:
     """A sequence with a large lexer continues once its mask is available."""
-    monkeypatch.setattr("specpool.engine.sampling.grammars.SMALL_LEXER_STATES", 12)
-    grammars, may_go_on = Grammars(FILES, VOCAB, MEMORY), threading.Event()
+    may_go_on = threading.Event()
 
-    def patient(grammar: str, is_large: bool) -> Lexer:
-        assert not is_large or may_go_on.wait(60)
-        return grammars.compile(grammar, is_large)
+    class Patient(Grammars):
+        def compile(self, grammar: str, is_large: bool) -> Lexer:
+            assert not is_large or may_go_on.wait(60)
+            return super().compile(grammar, is_large)
 
+    grammars = Patient(FILES, VOCAB, MEMORY, GrammarLimits(small_states=12))
     slow, quick = start(grammars, MANY_STATES), start(grammars, COLORS)
-    monkeypatch.setattr(slow, "_compile", patient)
     text, draft = ids_of("aexyaxiay"), ids_of("aeio")
     jobs = grammars.compute([(slow, [*text, *draft], 5), (quick, ids_of("g"), 2)])
     assert quick.wait(60)
@@ -251,9 +252,8 @@ def test_slow_masks_do_not_delay_other_sequences(monkeypatch: pytest.MonkeyPatch
     assert not any(mask is None for mask in masks_of(grammars, slow, [*text, *draft], 5))
 
 
-def test_a_mask_that_is_late_is_used_in_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specpool.engine.sampling.grammars.SMALL_LEXER_STATES", 8)
-    grammars = Grammars(FILES, VOCAB, MEMORY)
+def test_a_mask_that_is_late_is_used_in_the_next_round() -> None:
+    grammars = Grammars(FILES, VOCAB, MEMORY, GrammarLimits(small_states=8))
     sequence = start(grammars, MANY_STATES)
     jobs = grammars.compute([(sequence, ids_of("axe"), 1)])
     settle(jobs, 0.0)
@@ -319,9 +319,8 @@ def test_a_grammar_cannot_end_the_text_in_its_middle(grammars: Grammars) -> None
     assert "no token" in only_end.failure
 
 
-def test_many_grammars_wait_for_their_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specpool.engine.sampling.grammars.MAX_COMPILING", 3)
-    own = Grammars(FILES, VOCAB, MEMORY)
+def test_many_grammars_wait_for_their_compilation() -> None:
+    own = Grammars(FILES, VOCAB, MEMORY, GrammarLimits(max_compiling=3))
     slow = ["start: " + " | ".join(f'"{n}" /[a-z]{{1,9}}{i}x{n}/' for n in range(300)) for i in range(5)]
     for grammar in slow:
         while not own.wait(grammar, 60):
@@ -330,7 +329,7 @@ def test_many_grammars_wait_for_their_compilation(monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_the_library_a_grammar_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specpool.environment.extras._is_installed", lambda module: module != "llguidance")
+    monkeypatch.setitem(sys.modules, "llguidance", None)
     without = Grammars(FILES, VOCAB, MEMORY)
     assert without.wait(COLORS, 0)
     assert "llguidance" in without.error_of(COLORS)

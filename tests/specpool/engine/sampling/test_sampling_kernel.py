@@ -79,7 +79,7 @@ def test_kernel_chooses_the_same_tokens_as_cpu(
     assert sample_rows(logits, rules) == expected
 
 
-@pytest.mark.parametrize("spread", [0.01, 3.0])
+@pytest.mark.parametrize("spread", [pytest.param(0.01, marks=pytest.mark.slow), 3.0])
 def test_limits_are_exact_with_and_without_scratch_copies(spread: float) -> None:
     """Nearly flat rows keep more logits than the scratch memory holds."""
     limits = [{"top_k": 30}, {"top_p": 0.8}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}]

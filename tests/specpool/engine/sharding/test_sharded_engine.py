@@ -36,12 +36,11 @@ def sharded(folder: Path, ranks: int, **options: Any) -> Iterator[Engine]:
 
 
 def logits(engine: Engine) -> torch.Tensor:
-    """Logits of a prompt in two passes, with a cache copy in between, and of a branch."""
+    """Logits of a prompt in two passes of two sequences, whose pages alternate, and of a branch."""
     first = engine.forward([Span(0, 0, TOKENS[:40], 3), Span(1, 0, TOKENS[50:53], 1)])
-    engine.layout.copy(0, 2, 30)
-    passes = [first, engine.forward([Span(2, 30, TOKENS[30:80], 50), Span(1, 3, TOKENS[5:9], 2)])]
+    passes = [first, engine.forward([Span(0, 30, TOKENS[30:80], 50), Span(1, 3, TOKENS[5:9], 2)])]
     if engine.supports_branches:
-        passes.append(engine.forward([Span(2, 35, TOKENS[3:9], 6, 35, offset=50), Span(1, 7, TOKENS[:1], 1)]))
+        passes.append(engine.forward([Span(0, 35, TOKENS[3:9], 6, 35, offset=50), Span(1, 7, TOKENS[:1], 1)]))
     return torch.cat(passes)
 
 

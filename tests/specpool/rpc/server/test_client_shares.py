@@ -16,7 +16,7 @@ from secure_service import until
 from serving import PATIENCE_SECONDS
 
 from specpool.rpc.ports import free_port
-from specpool.rpc.server.calls import Pace, fair_share
+from specpool.rpc.server.calls import Pace, Rates, fair_share
 from specpool.rpc.server.health import MAX_HEALTH_CALLS
 from specpool.rpc.server.limits import LARGE_INVALID_BYTES
 
@@ -198,10 +198,9 @@ async def test_paced_clients_do_not_wait_for_each_other() -> None:
     waiting.cancel()
 
 
-async def test_refused_calls_do_not_pile_up(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specpool.rpc.server.interceptor.REFUSALS_PER_SECOND", 1)
-    monkeypatch.setattr("specpool.rpc.server.interceptor.MAX_REFUSAL_SECONDS", 0.0)
-    async with connected(api_tokens=tokens, max_calls=1) as (_, channel, _):
+async def test_refused_calls_do_not_pile_up(tokens: Path) -> None:
+    rates = Rates(refusals_per_second=1, max_refusal_seconds=0.0)
+    async with connected(rates=rates, api_tokens=tokens, max_calls=1) as (_, channel, _):
         calls = [asyncio.create_task(unsent(channel, "greedy").code()) for _ in range(30)]
         await until(lambda: len([call for call in calls if call.done()]) == 29)
         assert {call.result() for call in calls if call.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
@@ -209,11 +208,8 @@ async def test_refused_calls_do_not_pile_up(tokens: Path, monkeypatch: pytest.Mo
             call.cancel()
 
 
-async def test_requests_beyond_the_queue_are_refused_at_a_limited_rate(
-    tokens: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specpool.rpc.server.interceptor.REFUSALS_PER_SECOND", 0.25)
-    async with connected(api_tokens=tokens) as (_, channel, _):
+async def test_requests_beyond_the_queue_are_refused_at_a_limited_rate(tokens: Path) -> None:
+    async with connected(rates=Rates(refusals_per_second=0.25), api_tokens=tokens) as (_, channel, _):
 
         async def refused(name: str) -> grpc.StatusCode:
             return await channel.unary_unary("/calls/Full")(b"a", metadata=bearer(name)).code()
@@ -225,11 +221,8 @@ async def test_requests_beyond_the_queue_are_refused_at_a_limited_rate(
         waiting.cancel()
 
 
-async def test_large_invalid_requests_of_one_client_are_refused_at_a_limited_rate(
-    tokens: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specpool.rpc.server.limits.INVALID_BYTES_PER_SECOND", 1)
-    async with connected(api_tokens=tokens) as (_, channel, _):
+async def test_large_invalid_requests_of_one_client_are_refused_at_a_limited_rate(tokens: Path) -> None:
+    async with connected(rates=Rates(invalid_bytes_per_second=1), api_tokens=tokens) as (_, channel, _):
 
         async def refused(name: str, size: int) -> grpc.StatusCode:
             return await channel.unary_unary("/calls/Refuse")(b"x" * size, metadata=bearer(name)).code()

@@ -13,6 +13,7 @@ from serving import PATIENCE_SECONDS, free_address
 
 from specpool.rpc import ports
 from specpool.rpc.ports import free_port, wait_closed
+from specpool.rpc.server.calls import Rates
 
 BEGUN = PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, 1, 0)
 NOT_UTF8 = frame(HEADERS, END_HEADERS | END_STREAM, 1, block({b":path": b"/\xff"}))
@@ -60,12 +61,9 @@ async def wrong_call(address: str) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("is_health", [False, True], ids=["port", "health_port"])
-async def test_a_server_stops_when_its_port_closes(
-    is_health: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ports, "PORT_CHECK_SECONDS", 0.1)
+async def test_a_server_stops_when_its_port_closes(is_health: bool, caplog: pytest.LogCaptureFixture) -> None:
     health = free_port()
-    async with calls_server(health_port=health) as (server, calls, address):
+    async with calls_server(Rates(port_check_seconds=0.1), health_port=health) as (server, calls, address):
         calls.open.set()
         async with wrong_call(f"127.0.0.1:{health}" if is_health else address):
             await server.wait_stopping()
@@ -75,13 +73,12 @@ async def test_a_server_stops_when_its_port_closes(
     assert lines[0].endswith("exiting with status 1 for a restart")
 
 
-async def test_a_stopped_server_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ports, "PORT_CHECK_SECONDS", 0.1)
-    async with calls_server() as (server, _, address):
+async def test_a_stopped_server_has_not_failed() -> None:
+    async with calls_server(Rates(port_check_seconds=0.1)) as (server, _, address):
         server.stop()
         await server.wait_stopped()
         host, _, port = address.rpartition(":")
-        await wait_closed(host, int(port))
+        await wait_closed(host, int(port), 0.1)
         assert not server.has_failed
 
 
@@ -121,7 +118,6 @@ async def test_only_refusals_in_a_row_count(monkeypatch: pytest.MonkeyPatch) -> 
             elif checks == ports.MAX_REFUSALS + 1:
                 listener.close()
 
-        monkeypatch.setattr(ports, "PORT_CHECK_SECONDS", 0.1)
         monkeypatch.setattr(asyncio, "sleep", pause)
-        await wait_closed("127.0.0.1", port)
+        await wait_closed("127.0.0.1", port, 0.1)
     assert checks == 2 * ports.MAX_REFUSALS

@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,9 +13,10 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from secure_service import until
-from serving import detail_of, serving
+from serving import detail_of, refusal, serving
 
-from specpool.rpc.server import connections, limits
+from specpool.rpc.server import limits
+from specpool.rpc.server.calls import Rates
 from specpool.v1 import generation_pb2 as pb
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -31,12 +32,6 @@ def open_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
 
 
-@pytest.fixture
-def clients_by_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Identify clients by metadata, to have several clients on one host."""
-    monkeypatch.setattr(limits, "client_of", lambda context: dict(context.invocation_metadata()).get("client", ""))
-
-
 def call(channel: grpc.aio.Channel, method: str = "One", payload: bytes = b"a", client: str = "") -> Any:
     kind = channel.unary_stream if method == "Stream" else channel.unary_unary
     return kind(f"/calls/{method}")(payload, metadata=(("client", client),))
@@ -45,12 +40,6 @@ def call(channel: grpc.aio.Channel, method: str = "One", payload: bytes = b"a", 
 def unsent(channel: grpc.aio.Channel, client: str = "") -> Any:
     """A call whose request never arrives."""
     return channel.stream_unary("/calls/One")(metadata=(("client", client),))
-
-
-async def refusal(answer: Awaitable[Any]) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await answer
-    return caught.value
 
 
 async def is_healthy(channel: grpc.aio.Channel) -> bool:
@@ -113,16 +102,15 @@ async def test_late_and_missing_requests_fail() -> None:
         assert error.details() == "request: the call has no request"
 
 
-async def test_waiting_for_a_read_slot_takes_no_time_from_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_for_a_read_slot_takes_no_time_from_the_request() -> None:
     """A busy server fails no client whose request is in time."""
-    monkeypatch.setattr(limits, "MAX_CONCURRENT_READS", 1)
-    monkeypatch.setattr(limits, "READ_SLOT_SECONDS", 0.8)
-    async with running(receive_seconds=1) as (calls, address), open_channel(address) as channel:
+    rates = Rates(concurrent_reads=1, read_slot_seconds=0.4)
+    async with running(rates=rates, receive_seconds=0.5) as (calls, address), open_channel(address) as channel:
         calls.open.set()
         idle = unsent(channel)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         late = unsent(channel)
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.6)
         await late.write(b"a")
         await late.done_writing()
         assert await late == b"a"
@@ -180,20 +168,22 @@ async def test_failed_calls_keep_no_reference_to_their_request(monkeypatch: pyte
 # --- Connections
 
 
-@pytest.mark.parametrize(
-    ("constant", "greeting"), [("HANDSHAKE_SECONDS", b""), ("IDLE_CONNECTION_SECONDS", b"\0\0\0\4\0\0\0\0\0")]
-)
-async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch, constant: str, greeting: bytes) -> None:
+async def test_idle_connections_are_closed() -> None:
     """Connections without a handshake, and connections without calls."""
-    monkeypatch.setattr(connections, constant, 1)
-    async with running() as (_, address):
-        host, _, port = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        if greeting:
-            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + greeting)
-        while await reader.read(1000):
-            pass
-        writer.close()
+
+    async def until_closed(greeting: bytes, rates: Rates) -> None:
+        async with running(rates=rates) as (_, address):
+            host, _, port = address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(greeting)
+            while await reader.read(1000):
+                pass
+            writer.close()
+
+    without_calls = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
+    await asyncio.gather(
+        until_closed(b"", Rates(handshake_seconds=1)), until_closed(without_calls, Rates(idle_connection_seconds=1))
+    )
 
 
 # --- Health and failed calls

@@ -21,6 +21,7 @@ from secure_service import until
 from serving import detail_of
 
 from specpool.rpc.ports import ListenError, bind_error, free_port
+from specpool.rpc.server.calls import Rates
 from specpool.rpc.server.server import LIVE, Server
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -32,7 +33,7 @@ DRAIN_SECONDS = 10.0
 @asynccontextmanager
 async def running() -> AsyncIterator[tuple[Server, Calls, grpc.aio.Channel, int]]:
     async with (
-        calls_server(drain_seconds=DRAIN_SECONDS) as (server, calls, address),
+        calls_server(Rates(last_calls_seconds=0.1), drain_seconds=DRAIN_SECONDS) as (server, calls, address),
         grpc.aio.insecure_channel(address) as channel,
     ):
         yield server, calls, channel, int(address.rpartition(":")[2])
@@ -142,7 +143,7 @@ async def test_drain_waits_for_calls_of_services(kind: str) -> None:
         await watching.read()
         server.stop()
         stopping = asyncio.create_task(server.wait_stopped())
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(0.2)
         assert not stopping.done()
         calls.open.set()
         assert await answer == b"a"
@@ -158,7 +159,7 @@ async def test_drain_waits_until_responses_are_received() -> None:
         await until(lambda: calls.begun)
         server.stop()
         stopping = asyncio.create_task(server.wait_stopped())
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(0.2)
         assert await call.read() == payload
         await stopping
 
