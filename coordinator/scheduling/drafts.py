@@ -60,7 +60,7 @@ class Drafts:
     def _start(self, worker: WorkerInfo) -> int:
         """Return the position of the first token that the draft worker must run if the prediction holds."""
         page_size = max(1, worker.kv_positions_multiple)
-        # Later, it may recompute positions before the prediction.
+        # After first contact, the base counts: it may lie before the prediction.
         return self._base_length or self.sequence.draft.predicted // page_size * page_size
 
     def catchup(self, worker: WorkerInfo) -> int:

@@ -71,7 +71,7 @@ class SequenceItem:
 
     @property
     def max_prefix_length(self) -> int:
-        """Maximum number of leading tokens to take from the prefix cache. The last token runs, for its logits."""
+        """Maximum number of leading tokens to take from the prefix cache. The last token must run for its logits."""
         return len(self.token_ids) - 1
 
     @property
@@ -105,7 +105,7 @@ class ProposeItem(SequenceItem):
 
     @property
     def max_prefix_length(self) -> int:
-        """Cached pages may lack the states that the item carries, so it takes no more of them than expected."""
+        """At most the expected prefix if the item carries states, which further cached pages may lack."""
         return self.expected_prefix_length if self.features else super().max_prefix_length
 
 

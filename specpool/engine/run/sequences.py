@@ -367,7 +367,7 @@ class SequenceEngine:
 
 
 def own_items(items: Sequence[Item]) -> list[Item]:
-    """The items of a round, with copies of those that `realign` may change: a round that fails is repeated."""
+    """Return a round's items. Copy those that `realign` may change, because a failed round is repeated."""
     return [copy(item) if len(item.token_ids) > 1 else item for item in items]
 
 
