@@ -126,7 +126,7 @@ async def measure(
 
 
 async def timed_run(answer: Answer, prompts: TokenIds, concurrency: int) -> Run:
-    """All answers, with `concurrency` requests in flight."""
+    """Collect all answers, with `concurrency` requests in flight."""
     free = asyncio.Semaphore(concurrency)
 
     async def one(prompt: list[int]) -> list[int]:

@@ -28,7 +28,7 @@ class Engine:
 
 
 def environment() -> tuple[str, str]:
-    """The Python that SPECPOOL_LLAMACPP_PYTHON names, and its version of xllamacpp. RuntimeError."""
+    """Return the Python that SPECPOOL_LLAMACPP_PYTHON names, and its xllamacpp version. Raises RuntimeError."""
     python = os.environ.get(PYTHON_VARIABLE)
     if not python:
         raise RuntimeError(f"{PYTHON_VARIABLE} must name a Python that has xllamacpp; to install one: {INSTALL}")
@@ -43,16 +43,16 @@ def environment() -> tuple[str, str]:
 
 
 def only_gguf(folder: Path) -> Path:
-    """The GGUF file of a model folder. RuntimeError: it has none, or several."""
+    """Return the GGUF file of a model folder. Raises RuntimeError if there is none, or several."""
     files = list(folder.glob("*.gguf"))
     if len(files) != 1:
-        raise RuntimeError(f"{folder} has {len(files)} GGUF files, not one: --gguf names one")
+        raise RuntimeError(f"{folder} has {len(files)} GGUF files instead of one; choose a file with --gguf")
     return files[0]
 
 
 @asynccontextmanager
 async def running_llamacpp(engine: Engine, slots: int, context: int) -> AsyncIterator[str]:
-    """Run llama.cpp. Yield its address. `context`: tokens that each slot can hold. RuntimeError, OSError."""
+    """Run llama.cpp and yield its address. `context`: tokens per slot. Raises RuntimeError or OSError."""
     process = await asyncio.create_subprocess_exec(
         engine.python, str(SERVER), stdin=PIPE, stdout=PIPE, start_new_session=True
     )
@@ -73,7 +73,7 @@ async def running_llamacpp(engine: Engine, slots: int, context: int) -> AsyncIte
 
 
 async def completion(address: str, prompt: list[int], tokens: int, **options: bool) -> AsyncIterator[list[int]]:
-    """The token ids of a greedy answer, in one message or with `stream` in many. RuntimeError, OSError."""
+    """Yield the token ids of a greedy answer: one list, or many with `stream`. Raises RuntimeError or OSError."""
     request = {
         "prompt": prompt, "n_predict": tokens, "ignore_eos": True, "temperature": 0.0, "cache_prompt": False,
         "return_tokens": True, **options,
@@ -84,7 +84,7 @@ async def completion(address: str, prompt: list[int], tokens: int, **options: bo
     reader, writer = await asyncio.open_connection(host, int(port), limit=MAX_LINE_BYTES)
     try:
         writer.write(head.encode() + body)
-        async for line in reader:  # skips the headers, and the sizes of chunks
+        async for line in reader:  # skip headers and chunk sizes
             if not (text := line.decode().removeprefix("data: ")).startswith("{"):
                 continue
             answer = json.loads(text)

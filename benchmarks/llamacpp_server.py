@@ -1,7 +1,7 @@
 """llama.cpp's server as a child process of the benchmarks. Its environment has only `xllamacpp`.
 
-Standard input has one line of JSON: the arguments of `start`. Standard output has {"address"} once the model is loaded,
-or {"error"}. The server ends with standard input.
+Standard input is one line of JSON, the arguments of `start`. Standard output is {"address"} once the model is loaded,
+or {"error"}. The server exits when standard input closes.
 """
 
 import json
@@ -27,9 +27,9 @@ def main() -> None:
 
 
 def start(gguf: str, slots: int, threads: int, context: int) -> Any:
-    """A server that uses no GPU and keeps no prompts outside its slots, with defaults otherwise. RuntimeError.
+    """Start a server without a GPU or a prompt cache outside its slots; all else has defaults. Raises RuntimeError.
 
-    `context`: tokens of a slot.
+    `context`: tokens per slot.
     """
     import xllamacpp  # imported late: it may print
 

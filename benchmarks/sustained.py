@@ -3,15 +3,15 @@
     python -m benchmarks.sustained [--clients 1,8,16] [--seconds 120] [--plain] [--llamacpp] [--prompts FILE]
     python -m benchmarks.sustained --prefix [--repeats 3]
 
-Each client streams one answer of 350 to 700 tokens after the other. All prompts differ, but those of every second
-client begin with the same 300 tokens. "default" is the service with speculation, "plain" without, and llama.cpp's
-server has one slot per client (see `benchmarks.llamacpp` for its installation). Only one of them computes at a time.
-The figures leave out the first five seconds. A gap is the time between two messages of an answer. The coordinator's
-counters give the share of realignment in the time of all stages, and the share of prompt tokens that were cached.
+Each client streams answers of 350 to 700 tokens, one after another. All prompts differ, but every second client's begin
+with the same 300 tokens. "default" is the service with speculation, "plain" the service without, and llama.cpp's server
+has one slot per client (see `benchmarks.llamacpp` for its installation). Only one of them computes at a time. Figures
+exclude the first five seconds. A gap is the time between two messages of an answer. The coordinator's counters give the
+share of all stages' time spent on realignment, and the share of prompt tokens that were cached.
 
-With `--prefix`, eight prompts with the same first 1,000 tokens follow each other; other repeats have other tokens. The
-table shows the median time to first token of the first prompt, and of the others with their maximum. The last line
-printed is JSON.
+With `--prefix`, eight prompts that begin with the same 1,000 tokens run one after another; each repeat has its own
+tokens. The table shows the median time to first token of the first prompt and of the others, and the others' maximum.
+The last line printed is JSON.
 """
 
 import argparse
@@ -47,20 +47,20 @@ MAX_PROMPT_TOKENS = 1024
 RUN_NUMBERS = 10**6
 
 Stream = Callable[[list[int], int], AsyncIterator[int]]
-"""Streams the answer to a prompt, of a given length: the number of tokens in each message."""
+"""Streams an answer to a prompt, of a given length. Yields the number of tokens in each message."""
 Row = dict[str, Any]
 
 
 @dataclass
 class Meter:
-    """Counts the tokens and gaps of all streams, by one clock, in seconds."""
+    """Counts the tokens and gaps of all streams, in seconds of one clock."""
 
     opens: float
     tokens: int = 0
     gaps: list[float] = field(default_factory=list)
 
     def record(self, now: float, last: float | None, tokens: int) -> None:
-        """Count a message. `last`: the time of the answer's previous message. Ignore what came before `opens`."""
+        """Count a message unless it came before `opens`. `last`: time of the answer's previous message."""
         if now >= self.opens:
             self.tokens += tokens
         if last is not None and last >= self.opens:
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Options of the command line, with the prompts."""
+    """Parse the command line and load the prompts."""
     parser = parser_of(__doc__)
     parser.add_argument("--clients", type=wholes(1, 256), default="1,8,16", help="requests in flight")
     parser.add_argument("--seconds", type=whole(WARM_UP_SECONDS + 1, 10**5), default=120, help="length of a run")
@@ -126,7 +126,7 @@ async def measure(client: AsyncClient, model: Path, engine: Engine | None, optio
 
 
 def prompts_of(model: Path, lines: list[PromptLine], clients: int, seconds: int, first: int) -> list[TokenIds]:
-    """The prompts of each client, one per second. `first`: number of the first prompt; no cache has seen them."""
+    """Return each client's prompts, one per second. `first`: number of the first prompt, so that none is cached."""
     shared, numbered = prefix(model, SHARED_TOKENS, first), numbered_lines(lines, first)
     room = MAX_PROMPT_TOKENS - SHARED_TOKENS
     every = [ids[:room] for ids in token_ids(model, list(islice(numbered, clients * seconds)))]
@@ -134,7 +134,7 @@ def prompts_of(model: Path, lines: list[PromptLine], clients: int, seconds: int,
 
 
 def numbered_lines(lines: Sequence[PromptLine], first: int = 1) -> Iterator[PromptLine]:
-    """The prompts again and again, each with another number in front of its last text."""
+    """Repeat the prompts endlessly, each with a new number before its last text."""
     for number, line in enumerate(cycle(lines), first):
         if isinstance(line.prompt, str):
             yield replace(line, prompt=f"{number}. {line.prompt}")
@@ -144,7 +144,7 @@ def numbered_lines(lines: Sequence[PromptLine], first: int = 1) -> Iterator[Prom
 
 
 def prefix(model: Path, count: int, first: int = 1) -> list[int]:
-    """The first `count` tokens of a text. `first`: number at which it starts."""
+    """Return the first `count` tokens of a numbered text. `first`: its first number."""
     rules = " ".join(f"Rule {n}: never use more than {n} words for an answer." for n in range(first, first + count))
     return token_ids(model, [PromptLine(0, rules)])[0][:count]
 
@@ -169,7 +169,7 @@ def stream_of_llamacpp(address: str) -> Stream:
 
 
 async def load(client: AsyncClient, stream: Stream, prompts: list[TokenIds], seconds: int) -> Row:
-    """The figures of a run with a client for each list of prompts. Raises the first error of a client."""
+    """Run one client per list of prompts and return the figures. Raises the first error of a client."""
     began, counters = time.perf_counter(), []
     meter = Meter(began + WARM_UP_SECONDS)
     tasks = [asyncio.create_task(run_client(stream, some, Random(i), meter)) for i, some in enumerate(prompts)]
@@ -197,7 +197,7 @@ async def run_client(stream: Stream, prompts: TokenIds, random: Random, meter: M
                 meter.record(now, last, tokens)
                 last = now
         except asyncio.CancelledError:
-            meter.record(time.perf_counter(), last, 0)  # a stream that has stalled must show
+            meter.record(time.perf_counter(), last, 0)  # count the gap of a stalled stream
             raise
 
 
@@ -213,7 +213,7 @@ def figures(meter: Meter, seconds: float) -> Row:
 
 
 def shares(before: pb.ServerCounters, after: pb.ServerCounters) -> Row:
-    """Shares in percent: realignment in the time of all stages, and cached tokens in the prompts that finished."""
+    """Return percentages: realignment of all stages' time, and cached tokens of all counted prompt tokens."""
     spent = {stage: after.stage_seconds[stage] - before.stage_seconds[stage] for stage in after.stage_seconds}
     prompt_tokens = after.prompt_tokens - before.prompt_tokens
     cached = after.cached_tokens - before.cached_tokens

@@ -122,7 +122,7 @@ def _appending(engine: SequenceEngine, items: Mapping[SequenceKey, ProposeItem])
 def _outlined(
     engine: SequenceEngine, key: SequenceKey, item: ProposeItem, rankings: Sequence[Ranking], chances: Sequence[float]
 ) -> Iterator[tuple[Outcome, Draft]]:
-    """Return the outcomes and drafts of a sequence's branches, as many as there are pages for."""
+    """Return the outcomes and drafts of a sequence's branches, as many as its pages allow."""
     end, length, slots = item.end, item.num_draft_tokens, engine.engine.slots
     max_length = engine.engine.max_model_len
     slots.grow(key, min(end + item.num_branches * length, max_length), evicts=False)

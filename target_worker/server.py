@@ -46,7 +46,7 @@ class TargetWorkerServicer(WorkerServicer, pb_grpc.TargetWorkerServiceServicer):
 
     @staticmethod
     def serve(rounds: Sequence[VerifyRound], verifier: Verifier) -> list[tuple[list[Verdict], list[bytes]]]:
-        """Verify rounds in one forward pass. Return verdicts, and evicted pages that the coordinator does not know."""
+        """Verify rounds in one forward pass. Return the verdicts and unreported evicted pages of each round."""
         verdicts = verifier.verify(rounds)
         evicted = [verifier.take_evicted(round_.coordinator_id, MAX_EVICTED_PAGES) for round_ in rounds]
         return list(zip(verdicts, evicted, strict=True))

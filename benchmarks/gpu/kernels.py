@@ -170,7 +170,7 @@ class Kernels:
         return {**self._row("sampling", name, wrong, differs), "near": wrong == 0}
 
     def _arena(self, length: int) -> KVArena:
-        """A cache of one layer for a sequence of this length, on pages in random order."""
+        """Create a one-layer cache for a sequence of this length, on shuffled pages."""
         pages = -(-length // GPU_PAGE_SIZE)
         columns, tables = pages * GPU_PAGE_SIZE, (1, pages)
         arena = KVArena(1, self._kv_heads, columns, self._dim, self._dtype, self._device, tables, GPU_PAGE_SIZE)

@@ -38,7 +38,7 @@ class Shared:
     on_admission: Callable[[], None]
     """Called before sequences are admitted."""
     cache_events: CacheEvents | None
-    """Told of the pages that target workers cache. None: nobody asks."""
+    """Receives every change of the target workers' cached pages. None: there are no subscribers."""
     counters: Counters = field(default_factory=Counters)
 
 

@@ -133,7 +133,7 @@ class Admission:
                     return
 
     def _end_standstill(self) -> bool:
-        """Preempt a sequence if all wait for pages. Return whether they did."""
+        """If all sequences wait for pages, preempt one. Return whether they did."""
         window = self._window
         if not window.cramped or window.ready or window.open_rounds or window.leaving_ids or window.occupied < 2:
             return False

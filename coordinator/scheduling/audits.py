@@ -15,7 +15,7 @@ AUDIT_CLIENT = "audit"
 # Maximum answers that wait for their audit, and the bytes of their tokens and grammars.
 MAX_ANSWERS, MAX_BYTES = 64, 4 * 2**20
 
-# Share of the places and of the pages that are still free after a background sequence has entered.
+# Share of places and pages that must remain free once a background sequence has entered.
 ENTRY_SHARE = 4
 # Share of the pages that must stay free.
 STAY_SHARE = 16

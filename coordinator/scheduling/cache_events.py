@@ -1,7 +1,7 @@
-"""The pages of prefixes that target workers have cached, and the changes that subscribers have not seen. Pure.
+"""Mirror of the pages in the target workers' prefix caches, and a feed of its changes for subscribers. Pure.
 
-Several workers may cache the same page. Subscribers see it until the last worker has evicted it, and only see pages of
-their own namespace.
+Several workers may cache the same page. Subscribers see it until the last worker evicts it, and see only pages of their
+own namespace.
 """
 
 from array import array
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 MAX_UNREAD = 4096
-"""Changes that a subscriber may leave unread. With more, it starts over."""
+"""Maximum unread changes of a subscriber. Beyond that, it starts over."""
 
 Namespace = tuple[str, str]
 
@@ -33,10 +33,10 @@ Change = CachedPage | bytes
 
 
 class Subscription:
-    """What a subscriber has not read. It begins with all pages."""
+    """A subscriber's unread changes. The first read returns all pages."""
 
     def __init__(self, pages: Callable[[], list[CachedPage]], wake: Callable[[], None]) -> None:
-        """`pages`: returns all pages. `wake`: called when there is something to read."""
+        """`pages`: returns all pages. `wake`: called after every change."""
         self._pages, self._wake = pages, wake
         self._starts_over = True
         self._unread: list[Change] = []
@@ -50,7 +50,7 @@ class Subscription:
         self._wake()
 
     def read(self) -> tuple[bool, Items[Change]]:
-        """Return whether to forget all earlier pages, and the changes that follow."""
+        """Return whether all earlier pages are void, and the new changes."""
         if self._starts_over:
             self._starts_over = False
             return True, self._pages()
@@ -68,7 +68,7 @@ class CacheEvents:
         self._subscriptions: dict[Namespace, list[Subscription]] = defaultdict(list)
 
     def stored(self, namespace: Namespace, parent: bytes | None, digest: bytes, token_ids: Items[int]) -> None:
-        """Record that a worker has cached another page. It holds all pages before it too."""
+        """Record that a worker has cached another page. The worker already holds all pages before it."""
         self._copies[digest] += 1
         if digest not in self._pages:
             self._pages[digest] = page = CachedPage(namespace, parent, digest, array("I", token_ids))
@@ -83,7 +83,7 @@ class CacheEvents:
 
     @contextmanager
     def subscribe(self, namespace: Namespace, wake: Callable[[], None]) -> Iterator[Subscription]:
-        """Context manager that yields a subscription to the pages of a namespace."""
+        """Yield a subscription to the pages of a namespace."""
         subscriptions = self._subscriptions[namespace]
         subscription = Subscription(partial(self._cached, namespace), wake)
         subscriptions.append(subscription)
@@ -99,12 +99,12 @@ class CacheEvents:
             subscription.add(change)
 
     def _cached(self, namespace: Namespace) -> list[CachedPage]:
-        """All pages that a new sequence could use. Each one comes after the page before it."""
+        """Return all pages that a new sequence could use, parents first."""
         followers = defaultdict[bytes | None, list[CachedPage]](list)
         for page in self._pages.values():
             if page.namespace == namespace:
                 followers[page.parent].append(page)
         found = followers[None]
-        for page in found:  # grows while it is read
+        for page in found:  # grows during iteration
             found += followers[page.digest]
         return found

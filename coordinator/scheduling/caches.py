@@ -33,9 +33,9 @@ class WorkerCache:
     def __init__(self) -> None:
         self.num_cached_tokens = 0
         self.predicted = 0
-        """Leading tokens whose pages the worker's prefix cache is predicted to hold."""
+        """Predicted number of leading tokens in the worker's prefix cache."""
         self.is_mispredicted = False
-        """Whether the last prediction was wrong, and the next one has not been made yet."""
+        """Whether the last prediction was wrong and has not been replaced yet."""
         self.pending: list[PendingRound] = []
         """Rounds that the worker has not answered, at most one ahead of the one that runs."""
         self.features: FeatureStore | None = None
@@ -66,7 +66,7 @@ class WorkerCache:
 
     @property
     def start(self) -> int:
-        """Position of the first token for the worker to run, if the prediction holds."""
+        """Position of the first token that the worker must run if the prediction holds."""
         return max(self.base_length, self.predicted)
 
     @property
@@ -140,7 +140,7 @@ class WorkerCache:
         self.features = None
 
     def replace_worker(self) -> None:
-        """Forget all positions: another process has replaced the worker."""
+        """Forget all positions, because another process has replaced the worker."""
         self.num_cached_tokens = self.predicted = 0
         self.pending.clear()
 

@@ -15,7 +15,7 @@ MIN_PROGRESS, PROGRESS_SHARE = 64, 16
 
 
 def protected_tokens(length: int) -> int:
-    """Tokens that a sequence of this length gains before it is preempted again. It holds their pages at once."""
+    """Return how many tokens a sequence of this length gains before it may be preempted. It takes their pages first."""
     return max(MIN_PROGRESS, length // PROGRESS_SHARE)
 
 
@@ -33,15 +33,15 @@ class QueueLimitError(Exception):
 
 @dataclass(frozen=True)
 class KVCapacity:
-    """Pages of the target worker's KV cache, over all sequences."""
+    """Size of the target worker's KV cache in pages."""
 
     pages: int = 0
     """0: unlimited."""
     page_size: int = 0
-    """Positions of a page. 0: unknown, and sequences share no pages."""
+    """Positions per page. 0: unknown, so sequences share no pages."""
 
     def pages_for(self, length: int) -> int:
-        """Number of pages that hold this many positions."""
+        """Return the number of pages needed for this many positions."""
         return -(-length // max(1, self.page_size))
 
 
@@ -51,7 +51,7 @@ class _Holding:
 
     sequence: Sequence
     digests: list[bytes]
-    """Its first pages, which it shares with the sequences that have the same ones."""
+    """Digests of its leading pages, which sequences with the same digests share."""
     num_own: int = 0
     """Further pages."""
 
@@ -60,10 +60,10 @@ class _Holding:
 
 
 class HeldPages:
-    """Pages of the target worker that the sequences in the window hold. Sequences hold a shared page together.
+    """Pages of the target worker held by the sequences in the window. A shared page counts once.
 
-    Sequences that compute equal pages at the same time hold one each. Here, they count once. If the worker then runs
-    out of pages, it answers NO_SLOT.
+    Equal pages that sequences compute at the same time also count once, although each sequence holds its own. If the
+    worker therefore runs out of pages, it answers NO_SLOT.
     """
 
     def __init__(self) -> None:
@@ -78,12 +78,12 @@ class HeldPages:
         return len(self._holdings)
 
     def __getitem__(self, sequence_id: int) -> int:
-        """Pages that no other sequence holds. As many are free once the sequence has left."""
+        """Return the number of pages that only this sequence holds, so that its departure frees them."""
         holding = self._holdings[sequence_id]
         return len(holding) - self._count_held(holding.digests, 2)
 
     def _count_held(self, digests: Items[bytes], holders: int) -> int:
-        """Number of pages that at least this many sequences hold: whoever holds a page holds those before it."""
+        """Count the pages with at least this many holders. Whoever holds a page also holds the pages before it."""
         return bisect_right(digests, -holders, key=lambda digest: -self._references.get(digest, 0))
 
     @property
@@ -92,7 +92,7 @@ class HeldPages:
 
     @property
     def free(self) -> int:
-        """Pages that no sequence holds, if they are limited."""
+        """Number of pages that no sequence holds. 0 if pages are not limited."""
         return max(0, self.capacity.pages - self.used)
 
     def resize(self, capacity: KVCapacity) -> None:
@@ -106,7 +106,7 @@ class HeldPages:
             self.add(sequence)
 
     def needed_by(self, sequence: Sequence) -> int:
-        """Free pages that a sequence needs to enter the window."""
+        """Return the number of free pages that a sequence needs to enter the window."""
         return self._num_pages(sequence) - self._count_held(self._digests(sequence), 1)
 
     def _num_pages(self, sequence: Sequence) -> int:
@@ -114,11 +114,11 @@ class HeldPages:
         return self.capacity.pages_for(min(length, sequence.max_length))
 
     def _digests(self, sequence: Sequence) -> list[bytes]:
-        """Pages that the worker lets it share. At least its last token runs, in a page of its own."""
+        """Return the digests of pages that a sequence can share. At least its last token runs, in a page of its own."""
         return sequence.page_digests(self.capacity.page_size, len(sequence.token_ids) - 1)
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence that enters hold its pages."""
+        """Give a sequence that enters the window its pages."""
         holding = self._holdings[sequence.sequence_id] = _Holding(sequence, self._digests(sequence))
         for digest in holding.digests:
             count = self._references[digest] = self._references.get(digest, 0) + 1
@@ -126,7 +126,7 @@ class HeldPages:
         self._take(holding, self._num_pages(sequence) - len(holding))
 
     def grow(self, sequence: Sequence) -> bool:
-        """Let a sequence hold the pages of its next round. Return False if too few are free."""
+        """Give a sequence the pages for its next round. Return False if too few are free."""
         missing = self.missing(sequence)
         if missing > self.free and len(self) > 1 and self.is_limited:
             return False
@@ -134,7 +134,7 @@ class HeldPages:
         return True
 
     def missing(self, sequence: Sequence) -> int:
-        """Pages that a sequence lacks for its next round."""
+        """Return the number of pages that a sequence lacks for its next round."""
         wanted = self.capacity.pages_for(min(sequence.next_length, sequence.max_length))
         return max(0, wanted - len(self._holdings[sequence.sequence_id]))
 
@@ -147,7 +147,7 @@ class HeldPages:
         self._by_client[sequence.request.client] += num_pages
 
     def remove(self, sequence_id: int) -> None:
-        """Let a sequence hold no more pages."""
+        """Take back all pages of a sequence."""
         holding = self._holdings.pop(sequence_id)
         for digest in holding.digests:
             self._references[digest] -= 1
@@ -159,17 +159,16 @@ class HeldPages:
             del self._by_client[holding.sequence.request.client]
 
     def by_client(self, leaving: Iterable[int], left: Counter[bytes]) -> Counter[str]:
-        """Pages of each client, without those that are free once the `leaving` sequences have left. `left`: see
-        `leave`."""
+        """Return the pages of each client, without those that the `leaving` sequences free. `left`: see `leave`."""
         counts = self._by_client.copy()
         for sequence_id in leaving:
             counts[self._holdings[sequence_id].sequence.request.client] -= self.leave(sequence_id, left)
         return counts
 
     def leave(self, sequence_id: int, left: Counter[bytes]) -> int:
-        """Number of further pages that are free once a sequence has left after others.
+        """Return how many more pages become free if a sequence leaves after others.
 
-        `left`: how many of these held each shared page. Counts the sequence afterwards.
+        `left`: number of earlier leavers that held each shared page, by digest. Updated with this sequence.
         """
         holding = self._holdings[sequence_id]
         shared = holding.digests[: self._count_held(holding.digests, 2)]
@@ -177,7 +176,7 @@ class HeldPages:
         return len(holding) - len(shared) + sum(left[digest] == self._references[digest] for digest in shared)
 
     def usage(self, slots: int) -> float:
-        """Share of the pages that sequences hold, 0 to 1. `slots`: slots of the target worker."""
+        """Return the share of pages that sequences hold, 0 to 1. `slots`: slots of the target worker."""
         return self.used / self.capacity.pages if self.is_limited else len(self) / slots
 
     def count_fitting(self, waiting: Iterable[Sequence], places: int) -> int:

@@ -58,13 +58,13 @@ class Drafts:
         return min(self.sequence.draft_base_length, len(self.sequence.token_ids) - 1)
 
     def _start(self, worker: WorkerInfo) -> int:
-        """Position of the first token for the draft worker to run, if the prediction for its pages holds."""
+        """Return the position of the first token that the draft worker must run if the prediction holds."""
         page_size = max(1, worker.kv_positions_multiple)
-        # Later, it may recompute positions before the prediction.
+        # After first contact, the base counts: it may lie before the prediction.
         return self._base_length or self.sequence.draft.predicted // page_size * page_size
 
     def catchup(self, worker: WorkerInfo) -> int:
-        """Number of committed tokens for the draft worker to run; 0 to leave the sequence out."""
+        """Return the number of committed tokens that the draft worker must run; 0 to leave the sequence out."""
         sequence, length = self.sequence, len(self.sequence.token_ids)
         if self._limit <= 0 or length >= worker.max_model_len or self._round_id < sequence.draft.backoff_until:
             return 0
@@ -75,7 +75,7 @@ class Drafts:
         return length - self._start(worker)
 
     def propose_item(self, count: int, worker: WorkerInfo) -> ProposeItem | None:
-        """The item that lets the draft worker run `count` committed tokens; None to leave the sequence out."""
+        """Return the item that runs `count` committed tokens and drafts; None to leave the sequence out."""
         if (item := self._item(count, (), worker)) is None:
             return None
         if item.end == len(self.sequence.token_ids) and self.sequence.is_decoding:
@@ -85,7 +85,7 @@ class Drafts:
         return item
 
     def ahead_item(self, count: int, verified: tuple[int, ...] | None, worker: WorkerInfo) -> ProposeItem | None:
-        """The item that runs `count` committed tokens and drafts branches; None to leave the sequence out.
+        """Return the item that runs `count` committed tokens and drafts branches; None to leave the sequence out.
 
         `verified`: draft tokens in verification; None if the verification yields no tokens.
         """
@@ -149,7 +149,7 @@ class Drafts:
             if cache.features is not None:
                 cache.features.mark_read(self._read_end)
             return True
-        is_lost = proposal.status is ItemStatus.CACHE_MISS and cache.start == cache.base_length  # none predicted
+        is_lost = proposal.status is ItemStatus.CACHE_MISS and cache.start == cache.base_length  # no prediction
         self.cache_misses += is_lost
         cache.miss()
         if proposal.status is ItemStatus.NO_SLOT:

@@ -1,7 +1,7 @@
 """Chooses sequences to preempt for lack of pages in the KV cache. Pure.
 
-A client takes pages from the client that holds the most, if that one keeps at least as many or holds twice as many.
-Neither could then take them back, so clients never preempt each other in turns.
+A client takes pages from the client that holds the most, provided that the latter keeps at least as many or holds twice
+as many. It could not take them back, so clients never preempt each other in turns.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from collections.abc import Sequence as Items
 from coordinator.scheduling.capacity import HeldPages, protected_tokens
 from coordinator.scheduling.sequence import Sequence
 
-# How many times as many pages as the claimant a client holds that must give up its last sequence.
+# A client gives up its last sequence only if it holds this many times the claimant's pages.
 EXCESS = 2
 
 
@@ -33,9 +33,9 @@ def victims_for(
     leaving: Iterable[int],
     held: HeldPages,
 ) -> list[Sequence]:
-    """The members to preempt so that `missing` more pages are free. Empty if the claimant must wait.
+    """Return the members to preempt to free `missing` more pages. Empty if the claimant must wait.
 
-    `wanted`: pages that the claimant would hold in addition. `members`: sequences that can be preempted now.
+    `wanted`: additional pages for the claimant. `members`: sequences that can be preempted now.
     `leaving`: sequences that leave the window anyway.
     """
     left = Counter[bytes]()
@@ -77,7 +77,7 @@ def own_victim(
 
 
 def longest_of_largest(members: Iterable[Sequence], held: HeldPages) -> Sequence:
-    """The longest member of the client that holds the most pages, preferably an unprotected one."""
+    """Return the longest member of the client that holds the most pages, preferably an unprotected one."""
     by_client = held.by_client((), Counter())
     return max(
         members, key=lambda m: (not is_protected(m), by_client[m.request.client], held[m.sequence_id], m.sequence_id)

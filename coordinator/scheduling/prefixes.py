@@ -1,7 +1,7 @@
-"""Mirror of the target's prefix cache: the pages that it holds, and those that sequences are prefilling. Pure.
+"""Mirror of the target's prefix cache: pages that it holds, and pages that sequences are prefilling. Pure.
 
-Verdicts tell which pages the target has cached, and its responses which ones it has evicted. A wrong entry costs one
-cache miss.
+Verdicts show which pages the target has cached, and responses list the pages that it has evicted. A wrong entry costs
+one cache miss.
 
 Sharing is observable, in `usage.cached_tokens` and in response times. Sequences therefore share only within their
 namespace, and only whole pages. Otherwise a prompt could be guessed token by token.
@@ -24,7 +24,7 @@ class _Member:
     """A sequence in the window."""
 
     awaited: bytes | None
-    """The last page of its tokens that an earlier sequence is prefilling."""
+    """Digest of its last page that an earlier sequence is prefilling."""
     num_cached_pages: int = 0
 
 
@@ -32,22 +32,22 @@ class PrefixIndex:
     """Finds the longest shared prefix in time proportional to its length, however many sequences there are."""
 
     def __init__(self, page_size: int = 0, max_pages: int = 0, events: CacheEvents | None = None) -> None:
-        """`page_size`: tokens of a page; 0: nothing is shared. `max_pages`: of the target; 0: no limit.
+        """`page_size`: tokens per page; 0: nothing is shared. `max_pages`: pages of the target; 0: no limit.
 
-        `events`: told of all changes of the cached pages.
+        `events`: receives every change of the cached pages.
         """
         self.page_size, self.max_pages, self._events = page_size, max_pages, events
         self._cached: dict[bytes, None] = {}
-        """The earliest first."""
+        """Digests, oldest first."""
         self._prefilling: dict[bytes, Sequence] = {}
-        """The sequence that will cache a page."""
+        """The sequence that is prefilling a page, by digest."""
         self._members: dict[int, _Member] = {}
 
     def __len__(self) -> int:
         return len(self._cached)
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence that enters the window. It prefills the pages that no other sequence is prefilling."""
+        """Add a sequence that enters the window. It prefills the pages that are neither cached nor being prefilled."""
         awaited, has_own = None, False
         usable = (len(sequence.token_ids) - 1) // max(1, self.page_size)
         for number, digest in enumerate(self._digests(sequence, len(sequence.token_ids))):
@@ -55,17 +55,17 @@ class PrefixIndex:
                 continue
             if not self._is_prefilling(digest) or self._prefilling[digest] is sequence:
                 self._prefilling[digest], has_own = sequence, True
-            elif number < usable and not has_own:  # a sequence waits for earlier pages only, so there are no cycles
+            elif number < usable and not has_own:  # waiting only for pages before its own rules out cycles
                 awaited = digest
         self._members[sequence.sequence_id] = _Member(awaited)
 
     def waits(self, sequence: Sequence) -> bool:
-        """Whether an earlier sequence is still prefilling pages of this one."""
+        """Return whether an earlier sequence is still prefilling pages of this one."""
         awaited = self._members[sequence.sequence_id].awaited
         return awaited is not None and self._is_prefilling(awaited)
 
     def commit(self, sequence: Sequence) -> None:
-        """Record the pages that the target has cached of a sequence."""
+        """Record the pages of a sequence that the target has cached."""
         member = self._members.get(sequence.sequence_id)
         if member is None or not self.page_size:
             return
@@ -82,7 +82,7 @@ class PrefixIndex:
             self.evict([next(iter(self._cached))])
 
     def _publish(self, sequence: Sequence, digests: Items[bytes], number: int) -> None:
-        """Publish a page of a sequence, given the digests up to it."""
+        """Publish page `number` of a sequence, given the sequence's digests."""
         if self._events is not None:
             token_ids = sequence.token_ids[number * self.page_size : (number + 1) * self.page_size]
             parent = digests[number - 1] if number else None
@@ -104,7 +104,7 @@ class PrefixIndex:
                     self._events.removed(digest)
 
     def mispredicted(self, sequence: Sequence) -> None:
-        """Forget the pages of a sequence: the target had not cached them all."""
+        """Forget the pages of a sequence, because the target lacks some of them."""
         self.evict(self._digests(sequence, len(sequence.token_ids)))
 
     def clear(self) -> None:
@@ -112,11 +112,11 @@ class PrefixIndex:
         self.evict(list(self._cached))
 
     def cached_length(self, sequence: Sequence) -> int:
-        """Tokens of a sequence that the target should have cached. At least the last token is left to run."""
+        """Return how many leading tokens the target should have cached. At least the last token is left to run."""
         return self._count(sequence, self._cached.__contains__)
 
     def matched_length(self, sequence: Sequence) -> int:
-        """Tokens of a sequence that the target should have cached now or soon."""
+        """Return how many leading tokens the target should have cached now or soon."""
         return self._count(sequence, lambda digest: digest in self._cached or self._is_prefilling(digest))
 
     def _count(self, sequence: Sequence, holds: Callable[[bytes], bool]) -> int:
@@ -127,7 +127,7 @@ class PrefixIndex:
         return sequence.page_digests(self.page_size, length)
 
     def _is_prefilling(self, digest: bytes) -> bool:
-        """Whether a running sequence is prefilling a page."""
+        """Return whether a running sequence is prefilling a page."""
         sequence = self._prefilling.get(digest)
         return sequence is not None and sequence.finish is None and not sequence.paused
 
@@ -135,6 +135,6 @@ class PrefixIndex:
         """Raise AssertionError unless exactly these sequences are members, and only they prefill."""
         assert self._members.keys() == sequence_ids, "the index differs from the window"
         prefilling = {sequence.sequence_id for sequence in self._prefilling.values()}
-        assert prefilling <= sequence_ids, "a sequence outside the window prefills"
+        assert prefilling <= sequence_ids, "a sequence outside the window is prefilling"
         assert not self._cached.keys() & self._prefilling.keys(), "a cached page is being prefilled"
         assert len(self) <= (self.max_pages or DEFAULT_MAX_PAGES), "the index is exceeded"

@@ -77,7 +77,7 @@ class GenerationRequest:
 
     @property
     def cache_namespace(self) -> bytes | None:
-        """The namespace on the wire. None: the request neither uses nor leaves cached prefixes."""
+        """Namespace of the prefix cache on the wire. None: the request neither uses nor leaves cached prefixes."""
         return None if self.is_background else sha256(repr(self.namespace).encode()).digest()
 
     @property
@@ -108,7 +108,7 @@ class Sequence:
         *,
         prefix_caching: bool = True,
     ) -> None:
-        """`text` detokenizes and matches stop strings. `prefix_caching`: share cached prefixes within the namespace."""
+        """`text`: detokenizes and matches stop strings. `prefix_caching`: share prefixes within the namespace."""
         self.sequence_id = sequence_id
         self.first_sample_id = sequence_id
         """The first sequence of the same request."""
@@ -119,7 +119,7 @@ class Sequence:
         """By page size."""
         self.target, self.draft = WorkerCache(), WorkerCache()
         self.cached_tokens = 0
-        """Prompt tokens that the target worker found in its prefix cache."""
+        """Number of prompt tokens found in the target worker's prefix cache."""
         self.num_accepted = 0
         """Draft tokens that the last verification accepted."""
         self.branch: Branch | None = None
@@ -135,7 +135,7 @@ class Sequence:
         self.overtaken = 0
         """Sequences that entered the window before it because they are shorter."""
         self.protected_until = 0
-        """Number of tokens before which it is not preempted again for lack of pages."""
+        """Number of tokens to reach before it may be preempted again for pages."""
         self.is_preempted = False
         self.paused = False
         """Kept out of rounds because its reader lags behind."""
@@ -219,7 +219,7 @@ class Sequence:
         return min(self.request.num_speculative_tokens, self.remaining - self.target.max_pending_gain - 1)
 
     def page_digests(self, page_size: int, length: int) -> list[bytes]:
-        """Digests of the full pages of its first `length` tokens. Empty if it shares no prefixes."""
+        """Return the digests of the full pages in the first `length` tokens. Empty if prefixes are not shared."""
         if self.cache_namespace is None or not page_size:
             return []
         if page_size not in self._page_digests:
@@ -227,7 +227,7 @@ class Sequence:
         return self._page_digests[page_size].first(length // page_size, self.token_ids)
 
     def preempt(self) -> None:
-        """Take the sequence out of the window. The workers release it."""
+        """Reset what belongs to the window that the sequence leaves. The workers release it."""
         self.is_preempted = True
         self.branch = None
         self.target.release()

@@ -23,12 +23,12 @@ class Verification:
 
     @property
     def catchup(self) -> int:
-        """Number of tokens for the target worker to run, apart from draft tokens."""
+        """Number of tokens that the target worker must run, apart from draft tokens."""
         target = self.sequence.target
         return 1 if target.continues else len(self.sequence.token_ids) - target.start
 
     def item(self, count: int) -> VerifyItem:
-        """The item that lets the target worker run `count` committed tokens, followed by draft tokens if decoding.
+        """Return the item that runs `count` committed tokens, followed by draft tokens if decoding.
 
         If the sequence continues, `complete` fills in the tokens later.
         """
@@ -111,14 +111,14 @@ class Verification:
             self._handle_failure(verdict, self.pending.item)
             return None
         sequence.grammar_waits = 0
-        if not sequence.num_generated:  # a preempted sequence finds more than its prompt
+        if not sequence.num_generated:  # afterwards, a preempted sequence also finds its own answer
             before = sequence.cached_tokens if self.pending.item.base_length else 0
             sequence.cached_tokens = before + verdict.prefix_length
         if verdict.features:
             assert self._features is not None
             sequence.draft.add_features(verdict.features, verdict.num_cached_tokens, self._features)
         target.commit(verdict.num_cached_tokens)
-        self.pending.item.expected_prefix_length = verdict.prefix_length  # the other tokens took the worker's time
+        self.pending.item.expected_prefix_length = verdict.prefix_length  # charge only the tokens that ran
         return self._commit(verdict, self.pending.item) if verdict.token_ids else None
 
     def _handle_failure(self, verdict: Verdict, item: VerifyItem) -> None:

@@ -37,7 +37,7 @@ class Window:
         """`registry`: shared by all windows.
 
         `preempts`: whether sequences may be preempted for others. If all wait for pages, one is preempted in any case.
-        `cache_events`: told of the pages that the target worker caches.
+        `cache_events`: receives every change of the target worker's cached pages.
         """
         self.max_num_seqs, self.preempts = max_num_seqs, preempts
         self.registry, self._waiting = registry, registry.waiting
@@ -108,7 +108,7 @@ class Window:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the target worker's pages that sequences hold, 0 to 1."""
+        """Share of the target worker's pages held by sequences, 0 to 1."""
         return self.pages.usage(self.slots)
 
     @property
@@ -168,11 +168,11 @@ class Window:
         return self.pages.count_fitting(waiting, self.capacity)
 
     def prefix_length(self, sequence: Sequence) -> int:
-        """Tokens of the sequence that the window has cached, or will have soon; a multiple of the page size."""
+        """Return how many leading tokens the target has cached, or will have soon; a multiple of the page size."""
         return self._prefixes.matched_length(sequence)
 
     def fit(self, slots: int, capacity: KVCapacity) -> None:
-        """Adapt to a target worker with these slots and pages."""
+        """Adapt to the slots and pages of a target worker."""
         self.slots = slots
         self.pages.resize(capacity)
         if (capacity.page_size, capacity.pages) != (self._prefixes.page_size, self._prefixes.max_pages):
@@ -194,12 +194,12 @@ class Window:
         if self._prefixes.waits(sequence):
             self.parked[sequence.sequence_id] = sequence
         else:
-            # The draft worker reports no evictions. It has mostly cached what the target has.
+            # The draft worker reports no evictions. Mostly, it has cached the same pages as the target.
             sequence.draft.predicted = self._prefixes.cached_length(sequence)
             self._make_ready(sequence)
 
     def settle(self) -> None:
-        """Make sequences ready that no longer wait for a prefix or for pages."""
+        """Make sequences ready once their prefix is cached or their pages are free."""
         for sequence in list(self.parked.values()):
             if not self._prefixes.waits(sequence):
                 self._prefixes.add(sequence)
@@ -221,7 +221,7 @@ class Window:
             self.cramped[sequence.sequence_id] = sequence
 
     def _predict(self, sequence: Sequence) -> None:
-        """Predict what the target's prefix cache holds of a sequence that prefills."""
+        """Predict how much of a prefilling sequence is in the target's prefix cache."""
         target = sequence.target
         if target.is_mispredicted:
             self._prefixes.mispredicted(sequence)
@@ -332,7 +332,7 @@ class Window:
                 self.ready.add(sequence)
 
     def _forget_prefixes(self) -> None:
-        """Forget the target worker's prefix cache. Its sequences prefill their pages again."""
+        """Forget the target worker's prefix cache. Sequences prefill their pages again."""
         self._prefixes.clear()
         capacity = self.pages.capacity
         self._prefixes = PrefixIndex(capacity.page_size, capacity.pages, self._cache_events)

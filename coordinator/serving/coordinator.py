@@ -59,7 +59,7 @@ class Coordinator:
         limits = QueueLimits(settings.queue_size, settings.queue_tokens, settings.max_requests_per_client)
         self.queue = RequestQueue(limits, by_length=settings.admission == "length")
         self.cache_events = CacheEvents() if settings.smg and settings.prefix_caching else None
-        """The cached pages of all target workers, for the gateway."""
+        """Cached pages of all target workers, for the gateway."""
         self.in_flight = RequestsInFlight(Latencies() if settings.metrics_port is not None else None)
         room = SpareRoom(
             lambda: [lane.window for lane in self.lanes if lane.window.is_open],

@@ -1,4 +1,4 @@
-"""Converts changes of the cached pages to the gateway's messages."""
+"""Converts changes of cached pages to the gateway's messages."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -13,9 +13,9 @@ HASH_BYTES = 8
 
 
 def batches(starts_over: bool, changes: Sequence[Change], number: int) -> Iterator[common_pb2.KvEventBatch]:
-    """Yield the messages of changes. `number`: sequence number of the first one.
+    """Yield messages with all changes. `number`: sequence number of the first message.
 
-    With `starts_over`, they are the chunks of a snapshot, which replaces all that the gateway knows.
+    With `starts_over`, the messages form a snapshot that replaces everything the gateway knows.
     """
     events = [common_pb2.KvCacheEvent(cleared=common_pb2.KvCacheCleared())] if starts_over else []
     events += map(_event, changes)

@@ -30,7 +30,7 @@ CHUNK_BYTES = 2**20
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 NO_SALT = ""
-"""Salt of the gateway's requests, which cannot set one."""
+"""Salt of the gateway's requests, which have no field for one."""
 MAX_ABORTED = 1024
 """Maximum number of request ids in one `Abort` call."""
 
@@ -178,10 +178,10 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Any
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        """Stream the target's cached pages of the caller's prompts, then their changes, until the server drains.
+        """Stream the cached pages of the caller's requests, then changes, until the server drains.
 
         Every stream begins with all pages, whatever sequence number the gateway asks for. A caller that reads too
-        slowly gets all pages again. Raises UnimplementedError if nothing is cached.
+        slowly gets all pages again. Raises UnimplementedError if prefix caching is disabled.
         """
         events = self._coordinator.cache_events
         if events is None:

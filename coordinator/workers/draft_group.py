@@ -19,7 +19,7 @@ from specpool.protocol.worker_info import WorkerInfo
 log = logging.getLogger(__name__)
 
 PREFIX_TOKENS = 16
-"""Sequences that begin with the same tokens, this many, are placed on the same worker if possible."""
+"""Sequences that share this many leading tokens are placed on the same worker if possible."""
 
 Answers = dict[int, Proposal]
 """Proposals by sequence id."""

@@ -10,13 +10,13 @@ MAX_PREFIXES = 4096
 
 
 class Placement(Generic[W]):
-    """Sequences stay where they are placed. New ones go to the worker with the fewest."""
+    """Sequences stay where they are placed. A new one goes to the worker with the fewest, or with its prefix."""
 
     def __init__(self) -> None:
         self._worker_of: dict[int, W] = {}
         self._counts: dict[W, int] = {}
         self._worker_by_prefix: dict[Hashable, W] = {}
-        """Where the last sequence with a prefix was placed, least recently used first."""
+        """Worker of the last sequence placed with a prefix, least recently used first."""
 
     def worker_of(self, sequence_id: int) -> W | None:
         return self._worker_of.get(sequence_id)
@@ -28,8 +28,8 @@ class Placement(Generic[W]):
     def place(self, sequence_id: int, workers: Sequence[W], prefix: Hashable | None = None) -> W:
         """Place a new or removed sequence on the worker with the fewest sequences. Return the worker.
 
-        `prefix`: identifies its first tokens. The worker that may have cached them may have one sequence more than
-        others.
+        `prefix`: identifies the leading tokens. The worker that may have cached them is chosen even if it has one
+        sequence more than others.
         """
 
         def rank(worker: W) -> tuple[int, bool]:

@@ -68,7 +68,7 @@ class TargetLink(WorkerLink):
     on_replaced: Callable[[], None] | None = None
     """Called before the link uses another process."""
     on_evicted: Callable[[Items[bytes]], None] | None = None
-    """Called with the digests of pages that the worker's prefix cache has evicted."""
+    """Called with the digests of evicted pages."""
     replicas: "Callable[[], Iterable[TargetLink]]" = tuple
     """Returns the links to all workers that serve the model, including a standby."""
     _drops_features = False

@@ -99,7 +99,7 @@ class Worker:
     slots_in_use: int | None
     slots_total: int | None
     kv_usage: float | None
-    """Share of the KV cache's pages that sequences hold."""
+    """Share of the KV cache's pages held by sequences."""
     kv_bytes: int | None
     """Size of the KV cache."""
 

@@ -1,4 +1,4 @@
-"""Digests of pages: tokens and everything before them, by which sequences find the cached pages of a common prefix."""
+"""Digests of pages, chained over all preceding tokens, to find the cached pages of a common prefix."""
 
 from array import array
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ MAX_EVICTED_PAGES = 4096
 
 
 class PageDigests:
-    """The digests of a sequence's full pages, each a function of all tokens up to its end. Digests each token once."""
+    """Digests of a sequence's full pages, each of all tokens up to the page's end. Hashes each token once."""
 
     def __init__(self, namespace: bytes, page_size: int) -> None:
-        """`namespace`: sequences of different namespaces have different digests. `page_size`: tokens of a page."""
+        """`namespace`: equal pages of different namespaces have different digests. `page_size`: tokens per page."""
         self._page_size = page_size
         self._digests = [_digest(namespace)]  # of the namespace, then of each page
 
     def first(self, count: int, token_ids: Sequence[int]) -> list[bytes]:
-        """Return the digests of the first `count` pages. `token_ids`: those of earlier calls, and all that follow."""
+        """Return the digests of the first `count` pages. `token_ids` must extend the tokens of earlier calls."""
         known, size = len(self._digests) - 1, self._page_size
         tokens = array("I", token_ids[known * size : count * size])
         assert len(tokens) >= (count - known) * size, "the page is not full"
@@ -29,7 +29,7 @@ class PageDigests:
         return self._digests[1 : count + 1]
 
     def truncate(self, count: int) -> None:
-        """Forget all but the first `count` pages: others follow them now."""
+        """Forget all but the first `count` pages, because other tokens will follow."""
         del self._digests[count + 1 :]
 
 

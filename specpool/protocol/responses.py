@@ -62,7 +62,7 @@ def read_evicted_pages(response: target_worker_pb2.VerifyResponse) -> list[bytes
     """Read the digests of the evicted pages. Raises InvalidResponseError."""
     evicted = list(response.evicted_pages)
     _require(len(evicted) <= MAX_EVICTED_PAGES, "too many evicted pages")
-    _require(all(len(digest) == DIGEST_BYTES for digest in evicted), "the digest of a page has a wrong size")
+    _require(all(len(digest) == DIGEST_BYTES for digest in evicted), "wrong size of a page digest")
     return evicted
 
 
@@ -92,7 +92,7 @@ def _read_verdict(result: Any, status: ItemStatus, item: VerifyItem, vocab_size:
     expected, found = item.base_length + len(item.token_ids) + accepted, result.prefix_length
     _check_cached(result, expected)
     if not item.expected_prefix_length <= found < len(item.token_ids):
-        raise InvalidResponseError(f"a cached prefix of {found} tokens, {item.expected_prefix_length} expected")
+        raise InvalidResponseError(f"invalid prefix_length {found}, expected at least {item.expected_prefix_length}")
     logprobs = _read_logprobs(result, item, vocab_size)
     return Verdict(item.sequence_id, status, tokens, expected, logprobs, forced, found)
 

@@ -57,7 +57,7 @@ class SequenceItem:
     cache_namespace: bytes | None = None
     """Namespace of the prefix cache, on first contact. None: the sequence neither uses nor leaves cached prefixes."""
     expected_prefix_length: int = 0
-    """Leading tokens that the prefix cache must hold. Otherwise the item is a cache miss."""
+    """Number of leading tokens that the prefix cache must hold. If it holds fewer, the item is a cache miss."""
 
     @property
     def end(self) -> int:
@@ -66,17 +66,17 @@ class SequenceItem:
 
     @property
     def max_end(self) -> int:
-        """Positions that the item needs or can use."""
+        """Maximum number of positions that the item can use."""
         return self.end
 
     @property
     def max_prefix_length(self) -> int:
-        """Maximum number of leading tokens to take from the prefix cache. The last token runs, for its logits."""
+        """Maximum number of leading tokens to take from the prefix cache. The last token must run for its logits."""
         return len(self.token_ids) - 1
 
     @property
     def max_num_new_tokens(self) -> int:
-        """Maximum number of tokens to run, without draft tokens. A continued item gets one token."""
+        """Maximum number of tokens to run, apart from draft tokens. A continued item runs one token."""
         return max(1, len(self.token_ids) - self.expected_prefix_length)
 
 
@@ -105,7 +105,7 @@ class ProposeItem(SequenceItem):
 
     @property
     def max_prefix_length(self) -> int:
-        """Cached pages may lack the states that the item carries, so it takes no more of them than expected."""
+        """At most the expected prefix if the item carries states, which further cached pages may lack."""
         return self.expected_prefix_length if self.features else super().max_prefix_length
 
 
@@ -179,7 +179,7 @@ class VerifyItem(SequenceItem):
 
     @property
     def max_end(self) -> int:
-        """Positions that the item needs or can use, with forced tokens."""
+        """Maximum number of positions that the item can use, forced tokens included."""
         return self.base_length + len(self.token_ids) + max(len(self.draft_token_ids), self.max_draft_tokens)
 
     @property
@@ -189,7 +189,7 @@ class VerifyItem(SequenceItem):
         return max(drafted, self.max_draft_tokens)
 
     def num_features(self, window: int, num_draft_tokens: int, prefix_length: int = 0) -> int:
-        """Number of states of at most `window` committed tokens, and of `num_draft_tokens` after them.
+        """Return the number of states of at most `window` committed tokens and the `num_draft_tokens` after them.
 
         `prefix_length`: leading tokens that the worker did not run.
         """
@@ -233,7 +233,7 @@ class Verdict:
     num_forced_tokens: int = 0
     """Number of forced tokens that the worker appended to the draft tokens."""
     prefix_length: int = 0
-    """Leading tokens of the item that the prefix cache held."""
+    """Number of the item's leading tokens found in the prefix cache."""
     error: str = ""
     """The reason if the grammar failed."""
     features: bytes = b""

@@ -1,4 +1,4 @@
-"""Caches of fake workers: lists of token ids in shared pages, as the protocol defines them."""
+"""Caches of fake workers: token ids in shared pages, as the protocol defines."""
 
 from collections.abc import Hashable, Sequence
 from itertools import takewhile
@@ -17,7 +17,7 @@ Key = Any
 
 
 class FakeCaches:
-    """Slots and pages of the sequences of a worker. Equal full pages of a namespace are one page."""
+    """Slots and pages of a worker. Equal full pages of a namespace are one page."""
 
     def __init__(self, slots: int, kv_positions: int = 0, page_size: int = PAGE_SIZE) -> None:
         """`kv_positions`: positions of all pages; 0: only `slots` limits the sequences."""
@@ -30,7 +30,7 @@ class FakeCaches:
         self._digests: dict[Key, PageDigests] = {}
         """Of the sequences that share pages."""
         self._evicted: dict[Hashable, list[bytes]] = {}
-        """Evicted pages that each coordinator has not been told of."""
+        """Evicted pages not yet reported to each coordinator."""
 
     @property
     def free_pages(self) -> int:
@@ -38,15 +38,15 @@ class FakeCaches:
         return max(0, self.kv_positions // self.page_size - self._num_held())
 
     def realign(self, key: Key, item: Any, length: int) -> tuple[ItemStatus, int]:
-        """Keep the base of an item and append its tokens. `length`: positions that it needs.
+        """Keep an item's base and append its tokens. `length`: positions that the item needs.
 
-        Return the status, and the number of leading tokens that the prefix cache held. `item`: a message or its data.
+        `item`: a message or its data. Return the status, and the number of leading tokens found in the prefix cache.
         """
         base, namespace = item.base_length, _optional(item, "cache_namespace")
-        assert item.token_ids, "an item without tokens"
+        assert item.token_ids, "an item needs tokens"
         assert (base == 0) == (_optional(item, "sampling") is not None), "sampling parameters belong to first contact"
         assert base == 0 or namespace is None, "the namespace belongs to first contact"
-        assert not (base % self.page_size and item.expected_prefix_length), "a prefix is expected within a page"
+        assert not (base % self.page_size and item.expected_prefix_length), "a prefix must begin at a page boundary"
         if len(self.caches.get(key, [])) < base:
             return ItemStatus.CACHE_MISS, 0
         self._cut(key, base, namespace)
@@ -87,7 +87,7 @@ class FakeCaches:
             state.clear()
 
     def take_evicted(self, coordinator_id: str) -> list[bytes]:
-        """Return evicted pages that the coordinator has not been told of. From the first call on, all are recorded."""
+        """Return evicted pages not yet reported to the coordinator. Recording starts with its first call."""
         evicted = self._evicted.setdefault(coordinator_id, [])
         taken, evicted[:MAX_EVICTED_PAGES] = evicted[:MAX_EVICTED_PAGES], []
         return taken
@@ -105,7 +105,7 @@ class FakeCaches:
         return self._digests[key].first(len(tokens) // self.page_size, tokens) if key in self._digests else []
 
     def _num_held(self, growing: Key = None, tokens: Sequence[int] = (), length: int = 0) -> int:
-        """Pages that all sequences hold, if one has these tokens and room for `length`. 0: they are not limited."""
+        """Return the pages of all sequences, one of which has these tokens and room for `length`. 0: no limit."""
         shared, num_own = set[bytes](), 0
         for key, cached in {**self.caches, growing: tokens}.items() if self.kv_positions else ():
             full = self._full_pages(key, cached)
@@ -114,13 +114,13 @@ class FakeCaches:
         return len(shared) + num_own
 
     def _use(self, digests: list[bytes]) -> None:
-        """Mark pages of the prefix cache as used last, and the last page of a sequence first."""
+        """Mark pages as most recently used, a sequence's last page first, so that it is evicted first."""
         for digest in reversed(digests):
             self.prefix_cache.pop(digest, None)
             self.prefix_cache[digest] = None
 
     def _evict(self, num_idle: int) -> None:
-        """Evict all pages that no sequence holds but the `num_idle` that were used last."""
+        """Of the pages that no sequence holds, evict all but the `num_idle` most recently used."""
         num_idle = num_idle if self.kv_positions else MAX_IDLE_PAGES
         if len(self.prefix_cache) <= num_idle:
             return

@@ -184,7 +184,7 @@ class FakeWorker(FakeCaches):
             await context.abort(self.fail_next.pop(0), "told to fail", (ANSWERED,))
 
     def _realign(self, key: tuple[str, int], item: Any) -> tuple[Any, int]:
-        """Return the status of an item, and the tokens that the prefix cache held."""
+        """Return the status of an item, and the number of tokens found in the prefix cache."""
         status, prefix_length = self.realign(key, item, _length(item))
         if status is ItemStatus.OK and item.HasField("sampling"):
             grammar = item.sampling.grammar if self.supports_grammars else ""

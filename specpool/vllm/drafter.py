@@ -21,7 +21,7 @@ from specpool.vllm.rows import Batch, Request, Sequence, match
 
 # Steps without a call for a row after the draft worker had no free slot.
 BACKOFF_ROUNDS = 16
-# vLLM does not say whose rows they are, so all rows share the draft worker's prefix cache.
+# vLLM does not name the client of a row, so all rows share the draft worker's prefix cache.
 CACHE_NAMESPACE = b""
 
 

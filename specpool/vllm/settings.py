@@ -34,8 +34,7 @@ class RemoteDraftSettings(Settings, ClientSecurity):
         None,
         ge=2,
         le=UINT32_MAX,
-        description="positions of a sequence in the draft worker, which gets no drafts beyond them; "
-        "default: the models' maximum",
+        description="length at which a sequence stops getting drafts; default: the models' maximum",
     )
     prefill_tokens: int = Field(
         512, ge=1, le=UINT32_MAX, description="maximum prompt tokens sent to the draft worker in one step"

@@ -100,7 +100,7 @@ def test_unloadable_file_is_named(gguf: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_model_folder_must_have_one_gguf_file(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"has 0 GGUF files, not one: --gguf names one"):
+    with pytest.raises(RuntimeError, match=r"has 0 GGUF files instead of one"):
         llamacpp_process.only_gguf(tmp_path)
     (tmp_path / "a.gguf").touch()
     assert llamacpp_process.only_gguf(tmp_path) == tmp_path / "a.gguf"

@@ -1,4 +1,4 @@
-"""The benchmark of a sustained load: its figures, and short runs with a tiny pair and a stand-in for llama.cpp."""
+"""The sustained load: its figures, and short runs with a tiny pair and a stand-in for llama.cpp."""
 
 import sys
 from collections.abc import AsyncIterator

@@ -28,7 +28,7 @@ def engine(tiny_pair: tuple[Path, Path]) -> Engine:
 
 @pytest.fixture(scope="module")
 def plain(tiny_pair: tuple[Path, Path]) -> tuple[tuple[int, ...], ...]:
-    """Each prompt with its answer, decoded alone with a fresh cache."""
+    """Return each prompt with its answer, decoded alone in a fresh cache."""
     alone = load_engine(tiny_pair[0], max_model_len=MAX_LENGTH)
 
     @cache
@@ -52,7 +52,7 @@ class Coordinator:
         """Tokens that the worker has cached, by sequence; the next one is known, too."""
 
     def run(self) -> None:
-        """Verify drafts of some sequences, right and wrong; new and cut ones, too."""
+        """Verify right and wrong drafts of some sequences, some of them new or truncated."""
         self._round += 1
         chosen = self._chance.sample(range(SEQUENCES), self._chance.randint(1, SEQUENCES))
         items = [self._item(sequence) for sequence in chosen]

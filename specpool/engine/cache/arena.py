@@ -1,7 +1,7 @@
-"""The KV cache: one arena of columns in pages, and the table of each sequence's pages.
+"""The KV cache: one arena of columns, divided into pages, and a page table per sequence.
 
-A sequence addresses logical columns: page i of its table holds the logical columns from `i * page_size` on. Pages are
-allocated in `pages`, and their valid lengths tracked in `slots`.
+A sequence addresses logical columns. Page i of its table holds `page_size` of them, starting at `i * page_size`.
+`pages` allocates the pages, and `slots` tracks how many positions are valid.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +13,12 @@ import torch
 from specpool.engine.cache.memory import return_pages, zeros
 
 SPARE_COLUMNS = 17
-"""Unused columns of each head on a CPU. If heads lay whole pages of memory apart, passes over long sequences would take
-6% longer (8 sequences of 1,024 positions on an AMD EPYC)."""
+"""Unused columns after each head on a CPU. If the distance between heads were a multiple of a memory page, passes over
+long sequences would take 6% longer (8 sequences of 1,024 positions on an AMD EPYC)."""
 
 
 class KVArena:
-    """Keys and values of all layers, each [kv_heads, columns, head_dim], and the tables [slots, pages of a sequence].
+    """Keys and values of all layers, each [kv_heads, columns, head_dim], and page tables [slots, pages per sequence].
 
     The arena starts as zeros: attention multiplies masked values by zero, and a NaN would survive that. On a CPU the
     system zeroes it page by page, so unused columns take no memory.
@@ -35,7 +35,7 @@ class KVArena:
         tables: tuple[int, int],
         page_size: int,
     ) -> None:
-        """`columns`: those in pages. `tables`: their shape."""
+        """`columns`: columns of all pages. `tables`: shape of the page tables."""
         self.columns, self.device, self.page_size = columns, device, page_size
         of_head = columns + (SPARE_COLUMNS if device.type == "cpu" else 0)
         self._storage = zeros((layers, 2, kv_heads, of_head, head_dim), dtype, device)
@@ -44,7 +44,7 @@ class KVArena:
         self.tables = torch.from_numpy(self._host_tables)
         """Pages of each sequence, int32 [slots, pages], on the device. Entries beyond a sequence's pages are stale."""
         self._unsent: list[tuple[int, Sequence[int]]] = []
-        """Entries that the device lacks: index of the first, and pages."""
+        """Entries not yet on the device: index of the first entry, and the pages."""
         if device.type != "cpu":
             self.tables = self.tables.to(device)
         self.on_assign: Callable[[int, int, Sequence[int]], None] = lambda slot, first, pages: None
@@ -54,7 +54,7 @@ class KVArena:
     def of_one_sequence(
         cls, layers: int, kv_heads: int, columns: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> Self:
-        """An arena for one sequence, in slot 0, whose columns are in order."""
+        """Create an arena for one sequence, in slot 0, on a single page."""
         arena = cls(layers, kv_heads, columns, head_dim, dtype, device, (1, 1), columns)
         arena.assign(0, 0, [0])
         return arena
@@ -64,14 +64,14 @@ class KVArena:
         return_pages(self._storage)
 
     def assign(self, slot: int, first: int, pages: Sequence[int]) -> None:
-        """Write pages into the table of a slot, from entry `first` on. A device gets them with the next `flush`."""
+        """Write pages into a slot's table, starting at entry `first`. `flush` sends them to the device."""
         self.on_assign(slot, first, pages)
         self._host_tables[slot, first : first + len(pages)] = pages
         if self.device.type != "cpu":
             self._unsent.append((slot * self._host_tables.shape[1] + first, pages))
 
     def flush(self) -> None:
-        """Send new entries of the tables to the device, in the order of its work."""
+        """Send new table entries to the device, ordered after the work already queued there."""
         if not self._unsent:
             return
         entries = [(first + i, page) for first, pages in self._unsent for i, page in enumerate(pages)]
@@ -80,7 +80,7 @@ class KVArena:
         self.tables.view(-1)[latest[0]] = latest[1].int()
 
     def columns_of(self, slot: int, first: int, count: int) -> list[int]:
-        """The columns of `count` logical columns of a slot, from `first` on."""
+        """Return the columns that hold `count` logical columns of a slot, starting at `first`."""
         size = self.page_size
         logical = np.arange(first, first + count)
         columns: list[int] = (self._host_tables[slot, logical // size] * size + logical % size).tolist()

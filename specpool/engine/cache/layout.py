@@ -1,4 +1,4 @@
-"""KV layouts: which logical columns hold a sequence's positions, and what moves before a forward pass."""
+"""KV layouts map a sequence's positions to logical columns, and may move them before a forward pass."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Span
 
 PAGE_SIZE, GPU_PAGE_SIZE = 32, 64
-"""Columns of a page: few enough that short sequences waste little memory and share most of a prefix.
+"""Columns per page. Small pages waste little memory on short sequences and let them share most of a prefix.
 
-A GPU loads keys in blocks of up to 64 positions. A block inside a page takes one entry of the page table.
+A GPU loads keys in blocks of up to 64 positions. A block inside one page needs a single page table entry.
 """
 
 
 def page_size_of(device: torch.device) -> int:
-    """Columns of a page on a device, unless a sequence has one page."""
+    """Return the columns per page on a device. The padded layout uses one page per sequence instead."""
     return PAGE_SIZE if device.type == "cpu" else GPU_PAGE_SIZE
 
 
@@ -25,7 +25,7 @@ class KVLayout(ABC):
     """Maps positions to logical columns."""
 
     is_padded = False
-    """Whether sequences may start after column 0, so that their only page needs extra columns."""
+    """Whether a sequence has a single page and may start after its column 0, which takes extra columns."""
 
     def __init__(self, arena: KVArena) -> None:
         self.arena = arena
@@ -66,7 +66,7 @@ class PaddedLayout(KVLayout):
         return aligned
 
     def _move(self, slot: int, source: int, destination: int, count: int) -> None:
-        """Copy `count` columns of all layers within the page of a slot; the ranges may overlap."""
+        """Copy `count` columns of all layers within a slot's page. The ranges may overlap."""
         (origin,) = self.arena.columns_of(slot, 0, 1)
         source, destination = origin + source, origin + destination
         # One layer at a time keeps the temporary copy small.

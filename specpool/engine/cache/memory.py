@@ -80,7 +80,7 @@ class KVLimit:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of zeros. On a CPU, it begins at a page of memory, and a page takes memory only once it is used.
+    """Return a tensor of zeros. On a CPU, it is aligned to a memory page, and pages take no memory until used.
 
     Raises RuntimeError or MemoryError if there is not enough memory.
     """

@@ -1,8 +1,8 @@
-"""Pages of the KV cache: which are free, which sequences hold, and which the prefix cache keeps.
+"""Pages of the KV cache: free, held by sequences, or kept by the prefix cache.
 
-A sequence takes a page when it grows, and returns its pages when it ends. Sequences with a common prefix share its full
-pages, so pages have reference counts. The prefix cache finds them by digest. It keeps a page that no sequence holds
-until the memory is needed. Nothing is ever copied or moved. Pure bookkeeping, without torch.
+A sequence takes pages as it grows and returns them when it ends. Sequences with a common prefix share its full pages,
+which have reference counts. The prefix cache finds pages by digest, and keeps those that no sequence holds until the
+memory is needed. Nothing is copied or moved. Pure bookkeeping, without torch.
 """
 
 from collections import Counter, OrderedDict
@@ -17,9 +17,9 @@ class PagePool:
     def __init__(self, count: int) -> None:
         self.count = count
         self.on_evict: Callable[[bytes], None] = lambda digest: None
-        """Called with the digest of each page that leaves the prefix cache for lack of memory."""
+        """Called with the digest of each page that the prefix cache evicts to free memory."""
         self._unused = list(range(count - 1, -1, -1))
-        """Pages without valid tokens. The last one is next: pages that were used lately are in memory already."""
+        """Pages without valid tokens, taken from the end: recently used pages are already in memory."""
         self._references: dict[int, int] = {}
         self._digests: dict[int, bytes] = {}
         self._cached: dict[bytes, int] = {}
@@ -32,7 +32,7 @@ class PagePool:
         return len(self._unused) + len(self._idle)
 
     def take(self) -> int:
-        """Return a page without valid tokens for a sequence. Requires a free page."""
+        """Give a sequence a page without valid tokens. Requires a free page."""
         if self._unused:
             page = self._unused.pop()
         else:
@@ -44,7 +44,7 @@ class PagePool:
         return page
 
     def share(self, digests: Sequence[bytes]) -> list[int]:
-        """Return the longest run of cached pages with these digests, for a sequence that now holds them too."""
+        """Give a sequence the leading pages with these digests, up to the first that is not cached. Return them."""
         pages = list[int]()
         for digest in digests:
             page = self._cached.get(digest)
@@ -56,7 +56,7 @@ class PagePool:
         return pages
 
     def drop(self, pages: Sequence[int]) -> None:
-        """Take back the pages of a sequence. Cached ones stay in the prefix cache, the last ones for the least time."""
+        """Take back pages from a sequence. Cached pages stay in the prefix cache; later pages are evicted first."""
         for page in reversed(pages):
             self._references[page] -= 1
             if self._references[page]:
@@ -68,12 +68,12 @@ class PagePool:
                 self._unused.append(page)
 
     def cache(self, page: int, digest: bytes) -> None:
-        """Let other sequences share a full page, unless they already share an equal one."""
+        """Add a full page to the prefix cache, unless an equal page is already there."""
         if digest not in self._cached and page not in self._digests:
             self._cached[digest], self._digests[page] = page, digest
 
     def uncache(self, page: int) -> bool:
-        """Take a page out of the prefix cache, to overwrite it. Return False if other sequences hold it."""
+        """Remove a page from the prefix cache before it is overwritten. Return False if other sequences hold it."""
         if page not in self._digests:
             return True
         if self._references[page] > 1:
@@ -86,11 +86,11 @@ class PagePool:
         return self._references.get(page, 0)
 
     def digest_of(self, page: int) -> bytes | None:
-        """The digest of a page in the prefix cache."""
+        """Return the digest of a page; None if it is not in the prefix cache."""
         return self._digests.get(page)
 
     def clear(self) -> None:
-        """Empty the prefix cache of pages that no sequence holds."""
+        """Drop all pages that no sequence holds from the prefix cache."""
         for page in self._idle:
             del self._cached[self._digests.pop(page)]
             self._unused.append(page)
@@ -113,13 +113,13 @@ class PageTables:
     """The pages of each slot, in the order of its logical columns."""
 
     def __init__(self, slots: int, max_length: int, columns: int, page_size: int) -> None:
-        """`max_length`: columns of the longest sequence. `columns`: columns of the cache; both in whole pages."""
+        """`max_length`: columns of the longest sequence. `columns`: columns of the cache. Both in whole pages."""
         assert max_length % page_size == columns % page_size == 0
         self.page_size, self.max_length = page_size, max_length
         self.pool = PagePool(columns // page_size)
         self.held: list[list[int]] = [[] for _ in range(slots)]
         self.assign: Callable[[int, int, Sequence[int]], None] = lambda slot, first, pages: None
-        """Called with a slot, the number of an entry of its table, and the pages from that entry on."""
+        """Called with a slot, an entry of its table, and the pages to write from that entry on."""
 
     @property
     def columns(self) -> int:
@@ -141,7 +141,7 @@ class PageTables:
         return sum(self.pool.references(page) == count for page, count in held.items())
 
     def grow(self, slot: int, columns: int) -> bool:
-        """Give a slot pages for this many columns. Return False, and give none, if too few are free."""
+        """Give a slot pages for this many columns. Return False and change nothing if too few are free."""
         missing, held = self.missing(slot, columns), self.held[slot]
         if missing > self.pool.free:
             return False
@@ -151,13 +151,13 @@ class PageTables:
         return True
 
     def add(self, slot: int, pages: Sequence[int]) -> None:
-        """Append pages to the table of a slot, which holds them from now on."""
+        """Append pages to a slot's table."""
         if pages:
             self.assign(slot, len(self.held[slot]), pages)
             self.held[slot] += pages
 
     def truncate(self, slot: int, columns: int) -> None:
-        """Take back the pages after the one that holds the last of this many columns."""
+        """Take back the pages not needed for this many columns."""
         count, held = round_up(columns, self.page_size) // self.page_size, self.held[slot]
         if count < len(held):
             self.pool.drop(held[count:])

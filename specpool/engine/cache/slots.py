@@ -27,11 +27,11 @@ class Slot:
     token_ids: list[int] = field(default_factory=list)
     """Tokens fed so far; only the first `num_cached_tokens` are valid."""
     prefix_length: int = 0
-    """Tokens that the last round found in the prefix cache."""
+    """Tokens found in the prefix cache by the last round."""
     digests: PageDigests | None = None
     """Digests of full pages. None: the sequence neither uses nor leaves cached prefixes."""
     num_digested_pages: int = 0
-    """Pages in the prefix cache: this slot's own, or equal ones."""
+    """Leading pages in the prefix cache. The cached page may be an equal one of another slot."""
     sampling: SequenceRules | None = None  # how tokens are chosen; None: greedily
     next_token: int | None = None
     """The last token that the last round yielded, which is not cached yet."""
@@ -47,14 +47,14 @@ class SlotTable:
     """The slots of all coordinators. A coordinator that stays silent loses its slots."""
 
     def __init__(self, slots: int, tables: PageTables | None = None) -> None:
-        """`tables`: of the pages that the slots share; default: one page of one column per slot."""
+        """`tables`: page tables of the slots. Default: one page of one column per slot."""
         self.total, self.tables = slots, tables or PageTables(slots, max_length=1, columns=slots, page_size=1)
         self.tables.pool.on_evict = self._record_eviction
         self._free = list(range(slots - 1, -1, -1))
         self._slots: dict[SequenceKey, Slot] = {}
         self._last_seen: OrderedDict[str, float] = OrderedDict()  # least recently seen first
         self._evicted: dict[str, deque[bytes]] = {}
-        """Digests of evicted pages that each coordinator has not been told of."""
+        """Digests of evicted pages not yet reported to each coordinator."""
         self._orphaned: set[str] = set()
         self._turns = Turns(slots)
         self.queries = self.hits = 0
@@ -65,11 +65,10 @@ class SlotTable:
         return len(self._slots)
 
     def realign(self, key: SequenceKey, round_id: int, item: SequenceItem, columns: int) -> ItemStatus:
-        """Truncate the sequence's cache to the item's `base_length`, with pages for `columns`.
+        """Truncate the sequence's cache to the item's `base_length` and provide pages for `columns`.
 
-        A `base_length` of 0 starts the sequence anew. Leading tokens of the item that the prefix cache holds become
-        part of the base: they leave the item. NO_SLOT: the sequence keeps its first `base_length` positions, or loses
-        its slot if there are none.
+        A `base_length` of 0 restarts the sequence. Leading tokens found in the prefix cache move from the item's tokens
+        to its base. On NO_SLOT, the sequence keeps its first `base_length` positions; without any, it loses its slot.
         """
         if self.is_stale(key, round_id):
             return ItemStatus.STALE_ROUND
@@ -89,7 +88,7 @@ class SlotTable:
         return status
 
     def _cut(self, slot: Slot, item: SequenceItem) -> bool:
-        """Take back the pages that the item's tokens must not overwrite. Return False if another sequence needs one."""
+        """Protect cached pages from being overwritten after the base. Return False if the first one is shared."""
         base, tables = item.base_length, self.tables
         whole, rest = divmod(base, tables.page_size)
         if base == 0:
@@ -126,7 +125,7 @@ class SlotTable:
         return ItemStatus.OK if self.grow(key, columns) else ItemStatus.NO_SLOT
 
     def keep(self, key: SequenceKey, num_cached_tokens: int) -> None:
-        """Declare the first positions of a sequence valid. Its full pages enter the prefix cache."""
+        """Mark the first positions of a sequence as valid, and add its full pages to the prefix cache."""
         slot, tables = self._slots[key], self.tables
         slot.num_cached_tokens = num_cached_tokens
         first, count = slot.num_digested_pages, num_cached_tokens // tables.page_size
@@ -137,7 +136,7 @@ class SlotTable:
             slot.num_digested_pages = count
 
     def _share(self, slot: Slot, item: SequenceItem) -> list[int]:
-        """Hold the cached pages of the item's leading tokens, at most `max_prefix_length` of them."""
+        """Share the cached pages of the item's leading tokens, at most `max_prefix_length` tokens."""
         size = self.tables.page_size
         whole, rest = divmod(item.base_length, size)
         count = item.max_prefix_length // size
@@ -165,7 +164,7 @@ class SlotTable:
         return Continuation(slot.num_cached_tokens, slot.next_token, slot.num_accepted)
 
     def grow(self, key: SequenceKey, columns: int, *, evicts: bool = True) -> bool:
-        """Give a sequence with a slot pages for this many columns. Return False if there are too few.
+        """Give a sequence with a slot pages for this many columns. Return False if too few are free.
 
         `evicts`: whether sequences of orphaned coordinators may have to yield, if that is enough.
         """
@@ -181,7 +180,7 @@ class SlotTable:
         return True
 
     def capacity(self, slot: Slot) -> int:
-        """Columns that a slot has pages for."""
+        """Return the columns that a slot's pages hold."""
         return len(self.tables.held[slot.index]) * self.tables.page_size
 
     def __getitem__(self, key: SequenceKey) -> Slot:
@@ -216,7 +215,7 @@ class SlotTable:
         return slot
 
     def _victims(self, key: SequenceKey) -> list[SequenceKey]:
-        """Orphaned sequences to evict for this one, first to last: the least recently seen coordinator's come first."""
+        """Return the orphaned sequences to evict for this one, starting with the least recently seen coordinator's."""
         orphans = [held for held in self._slots if held[0] in self._orphaned and held[0] != key[0]]
         return sorted(orphans, key=lambda orphan: self._last_seen[orphan[0]])
 
@@ -230,7 +229,7 @@ class SlotTable:
         return self._slots.get(key)
 
     def release(self, keys: list[SequenceKey]) -> int:
-        """Release these sequences, whose full pages stay in the prefix cache. Return how many held a slot."""
+        """Release sequences. Their full pages stay in the prefix cache. Return how many held a slot."""
         held = [key for key in dict.fromkeys(keys) if key in self._slots]
         for key in held:
             self._evict(key)
@@ -243,7 +242,7 @@ class SlotTable:
         return self.release([key for key in self._slots if key[0] == coordinator_id])
 
     def take_evicted(self, coordinator_id: str, limit: int) -> list[bytes]:
-        """Return at most `limit` digests of evicted pages that the coordinator has not been told of."""
+        """Return at most `limit` digests of evicted pages not yet reported to the coordinator."""
         evicted = self._evicted.get(coordinator_id, deque())
         return [evicted.popleft() for _ in range(min(limit, len(evicted)))]
 

@@ -20,7 +20,7 @@ class Span:
     num_logits: int  # number of trailing tokens that need logits
     prefix_length: int = 0
     offset: int = 0
-    """Logical columns by which the positions from `prefix_length` on lie further right. 0: no branch."""
+    """How many logical columns positions from `prefix_length` on are shifted to the right. 0: no branch."""
     num_states: int = 0
     """Number of trailing tokens whose hidden states are needed."""
     states: torch.Tensor | None = None
@@ -35,7 +35,7 @@ class Span:
 
     @property
     def columns(self) -> int:
-        """Logical columns that the sequence needs."""
+        """Number of logical columns needed."""
         return self.end + self.offset
 
     def piece(self, begin: int, size: int) -> "Span":

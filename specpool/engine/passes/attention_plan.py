@@ -23,7 +23,7 @@ class AttentionCall:
     mask: torch.Tensor | None  # [B or 1, 1, groups * Q, kv_length] True where visible; None: everywhere
 
     def attended(self, cache: torch.Tensor) -> torch.Tensor:
-        """The attended [B, kv_heads, kv_length, dim] of keys or values [kv_heads, columns, dim]."""
+        """Gather [B, kv_heads, kv_length, dim] from keys or values [kv_heads, columns, dim]."""
         kv_heads, _, dim = cache.shape
         gathered = cache[:, self.columns].view(kv_heads, -1, self.kv_length, dim).transpose(0, 1)
         return gathered.expand(len(self.query_index), -1, -1, -1)
@@ -75,7 +75,7 @@ class _Run:
 
     @property
     def kv_length(self) -> int:
-        """Logical columns that the call attends per sequence, as the longest one needs."""
+        """Logical columns attended per sequence, enough for the longest one."""
         return round_up(max(member.span.columns for member in self.members) - self.left, self.tiles.kv)
 
     @property
@@ -94,7 +94,7 @@ class _Run:
 
 
 def plan_attention(spans: Sequence[Span], arena: KVArena, tiles: Tiles, query_groups: int) -> AttentionPlan:
-    """Plan the calls for spans that are packed in this order. Without branches, an offset is the sequence's start.
+    """Plan the calls for spans packed in this order. Without branches, `offset` is where the sequence starts.
 
     `query_groups`: query heads per KV head, folded into the query rows.
     """

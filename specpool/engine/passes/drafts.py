@@ -149,7 +149,7 @@ class Branch:
     key: SequenceKey
     prefix_length: int
     offset: int
-    """Logical columns by which the branch lies to the right of the sequence's own positions."""
+    """Shift to the right of the sequence's own positions, in logical columns."""
     token_ids: Sequence[int]
     """All tokens of the branch so far."""
     num_cached_tokens: int = 0

@@ -35,9 +35,9 @@ class DraftLoop(Protocol):
     ) -> tuple[int, int]:
         """Extend the drafts of all rounds until each round has enough.
 
-        Every draft requests draft tokens, and its slot has pages for them. `logits`: after the spans [n, rows of the
-        head]. `own_states`: of the last rows of the spans [n, hidden], if the pass reads states. Return the numbers of
-        passes and tokens run.
+        Every draft requests draft tokens, and its slot has pages for them. `logits`: logits after each span, [n, rows
+        of the head]. `own_states`: states of each span's last row, [n, hidden], if the pass reads states. Return the
+        numbers of passes and tokens run.
         """
 
 

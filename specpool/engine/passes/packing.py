@@ -87,7 +87,7 @@ class PackedBatch:
 
     @property
     def offsets(self) -> torch.Tensor:
-        """Logical columns by which later positions lie further right, [rows]; 0: the row is not part of a branch."""
+        """Shift of later positions to the right, in logical columns, [rows]; 0: the row is not part of a branch."""
         return self._of_rows(OFFSETS)
 
     @property

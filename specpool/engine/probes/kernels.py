@@ -150,7 +150,7 @@ def _synchronize(device: torch.device) -> None:
 
 @torch.inference_mode()
 def attention_agrees(arena: KVArena, query_groups: int, max_length: int) -> bool:
-    """Whether attention kernels give a row the same bits alone, beside others, and in every tile, split and page.
+    """Return whether a row gets the same bits alone, beside others, in every tile and split, and on any pages.
 
     `arena`: the cache to imitate, left unchanged. `query_groups`: query heads per KV head. `max_length`: maximum
     positions of a sequence.
@@ -165,7 +165,7 @@ def attention_agrees(arena: KVArena, query_groups: int, max_length: int) -> bool
     busy = -(-attention.BUSY_PROGRAMS // kv_heads)  # tiles from which one program handles all splits
 
     def attend(row: torch.Tensor, position: int, tiles: Sequence[range], splits: int, slot: int = 0) -> torch.Tensor:
-        """The result of `row` at a position of a copy, in a batch of tiles. A tile is its rows' positions."""
+        """Attend from `row` at a position of the sequence in `slot`, among tiles. A tile lists its rows' positions."""
         row_positions = [each for tile in tiles for each in tile]
         sizes = [len(tile) for tile in tiles]
         begins = [sum(sizes[:index]) for index in range(len(sizes))]
@@ -199,7 +199,7 @@ def attention_agrees(arena: KVArena, query_groups: int, max_length: int) -> bool
 
 
 def _two_copies(arena: KVArena, numbers: ProbeInputs, length: int) -> tuple[KVArena, torch.Tensor]:
-    """An arena of one layer with two sequences, on pages in order and in disorder. Also return their columns [2, n]."""
+    """Create a one-layer arena with one sequence on ordered and one on shuffled pages. Also return their columns."""
     (kv_heads, _, dim), size = arena.keys[0].shape, arena.page_size
     pages = -(-length // size)
     copies = KVArena(

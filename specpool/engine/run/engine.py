@@ -243,7 +243,7 @@ class Engine:
         )
 
     def forget_all(self) -> None:
-        """Empty the cache, which no sequence may use. On a CPU, it takes no memory until it is used again."""
+        """Empty the cache. No sequence may be using it. On a CPU, this also returns its memory to the system."""
         tables = self.slots.tables
         for slot in range(self.slots.total):
             tables.truncate(slot, 0)
@@ -289,9 +289,9 @@ class Engine:
         return result
 
     def _grow(self, span: Span, following: int = 0) -> None:
-        """Make sure that a slot has pages for a span and the tokens after it. Sequences have them since `realign`."""
+        """Give a slot pages for a span and `following` tokens, unless `realign` has already done so."""
         if not self.slots.tables.grow(span.slot, span.columns + following):
-            raise RuntimeError(f"slot {span.slot} needs {span.columns + following} columns, and the KV cache is full")
+            raise RuntimeError(f"slot {span.slot} needs {span.columns + following} columns, but the KV cache is full")
 
     def _watch_contention(self, spans: Sequence[Span], rows: int, seconds: float) -> None:
         if self.contention is None:

@@ -93,7 +93,7 @@ class Leader:
         self.reports = self._receive(Report)
 
     def begin(self, arena: KVArena, tiles: Tiles) -> None:
-        """Let all other ranks serve, with the pages of this one."""
+        """Tell all other ranks to serve, and forward this rank's page assignments to them."""
         slots, pages = arena.tables.shape
         for link in self._links:
             send(link, Begin(columns=arena.columns, tables=(slots, pages), page_size=arena.page_size, tiles=tiles))

@@ -58,7 +58,7 @@ class Begin(BaseModel):
     columns: int
     """Columns of the KV cache."""
     tables: tuple[int, int]
-    """Shape of the tables of pages."""
+    """Shape of the page tables."""
     page_size: int
     tiles: Tiles
 
@@ -75,7 +75,7 @@ class Command(IntEnum):
     RUN = auto()
     """Run a pass: `encode_run`."""
     ASSIGN = auto()
-    """Assign pages to a sequence: its slot, the number of an entry of its table, and the pages from there on."""
+    """Assign pages: a slot, an entry of its page table, and the pages to write from there on."""
     CAPTURE = auto()
     """Capture passes as CUDA graphs: the arguments of `PassRunner.capture_graphs`."""
     PROBE = auto()

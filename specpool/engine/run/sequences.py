@@ -128,7 +128,7 @@ class SequenceEngine:
         return self.engine.slots.expire(now, lease_seconds)
 
     def take_evicted(self, coordinator_id: str, limit: int) -> list[bytes]:
-        """Digests of pages that left the prefix cache, at most `limit` that the coordinator has not been told of."""
+        """Return at most `limit` digests of evicted pages not yet reported to the coordinator."""
         return self.engine.slots.take_evicted(coordinator_id, limit)
 
     def shrink_passes(self) -> bool:
@@ -138,8 +138,8 @@ class SequenceEngine:
     def realign(self, coordinator_id: str, round_id: int, items: Sequence[SequenceItem]) -> list[ItemStatus]:
         """Bring every sequence's cache to its base length where possible. Return the status of each.
 
-        Tokens that the prefix cache holds become part of an item's base. InvalidArgumentError: an item needs more
-        positions than a sequence may have. Nothing has changed then.
+        Tokens found in the prefix cache become part of an item's base. Raises InvalidArgumentError, before any change,
+        if an item needs more positions than a sequence may have.
         """
         for index, item in enumerate(items):
             if item.end > (maximum := self.engine.max_model_len):
@@ -367,7 +367,7 @@ class SequenceEngine:
 
 
 def own_items(items: Sequence[Item]) -> list[Item]:
-    """The items of a round, with copies of those that `realign` may change: a round that fails is repeated."""
+    """Return a round's items. Copy those that `realign` may change, because a failed round is repeated."""
     return [copy(item) if len(item.token_ids) > 1 else item for item in items]
 
 

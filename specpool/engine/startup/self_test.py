@@ -133,7 +133,7 @@ def _rounds_agree(engine: Engine) -> bool:
             spans += [Span(0, p, tokens[p : p + 1], 1) for p in range(length, length + steps)]
             alone.append(torch.cat([engine.forward([span]) for span in spans]))
 
-    # As many sequences as fit, in random order, on pages of sequences that have ended.
+    # As many sequences as fit, in random order, reusing pages of finished sequences.
     keys = [("self-test", i) for i in range(len(lengths))]
     taken = {i: engine.slots.take(keys[i], len(truth[i])) for i in rng.sample(range(len(keys)), len(keys))}
     members = [(slot.index, lengths[i], truth[i], alone[i]) for i, slot in taken.items() if slot is not None]

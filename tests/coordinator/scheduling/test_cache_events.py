@@ -17,7 +17,7 @@ OURS, THEIRS = ("us", ""), ("them", "")
 
 @pytest.fixture
 def events() -> CacheEvents:
-    """Three pages of ours, of which two follow the first; one page of theirs."""
+    """Three of our pages, two of which follow the first, and one of theirs."""
     found = CacheEvents()
     found.stored(OURS, None, b"a", [1, 2])
     found.stored(OURS, b"a", b"b", [3, 4])
@@ -27,7 +27,7 @@ def events() -> CacheEvents:
 
 
 def names(changes: Items[Change]) -> list[bytes]:
-    """The digests of stored pages, and those of removed pages after a "-"."""
+    """Return the digests of changed pages. A "-" precedes removed ones."""
     return [each.digest if isinstance(each, CachedPage) else b"-" + each for each in changes]
 
 
@@ -71,7 +71,7 @@ def test_page_remains_until_the_last_worker_has_evicted_it(events: CacheEvents) 
 
 
 def test_pages_follow_the_page_before_them(events: CacheEvents) -> None:
-    """A page without the one before it is out of reach, so a new subscriber does not see it."""
+    """A page whose parent is missing is unreachable, so a new subscriber does not see it."""
     events.removed(b"a")
     with events.subscribe(OURS, lambda: None) as subscription:
         assert subscription.read() == (True, [])
@@ -111,7 +111,7 @@ operations = st.one_of(
 
 @given(done=st.lists(operations, max_size=30), read_after=st.sets(st.integers(0, 29)))
 def test_subscriber_knows_the_pages_of_all_targets(done: list[Any], read_after: set[int]) -> None:
-    """Two targets with at most four pages of two tokens each."""
+    """Two targets, each with at most four pages of two tokens."""
     events = CacheEvents()
     indexes = [PrefixIndex(2, max_pages=4, events=events) for _ in range(2)]
     known: dict[bytes, CachedPage] = {}

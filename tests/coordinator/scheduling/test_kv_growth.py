@@ -29,7 +29,7 @@ class Simulation:
         self.rounds = 0
 
     def submit(self, client: str, prompt: int, max_tokens: int, n: int = 1, token: int = 0) -> list[Sequence]:
-        """`prompt`: number of tokens. `token`: requests with the same one share pages; 0: of its own."""
+        """`prompt`: number of tokens. `token`: token that the prompt repeats, to share pages; 0: a unique one."""
         first = next(self.ids)
         prompt_ids = (token or 100 + first,) * prompt
         request = GenerationRequest(str(first), prompt_ids, max_tokens, frozenset(), 4, client=client)
@@ -270,7 +270,7 @@ REQUESTS = st.tuples(
 def test_every_sequence_finishes(
     requests: list[tuple[str, int, int, int, int]], positions: int, max_num_seqs: int, chance: random.Random
 ) -> None:
-    """Whatever arrives, pauses and is aborted, nothing is lost and no page is held twice."""
+    """Whatever arrives, pauses or is aborted, nothing is lost and no page is held twice."""
     simulation = Simulation(positions, max_num_seqs)
     unfinished: list[Sequence] = []
     while requests or unfinished:

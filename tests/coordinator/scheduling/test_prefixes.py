@@ -1,4 +1,4 @@
-"""The mirror of the target's prefix cache: the pages that a prompt finds there, now or soon."""
+"""The mirror of the target's prefix cache: pages that a prompt finds there, now or soon."""
 
 from typing import Any
 

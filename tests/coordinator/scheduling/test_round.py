@@ -160,7 +160,7 @@ def check_propose_items(group: list[Sequence], items: list[ProposeItem], budget:
 
 
 def long_tokens(item: ProposeItem | VerifyItem, length: int) -> int:
-    """Tokens of an item that a worker runs, if they are a prefill. `length`: of its sequence."""
+    """Return how many tokens of an item count as prefill. `length`: length of its sequence."""
     start = item.base_length + item.expected_prefix_length
     return item.max_num_new_tokens if length - start > MAX_UNCHUNKED_TOKENS else 0
 

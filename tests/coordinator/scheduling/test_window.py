@@ -89,7 +89,7 @@ class WindowMachine(RuleBasedStateMachine):
         return entering
 
     def num_pages(self, sequences: list[Sequence]) -> int:
-        """Pages that sequences hold together. The full pages of equal prompts of a client count once."""
+        """Return the pages that all sequences hold. Equal full pages of a client's prompts count once."""
         capacity, shared, num_own = self.window.pages.capacity, set[tuple[str, tuple[int, ...]]](), 0
         for sequence in sequences:
             prompt = sequence.request.prompt_ids

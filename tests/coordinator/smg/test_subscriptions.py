@@ -41,7 +41,7 @@ def hash_of(digest: bytes) -> int:
 
 
 def stored(event: common_pb2.KvCacheEvent) -> tuple[int | None, int, list[int], int]:
-    """Parent, hash, token ids and size of the only block of an event."""
+    """Return parent, hash, token ids and size of an event's only block."""
     (block,) = event.stored.blocks
     parent = event.stored.parent_block_hash if event.stored.HasField("parent_block_hash") else None
     return parent, block.block_hash, list(block.token_ids), block.block_size

@@ -55,7 +55,7 @@ def test_valid_verdicts_are_read() -> None:
         ({"token_ids": [7, 8, VOCAB]}, "vocabulary"),
         ({"token_ids": [7, 8, 2**31]}, "vocabulary"),
         ({"cached_length": 12}, "12 positions cached instead of 13"),
-        ({"prefix_length": 1}, "a cached prefix of 1 tokens"),
+        ({"prefix_length": 1}, "invalid prefix_length 1"),
     ],
 )
 def test_impossible_verdicts_are_rejected(changes: dict[str, Any], reason: str) -> None:
@@ -70,7 +70,7 @@ def test_a_cached_prefix_is_at_least_the_expected_one_and_leaves_a_token(expecte
     if valid:
         assert read(result, items=(item,))[0].prefix_length == found
     else:
-        with pytest.raises(InvalidResponseError, match=f"a cached prefix of {found} tokens, 2 expected"):
+        with pytest.raises(InvalidResponseError, match=f"invalid prefix_length {found}, expected at least 2"):
             read(result, items=(item,))
 
 

@@ -94,7 +94,7 @@ class ToyEngine:
             yield tokens[:length]
 
     def _column(self, span: Span, position: int) -> int:
-        """The column of the cache that holds a position."""
+        """Return the column of the cache that holds a position."""
         page, column = divmod(position + span.offset * (position >= span.prefix_length), PAGE_SIZE)
         return self.slots.tables.held[span.slot][page] * PAGE_SIZE + column
 

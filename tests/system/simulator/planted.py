@@ -50,7 +50,7 @@ def _promote_first_branch(self: Verifier, round_: VerifyRound) -> Iterator[Any]:
 
 
 def _free_shared_pages(self: PagePool, pages: Sequence[int]) -> None:
-    """Free pages that other sequences hold, too."""
+    """Free pages that other sequences still hold."""
     self._references |= dict.fromkeys(pages, 1)
     drop(self, pages)
 

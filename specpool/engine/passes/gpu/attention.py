@@ -1,8 +1,8 @@
 """Attention over the pages of sequences on a GPU: splits of fixed length, combined in order (flash-decoding).
 
 Consecutive rows of a sequence share a tile with all query heads of a KV head, so keys and values are read once for
-them. A row's bits depend on its own positions alone, not on where its pages lie: splits and blocks start at fixed
-positions, and a block that a row does not see adds exactly nothing to it.
+them. A row's bits depend only on its positions, not on where its pages lie: splits and blocks start at fixed
+positions, and a block that a row does not see adds exactly zero.
 """
 
 import torch
@@ -19,8 +19,8 @@ from specpool.engine.numerics.triton_compat import (
     triton,
 )
 
-# Positions of a split, and positions loaded at a time. Splits are combined in order. A block inside a page takes one
-# entry of the page table, any other block one for each position.
+# Positions per split, and positions loaded at a time. Splits are combined in order. A block inside one page needs a
+# single page table entry; any other block looks up each position.
 SPLIT, BLOCK = 256, 64
 # Elements of a head's keys that the kernel can address.
 MAX_ELEMENTS = 2**31
@@ -59,7 +59,7 @@ def attend_pages(
     positions: torch.Tensor,  # [rows]
     slots: torch.Tensor,  # [rows]; -1: padding
     prefix_lengths: torch.Tensor,  # [rows] positions before the row's branch
-    offsets: torch.Tensor,  # [rows] logical columns by which later positions lie further right
+    offsets: torch.Tensor,  # [rows] shift of later positions to the right, in logical columns
     scaling: float,
     splits: int,
     warps: int | None = None,
@@ -150,7 +150,7 @@ if triton is not None:
     ):  # fmt: skip
         """A tile over one split: unnormalized sums of values, maximum scores, and softmax denominators.
 
-        `table`: pages of the sequence. Positions from `prefix` on lie `shift` logical columns further right.
+        `table`: the sequence's page table. Positions from `prefix` on are shifted right by `shift` logical columns.
         """
         feature, inside = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
         peak = tl.full([HEIGHT], LOWEST, tl.float32)
@@ -165,8 +165,8 @@ if triton is not None:
                 logical = position + tl.where(position < prefix, 0, shift)
                 own = tl.load(table + logical // PAGE, mask=position < end, other=0)
                 column = own * PAGE + logical % PAGE
-            # An entry is loaded a block ahead. Loads of keys thus depend on no load of their own iteration, and are
-            # pipelined as deeply as loads from known addresses.
+            # Load the entry one block ahead. Then no load of keys waits for a load of the same iteration, and keys are
+            # pipelined as deeply as with known addresses.
             page = tl.load(table + tl.minimum(start + BLOCK, end - 1) // PAGE)
             offset = column[:, None] * DIM + feature[None, :]
             mask = (position[:, None] < end) & (feature[None, :] < DIM)

@@ -47,7 +47,7 @@ def rotate_and_cache(
     layer: int,
     positions: torch.Tensor,  # [rows]
     slots: torch.Tensor,  # [rows]; -1: do not cache the row
-    offsets: torch.Tensor,  # [rows] logical columns by which the row lies to the right of its position
+    offsets: torch.Tensor,  # [rows] shift of the row to the right of its position, in logical columns
     heads: int,
     eps: float,
 ) -> torch.Tensor:

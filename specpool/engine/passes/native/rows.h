@@ -20,7 +20,7 @@ typedef struct {
 typedef struct {
     const Layer *layers;
     int64_t num_layers, hidden, intermediate, kv_heads, columns;
-    const int32_t *tables;         /* [slots, table_size]: pages that hold the logical columns of a sequence, in order */
+    const int32_t *tables;         /* [slots, table_size]: pages with a sequence's logical columns, in order */
     int64_t table_size, page_size; /* columns of a page: a multiple of LANES */
     const float *cosines, *sines; /* [positions, HEAD_DIM]; sines of the first half of a head negated */
     const float *norm;
@@ -32,7 +32,7 @@ typedef struct {
 typedef struct {
     int64_t rows, results, threads;
     const int64_t *token_ids, *positions, *slots; /* [rows] */
-    const int64_t *prefix_lengths, *offsets; /* [rows]: later positions lie `offset` logical columns further right */
+    const int64_t *prefix_lengths, *offsets; /* [rows]: shift of later positions, in logical columns */
     const int64_t *result_rows;              /* [results]: the rows that need logits */
     float *workspace;
     int64_t scores; /* length of a query head's scores, in each thread: a multiple of LANES */
@@ -65,7 +65,7 @@ static void rotate(const float *cosines, const float *sines, float *head) {
     }
 }
 
-/* Where the positions are cached that a row sees, the last of which is its own. */
+/* Where a row's visible positions are cached. The last one is its own. */
 typedef struct {
     const int32_t *pages; /* of its sequence */
     int64_t page_size, count, prefix, offset;
@@ -83,8 +83,8 @@ static int64_t column_of(const Places *places, int64_t position) {
     return places->pages[logical / places->page_size] * places->page_size + logical % places->page_size;
 }
 
-/* For each block of LANES positions, the column of the first if they lie in neighbouring columns, otherwise -1. Returns
-   the number of blocks. */
+/* Finds the first column of each block of LANES positions; -1 if the block's columns are not contiguous. Returns the
+   number of blocks. */
 static int64_t find_blocks(const Places *places, int32_t *blocks) {
     int64_t size = places->page_size, count = places->count, prefix = places->prefix, number = 0;
     int64_t page = 0, within = 0; /* of the block, if it precedes the branch */
@@ -123,7 +123,7 @@ static void cache(const Model *model, const Layer *layer, const Batch *batch, in
 }
 
 /* Dot products of a query with `count` <= LANES keys, times `scaling`. Further lanes repeat the last key. The keys are
-   neighbours, or `scattered` if given. */
+   contiguous, or `scattered` if given. */
 static INLINE void dot_scores(const float *query, const float *keys, const float *const *scattered, int count,
                               float scaling, float *out) {
     for (int first = 0; first < LANES; first += WIDE) {
@@ -150,7 +150,7 @@ static INLINE void dot_scores(const float *query, const float *keys, const float
     }
 }
 
-/* The address of the block PREFETCHED positions after a block, or past the last one, in `after`, which is read next. */
+/* The address PREFETCHED positions after a block. Past the last block, it continues at `after`, which comes next. */
 static INLINE const float *prefetch_at(const float *positions, const int32_t *blocks, int64_t block, int64_t number,
                                        const float *after) {
     block += number < PREFETCHED / LANES ? number : PREFETCHED / LANES;
@@ -158,7 +158,7 @@ static INLINE const float *prefetch_at(const float *positions, const int32_t *bl
     return positions + (blocks[block] < 0 ? 0 : blocks[block]) * (int64_t)HEAD_DIM;
 }
 
-/* Adds `count` neighbouring values, weighted by their scores. */
+/* Adds `count` contiguous values, weighted by their scores. */
 static INLINE void add_values(int width, wide sums[GROUPS][WIDTH], const float *values, int64_t count,
                               const float *weights, int64_t stride, const float *fetched) {
     for (int64_t i = 0; i < count; i++) {
@@ -168,8 +168,8 @@ static INLINE void add_values(int width, wide sums[GROUPS][WIDTH], const float *
     }
 }
 
-/* The mean of the values of all positions, weighted by their scores, for `width` vectors of a head. `after`: the address
-   to prefetch after the values. */
+/* The mean of the values of all positions, weighted by their scores, for `width` vectors of a head. `after`: address to
+   prefetch after the values. */
 static INLINE void weighted_mean(int width, const float *values, const Places *places, const int32_t *blocks,
                                  int64_t number, const float *scores, int64_t stride, const float *total,
                                  const float *after, float *out) {
@@ -189,7 +189,7 @@ static INLINE void weighted_mean(int width, const float *values, const Places *p
         for (int v = 0; v < width; v++) put(out + g * HEAD_DIM, v, sums[g][v] / total[g]);
 }
 
-/* Scores of LANES positions that do not lie in neighbouring columns, from position `i` on. */
+/* Scores of `count` <= LANES positions from `i` on, whose columns are not contiguous. */
 static void scattered_scores(const float *query, const float *keys, const Places *places, int64_t i, int count,
                              float scaling, float *out, int64_t stride) {
     const float *scattered[LANES];

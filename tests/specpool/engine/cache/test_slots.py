@@ -1,4 +1,4 @@
-"""Slots and pages behave like a simple model of them: every cached position holds its own tokens, whoever shares it."""
+"""Slots and pages behave like a simple model: every cached position holds the right tokens, whoever shares it."""
 
 from collections.abc import Sequence
 
@@ -37,7 +37,7 @@ class SlotMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.held: dict[SequenceKey, tuple[Content, int]] = {}  # cached tokens, round id
         self.memory: dict[int, Content] = {}
-        """By column: the tokens up to its position, of which keys and values are a function."""
+        """The tokens up to each column's position, which determine its keys and values."""
         self.last_seen: dict[str, float] = {}
         self.orphaned: set[str] = set()
 
@@ -90,7 +90,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @rule(key=keys, cut=st.integers(1, 3))
     def refuse(self, key: SequenceKey, cut: int) -> None:
-        """Items of earlier rounds and beyond the cache change nothing."""
+        """Items from earlier rounds or with a base beyond the cache change nothing."""
         if key not in self.held:
             return
         (_, cached), round_id = self.held[key]
@@ -193,7 +193,7 @@ def test_no_orphan_is_evicted_in_vain() -> None:
 
 
 def served(table: SlotTable, key: SequenceKey, token_ids: Sequence[int], expected: int = 0) -> ItemStatus:
-    """Serve a sequence's first round, for all of its tokens."""
+    """Serve a sequence's first round with all its tokens."""
     item = new_sequence(token_ids, expected=expected)
     if (status := table.realign(key, 1, item, len(token_ids))) is ItemStatus.OK:
         table[key].token_ids[item.base_length :] = item.token_ids

@@ -52,7 +52,7 @@ def assert_near(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
 def arena_of(
     lengths: Sequence[int], kv_heads: int, dim: int, dtype: torch.dtype, page_size: int, layers: int = 1
 ) -> KVArena:
-    """Sequences with these numbers of logical columns, on pages in random order, and random numbers everywhere."""
+    """Create sequences with these numbers of logical columns, on shuffled pages filled with random numbers."""
     counts = [-(-length // page_size) for length in lengths]
     pages, tables = torch.randperm(sum(counts)).tolist(), (len(counts), max(counts))
     arena = KVArena(layers, kv_heads, len(pages) * page_size, dim, dtype, CPU, tables, page_size)
@@ -138,7 +138,7 @@ def test_invisible_positions_do_not_affect_a_row(page_size: int) -> None:
 def attend_from(
     arena: KVArena, query: torch.Tensor, prefix_length: int, start: int, offsets: Sequence[int]
 ) -> torch.Tensor:
-    """Attend from the rows of branches of slot 0, each in a tile of its own. `query`: [branches, rows, heads, dim]."""
+    """Attend from branches of slot 0, each in its own tile. `query`: [branches, rows, heads, dim]."""
     branches, count, _, dim = query.shape
     positions = torch.arange(start, start + count).repeat(branches)
     shifts = torch.tensor(offsets).repeat_interleave(count)
@@ -155,7 +155,7 @@ def attend_from(
 def test_bits_do_not_depend_on_pages_and_branches(
     limits: dict[str, int], prefix_length: int, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two branches of a sequence on pages in disorder, each against a sequence whose columns are in order."""
+    """Compare each of two branches on shuffled pages with a sequence on ordered columns."""
     for name, limit in limits.items():
         monkeypatch.setattr(attention, name, limit)
     heads, kv_heads, dim, count, start, dtype = 6, 2, 16, 3, prefix_length + BLOCK, torch.float16
