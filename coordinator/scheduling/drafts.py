@@ -149,8 +149,8 @@ class Drafts:
             if cache.features is not None:
                 cache.features.mark_read(self._read_end)
             return True
-        is_lost = proposal.status is ItemStatus.CACHE_MISS and cache.start == cache.base_length  # no prediction
-        self.cache_misses += is_lost
+        # On first contact, only the prediction can miss.
+        self.cache_misses += proposal.status is ItemStatus.CACHE_MISS and cache.base_length > 0
         cache.miss()
         if proposal.status is ItemStatus.NO_SLOT:
             cache.back_off(self._round_id + DRAFT_BACKOFF_ROUNDS)

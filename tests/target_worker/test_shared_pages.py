@@ -62,7 +62,8 @@ class Coordinator:
             answer = self._answers[sequence % len(PROMPTS)]
             if verdict.status is ItemStatus.OK:
                 end = verdict.num_cached_tokens + 1
-                assert answer[end - len(verdict.token_ids) : end] == verdict.token_ids[: MAX_LENGTH - end + 1]
+                start = end - len(verdict.token_ids)
+                assert answer[start:end] == verdict.token_ids[: MAX_LENGTH - start]
                 self.cached[sequence] = end - 1
             elif verdict.status is ItemStatus.CACHE_MISS:
                 del self.cached[sequence]

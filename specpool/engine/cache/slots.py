@@ -57,8 +57,6 @@ class SlotTable:
         """Digests of evicted pages not yet reported to each coordinator."""
         self._orphaned: set[str] = set()
         self._turns = Turns(slots)
-        self.queries = self.hits = 0
-        """Tokens looked up in the prefix cache so far, and tokens found."""
 
     @property
     def in_use(self) -> int:
@@ -120,7 +118,6 @@ class SlotTable:
             slot.num_digested_pages += len(shared)
             slot.token_ids[base:] = item.token_ids[: len(shared) * tables.page_size]
         slot.prefix_length = len(shared) * tables.page_size
-        self.hits += slot.prefix_length
         item.base_length, item.token_ids = base + slot.prefix_length, item.token_ids[slot.prefix_length :]
         return ItemStatus.OK if self.grow(key, columns) else ItemStatus.NO_SLOT
 
@@ -142,7 +139,6 @@ class SlotTable:
         count = item.max_prefix_length // size
         if slot.digests is None or rest or not count or slot.num_digested_pages < whole:
             return []
-        self.queries += len(item.token_ids)
         token_ids = [*slot.token_ids[: item.base_length], *item.token_ids]
         shared = self.tables.pool.share(slot.digests.first(whole + count, token_ids)[whole:])
         slot.digests.truncate(whole + len(shared))  # other tokens may follow, if this round fails or rejects drafts

@@ -136,6 +136,8 @@ def check_first_contact(item: ProposeItem | VerifyItem, sequence: Sequence, pred
     """Only the first contact with a sequence carries its namespace and sampling parameters."""
     assert item.cache_namespace == (None if item.base_length else sequence.cache_namespace)
     assert item.sampling == (None if item.base_length else sequence.request.worker_sampling)
+    if isinstance(item, ProposeItem) and item.base_length:
+        predicted = 0  # the draft worker keeps what it has
     assert item.expected_prefix_length == max(0, predicted - item.base_length)
     assert item.expected_prefix_length < len(item.token_ids)
 

@@ -206,7 +206,6 @@ def test_samples_share_the_pages_of_their_prompt() -> None:
     for sample in range(8):
         assert served(table, ("a", sample), range(33)) is ItemStatus.OK
     assert table.tables.free == 80 - 32 - 8 * 4  # each has its own page for the last token
-    assert (table.queries, table.hits) == (8 * 33, 7 * 32)
     table.check_integrity()
 
 
