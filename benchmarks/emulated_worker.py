@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.report import PassMs, chance, milliseconds, parser_of, whole
 from draft_worker.proposer import Proposer
 from draft_worker.server import DraftWorkerServicer
-from specpool.engine.cache.extents import Extents
+from specpool.engine.cache.pages import PageTables
 from specpool.engine.cache.slots import SequenceKey, SlotTable
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.sequences import Choices, SequenceEngine
@@ -42,6 +42,7 @@ from target_worker.server import TargetWorkerServicer
 from target_worker.verifier import Verifier
 
 SLOTS, MAX_MODEL_LEN, MAX_ROWS = 128, 4096, 8192
+PAGE_SIZE = 16
 MAX_LATENESS, LATENESS_WEIGHT = 0.0003, 0.1
 
 
@@ -60,7 +61,8 @@ class EmulatedDevice(SequenceEngine):
         files = byte_tokenizer().to_str().encode()
         self._tokenizer = TokenizerFiles(files, CHAT_TEMPLATE, {}, (EOS_TOKEN_ID,))
         self.engine: Any = SimpleNamespace(
-            slots=SlotTable(SLOTS, Extents(SLOTS, MAX_MODEL_LEN)), vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN,
+            slots=SlotTable(SLOTS, PageTables(SLOTS, MAX_MODEL_LEN, SLOTS * MAX_MODEL_LEN, PAGE_SIZE)),
+            vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN,
             max_num_batched_tokens=MAX_ROWS, passes=0, tokens=0, realign_ns=0, realigning=nullcontext,
             can_draft=lambda drafts: False, supports_branches=True,
             has_states=False, facts=SimpleNamespace(layers=0, hidden_size=0),
@@ -70,15 +72,16 @@ class EmulatedDevice(SequenceEngine):
     @property
     def load(self) -> CacheLoad:
         slots = self.engine.slots
-        return CacheLoad(slots.in_use, slots.extents.free)
+        return CacheLoad(slots.in_use, slots.tables.free)
 
     def info(self) -> WorkerInfo:
         return WorkerInfo(
             model="emulated", architecture="none", dtype="float32", device=self._device, vocab_size=VOCAB_SIZE,
             max_model_len=MAX_MODEL_LEN, tokenizer_fingerprint="emulated", bitwise=True, parameters=1,
             embedding_parameters=0, slots_total=SLOTS, kv_bytes_per_token=1, kv_bytes_total=SLOTS * MAX_MODEL_LEN,
-            kv_positions_total=SLOTS * MAX_MODEL_LEN, kv_positions_multiple=1, kv_layout="slots", weight_bytes=1,
-            activation_bytes=1, step_seconds={rows: self._seconds(rows) for rows in MEASURED_ROWS}, step_cached=0,
+            kv_positions_total=SLOTS * MAX_MODEL_LEN, kv_positions_multiple=PAGE_SIZE, kv_layout="slots",
+            weight_bytes=1, activation_bytes=1,
+            step_seconds={rows: self._seconds(rows) for rows in MEASURED_ROWS}, step_cached=0,
             seconds_per_cached=0.0, max_rows=MAX_ROWS, weights_fingerprint="emulated",
             numerics_fingerprint="emulated", activations="float32", **self.load._asdict(),
         )  # fmt: skip

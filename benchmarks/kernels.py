@@ -28,7 +28,8 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.report import finish, output_folder, progress, show
 from benchmarks.shapes import SHAPES
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.cache.spans import Location, Span
+from specpool.engine.cache.layout import PAGE_SIZE
+from specpool.engine.cache.spans import Span
 from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu.model import GpuModel
@@ -207,12 +208,12 @@ def model_of(
 @torch.inference_mode()
 def run(model: GpuModel, tokens: Sequence[int], cached: int) -> None:
     """Run a pass with these new tokens in each sequence, after `cached` cached ones."""
-    layers, extent = len(model.layers), cached + max(tokens)
-    columns, device = extent * len(tokens), torch.device("meta")
-    arena = KVArena(layers, model.kv_heads, columns, model.head_dim, model.compute_dtype, device)
+    layers, pages = len(model.layers), -(-(cached + max(tokens)) // PAGE_SIZE)
+    tables, device = (len(tokens), pages), torch.device("meta")
+    columns = len(tokens) * pages * PAGE_SIZE
+    arena = KVArena(layers, model.kv_heads, columns, model.head_dim, model.compute_dtype, device, tables, PAGE_SIZE)
     spans = [Span(slot, cached, [0] * count, count if count < 64 else 1) for slot, count in enumerate(tokens)]
-    locations = [Location(slot * extent) for slot in range(len(tokens))]
-    model(pack(spans, locations, arena, model.padded_shape, model.rows_per_tile, repeats=False))
+    model(pack(spans, arena, model.padded_shape, model.rows_per_tile, repeats=False))
 
 
 def sample(vocab_size: int, dtype: torch.dtype) -> None:

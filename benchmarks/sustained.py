@@ -28,14 +28,14 @@ from typing import Any
 
 from benchmarks.llamacpp import LLAMACPP, SERVICE, TokenIds
 from benchmarks.llamacpp_process import Engine, completion, environment, only_gguf, running_llamacpp
-from benchmarks.prompts import add_prompts, checked, load_prompts, token_ids
+from benchmarks.prompts import add_prompts, checked, in_turn, load_by_category, token_ids
 from benchmarks.report import console, finish, output_folder, parser_of, percentile, progress, show, whole, wholes
 from benchmarks.runs import current_info
 from specpool.cli.processes import ProcessFailedError
 from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
-from specpool.client.prompts import PromptLine, own_prompts
+from specpool.client.prompts import PromptLine
 from specpool.client.requests import GenerateOptions
 from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.v1 import generation_pb2 as pb
@@ -90,7 +90,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add_prompts(parser)
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args(arguments)
-    options.lines = checked(parser, lambda: load_prompts(options.prompts, len(own_prompts())))
+    options.lines = in_turn(checked(parser, lambda: load_by_category(options.prompts)).values())
     return options
 
 
@@ -128,9 +128,9 @@ async def measure(client: AsyncClient, model: Path, engine: Engine | None, optio
 def prompts_of(model: Path, lines: list[PromptLine], clients: int, seconds: int, first: int) -> list[TokenIds]:
     """The prompts of each client, one per second. `first`: number of the first prompt; no cache has seen them."""
     shared, numbered = prefix(model, SHARED_TOKENS, first), numbered_lines(lines, first)
-    every = [token_ids(model, list(islice(numbered, seconds))) for _ in range(clients)]
     room = MAX_PROMPT_TOKENS - SHARED_TOKENS
-    return [[(shared if client % 2 else []) + ids[:room] for ids in some] for client, some in enumerate(every)]
+    every = [ids[:room] for ids in token_ids(model, list(islice(numbered, clients * seconds)))]
+    return [[(shared if client % 2 else []) + ids for ids in every[client::clients]] for client in range(clients)]
 
 
 def numbered_lines(lines: Sequence[PromptLine], first: int = 1) -> Iterator[PromptLine]:

@@ -62,13 +62,15 @@ class CoordinatorMetrics:
         counter, gauge = families.counter, families.gauge
         yield gauge("num_requests_running", "Samples being generated.", lanes.running)
         yield gauge("num_requests_waiting", "Samples in the queue.", coordinator.queue.queued)
-        yield gauge("kv_cache_usage_perc", "Reserved share of the target's KV cache, 0 to 1.", lanes.kv_usage)
+        yield gauge("kv_cache_usage_perc", "Share of the target's KV cache pages in use, 0 to 1.", lanes.kv_usage)
         yield counter("prompt_tokens", "Prompt tokens of samples with a first token.", latencies.prefilled_tokens)
         yield counter("generation_tokens", "Tokens committed.", coordinator.counters.completion_tokens)
         ends = {how: coordinator.in_flight.finished[how] for how in map(str, ENDS)}
         yield counter("request_success", "Samples that ended, by reason.", ends, "finished_reason")
-        yield counter("prefix_cache_queries", "Prompt tokens looked up for reuse.", latencies.prefilled_tokens)
-        yield counter("prefix_cache_hits", "Prompt tokens copied from a cached prefix.", latencies.cached_tokens)
+        yield counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", latencies.prefilled_tokens
+        )
+        yield counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", latencies.cached_tokens)
         yield from self._speculation(families)
         yield from _latencies(families, latencies)
 

@@ -122,11 +122,11 @@ def _appending(engine: SequenceEngine, items: Mapping[SequenceKey, ProposeItem])
 def _outlined(
     engine: SequenceEngine, key: SequenceKey, item: ProposeItem, rankings: Sequence[Ranking], chances: Sequence[float]
 ) -> Iterator[tuple[Outcome, Draft]]:
-    """Return the outcomes and drafts of a sequence's branches, as many as its extent has room for."""
+    """Return the outcomes and drafts of a sequence's branches, as many as there are pages for."""
     end, length, slots = item.end, item.num_draft_tokens, engine.engine.slots
     max_length = engine.engine.max_model_len
     slots.grow(key, min(end + item.num_branches * length, max_length), evicts=False)
-    room = (min(slots[key].capacity, max_length) - end) // length
+    room = (min(slots.capacity(slots[key]), max_length) - end) // length
     unverified = item.token_ids[len(item.token_ids) - item.num_unverified :]
     outcomes = most_probable(rankings, unverified, chances, len(rankings) * MAX_RANKED)
     if not engine.engine.supports_branches:  # the sequence's own positions hold one branch

@@ -52,7 +52,7 @@ class DraftWorkerServicer(WorkerServicer, pb_grpc.DraftWorkerServiceServicer):
         """Return the cost: a forward pass per draft token, and one more for branches."""
         served = [item for item in round_.items if proposer.has_room(round_.coordinator_id, item.sequence_id)]
         return Work(
-            sum(max(len(item.token_ids), item.num_branches) for item in served),
+            sum(max(item.max_num_new_tokens, item.num_branches) for item in served),
             max((item.num_draft_tokens + (item.num_branches > 0) for item in served), default=1),
         )
 

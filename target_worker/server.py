@@ -5,7 +5,7 @@ torch and transformers take seconds to import, so they are imported on the model
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.preflight import InvalidOptionError, check_options
 from specpool.protocol.codec import read_verify_items, tokenizer_response, verify_response
+from specpool.protocol.prefixes import MAX_EVICTED_PAGES
 from specpool.protocol.rounds import Verdict, VerifyRound
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
@@ -36,7 +37,6 @@ SERVICE = "specpool.v1.TargetWorkerService"
 class TargetWorkerServicer(WorkerServicer, pb_grpc.TargetWorkerServiceServicer):
     method = "Verify"
     max_rounds_ahead = MAX_ROUNDS_AHEAD
-    respond = staticmethod(verify_response)
 
     @staticmethod
     def read(request: pb.VerifyRequest, verifier: Verifier) -> VerifyRound:
@@ -45,15 +45,24 @@ class TargetWorkerServicer(WorkerServicer, pb_grpc.TargetWorkerServiceServicer):
         return VerifyRound(request.coordinator_id, request.round_id, items, request.may_join, *features)
 
     @staticmethod
-    def serve(rounds: Sequence[VerifyRound], verifier: Verifier) -> list[list[Verdict]]:
-        """Verify rounds in one forward pass."""
-        return verifier.verify(rounds)
+    def serve(rounds: Sequence[VerifyRound], verifier: Verifier) -> list[tuple[list[Verdict], list[bytes]]]:
+        """Verify rounds in one forward pass. Return verdicts, and evicted pages that the coordinator does not know."""
+        verdicts = verifier.verify(rounds)
+        evicted = [verifier.take_evicted(round_.coordinator_id, MAX_EVICTED_PAGES) for round_ in rounds]
+        return list(zip(verdicts, evicted, strict=True))
+
+    @staticmethod
+    def respond(
+        round_id: int, served: tuple[list[Verdict], list[bytes]], spent: Mapping[str, int], instance_id: str
+    ) -> pb.VerifyResponse:
+        """Build the response to a round."""
+        return verify_response(round_id, served[0], spent, instance_id, served[1])
 
     @staticmethod
     def work(round_: VerifyRound, verifier: Verifier) -> Work:
         """Return the cost: one forward pass."""
         served = (item for item in round_.items if verifier.has_room(round_.coordinator_id, item.sequence_id))
-        return Work(sum(max(1, len(item.token_ids)) + item.max_num_draft_tokens for item in served))
+        return Work(sum(item.max_num_new_tokens + item.max_num_draft_tokens for item in served))
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
         """Realign, extend and verify one round."""

@@ -133,11 +133,12 @@ class Verifier(SequenceEngine):
                 status = ItemStatus.GRAMMAR_FAILED if grammar.failure else ItemStatus.GRAMMAR_NOT_READY
                 return Verdict(item.sequence_id, status, error=grammar.failure)
         gained = [] if item.prefill_only else accept(item.draft_token_ids + forced, choices.token_ids)
-        # Rejected positions stay in the slot until overwritten. `num_cached_tokens` marks the valid ones.
+        # Rejected positions stay in their pages until overwritten. `num_cached_tokens` marks the valid ones.
         num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(gained) - 1)
         self.keep(key, num_cached_tokens, gained[-1] if gained else None, max(0, len(gained) - 1))
         logprobs, num_forced = choices.logprobs, len(forced)
-        return Verdict(item.sequence_id, ItemStatus.OK, tuple(gained), num_cached_tokens, logprobs, num_forced)
+        found = self.engine.slots[key].prefix_length
+        return Verdict(item.sequence_id, ItemStatus.OK, tuple(gained), num_cached_tokens, logprobs, num_forced, found)
 
     @staticmethod
     def _add_features(

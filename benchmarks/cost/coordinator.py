@@ -51,7 +51,7 @@ async def run_all(options: argparse.Namespace) -> list[dict[str, float]]:
 def measure_choice(name: str) -> float:
     """Median milliseconds to choose a group of 8 and put it back, in a window of 10,000 ready sequences."""
     queue = RequestQueue(QueueLimits(WINDOW_SIZE))
-    window = Window(WINDOW_SIZE, queue, prefix_caching=False)
+    window = Window(WINDOW_SIZE, queue)
     rng = random.Random(0)
     for i in range(WINDOW_SIZE):
         prompt = (1,) * rng.randint(*PROMPT_LENGTHS)

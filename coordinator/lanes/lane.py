@@ -35,15 +35,14 @@ class Lane:
         self._settings, self._on_change, self._queue = settings, on_change, shared.queue
         self._tasks: list[asyncio.Task[None]] = []
         preempts = settings.policy != "eqspec"  # a fixed batch neither preempts nor overlaps
-        self.window = Window(
-            settings.usable_window, shared.queue, prefix_caching=settings.prefix_caching, preempts=preempts
-        )
+        self.window = Window(settings.usable_window, shared.queue, preempts=preempts, cache_events=shared.cache_events)
         self.window.is_open, self.window.is_standby = False, is_standby
         if is_standby:
             self._queue.windows.remove(self.window)
         self.drafting = Drafting(settings.max_num_speculative_tokens, lookup=shared.lookup)
         self._loop = RoundLoop(shared, self.window, Workers(link, draft), self.drafting)
         link.on_change, link.on_replaced = self.update, self._target_replaced
+        link.on_evicted = self.window.forget_pages
 
     @property
     def address(self) -> str:
@@ -117,10 +116,9 @@ class Lane:
         """Limit the window to the target's slots. More sequences would only evict each other."""
         info = self.link.info
         assert info is not None
-        self.window.slots = info.slots_total
+        page_size = info.kv_positions_multiple
+        self.window.fit(info.slots_total, KVCapacity(info.kv_positions_total // max(1, page_size), page_size))
         self.window.max_num_seqs = min(self._settings.usable_window, self.window.slots)
-        grows = self._settings.policy != "eqspec"  # a fixed batch does not preempt
-        self.window.reservations.capacity = KVCapacity(info.kv_positions_total, info.kv_positions_multiple, grows)
 
     async def remove(self) -> None:
         """Stop the lane. Its sequences continue in other lanes."""
@@ -128,6 +126,7 @@ class Lane:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._loop.failures.target_removed()
+        self.window.forget_target_caches()
         await self.close()
 
     async def close(self) -> None:

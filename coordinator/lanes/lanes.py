@@ -101,7 +101,7 @@ class Lanes:
 
     @property
     def kv_usage(self) -> float:
-        """Mean share of the target workers' KV caches that is reserved, 0 to 1."""
+        """Mean share of the target workers' pages that sequences hold, 0 to 1."""
         known = [lane.window.kv_usage for lane in self if lane.is_known]
         return sum(known) / max(1, len(known))
 

@@ -212,7 +212,7 @@ class Proposing:
         """Wait for the branches of a verified round, but not much longer than its verification took."""
         if round_.drafting_ahead is not None and not round_.drafting_ahead.done():
             outcome = round_.outcome
-            rows = sum(len(item.token_ids) + len(item.draft_token_ids) for item in outcome.verify_items)
+            rows = sum(item.max_num_new_tokens + len(item.draft_token_ids) for item in outcome.verify_items)
             usual = max(outcome.verified.elapsed, self._target.step_times(rows))  # `elapsed` is short if read late
             await asyncio.wait([round_.drafting_ahead], timeout=MAX_LATENESS * usual)
 

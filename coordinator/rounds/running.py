@@ -10,6 +10,7 @@ from typing import Any
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.requests.traces import RoundTrace, Traces
+from coordinator.scheduling.cache_events import CacheEvents
 from coordinator.scheduling.commits import Commit, Counters
 from coordinator.scheduling.grouping import Group
 from coordinator.scheduling.request_queue import RequestQueue
@@ -36,6 +37,8 @@ class Shared:
     lookup: PromptLookup
     on_admission: Callable[[], None]
     """Called before sequences are admitted."""
+    cache_events: CacheEvents | None
+    """Told of the pages that target workers cache. None: nobody asks."""
     counters: Counters = field(default_factory=Counters)
 
 

@@ -1,6 +1,6 @@
 """Admission to a window: who enters next, and who is preempted to make room. Pure.
 
-Paused sequences are preempted first, then sequences of clients with more than their share of the places or positions.
+Paused sequences are preempted first, then sequences of clients with more than their share of the places or pages.
 """
 
 from collections.abc import Iterable
@@ -36,6 +36,8 @@ class Admission:
         if self._window.preempts:
             self._make_places()
             self._make_room()
+        else:
+            self._end_standstill()
         if not self._waiting:
             return []
         rooms = self._rooms(self._window.capacity if limit is None else min(limit, self._window.capacity))
@@ -101,37 +103,44 @@ class Admission:
 
     def _would_fit(self, sequence: Sequence, victims: Iterable[Sequence]) -> bool:
         """Whether a waiting sequence could enter once these victims have left, if it gets a place."""
-        held, first = self._window.reservations, self._waiting.next
+        held, first = self._window.pages, self._waiting.next
         if sequence is not first and first.overtaken >= MAX_OVERTAKEN:
             return False
         if not self._queue.may_enter(sequence, self._window):
             return False
         coming = sum(held[sequence_id] for sequence_id in self._window.leaving_ids)
         coming += sum(held[victim.sequence_id] for victim in victims)
-        return not held.is_limited or held.capacity.needed_by(sequence) <= held.free + coming
+        return not held.is_limited or held.needed_by(sequence) <= held.free + coming
 
     def _make_room(self) -> None:
-        """Preempt sequences whose KV positions others need more."""
+        """Preempt sequences whose pages others need more."""
         window = self._window
-        if not window.reservations.is_limited:
+        if not window.pages.is_limited:
             return
         for sequence in window.cramped.values():
-            if self._claim(sequence, window.reservations.missing(sequence), is_inside=True):
+            if self._claim(sequence, window.pages.missing(sequence), is_inside=True):
                 return
-        is_stuck = window.cramped and not (window.ready or window.open_rounds or window.leaving_ids)
-        if is_stuck and window.occupied > 1:
-            window.preempt(longest_of_largest(window.members, window.reservations))
-        elif self._waiting and window.coming and not (window.cramped and window.leaving_ids):
+        if self._end_standstill():
+            return
+        if self._waiting and window.coming and not (window.cramped and window.leaving_ids):
             others = [other for other in self._queue.windows if other is not window and other.is_open]
             for sequence in islice(self._queue.candidates([window], MAX_OVERTAKEN), MAX_OVERTAKEN):
                 if any(self._fits(sequence, other) for other in others):
                     return
-                if self._claim(sequence, window.reservations.capacity.needed_by(sequence), is_inside=False):
+                if self._claim(sequence, window.pages.needed_by(sequence), is_inside=False):
                     return
 
+    def _end_standstill(self) -> bool:
+        """Preempt a sequence if all wait for pages. Return whether they did."""
+        window = self._window
+        if not window.cramped or window.ready or window.open_rounds or window.leaving_ids or window.occupied < 2:
+            return False
+        window.preempt(longest_of_largest(window.members, window.pages))
+        return True
+
     def _claim(self, claimant: Sequence, wanted: int, is_inside: bool) -> bool:
-        """Preempt sequences until a sequence gets `wanted` more positions. Return whether it will."""
-        window, held, missing = self._window, self._window.reservations, wanted
+        """Preempt sequences until a sequence gets `wanted` more pages. Return whether it will."""
+        window, held, missing = self._window, self._window.pages, wanted
         if is_inside or not window.cramped:  # otherwise cramped sequences get what is free
             missing -= held.free + sum(held[sequence_id] for sequence_id in window.leaving_ids)
         for sequence in list(window.paused.values()):
@@ -141,7 +150,7 @@ class Admission:
         if missing <= 0:
             return True
         members = list(window.members)
-        victims = victims_for(claimant, wanted, missing, members, window.in_round.values(), held)
+        victims = victims_for(claimant, wanted, missing, members, window.leaving_ids, held)
         if not victims and not is_inside and not self._waiting.has_place(claimant):
             own = own_victim(claimant, wanted, missing, members, held)
             victims = [own] if own is not None else []

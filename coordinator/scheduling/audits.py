@@ -15,9 +15,9 @@ AUDIT_CLIENT = "audit"
 # Maximum answers that wait for their audit, and the bytes of their tokens and grammars.
 MAX_ANSWERS, MAX_BYTES = 64, 4 * 2**20
 
-# Share of the places and of the KV positions that are still free after a background sequence has entered.
+# Share of the places and of the pages that are still free after a background sequence has entered.
 ENTRY_SHARE = 4
-# Share of the KV positions that must stay free.
+# Share of the pages that must stay free.
 STAY_SHARE = 16
 # In a smaller window, or with a policy that groups by length, a background sequence only runs alone.
 MIN_SHARED_PLACES = 4
@@ -150,23 +150,24 @@ class SpareRoom:
         return any(map(self._has_room_left, [window for window in windows if window.background] or windows))
 
     def _has_room(self, window: Window, length: int) -> bool:
-        held = window.reservations
+        held = window.pages
         if window.queued:
             return False
         if not self._is_shared(window):
             return not window.occupied
         if min(window.capacity, self.max_batch_size - window.running) <= window.max_num_seqs // ENTRY_SHARE:
             return False
-        return not held.is_limited or length <= held.free - held.capacity.positions // ENTRY_SHARE
+        needed = held.capacity.pages_for(length)
+        return not held.is_limited or needed <= held.free - held.capacity.pages // ENTRY_SHARE
 
     def _has_room_left(self, window: Window) -> bool:
-        held = window.reservations
+        held = window.pages
         if not self._is_shared(window):
             return window.occupied + window.queued <= 1
         if window.capacity <= window.queued or window.running > self.max_batch_size:
             return False
-        has_positions = not held.is_limited or held.free > held.capacity.positions // STAY_SHARE
-        return has_positions and not window.cramped and (not window.queued or bool(window.entering))
+        has_pages = not held.is_limited or held.free > held.capacity.pages // STAY_SHARE
+        return has_pages and not window.cramped and (not window.queued or bool(window.entering))
 
     def _is_shared(self, window: Window) -> bool:
         return self.mixes_lengths and window.max_num_seqs >= MIN_SHARED_PLACES

@@ -30,13 +30,12 @@ class PendingRound:
 class WorkerCache:
     """A sequence's KV cache in one worker, as far as the worker's answers tell."""
 
-    def __init__(self, sequence_id: int, num_cached_tokens: int = 0) -> None:
-        self.sequence_id = sequence_id
-        self.num_cached_tokens = num_cached_tokens
-        self.source: WorkerCache | None = None
-        """Cache to copy the first positions from. None once they are copied or lost."""
-        self._shared_length = 0
-        """Positions to copy from `source`, once it has cached them."""
+    def __init__(self) -> None:
+        self.num_cached_tokens = 0
+        self.predicted = 0
+        """Leading tokens whose pages the worker's prefix cache is predicted to hold."""
+        self.is_mispredicted = False
+        """Whether the last prediction was wrong, and the next one has not been made yet."""
         self.pending: list[PendingRound] = []
         """Rounds that the worker has not answered, at most one ahead of the one that runs."""
         self.features: FeatureStore | None = None
@@ -44,7 +43,7 @@ class WorkerCache:
         self.had_no_slot = False
         """Whether the worker had no free slot in the last round."""
         self.lacks_room = False
-        """Whether the worker could not enlarge the reservation."""
+        """Whether the worker had too few free pages for the sequence to grow."""
         self.backoff_until = 0
         """First round that may use the worker again after it had no free slot."""
 
@@ -60,11 +59,15 @@ class WorkerCache:
 
     @property
     def base_length(self) -> int:
-        """Positions for the worker to keep, initially those of `source`. Unknown if it `continues`."""
+        """Positions for the worker to keep. Unknown if it `continues`."""
         if self.pending and self.pending[-1].num_cached_tokens is not None:
             return self.pending[-1].num_cached_tokens
-        shared = min(self._shared_length, self.source.num_cached_tokens) if self.source is not None else 0
-        return self.num_cached_tokens or shared
+        return self.num_cached_tokens
+
+    @property
+    def start(self) -> int:
+        """Position of the first token for the worker to run, if the prediction holds."""
+        return max(self.base_length, self.predicted)
 
     @property
     def max_pending_gain(self) -> int:
@@ -76,14 +79,6 @@ class WorkerCache:
         if self.features is None or not self.features.is_due(length):
             return 0
         return max(0, self.base_length - self.features.first_unread - 1)
-
-    def copy_from(self, source: "WorkerCache", length: int) -> None:
-        """Let the worker copy `length` positions from another cache, as far as that one has them."""
-        self.source, self._shared_length = source, length
-
-    def copy_nothing(self) -> None:
-        """Let the worker compute all positions."""
-        self.source = None
 
     def send(self, pending: PendingRound) -> None:
         """Record a round that is about to be sent to the worker."""
@@ -109,17 +104,20 @@ class WorkerCache:
 
     def commit(self, num_cached_tokens: int) -> None:
         """Record that the worker has cached exactly the first `num_cached_tokens` positions."""
-        self.num_cached_tokens, self.source = num_cached_tokens, None
+        self.num_cached_tokens = num_cached_tokens
 
-    def miss(self, *, keeps_source: bool = False) -> None:
-        """Record that the worker has nothing cached. `keeps_source`: whether the shared positions are still there."""
-        self.num_cached_tokens = 0
-        self.source = self.source if keeps_source else None
+    def mispredict(self) -> None:
+        """Record that the prefix cache holds fewer tokens than predicted. The sequence's own cache is intact."""
+        self.predicted, self.is_mispredicted = 0, True
+
+    def miss(self) -> None:
+        """Record that the worker has nothing cached."""
+        self.num_cached_tokens = self.predicted = 0
         if self.features is not None:
             self.features.mark_lost()
 
     def refuse_room(self) -> None:
-        """Record that the worker could not enlarge the reservation. The cache is intact."""
+        """Record that the worker had too few free pages. The cache is intact."""
         self.lacks_room = True
 
     def settle_room(self) -> bool:
@@ -142,18 +140,12 @@ class WorkerCache:
         self.features = None
 
     def replace_worker(self) -> None:
-        """Forget all positions, including those of `source`: another process has replaced the worker."""
-        self.num_cached_tokens = 0
+        """Forget all positions: another process has replaced the worker."""
+        self.num_cached_tokens = self.predicted = 0
         self.pending.clear()
-        if self.source is not None:
-            self.source.num_cached_tokens = 0
 
     def release(self) -> None:
         """Forget everything: the worker is about to free the slot."""
-        self.num_cached_tokens = self.backoff_until = 0
-        self.source = self.features = None
+        self.num_cached_tokens = self.predicted = self.backoff_until = 0
+        self.features = None
         self.pending.clear()
-
-    def snapshot(self) -> "WorkerCache":
-        """Return a copy that keeps its positions when this cache is released."""
-        return WorkerCache(self.sequence_id, self.num_cached_tokens)

@@ -1,20 +1,21 @@
-"""Admission limits: KV capacity of the target worker, and the size of the queue. Pure."""
+"""Admission limits: pages of the target worker's KV cache, and the size of the queue. Pure."""
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import islice
 
 from coordinator.scheduling.fair_queue import FairQueue
 from coordinator.scheduling.sequence import Sequence
 
-# Positions that a sequence reserves beyond those of its next round: by default, and 1/GROWTH of its length.
-HEADROOM, GROWTH = 256, 4
-# Tokens that a preempted sequence gains before it is preempted for positions again: at least, and by its length.
+# Tokens that a preempted sequence gains before it is preempted for pages again: at least, and by its length.
 MIN_PROGRESS, PROGRESS_SHARE = 64, 16
 
 
 def protected_tokens(length: int) -> int:
-    """Tokens that a sequence of this length gains before it is preempted again. It reserves room for them at once."""
+    """Tokens that a sequence of this length gains before it is preempted again. It holds their pages at once."""
     return max(MIN_PROGRESS, length // PROGRESS_SHARE)
 
 
@@ -32,114 +33,164 @@ class QueueLimitError(Exception):
 
 @dataclass(frozen=True)
 class KVCapacity:
-    """Positions that the target worker can cache, over all sequences."""
+    """Pages of the target worker's KV cache, over all sequences."""
 
-    positions: int = 0
+    pages: int = 0
     """0: unlimited."""
-    multiple: int = 1
-    """Each sequence reserves a multiple of this many positions."""
-    grows: bool = False
-    """Whether reservations can grow. Otherwise a sequence reserves all that it can need when it enters."""
+    page_size: int = 0
+    """Positions of a page. 0: unknown, and sequences share no pages."""
 
-    def needed_by(self, sequence: Sequence) -> int:
-        """Positions to reserve for a sequence that enters the window."""
-        if not self.grows:
-            return self._rounded(sequence, sequence.max_length)
-        return self._rounded(sequence, sequence.next_length + protected_tokens(len(sequence.token_ids)))
-
-    def wanted_by(self, sequence: Sequence, reserved: int, free: int) -> int:
-        """Positions to reserve instead of `reserved`, of which some are needed, if `free` more are left.
-
-        They grow by a share of the length, so that the worker seldom moves a sequence.
-        """
-        headroom = min(max(HEADROOM, len(sequence.token_ids) // GROWTH), free // 8)
-        wanted = self._rounded(sequence, sequence.next_length + headroom)
-        return max(self.needed_by(sequence), min(wanted, reserved + free // self._unit * self._unit))
-
-    @property
-    def _unit(self) -> int:
-        return max(1, self.multiple)
-
-    def _rounded(self, sequence: Sequence, length: int) -> int:
-        return -(-min(sequence.max_length, length) // self._unit) * self._unit
+    def pages_for(self, length: int) -> int:
+        """Number of pages that hold this many positions."""
+        return -(-length // max(1, self.page_size))
 
 
-class Reservations:
-    """KV positions reserved for each sequence that holds a place in the window."""
+@dataclass
+class _Holding:
+    """The pages of a sequence."""
+
+    sequence: Sequence
+    digests: list[bytes]
+    """Its first pages, which it shares with the sequences that have the same ones."""
+    num_own: int = 0
+    """Further pages."""
+
+    def __len__(self) -> int:
+        return len(self.digests) + self.num_own
+
+
+class HeldPages:
+    """Pages of the target worker that the sequences in the window hold. Sequences hold a shared page together.
+
+    Sequences that compute equal pages at the same time hold one each. Here, they count once. If the worker then runs
+    out of pages, it answers NO_SLOT.
+    """
 
     def __init__(self) -> None:
         self.capacity = KVCapacity()
-        self._positions: dict[int, int] = {}
-        self._reserved = 0
+        self.used = 0
+        self._holdings: dict[int, _Holding] = {}
+        self._references: dict[bytes, int] = {}
+        self._by_client: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._positions)
+        """Number of sequences."""
+        return len(self._holdings)
 
     def __getitem__(self, sequence_id: int) -> int:
-        return self._positions[sequence_id]
+        """Pages that no other sequence holds. As many are free once the sequence has left."""
+        holding = self._holdings[sequence_id]
+        return len(holding) - self._count_held(holding.digests, 2)
+
+    def _count_held(self, digests: Items[bytes], holders: int) -> int:
+        """Number of pages that at least this many sequences hold: whoever holds a page holds those before it."""
+        return bisect_right(digests, -holders, key=lambda digest: -self._references.get(digest, 0))
 
     @property
     def is_limited(self) -> bool:
-        return self.capacity.positions > 0
+        return self.capacity.pages > 0
 
     @property
     def free(self) -> int:
-        """Unreserved positions, if they are limited."""
-        return max(0, self.capacity.positions - self._reserved)
+        """Pages that no sequence holds, if they are limited."""
+        return max(0, self.capacity.pages - self.used)
+
+    def resize(self, capacity: KVCapacity) -> None:
+        """Adapt to a worker with this capacity."""
+        sequences = [holding.sequence for holding in self._holdings.values()]
+        is_new_size = capacity.page_size != self.capacity.page_size
+        for sequence in sequences if is_new_size else ():
+            self.remove(sequence.sequence_id)
+        self.capacity = capacity
+        for sequence in sequences if is_new_size else ():
+            self.add(sequence)
+
+    def needed_by(self, sequence: Sequence) -> int:
+        """Free pages that a sequence needs to enter the window."""
+        return self._num_pages(sequence) - self._count_held(self._digests(sequence), 1)
+
+    def _num_pages(self, sequence: Sequence) -> int:
+        length = sequence.next_length + protected_tokens(len(sequence.token_ids))
+        return self.capacity.pages_for(min(length, sequence.max_length))
+
+    def _digests(self, sequence: Sequence) -> list[bytes]:
+        return sequence.page_digests(self.capacity.page_size, len(sequence.token_ids))
 
     def add(self, sequence: Sequence) -> None:
-        self._positions[sequence.sequence_id] = 0
-        self._reserve(sequence)
+        """Let a sequence that enters hold its pages."""
+        holding = self._holdings[sequence.sequence_id] = _Holding(sequence, self._digests(sequence))
+        for digest in holding.digests:
+            count = self._references[digest] = self._references.get(digest, 0) + 1
+            self._count(sequence, count == 1)
+        self._take(holding, self._num_pages(sequence) - len(holding))
 
     def grow(self, sequence: Sequence) -> bool:
-        """Reserve the positions of the sequence's next round. Returns False if there are too few."""
+        """Let a sequence hold the pages of its next round. Return False if too few are free."""
         missing = self.missing(sequence)
-        if missing > self.free and len(self) > 1:
+        if missing > self.free and len(self) > 1 and self.is_limited:
             return False
-        if missing:
-            self._reserve(sequence)
+        self._take(self._holdings[sequence.sequence_id], missing)
         return True
 
     def missing(self, sequence: Sequence) -> int:
-        """Positions that the sequence lacks for its next round, with some headroom."""
-        reserved = self._positions[sequence.sequence_id]
-        if sequence.reserved is None or sequence.next_length <= min(reserved, sequence.reserved):
-            return 0
-        return max(0, self.capacity.needed_by(sequence) - reserved)
+        """Pages that a sequence lacks for its next round."""
+        wanted = self.capacity.pages_for(min(sequence.next_length, sequence.max_length))
+        return max(0, wanted - len(self._holdings[sequence.sequence_id]))
 
-    def _reserve(self, sequence: Sequence) -> None:
-        before = self._positions[sequence.sequence_id]
-        if self.is_limited and self.capacity.grows:
-            sequence.reserved = positions = self.capacity.wanted_by(sequence, before, self.free)
-        else:
-            sequence.reserved, positions = None, self.capacity.needed_by(sequence)
-        self._positions[sequence.sequence_id] = positions
-        self._reserved += positions - before
+    def _take(self, holding: _Holding, num_pages: int) -> None:
+        holding.num_own += num_pages
+        self._count(holding.sequence, num_pages)
+
+    def _count(self, sequence: Sequence, num_pages: int) -> None:
+        self.used += num_pages
+        self._by_client[sequence.request.client] += num_pages
 
     def remove(self, sequence_id: int) -> None:
-        self._reserved -= self._positions.pop(sequence_id)
+        """Let a sequence hold no more pages."""
+        holding = self._holdings.pop(sequence_id)
+        for digest in holding.digests:
+            self._references[digest] -= 1
+            if not self._references[digest]:
+                del self._references[digest]
+                self._count(holding.sequence, -1)
+        self._take(holding, -holding.num_own)
+        if not self._by_client[holding.sequence.request.client]:
+            del self._by_client[holding.sequence.request.client]
+
+    def by_client(self, leaving: Iterable[int]) -> Counter[str]:
+        """Pages of each client, without those that are free once the `leaving` sequences have left."""
+        counts = self._by_client.copy()
+        for sequence_id in leaving:
+            counts[self._holdings[sequence_id].sequence.request.client] -= self[sequence_id]
+        return counts
 
     def usage(self, slots: int) -> float:
-        """Reserved share of the KV cache, 0 to 1. `slots`: slots of the target worker."""
-        if self.is_limited:
-            return self._reserved / self.capacity.positions
-        return len(self) / slots
+        """Share of the pages that sequences hold, 0 to 1. `slots`: slots of the target worker."""
+        return self.used / self.capacity.pages if self.is_limited else len(self) / slots
 
     def count_fitting(self, waiting: Iterable[Sequence], places: int) -> int:
         """Number of `waiting` sequences, in order, that fit into `places`. An empty cache always fits the first."""
-        limit = self.capacity.positions if places else 0
-        count, reserved = 0, self._reserved
+        limit = self.capacity.pages if places else 0
+        count, used = 0, self.used
         for sequence in islice(waiting, places):
-            reserved += self.capacity.needed_by(sequence) if limit else 0
-            if (self._positions or count) and 0 < limit < reserved:
+            used += self.needed_by(sequence) if limit else 0
+            if (self._holdings or count) and 0 < limit < used:
                 break
             count += 1
         return count
 
     def check_integrity(self, sequence_ids: set[int]) -> None:
-        """Raise AssertionError unless exactly these sequences hold positions, within the capacity."""
-        assert set(self._positions) == sequence_ids, "positions are reserved outside the window"
-        assert self._reserved == sum(self._positions.values()), "reserved positions are miscounted"
+        """Raise AssertionError unless exactly these sequences hold pages, within the capacity."""
+        assert set(self._holdings) == sequence_ids, "pages are held outside the window"
+        digests = Counter(digest for holding in self._holdings.values() for digest in holding.digests)
+        assert self._references == digests, "holders of a page are miscounted"
+        by_client: dict[str, int] = {}
+        for holding in self._holdings.values():
+            client, own = holding.sequence.request.client, holding.num_own
+            first = sum(digests.pop(digest, 0) > 0 for digest in holding.digests)
+            by_client[client] = by_client.get(client, 0) + own + first
+        assert self._by_client == by_client, "pages of a client are miscounted"
+        assert self.used == sum(by_client.values()), "pages are miscounted"
         assert len(self) < 2 or not self.is_limited or self.usage(1) <= 1, "the KV cache is exceeded"
 
 

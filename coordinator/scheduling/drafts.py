@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 
-from coordinator.scheduling.caches import PendingRound, WorkerCache
+from coordinator.scheduling.caches import PendingRound
 from coordinator.scheduling.sequence import Sequence
 from specpool.drafting.acceptance import agreement_length, known_tokens, likely_tokens
 from specpool.drafting.plans import DraftPlan
 from specpool.protocol.rounds import MAX_ITEM_UNVERIFIED, Branch, ItemStatus, Proposal, ProposeItem
-from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.worker_info import WorkerInfo
 
 # Rounds of backoff after the draft worker had no free slot.
@@ -58,19 +57,24 @@ class Drafts:
         # After branches, all tokens may be cached. The last one must run again for its logits.
         return min(self.sequence.draft_base_length, len(self.sequence.token_ids) - 1)
 
-    def catchup(self, max_model_len: int) -> int:
-        """Number of committed tokens to send to the draft worker; 0 to leave the sequence out."""
+    def _start(self, worker: WorkerInfo) -> int:
+        """Position of the first token for the draft worker to run, if the prediction for its pages holds."""
+        page_size = max(1, worker.kv_positions_multiple)
+        return max(self._base_length, self.sequence.draft.predicted // page_size * page_size)
+
+    def catchup(self, worker: WorkerInfo) -> int:
+        """Number of committed tokens for the draft worker to run; 0 to leave the sequence out."""
         sequence, length = self.sequence, len(self.sequence.token_ids)
-        if self._limit <= 0 or length >= max_model_len or self._round_id < sequence.draft.backoff_until:
+        if self._limit <= 0 or length >= worker.max_model_len or self._round_id < sequence.draft.backoff_until:
             return 0
         if sequence.target.had_no_slot:  # leave the draft worker's slots to sequences that the target worker serves
             return 0
         if not sequence.is_decoding and sequence.draft_base_length == length:
             return 0
-        return length - self._base_length
+        return length - self._start(worker)
 
     def propose_item(self, count: int, worker: WorkerInfo) -> ProposeItem | None:
-        """The item that sends `count` committed tokens to the draft worker; None to leave the sequence out."""
+        """The item that lets the draft worker run `count` committed tokens; None to leave the sequence out."""
         if (item := self._item(count, (), worker)) is None:
             return None
         if item.end == len(self.sequence.token_ids) and self.sequence.is_decoding:
@@ -80,7 +84,7 @@ class Drafts:
         return item
 
     def ahead_item(self, count: int, verified: tuple[int, ...] | None, worker: WorkerInfo) -> ProposeItem | None:
-        """The item that sends `count` committed tokens and drafts branches; None to leave the sequence out.
+        """The item that runs `count` committed tokens and drafts branches; None to leave the sequence out.
 
         `verified`: draft tokens in verification; None if the verification yields no tokens.
         """
@@ -88,7 +92,7 @@ class Drafts:
         unverified = verified or ()
         num_draft_tokens = min(self._limit, worker.max_model_len - length - len(unverified) - 1)
         num_branches = min(self.plan.num_branches, worker.max_branches)
-        is_caught_up = self._base_length + count == length
+        is_caught_up = self._start(worker) + count == length
         may_branch = num_branches and verified is not None and is_caught_up and len(unverified) <= MAX_ITEM_UNVERIFIED
         if not may_branch or num_draft_tokens <= 0:
             return self._item(count, (), worker)
@@ -100,17 +104,11 @@ class Drafts:
 
     def _item(self, count: int, unverified: tuple[int, ...], worker: WorkerInfo) -> ProposeItem | None:
         """The item that extends the draft worker's cache, without draft tokens; None to leave the sequence out."""
-        sequence, base = self.sequence, self._base_length
-        tokens = tuple(sequence.token_ids[base : base + count])
+        sequence, base, start = self.sequence, self._base_length, self._start(worker)
+        tokens = tuple(sequence.token_ids[base : start + count] if count else ())
         # The target's output head can be larger than the draft's, and yield tokens outside the draft's vocabulary.
         if not tokens or max(tokens + unverified) >= worker.vocab_size:
             return None
-        source, sampling = first_contact(sequence, sequence.draft, bool(sequence.draft.num_cached_tokens), base)
-        reserved = full = None
-        if sequence.reserved is not None:
-            reserved = min(sequence.reserved_length, worker.max_model_len)
-        if sampling:
-            full = min(sequence.max_length, worker.max_model_len)
         end, features, states = base + len(tokens), b"", sequence.draft.features
         if states is not None and states.spec == worker.features and states.is_due(len(sequence.token_ids)):
             features, self._read_end = states.before(base, end), end
@@ -118,9 +116,9 @@ class Drafts:
             sequence_id=sequence.sequence_id,
             base_length=base,
             token_ids=tokens + unverified,
-            prefix_sequence_id=source,
-            sampling=sampling,
-            max_length=reserved or full,
+            sampling=None if base else sequence.request.worker_sampling,
+            cache_namespace=None if base else sequence.cache_namespace,
+            expected_prefix_length=start - base,
             features=features,
         )
 
@@ -150,7 +148,8 @@ class Drafts:
             if cache.features is not None:
                 cache.features.mark_read(self._read_end)
             return True
-        self.cache_misses += proposal.status is ItemStatus.CACHE_MISS and cache.source is None
+        is_lost = proposal.status is ItemStatus.CACHE_MISS and cache.start == cache.base_length  # none predicted
+        self.cache_misses += is_lost
         cache.miss()
         if proposal.status is ItemStatus.NO_SLOT:
             cache.back_off(self._round_id + DRAFT_BACKOFF_ROUNDS)
@@ -268,13 +267,3 @@ class Drafts:
     def branch(self, index: int | None) -> Branch | None:
         """A branch drafted during the verification."""
         return None if index is None or self._ahead is None else self._ahead.branches[index]
-
-
-def first_contact(
-    sequence: Sequence, cache: WorkerCache, is_known: bool, base_length: int
-) -> tuple[int | None, SamplingParams | None]:
-    """The sequence to copy from and the sampling parameters, for a worker that has cached nothing of this sequence."""
-    if is_known and base_length:
-        return None, None
-    source = cache.source.sequence_id if cache.source is not None and base_length else None
-    return source, sequence.request.worker_sampling

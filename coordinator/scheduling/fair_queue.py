@@ -39,8 +39,6 @@ class Request:
     waiting: dict[int, Sequence] = field(default_factory=dict)
     running: int = 0
     """Samples in a window."""
-    source_window: object = None
-    """The window that its first sample entered last."""
 
     @property
     def first(self) -> Sequence:

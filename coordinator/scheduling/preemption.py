@@ -1,17 +1,16 @@
-"""Chooses sequences to preempt for lack of KV positions. Pure.
+"""Chooses sequences to preempt for lack of pages in the KV cache. Pure.
 
-A client takes positions from the client that has reserved the most, if that one keeps at least as many or has reserved
-twice as many. Neither could then take them back, so clients never preempt each other in turns.
+A client takes pages from the client that holds the most, if that one keeps at least as many or holds twice as many.
+Neither could then take them back, so clients never preempt each other in turns.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
-from coordinator.scheduling.capacity import Reservations, protected_tokens
+from coordinator.scheduling.capacity import HeldPages, protected_tokens
 from coordinator.scheduling.sequence import Sequence
 
-# How many times as many positions as the claimant a client has reserved that must give up its last sequence.
+# How many times as many pages as the claimant a client holds that must give up its last sequence.
 EXCESS = 2
 
 
@@ -30,18 +29,15 @@ def victims_for(
     wanted: int,
     missing: int,
     members: Items[Sequence],
-    others: Iterable[Sequence],
-    held: Reservations,
+    leaving: Iterable[int],
+    held: HeldPages,
 ) -> list[Sequence]:
-    """The members to preempt so that `missing` more positions are free. Empty if the claimant must wait.
+    """The members to preempt so that `missing` more pages are free. Empty if the claimant must wait.
 
-    `wanted`: positions that the claimant would reserve in addition. `members`, `others`: sequences in the window that
-    can and cannot be preempted now.
+    `wanted`: pages that the claimant would hold in addition. `members`: sequences that can be preempted now.
+    `leaving`: sequences that leave the window anyway.
     """
-    client = claimant.request.client
-    by_client: Counter[str] = Counter()
-    for sequence in (*members, *others):
-        by_client[sequence.request.client] += held[sequence.sequence_id]
+    client, by_client = claimant.request.client, held.by_client(leaving)
     claim = by_client[client] + wanted
     candidates = [member for member in members if member.request.client != client and not is_protected(member)]
     victims: list[Sequence] = []
@@ -63,7 +59,7 @@ def victims_for(
 
 
 def own_victim(
-    claimant: Sequence, wanted: int, missing: int, members: Iterable[Sequence], held: Reservations
+    claimant: Sequence, wanted: int, missing: int, members: Iterable[Sequence], held: HeldPages
 ) -> Sequence | None:
     """A member of the same client to preempt for a shorter sequence. None if the claimant must wait."""
     candidates = [
@@ -77,19 +73,16 @@ def own_victim(
     return min(candidates, key=lambda member: held[member.sequence_id], default=None)
 
 
-def longest_of_largest(members: Iterable[Sequence], held: Reservations) -> Sequence:
-    """The longest member of the client that has reserved the most, preferably an unprotected one."""
-    by_client: Counter[str] = Counter()
-    members = list(members)
-    for member in members:
-        by_client[member.request.client] += held[member.sequence_id]
+def longest_of_largest(members: Iterable[Sequence], held: HeldPages) -> Sequence:
+    """The longest member of the client that holds the most pages, preferably an unprotected one."""
+    by_client = held.by_client(())
     return max(
         members, key=lambda m: (not is_protected(m), by_client[m.request.client], held[m.sequence_id], m.sequence_id)
     )
 
 
-def _cheapest(members: Items[Sequence], missing: int, held: Reservations) -> Sequence:
-    """The shortest member with enough positions, otherwise the longest."""
+def _cheapest(members: Items[Sequence], missing: int, held: HeldPages) -> Sequence:
+    """The shortest member with enough pages, otherwise the longest."""
     enough = [member for member in members if held[member.sequence_id] >= missing]
     if enough:
         return min(enough, key=lambda member: held[member.sequence_id])

@@ -1,141 +1,140 @@
-"""Index of cached prefixes: finds an earlier sequence that begins like a new one. Pure.
+"""Mirror of the target's prefix cache: the pages that it holds, and those that sequences are prefilling. Pure.
 
-A worker keeps the cache of a released sequence until it needs the slot. The index therefore also keeps the most
-recently used finished sequences, one for each free slot.
+Verdicts tell which pages the target has cached, and its responses which ones it has evicted. A wrong entry costs one
+cache miss.
 
 Sharing is observable, in `usage.cached_tokens` and in response times. Sequences therefore share only within their
-namespace, and only whole blocks. Otherwise a prompt could be guessed token by token.
+namespace, and only whole pages. Otherwise a prompt could be guessed token by token.
 """
 
-from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import count, islice, takewhile
+from itertools import takewhile
 
-from coordinator.scheduling.sequence import Prefix, Sequence
-from specpool.drafting.prefix_digests import BLOCK_TOKENS, Digest
+from coordinator.scheduling.cache_events import CacheEvents
+from coordinator.scheduling.sequence import Sequence
 
-# Candidates to examine per digest: this many of the earliest, and as many of the latest.
-MAX_CANDIDATES = 8
+DEFAULT_MAX_PAGES = 65_536
+"""Maximum number of pages to remember if the target has no limit."""
 
 
 @dataclass
-class _Entry:
-    sequence: Sequence
-    entered: int
-    digests: list[Digest]
+class _Member:
+    """A sequence in the window."""
+
+    awaited: bytes | None
+    """The last page of its tokens that an earlier sequence is prefilling."""
+    num_cached_pages: int = 0
 
 
 class PrefixIndex:
     """Finds the longest shared prefix in time proportional to its length, however many sequences there are."""
 
-    def __init__(self) -> None:
-        self._by_digest: dict[tuple[str, str], dict[Digest, dict[int, Sequence]]] = {}
-        """By namespace."""
-        self._entries: dict[int, _Entry] = {}
-        self._finished: OrderedDict[int, Sequence] = OrderedDict()
-        """Least recently used first, as in the workers."""
-        self._count = count()
+    def __init__(self, page_size: int = 0, max_pages: int = 0, events: CacheEvents | None = None) -> None:
+        """`page_size`: tokens of a page; 0: nothing is shared. `max_pages`: of the target; 0: no limit.
+
+        `events`: told of all changes of the cached pages.
+        """
+        self.page_size, self.max_pages, self._events = page_size, max_pages, events
+        self._cached: dict[bytes, None] = {}
+        """The earliest first."""
+        self._prefilling: dict[bytes, Sequence] = {}
+        """The sequence that will cache a page."""
+        self._members: dict[int, _Member] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._cached)
 
     def add(self, sequence: Sequence) -> None:
-        """Add a source for sequences that enter later."""
-        self.discard(sequence)
-        self._finished.pop(sequence.sequence_id, None)
-        self._index(sequence, len(sequence.token_ids))
+        """Add a sequence that enters the window. It prefills the pages that no other sequence is prefilling."""
+        awaited, has_own = None, False
+        usable = (len(sequence.token_ids) - 1) // max(1, self.page_size)
+        for number, digest in enumerate(self._digests(sequence, len(sequence.token_ids))):
+            if digest in self._cached:
+                continue
+            if not self._is_prefilling(digest) or self._prefilling[digest] is sequence:
+                self._prefilling[digest], has_own = sequence, True
+            elif number < usable and not has_own:  # a sequence waits for earlier pages only, so there are no cycles
+                awaited = digest
+        self._members[sequence.sequence_id] = _Member(awaited)
 
-    def finish(self, sequence: Sequence) -> None:
-        """Limit a finished or preempted sequence to its cached tokens."""
-        self.discard(sequence)
-        if sequence.target.num_cached_tokens >= BLOCK_TOKENS:
-            self._index(sequence, sequence.target.num_cached_tokens)
-            self._finished[sequence.sequence_id] = sequence
+    def waits(self, sequence: Sequence) -> bool:
+        """Whether an earlier sequence is still prefilling pages of this one."""
+        awaited = self._members[sequence.sequence_id].awaited
+        return awaited is not None and self._is_prefilling(awaited)
 
-    def trim(self, limit: int) -> None:
-        """Drop all finished sequences but the `limit` most recently used."""
-        while len(self._finished) > max(0, limit):
-            self.discard(self._finished.popitem(last=False)[1])
+    def commit(self, sequence: Sequence) -> None:
+        """Record the pages that the target has cached of a sequence."""
+        member = self._members.get(sequence.sequence_id)
+        if member is None or not self.page_size:
+            return
+        length = min(sequence.target.num_cached_tokens, len(sequence.token_ids))
+        first, member.num_cached_pages = member.num_cached_pages, length // self.page_size
+        if first < member.num_cached_pages:
+            digests = self._digests(sequence, length)
+            for number, digest in enumerate(digests[first:], first):
+                self._prefilling.pop(digest, None)
+                if digest not in self._cached:
+                    self._cached[digest] = None
+                    self._publish(sequence, digests, number)
+        while len(self) > (self.max_pages or DEFAULT_MAX_PAGES):
+            self.evict([next(iter(self._cached))])
+
+    def _publish(self, sequence: Sequence, digests: Items[bytes], number: int) -> None:
+        """Publish a page of a sequence, given the digests up to it."""
+        if self._events is not None:
+            token_ids = sequence.token_ids[number * self.page_size : (number + 1) * self.page_size]
+            parent = digests[number - 1] if number else None
+            self._events.stored(sequence.request.namespace, parent, digests[number], token_ids)
 
     def discard(self, sequence: Sequence) -> None:
-        entry = self._entries.pop(sequence.sequence_id, None)
-        if entry is None:
-            return
-        namespace = sequence.request.namespace
-        sequences = self._by_digest.get(namespace, {})
-        for digest in entry.digests:
-            del sequences[digest][sequence.sequence_id]
-            if not sequences[digest]:
-                del sequences[digest]
-        if not sequences:
-            self._by_digest.pop(namespace, None)
+        """Remove a sequence that leaves the window. Its pages stay in the target's prefix cache."""
+        if self._members.pop(sequence.sequence_id, None) is not None:
+            for digest in self._digests(sequence, len(sequence.token_ids)):
+                if self._prefilling.get(digest) is sequence:
+                    del self._prefilling[digest]
 
-    def _index(self, sequence: Sequence, length: int) -> None:
-        digests = [digest for _, digest in sequence.digests.up_to(sequence.token_ids, length)]
-        self._entries[sequence.sequence_id] = _Entry(sequence, next(self._count), digests)
-        sequences = self._by_digest.setdefault(sequence.request.namespace, {})
+    def evict(self, digests: Iterable[bytes]) -> None:
+        """Record the pages that the target has evicted."""
         for digest in digests:
-            sequences.setdefault(digest, {})[sequence.sequence_id] = sequence
+            if digest in self._cached:
+                del self._cached[digest]
+                if self._events is not None:
+                    self._events.removed(digest)
+
+    def mispredicted(self, sequence: Sequence) -> None:
+        """Forget the pages of a sequence: the target had not cached them all."""
+        self.evict(self._digests(sequence, len(sequence.token_ids)))
+
+    def clear(self) -> None:
+        """Forget all cached pages."""
+        self.evict(list(self._cached))
+
+    def cached_length(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that the target should have cached. At least the last token is left to run."""
+        return self._count(sequence, self._cached.__contains__)
 
     def matched_length(self, sequence: Sequence) -> int:
-        """Tokens that a sequence shares with one that is or will be cached, in whole blocks."""
-        by_digest = self._by_digest.get(sequence.request.namespace, {})
-        digests = sequence.digests.up_to(sequence.token_ids, len(sequence.token_ids) - 1) if by_digest else ()
-        return max((length for length, _ in takewhile(lambda each: each[1] in by_digest, digests)), default=0)
+        """Tokens of a sequence that the target should have cached now or soon."""
+        return self._count(sequence, lambda digest: digest in self._cached or self._is_prefilling(digest))
 
-    def find(self, sequence: Sequence) -> Prefix | None:
-        """The longest prefix that an earlier sequence has cached or will cache soon.
+    def _count(self, sequence: Sequence, holds: Callable[[bytes], bool]) -> int:
+        digests = self._digests(sequence, len(sequence.token_ids) - 1)
+        return self.page_size * sum(1 for _ in takewhile(holds, digests))
 
-        It consists of whole blocks, unless the source is another sample of the same request. It never includes the last
-        token of the prompt, which the workers must run.
-        """
-        by_digest = self._by_digest.get(sequence.request.namespace, {})
-        sources: list[Sequence] = []
-        matched = 0
-        digests = sequence.digests.up_to(sequence.token_ids, len(sequence.token_ids) - 1) if by_digest else ()
-        for length, digest in digests:
-            same = by_digest.get(digest, {})
-            candidates = (*islice(same.values(), MAX_CANDIDATES), *islice(reversed(same.values()), MAX_CANDIDATES))
-            earlier = [other for other in candidates if self._is_earlier(other, sequence)]
-            if not earlier:
-                break
-            sources, matched = earlier, length
-        if not sources:
-            return None
-        shared = {other.sequence_id: (_shared_length(other, sequence, matched), other) for other in sources}
-        length, source = max(shared.values(), key=lambda candidate: _preference(*candidate))
-        if source.sequence_id in self._finished:
-            self._finished.move_to_end(source.sequence_id)
-        return Prefix(source, length)
+    def _digests(self, sequence: Sequence, length: int) -> list[bytes]:
+        return sequence.page_digests(self.page_size, length)
 
-    def _is_earlier(self, source: Sequence, sequence: Sequence) -> bool:
-        """Whether `source` finished or entered first. Otherwise sequences could wait for each other or themselves."""
-        entry = self._entries.get(sequence.sequence_id)
-        return source.finish is not None or entry is None or self._entries[source.sequence_id].entered < entry.entered
+    def _is_prefilling(self, digest: bytes) -> bool:
+        """Whether a running sequence is prefilling a page."""
+        sequence = self._prefilling.get(digest)
+        return sequence is not None and sequence.finish is None and not sequence.paused
 
-
-def _shared_length(source: Sequence, sequence: Sequence, matched: int) -> int:
-    """Length of the shared prefix, whose first `matched` tokens are known to be equal."""
-    one, other = source.token_ids, sequence.token_ids
-    end = min(len(one) if source.finish is None else source.target.num_cached_tokens, len(other) - 1)
-    if source.first_sample_id == sequence.first_sample_id and source.sequence_id != sequence.sequence_id:
-        # Beyond the prompt, samples differ.
-        return min(end, sequence.prompt_length)
-    length = matched
-    while (after := length + BLOCK_TOKENS) <= end and one[length:after] == other[length:after]:
-        length = after
-    return length
-
-
-def _preference(shared: int, source: Sequence) -> tuple[int, int, bool, int]:
-    """Sort key: shared tokens already cached, then shared tokens, then unfinished before finished sources.
-
-    Unfinished sources are certainly still cached. The earliest unfinished source wins, or the latest finished one.
-    """
-    is_running = source.finish is None
-    return (
-        min(source.target.num_cached_tokens, shared),
-        shared,
-        is_running,
-        -source.sequence_id if is_running else source.sequence_id,
-    )
+    def check_integrity(self, sequence_ids: set[int]) -> None:
+        """Raise AssertionError unless exactly these sequences are members, and only they prefill."""
+        assert self._members.keys() == sequence_ids, "the index differs from the window"
+        prefilling = {sequence.sequence_id for sequence in self._prefilling.values()}
+        assert prefilling <= sequence_ids, "a sequence outside the window prefills"
+        assert not self._cached.keys() & self._prefilling.keys(), "a cached page is being prefilled"
+        assert len(self) <= (self.max_pages or DEFAULT_MAX_PAGES), "the index is exceeded"

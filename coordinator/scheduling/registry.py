@@ -43,10 +43,6 @@ class Registry(Generic[W]):
         """The window in which a sequence holds a place."""
         return self._window_of.get(sequence.sequence_id)
 
-    def has_source_beside(self, sequence: Sequence, window: W) -> bool:
-        """Whether the first sample of a request has entered another window last."""
-        return self.of(sequence).source_window not in (window, None)
-
     def add(self, samples: list[Sequence]) -> None:
         """Queue the samples of a new request."""
         self.requests[samples[0].request.key] = self.waiting.add(samples)
@@ -55,8 +51,6 @@ class Registry(Generic[W]):
         """Move a waiting sequence into a window."""
         self.waiting.enter(sequence)
         self._window_of[sequence.sequence_id] = window
-        if sequence.sequence_id == sequence.first_sample_id:
-            self.of(sequence).source_window = window
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence out of its window. It keeps its place until `release`."""

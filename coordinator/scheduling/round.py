@@ -85,7 +85,7 @@ class Round:
 
     def _draft_items(self, worker: WorkerInfo, build: Callable[[Drafts, int], ProposeItem | None]) -> list[ProposeItem]:
         unfinished = [drafts for drafts in self._drafts.values() if drafts.sequence.finish is None]
-        missing = {drafts: count for drafts in unfinished if (count := drafts.catchup(worker.max_model_len))}
+        missing = {drafts: count for drafts in unfinished if (count := drafts.catchup(worker))}
         # Tokens that are recomputed with their states are no prefill, which would wait for other sequences.
         recomputed = {drafts: drafts.sequence.num_recomputed for drafts in missing}
         catchups = [(drafts.sequence, max(1, count - recomputed[drafts])) for drafts, count in missing.items()]

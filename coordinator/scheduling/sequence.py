@@ -1,22 +1,22 @@
 """A sequence being generated: tokens, its cache in each worker, and stop conditions. Pure."""
 
-import copy
 import enum
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 
 from coordinator.scheduling.caches import WorkerCache
 from coordinator.scheduling.records import Blame, Progress, SpeculationStats
 from coordinator.scheduling.text import ShownText, TextStream
 from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod
-from specpool.drafting.prefix_digests import PrefixDigests
+from specpool.protocol.prefixes import PageDigests
 from specpool.protocol.rounds import Branch
 from specpool.protocol.sampling import SamplingParams
 
 Shape = tuple[int, int, int, int]
-"""Length, tokens missing in each worker, and draft tokens. Sequences of equal shape need no padding."""
+"""Length, tokens to run in each worker, and draft tokens. Sequences of equal shape need no padding."""
 
 
 class FinishReason(enum.StrEnum):
@@ -76,6 +76,11 @@ class GenerationRequest:
         return self.client, self.cache_salt
 
     @property
+    def cache_namespace(self) -> bytes | None:
+        """The namespace on the wire. None: the request neither uses nor leaves cached prefixes."""
+        return None if self.is_background else sha256(repr(self.namespace).encode()).digest()
+
+    @property
     def is_costly(self) -> bool:
         """Whether choosing and reporting its tokens takes the target worker longer than greedy decoding."""
         return not self.sampling.is_argmax or self.logprobs is not None
@@ -92,36 +97,29 @@ class GenerationRequest:
             yield replace(self, sampling=replace(self.sampling, seed=(self.sampling.seed + i) % 2**64), n=1)
 
 
-@dataclass(frozen=True)
-class Prefix:
-    """The first `length` tokens of a sequence, shared with an earlier one, the source."""
-
-    source: "Sequence"
-    length: int
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether the source is still prefilling the prefix, so that it is worth waiting for."""
-        source = self.source
-        is_running = not (source.finish or source.paused or source.is_preempted)
-        return is_running and source.target.num_cached_tokens < self.length
-
-
 class Sequence:
     """A sequence and its committed tokens. Draft tokens live in their round only."""
 
-    def __init__(self, sequence_id: int, request: GenerationRequest, text: TextStream | None = None) -> None:
-        """`text` detokenizes and matches stop strings."""
+    def __init__(
+        self,
+        sequence_id: int,
+        request: GenerationRequest,
+        text: TextStream | None = None,
+        *,
+        prefix_caching: bool = True,
+    ) -> None:
+        """`text` detokenizes and matches stop strings. `prefix_caching`: share cached prefixes within the namespace."""
         self.sequence_id = sequence_id
         self.first_sample_id = sequence_id
         """The first sequence of the same request."""
         self.request = request
         self.token_ids = list(request.prompt_ids)
-        self.digests = PrefixDigests()
-        self.target, self.draft = WorkerCache(sequence_id), WorkerCache(sequence_id)
-        self._prefix: Prefix | None = None
+        self.cache_namespace = request.cache_namespace if prefix_caching else None
+        self._page_digests: dict[int, PageDigests] = {}
+        """By page size."""
+        self.target, self.draft = WorkerCache(), WorkerCache()
         self.cached_tokens = 0
-        """Prompt tokens that the target worker copied instead of prefilling."""
+        """Prompt tokens that the target worker found in its prefix cache."""
         self.num_accepted = 0
         """Draft tokens that the last verification accepted."""
         self.branch: Branch | None = None
@@ -130,8 +128,6 @@ class Sequence:
         """Rounds in a row that had no share of the target worker's prefill budget left for the sequence."""
         self.ready_since = 0
         """The window's round count when the sequence became ready."""
-        self.reserved: int | None = None
-        """Positions reserved in the workers. None: all that it can need."""
         self.grammar_error: str | None = None
         """Why the grammar failed; None if it did not."""
         self.grammar_waits = 0
@@ -139,7 +135,7 @@ class Sequence:
         self.overtaken = 0
         """Sequences that entered the window before it because they are shorter."""
         self.protected_until = 0
-        """Number of tokens before which it is not preempted again for lack of positions."""
+        """Number of tokens before which it is not preempted again for lack of pages."""
         self.is_preempted = False
         self.paused = False
         """Kept out of rounds because its reader lags behind."""
@@ -175,11 +171,6 @@ class Sequence:
         return len(self.token_ids), self.target.num_cached_tokens
 
     @property
-    def prefix(self) -> Prefix | None:
-        """Prefix for the target worker to copy. None once copied or lost."""
-        return self._prefix if self.target.source is not None else None
-
-    @property
     def can_continue(self) -> bool:
         """Whether another round can begin now, although one may be pending."""
         if self.finish is not None:
@@ -209,18 +200,13 @@ class Sequence:
     @property
     def shape(self) -> Shape:
         length = len(self.token_ids)
-        draft_lag = max(MAX_DRAFT_LAG, length - self.draft_base_length)
-        return length, length - self.target.base_length, draft_lag, self.max_num_draft_tokens
+        draft_lag = max(MAX_DRAFT_LAG, length - max(self.draft_base_length, self.draft.predicted))
+        return length, length - self.target.start, draft_lag, self.max_num_draft_tokens
 
     @property
     def max_length(self) -> int:
         """Maximum number of positions, including draft tokens."""
         return len(self.request.prompt_ids) + self.request.max_tokens
-
-    @property
-    def reserved_length(self) -> int:
-        """Positions that the workers must reserve."""
-        return self.max_length if self.reserved is None else min(self.reserved, self.max_length)
 
     @property
     def next_length(self) -> int:
@@ -232,25 +218,18 @@ class Sequence:
         """Maximum useful draft tokens. Every round gains one token more than it accepts."""
         return min(self.request.num_speculative_tokens, self.remaining - self.target.max_pending_gain - 1)
 
-    def share(self, prefix: Prefix | None) -> None:
-        """Let both workers copy a prefix of another sequence; None: compute all tokens."""
-        self._prefix = prefix
-        if prefix is None:
-            self.target.copy_nothing()
-            self.draft.copy_nothing()
-        else:
-            self.target.copy_from(prefix.source.target, prefix.length)
-            self.draft.copy_from(prefix.source.draft, prefix.length)
-
-    def commit_cached(self, num_cached_tokens: int) -> None:
-        """Record how many positions the target worker has cached. It has copied its prefix, whose source may go."""
-        self.target.commit(num_cached_tokens)
-        self._prefix = None
+    def page_digests(self, page_size: int, length: int) -> list[bytes]:
+        """Digests of the full pages of its first `length` tokens. Empty if it shares no prefixes."""
+        if self.cache_namespace is None or not page_size:
+            return []
+        if page_size not in self._page_digests:
+            self._page_digests[page_size] = PageDigests(self.cache_namespace, page_size)
+        return self._page_digests[page_size].first(length // page_size, self.token_ids)
 
     def preempt(self) -> None:
-        """Take the sequence out of the window. The workers drop its cache."""
+        """Take the sequence out of the window. The workers release it."""
         self.is_preempted = True
-        self._prefix = self.branch = None
+        self.branch = None
         self.target.release()
         self.draft.release()
 
@@ -258,13 +237,6 @@ class Sequence:
         """End the generation. Results of pending rounds are dropped."""
         self.finish = finish
         self.target.discard_all()
-
-    def snapshot(self) -> "Sequence":
-        """Return an ended copy with the present caches, whose prefixes others can share after a preemption."""
-        copied = copy.copy(self)
-        copied.target, copied.draft = self.target.snapshot(), self.draft.snapshot()
-        copied.finish, copied._prefix = Finish(FinishReason.ABORT), None
-        return copied
 
     def commit(self, gained: Items[int], branch: Branch | None = None) -> tuple[list[int], ShownText]:
         """Append verified tokens up to the first that ends the generation. Return them, and their text on demand.

@@ -2,7 +2,7 @@
 
 from coordinator.scheduling.caches import PendingRound
 from coordinator.scheduling.commits import Commit
-from coordinator.scheduling.drafts import Drafts, first_contact
+from coordinator.scheduling.drafts import Drafts
 from specpool.drafting.plans import DraftMethod
 from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import ItemStatus, Verdict, VerifyItem
@@ -23,22 +23,20 @@ class Verification:
 
     @property
     def catchup(self) -> int:
-        """Number of tokens that the target worker lacks, apart from draft tokens."""
+        """Number of tokens for the target worker to run, apart from draft tokens."""
         target = self.sequence.target
-        return 1 if target.continues else len(self.sequence.token_ids) - target.base_length
+        return 1 if target.continues else len(self.sequence.token_ids) - target.start
 
     def item(self, count: int) -> VerifyItem:
-        """The item that sends `count` committed tokens to the target worker, followed by draft tokens if decoding.
+        """The item that lets the target worker run `count` committed tokens, followed by draft tokens if decoding.
 
         If the sequence continues, `complete` fills in the tokens later.
         """
         sequence, target = self.sequence, self.sequence.target
         after = target.pending[-1].round_id if target.continues else None
-        base = 0 if after is not None else target.base_length
-        tokens = tuple(sequence.token_ids[base : base + count]) if after is None else ()
-        source = sampling = None
-        if after is None:
-            source, sampling = first_contact(sequence, target, bool(target.num_cached_tokens or target.pending), base)
+        base, start = (target.base_length, target.start) if after is None else (0, 0)
+        tokens = tuple(sequence.token_ids[base : start + count]) if after is None else ()
+        is_first_contact = after is None and base == 0
         end = base + len(tokens)
         prefill_only = after is None and end < len(sequence.token_ids)
         item = VerifyItem(
@@ -48,9 +46,9 @@ class Verification:
             draft_token_ids=self.drafts.token_ids,
             prefill_only=prefill_only,
             logprobs=sequence.request.logprobs,
-            prefix_sequence_id=source,
-            sampling=sampling,
-            max_length=sequence.reserved_length if sampling or sequence.reserved is not None else None,
+            sampling=sequence.request.worker_sampling if is_first_contact else None,
+            cache_namespace=sequence.cache_namespace if is_first_contact else None,
+            expected_prefix_length=start - base,
             after_round_id=after,
             branches=self.drafts.branches,
             max_draft_tokens=0 if prefill_only else self._max_draft_tokens,
@@ -110,36 +108,39 @@ class Verification:
         target.answer(had_no_slot=verdict.status is ItemStatus.NO_SLOT)
         if verdict.status is not ItemStatus.OK:
             target.discard_all()
-            self._handle_failure(verdict)
+            self._handle_failure(verdict, self.pending.item)
             return None
         sequence.grammar_waits = 0
-        if target.source is not None and not sequence.num_generated:  # a preempted sequence copies more than its prompt
-            sequence.cached_tokens = self.pending.item.base_length
+        if not sequence.num_generated:  # a preempted sequence finds more than its prompt
+            before = sequence.cached_tokens if self.pending.item.base_length else 0
+            sequence.cached_tokens = before + verdict.prefix_length
         if verdict.features:
             assert self._features is not None
             sequence.draft.add_features(verdict.features, verdict.num_cached_tokens, self._features)
-        sequence.commit_cached(verdict.num_cached_tokens)
+        target.commit(verdict.num_cached_tokens)
+        self.pending.item.expected_prefix_length = verdict.prefix_length  # the other tokens took the worker's time
         return self._commit(verdict, self.pending.item) if verdict.token_ids else None
 
-    def _handle_failure(self, verdict: Verdict) -> None:
+    def _handle_failure(self, verdict: Verdict, item: VerifyItem) -> None:
         sequence = self.sequence
         if verdict.status is ItemStatus.GRAMMAR_FAILED:
             sequence.grammar_error = verdict.error or "unknown reason"
         elif verdict.status is ItemStatus.GRAMMAR_NOT_READY:  # the cache is intact
             sequence.grammar_waits += 1
+        elif verdict.status is ItemStatus.CACHE_MISS and item.expected_prefix_length:
+            sequence.target.mispredict()
         elif verdict.status is not ItemStatus.NO_SLOT:
             self._forget_cache(is_lost=verdict.status is ItemStatus.CACHE_MISS)
-        elif sequence.target.num_cached_tokens:  # another coordinator holds the room
+        elif sequence.target.num_cached_tokens:  # another coordinator holds the pages
             sequence.target.refuse_room()
 
     def _forget_cache(self, *, is_lost: bool) -> None:
         sequence, target = self.sequence, self.sequence.target
         sequence.blame.record_cache_miss(sequence.progress)
         if is_lost:
-            # A worker may evict a prefix when it needs the slot. That does not count as a cache miss of this sequence.
-            self.cache_misses += target.source is None
+            self.cache_misses += 1
             sequence.cached_tokens = 0
-        target.miss(keeps_source=not is_lost)
+        target.miss()
 
     # --- The commit
 

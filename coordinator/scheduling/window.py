@@ -4,16 +4,17 @@ A sequence is queued -> ready <-> in a round -> leaving -> gone. It can be ready
 one can begin before the result is known. A leaving sequence still counts against the window, because the target worker
 still holds its slot.
 
-- Parked: waits for another sequence that is prefilling the same prefix.
+- Parked: waits for another sequence that is prefilling the same pages.
 - Paused: waits for its reader to catch up.
-- Cramped: waits for positions in the target's KV cache to continue.
+- Cramped: waits for pages of the target's KV cache to continue.
 - Preempted: taken out of the window for another sequence, and queued again.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 
-from coordinator.scheduling.capacity import Reservations
+from coordinator.scheduling.cache_events import CacheEvents
+from coordinator.scheduling.capacity import HeldPages, KVCapacity
 from coordinator.scheduling.grouping import ReadySet
 from coordinator.scheduling.preemption import protect
 from coordinator.scheduling.prefixes import PrefixIndex
@@ -30,14 +31,13 @@ class Window:
         max_num_seqs: int,
         registry: "Registry[Window]",
         *,
-        prefix_caching: bool = True,
-        slots: int = 0,
         preempts: bool = True,
+        cache_events: CacheEvents | None = None,
     ) -> None:
         """`registry`: shared by all windows.
 
-        `prefix_caching`: copy cached prefixes within a namespace. `slots`: slots of the target worker; slots beyond the
-        window keep prefixes of finished sequences. `preempts`: whether sequences may be preempted.
+        `preempts`: whether sequences may be preempted for others. If all wait for pages, one is preempted in any case.
+        `cache_events`: told of the pages that the target worker caches.
         """
         self.max_num_seqs, self.preempts = max_num_seqs, preempts
         self.registry, self._waiting = registry, registry.waiting
@@ -53,11 +53,11 @@ class Window:
         """Returns how many sequences the grouping policy lets enter."""
         self.wake: Callable[[], None] = lambda: None
         """Called when there may be something to do."""
-        self.slots = slots or max_num_seqs
-        self.reservations = Reservations()
+        self.slots = max_num_seqs
+        """Slots of the target worker."""
+        self.pages = HeldPages()
         self._worker_time = WorkerTime()
         self.rounds = 0
-        self._prefix_caching = prefix_caching
         self.parked: dict[int, Sequence] = {}
         self.paused: dict[int, Sequence] = {}
         self.cramped: dict[int, Sequence] = {}
@@ -69,7 +69,7 @@ class Window:
         self.leaving_ids: set[int] = set()
         self.background: set[int] = set()
         """Background sequences in the window. Requests that wait for their places do not count against the queue."""
-        self._prefixes = PrefixIndex()
+        self._prefixes, self._cache_events = PrefixIndex(), cache_events
 
     @property
     def queued(self) -> int:
@@ -89,7 +89,7 @@ class Window:
     @property
     def occupied(self) -> int:
         """Places of the window in use, including leaving sequences."""
-        return len(self.reservations)
+        return len(self.pages)
 
     @property
     def capacity(self) -> int:
@@ -108,8 +108,8 @@ class Window:
 
     @property
     def kv_usage(self) -> float:
-        """Reserved share of the target worker's KV cache, 0 to 1."""
-        return self.reservations.usage(self.slots)
+        """Share of the target worker's pages that sequences hold, 0 to 1."""
+        return self.pages.usage(self.slots)
 
     @property
     def members(self) -> Iterable[Sequence]:
@@ -165,55 +165,48 @@ class Window:
 
     def count_fitting(self, waiting: Iterable[Sequence]) -> int:
         """Number of `waiting` sequences, in order, that fit into the window."""
-        return self.reservations.count_fitting(waiting, self.capacity)
+        return self.pages.count_fitting(waiting, self.capacity)
 
     def prefix_length(self, sequence: Sequence) -> int:
-        """Tokens of the sequence that the window has cached, or will have soon; a multiple of the block size."""
-        return self._prefixes.matched_length(sequence) if self._prefix_caching else 0
+        """Tokens of the sequence that the window has cached, or will have soon; a multiple of the page size."""
+        return self._prefixes.matched_length(sequence)
+
+    def fit(self, slots: int, capacity: KVCapacity) -> None:
+        """Adapt to a target worker with these slots and pages."""
+        self.slots = slots
+        self.pages.resize(capacity)
+        if (capacity.page_size, capacity.pages) != (self._prefixes.page_size, self._prefixes.max_pages):
+            self._forget_prefixes()
 
     def enter(self, sequence: Sequence) -> None:
         """Take a waiting sequence into the window."""
-        if self.registry.has_source_beside(sequence, self):
-            sequence.share(None)
-        self._find_prefix(sequence)
-        if self._shares_prefixes(sequence):
-            self._prefixes.add(sequence)
+        self._prefixes.add(sequence)
+        self.pages.add(sequence)
         self.registry.enter(sequence, self)  # last, so that an error above leaves the sequence queued
         if sequence.is_preempted:
-            if sequence.sequence_id == sequence.first_sample_id:
-                self._cut_prefixes_elsewhere(sequence)
             protect(sequence)
         sequence.is_preempted, sequence.overtaken = False, 0
-        self.reservations.add(sequence)
         if sequence.request.is_background:
             self.background.add(sequence.sequence_id)
         self._park_or_make_ready(sequence)
-        self._prefixes.trim(self.slots - self.max_num_seqs + self.capacity)
-
-    def _find_prefix(self, sequence: Sequence) -> None:
-        """Look for a prefix. Samples of one request start with a source, which may have finished since."""
-        initial = sequence.prefix
-        if self._shares_prefixes(sequence) and (initial is None or initial.source.finish is not None):
-            sequence.share(self._prefixes.find(sequence) or initial)
-
-    def _shares_prefixes(self, sequence: Sequence) -> bool:
-        return self._prefix_caching and not sequence.request.is_background
 
     def _park_or_make_ready(self, sequence: Sequence) -> None:
-        if sequence.prefix is not None and sequence.prefix.is_pending:
+        if self._prefixes.waits(sequence):
             self.parked[sequence.sequence_id] = sequence
         else:
+            # The draft worker reports no evictions. It has mostly cached what the target has.
+            sequence.draft.predicted = self._prefixes.cached_length(sequence)
             self._make_ready(sequence)
 
     def settle(self) -> None:
-        """Make sequences ready that no longer wait for a prefix or for positions."""
+        """Make sequences ready that no longer wait for a prefix or for pages."""
         for sequence in list(self.parked.values()):
-            if sequence.prefix is None or not sequence.prefix.is_pending:
-                self._find_prefix(sequence)
+            if not self._prefixes.waits(sequence):
+                self._prefixes.add(sequence)
                 del self.parked[sequence.sequence_id]
                 self._park_or_make_ready(sequence)
         for cramped in list(self.cramped.values()):
-            if self.reservations.grow(cramped):
+            if self.pages.grow(cramped):
                 self.ready.add(self.cramped.pop(cramped.sequence_id))
 
     def _make_ready(self, sequence: Sequence) -> None:
@@ -221,10 +214,21 @@ class Window:
             self.paused[sequence.sequence_id] = sequence
             return
         sequence.ready_since = self.rounds
-        if self.reservations.grow(sequence):
+        self._predict(sequence)
+        if self.pages.grow(sequence):
             self.ready.add(sequence)
         else:
             self.cramped[sequence.sequence_id] = sequence
+
+    def _predict(self, sequence: Sequence) -> None:
+        """Predict what the target's prefix cache holds of a sequence that prefills."""
+        target = sequence.target
+        if target.is_mispredicted:
+            self._prefixes.mispredicted(sequence)
+            self._prefixes.add(sequence)
+            target.is_mispredicted = False
+        if not sequence.is_decoding and not target.base_length % max(1, self._prefixes.page_size):
+            target.predicted = self._prefixes.cached_length(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence out of the window for another one. It keeps its place until its slot is released."""
@@ -232,8 +236,7 @@ class Window:
         self._take_out(sequence_id)
         self.leaving_ids.add(sequence_id)
         self.registry.preempt(sequence)
-        if self._shares_prefixes(sequence):
-            self._prefixes.finish(sequence.snapshot())  # the workers keep it until they need the room
+        self._prefixes.discard(sequence)
         sequence.preempt()
 
     @property
@@ -291,6 +294,7 @@ class Window:
         """Make the unfinished sequences of the group ready, behind all others, unless they are in a later round."""
         for sequence in group:
             sequence_id = sequence.sequence_id
+            self._prefixes.commit(sequence)
             open_rounds = self.open_rounds.pop(sequence_id) - 1
             if open_rounds:
                 self.open_rounds[sequence_id] = open_rounds
@@ -317,29 +321,30 @@ class Window:
 
     def forget_target_caches(self) -> None:
         """Forget what the target worker has cached, after another process has replaced it."""
-        for sequence in self.registry.in_flight:
-            if self.registry.window_of(sequence) not in (self, None) or self.registry.has_source_beside(sequence, self):
-                continue
+        self._forget_prefixes()
+        for sequence in list(chain(self.members, self.in_round.values())):
             is_ready = sequence.sequence_id in self.ready
             if is_ready:
                 self.ready.pop(sequence.sequence_id)
             sequence.target.replace_worker()
             if is_ready:
                 self.ready.add(sequence)
-        self._prefixes.trim(0)
+
+    def _forget_prefixes(self) -> None:
+        """Forget the target worker's prefix cache. Its sequences prefill their pages again."""
+        self._prefixes.clear()
+        capacity = self.pages.capacity
+        self._prefixes = PrefixIndex(capacity.page_size, capacity.pages, self._cache_events)
+        for sequence in chain(self.members, self.in_round.values()):
+            self._prefixes.add(sequence)
+
+    def forget_pages(self, digests: Iterable[bytes]) -> None:
+        """Record that the target worker's prefix cache has evicted pages."""
+        self._prefixes.evict(digests)
 
     def _leave(self, sequence: Sequence) -> None:
         self.leaving_ids.add(sequence.sequence_id)
-        sequence.share(None)  # otherwise chains of finished sequences stay in memory
-        if self._shares_prefixes(sequence):
-            self._prefixes.finish(sequence)
-
-    def _cut_prefixes_elsewhere(self, source: Sequence) -> None:
-        """Let no sequence of another window copy from a sequence that has moved to this one."""
-        for sequence in chain.from_iterable(other.members for other in self.registry.windows if other is not self):
-            for cache, left in ((sequence.target, source.target), (sequence.draft, source.draft)):
-                if cache.source is left:
-                    cache.copy_nothing()
+        self._prefixes.discard(sequence)
 
     def discard(self, sequence: Sequence) -> None:
         """Let an aborted sequence leave the window, after its round."""
@@ -354,7 +359,7 @@ class Window:
         for sequence_id in self.leaving_ids.intersection(sequence_ids):
             self.leaving_ids.remove(sequence_id)
             self.background.discard(sequence_id)
-            self.reservations.remove(sequence_id)
+            self.pages.remove(sequence_id)
             self.registry.release(sequence_id, goes_first)
 
     def check_integrity(self) -> None:
@@ -365,7 +370,8 @@ class Window:
         states = [queued, *waiting, ready, set(self.in_round), self.leaving_ids]
         assert len(set().union(*states)) == sum(map(len, states)), "a sequence is in two states"
         assert sum(map(len, states[1:])) <= self.max_num_seqs, "the window is exceeded"
-        self.reservations.check_integrity(set().union(*states[1:]))
+        self.pages.check_integrity(set().union(*states[1:]))
+        self._prefixes.check_integrity(set().union(*states[1:]) - self.leaving_ids)
         assert self.open_rounds.keys() <= set().union(*states[1:]), "a sequence outside the window is in a round"
         assert self.in_round.keys() <= self.open_rounds.keys(), "a sequence is in no round"
         assert not any(sequence.finish for sequence in self.ready), "a finished sequence is ready"

@@ -20,7 +20,7 @@ from coordinator.scheduling.audits import SpareRoom
 from coordinator.scheduling.cache_events import CacheEvents
 from coordinator.scheduling.capacity import DuplicateRequestError, QueueLimitError, QueueLimits
 from coordinator.scheduling.request_queue import RequestQueue
-from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
+from coordinator.scheduling.sequence import GenerationRequest, Sequence
 from coordinator.scheduling.text import TextStream
 from coordinator.serving.auditor import DEFAULT_SHARE, Auditor
 from coordinator.workers.draft_group import DraftGroup
@@ -62,7 +62,9 @@ class Coordinator:
         )
         self.auditor = Auditor(room, self.generate, self._abort, lambda: self.audit_share)
         lookup = PromptLookup(settings.lookup_store_tokens)
-        shared = Shared(settings, self.queue, self.in_flight, self.traces, lookup, self.auditor.yield_room)
+        shared = Shared(
+            settings, self.queue, self.in_flight, self.traces, lookup, self.auditor.yield_room, self.cache_events
+        )
         self.counters = shared.counters
         self.lanes = Lanes(shared, self.tokenizers)
         self._sequence_ids = count(1)
@@ -199,16 +201,17 @@ class Coordinator:
         self.queue.wake()
 
     def _sequences(self, request: GenerationRequest) -> list[Sequence]:
-        """The samples of a request, each with its own seed. All but the first copy the prompt of the first."""
-        detokenizer = self.tokenizer.detokenizer
+        """The samples of a request, each with its own seed."""
+        detokenizer, prefix_caching = self.tokenizer.detokenizer, self.settings.prefix_caching
         sequences = [
-            Sequence(next(self._sequence_ids), sample, TextStream(detokenizer(sample.prompt_ids), sample.stop))
+            Sequence(
+                next(self._sequence_ids),
+                sample,
+                TextStream(detokenizer(sample.prompt_ids), sample.stop),
+                prefix_caching=prefix_caching,
+            )
             for sample in request.samples()
         ]
-        first, *others = sequences
-        for other in others:
-            other.first_sample_id = first.sequence_id
-        for other in others if first.prompt_length > 1 else ():
-            # Each sample needs the logits of the last token, so it runs that token itself.
-            other.share(Prefix(first, first.prompt_length - 1))
+        for sequence in sequences:
+            sequence.first_sample_id = sequences[0].sequence_id
         return sequences

@@ -18,6 +18,9 @@ from specpool.protocol.worker_info import WorkerInfo
 
 log = logging.getLogger(__name__)
 
+PREFIX_TOKENS = 16
+"""Sequences that begin with the same tokens, this many, are placed on the same worker if possible."""
+
 Answers = dict[int, Proposal]
 """Proposals by sequence id."""
 Parts = dict[DraftLink, list[ProposeItem]]
@@ -131,7 +134,7 @@ class DraftGroup:
         parts: Parts = {}
         answers: Answers = {}
         for item in items:
-            sequence_id, source_id = item.sequence_id, item.prefix_sequence_id
+            sequence_id = item.sequence_id
             before = self._placement.worker_of(sequence_id)
             # A worker keeps its sequences while it reconnects with new certificates.
             is_kept = before is not None and (before.is_ready or before.reason == RENEWED)
@@ -142,11 +145,7 @@ class DraftGroup:
                 continue
             if link is not before:
                 self._moved.add(sequence_id)
-            if source_id is None:
-                lacks_cache = sequence_id in self._moved
-            else:
-                lacks_cache = not self._placement.has_cached(link, source_id)
-            if item.base_length and lacks_cache:
+            if item.base_length and sequence_id in self._moved:
                 answers[sequence_id] = Proposal(sequence_id, ItemStatus.CACHE_MISS)
             elif link.is_ready:
                 self._moved.discard(sequence_id)
@@ -158,7 +157,9 @@ class DraftGroup:
         if not (workers := self._with_room(round_id)):
             return None
         self._remove(item.sequence_id)
-        return self._placement.place(item.sequence_id, workers, item.prefix_sequence_id)
+        shares = item.cache_namespace is not None and len(item.token_ids) > PREFIX_TOKENS
+        prefix = (item.cache_namespace, item.token_ids[:PREFIX_TOKENS]) if shares else None
+        return self._placement.place(item.sequence_id, workers, prefix)
 
     def _with_room(self, round_id: int) -> list[DraftLink]:
         """The ready workers that can take one more sequence, as far as this coordinator knows."""
@@ -195,8 +196,7 @@ class DraftGroup:
         sequence_ids = [*sequence_ids]
         for link in self._links.values():
             link.release_soon(sequence_ids)
-        slots = sum(link.info.slots_total for link in self._links.values() if link.info is not None)
-        self._placement.release(sequence_ids, slots)
+        self._placement.release(sequence_ids)
         self._moved.difference_update(sequence_ids)
 
     @property

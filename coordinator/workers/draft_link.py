@@ -105,7 +105,7 @@ class DraftLink(WorkerLink):
             sum(max(1, item.num_branches) for item in items if item.num_draft_tokens > step)
             for step in range(not any(item.num_branches for item in items), num_steps)
         ]
-        return sum(map(self.step_times, [sum(len(item.token_ids) for item in items), *steps]))
+        return sum(map(self.step_times, [sum(item.max_num_new_tokens for item in items), *steps]))
 
 
 def _check_features(draft: str, features: FeatureSpec, target: WorkerInfo) -> None:

@@ -1,9 +1,12 @@
 """Which draft worker has the cache of which sequence. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 W = TypeVar("W")
+
+MAX_PREFIXES = 4096
+"""Maximum number of prefixes to remember."""
 
 
 class Placement(Generic[W]):
@@ -12,8 +15,8 @@ class Placement(Generic[W]):
     def __init__(self) -> None:
         self._worker_of: dict[int, W] = {}
         self._counts: dict[W, int] = {}
-        self._released: dict[int, W] = {}
-        """Finished sequences, whose caches later ones may copy; the earliest first."""
+        self._worker_by_prefix: dict[Hashable, W] = {}
+        """Where the last sequence with a prefix was placed, least recently used first."""
 
     def worker_of(self, sequence_id: int) -> W | None:
         return self._worker_of.get(sequence_id)
@@ -22,21 +25,23 @@ class Placement(Generic[W]):
         """Return the number of sequences on a worker."""
         return self._counts.get(worker, 0)
 
-    def has_cached(self, worker: W, sequence_id: int) -> bool:
-        """Whether the worker may still have the cache of a sequence, running or finished."""
-        return self._worker_of.get(sequence_id, self._released.get(sequence_id)) is worker
-
-    def place(self, sequence_id: int, workers: Sequence[W], source_id: int | None = None) -> W:
+    def place(self, sequence_id: int, workers: Sequence[W], prefix: Hashable | None = None) -> W:
         """Place a new or removed sequence on the worker with the fewest sequences. Return the worker.
 
-        `source_id`: the sequence whose cached prefix it copies. Its worker may have one sequence more than others.
+        `prefix`: identifies its first tokens. The worker that may have cached them may have one sequence more than
+        others.
         """
 
         def rank(worker: W) -> tuple[int, bool]:
-            has_source = source_id is not None and self.has_cached(worker, source_id)
-            return self.count(worker) - has_source, not has_source
+            has_prefix = prefix is not None and self._worker_by_prefix.get(prefix) is worker
+            return self.count(worker) - has_prefix, not has_prefix
 
         worker = min(workers, key=rank)
+        if prefix is not None:
+            self._worker_by_prefix.pop(prefix, None)
+            self._worker_by_prefix[prefix] = worker
+            if len(self._worker_by_prefix) > MAX_PREFIXES:
+                del self._worker_by_prefix[next(iter(self._worker_by_prefix))]
         self._worker_of[sequence_id] = worker
         self._counts[worker] = self.count(worker) + 1
         return worker
@@ -48,17 +53,13 @@ class Placement(Generic[W]):
             self._counts[worker] -= 1
         return worker
 
-    def release(self, sequence_ids: Iterable[int], max_released: int) -> None:
-        """Remove finished sequences, and remember where the last `max_released` are cached."""
+    def release(self, sequence_ids: Iterable[int]) -> None:
+        """Remove finished sequences."""
         for sequence_id in sequence_ids:
-            if (worker := self.remove(sequence_id)) is not None:
-                self._released[sequence_id] = worker
-        while len(self._released) > max_released:
-            del self._released[next(iter(self._released))]
+            self.remove(sequence_id)
 
     def forget(self, worker: W) -> None:
         """Remove a worker and all its sequences."""
         self._counts.pop(worker, None)
-        for placed in (self._worker_of, self._released):
-            for sequence_id in [each for each, on in placed.items() if on is worker]:
-                del placed[sequence_id]
+        self._worker_of = {each: on for each, on in self._worker_of.items() if on is not worker}
+        self._worker_by_prefix = {each: on for each, on in self._worker_by_prefix.items() if on is not worker}

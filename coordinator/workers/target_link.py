@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from specpool.protocol.responses import (
     decoded,
     drops_features,
     max_verify_bytes,
+    read_evicted_pages,
     read_tokenizer,
     read_verdicts,
 )
@@ -65,6 +67,8 @@ class TargetLink(WorkerLink):
     """Replaces the model's chat templates."""
     on_replaced: Callable[[], None] | None = None
     """Called before the link uses another process."""
+    on_evicted: Callable[[Items[bytes]], None] | None = None
+    """Called with the digests of pages that the worker's prefix cache has evicted."""
     replicas: "Callable[[], Iterable[TargetLink]]" = tuple
     """Returns the links to all workers that serve the model, including a standby."""
     _drops_features = False
@@ -137,7 +141,7 @@ class TargetLink(WorkerLink):
         """
         if self._failed_id is None:
             return
-        items = [VerifyItem(TRIAL_ID, 0, (0,), sampling=SamplingParams(), max_length=1)]
+        items = [VerifyItem(TRIAL_ID, 0, (0,), sampling=SamplingParams())]
         request = verify_request(self._coordinator_id, 0, items)
         try:
             with self._releases.in_round([TRIAL_ID]):
@@ -239,7 +243,10 @@ class TargetLink(WorkerLink):
         await complete()
         assert self.info is not None
         verdicts = read_verdicts(response, request.round_id, items, self.info.vocab_size, features)
+        evicted = read_evicted_pages(response)
         self._backoff.succeeded()
+        if self.on_evicted is not None:
+            self.on_evicted(evicted)
         if features is not None and not self._drops_features and drops_features(response, verdicts):
             self._drops_features = True
             log.warning("ignoring features of the worker at %s: their size is wrong", self.address)

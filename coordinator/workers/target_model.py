@@ -39,7 +39,7 @@ class TargetModel:
         if self._info is None:
             return
         before, now = _properties(self._info), _properties(info)
-        # A larger max_model_len is fine: sequences in flight have reserved fewer positions.
+        # A larger max_model_len is fine: sequences in flight need fewer positions.
         now["max_model_len"] = min(info.max_model_len, self._info.max_model_len)
         for field in before:
             if before[field] != now[field]:

@@ -99,7 +99,7 @@ class Worker:
     slots_in_use: int | None
     slots_total: int | None
     kv_usage: float | None
-    """Reserved share of the KV cache's positions."""
+    """Share of the KV cache's pages that sequences hold."""
     kv_bytes: int | None
     """Size of the KV cache."""
 

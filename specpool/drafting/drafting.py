@@ -216,7 +216,7 @@ class Drafting:
         return DraftOptions(
             max_num_draft_tokens=limit,
             has_model=_can_draft(sequence, worker),
-            draft_lag=max(0, len(sequence.token_ids) - sequence.draft.base_length - MAX_DRAFT_LAG),
+            draft_lag=max(0, len(sequence.token_ids) - sequence.draft.start - MAX_DRAFT_LAG),
             catch_up_rounds=max(1, limit),
             lookup_ids=lookup.token_ids,
             lookup_rate=self.lookup.rate(sequence.sequence_id, lookup),

@@ -62,7 +62,7 @@ class RoundOutcome(Generic[C_co]):
         """Rows of the verification by sequence id."""
         forced = {commit.sequence.sequence_id: commit.forced for commit in self.commits}
         return {
-            item.sequence_id: len(item.token_ids) + len(item.draft_token_ids) + forced.get(item.sequence_id, 0)
+            item.sequence_id: item.max_num_new_tokens + len(item.draft_token_ids) + forced.get(item.sequence_id, 0)
             for item in self.verify_items
         }
 
@@ -84,11 +84,12 @@ def draft_steps(items: Items[ProposeItem], proposals: Items[Proposal]) -> list[i
     features, a draft regularly recomputes several tokens in its first pass.
     """
     has_features = any(item.features for item in items)
-    if not has_features and any(len(item.token_ids) - item.num_unverified > MAX_DRAFT_LAG for item in items):
+    if not has_features and any(item.max_num_new_tokens - item.num_unverified > MAX_DRAFT_LAG for item in items):
         return []
     branches = [branch.draft_token_ids for proposal in proposals for branch in proposal.branches]
     lengths = [len(drafted) for drafted in branches] or [len(proposal.draft_token_ids) for proposal in proposals]
     steps = [sum(k > j for k in lengths) for j in range(max(lengths, default=0))]
+    new_tokens = sum(item.max_num_new_tokens for item in items)
     if any(item.num_branches for item in items):
-        return [sum(len(item.token_ids) for item in items), *steps]
-    return [sum(len(item.token_ids) for item in items), *steps[1:]] if has_features and steps else steps
+        return [new_tokens, *steps]
+    return [new_tokens, *steps[1:]] if has_features and steps else steps

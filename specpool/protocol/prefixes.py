@@ -16,14 +16,22 @@ class PageDigests:
     def __init__(self, namespace: bytes, page_size: int) -> None:
         """`namespace`: sequences of different namespaces have different digests. `page_size`: tokens of a page."""
         self._page_size = page_size
-        self._last = sha256(namespace).digest()[:DIGEST_BYTES]
-        self._digests: list[bytes] = []
+        self._digests = [_digest(namespace)]  # of the namespace, then of each page
 
     def first(self, count: int, token_ids: Sequence[int]) -> list[bytes]:
-        """Return the digests of the first `count` pages. `token_ids`: all tokens; those of earlier calls come first."""
-        for page in range(len(self._digests), count):
-            tokens = token_ids[page * self._page_size : (page + 1) * self._page_size]
-            assert len(tokens) == self._page_size, "the page is not full"
-            self._last = sha256(self._last + array("I", tokens).tobytes()).digest()[:DIGEST_BYTES]
-            self._digests.append(self._last)
-        return self._digests[:count]
+        """Return the digests of the first `count` pages. `token_ids`: those of earlier calls, and all that follow."""
+        known, size = len(self._digests) - 1, self._page_size
+        tokens = array("I", token_ids[known * size : count * size])
+        assert len(tokens) >= (count - known) * size, "the page is not full"
+        data, size = tokens.tobytes(), size * tokens.itemsize
+        for start in range(0, len(data), size):
+            self._digests.append(_digest(self._digests[-1] + data[start : start + size]))
+        return self._digests[1 : count + 1]
+
+    def truncate(self, count: int) -> None:
+        """Forget all but the first `count` pages: others follow them now."""
+        del self._digests[count + 1 :]
+
+
+def _digest(data: bytes) -> bytes:
+    return sha256(data).digest()[:DIGEST_BYTES]

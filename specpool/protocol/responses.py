@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from specpool.protocol.features import MAX_FEATURE_LAYERS, MAX_FEATURE_WIDTH, WantedFeatures
+from specpool.protocol.prefixes import DIGEST_BYTES, MAX_EVICTED_PAGES
 from specpool.protocol.rounds import Branch, ItemStatus, Proposal, ProposeItem, SequenceItem, Verdict, VerifyItem
 from specpool.protocol.sampling import NO_LOGPROBS, Logprobs
 from specpool.protocol.tokenizer import TokenizerFiles
@@ -28,6 +29,7 @@ MAX_SMALL_BYTES = 2**16
 """Limit of all responses except tokenizers and rounds. Responses of rounds may always be this large."""
 # Upper bounds on encoded sizes: a result with its error but without tokens, a token, and a log-probability.
 ITEM_BYTES, TOKEN_BYTES, LOGPROB_BYTES = 8192, 16, 16
+EVICTION_BYTES = MAX_EVICTED_PAGES * (2 + DIGEST_BYTES)
 
 
 class InvalidResponseError(Exception):
@@ -50,10 +52,18 @@ def read_verdicts(
     verdicts = [_read_verdict(result, status, item, vocab_size) for result, status, item in answered]
     if features is not None:
         for result, verdict, item in zip(response.results, verdicts, items, strict=True):
-            rows = item.num_features(features.window, max(0, len(verdict.token_ids) - 1))
+            rows = item.num_features(features.window, max(0, len(verdict.token_ids) - 1), verdict.prefix_length)
             if len(result.features) == rows * features.spec.row_bytes and verdict.num_cached_tokens:
                 verdict.features = result.features
     return verdicts
+
+
+def read_evicted_pages(response: target_worker_pb2.VerifyResponse) -> list[bytes]:
+    """Read the digests of the evicted pages. Raises InvalidResponseError."""
+    evicted = list(response.evicted_pages)
+    _require(len(evicted) <= MAX_EVICTED_PAGES, "too many evicted pages")
+    _require(all(len(digest) == DIGEST_BYTES for digest in evicted), "the digest of a page has a wrong size")
+    return evicted
 
 
 def drops_features(response: target_worker_pb2.VerifyResponse, verdicts: Iterable[Verdict]) -> bool:
@@ -79,10 +89,12 @@ def _read_verdict(result: Any, status: ItemStatus, item: VerifyItem, vocab_size:
             raise InvalidResponseError(f"token id {largest} is outside the vocabulary")
         known = min(accepted, len(drafts))
         _require(tokens[:known] == drafts[:known], "the accepted tokens differ from the draft tokens")
-    expected = item.base_length + len(item.token_ids) + accepted
+    expected, found = item.base_length + len(item.token_ids) + accepted, result.prefix_length
     _check_cached(result, expected)
+    if not item.expected_prefix_length <= found < len(item.token_ids):
+        raise InvalidResponseError(f"a cached prefix of {found} tokens, {item.expected_prefix_length} expected")
     logprobs = _read_logprobs(result, item, vocab_size)
-    return Verdict(item.sequence_id, status, tokens, expected, logprobs, forced)
+    return Verdict(item.sequence_id, status, tokens, expected, logprobs, forced, found)
 
 
 def _read_logprobs(result: Any, item: VerifyItem, vocab_size: int) -> Logprobs:
@@ -218,7 +230,7 @@ def _require(fits: bool, reason: str) -> None:
 
 def max_verify_bytes(items: Iterable[VerifyItem], features: WantedFeatures | None) -> int:
     """Return the maximum size of the response to a target round. `features`: for the items that want them."""
-    return MAX_SMALL_BYTES + sum(_verify_result_bytes(item, features) for item in items)
+    return MAX_SMALL_BYTES + EVICTION_BYTES + sum(_verify_result_bytes(item, features) for item in items)
 
 
 def _verify_result_bytes(item: VerifyItem, features: WantedFeatures | None) -> int:

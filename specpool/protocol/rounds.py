@@ -64,6 +64,16 @@ class SequenceItem:
         """Positions that the item needs."""
         raise NotImplementedError
 
+    @property
+    def max_end(self) -> int:
+        """Positions that the item needs or can use."""
+        return self.end
+
+    @property
+    def max_num_new_tokens(self) -> int:
+        """Maximum number of tokens to run, without draft tokens. A continued item gets one token."""
+        return max(1, len(self.token_ids) - self.expected_prefix_length)
+
 
 @dataclass
 class ProposeItem(SequenceItem):
@@ -158,14 +168,22 @@ class VerifyItem(SequenceItem):
         return self.base_length + len(self.token_ids) + len(self.draft_token_ids)
 
     @property
+    def max_end(self) -> int:
+        """Positions that the item needs or can use, with forced tokens."""
+        return self.base_length + len(self.token_ids) + max(len(self.draft_token_ids), self.max_draft_tokens)
+
+    @property
     def max_num_draft_tokens(self) -> int:
         """Maximum number of draft tokens, whatever the outcome of the previous round."""
         drafted = max((len(branch.draft_token_ids) for branch in self.branches), default=len(self.draft_token_ids))
         return max(drafted, self.max_draft_tokens)
 
-    def num_features(self, window: int, num_draft_tokens: int) -> int:
-        """Number of states of at most `window` committed tokens, and of `num_draft_tokens` after them."""
-        return min(window, len(self.token_ids)) + num_draft_tokens if self.want_features else 0
+    def num_features(self, window: int, num_draft_tokens: int, prefix_length: int = 0) -> int:
+        """Number of states of at most `window` committed tokens, and of `num_draft_tokens` after them.
+
+        `prefix_length`: leading tokens that the worker did not run.
+        """
+        return min(window, len(self.token_ids) - prefix_length) + num_draft_tokens if self.want_features else 0
 
     def select_branch(self, num_accepted: int, token_id: int) -> None:
         """Take the draft tokens of the branch that matches this outcome, if any, and clear `branches`."""

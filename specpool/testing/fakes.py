@@ -19,12 +19,12 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from specpool.protocol.rounds import ItemStatus
 from specpool.rpc.status import ANSWERED
+from specpool.testing.fake_caches import PAGE_SIZE, FakeCaches
 from specpool.testing.fake_grammars import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer, forced_tokens, legal_tokens
 from specpool.v1 import common_pb2, draft_worker_pb2, draft_worker_pb2_grpc, target_worker_pb2, target_worker_pb2_grpc
 
-KV_MULTIPLE = 16
-"""Each sequence reserves a multiple of this many positions."""
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 CHAT_TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
@@ -33,8 +33,8 @@ CHAT_TEMPLATE = (
 )
 
 
-class FakeWorker:
-    """Slots and caches of a worker, with knobs for faults."""
+class FakeWorker(FakeCaches):
+    """A worker with knobs for faults."""
 
     _interceptors: Sequence[Any] = ()
 
@@ -59,24 +59,19 @@ class FakeWorker:
         `WorkerLoad`; draft workers ignore it. `max_branches`: likewise; target workers ignore it.
         `supports_grammars`: whether to follow grammars, which needs llguidance.
         """
+        super().__init__(slots, kv_positions)
         self.max_branches = max_branches
         self.supports_grammars = supports_grammars
         self.max_rounds_ahead = max_rounds_ahead
-        self.kv_positions = kv_positions
         self.grammars: dict[tuple[str, int], tuple[str, int]] = {}
         """Grammar and prompt length of each constrained sequence."""
-        self.reserved: dict[tuple[str, int], int] = {}
-        """Positions reserved for each cached sequence."""
         self.notes, self.rank_devices = notes, rank_devices
-        self.slots, self.max_model_len, self.fingerprint, self.device = slots, max_model_len, fingerprint, device
+        self.max_model_len, self.fingerprint, self.device = max_model_len, fingerprint, device
         self.pass_seconds = pass_seconds
         self.busy = False
         """Whether a round is running."""
-        self.caches: dict[tuple[str, int], list[int]] = {}
         self.yielded: dict[tuple[str, int], tuple[int, list[int]]] = {}
         """Last round of each sequence that yielded tokens, and the tokens."""
-        self.released: dict[tuple[str, int], list[int]] = {}
-        """Caches of released sequences, which later sequences can copy until the slots are needed."""
         self.calls = 0
         self.forget_every = 0
         """Loses all caches, like a restart, every `forget_every` rounds. 0: never."""
@@ -151,8 +146,8 @@ class FakeWorker:
                 slots_total=self.slots,
                 slots_in_use=len(self.caches),
                 kv_positions_total=self.kv_positions,
-                kv_positions_free=max(0, self.kv_positions - self._reserved),
-                kv_positions_multiple=KV_MULTIPLE,
+                kv_positions_free=self.free_pages * PAGE_SIZE,
+                kv_positions_multiple=PAGE_SIZE,
                 max_rounds_ahead=self.max_rounds_ahead if isinstance(self, FakeTarget) else 0,
                 max_branches=self.max_branches if isinstance(self, FakeDraft) else 0,
                 supports_grammars=self.supports_grammars,
@@ -168,17 +163,12 @@ class FakeWorker:
         keys = [(request.coordinator_id, sequence_id) for sequence_id in request.sequence_ids]
         if request.all:
             keys = [key for key in self.caches if key[0] == request.coordinator_id]
-        held = [key for key in dict.fromkeys(keys) if key in self.caches]
-        for key in held:
-            self.released[key] = self.caches.pop(key)
-            self.reserved[key] = _rounded(len(self.released[key]))
-        return common_pb2.ReleaseResponse(released=len(held), instance_id=self.instance_id)
+        released = sum(map(self.release, keys))
+        return common_pb2.ReleaseResponse(released=released, instance_id=self.instance_id)
 
     def forget(self) -> None:
-        """Loses all caches, like a restart."""
-        self.caches.clear()
-        self.released.clear()
-        self.reserved.clear()
+        """Lose all caches, like a restart."""
+        super().forget()
         self.yielded.clear()
 
     async def _begin_round(self, context: Any, passes: Iterable[int]) -> None:
@@ -193,49 +183,13 @@ class FakeWorker:
         if self.fail_next:
             await context.abort(self.fail_next.pop(0), "told to fail", (ANSWERED,))
 
-    def _realign(self, key: tuple[str, int], item: Any) -> tuple[common_pb2.ItemStatus, list[int]]:
-        """Return the status of an item, and the cached tokens including the new ones."""
-        assert item.token_ids, "an item without tokens"
-        is_first = item.base_length == 0 or item.HasField("prefix_sequence_id")
-        assert is_first == item.HasField("sampling"), "sampling parameters belong to first contact"
-        cache = self.caches.get(key)
-        if cache is None and item.HasField("prefix_sequence_id"):
-            source = (key[0], item.prefix_sequence_id)
-            cache = self.released.get(source, self.caches.get(source))
-        if item.base_length and (cache is None or len(cache) < item.base_length):
-            return common_pb2.ITEM_STATUS_CACHE_MISS, []
-        if not self._reserve(key, item):
-            return common_pb2.ITEM_STATUS_NO_SLOT, []
-        tokens = [*(cache or [])[: item.base_length], *item.token_ids]
-        self.caches[key] = tokens
-        if item.HasField("sampling"):
+    def _realign(self, key: tuple[str, int], item: Any) -> tuple[Any, int]:
+        """Return the status of an item, and the tokens that the prefix cache held."""
+        status, prefix_length = self.realign(key, item, _length(item))
+        if status is ItemStatus.OK and item.HasField("sampling"):
             grammar = item.sampling.grammar if self.supports_grammars else ""
             self.grammars[key] = grammar, item.sampling.prompt_length
-        return common_pb2.ITEM_STATUS_OK, tokens
-
-    @property
-    def _reserved(self) -> int:
-        return sum(self.reserved.values())
-
-    def _reserve(self, key: tuple[str, int], item: Any) -> bool:
-        """Reserve a slot and positions for an item. Returns False if there are too few."""
-        is_new = key not in self.caches
-        before = 0 if is_new else self.reserved[key]
-        wanted = before
-        if is_new or item.HasField("max_length"):
-            length = item.max_length if item.HasField("max_length") else self.max_model_len
-            wanted = max(before, _rounded(length))
-        others = sum(self.reserved[held] for held in self.caches) - before
-        if (is_new and len(self.caches) >= self.slots) or 0 < self.kv_positions < others + wanted:
-            return False
-        assert _length(item) <= wanted, "an item needs more positions than are reserved"
-        if is_new:
-            self.released.pop(key, None)
-        self.reserved[key] = wanted
-        while self.released and (len(self.reserved) > self.slots or 0 < self.kv_positions < self._reserved):
-            evicted = next(iter(self.released))
-            del self.released[evicted], self.reserved[evicted]
-        return True
+        return common_pb2.ItemStatus.Value(f"ITEM_STATUS_{status.name}"), prefix_length
 
 
 def _length(item: Any) -> int:
@@ -246,10 +200,6 @@ def _length(item: Any) -> int:
     else:
         drafts = max(len(item.draft_token_ids), item.max_draft_tokens)
     return int(item.base_length + len(item.token_ids) + drafts)
-
-
-def _rounded(length: int) -> int:
-    return -(-length // KV_MULTIPLE) * KV_MULTIPLE
 
 
 class FakeTarget(FakeWorker):
@@ -302,13 +252,18 @@ class FakeTarget(FakeWorker):
     async def Verify(self, request: target_worker_pb2.VerifyRequest, context: Any) -> target_worker_pb2.VerifyResponse:
         """Verify every item."""
         began = time.perf_counter_ns()
+        evicted = self.take_evicted(request.coordinator_id)
         await self._begin_round(context, [sum(len(self.tokens_of(request, item)) for item in request.items)])
         results = [
             self._verify((request.coordinator_id, item.sequence_id), item, request.round_id) for item in request.items
         ]
         forward_ns = time.perf_counter_ns() - began
         return target_worker_pb2.VerifyResponse(
-            round_id=request.round_id, results=results, forward_ns=forward_ns, instance_id=self.instance_id
+            round_id=request.round_id,
+            results=results,
+            forward_ns=forward_ns,
+            instance_id=self.instance_id,
+            evicted_pages=evicted,
         )
 
     async def VerifyStream(
@@ -336,10 +291,11 @@ class FakeTarget(FakeWorker):
         if self._is_compiling(key, item):
             status = common_pb2.ITEM_STATUS_GRAMMAR_NOT_READY
             return target_worker_pb2.VerifyResult(sequence_id=item.sequence_id, status=status)
-        status, tokens = self._realign(key, item)
+        status, prefix_length = self._realign(key, item)
         self.yielded.pop(key, None)
         if status != common_pb2.ITEM_STATUS_OK:
             return target_worker_pb2.VerifyResult(sequence_id=item.sequence_id, status=status)
+        tokens = self.caches[key]
         gained: list[int] = []
         forced: list[int] = []
         if not item.prefill_only:
@@ -355,6 +311,7 @@ class FakeTarget(FakeWorker):
                 status = common_pb2.ITEM_STATUS_GRAMMAR_FAILED
                 return target_worker_pb2.VerifyResult(sequence_id=item.sequence_id, status=status, error=str(error))
             self.yielded[key] = round_id, gained
+        self.keep(key)
         return target_worker_pb2.VerifyResult(
             sequence_id=item.sequence_id,
             status=status,
@@ -362,6 +319,7 @@ class FakeTarget(FakeWorker):
             cached_length=len(tokens),
             logprobs=[_logprobs(item.logprobs)] * len(gained) if item.HasField("logprobs") else [],
             num_forced_tokens=len(forced),
+            prefix_length=prefix_length,
         )
 
     def _is_compiling(self, key: tuple[str, int], item: target_worker_pb2.VerifyItem) -> bool:
@@ -395,7 +353,7 @@ class FakeTarget(FakeWorker):
         own: list[int] = []
         if item.HasField("after_round_id") and self._continues(key, item):
             own = [*self.yielded[key][1][-1:], *self._selected(key, item)]
-        return [*own, *item.token_ids, *item.draft_token_ids]
+        return [*own, *item.token_ids[item.expected_prefix_length :], *item.draft_token_ids]
 
 
 def _logprobs(count: int) -> common_pb2.TokenLogprobs:
@@ -441,7 +399,9 @@ class FakeDraft(FakeWorker):
     @staticmethod
     def _passes(request: draft_worker_pb2.ProposeRequest, lengths: Sequence[int]) -> list[int]:
         """New tokens of each pass. Branches begin after a pass that appends the items' tokens."""
-        branching = sum(len(item.token_ids) for item in request.items if item.num_branches)
+        branching = sum(
+            len(item.token_ids) - item.expected_prefix_length for item in request.items if item.num_branches
+        )
         drafts = [
             sum(max(1, item.num_branches) for item, k in zip(request.items, lengths, strict=True) if k > j)
             for j in range(max(lengths, default=0))
@@ -472,9 +432,11 @@ class FakeDraft(FakeWorker):
     def _propose(
         self, key: tuple[str, int], item: draft_worker_pb2.ProposeItem, length: int
     ) -> draft_worker_pb2.ProposeResult:
-        status, tokens = self._realign(key, item)
+        status, _ = self._realign(key, item)
         if status != common_pb2.ITEM_STATUS_OK:
             return draft_worker_pb2.ProposeResult(sequence_id=item.sequence_id, status=status)
+        tokens = self.caches[key]
+        self.keep(key)
         if item.num_branches:
             branches = self._branches(key, tokens, item)
             return draft_worker_pb2.ProposeResult(

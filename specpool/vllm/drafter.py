@@ -17,10 +17,12 @@ from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
 from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.worker_info import WorkerInfo
 from specpool.vllm.costs import StepCosts
-from specpool.vllm.rows import Batch, Prefixes, Request, Sequence, match
+from specpool.vllm.rows import Batch, Request, Sequence, match
 
 # Steps without a call for a row after the draft worker had no free slot.
 BACKOFF_ROUNDS = 16
+# vLLM does not say whose rows they are, so all rows share the draft worker's prefix cache.
+CACHE_NAMESPACE = b""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,6 @@ class Drafter:
         """Treat all rows of the next step as new. Return the sequences to release in the draft worker."""
         gone, self._sequences = [sequence.sequence_id for sequence in self._sequences], []
         self.drafting.forget(gone)
-        self._prefixes = Prefixes()
         self._drafts: dict[int, Drafts] = {}
         """By sequence id, of vLLM's current step."""
         self._all_decode = False
@@ -123,7 +124,6 @@ class Drafter:
         worker, items = None, []
         if draft is not None:
             self.drafting.costs.draft = draft.step_times
-            self._prefixes.trim(draft.info.slots_total - len(self._sequences))
             worker = DraftWorker(min(draft.info.max_model_len, self._limits.draft_max_length), self.round_id)
         plans = self._plans(worker) if self._sequences else {}
         self._drafts = {s.sequence_id: Drafts(s, plans[s.sequence_id]) for s in self._sequences}
@@ -205,7 +205,7 @@ class Drafter:
         sequence, length = drafts.sequence, len(drafts.sequence.token_ids)
         if drafts.num_draft_tokens <= 0 or length >= max_length or self.round_id < sequence.draft.backoff_until:
             return 0
-        return length - _base_length(sequence) if sequence.is_decoding else length - sequence.draft.base_length
+        return length - _base_length(sequence) if sequence.is_decoding else length - sequence.draft.num_cached_tokens
 
     def _commit(self, batch: Batch, step_seconds: float, draft_seconds: float, skipped: int) -> list[int]:
         """Commit the tokens that the rows gained. Return the sequences without a row."""
@@ -222,8 +222,6 @@ class Drafter:
         for row, drafts in continued:
             if batch.sampled[row]:
                 self._gain(drafts, batch, row)
-        for sequence in without_row:
-            self._prefixes.leave(sequence)
         gone = [sequence.sequence_id for sequence in without_row]
         self.drafting.forget(gone)
         self._sequences = [sequence or self._new_sequence(batch, row) for row, sequence in enumerate(matched)]
@@ -243,26 +241,21 @@ class Drafter:
     def _new_sequence(self, batch: Batch, row: int) -> Sequence:
         """The sequence of a new row, or of one that vLLM has preempted and resumed."""
         token_ids, is_decoding = batch.read(row, 0, batch.lengths[row]), batch.sampled[row] > 0
-        sequence = Sequence(next(self._ids), self._request, token_ids, self._limits.max_model_len, is_decoding)
-        self._prefixes.share(sequence)
-        self._prefixes.add(sequence)
-        return sequence
+        return Sequence(next(self._ids), self._request, token_ids, self._limits.max_model_len, is_decoding)
 
 
 def _base_length(sequence: Sequence) -> int:
     """Positions for the draft worker to keep. To draft, it runs at least the last token."""
-    return min(sequence.draft.base_length, len(sequence.token_ids) - 1)
+    return min(sequence.draft.num_cached_tokens, len(sequence.token_ids) - 1)
 
 
 def _item(drafts: Drafts, num_tokens: int, max_length: int) -> ProposeItem:
     """The item that sends `num_tokens` committed tokens, and asks for drafts if none are missing then."""
-    sequence, cache, plan = drafts.sequence, drafts.sequence.draft, drafts.plan
+    sequence, plan = drafts.sequence, drafts.plan
     base, length = _base_length(sequence), len(sequence.token_ids)
     item = ProposeItem(sequence.sequence_id, base, tuple(sequence.token_ids[base : base + num_tokens]))
-    if not (cache.num_cached_tokens and base):
-        item.sampling = SamplingParams(prompt_length=sequence.prompt_length)
-        item.prefix_sequence_id = cache.source.sequence_id if cache.source is not None and base else None
-        item.max_length = min(sequence.max_length, max_length)
+    if not base:  # the draft worker finds the pages of earlier rows by itself
+        item.sampling, item.cache_namespace = SamplingParams(prompt_length=sequence.prompt_length), CACHE_NAMESPACE
     if item.end == length and sequence.is_decoding:
         item.num_draft_tokens = min(drafts.num_draft_tokens, max_length - length)
         item.min_chance, item.next_chance = plan.min_chance, plan.next_chance

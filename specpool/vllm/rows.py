@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specpool.drafting.plans import DraftMethod
-from specpool.drafting.prefix_digests import BLOCK_TOKENS, Digest, PrefixDigests
 from specpool.protocol.sampling import SamplingParams
 
 # Tokens compared for a row in the same place: this many at the end, and as many spread over the whole row.
@@ -70,22 +69,17 @@ class DraftCache:
     """What the draft worker has cached of a sequence."""
 
     num_cached_tokens: int = 0
-    source: "Sequence | None" = None
-    """Sequence to copy the first `shared_length` positions from. None once they are copied or lost."""
-    shared_length: int = 0
     backoff_until: int = 0
     """First round that may use the draft worker again after it had no free slot."""
 
     @property
-    def base_length(self) -> int:
-        """Positions for the draft worker to keep, initially those of `source`."""
-        if self.source is None:
-            return self.num_cached_tokens
-        return min(self.shared_length, self.source.draft.num_cached_tokens)
+    def start(self) -> int:
+        """Position of the first token for the draft worker to run."""
+        return self.num_cached_tokens
 
     def commit(self, num_cached_tokens: int) -> None:
         """Record how many positions are cached. 0: the cache is lost."""
-        self.num_cached_tokens, self.source = num_cached_tokens, None
+        self.num_cached_tokens = num_cached_tokens
 
 
 @dataclass(eq=False)
@@ -101,7 +95,6 @@ class Sequence:
     """Whether vLLM has prefilled the row."""
     is_complete = False
     draft: DraftCache = field(default_factory=DraftCache)
-    digests: PrefixDigests = field(default_factory=PrefixDigests)
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.token_ids)
@@ -160,52 +153,3 @@ def _take_moved(moved: dict[tuple[int, ...], list[Sequence]], batch: Batch, row:
     if sequence is not None:
         candidates.remove(sequence)
     return sequence
-
-
-class Prefixes:
-    """Finds sequences that begin with the same tokens, for the draft worker to copy cached positions from.
-
-    The draft worker keeps the cache of a released sequence until it needs the slot, so the most recently used sequences
-    without a row are sources, too. A wrong guess costs one cache miss.
-    """
-
-    def __init__(self) -> None:
-        self._sources: dict[Digest, Sequence] = {}
-        """By the digest of whole blocks of tokens."""
-        self._gone: dict[int, Sequence] = {}
-        """Sequences without a row by id, least recently used first."""
-
-    def add(self, sequence: Sequence) -> None:
-        """Add a source. It replaces sources that the draft worker has not cached."""
-        for length, key in sequence.digests.up_to(sequence.token_ids, len(sequence.token_ids)):
-            if key not in self._sources or self._sources[key].draft.num_cached_tokens < length:
-                self._sources[key] = sequence
-
-    def leave(self, sequence: Sequence) -> None:
-        """Keep a sequence without a row as a source if the draft worker has cached it."""
-        sequence.draft.source = None  # otherwise chains of sources stay in memory
-        if sequence.draft.num_cached_tokens < BLOCK_TOKENS:
-            self._drop(sequence)
-        else:
-            self.add(sequence)  # with the tokens that it gained
-            self._gone[sequence.sequence_id] = sequence
-
-    def trim(self, limit: int) -> None:
-        """Keep only the `limit` most recently used of the sequences without a row."""
-        while len(self._gone) > max(0, limit):
-            self._drop(self._gone.pop(next(iter(self._gone))))
-
-    def _drop(self, sequence: Sequence) -> None:
-        for _, key in sequence.digests.up_to(sequence.token_ids, len(sequence.token_ids)):
-            if self._sources.get(key) is sequence:
-                del self._sources[key]
-
-    def share(self, sequence: Sequence) -> None:
-        """Let the draft worker copy the longest known prefix. It runs at least the last token."""
-        cache = sequence.draft
-        for length, key in sequence.digests.up_to(sequence.token_ids, len(sequence.token_ids) - 1):
-            if key not in self._sources:
-                break
-            cache.source, cache.shared_length = self._sources[key], length
-        if cache.source is not None and (gone := self._gone.pop(cache.source.sequence_id, None)) is not None:
-            self._gone[gone.sequence_id] = gone

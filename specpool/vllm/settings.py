@@ -34,7 +34,7 @@ class RemoteDraftSettings(Settings, ClientSecurity):
         None,
         ge=2,
         le=UINT32_MAX,
-        description="positions that the draft worker reserves for a sequence, which gets no drafts beyond them; "
+        description="positions of a sequence in the draft worker, which gets no drafts beyond them; "
         "default: the models' maximum",
     )
     prefill_tokens: int = Field(

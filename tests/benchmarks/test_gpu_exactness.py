@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted_kernels import FakeGraphs, attend_extents, imitate_kernels
+from interpreted_kernels import FakeGraphs, attend_pages, imitate_kernels
 
 from benchmarks import shapes
 from benchmarks.gpu import engines, exactness, part, steps
@@ -35,12 +35,12 @@ class GraphsTurningStale(FakeGraphs):
 def _round_otherwise_in_batches(patch: pytest.MonkeyPatch) -> None:
     """Make attention round long sequences in another way if the pass has many rows."""
 
-    def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *others: Any) -> torch.Tensor:
-        attended = attend_extents(query, keys, values, *others)
-        is_long, has_many_rows = others[2].max() > 60, len(query) > 8
+    def attend(query: torch.Tensor, *others: Any) -> torch.Tensor:
+        attended, positions = attend_pages(query, *others), others[4]
+        is_long, has_many_rows = positions.max() > 60, len(query) > 8
         return attended * (1 + 1e-6 * bool(is_long and has_many_rows))
 
-    patch.setattr(model, "attend_extents", attend)
+    patch.setattr(model, "attend_pages", attend)
 
 
 def _replay_stale_results(patch: pytest.MonkeyPatch) -> None:

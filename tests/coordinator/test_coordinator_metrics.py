@@ -31,7 +31,7 @@ async def scraped(served: Serving) -> Scrape:
 
 async def test_counters_agree_with_the_responses() -> None:
     kinds = [(4, 1), (2, 3), (0, 1)]
-    requests = [make_request([1, 2, 3, i], 24, k=k, n=n, temperature=1) for i, (k, n) in enumerate(kinds)]
+    requests = [make_request([i, *range(36)], 24, k=k, n=n, temperature=1) for i, (k, n) in enumerate(kinds)]
     async with serving(metrics_port=free_port()) as served:
         answers = await asyncio.gather(*map(served.stub.Generate, requests))
         seen = await scraped(served)
@@ -44,10 +44,10 @@ async def test_counters_agree_with_the_responses() -> None:
     assert seen.value(f"{SPEC}draft_tokens_total") == sum(stat.num_draft_tokens for stat in stats)
     assert seen.value(f"{SPEC}accepted_tokens_total") == sum(stat.num_accepted_draft_tokens for stat in stats) > 0
     assert seen.values(f"{SPEC}accepted_tokens_per_pos_total") == per_position(stats, limit=4)
-    assert seen.value("specpool:prompt_tokens_total") == sum(sample.usage.prompt_tokens for sample in samples) == 20
-    assert seen.value("specpool:prefix_cache_queries_total") == 20
+    assert seen.value("specpool:prompt_tokens_total") == sum(sample.usage.prompt_tokens for sample in samples) == 185
+    assert seen.value("specpool:prefix_cache_queries_total") == 185
     cached = sum(sample.usage.cached_tokens for sample in samples)
-    assert seen.value("specpool:prefix_cache_hits_total") == cached == 6  # two samples copied three tokens each
+    assert seen.value("specpool:prefix_cache_hits_total") == cached == 64  # two samples found two pages each
     assert seen.value("specpool:generation_tokens_total") == tokens == 5 * 24
     assert seen.value("specpool:request_success_total", finished_reason="length") == len(samples)
     assert seen.value("specpool:requests_total") == len(requests)

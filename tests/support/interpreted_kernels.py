@@ -13,7 +13,7 @@ from specpool.engine.passes.gpu import attention, draft_loop, gemm, model
 from specpool.engine.passes.gpu.choice import REMAINING, SIZES
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.rows import Addend
-from specpool.engine.passes.packing import COLUMNS, INPUT_IDS, POSITIONS
+from specpool.engine.passes.packing import INPUT_IDS, POSITIONS, SLOTS
 from specpool.engine.passes.rotary import rotate
 from specpool.engine.probes import kernels
 from specpool.engine.run import pass_selection as forward
@@ -57,9 +57,9 @@ def make_dot_batch_invariant(patch: pytest.MonkeyPatch) -> None:
 def imitate_kernels(patch: pytest.MonkeyPatch) -> None:
     """Replace the kernels with torch operations, row by row, for tests of the code around them."""
     run_by_kernels(patch)
-    for name in ("attend_extents", "rotate_and_cache", "add_and_norm", "activate"):
+    for name in ("attend_pages", "rotate_and_cache", "add_and_norm", "activate"):
         patch.setattr(model, name, globals()[name])
-    patch.setattr(kernels, "attend_extents", attend_extents)
+    patch.setattr(kernels, "attend_pages", attend_pages)
     patch.setattr(gemm, "split_k_gemm", split_k_gemm)
     patch.setattr(draft_loop, "choose", choose)
 
@@ -103,29 +103,32 @@ def add_and_norm(hidden: torch.Tensor, added: Addend | None, weight: torch.Tenso
 def rotate_and_cache(
     partials: torch.Tensor, bias: torch.Tensor | None, norms: torch.Tensor | None,
     rotary: tuple[torch.Tensor, torch.Tensor], arena: KVArena, layer: int, positions: torch.Tensor,
-    columns: torch.Tensor, heads: int, eps: float,
+    slots: torch.Tensor, offsets: torch.Tensor, heads: int, eps: float,
 ) -> torch.Tensor:  # fmt: skip
     kv_heads, _, dim = arena.keys[layer].shape
     query_key, value = _summed(partials, bias).unflatten(-1, (-1, dim)).split([heads + kv_heads, kv_heads], 1)
     if norms is not None:
         query_key = _normed(query_key, norms, eps)
     rotated = rotate(query_key, *(table[positions, None] for table in rotary))
-    cached = columns >= 0
-    arena.write(layer, columns[cached], rotated[cached, heads:], value[cached])
+    cached = slots >= 0
+    columns = _columns(arena, slots[cached], (positions + offsets)[cached])
+    arena.write(layer, columns, rotated[cached, heads:], value[cached])
     return rotated[:, :heads].contiguous()
 
 
-def attend_extents(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile_begins: torch.Tensor, tile_sizes: torch.Tensor,
-    positions: torch.Tensor, columns: torch.Tensor, prefix_lengths: torch.Tensor, offsets: torch.Tensor,
+def attend_pages(
+    query: torch.Tensor, arena: KVArena, layer: int, tile_begins: torch.Tensor, tile_sizes: torch.Tensor,
+    positions: torch.Tensor, slots: torch.Tensor, prefix_lengths: torch.Tensor, offsets: torch.Tensor,
     scaling: float, splits: int,
 ) -> torch.Tensor:  # fmt: skip
-    groups = query.shape[1] // len(keys)
+    groups = query.shape[1] // len(arena.keys[layer])
     for begin, size in zip(tile_begins.tolist(), tile_sizes.tolist(), strict=True):
         for row in range(begin, begin + size):
             seen = torch.arange(int(positions[row]) + 1)
-            seen += columns[row] - positions[row] - torch.where(seen < prefix_lengths[row], offsets[row], 0)
-            k, v = (cache[:, seen].repeat_interleave(groups, 0) for cache in (keys, values))
+            seen += torch.where(seen < prefix_lengths[row], 0, offsets[row])
+            columns = _columns(arena, slots[row], seen)
+            caches = (arena.keys[layer], arena.values[layer])
+            k, v = (cache[:, columns].repeat_interleave(groups, 0) for cache in caches)
             query[row] = scaled_dot_product_attention(query[row, :, None], k, v, scale=scaling)[:, 0]
     return query
 
@@ -143,9 +146,13 @@ def choose(logits: torch.Tensor, head: Head, numbers: torch.Tensor | None = None
         alive = numbers[REMAINING] > 0
         numbers[INPUT_IDS] = token_ids
         numbers[POSITIONS] += alive
-        numbers[COLUMNS] = torch.where(alive, numbers[COLUMNS] + 1, -1)
+        numbers[SLOTS] = torch.where(alive, numbers[SLOTS], -1)
         numbers[SIZES] = alive.long()
     return torch.stack([token_ids.double(), (largest - logits.float().logsumexp(-1)).exp().double()])
+
+
+def _columns(arena: KVArena, slots: torch.Tensor, logical: torch.Tensor) -> torch.Tensor:
+    return arena.tables[slots, logical // arena.page_size].long() * arena.page_size + logical % arena.page_size
 
 
 def _summed(partials: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

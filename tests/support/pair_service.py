@@ -30,28 +30,21 @@ class LogitsTap:
 
     def __init__(self, engine: Engine, seen: dict[tuple[int, ...], bytes] | None = None) -> None:
         """`seen`: logits of another engine's tap, to compare with."""
-        self._cached: dict[int, list[int]] = {}
         self.seen = {} if seen is None else seen
         self.compared = 0
         self.different: list[tuple[int, ...]] = []
-        self._forward, self._copy = engine.forward, engine.layout.copy
+        self._engine, self._forward = engine, engine.forward
         engine.forward = self._watch  # type: ignore[method-assign]
-        engine.layout.copy = self._watch_copy  # type: ignore[method-assign]
 
     def _watch(self, spans: list[Span]) -> torch.Tensor:
         logits = self._forward(spans)
-        rows = iter(logits)
+        rows, slots = iter(logits), {slot.index: slot for slot in self._engine.slots._slots.values()}
         for span in spans:
-            tokens = self._cached.get(span.slot, [])[: span.start] + list(span.token_ids)
+            tokens = slots[span.slot].token_ids[: span.start] + list(span.token_ids)
             assert len(tokens) == span.end, "a span does not begin where the cache ends"
-            self._cached[span.slot] = tokens
             for i in range(span.num_logits):
                 self._compare(tuple(tokens[: span.end - span.num_logits + 1 + i]), next(rows))
         return logits
-
-    def _watch_copy(self, source: int, destination: int, count: int) -> None:
-        self._copy(source, destination, count)
-        self._cached[destination] = self._cached[source][:count]
 
     def _compare(self, context: tuple[int, ...], row: torch.Tensor) -> None:
         bits = row.numpy().tobytes()
@@ -80,6 +73,7 @@ class PairService:
     async def forget(self, host: WorkerHost) -> None:
         """Make a worker lose every cache, like a restart."""
         await host.run(lambda backend: backend.expire(math.inf, 0.0))
+        await host.run(lambda backend: backend.engine.slots.tables.pool.clear())
 
     async def wait_idle(self) -> None:
         """Wait until neither worker holds a slot and the window is empty."""

@@ -11,7 +11,7 @@ from smg_grpc_proto import vllm_engine_pb2
 from specpool.v1 import common_pb2, draft_worker_pb2, generation_pb2, target_worker_pb2
 
 SAMPLING = common_pb2.Sampling(temperature=0.5, top_p=0.9, seed=1, prompt_length=3)
-ITEM = {"sequence_id": 1, "token_ids": [1, 2, 3], "sampling": SAMPLING, "max_length": 20}
+ITEM = {"sequence_id": 1, "token_ids": [1, 2, 3], "sampling": SAMPLING, "cache_namespace": b"fuzz"}
 GENERATE = generation_pb2.GenerateRequest(
     tokenized=generation_pb2.TokenizedInput(input_ids=[1, 2, 3]),
     sampling_params=generation_pb2.SamplingParams(max_tokens=3, stop=["x"], logit_bias={3: 1.0}, n=1),

@@ -15,7 +15,7 @@ from tiny_pair import MAX_MODEL_LEN
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from benchmarks.pair import save_tokenizer
-from specpool.engine.cache.extents import Extents
+from specpool.engine.cache.pages import PageTables
 from specpool.engine.cache.slots import SlotTable
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
@@ -118,12 +118,11 @@ def described_as_sharded(engine: Engine) -> Engine:
 
 def forget_all(engine: Engine, slots: int) -> None:
     """Leave the engine with this many slots, all free; tests may use further slots for their own spans."""
-    old = engine.layout.extents
-    extents = Extents(len(old.origins), old.max_length, old.columns, old.multiple)
-    engine.slots, engine.layout = (
-        SlotTable(slots, extents),
-        type(engine.layout)(engine.layout.arena, extents),
-    )
+    engine.forget_all()
+    old, arena = engine.slots.tables, engine.layout.arena
+    tables = PageTables(len(old.held), old.max_length, old.columns, old.page_size)
+    tables.assign = arena.assign
+    engine.slots = SlotTable(slots, tables)
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:

@@ -125,15 +125,15 @@ async def test_usage_reports_cached_tokens(tiny_pair: tuple[Path, Path]) -> None
         history: list[tuple[int, ...]] = []
         prompt, other = make_prompt((0, 50)), make_prompt((1, 50))
         assert await cached(prompt) == [0]
-        assert await cached(prompt) == [48]  # whole blocks
+        assert await cached(prompt) == [48]  # whole pages
         assert await cached(other) == [0]
         assert await cached((*prompt[:33], *other)) == [32]
         assert await cached((*history[1], 5, 6)) == [48]  # next turn: all but the last generated token
-        assert await cached(make_prompt((2, 9)), n=3) == [0, 8, 8]  # samples of one request: all but the last token
-        assert await cached(make_prompt((2, 1)), n=2) == [0, 0]
+        assert await cached(make_prompt((2, 40)), n=3) == [0, 32, 32]
+        assert await cached(make_prompt((3, 16)), n=2) == [0, 0]  # the last token runs in any case
         info = await service.client.server_info()
-        assert info.counters.cached_tokens == 48 + 32 + 48 + 8 + 8
-        assert info.counters.prompt_tokens == 50 * 3 + 83 + 60 + 27 + 2
+        assert info.counters.cached_tokens == 48 + 32 + 48 + 32 + 32
+        assert info.counters.prompt_tokens == 50 * 3 + 83 + 60 + 120 + 32
         assert info.counters.cache_misses == 0
 
 
@@ -149,11 +149,11 @@ async def test_concurrent_requests_prefill_a_shared_prompt_once(tiny_pair: tuple
 async def test_more_samples_than_slots_share_the_prompt(tiny_pair: tuple[Path, Path], slots: int, window: int) -> None:
     async with serving_pair(*tiny_pair, worker={"max_sequences": slots}, max_num_seqs=window) as service:
         response = await service.client.generate(make_prompt((0, 100)), max_tokens=6, temperature=1.0, n=9)
-        assert [sample.usage.cached_tokens for sample in samples(response)] == [0, *[99] * 8]
+        assert [sample.usage.cached_tokens for sample in samples(response)] == [0, *[96] * 8]
 
 
 async def test_lost_prefix_is_prefilled_again(tiny_pair: tuple[Path, Path]) -> None:
-    """Another coordinator's sequences may take the slot of a cached prefix."""
+    """Another coordinator's sequences may take the pages of a cached prefix."""
     async with serving_pair(*tiny_pair, worker={"max_sequences": 2}, max_num_seqs=1) as service:
         prompt = make_prompt((0, 50))
         first = await service.client.generate(prompt, max_tokens=8)

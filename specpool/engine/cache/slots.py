@@ -1,18 +1,18 @@
 """Slots of the KV cache: which sequence holds each slot, and how much of it is valid.
 
-Pure bookkeeping without torch or a clock. A released sequence stays cached until its slot is needed, because others
-may share its prefix. A coordinator whose connections have ended is orphaned. Its sequences stay, too, in case it
-comes back.
+Pure bookkeeping without torch or a clock. The full pages of a sequence stay in the prefix cache when it ends. A
+coordinator whose connections have ended is orphaned. Its sequences stay, too, in case it comes back.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from specpool.engine.cache.extents import Extents
+from specpool.engine.cache.pages import PageTables
 from specpool.engine.cache.turns import Turns
 from specpool.engine.sampling.rules import SequenceRules
-from specpool.protocol.rounds import Continuation, ItemStatus
+from specpool.protocol.prefixes import PageDigests
+from specpool.protocol.rounds import Continuation, ItemStatus, SequenceItem
 
 SequenceKey = tuple[str, int]  # (coordinator id, sequence id)
 
@@ -22,11 +22,16 @@ IDLE_COORDINATORS = 64  # maximum number of coordinators without sequences to re
 @dataclass
 class Slot:
     index: int
-    capacity: int = 0  # positions reserved for the sequence
     num_cached_tokens: int = 0
     round_id: int = 0
     token_ids: list[int] = field(default_factory=list)
     """Tokens fed so far; only the first `num_cached_tokens` are valid."""
+    prefix_length: int = 0
+    """Tokens that the last round found in the prefix cache."""
+    digests: PageDigests | None = None
+    """Digests of full pages. None: the sequence neither uses nor leaves cached prefixes."""
+    num_digested_pages: int = 0
+    """Pages in the prefix cache: this slot's own, or equal ones."""
     sampling: SequenceRules | None = None  # how tokens are chosen; None: greedily
     next_token: int | None = None
     """The last token that the last round yielded, which is not cached yet."""
@@ -41,43 +46,106 @@ class Slot:
 class SlotTable:
     """The slots of all coordinators. A coordinator that stays silent loses its slots."""
 
-    def __init__(self, slots: int, extents: Extents | None = None) -> None:
-        """`extents`: the cache that the slots share; default: one column per slot."""
-        self.total = slots
-        self.extents = Extents(slots, max_length=1) if extents is None else extents
+    def __init__(self, slots: int, tables: PageTables | None = None) -> None:
+        """`tables`: of the pages that the slots share; default: one page of one column per slot."""
+        self.total, self.tables = slots, tables or PageTables(slots, max_length=1, columns=slots, page_size=1)
+        self.tables.pool.on_evict = self._record_eviction
         self._free = list(range(slots - 1, -1, -1))
         self._slots: dict[SequenceKey, Slot] = {}
-        self._released: OrderedDict[SequenceKey, Slot] = OrderedDict()  # least recently used first
         self._last_seen: OrderedDict[str, float] = OrderedDict()  # least recently seen first
+        self._evicted: dict[str, deque[bytes]] = {}
+        """Digests of evicted pages that each coordinator has not been told of."""
         self._orphaned: set[str] = set()
         self._turns = Turns(slots)
+        self.queries = self.hits = 0
+        """Tokens looked up in the prefix cache so far, and tokens found."""
 
     @property
     def in_use(self) -> int:
         return len(self._slots)
 
-    def realign(self, key: SequenceKey, round_id: int, base_length: int, max_length: int | None = None) -> ItemStatus:
-        """Truncate the sequence's cache to `base_length` positions, with room for `max_length`.
+    def realign(self, key: SequenceKey, round_id: int, item: SequenceItem, columns: int) -> ItemStatus:
+        """Truncate the sequence's cache to the item's `base_length`, with pages for `columns`.
 
-        A `base_length` of 0 starts the sequence anew. On any status but OK, nothing has changed, except that a sequence
-        that was to start anew has lost its slot if it needs more room than there is.
+        A `base_length` of 0 starts the sequence anew. Leading tokens of the item that the prefix cache holds become
+        part of the base: they leave the item. NO_SLOT: the sequence keeps its first `base_length` positions, or loses
+        its slot if there are none.
         """
         if self.is_stale(key, round_id):
             return ItemStatus.STALE_ROUND
-        slot = self._slots.get(key)
-        if slot is None and base_length == 0:
-            slot = self.take(key, max_length)
+        is_new, slot = item.base_length == 0, self._slots.get(key)
+        if slot is None and is_new:
+            slot = self.take(key, columns=0)
             if slot is None:
                 return ItemStatus.NO_SLOT
-        if slot is None or slot.num_cached_tokens < base_length:
+        if slot is None or slot.num_cached_tokens < item.base_length or not self._cut(slot, item):
             return ItemStatus.CACHE_MISS
-        if max_length is not None and not self.grow(key, max_length):
-            if base_length == 0:
-                self._evict(key)
-            return ItemStatus.NO_SLOT
-        slot.num_cached_tokens, slot.round_id = base_length, round_id
-        slot.next_token = slot.continued = None
-        return ItemStatus.OK
+        slot.num_cached_tokens, slot.next_token, slot.continued = item.base_length, None, None
+        status = self._extend(key, slot, item, columns)
+        if status is ItemStatus.OK:
+            slot.num_cached_tokens, slot.round_id = item.base_length, round_id
+        elif is_new:
+            self._evict(key)
+        return status
+
+    def _cut(self, slot: Slot, item: SequenceItem) -> bool:
+        """Take back the pages that the item's tokens must not overwrite. Return False if another sequence needs one."""
+        base, tables = item.base_length, self.tables
+        whole, rest = divmod(base, tables.page_size)
+        if base == 0:
+            tables.truncate(slot.index, 0)
+            slot.digests, slot.num_digested_pages, slot.own_states = None, 0, {}
+            if item.cache_namespace is not None:
+                slot.digests = PageDigests(item.cache_namespace, tables.page_size)
+        elif slot.digests is not None and slot.num_digested_pages > whole:
+            if rest and not tables.pool.uncache(tables.held[slot.index][whole]):
+                return False
+            tables.truncate(slot.index, base)
+            slot.digests.truncate(whole)
+            slot.num_digested_pages = whole
+        return True
+
+    def _extend(self, key: SequenceKey, slot: Slot, item: SequenceItem, columns: int) -> ItemStatus:
+        """Add cached pages of the item's tokens, then free pages."""
+        base, tables = item.base_length, self.tables
+        tables.truncate(slot.index, max(base, columns))
+        shared = self._share(slot, item)
+        if len(shared) * tables.page_size < item.expected_prefix_length:
+            tables.pool.drop(shared)
+            return ItemStatus.CACHE_MISS
+        if shared:
+            tables.truncate(slot.index, base)
+            tables.add(slot.index, shared)
+            slot.num_digested_pages += len(shared)
+            slot.token_ids[base:] = item.token_ids[: len(shared) * tables.page_size]
+        slot.prefix_length = len(shared) * tables.page_size
+        self.hits += slot.prefix_length
+        item.base_length, item.token_ids = base + slot.prefix_length, item.token_ids[slot.prefix_length :]
+        return ItemStatus.OK if self.grow(key, columns) else ItemStatus.NO_SLOT
+
+    def keep(self, key: SequenceKey, num_cached_tokens: int) -> None:
+        """Declare the first positions of a sequence valid. Its full pages enter the prefix cache."""
+        slot, tables = self._slots[key], self.tables
+        slot.num_cached_tokens = num_cached_tokens
+        first, count = slot.num_digested_pages, num_cached_tokens // tables.page_size
+        if slot.digests is not None and count > first:
+            digests = slot.digests.first(count, slot.token_ids)
+            for page, digest in zip(tables.held[slot.index][first:count], digests[first:], strict=True):
+                tables.pool.cache(page, digest)
+            slot.num_digested_pages = count
+
+    def _share(self, slot: Slot, item: SequenceItem) -> list[int]:
+        """Hold the cached pages of the item's leading tokens, all but the last of which they may cover."""
+        size = self.tables.page_size
+        whole, rest = divmod(item.base_length, size)
+        count = (len(item.token_ids) - 1) // size
+        if slot.digests is None or rest or not count or slot.num_digested_pages < whole:
+            return []
+        self.queries += len(item.token_ids)
+        token_ids = [*slot.token_ids[: item.base_length], *item.token_ids]
+        shared = self.tables.pool.share(slot.digests.first(whole + count, token_ids)[whole:])
+        slot.digests.truncate(whole + len(shared))  # other tokens may follow, if this round fails or rejects drafts
+        return shared
 
     def is_stale(self, key: SequenceKey, round_id: int) -> bool:
         """Whether a later round of the sequence has begun."""
@@ -94,20 +162,21 @@ class SlotTable:
             return None
         return Continuation(slot.num_cached_tokens, slot.next_token, slot.num_accepted)
 
-    def grow(self, key: SequenceKey, max_length: int, *, evicts: bool = True) -> bool:
-        """Reserve room for this many positions of a sequence with a slot. Returns False if there is too little.
+    def grow(self, key: SequenceKey, columns: int, *, evicts: bool = True) -> bool:
+        """Give a sequence with a slot pages for this many columns. Return False if there are too few.
 
-        `evicts`: whether other caches may have to yield.
+        `evicts`: whether sequences of orphaned coordinators may have to yield.
         """
-        slot, capacity = self._slots[key], self.extents.capacity_for(max_length)
-        if capacity <= slot.capacity:
-            return True
-        missing = capacity - slot.capacity
-        if missing > self.extents.free and not (evicts and self._make_room(missing, self._victims(key))):
-            return False
-        self.extents.resize(slot.index, capacity)
-        slot.capacity = capacity
+        index, victims = self._slots[key].index, self._victims(key) if evicts else []
+        while not self.tables.grow(index, columns):
+            if not victims:
+                return False
+            self._evict(victims.pop(0))
         return True
+
+    def capacity(self, slot: Slot) -> int:
+        """Columns that a slot has pages for."""
+        return len(self.tables.held[slot.index]) * self.tables.page_size
 
     def __getitem__(self, key: SequenceKey) -> Slot:
         return self._slots[key]
@@ -127,100 +196,63 @@ class SlotTable:
         elif status is ItemStatus.NO_SLOT:
             self._turns.refused(coordinator_id, now)
 
-    def take(self, key: SequenceKey, max_length: int | None = None, spared: SequenceKey | None = None) -> Slot | None:
-        """Allocate an empty slot for a sequence that has none; None if the cache is full.
-
-        Evicts released sequences first, except `spared`, then sequences of other, orphaned coordinators. The least
-        recently seen coordinator comes first.
-        """
-        needed = self.extents.capacity_for(max_length)
-        victims = self._victims(key, spared)
-        if not (self._free or victims) or not self._has_room(needed, victims):
+    def take(self, key: SequenceKey, columns: int) -> Slot | None:
+        """Allocate a slot with pages for `columns` to a sequence that has none. None if there is no room."""
+        if not self._free and (victims := self._victims(key)):
+            self._evict(victims[0])
+        if not self._free:
             return None
-        if not self._free or key in self._released:
-            self._evict(victims.pop(0))
-        self._make_room(needed, victims)
-        index = min(self._free)  # attention reads neighbouring slots without copying
-        self.extents.reserve(index, needed)
-        self._free.remove(index)
-        slot = self._slots[key] = Slot(index, needed)
+        slot = self._slots[key] = Slot(self._free.pop())
+        self.tables.truncate(slot.index, 0)
+        if not self.grow(key, columns):
+            self._evict(key)
+            return None
         return slot
 
-    def _victims(self, key: SequenceKey, spared: SequenceKey | None = None) -> list[SequenceKey]:
-        """Sequences to evict for this one, first to last."""
-        released = [released for released in self._released if released not in (key, spared)]
-        own = [key] if key in self._released else []
+    def _victims(self, key: SequenceKey) -> list[SequenceKey]:
+        """Orphaned sequences to evict for this one, first to last: the least recently seen coordinator's come first."""
         orphans = [held for held in self._slots if held[0] in self._orphaned and held[0] != key[0]]
-        return own + released + sorted(orphans, key=lambda orphan: self._last_seen[orphan[0]])
-
-    def _has_room(self, columns: int, victims: list[SequenceKey]) -> bool:
-        return self.extents.free + sum(self.extents.length(self._slot(key).index) for key in victims) >= columns
-
-    def _make_room(self, columns: int, victims: list[SequenceKey]) -> bool:
-        """Evict as many victims as needed to free this many columns. Returns False if all would not be enough."""
-        if not self._has_room(columns, victims):
-            return False
-        for victim in victims:
-            if self.extents.free >= columns:
-                break
-            self._evict(victim)
-        return True
-
-    def inherit(self, key: SequenceKey, source: SequenceKey, max_length: int | None = None) -> Slot | None:
-        """Hand a released sequence's slot and cache to another sequence; None if there is no room for `max_length`."""
-        slot, needed = self._released[source], self.extents.capacity_for(max_length)
-        victims = [victim for victim in self._victims(key) if victim != source]
-        if not self._make_room(needed - slot.capacity, victims):
-            return None
-        self.extents.resize(slot.index, needed)
-        del self._released[source]
-        if key in self._released:
-            self._evict(key)
-        cached = min(slot.num_cached_tokens, needed)
-        inherited = self._slots[key] = Slot(slot.index, needed, cached, token_ids=slot.token_ids)
-        return inherited
-
-    def drop_released(self) -> None:
-        for key in list(self._released):
-            self._evict(key)
-
-    def _slot(self, key: SequenceKey) -> Slot:
-        return self._released[key] if key in self._released else self._slots[key]
+        return sorted(orphans, key=lambda orphan: self._last_seen[orphan[0]])
 
     def _evict(self, key: SequenceKey) -> None:
-        index = (self._released if key in self._released else self._slots).pop(key).index
-        self.extents.release(index)
+        index = self._slots.pop(key).index
+        self.tables.truncate(index, 0)
         self._free.append(index)
 
     def find(self, key: SequenceKey) -> Slot | None:
-        """Return the slot of a held or released sequence, and mark a released one as recently used."""
-        if key in self._released:
-            self._released.move_to_end(key)
-            return self._released[key]
+        """Return the slot of a sequence, if it has one."""
         return self._slots.get(key)
 
     def release(self, keys: list[SequenceKey]) -> int:
-        """Release these sequences, which keep only their cached positions. Returns how many held a slot."""
+        """Release these sequences, whose full pages stay in the prefix cache. Return how many held a slot."""
         held = [key for key in dict.fromkeys(keys) if key in self._slots]
         for key in held:
-            slot = self._released[key] = self._slots.pop(key)
-            slot.capacity = min(slot.capacity, self.extents.capacity_for(slot.num_cached_tokens))
-            self.extents.resize(slot.index, slot.capacity)
+            self._evict(key)
         for owner in {key[0] for key in held}:
             self._turns.ended(owner, self._last_seen.get(owner, 0.0))
         return len(held)
 
     def release_all(self, coordinator_id: str) -> int:
-        """Release all sequences of a coordinator. Returns how many held a slot."""
+        """Release all sequences of a coordinator. Return how many held a slot."""
         return self.release([key for key in self._slots if key[0] == coordinator_id])
+
+    def take_evicted(self, coordinator_id: str, limit: int) -> list[bytes]:
+        """Return at most `limit` digests of evicted pages that the coordinator has not been told of."""
+        evicted = self._evicted.get(coordinator_id, deque())
+        return [evicted.popleft() for _ in range(min(limit, len(evicted)))]
+
+    def _record_eviction(self, digest: bytes) -> None:
+        for evicted in self._evicted.values():
+            evicted.append(digest)
 
     def renew_lease(self, coordinator_id: str, now: float) -> None:
         """Record that a coordinator is alive at `now`, in seconds on any monotonic clock."""
         self._orphaned.discard(coordinator_id)
         self._last_seen[coordinator_id] = now
         self._last_seen.move_to_end(coordinator_id)
+        self._evicted.setdefault(coordinator_id, deque(maxlen=self.tables.pool.count))
         if len(self._last_seen) > self.total + IDLE_COORDINATORS:
-            owners = {owner for owner, _ in (*self._slots, *self._released)} | {coordinator_id}
+            owners = {owner for owner, _ in self._slots} | {coordinator_id}
             self._forget(next(owner for owner in self._last_seen if owner not in owners))
 
     def orphan(self, coordinator_id: str) -> None:
@@ -229,22 +261,27 @@ class SlotTable:
             self._orphaned.add(coordinator_id)
 
     def expire(self, now: float, lease_seconds: float) -> int:
-        """Free the sequences of coordinators silent for longer than the lease; returns how many."""
+        """Free the sequences of coordinators silent for longer than the lease; return how many."""
         expired_owners = {owner for owner, seen in self._last_seen.items() if now - seen > lease_seconds}
         for owner in expired_owners:
             self._forget(owner)
-        expired = self.release([key for key in self._slots if key[0] in expired_owners])
-        for key in [key for key in self._released if key[0] in expired_owners]:
-            self._evict(key)
-        return expired
+        return self.release([key for key in self._slots if key[0] in expired_owners])
 
     def _forget(self, coordinator_id: str) -> None:
-        del self._last_seen[coordinator_id]
+        del self._last_seen[coordinator_id], self._evicted[coordinator_id]
         self._orphaned.discard(coordinator_id)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a slot is lost or held twice."""
-        held = [slot.index for slot in (*self._slots.values(), *self._released.values())]
+        """Raise AssertionError if a slot is lost or held twice, or its pages and their digests differ."""
+        held = [slot.index for slot in self._slots.values()]
         assert sorted(held + self._free) == list(range(self.total)), "slots lost or held twice"
-        assert not self._slots.keys() & self._released.keys(), "a sequence is held and released"
-        self.extents.check_integrity()
+        self.tables.check_integrity()
+        for slot in self._slots.values():
+            count = slot.num_digested_pages
+            assert slot.num_cached_tokens <= self.capacity(slot), "cached positions have no page"
+            if slot.digests is None:
+                continue
+            slot.digests.truncate(0)
+            digests = slot.digests.first(count, slot.token_ids)
+            for page, digest in zip(self.tables.held[slot.index][:count], digests, strict=True):
+                assert self.tables.pool.digest_of(page) in (None, digest), "a page is cached as another one"

@@ -1,4 +1,4 @@
-"""The new tokens of a sequence, and its location in the arena."""
+"""The new tokens of a sequence."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +10,8 @@ import torch
 class Span:
     """New tokens of one sequence, at the positions from `start` on.
 
-    The span of a branch continues the first `prefix_length` positions of the sequence, in columns that the sequence
-    does not use. It starts at position `prefix_length` or later.
+    The span of a branch continues the first `prefix_length` positions of the sequence, in logical columns that the
+    sequence does not use. It starts at position `prefix_length` or later.
     """
 
     slot: int
@@ -20,7 +20,7 @@ class Span:
     num_logits: int  # number of trailing tokens that need logits
     prefix_length: int = 0
     offset: int = 0
-    """Columns by which the positions from `prefix_length` on lie further right; 0: not a branch."""
+    """Logical columns by which the positions from `prefix_length` on lie further right. 0: no branch."""
     num_states: int = 0
     """Number of trailing tokens whose hidden states are needed."""
     states: torch.Tensor | None = None
@@ -32,6 +32,11 @@ class Span:
     def end(self) -> int:
         """Length of the sequence once these tokens are cached."""
         return self.start + len(self.token_ids)
+
+    @property
+    def columns(self) -> int:
+        """Logical columns that the sequence needs."""
+        return self.end + self.offset
 
     def piece(self, begin: int, size: int) -> "Span":
         """The span of `size` of the tokens, with their logits and states."""
@@ -51,15 +56,3 @@ class Span:
             own_states=own_states,
             num_states=max(0, end - max(begin, count - self.num_states)),
         )
-
-
-@dataclass(frozen=True)
-class Location:
-    """Location of a sequence: its extent begins at column `origin`, and position 0 is `start` columns later."""
-
-    origin: int
-    start: int = 0
-
-    @property
-    def first(self) -> int:
-        return self.origin + self.start

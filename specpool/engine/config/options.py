@@ -205,6 +205,8 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     def _check_combinations(self) -> Self:
         if self.tensor_parallel % self.nnodes:
             raise ValueError(f"tensor_parallel {self.tensor_parallel} is not a multiple of nnodes {self.nnodes}")
+        if self.kv_layout == "padded" and self.tensor_parallel > 1:
+            raise ValueError("kv_layout padded needs tensor_parallel 1")
         if self.node_rank >= self.nnodes:
             raise ValueError(f"node_rank must be below nnodes, which is {self.nnodes}")
         if (self.master_addr is None) != (self.nnodes == 1):

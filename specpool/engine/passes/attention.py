@@ -1,4 +1,4 @@
-"""Packed attention over cache slots, for any transformers model through its attention registry."""
+"""Packed attention over the KV cache, for any transformers model through its attention registry."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -72,8 +72,8 @@ def attend(
 ) -> torch.Tensor:
     """Cache the new tokens' keys and values, then attend. Return [rows, heads, dim]."""
     arena, plan = batch.arena, batch.attention
-    arena.write(layer, batch.columns, key, value)
     assert plan is not None
+    arena.write(layer, plan.columns, key, value)
     results = [_attend(call, query, arena.keys[layer], arena.values[layer], scaling) for call in plan.calls]
     return torch.cat(results)[plan.result_rows]
 

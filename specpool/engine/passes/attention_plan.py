@@ -2,56 +2,53 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.cache.spans import Location, Span
+from specpool.engine.cache.spans import Span
 from specpool.engine.numerics.tiles import Tiles, round_up
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of attention: B sequences with Q query rows each, over `kv_length` columns from their origins on.
+    """One call of attention: B sequences with Q query rows each, over `kv_length` logical columns.
 
     With tiles of one row, B counts the query rows of all sequences and Q is 1.
     """
 
-    origins: tuple[int, ...]  # the first attended column of each sequence
     kv_length: int
-    gathered: torch.Tensor | None  # [B * kv_length] attended columns; None if the origins are evenly spaced
+    columns: torch.Tensor  # [sequences * kv_length] columns of the cache that hold the logical columns
     query_index: torch.Tensor  # [B, Q] packed index of each query row; padding repeats the sequence's first
     mask: torch.Tensor | None  # [B or 1, 1, groups * Q, kv_length] True where visible; None: everywhere
 
     def attended(self, cache: torch.Tensor) -> torch.Tensor:
-        """The attended [B, kv_heads, kv_length, dim] of keys or values [kv_heads, columns, dim]: a view if possible."""
-        kv_heads, columns, dim = cache.shape
-        count = len(self.origins)
-        if self.gathered is not None:
-            return cache[:, self.gathered].view(kv_heads, count, self.kv_length, dim).transpose(0, 1)
-        stride = self.origins[1] - self.origins[0] if count > 1 else 0
-        shape, strides = (count, kv_heads, self.kv_length, dim), (stride * dim, columns * dim, dim, 1)
-        view = cache.as_strided(shape, strides, cache.storage_offset() + self.origins[0] * dim)
-        return view.expand(len(self.query_index), -1, -1, -1)
+        """The attended [B, kv_heads, kv_length, dim] of keys or values [kv_heads, columns, dim]."""
+        kv_heads, _, dim = cache.shape
+        gathered = cache[:, self.columns].view(kv_heads, -1, self.kv_length, dim).transpose(0, 1)
+        return gathered.expand(len(self.query_index), -1, -1, -1)
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
     """The calls of one forward pass."""
 
+    columns: torch.Tensor  # [rows] column of the cache for each row
     calls: tuple[AttentionCall, ...]
     result_rows: torch.Tensor  # [rows] index of each row's result in the concatenated B * Q results of all calls
 
 
 @dataclass(frozen=True)
 class _PackedSpan:
-    """A span with the packed index of its first token, and the location of its sequence."""
+    """A span with the packed index of its first token."""
 
     span: Span
     first: int
-    origin: int
-    start: int
+
+    @property
+    def start(self) -> int:
+        """Logical column of the sequence's first position."""
+        return self.span.offset
 
     @property
     def count(self) -> int:
@@ -66,77 +63,64 @@ class _PackedSpan:
 
 @dataclass(frozen=True)
 class _Run:
-    """Spans that share a call: short ones at evenly spaced origins, or one long span."""
+    """Spans that share a call: short ones, or one long span."""
 
     members: tuple[_PackedSpan, ...]
     tiles: Tiles
 
     @property
     def left(self) -> int:
-        """Columns before every member's first position, which the call skips."""
+        """Logical columns before every member's first position, which the call skips."""
         return min(member.start for member in self.members)
 
     @property
     def kv_length(self) -> int:
-        """Columns that the call attends per sequence, as the longest one needs."""
-        return round_up(max(member.start + member.span.end for member in self.members) - self.left, self.tiles.kv)
-
-    @property
-    def end(self) -> int:
-        """The column after the last attended one."""
-        return max(member.origin for member in self.members) + self.left + self.kv_length
+        """Logical columns that the call attends per sequence, as the longest one needs."""
+        return round_up(max(member.span.columns for member in self.members) - self.left, self.tiles.kv)
 
     @property
     def query_rows(self) -> int:
         """Query rows of each sequence."""
         return round_up(max(member.count for member in self.members), self.tiles.query)
 
-    def admits(self, member: _PackedSpan, gather: bool, columns: int) -> bool:
+    def admits(self, member: _PackedSpan) -> bool:
         """Whether a further span can share this call.
 
         On exact tiles, results depend on where a sequence starts within the attended columns, so starts must be equal.
-        No member may attend beyond the end of the cache.
         """
-        first, last = self.members[0], self.members[-1]
-        short = 1 if self.tiles.by_row else max(self.tiles.query, 16)
-        evenly_spaced = (
-            gather or len(self.members) == 1 or (member.origin - last.origin == self.members[1].origin - first.origin)
-        )
-        return (
-            evenly_spaced
-            and (not self.tiles.exact or last.start == member.start)
-            and max(last.count, member.count) <= short
-            and _Run((*self.members, member), self.tiles).end <= columns
-        )
+        last, short = self.members[-1], 1 if self.tiles.by_row else max(self.tiles.query, 16)
+        same_start = not self.tiles.exact or last.start == member.start
+        return same_start and max(last.count, member.count) <= short
 
 
-def plan_attention(
-    spans: Sequence[Span], locations: Sequence[Location], arena: KVArena, tiles: Tiles, query_groups: int, gather: bool
-) -> AttentionPlan:
-    """Plan the calls for spans that are packed in this order.
+def plan_attention(spans: Sequence[Span], arena: KVArena, tiles: Tiles, query_groups: int) -> AttentionPlan:
+    """Plan the calls for spans that are packed in this order. Without branches, an offset is the sequence's start.
 
-    `locations`: one per span. `query_groups`: query heads per KV head, folded into the query rows. `gather`: copy
-    sequences from arbitrary locations into one call, instead of one call without a copy per evenly spaced series.
+    `query_groups`: query heads per KV head, folded into the query rows.
     """
     packed: list[_PackedSpan] = []
     tokens = 0
-    for span, location in zip(spans, locations, strict=True):
-        packed.append(_PackedSpan(span, tokens, location.origin, location.start))
+    for span in spans:
+        packed.append(_PackedSpan(span, tokens))
         tokens += len(span.token_ids)
-    runs = _runs(packed, tiles, gather, arena.columns)
+    runs = _runs(packed, tiles)
     result_rows = _result_rows(runs, tokens)
     padding = tiles.rows(tokens) - tokens
+    columns = list[int]()
+    for span in spans:
+        columns += arena.columns_of(span.slot, span.start + span.offset, len(span.token_ids))
     return AttentionPlan(
+        columns=torch.tensor(columns + columns[:1] * padding, device=arena.device),
         calls=tuple(_attention_call(run, query_groups, arena) for run in runs),
         result_rows=torch.tensor(result_rows + result_rows[:1] * padding, device=arena.device),
     )
 
 
-def _runs(packed: Sequence[_PackedSpan], tiles: Tiles, gather: bool, columns: int) -> list[_Run]:
-    """Group spans greedily, in the order of their locations."""
+def _runs(packed: Sequence[_PackedSpan], tiles: Tiles) -> list[_Run]:
+    """Group spans greedily."""
     runs: list[_Run] = []
-    for member in sorted(packed, key=lambda member: (member.start if tiles.exact else 0, member.origin)):
-        if runs and runs[-1].admits(member, gather, columns):
+    for member in sorted(packed, key=lambda member: (member.start if tiles.exact else 0, member.count)):
+        if runs and runs[-1].admits(member):
             runs[-1] = _Run((*runs[-1].members, member), tiles)
         else:
             runs.append(_Run((member,), tiles))
@@ -156,18 +140,14 @@ def _result_rows(runs: list[_Run], tokens: int) -> list[int]:
 
 
 def _attention_call(run: _Run, query_groups: int, arena: KVArena) -> AttentionCall:
-    assert run.end <= arena.columns, "a tile of attention reaches beyond the cache"
     device, query_rows, kv_length = arena.device, run.query_rows, run.kv_length
     query_index = [[*member.packed_rows, *[member.first] * (query_rows - member.count)] for member in run.members]
     if run.tiles.by_row:
         query_index = [[row] for rows in query_index for row in rows]
-    origins = tuple(member.origin + run.left for member in run.members)
-    distances = {after - before for before, after in pairwise(origins)}
-    columns = [column for origin in origins for column in range(origin, origin + kv_length)]
+    columns = [column for each in run.members for column in arena.columns_of(each.span.slot, run.left, kv_length)]
     return AttentionCall(
-        origins=origins,
         kv_length=kv_length,
-        gathered=torch.tensor(columns, device=device) if len(distances) > 1 else None,
+        columns=torch.tensor(columns, device=device),
         query_index=torch.tensor(query_index, device=device),
         mask=_mask(run, query_groups, device),
     )

@@ -149,7 +149,7 @@ class Branch:
     key: SequenceKey
     prefix_length: int
     offset: int
-    """Columns by which the branch lies to the right of the sequence's own positions."""
+    """Logical columns by which the branch lies to the right of the sequence's own positions."""
     token_ids: Sequence[int]
     """All tokens of the branch so far."""
     num_cached_tokens: int = 0
@@ -161,11 +161,9 @@ class Branch:
         """The span of the tokens that are not cached yet. `slot`: of the sequence."""
         start, token_ids = self.prefix_length + self.num_cached_tokens, self.token_ids[self.num_cached_tokens :]
         own_states = {0: slot.own_states[start]} if start in slot.own_states else None
-        span = Span(
+        return Span(
             slot.index, start, token_ids, self.num_logits, self.prefix_length, self.offset, own_states=own_states
         )
-        assert span.end + span.offset <= slot.capacity, "a branch leaves the extent of its sequence"
-        return span
 
     def rows(self, slot: Slot) -> SequenceRows:
         """The rows of logits after the last tokens. `slot`: of the sequence."""

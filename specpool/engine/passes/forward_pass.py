@@ -31,14 +31,13 @@ class DraftLoop(Protocol):
         self,
         logits: torch.Tensor,
         rounds: Sequence[DraftRound],
-        columns: Sequence[int],
         own_states: torch.Tensor | None = None,
     ) -> tuple[int, int]:
         """Extend the drafts of all rounds until each round has enough.
 
-        Every draft requests draft tokens. `logits`: after the spans [n, rows of the head]. `columns`: of the tokens
-        after the spans. `own_states`: of the last rows of the spans [n, hidden], if the pass reads states. Return the
-        numbers of passes and tokens run.
+        Every draft requests draft tokens, and its slot has pages for them. `logits`: after the spans [n, rows of the
+        head]. `own_states`: of the last rows of the spans [n, hidden], if the pass reads states. Return the numbers of
+        passes and tokens run.
         """
 
 

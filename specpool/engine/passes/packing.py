@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.cache.spans import Location, Span
+from specpool.engine.cache.spans import Span
 from specpool.engine.passes.attention_plan import AttentionPlan
 
 # Order of the arrays in `PackedBatch.numbers`: one number per row, then one per tile of attention.
-INPUT_IDS, POSITIONS, COLUMNS, PREFIX_LENGTHS, OFFSETS = range(5)
+INPUT_IDS, POSITIONS, SLOTS, PREFIX_LENGTHS, OFFSETS = range(5)
 TILE_BEGINS, TILE_SIZES = range(2)
 NUMBERS_PER_ROW = OFFSETS + 1
 
@@ -52,7 +52,7 @@ class PackedBatch:
         """A batch without tokens, whose padding is neither cached nor attended."""
         rows, tiles, logits = shape
         numbers = torch.zeros(NUMBERS_PER_ROW * rows + 2 * tiles + logits, dtype=torch.int64, device=arena.device)
-        numbers[COLUMNS * rows : (COLUMNS + 1) * rows] = -1
+        numbers[SLOTS * rows : (SLOTS + 1) * rows] = -1
         return cls(arena, 0, rows, tiles, max_length, 0, numbers)
 
     def record_states(self, num_layers: int, hidden: torch.Tensor) -> None:
@@ -76,9 +76,9 @@ class PackedBatch:
         return self._of_rows(POSITIONS)
 
     @property
-    def columns(self) -> torch.Tensor:
-        """Arena column that caches each row, [rows]; -1: the row is not cached."""
-        return self._of_rows(COLUMNS)
+    def slots(self) -> torch.Tensor:
+        """Slot of each row's sequence, [rows]; -1: the row is padding, neither cached nor attended."""
+        return self._of_rows(SLOTS)
 
     @property
     def prefix_lengths(self) -> torch.Tensor:
@@ -87,7 +87,7 @@ class PackedBatch:
 
     @property
     def offsets(self) -> torch.Tensor:
-        """Columns by which later positions lie further right, [rows]; 0: the row is not part of a branch."""
+        """Logical columns by which later positions lie further right, [rows]; 0: the row is not part of a branch."""
         return self._of_rows(OFFSETS)
 
     @property
@@ -122,13 +122,12 @@ class PackedBatch:
 
 def pack(
     spans: Sequence[Span],
-    locations: Sequence[Location],
     arena: KVArena,
     padded: Callable[[Shape], Shape],
     rows_per_tile: int = 1,
     repeats: bool = True,
 ) -> PackedBatch:
-    """Concatenate the spans in order. `locations`: one per span.
+    """Concatenate the spans in order.
 
     `padded`: the padded shape of a pass that needs this one. `rows_per_tile`: maximum rows of a tile of attention.
     `repeats`: padding repeats the first token, for passes that plan attention; otherwise it is neither cached nor
@@ -136,28 +135,27 @@ def pack(
     """
     input_ids: list[int] = []
     positions: list[int] = []
-    columns: list[int] = []
+    slots: list[int] = []
     begins: list[int] = []
     sizes: list[int] = []
     logit_rows: list[int] = []
     # Lists, because array operations take several times as long for a few rows.
-    for span, location in zip(spans, locations, strict=True):
+    for span in spans:
         first, count = len(input_ids), len(span.token_ids)
         input_ids += span.token_ids
         positions += range(span.start, span.end)
-        column = location.first + span.offset
-        columns += range(column + span.start, column + span.end)
+        slots += [span.slot] * count
         begins += range(first, first + count, rows_per_tile)
         sizes += [rows_per_tile] * (count // rows_per_tile) + [count % rows_per_tile] * (count % rows_per_tile > 0)
         logit_rows += range(first + count - span.num_logits, first + count)
     tokens, num_logits = len(input_ids), len(logit_rows)
     rows, tiles, logits = padded(Shape(tokens, len(begins), num_logits))
-    for numbers, padding in ((input_ids, 0), (positions, 0), (columns, -1)):
+    for numbers, padding in ((input_ids, 0), (positions, 0), (slots, -1)):
         numbers.extend([numbers[0] if repeats else padding] * (rows - tokens))
     for numbers in (begins, sizes):
         numbers.extend([0] * (tiles - len(numbers)))
     logit_rows += (logit_rows[:1] or [0]) * (logits - num_logits)
-    of_rows = array("q", input_ids + positions + columns) + _branches(spans, rows)
+    of_rows = array("q", input_ids + positions + slots) + _branches(spans, rows)
     packed = torch.frombuffer(of_rows + array("q", begins + sizes + logit_rows), dtype=torch.int64)
     if arena.device.type == "cuda":
         packed = packed.pin_memory()

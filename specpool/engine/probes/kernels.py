@@ -8,8 +8,9 @@ from contextlib import suppress
 
 import torch
 
+from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.gpu import attention
-from specpool.engine.passes.gpu.attention import attend_extents, num_splits
+from specpool.engine.passes.gpu.attention import attend_pages, num_splits
 from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, Gemm, GemmBackend, cublas_rows_of
 from specpool.engine.passes.gpu.graphs import Capture
 from specpool.engine.passes.gpu.model import GpuModel
@@ -148,34 +149,34 @@ def _synchronize(device: torch.device) -> None:
 
 
 @torch.inference_mode()
-def attention_agrees(cache: torch.Tensor, query_groups: int, max_length: int) -> bool:
-    """Whether attention kernels give a row the same bits alone, beside others, and in every tile and split.
+def attention_agrees(arena: KVArena, query_groups: int, max_length: int) -> bool:
+    """Whether attention kernels give a row the same bits alone, beside others, and in every tile, split and page.
 
-    `cache`: keys or values of a layer, [kv_heads, columns, dim], left unchanged. `query_groups`: query heads per KV
-    head. `max_length`: maximum positions of a sequence.
+    `arena`: the cache to imitate, left unchanged. `query_groups`: query heads per KV head. `max_length`: maximum
+    positions of a sequence.
     """
+    cache = arena.keys[0]
     numbers, (kv_heads, _, dim) = ProbeInputs(cache), cache.shape
     borders = [border + step for border in (attention.SPLIT, 2 * attention.SPLIT) for step in (-1, 0, 1)]
     positions = sorted({min(position, max_length - 1) for position in (*POSITIONS, *borders)})
-    keys, values = numbers.normal(2, kv_heads, positions[-1] + 1, dim)
+    probed, columns = _two_copies(arena, numbers, positions[-1] + 1)
+    probed.keys[0][:, columns] = numbers.normal(kv_heads, 1, positions[-1] + 1, dim)
     tile, splits = attention.rows_per_tile(cache.dtype, query_groups), num_splits(positions[-1] + 1)
     busy = -(-attention.BUSY_PROGRAMS // kv_heads)  # tiles from which one program handles all splits
 
-    def attend(row: torch.Tensor, position: int, tiles: Sequence[range], splits: int) -> torch.Tensor:
-        """The result of `row` at a position of the cache, in a batch of tiles. A tile is its rows' positions."""
+    def attend(row: torch.Tensor, position: int, tiles: Sequence[range], splits: int, slot: int = 0) -> torch.Tensor:
+        """The result of `row` at a position of a copy, in a batch of tiles. A tile is its rows' positions."""
         row_positions = [each for tile in tiles for each in tile]
         sizes = [len(tile) for tile in tiles]
         begins = [sum(sizes[:index]) for index in range(len(sizes))]
         query = numbers.normal(len(row_positions), query_groups * kv_heads, dim)
-        probed = len(row_positions) - 1 - row_positions[::-1].index(position)
-        query[probed] = row
+        index = len(row_positions) - 1 - row_positions[::-1].index(position)
+        query[index] = row
         tiled = [torch.tensor(numbers, device=cache.device) for numbers in (begins, sizes, row_positions)]
-        tile_begins, tile_sizes, columns = tiled
-        no_branch = torch.zeros_like(columns)
-        attended = attend_extents(
-            query, keys, values, tile_begins, tile_sizes, columns, columns, no_branch, no_branch, dim**-0.5, splits
-        )
-        return attended[probed]
+        no_branch = torch.zeros_like(tiled[-1])
+        slots = torch.full_like(no_branch, slot)
+        attended = attend_pages(query, probed, 0, *tiled, slots, no_branch, no_branch, dim**-0.5, splits)
+        return attended[index]
 
     def agrees(row: torch.Tensor, position: int) -> bool:
         alone = range(position, position + 1)
@@ -184,13 +185,28 @@ def attention_agrees(cache: torch.Tensor, query_groups: int, max_length: int) ->
         others = [range(other, other + 1) for other in positions]
         reference = attend(row, position, [alone], num_splits(position + 1))
         tilings = ([alone], [last], [first], [*others, last], [alone] * busy, [*[alone] * busy, first])
-        return all(torch.equal(attend(row, position, tiles, splits), reference) for tiles in tilings)
+        return all(torch.equal(attend(row, position, tiles, splits, slot=1), reference) for tiles in tilings)
 
     for position in positions:
         seen = position + 1
-        values[:, :seen] = numbers.cancelling(seen, kv_heads, dim)[numbers.order(seen)].transpose(0, 1)
+        cancelling = numbers.cancelling(seen, kv_heads, dim)[numbers.order(seen)].transpose(0, 1)
+        probed.values[0][:, columns[:, :seen]] = cancelling[:, None]
         ordinary = numbers.normal(query_groups * kv_heads, dim)
         uniform = torch.zeros_like(ordinary)  # weighs all positions equally, so values cancel
         if not agrees(uniform, position) or not agrees(ordinary, position):
             return False
     return True
+
+
+def _two_copies(arena: KVArena, numbers: ProbeInputs, length: int) -> tuple[KVArena, torch.Tensor]:
+    """An arena of one layer with two sequences, on pages in order and in disorder. Also return their columns [2, n]."""
+    (kv_heads, _, dim), size = arena.keys[0].shape, arena.page_size
+    pages = -(-length // size)
+    copies = KVArena(
+        1, kv_heads, 2 * pages * size, dim, arena.keys[0].dtype, arena.device, tables=(2, pages), page_size=size
+    )
+    copies.assign(0, 0, range(pages))
+    copies.assign(1, 0, [pages + page for page in numbers.order(pages).tolist()])
+    copies.flush()
+    columns = torch.tensor([copies.columns_of(slot, 0, length) for slot in range(2)], device=arena.device)
+    return copies, columns

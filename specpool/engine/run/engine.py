@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from specpool.engine.cache.memory import Footprint
-from specpool.engine.cache.spans import Location, Span
+from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.config import explain_max_model_len
 from specpool.engine.models.facts import ModelFacts
@@ -81,7 +81,7 @@ class Engine:
             for report in leader.reports:
                 self._weight_kinds.update(report.weight_kinds)
         self._draft_loop: DraftLoop | None = None
-        if not self.layout.spare_columns:  # sequences stay in place
+        if not self.layout.is_padded:
             self._draft_loop = forward_pass.draft_loop(self.layout.arena, self.head)
         self.realign_ns = 0
         """Nanoseconds spent on realignment so far."""
@@ -163,7 +163,7 @@ class Engine:
     @property
     def supports_branches(self) -> bool:
         """Whether spans may be branches of their sequences."""
-        return self.forward_pass.supports_branches and not self.layout.spare_columns  # sequences stay in place
+        return self.forward_pass.supports_branches and not self.layout.is_padded
 
     @property
     def passes(self) -> int:
@@ -184,20 +184,20 @@ class Engine:
         The host waits for the device once. The last token of a draft is not cached.
         """
         assert self._draft_loop is not None
+        for each in drafts_of(rounds):
+            self._grow(each.span, max(0, each.num_draft_tokens - 1))
         logits = self.forward([draft.span for draft in drafts_of(rounds)])
         rounds = [replace(each, drafts=[draft for draft in each.drafts if draft.num_draft_tokens]) for each in rounds]
         if not len(logits):
             return
-        spans = [draft.span for draft in drafts_of(rounds)]
-        columns = [self.layout.origin(span.slot) + span.end + span.offset for span in spans]
-        passes, tokens = self._draft_loop(logits, rounds, columns, self.own_states)
+        passes, tokens = self._draft_loop(logits, rounds, self.own_states)
         self._passes += passes
         self.tokens += tokens
 
     @property
     def load(self) -> CacheLoad:
         """How full the cache is."""
-        return CacheLoad(slots_in_use=self.slots.in_use, kv_positions_free=self.slots.extents.free)
+        return CacheLoad(slots_in_use=self.slots.in_use, kv_positions_free=self.slots.tables.free)
 
     def info(self) -> WorkerInfo:
         """Description of the model and how full its cache is."""
@@ -218,8 +218,8 @@ class Engine:
             slots_total=self.slots.total,
             kv_bytes_per_token=per_token,
             kv_bytes_total=per_token * self.layout.arena.columns,
-            kv_positions_total=self.slots.extents.columns,
-            kv_positions_multiple=self.slots.extents.multiple,
+            kv_positions_total=self.slots.tables.columns,
+            kv_positions_multiple=self.slots.tables.page_size,
             kv_layout=self.kv_layout,
             weight_bytes=sum(rank.weight_bytes for rank in self._ranks) or self.footprint.weights,
             activation_bytes=sum(rank.activation_bytes for rank in self._ranks) or self.footprint.activations,
@@ -242,6 +242,14 @@ class Engine:
             **self.load._asdict(),
         )
 
+    def forget_all(self) -> None:
+        """Empty the cache, which no sequence may use. On a CPU, it takes no memory until it is used again."""
+        tables = self.slots.tables
+        for slot in range(self.slots.total):
+            tables.truncate(slot, 0)
+        tables.pool.clear()
+        self.layout.arena.clear()
+
     def close(self) -> None:
         """End the other ranks of a sharded model. The engine cannot be used afterwards."""
         if self.leader is not None:
@@ -257,7 +265,7 @@ class Engine:
         self.realign_ns += time.perf_counter_ns() - began
 
     def _synchronize(self) -> None:
-        if self.facts.device.type == "cuda" and self.layout.spare_columns:  # the other layout rarely moves columns
+        if self.facts.device.type == "cuda" and self.layout.is_padded:  # the other layout moves nothing
             torch.cuda.synchronize(self.facts.device)
 
     def _pass(
@@ -266,18 +274,24 @@ class Engine:
         """Run spans that fit in one forward pass. `own_states`: gets those of a feature draft."""
         assert self.supports_branches or not any(span.offset for span in spans), "this engine has no branches"
         with self.realigning():
-            starts = self.layout.align(spans)
-        locations = [Location(self.layout.origin(span.slot), start) for span, start in zip(spans, starts, strict=True)]
+            spans = self.layout.align(spans)
+            for span in spans:
+                self._grow(span)
         began = time.perf_counter()
         if self.leader is None:
-            result = self.runner.run(spans, locations, state_layers, own_states)
+            result = self.runner.run(spans, state_layers, own_states)
         else:
-            result = self.leader.run(self.runner, spans, locations, state_layers)
+            result = self.leader.run(self.runner, spans, state_layers)
         rows = sum(len(span.token_ids) for span in spans)
         self._passes += 1
         self.tokens += rows
         self._watch_contention(spans, rows, time.perf_counter() - began)
         return result
+
+    def _grow(self, span: Span, following: int = 0) -> None:
+        """Make sure that a slot has pages for a span and the tokens after it. Sequences have them since `realign`."""
+        if not self.slots.tables.grow(span.slot, span.columns + following):
+            raise RuntimeError(f"slot {span.slot} needs {span.columns + following} columns, and the KV cache is full")
 
     def _watch_contention(self, spans: Sequence[Span], rows: int, seconds: float) -> None:
         if self.contention is None:

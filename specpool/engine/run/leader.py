@@ -11,7 +11,7 @@ import torch
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.memory import Footprint
-from specpool.engine.cache.spans import Location, Span
+from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.numerics.tiles import Tiles
@@ -93,10 +93,11 @@ class Leader:
         self.reports = self._receive(Report)
 
     def begin(self, arena: KVArena, tiles: Tiles) -> None:
-        """Let all other ranks serve, with as many cache columns as this one."""
+        """Let all other ranks serve, with the pages of this one."""
+        slots, pages = arena.tables.shape
         for link in self._links:
-            send(link, Begin(columns=arena.columns, tiles=tiles))
-        arena.before_move = lambda *columns: self._tell(encode(Command.MOVE, *columns))
+            send(link, Begin(columns=arena.columns, tables=(slots, pages), page_size=arena.page_size, tiles=tiles))
+        arena.on_assign = lambda slot, first, pages: self._tell(encode(Command.ASSIGN, slot, first, *pages))
 
     def memory(self, device: str, footprint: Footprint) -> tuple[RankMemory, ...]:
         """The memory of all ranks. `device` and `footprint` describe rank 0."""
@@ -107,13 +108,11 @@ class Leader:
         )
         return RankMemory(device, footprint.weights, footprint.kv, footprint.activations), *others
 
-    def run(
-        self, runner: PassRunner, spans: Sequence[Span], locations: Sequence[Location], state_layers: tuple[int, ...]
-    ) -> PassResult:
+    def run(self, runner: PassRunner, spans: Sequence[Span], state_layers: tuple[int, ...]) -> PassResult:
         """Run `PassRunner.run` on all ranks. A failure ends the process: the other ranks are in mid-pass."""
-        self._tell(encode_run(spans, locations, state_layers))
+        self._tell(encode_run(spans, state_layers))
         try:
-            return runner.run(spans, locations, state_layers)
+            return runner.run(spans, state_layers)
         except EOFError as error:
             end_process(str(error))
         except Exception:

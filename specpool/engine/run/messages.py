@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 from pydantic import BaseModel
 
-from specpool.engine.cache.spans import Location, Span
+from specpool.engine.cache.spans import Span
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.sharding.links import Link
 from specpool.engine.sharding.shares import Sums
@@ -57,6 +57,9 @@ class Begin(BaseModel):
 
     columns: int
     """Columns of the KV cache."""
+    tables: tuple[int, int]
+    """Shape of the tables of pages."""
+    page_size: int
     tiles: Tiles
 
 
@@ -71,8 +74,8 @@ class Command(IntEnum):
 
     RUN = auto()
     """Run a pass: `encode_run`."""
-    MOVE = auto()
-    """Move columns of the cache: the arguments of `KVArena.move`."""
+    ASSIGN = auto()
+    """Assign pages to a sequence: its slot, the number of an entry of its table, and the pages from there on."""
     CAPTURE = auto()
     """Capture passes as CUDA graphs: the arguments of `PassRunner.capture_graphs`."""
     PROBE = auto()
@@ -104,30 +107,30 @@ def decode(message: bytes) -> tuple[Command, list[int]]:
     return Command(command), arguments
 
 
-def encode_run(spans: Sequence[Span], locations: Sequence[Location], state_layers: Sequence[int] = ()) -> bytes:
-    """The command to run a pass: number of state layers, these layers, number of spans, nine integers per span, and
+def encode_run(spans: Sequence[Span], state_layers: Sequence[int] = ()) -> bytes:
+    """The command to run a pass: number of state layers, these layers, number of spans, seven integers per span, and
     all tokens."""
     headers = (
         (
             span.slot, span.start, len(span.token_ids), span.num_logits, span.prefix_length, span.offset,
-            span.num_states, location.origin, location.start,
+            span.num_states,
         )
-        for span, location in zip(spans, locations, strict=True)
+        for span in spans
     )  # fmt: skip
     tokens = chain.from_iterable(span.token_ids for span in spans)
     return encode(Command.RUN, len(state_layers), *state_layers, len(spans), *chain.from_iterable(headers), *tokens)
 
 
-def decode_run(arguments: list[int]) -> tuple[list[Span], list[Location], tuple[int, ...]]:
-    """The spans of a pass, where their sequences lie, and the state layers."""
+def decode_run(arguments: list[int]) -> tuple[list[Span], tuple[int, ...]]:
+    """The spans of a pass, and the state layers."""
     first = 1 + arguments[0]
     state_layers, count, rest = tuple(arguments[1:first]), arguments[first], arguments[first + 1 :]
-    headers = [rest[9 * i : 9 * i + 9] for i in range(count)]
-    ends = accumulate((tokens for _, _, tokens, *_ in headers), initial=9 * count)
+    headers = [rest[7 * i : 7 * i + 7] for i in range(count)]
+    ends = accumulate((tokens for _, _, tokens, *_ in headers), initial=7 * count)
     spans = [
         Span(slot, start, rest[begin:end], num_logits, prefix_length, offset, num_states)
-        for (slot, start, _, num_logits, prefix_length, offset, num_states, *_), (begin, end) in zip(
+        for (slot, start, _, num_logits, prefix_length, offset, num_states), (begin, end) in zip(
             headers, pairwise(ends), strict=True
         )
     ]
-    return spans, [Location(origin, start) for *_, origin, start in headers], state_layers
+    return spans, state_layers

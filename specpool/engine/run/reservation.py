@@ -1,13 +1,13 @@
 """Reserves the KV cache of an engine within its memory limit."""
 
 import logging
+import math
 from dataclasses import dataclass, replace
 
 import torch
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.cache.extents import Extents
-from specpool.engine.cache.layout import LAYOUTS, KVLayout
+from specpool.engine.cache.layout import LAYOUTS, PAGE_SIZE, KVLayout
 from specpool.engine.cache.memory import (
     Footprint,
     KVLimit,
@@ -16,6 +16,7 @@ from specpool.engine.cache.memory import (
     process_memory,
     weight_bytes,
 )
+from specpool.engine.cache.pages import PageTables
 from specpool.engine.cache.slots import SlotTable
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line
@@ -76,27 +77,37 @@ def reserve_cache(
     if options.memory_limit is not None and grammar_bytes and facts.device.type == "cpu":
         others = replace(others, grammars=grammar_bytes + facts.vocab_size * GRAMMAR_BYTES_PER_TOKEN)
     limit = replace(kv_limit(options, others, facts.device), other_ranks=other_ranks)
-    spare = tiles.kv if layout.spare_columns else 0
+    spare = tiles.kv if layout.is_padded else 0
     length = facts.max_model_len
     if options.max_model_len is None:
         length = _affordable_length(length, limit.kv_bytes // per_token // tiles.kv * tiles.kv - spare)
     # Attended columns are a multiple of the tile, counted from the sequence's start.
-    longest = round_up(length, tiles.kv) + spare
-    multiple = longest if layout.spare_columns else tiles.kv
-    expected = None if layout.spare_columns else options.expected_positions(facts.device.type)
-    sequence = longest if expected is None else min(longest, round_up(expected, tiles.kv))
-    columns = _affordable_columns(longest, multiple, sequence, per_token, options, limit)
+    longest = round_up(length, math.lcm(tiles.kv, PAGE_SIZE)) + spare
+    page_size = longest if layout.is_padded else PAGE_SIZE
+    expected = None if layout.is_padded else options.expected_positions(facts.device.type)
+    sequence = longest if expected is None else min(longest, round_up(expected, PAGE_SIZE))
+    columns = _affordable_columns(longest, page_size, sequence, per_token, options, limit)
     footprint = replace(limit.included or others, kv=columns * per_token)
     log.info("memory: %s", footprint)
     try:
-        arena = KVArena(facts.layers, facts.kv_heads, columns, facts.head_dim, dtype, facts.device)
+        arena = KVArena(
+            facts.layers,
+            facts.kv_heads,
+            columns,
+            facts.head_dim,
+            dtype,
+            facts.device,
+            (options.max_sequences, longest // page_size),
+            page_size,
+        )
     except (RuntimeError, MemoryError) as error:
         raise UnsupportedModelError(
             f"a KV cache of {columns * per_token:,} bytes cannot be allocated: {first_line(error)}"
         ) from error
-    extents = Extents(options.max_sequences, longest, columns, multiple)
-    slots = SlotTable(options.max_sequences, extents)
-    return ReservedCache(slots, layout(arena, extents), footprint, length, grammar_bytes)
+    tables = PageTables(options.max_sequences, longest, columns, page_size)
+    tables.assign = arena.assign
+    slots = SlotTable(options.max_sequences, tables)
+    return ReservedCache(slots, layout(arena), footprint, length, grammar_bytes)
 
 
 def _affordable_length(length: int, columns: int) -> int:
@@ -105,7 +116,7 @@ def _affordable_length(length: int, columns: int) -> int:
 
 
 def _affordable_columns(
-    longest: int, multiple: int, sequence: int, per_token: int, options: EngineOptions, limit: KVLimit
+    longest: int, page_size: int, sequence: int, per_token: int, options: EngineOptions, limit: KVLimit
 ) -> int:
     """Columns of the cache: at most enough for `max_sequences` sequences of full length, within the limit.
 
@@ -113,7 +124,7 @@ def _affordable_columns(
     """
     enough = max(longest, options.max_sequences * sequence)
     full = options.max_sequences * longest if options.memory_limits else enough
-    columns = min(full, limit.kv_bytes // per_token // multiple * multiple)
+    columns = min(full, limit.kv_bytes // per_token // page_size * page_size)
     if columns < longest:
         raise UnsupportedModelError(
             f"{limit} is too small for a sequence of {longest} positions ({longest * per_token:,} bytes): "

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.cache.spans import Location, Span
+from specpool.engine.cache.spans import Span
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.attention_plan import plan_attention
 from specpool.engine.passes.features import fill_states
@@ -36,23 +36,20 @@ class PassRunner:
     def run(
         self,
         spans: Sequence[Span],
-        locations: Sequence[Location],
         state_layers: tuple[int, ...] = (),
         own_states: list[torch.Tensor] | None = None,
     ) -> PassResult:
         """Cache the new tokens of spans that fit in one pass.
 
-        `locations`: where each span's sequence lies in the arena. `state_layers`: numbers of layers after which to
-        return the hidden states of the spans' last `num_states` tokens. `own_states`: gets the states [R, hidden] of a
-        feature draft for the rows of the logits.
+        `state_layers`: numbers of layers after which to return the hidden states of the spans' last `num_states`
+        tokens. `own_states`: gets the states [R, hidden] of a feature draft for the rows of the logits.
         """
         arena, forward_pass = self.arena, self.forward_pass
+        arena.flush()
         planned = forward_pass.plans_attention
-        batch = pack(spans, locations, arena, self._padded, forward_pass.rows_per_tile, repeats=planned)
+        batch = pack(spans, arena, self._padded, forward_pass.rows_per_tile, repeats=planned)
         if planned:
-            gather = arena.device.type != "cpu"
-            plan = plan_attention(spans, locations, arena, self._tiles, self._query_groups, gather)
-            batch = replace(batch, attention=plan)
+            batch = replace(batch, attention=plan_attention(spans, arena, self._tiles, self._query_groups))
         if forward_pass.state_size:
             batch = self._with_states(batch, spans)
         if state_layers and any(span.num_states for span in spans):

@@ -124,6 +124,10 @@ class SequenceEngine:
         """Free the sequences of coordinators that were silent for longer than the lease; return how many."""
         return self.engine.slots.expire(now, lease_seconds)
 
+    def take_evicted(self, coordinator_id: str, limit: int) -> list[bytes]:
+        """Digests of pages that left the prefix cache, at most `limit` that the coordinator has not been told of."""
+        return self.engine.slots.take_evicted(coordinator_id, limit)
+
     def shrink_passes(self) -> bool:
         """Free unused device memory and make passes smaller. Return False if they cannot be smaller."""
         return self.engine.shrink_passes()
@@ -131,10 +135,13 @@ class SequenceEngine:
     def realign(self, coordinator_id: str, round_id: int, items: Sequence[SequenceItem]) -> list[ItemStatus]:
         """Bring every sequence's cache to its base length where possible. Return the status of each.
 
-        InvalidArgumentError: an item needs more positions than its sequence may have. Nothing has changed then.
+        Tokens that the prefix cache holds become part of an item's base. InvalidArgumentError: an item needs more
+        positions than a sequence may have. Nothing has changed then.
         """
         for index, item in enumerate(items):
-            self._check_room(coordinator_id, index, item)
+            if item.end > (maximum := self.engine.max_model_len):
+                reason = f"needs {item.end} positions, more than the maximum of {maximum}"
+                raise InvalidArgumentError(f"items[{index}]", reason)
         self._grammar_deadline = time.monotonic() + GRAMMAR_SECONDS
         with self.engine.realigning():
             return [self._realign(coordinator_id, round_id, item) for item in items]
@@ -254,7 +261,7 @@ class SequenceEngine:
         if slot.sampling is None or slot.sampling.grammar is None:
             return ()
         self.span(key, token_ids, 0)
-        room = min(slot.capacity, self.engine.max_model_len) - len(slot.token_ids)
+        room = min(self.engine.slots.capacity(slot), self.engine.max_model_len) - len(slot.token_ids)
         return slot.sampling.grammar.forced(slot.token_ids, min(limit, room))
 
     def keep(
@@ -265,8 +272,9 @@ class SequenceEngine:
         `next_token`: the token after them, with which the next round may continue. `num_accepted`: number of draft
         tokens that this round accepted.
         """
+        self.engine.slots.keep(key, num_cached_tokens)
         slot = self.engine.slots[key]
-        slot.num_cached_tokens, slot.next_token, slot.num_accepted = num_cached_tokens, next_token, num_accepted
+        slot.next_token, slot.num_accepted = next_token, num_accepted
 
     def keep_states(self, key: SequenceKey, end: int, states: Sequence[torch.Tensor]) -> None:
         """Keep a feature draft's own states after each of the last positions up to `end`.
@@ -285,46 +293,29 @@ class SequenceEngine:
             for key, slot in slots.items()
         ]
 
-    def _check_room(self, coordinator_id: str, index: int, item: SequenceItem) -> None:
-        slots, key, limit = self.engine.slots, (coordinator_id, item.sequence_id), self.engine.max_model_len
-        length = limit if item.max_length is None else item.max_length
-        if key in slots:
-            length = max(slots[key].capacity, item.max_length or 0)
-        if item.end > (maximum := min(limit, length)):
-            reason = f"needs {item.end} positions, more than the maximum of {maximum}"
-            raise InvalidArgumentError(f"items[{index}]", reason)
-
     def _realign(self, coordinator_id: str, round_id: int, item: SequenceItem) -> ItemStatus:
         slots, key = self.engine.slots, (coordinator_id, item.sequence_id)
         if not item.token_ids:  # it was to continue after a round that is not its last one
             return ItemStatus.STALE_ROUND if slots.is_stale(key, round_id) else ItemStatus.CACHE_MISS
         is_new = key not in slots
         if is_new and not slots.admits(coordinator_id):
-            status = ItemStatus.NO_SLOT if self._is_first_contact(item) else ItemStatus.CACHE_MISS
+            status = ItemStatus.CACHE_MISS if item.base_length else ItemStatus.NO_SLOT
         else:
             status = self._realign_admitted(key, round_id, item)
         if is_new:
             slots.answered(coordinator_id, status)
         return status
 
-    @staticmethod
-    def _is_first_contact(item: SequenceItem) -> bool:
-        return item.base_length == 0 or item.prefix_sequence_id is not None
-
     def _realign_admitted(self, key: SequenceKey, round_id: int, item: SequenceItem) -> ItemStatus:
-        slots = self.engine.slots
-        if self._is_first_contact(item) and (status := self._grammar_status(item.sampling)) is not ItemStatus.OK:
+        slots, is_first_contact = self.engine.slots, item.base_length == 0
+        if is_first_contact and (status := self._grammar_status(item.sampling)) is not ItemStatus.OK:
             return status
         if self.requires_grammars and not self._has_masks(slots.find(key)):
             return ItemStatus.GRAMMAR_NOT_READY
-        if item.prefix_sequence_id is not None and key not in slots:
-            copied = self._copy(key, (key[0], item.prefix_sequence_id), item)
-            if copied is not ItemStatus.OK:
-                return copied
-        state = slots.realign(key, round_id, item.base_length, item.max_length)
-        if state is ItemStatus.OK and self._is_first_contact(item):
+        status = slots.realign(key, round_id, item, min(item.max_end, self.engine.max_model_len))
+        if status is ItemStatus.OK and is_first_contact:
             slots[key].sampling = self._rules_of(item.sampling)
-        return state
+        return status
 
     def _grammar_status(self, sampling: SamplingParams | None) -> ItemStatus:
         if sampling is None or not sampling.grammar or (self.grammars.why_unsupported and not self.requires_grammars):
@@ -339,26 +330,6 @@ class SequenceEngine:
         if slot is None or slot.sampling is None or slot.sampling.grammar is None:
             return True
         return slot.sampling.grammar.wait(max(0.0, self._grammar_deadline - time.monotonic()))
-
-    def _copy(self, key: SequenceKey, source_key: SequenceKey, item: SequenceItem) -> ItemStatus:
-        """Start a sequence from another sequence's cache."""
-        slots, length = self.engine.slots, item.base_length
-        source = slots.find(source_key)
-        if source is None or source.num_cached_tokens < length:
-            return ItemStatus.CACHE_MISS
-        is_own = key == source_key  # a released sequence returns
-        slot = None if is_own else slots.take(key, item.max_length, spared=source_key)
-        if slot is not None:
-            self.engine.layout.copy(source.index, slot.index, length)
-        elif source_key in slots:
-            return ItemStatus.NO_SLOT
-        else:  # no room beside the released source
-            slot = slots.inherit(key, source_key, item.max_length)
-            if slot is None:
-                return ItemStatus.CACHE_MISS
-        slot.num_cached_tokens, slot.token_ids = length, source.token_ids[:length]
-        slot.own_states = {after: state for after, state in source.own_states.items() if after == length}
-        return ItemStatus.OK
 
     @property
     def limits(self) -> RoundLimits:

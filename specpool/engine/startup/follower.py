@@ -119,7 +119,14 @@ def _build(link: Link, rank: int, order: Order, options: EngineOptions) -> tuple
     )
     begin = receive(link, Begin)
     arena = KVArena(
-        facts.layers, facts.kv_heads, begin.columns, facts.head_dim, forward_pass.compute_dtype, facts.device
+        facts.layers,
+        facts.kv_heads,
+        begin.columns,
+        facts.head_dim,
+        forward_pass.compute_dtype,
+        facts.device,
+        begin.tables,
+        begin.page_size,
     )
     return PassRunner(forward_pass, arena, begin.tiles, facts.query_groups, facts.hidden_size), facts
 
@@ -141,8 +148,9 @@ def _obey(link: Link, runner: PassRunner, facts: ModelFacts) -> bool:
             command, arguments = decode(link.receive())
             if command is Command.RUN:
                 runner.run(*decode_run(arguments))
-            elif command is Command.MOVE:
-                runner.arena.move(*arguments)
+            elif command is Command.ASSIGN:
+                slot, first, *pages = arguments
+                runner.arena.assign(slot, first, pages)
             elif command is Command.CAPTURE:
                 runner.capture_graphs(*arguments)
             elif command is Command.PROBE:
@@ -153,7 +161,7 @@ def _obey(link: Link, runner: PassRunner, facts: ModelFacts) -> bool:
                 break
     assert probe is not None
     unequal = list(probe.unequal)
-    if not attention_suits(runner.forward_pass, runner.arena.keys[0], facts):
+    if not attention_suits(runner.forward_pass, runner.arena, facts):
         unequal.append("attention")
     send(link, Probed(unequal=unequal))
     return True

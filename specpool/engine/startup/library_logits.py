@@ -78,7 +78,7 @@ def refuse_other_logits(engine: Engine, expected: Mapping[int, torch.Tensor] | N
         except Exception as error:  # the code of a foreign model may raise anything
             raise UnsupportedModelError(f"this {kind} model cannot run packed batches: {first_line(error)}") from error
         # A layer that bypasses the engine's attention caches no keys.
-        cached = slice(0, PROBE_TOKENS)
+        cached = engine.layout.arena.columns_of(0, 0, PROBE_TOKENS)
         bypassing = [layer for layer, keys in enumerate(engine.layout.arena.keys) if not keys[:, cached].any()]
         if bypassing:
             raise UnsupportedModelError(

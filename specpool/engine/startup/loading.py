@@ -56,7 +56,7 @@ def load_engine(
         else:
             engine = start_engine(loaded, options, exact, report)
             _measure(engine, report)
-    engine.layout.arena.clear()  # the tests above have used much of it
+    engine.forget_all()  # the tests above have used much of it
     return_freed_memory()
     _log_notes(engine)
     if engine.facts.device.type == "cpu":
@@ -180,7 +180,7 @@ def _log_notes(engine: Engine) -> None:
 
 
 def _measure(engine: Engine, report: Callable[[str], None]) -> None:
-    if not engine.layout.spare_columns:  # a padded layout also moves columns, so times vary
+    if not engine.layout.is_padded:  # a padded layout also moves columns, so times vary
         report("measuring step times")
         engine.step_seconds = measure_step_times(engine)
         engine.seconds_per_cached = measure_seconds_per_cached(engine)

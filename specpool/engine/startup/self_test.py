@@ -84,11 +84,11 @@ def self_test(engine: Engine) -> bool:
 
 def _operations_agree(engine: Engine) -> bool:
     """Whether each operation gives equal rows equal bits, in passes from one row to the maximum."""
-    forward_pass, cache = engine.forward_pass, engine.layout.arena.keys[0]
+    forward_pass = engine.forward_pass
     if isinstance(forward_pass, NativeModel):
         reports = [] if engine.leader is None else engine.leader.reports
         return gemms_agree(forward_pass) and all(report.agrees for report in reports)
-    if not attention_suits(forward_pass, cache, engine.facts):
+    if not attention_suits(forward_pass, engine.layout.arena, engine.facts):
         log.warning("self-test: attention is not batch invariant")
         return False
     tokens = _random_tokens(engine, min(engine.max_model_len, engine.max_num_batched_tokens), seed=2)
@@ -103,12 +103,12 @@ def _operations_agree(engine: Engine) -> bool:
     return not unequal
 
 
-def attention_suits(forward_pass: ForwardPass, cache: torch.Tensor, facts: ModelFacts) -> bool:
+def attention_suits(forward_pass: ForwardPass, arena: KVArena, facts: ModelFacts) -> bool:
     """Whether attention kernels are batch invariant. Probing operations covers every other attention.
 
-    `cache`: keys of a layer. `facts`: of the model, or of a rank's shard.
+    `facts`: of the model, or of a rank's shard.
     """
-    return not _runs_kernels(forward_pass) or attention_agrees(cache, facts.query_groups, facts.max_model_len)
+    return not _runs_kernels(forward_pass) or attention_agrees(arena, facts.query_groups, facts.max_model_len)
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def _rounds_agree(engine: Engine) -> bool:
             spans += [Span(0, p, tokens[p : p + 1], 1) for p in range(length, length + steps)]
             alone.append(torch.cat([engine.forward([span]) for span in spans]))
 
-    # Extents without a spare column, in random order, for as many sequences as fit.
+    # As many sequences as fit, in random order, on pages of sequences that have ended.
     keys = [("self-test", i) for i in range(len(lengths))]
     taken = {i: engine.slots.take(keys[i], len(truth[i])) for i in rng.sample(range(len(keys)), len(keys))}
     members = [(slot.index, lengths[i], truth[i], alone[i]) for i, slot in taken.items() if slot is not None]
@@ -151,7 +151,6 @@ def _rounds_agree(engine: Engine) -> bool:
             agree = agree and all(torch.equal(rows, single[: len(rows)]) for rows, (*_, single) in pairs)
             rng.shuffle(members)  # other numbers in the same shape
     engine.slots.release(keys)
-    engine.slots.drop_released()
     return agree
 
 
@@ -171,12 +170,13 @@ def _long_passes_agree(engine: Engine) -> bool:
     """Whether a prompt in chunks of any size leaves the same cache and logits. Torch splits the work of long passes."""
     length = min(LONG_PASSES[-1], engine.max_model_len)
     tokens = _random_tokens(engine, length, seed=1)
-    cached = slice(0, length - 1)  # for the last token, compare only the logits
+    arena = engine.layout.arena
     short = [engine.forward([Span(0, at, tokens[at : at + SHORT_PASS], 1)]) for at in range(0, length, SHORT_PASS)]
-    expected = [layer[:, cached].clone() for layer in (engine.layout.arena.keys[-1], engine.layout.arena.values[-1])]
+    cached = arena.columns_of(0, 0, length - 1)  # for the last token, compare only the logits
+    expected = [layer[:, cached].clone() for layer in (arena.keys[-1], arena.values[-1])]
     for size in (size for size in LONG_PASSES if size <= length):
         logits = [engine.forward([Span(0, at, tokens[at : at + size], 1)]) for at in range(0, length, size)]
-        actual = [layer[:, cached] for layer in (engine.layout.arena.keys[-1], engine.layout.arena.values[-1])]
+        actual = [layer[:, cached] for layer in (arena.keys[-1], arena.values[-1])]
         if not torch.equal(logits[-1], short[-1]) or not all(map(torch.equal, actual, expected)):
             return False
     return True

@@ -58,7 +58,7 @@ def timed_passes(engine: Engine, row_counts: Sequence[int]) -> Iterator[dict[int
 def measure_seconds_per_cached(engine: Engine) -> float:
     """Extra seconds per new token and additional cached position. All slots of the engine must be free."""
     with _slots(engine, LONGER_SEQUENCES, cached=LONG) as slots:
-        long = min(slots[0].capacity, engine.max_model_len) - 1
+        long = min(engine.slots.capacity(slots[0]), engine.max_model_len) - 1
         short = min(STEP_CACHED, long)
         if long == short:
             return 0.0
@@ -85,13 +85,12 @@ def _slots(engine: Engine, sequences: int, rows: int = 1, cached: int = STEP_CAC
         yield [slot for slot in taken if slot is not None]
     finally:
         engine.slots.release(keys)
-        engine.slots.drop_released()
 
 
 def _spans(engine: Engine, slots: Sequence[Slot], rows: int) -> list[Span]:
     """Spans of `rows` new tokens spread over the slots; none if a slot is too small for its part."""
     counts = [rows // len(slots) + (i < rows % len(slots)) for i in range(len(slots))]
-    room = min(engine.max_model_len, *(slot.capacity for slot in slots))  # slots are rounded up to whole tiles
+    room = min(engine.max_model_len, *map(engine.slots.capacity, slots))
     if max(counts) > room:
         return []
     return [

@@ -27,7 +27,7 @@ def choose_unknown_sequence(*_: object) -> Group:
         (Ragged, "choose", fail, "ZeroDivisionError: told to fail"),
         (Ragged, "choose", choose_unknown_sequence, "ValueError: a group"),
         (Ragged, "admissible", fail, "ZeroDivisionError: told to fail"),
-        (PrefixIndex, "find", fail, "ZeroDivisionError: told to fail"),
+        (PrefixIndex, "add", fail, "ZeroDivisionError: told to fail"),
     ],
 )
 async def test_errors_in_group_selection_fail_their_requests_and_not_the_service(

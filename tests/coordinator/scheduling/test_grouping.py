@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from coordinator.scheduling.capacity import QueueLimits
 from coordinator.scheduling.grouping import POLICIES, Exspec, Group, GroupingLimits, Policy, ReadySet
-from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
+from coordinator.scheduling.sequence import GenerationRequest, Sequence
 
 
 def make_sequence(sequence_id: int, length: int, max_tokens: int = 8) -> Sequence:
@@ -214,13 +214,11 @@ def test_admission_by_length_starves_no_sequence() -> None:
 
 @pytest.mark.parametrize("prefer", ["largest", "oldest"])
 def test_a_sequence_keeps_the_shape_it_had_when_it_became_ready(prefer: str) -> None:
-    """Even if the prefix that it could copy is lost afterwards."""
-    source, member = make_sequences([40, 40])
-    source.target.commit(39)
-    source.draft.commit(39)
-    member.share(Prefix(source, 39))
+    """Even if the prediction of its cached prefix fails afterwards."""
+    (member,) = make_sequences([40])
+    member.target.predicted = member.draft.predicted = 32
     ready = ReadySet([member])
-    source.target.commit(0)
-    source.draft.commit(0)
+    member.target.miss()
+    member.draft.miss()
     assert Exspec(GroupingLimits(2, 2, 8, prefer)).choose(ready, 0).sequences == [member]  # type: ignore[arg-type]
-    assert ready.pop(1) is member
+    assert ready.pop(0) is member

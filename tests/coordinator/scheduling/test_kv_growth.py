@@ -1,4 +1,4 @@
-"""Sequences share the KV cache by clients: reservations grow, and nobody starves."""
+"""Clients share the pages of the KV cache: sequences take pages as they grow, and nobody starves."""
 
 import random
 from collections import Counter
@@ -15,7 +15,7 @@ from coordinator.scheduling.capacity import KVCapacity, QueueLimits
 from coordinator.scheduling.preemption import is_protected, protected_tokens
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
 
-POSITIONS, MULTIPLE = 2048, 64
+POSITIONS, PAGE_SIZE = 2048, 64
 
 
 class Simulation:
@@ -23,14 +23,16 @@ class Simulation:
 
     def __init__(self, positions: int = POSITIONS, max_num_seqs: int = 16, **settings: Any) -> None:
         self.window = AdmittingWindow(max_num_seqs, QueueLimits(10_000), **settings)
-        self.window.reservations.capacity = KVCapacity(positions, MULTIPLE, grows=True)
+        self.window.fit(max_num_seqs, KVCapacity(positions // PAGE_SIZE, PAGE_SIZE))
         self.ids = count()
         self.preemptions: Counter[str] = Counter()
         self.rounds = 0
 
-    def submit(self, client: str, prompt: int, max_tokens: int, n: int = 1) -> list[Sequence]:
+    def submit(self, client: str, prompt: int, max_tokens: int, n: int = 1, token: int = 0) -> list[Sequence]:
+        """`prompt`: number of tokens. `token`: requests with the same one share pages; 0: of its own."""
         first = next(self.ids)
-        request = GenerationRequest(str(first), (1,) * prompt, max_tokens, frozenset(), 4, client=client)
+        prompt_ids = (token or 100 + first,) * prompt
+        request = GenerationRequest(str(first), prompt_ids, max_tokens, frozenset(), 4, client=client)
         samples = [Sequence(first + i, request) for i in range(n)]
         for sample in samples:
             sample.first_sample_id = first
@@ -47,13 +49,11 @@ class Simulation:
         group = list(window.ready)[:group_size]
         window.begin_round(group)
         for sequence in group:
-            reserved = window.reservations[sequence.sequence_id]
-            assert sequence.next_length <= min(reserved, sequence.reserved_length), "a draft may not fit"
-            sequence.share(None)
+            assert not window.pages.missing(sequence), "a draft may not fit"
             sequence.commit([7] * min(gained, 1 + max(0, sequence.max_num_draft_tokens)))
             sequence.target.commit(len(sequence.token_ids) - 1)
         window.end_round(group)
-        assert not any(map(is_protected, window.cramped.values())), "it holds positions, which nobody can use"
+        assert not any(map(is_protected, window.cramped.values())), "it holds pages, which nobody can use"
         window.check_integrity()
         window.released(window.leaving)
 
@@ -65,19 +65,18 @@ class Simulation:
         return self.rounds - before
 
 
-def test_a_long_answer_reserves_what_it_uses() -> None:
+def test_a_long_answer_holds_the_pages_that_it_uses() -> None:
     simulation = Simulation()
     (hog,) = simulation.submit("hog", 20, 2000)
     simulation.round()
-    assert simulation.window.reservations[hog.sequence_id] <= 20 + 256 + MULTIPLE
+    assert simulation.window.pages.used == -(-(20 + 5 + protected_tokens(20)) // PAGE_SIZE)
     (short,) = simulation.submit("short", 20, 1)
     simulation.run_until_done(short, rounds=1)
-    reserved = []
     while hog.finish is None:
-        reserved.append(simulation.window.reservations[hog.sequence_id])
+        length = max(hog.next_length, 20 + 5 + protected_tokens(20))
+        assert simulation.window.pages[hog.sequence_id] == -(-min(length, 2020) // PAGE_SIZE)
         simulation.round()
     assert simulation.rounds <= 2001, "it never waits"
-    assert len(set(reserved)) <= 12, "each growth may move the sequence"
 
 
 @pytest.mark.parametrize("client", ["short", "hog"])
@@ -93,7 +92,7 @@ def test_a_short_request_enters_a_full_cache_at_once(client: str) -> None:
 
 
 def test_a_short_request_does_not_wait_for_the_growth_of_longer_ones() -> None:
-    """One long answer waits for the other. The short request takes the positions of the one that waits."""
+    """One long answer waits for the other. The short request takes the pages of the one that waits."""
     simulation = Simulation(positions=32 * POSITIONS)
     other, large = [*simulation.submit("b", 16_000, 4_000), *simulation.submit("a", 42_000, 16_000)]
     while large.sequence_id not in simulation.window.cramped:
@@ -112,7 +111,7 @@ def test_no_place_is_taken_for_a_sequence_that_would_not_fit(client: str) -> Non
     samples = simulation.submit("a", 300, 300, n=4)
     simulation.round()
     (long,) = simulation.submit(client, 1800, 100)
-    simulation.run_until_done(*samples[:2], rounds=301)
+    simulation.run_until_done(*samples[:2], rounds=302)
     assert not simulation.preemptions
     simulation.run_until_done(long, *samples, rounds=1000)
 
@@ -171,7 +170,7 @@ def test_a_long_request_is_overtaken_only_so_often() -> None:
     assert simulation.window.queued > 0
 
 
-def test_paused_sequences_give_up_their_positions_first() -> None:
+def test_paused_sequences_give_up_their_pages_first() -> None:
     simulation = Simulation(positions=1024)
     (idle,) = simulation.submit("a", 400, 100)
     simulation.round()
@@ -183,26 +182,37 @@ def test_paused_sequences_give_up_their_positions_first() -> None:
     simulation.run_until_done(idle, rounds=110)
 
 
-def test_a_preempted_sequence_continues_from_its_own_cache_if_the_worker_still_has_it() -> None:
-    simulation = Simulation(positions=1024)
-    one, other = [*simulation.submit("a", 20, 700), *simulation.submit("b", 21, 700)]
-    while not (one.is_preempted or other.is_preempted):
-        simulation.round()
-    preempted = one if one.is_preempted else other
-    while preempted.is_preempted:
-        simulation.window.admit()
-        if not preempted.is_preempted:
-            assert preempted.target.base_length >= len(preempted.token_ids) - 17
-            return
-        simulation.round()
-
-
-def test_without_growth_sequences_reserve_everything() -> None:
+@pytest.mark.parametrize("evicted", [False, True])
+def test_a_preempted_sequence_finds_its_pages_until_they_are_evicted(evicted: bool) -> None:
     simulation = Simulation()
-    simulation.window.reservations.capacity = KVCapacity(POSITIONS, MULTIPLE, grows=False)
-    (hog,) = simulation.submit("hog", 20, 1000)
+    (sequence,) = simulation.submit("a", 20, 700)
+    while len(sequence.token_ids) < 3 * PAGE_SIZE:
+        simulation.round()
+    window = simulation.window
+    window.preempt(sequence)
+    window.released(window.leaving)
+    if evicted:
+        window.forget_pages(sequence.page_digests(PAGE_SIZE, 2 * PAGE_SIZE)[1:])
+    window.admit()
+    assert list(window.ready) == [sequence]
+    assert sequence.target.start == sequence.draft.predicted == (1 if evicted else 2) * PAGE_SIZE
+
+
+def test_samples_share_the_pages_of_their_prompt() -> None:
+    """Eight copies of the prompt would not fit."""
+    simulation = Simulation()
+    samples = simulation.submit("a", 1024, 60, n=8)
     simulation.round()
-    assert (simulation.window.reservations[hog.sequence_id], hog.reserved, hog.reserved_length) == (1024, None, 1020)
+    assert simulation.window.pages.used == 1024 // PAGE_SIZE + 8
+    simulation.run_until_done(*samples, rounds=120)
+    assert not simulation.preemptions
+
+
+def test_a_window_without_preemption_ends_a_standstill() -> None:
+    simulation = Simulation(positions=1024, preempts=False)
+    sequences = [*simulation.submit("a", 20, 900), *simulation.submit("b", 20, 900)]
+    simulation.run_until_done(*sequences, rounds=2000)
+    assert simulation.preemptions.total() == 1
 
 
 def test_a_sequence_without_room_in_the_worker_gives_up_its_place() -> None:
@@ -219,7 +229,13 @@ def test_a_sequence_without_room_in_the_worker_gives_up_its_place() -> None:
     simulation.run_until_done(sequence, rounds=510)
 
 
-REQUESTS = st.tuples(st.sampled_from("abc"), st.integers(1, 300), st.integers(1, 200), st.sampled_from([1, 1, 1, 3]))
+REQUESTS = st.tuples(
+    st.sampled_from("abc"),
+    st.integers(1, 300),
+    st.integers(1, 200),
+    st.sampled_from([1, 1, 1, 3]),
+    st.integers(0, 2),
+)
 
 
 @settings(max_examples=100)
@@ -230,9 +246,9 @@ REQUESTS = st.tuples(st.sampled_from("abc"), st.integers(1, 300), st.integers(1,
     chance=st.randoms(use_true_random=False),
 )
 def test_every_sequence_finishes(
-    requests: list[tuple[str, int, int, int]], positions: int, max_num_seqs: int, chance: random.Random
+    requests: list[tuple[str, int, int, int, int]], positions: int, max_num_seqs: int, chance: random.Random
 ) -> None:
-    """Whatever arrives, pauses and is aborted, nothing is lost and no reservation is exceeded."""
+    """Whatever arrives, pauses and is aborted, nothing is lost and no page is held twice."""
     simulation = Simulation(positions, max_num_seqs)
     unfinished: list[Sequence] = []
     while requests or unfinished:

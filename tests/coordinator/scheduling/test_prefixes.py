@@ -1,118 +1,142 @@
-"""The prefix index: which earlier sequence a prompt may copy from."""
+"""The mirror of the target's prefix cache: the pages that a prompt finds there, now or soon."""
 
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling.prefixes import MAX_CANDIDATES, PrefixIndex
-from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
-from specpool.drafting.prefix_digests import BLOCK_TOKENS, PrefixDigests
+from coordinator.scheduling.prefixes import PrefixIndex
+from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
 
-SHARED = (5,) * (3 * BLOCK_TOKENS)
-
-
-def make(sequence_id: int, prompt: tuple[int, ...] = SHARED, cached: int = 0, **fields: Any) -> Sequence:
-    sequence = Sequence(sequence_id, GenerationRequest(str(sequence_id), prompt, 99, frozenset(), 4, **fields))
-    sequence.target.commit(cached)
-    return sequence
+PAGE_SIZE = 16
+SHARED = (5,) * (3 * PAGE_SIZE)
 
 
-def running(index: PrefixIndex, *args: Any, **fields: Any) -> Sequence:
+def make(sequence_id: int, prompt: tuple[int, ...] = SHARED, **fields: Any) -> Sequence:
+    return Sequence(sequence_id, GenerationRequest(str(sequence_id), prompt, 99, frozenset(), 4, **fields))
+
+
+def running(index: PrefixIndex, *args: Any, cached: int = 0, **fields: Any) -> Sequence:
     sequence = make(*args, **fields)
     index.add(sequence)
+    commit(index, sequence, cached)
     return sequence
 
 
-def finished(index: PrefixIndex, *args: Any, **fields: Any) -> Sequence:
-    sequence = running(index, *args, **fields)
-    sequence.finish = Finish(FinishReason.LENGTH)
-    index.finish(sequence)
-    return sequence
+def commit(index: PrefixIndex, sequence: Sequence, cached: int) -> None:
+    sequence.target.commit(cached)
+    index.commit(sequence)
 
 
-def source_of(index: PrefixIndex, prompt: tuple[int, ...] = (*SHARED, 1)) -> Sequence | None:
-    found = index.find(make(999, prompt))
-    return found and found.source
+def found(index: PrefixIndex, prompt: tuple[int, ...] = (*SHARED, 1), **fields: Any) -> tuple[int, int]:
+    """Tokens of a prompt that are cached, and those that are cached now or soon."""
+    sequence = make(999, prompt, **fields)
+    return index.cached_length(sequence), index.matched_length(sequence)
 
 
-prompts_of_runs = st.lists(st.integers(0, 1), min_size=1, max_size=80).map(
+prompts_of_runs = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(
     lambda bits: tuple(b for bit in bits for b in [bit] * 8)
 )
 
 
-@given(prompts=st.lists(prompts_of_runs), prompt=prompts_of_runs)
-def test_longest_shared_prefix_is_found(prompts: list[tuple[int, ...]], prompt: tuple[int, ...]) -> None:
-    index = PrefixIndex()
-    for i, other in enumerate(prompts):
-        running(index, i, other)
+@given(prompts=st.lists(st.tuples(prompts_of_runs, st.integers(0, 96))), prompt=prompts_of_runs)
+def test_the_longest_shared_prefix_is_found(
+    prompts: list[tuple[tuple[int, ...], int]], prompt: tuple[int, ...]
+) -> None:
+    index = PrefixIndex(PAGE_SIZE)
+    for i, (other, cached) in enumerate(prompts):
+        running(index, i, other, cached=min(cached, len(other)))
+    index.check_integrity(set(range(len(prompts))))
 
-    def shared(other: tuple[int, ...]) -> int:
-        pairs = zip(other, prompt[:-1], strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(other), len(prompt) - 1))
+    def longest(lengths: list[int]) -> int:
+        shared = (
+            sum(prompt[:end] == other[:end] for end in range(PAGE_SIZE, min(length, len(prompt) - 1) + 1, PAGE_SIZE))
+            for (other, _), length in zip(prompts, lengths, strict=True)
+        )
+        return PAGE_SIZE * max(shared, default=0)
 
-    found = index.find(make(999, prompt))
-    blocks = max((shared(other) // BLOCK_TOKENS for other in prompts), default=0)
-    if found is None:
-        assert blocks == 0
-    else:
-        assert found.length <= shared(found.source.request.prompt_ids)
-        assert found.length == blocks * BLOCK_TOKENS > 0
-
-
-def test_order_of_preference_among_sources() -> None:
-    index = PrefixIndex()
-    first = running(index, 1)
-    running(index, 2)
-    assert source_of(index) is first, "of running sources the earliest"
-    finished(index, 3, cached=len(SHARED))
-    last = finished(index, 4, cached=len(SHARED))
-    assert source_of(index) is last, "cached before uncached, and of finished sources the latest"
-    cached = running(index, 5, cached=len(SHARED))
-    assert source_of(index) is cached, "running before finished"
+    cached = [min(cached, len(other)) for other, cached in prompts]
+    assert found(index, prompt) == (longest(cached), longest([len(other) for other, _ in prompts]))
 
 
-def test_finished_sequences_share_their_cached_tokens_only() -> None:
-    index = PrefixIndex()
-    sequence, answer = running(index, 1), list(range(100, 140))
+def test_pages_stay_when_their_sequence_leaves_and_go_when_the_target_evicts_them() -> None:
+    index = PrefixIndex(PAGE_SIZE)
+    sequence = running(index, 1, cached=2 * PAGE_SIZE)
+    assert found(index) == (32, 48)
+    index.discard(sequence)
+    assert found(index) == (32, 32)
+    index.evict(sequence.page_digests(PAGE_SIZE, 48)[1:])
+    assert found(index) == (16, 16)
+
+
+def test_generated_tokens_are_found_too() -> None:
+    index, answer = PrefixIndex(PAGE_SIZE), tuple(range(100, 140))
+    sequence = running(index, 1)
     sequence.commit(answer)
-    sequence.target.commit(len(sequence.token_ids) - 1)
-    index.finish(sequence)
-    finished(index, 2, (*SHARED, *SHARED), cached=0)  # aborted before its prefill
-    assert index.find(make(9, (*SHARED, *answer, 7, 8))) == Prefix(sequence, len(SHARED) + 32)
-    assert source_of(index, (*SHARED, *SHARED, 1)) is sequence
+    commit(index, sequence, len(SHARED) + 40)
+    assert found(index, (*SHARED, *answer, 7, 8)) == (len(SHARED) + 32,) * 2
 
 
-def test_the_least_recently_used_finished_sequences_are_dropped() -> None:
-    index = PrefixIndex()
-    prompts = [(i,) * 2 * BLOCK_TOKENS for i in range(3)]
-    sequences = [finished(index, i, prompt, cached=2 * BLOCK_TOKENS) for i, prompt in enumerate(prompts)]
-    assert source_of(index, (*prompts[0], 9)) is sequences[0]
-    index.trim(2)
-    assert [source_of(index, (*prompt, 9)) for prompt in prompts] == [sequences[0], None, sequences[2]]
-    index.trim(0)
-    assert (index._by_digest, index._entries, len(index)) == ({}, {}, 0)
+def test_a_stop_within_the_draft_leaves_no_pages_of_unknown_tokens() -> None:
+    index = PrefixIndex(PAGE_SIZE)
+    sequence = running(index, 1)
+    commit(index, sequence, len(SHARED) + PAGE_SIZE)  # more positions than the sequence has tokens
+    assert len(index) == 3
 
 
-def test_sequences_never_wait_for_each_other_or_for_themselves() -> None:
-    index = PrefixIndex()
-    one, other = running(index, 7), running(index, 3)
-    assert index.find(one) is None
-    assert index.find(other) == Prefix(one, len(SHARED) - BLOCK_TOKENS)
-    longer = running(index, 4, (*SHARED, *(1,) * BLOCK_TOKENS))
-    assert index.find(longer) == Prefix(other, len(SHARED)), "though it is itself the longest match"
+def test_the_last_token_is_always_left_to_run() -> None:
+    index = PrefixIndex(PAGE_SIZE)
+    running(index, 1, cached=len(SHARED))
+    assert found(index, SHARED) == (len(SHARED) - PAGE_SIZE,) * 2
 
 
-@pytest.mark.parametrize("number", [1, 2000])
-def test_a_search_examines_few_candidates(number: int) -> None:
-    index = PrefixIndex()
-    for i in range(number):
-        running(index, i, (*SHARED, i))
-    with mock.patch("coordinator.scheduling.prefixes._preference", side_effect=lambda _, s: s.sequence_id) as examined:
-        assert source_of(index) is not None
-    assert examined.call_count <= 2 * MAX_CANDIDATES
+def test_pages_lost_with_a_cache_are_recorded_again() -> None:
+    index = PrefixIndex(PAGE_SIZE)
+    sequence = running(index, 1, cached=48)
+    index.evict(sequence.page_digests(PAGE_SIZE, 48))
+    commit(index, sequence, 0)
+    commit(index, sequence, 48)
+    assert found(index) == (48, 48)
+
+
+# --- Waiting
+
+
+def test_a_sequence_waits_for_the_longest_prefix_that_others_prefill() -> None:
+    index = PrefixIndex(PAGE_SIZE)
+    first, longer = running(index, 1), running(index, 2, (*SHARED, *(1,) * PAGE_SIZE))
+    third = running(index, 3, (*SHARED, *(1,) * PAGE_SIZE, 2))
+    assert [index.waits(sequence) for sequence in (first, longer, third)] == [False, True, True]
+    commit(index, first, 48)
+    assert [index.waits(sequence) for sequence in (first, longer, third)] == [False, False, True]
+    commit(index, longer, 64)
+    assert not index.waits(third)
+
+
+@pytest.mark.parametrize("end", ["abort", "pause", "leave"])
+def test_nobody_waits_for_a_sequence_that_does_not_run(end: str) -> None:
+    index = PrefixIndex(PAGE_SIZE)
+    first, second, third = (running(index, i) for i in range(3))
+    if end == "abort":
+        first.finish = Finish(FinishReason.ABORT)
+    elif end == "pause":
+        first.paused = True
+    else:
+        index.discard(first)
+    assert not index.waits(second)
+    for sequence in (second, third):
+        index.add(sequence)
+    assert (index.waits(second), index.waits(third)) == (False, True)
+
+
+def test_sequences_never_wait_for_each_other() -> None:
+    index = PrefixIndex(PAGE_SIZE)
+    first, second = running(index, 1), running(index, 2, (*SHARED, *SHARED))
+    index.discard(first)
+    third = running(index, 3, (*SHARED, *SHARED))  # prefills the first pages, and the second one the others
+    assert index.waits(second)
+    assert not index.waits(third)
 
 
 # --- Isolation
@@ -120,70 +144,40 @@ def test_a_search_examines_few_candidates(number: int) -> None:
 
 @pytest.mark.parametrize("other", [{"client": "eve"}, {"cache_salt": "hers"}, {"client": "", "cache_salt": "alice"}])
 def test_nothing_is_shared_across_clients_or_salts(other: dict[str, str]) -> None:
+    index = PrefixIndex(PAGE_SIZE)
+    running(index, 1, cached=16, client="alice")
+    assert found(index, **other) == (0, 0)
+    assert found(index, client="alice") == (16, 48)
+
+
+def test_without_a_page_size_nothing_is_shared() -> None:
     index = PrefixIndex()
-    finished(index, 1, cached=len(SHARED), client="alice")
-    running(index, 2, cached=len(SHARED), client="alice")
-    assert index.find(make(9, (*SHARED, 1), **other)) is None
-    assert index.find(make(9, (*SHARED, 1), client="alice")) is not None
+    running(index, 1, cached=48)
+    assert found(index) == (0, 0)
 
 
-@pytest.mark.parametrize("preempted", [False, True])
-def test_samples_share_their_whole_prompt_and_nothing_beyond(preempted: bool) -> None:
-    index, prompt = PrefixIndex(), (*SHARED, 1, 2, 3)
-    request = GenerationRequest("r", prompt, 99, frozenset(), 4, n=2)
-    first, second = (Sequence(i, sample) for i, sample in enumerate(request.samples(), start=1))
-    second.first_sample_id = first.sequence_id
-    if preempted:
-        first.token_ids += [10, 11, 12, 13]
-        second.token_ids += [20, 21, 22, 23]
-    index.add(first)
-    running(index, 7, prompt, cached=len(prompt))
-    first.target.commit(len(prompt) + 3 * preempted)
-    assert index.find(second) == Prefix(first, len(prompt) if preempted else len(prompt) - 1)
+# --- Cost
 
 
-# --- Long prompts
-
-
-def test_long_prompts_have_few_digests_and_share_nearly_all() -> None:
-    prompt = tuple(range(131_072))
-    assert len(list(PrefixDigests().up_to(prompt, len(prompt)))) < 300
-    index = PrefixIndex()
-    running(index, 1, (*prompt[:100_000], *(0,) * 31_072))
-    found = index.find(make(9, prompt))
-    assert found is not None
-    assert found.length == 100_000
-
-
-def test_a_search_compares_only_the_last_stretch_of_a_long_prompt() -> None:
-    """Digests identify the rest, so that a search does not block the event loop."""
-    prompt, compared = tuple(range(131_072)), []
+def test_a_search_digests_each_token_once() -> None:
+    prompt, read = tuple(range(131_072)), list[int]()
 
     class Counting(list[int]):
         def __getitem__(self, at: Any) -> Any:
-            compared.append(at)
+            read.append(len(range(*at.indices(len(self)))))
             return list.__getitem__(self, at)
 
-    index = PrefixIndex()
-    for i in range(20):
-        source = running(index, i, (*prompt, i))
-        source.token_ids = Counting(source.token_ids)
-    assert index.find(make(999, prompt)) is not None
-    assert len(compared) <= 2 * MAX_CANDIDATES * 131_072 // 32 // BLOCK_TOKENS
+    index, sequence = PrefixIndex(PAGE_SIZE), make(2, prompt)
+    running(index, 1, prompt, cached=131_072)
+    sequence.token_ids = Counting(sequence.token_ids)
+    for _ in range(3):
+        assert index.cached_length(sequence) == index.matched_length(sequence) == 131_072 - PAGE_SIZE
+    assert sum(read) == 131_072 - PAGE_SIZE
 
 
-def test_memory_is_bounded_by_the_number_of_sequences() -> None:
-    index = PrefixIndex()
+def test_memory_is_bounded_by_the_pages_of_the_target() -> None:
+    index = PrefixIndex(PAGE_SIZE, max_pages=8)
     for i in range(500):
-        finished(index, i, (i, *SHARED * 20), cached=20 * len(SHARED), client=str(i % 50))
-        index.trim(8)
+        index.discard(running(index, i, (i, *SHARED), cached=48, client=str(i % 50)))
     assert len(index) == 8
-    assert sum(map(len, index._by_digest.values())) <= 8 * 60
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=3000), st.lists(st.integers(0, 3000), max_size=4))
-def test_digests_do_not_depend_on_earlier_calls(token_ids: list[int], lengths: list[int]) -> None:
-    digests = PrefixDigests()
-    for length in sorted(min(length, len(token_ids)) for length in lengths):
-        next(digests.up_to(token_ids[:length], length), None)
-        assert [*digests.up_to(token_ids, length)] == [*PrefixDigests().up_to(token_ids, length)]
+    assert (index._members, index._prefilling) == ({}, {})

@@ -43,11 +43,12 @@ class WindowsMachine(RuleBasedStateMachine):
         number=st.integers(1, 3),
         max_num_seqs=st.integers(1, 3),
         positions=st.sampled_from([0, 40, 90]),
+        page_size=st.sampled_from([1, 8]),
     )
-    def start(self, number: int, max_num_seqs: int, positions: int) -> None:
+    def start(self, number: int, max_num_seqs: int, positions: int, page_size: int) -> None:
         self.queue, self.windows = make_windows(number, max_num_seqs, queue_size=6)
         for window in self.windows:
-            window.reservations.capacity = KVCapacity(positions, 1, grows=True)
+            window.fit(max_num_seqs, KVCapacity(positions // page_size, page_size))
         self.ids = count(1)
         self.groups: dict[AdmittingWindow, list[Sequence]] = {}
         self.alive: dict[int, Sequence] = {}
@@ -185,6 +186,8 @@ def test_a_window_that_is_not_open_gets_no_sequences() -> None:
 
 def test_a_cached_prefix_decides_between_windows_of_similar_load() -> None:
     queue, windows = make_windows(2, max_num_seqs=8)
+    for window in windows:
+        window.fit(8, KVCapacity(0, 16))
     for i, prompt in enumerate([(1,) * 33, (2,) * 33]):
         queue.submit([make_sequence(i, prompt=prompt)])
     windows[0].admit()

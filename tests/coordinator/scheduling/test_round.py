@@ -4,27 +4,30 @@ import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.scheduling.caches import WorkerCache
 from coordinator.scheduling.commits import Commit, Counters, DraftCounters
 from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS
 from coordinator.scheduling.prefill import MAX_UNCHUNKED_TOKENS
 from coordinator.scheduling.round import Round
-from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
+from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
 from coordinator.scheduling.text import TextStream
 from specpool.drafting.plans import DraftMethod, DraftPlan, Lookup
 from specpool.protocol.rounds import MAX_ITEM_BRANCHES, Branch, ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.worker_info import WorkerInfo
+from specpool.testing.fake_caches import FakeCaches
 
 VOCAB_SIZE = 11
 DRAFT_VOCAB_SIZE = 13
-NO_LIMIT = 10_000
-NO_LIMITS = WorkerInfo(max_model_len=NO_LIMIT, vocab_size=NO_LIMIT, max_branches=MAX_ITEM_BRANCHES)
+NO_LIMIT, PAGE_SIZE = 10_000, 4
+NO_LIMITS = WorkerInfo(
+    max_model_len=NO_LIMIT, vocab_size=NO_LIMIT, max_branches=MAX_ITEM_BRANCHES, kv_positions_multiple=PAGE_SIZE
+)
 # No failures afterwards: with a budget of one token, a cache that keeps getting lost is never rebuilt.
 FAILING_ROUNDS = 150
 
@@ -53,34 +56,13 @@ def forced_after(context: Iterable[int], limit: int) -> list[int]:
     return forced
 
 
-@dataclass
-class Worker:
-    """A worker's slots and caches, as the protocol defines them."""
+class Worker(FakeCaches):
+    """A worker as the protocol defines it."""
 
-    slots: int = NO_LIMIT
-    caches: dict[int, list[int]] = field(default_factory=dict)
-    released: dict[int, list[int]] = field(default_factory=dict)
-    last: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
-    """Last round of each sequence that yielded tokens, and those tokens."""
-
-    def realign(self, item: ProposeItem | VerifyItem) -> ItemStatus:
-        cached, source = self.caches.get(item.sequence_id), item.prefix_sequence_id
-        if cached is None and source is not None:
-            cached = self.released.get(source, self.caches.get(source))
-        if item.base_length > len(cached or []):
-            return ItemStatus.CACHE_MISS
-        if item.sequence_id not in self.caches and len(self.caches) >= self.slots:
-            return ItemStatus.NO_SLOT
-        self.caches[item.sequence_id] = [*(cached or [])[: item.base_length], *item.token_ids]
-        return ItemStatus.OK
-
-    def release(self, sequence_id: int) -> None:
-        if sequence_id in self.caches:
-            self.released[sequence_id] = self.caches.pop(sequence_id)
-
-    def forget(self) -> None:
-        self.caches.clear()
-        self.released.clear()
+    def __init__(self, slots: int = NO_LIMIT, kv_positions: int = 0) -> None:
+        super().__init__(slots, kv_positions, PAGE_SIZE)
+        self.last: dict[int, tuple[int, list[int]]] = {}
+        """Last round of each sequence that yielded tokens, and those tokens."""
 
     def verify(self, item: VerifyItem, round_id: int = 0, num_masks: int = NO_LIMIT) -> Verdict:
         if item.after_round_id is not None:
@@ -91,7 +73,7 @@ class Worker:
             item = replace(item, base_length=len(self.caches[item.sequence_id]), token_ids=(yielded[-1],))
             item.select_branch(len(yielded) - 1, yielded[-1])
         self.last.pop(item.sequence_id, None)
-        status = self.realign(item)
+        status, prefix_length = self.realign(item.sequence_id, item, item.max_end)
         if status is not ItemStatus.OK:
             return Verdict(item.sequence_id, status, (), 0)
         tokens, gained = self.caches[item.sequence_id], []
@@ -106,12 +88,21 @@ class Worker:
             late = gained[num_masks:]
             del gained[num_masks:], tokens[len(tokens) - len(late) :]
             self.last[item.sequence_id] = round_id, gained
-        return Verdict(item.sequence_id, status, tuple(gained), len(tokens), num_forced_tokens=len(forced))
+        self.keep(item.sequence_id)
+        return Verdict(
+            item.sequence_id,
+            status,
+            tuple(gained),
+            len(tokens),
+            num_forced_tokens=len(forced),
+            prefix_length=prefix_length,
+        )
 
     def propose(self, item: ProposeItem, is_right: list[bool]) -> Proposal:
-        status = self.realign(item)
+        status, _ = self.realign(item.sequence_id, item, item.end)
         if status is not ItemStatus.OK:
             return Proposal(item.sequence_id, status, (), 0)
+        self.keep(item.sequence_id)
         tokens = self.caches[item.sequence_id]
         if item.num_branches:
             branches = tuple(self.branches(item, tokens, is_right))
@@ -140,13 +131,12 @@ class Worker:
             yield Branch(accepted, context[begin - 1], tuple(context[begin:]))
 
 
-def check_first_contact(
-    item: ProposeItem | VerifyItem, sequence: Sequence, cached: int, copied: WorkerCache | None
-) -> None:
-    """Only the first contact with a sequence carries its prefix and sampling parameters."""
-    source = copied.sequence_id if copied is not None and item.base_length and not cached else None
-    assert item.prefix_sequence_id == source
-    assert item.sampling == (None if cached and item.base_length else sequence.request.worker_sampling)
+def check_first_contact(item: ProposeItem | VerifyItem, sequence: Sequence, predicted: int) -> None:
+    """Only the first contact with a sequence carries its namespace and sampling parameters."""
+    assert item.cache_namespace == (None if item.base_length else sequence.cache_namespace)
+    assert item.sampling == (None if item.base_length else sequence.request.worker_sampling)
+    assert item.expected_prefix_length == max(0, predicted - item.base_length)
+    assert item.expected_prefix_length < len(item.token_ids)
 
 
 def check_propose_items(group: list[Sequence], items: list[ProposeItem], budget: int, draft_max_len: int) -> None:
@@ -158,21 +148,27 @@ def check_propose_items(group: list[Sequence], items: list[ProposeItem], budget:
         end = item.base_length + len(item.token_ids)
         assert item.token_ids
         assert item.base_length == min(sequence.draft_base_length, length - 1)
-        check_first_contact(item, sequence, sequence.draft.num_cached_tokens, sequence.draft.source)
+        check_first_contact(item, sequence, sequence.draft.predicted)
         assert list(item.token_ids) == sequence.token_ids[item.base_length : end]
         assert 0 <= item.num_draft_tokens <= sequence.request.num_speculative_tokens
         assert item.num_draft_tokens <= max(0, sequence.request.max_tokens - sequence.num_generated - 1)
         assert item.num_draft_tokens == 0 or end == length
         assert end + max(0, item.num_draft_tokens - 1) <= draft_max_len
-        long += len(item.token_ids) if length - item.base_length > MAX_UNCHUNKED_TOKENS else 0
+        long += long_tokens(item, length)
     assert long <= budget
+
+
+def long_tokens(item: ProposeItem | VerifyItem, length: int) -> int:
+    """Tokens of an item that a worker runs, if they are a prefill. `length`: of its sequence."""
+    start = item.base_length + item.expected_prefix_length
+    return item.max_num_new_tokens if length - start > MAX_UNCHUNKED_TOKENS else 0
 
 
 def send(round_: Round, group: list[Sequence], budget: int) -> list[VerifyItem]:
     """The items of a round, checked."""
     by_id = {sequence.sequence_id: sequence for sequence in group if sequence.finish is None}
     before = {
-        number: (cache.base_length, cache.pending.copy(), sequence.is_decoding, cache.max_pending_gain)
+        number: (cache.base_length, cache.pending.copy(), sequence.is_decoding, cache.max_pending_gain, cache.predicted)
         for number, sequence in by_id.items()
         for cache in [sequence.target]
     }
@@ -180,7 +176,7 @@ def send(round_: Round, group: list[Sequence], budget: int) -> list[VerifyItem]:
     long = 0
     for item in items:
         sequence = by_id.pop(item.sequence_id)
-        base_length, pending, _, pending_gain = before[item.sequence_id]
+        base_length, pending, _, pending_gain, predicted = before[item.sequence_id]
         end = item.base_length + len(item.token_ids)
         assert len(pending) <= 1, "two rounds are pending"
         assert len(item.draft_token_ids) <= max(0, sequence.remaining - pending_gain - 1)
@@ -201,11 +197,11 @@ def send(round_: Round, group: list[Sequence], budget: int) -> list[VerifyItem]:
         assert item.after_round_id is None
         assert item.token_ids
         assert item.base_length == base_length
-        check_first_contact(item, sequence, sequence.target.num_cached_tokens or len(pending), sequence.target.source)
+        check_first_contact(item, sequence, predicted)
         assert list(item.token_ids) == sequence.token_ids[item.base_length : end]
         assert item.prefill_only == (end < len(sequence.token_ids))
         assert not item.draft_token_ids or len(item.token_ids) == 1
-        long += len(item.token_ids) if len(sequence.token_ids) - item.base_length > MAX_UNCHUNKED_TOKENS else 0
+        long += long_tokens(item, len(sequence.token_ids))
     assert long <= budget
     assert not any(before[number][2] for number in by_id), "a decoding sequence was left out"
     return items
@@ -237,15 +233,16 @@ class Simulation:
         for worker in (self.target, self.draft):
             if self.fails():
                 worker.forget()
-            for caches in (worker.caches, worker.released):
+            for caches in (worker.caches, worker.prefix_cache):
                 if caches and self.fails():
-                    caches.pop(self.rng.choice(list(caches)))
+                    caches.pop(self.rng.choice(list(caches)))  # type: ignore[call-overload]
 
     def run(self) -> None:
         unfinished = [sequence for sequence in self.sequences if sequence.finish is None]
         group = self.rng.sample(unfinished, self.rng.randint(1, len(unfinished)))
         self.rounds += 1
         self.lose_caches()
+        self.predict(group)
         round_ = Round(self.rounds, group, self.budget, self.plans(group))
         self.propose(round_, group)
         verdicts = self.verify(round_, group)
@@ -263,6 +260,19 @@ class Simulation:
                 self.draft.release(sequence.sequence_id)
             elif sequence in group:
                 self.check_caches(sequence)
+
+    def predict(self, group: list[Sequence]) -> None:
+        """Predict prefixes of sequences that prefill as their window does, but sometimes wrongly."""
+        for sequence in group:
+            for cache in (sequence.target, sequence.draft):
+                is_at_page = not cache.continues and cache.base_length % PAGE_SIZE == 0
+                if cache.is_mispredicted or not is_at_page or sequence.is_decoding:
+                    cache.is_mispredicted = False
+                    continue
+                pages = sequence.page_digests(PAGE_SIZE, len(sequence.token_ids) - 1)
+                cached = takewhile(self.target.prefix_cache.__contains__, pages)
+                number = sum(1 for _ in cached) if self.rng.random() < 0.8 else self.rng.randint(0, len(pages))
+                cache.predicted = PAGE_SIZE * number
 
     def run_ahead(
         self, first: Round, group: list[Sequence], verdicts: list[Verdict], continuing: list[Sequence]
@@ -285,7 +295,7 @@ class Simulation:
 
     @property
     def draft_limits(self) -> WorkerInfo:
-        return WorkerInfo(max_model_len=self.draft_max_len, vocab_size=NO_LIMIT, max_branches=MAX_ITEM_BRANCHES)
+        return replace(NO_LIMITS, max_model_len=self.draft_max_len)
 
     def plans(self, group: list[Sequence]) -> dict[int, DraftPlan]:
         """Random plans for most sequences: by the model (before or during verification), by lookup, or neither."""
@@ -352,14 +362,14 @@ class Simulation:
             length, num_committed = len(sequence.token_ids), len(item.token_ids) - item.num_unverified
             assert list(item.token_ids[:num_committed]) == sequence.token_ids[item.base_length :][:num_committed]
             assert num_committed > 0
-            check_first_contact(item, sequence, sequence.draft.num_cached_tokens, sequence.draft.source)
+            check_first_contact(item, sequence, sequence.draft.predicted)
             if item.num_branches:
                 assert item.num_draft_tokens > 0
                 assert item.base_length + num_committed == length
                 assert item.end + 1 + item.num_draft_tokens <= min(sequence.max_length, self.draft_max_len)
             else:
                 assert (item.num_draft_tokens, item.num_unverified) == (0, 0)
-            long += num_committed if length - item.base_length > MAX_UNCHUNKED_TOKENS else 0
+            long += long_tokens(replace(item, token_ids=item.token_ids[:num_committed]), length)
         assert long <= self.budget
         is_right = [self.rng.random() < self.acceptance for _ in range(20)]
         proposals = [self.draft.propose(item, is_right) for item in items]
@@ -416,16 +426,6 @@ class Simulation:
             assert self.rounds < 20_000, "the sequences never finish"
 
 
-def sharing(requests: list[GenerationRequest], shared: tuple[int, ...]) -> list[Sequence]:
-    """Sequences with a shared prefix; each but the first may copy it from the one before."""
-    sequences: list[Sequence] = []
-    for i, request in enumerate(requests):
-        sequences.append(Sequence(i, replace(request, prompt_ids=shared + request.prompt_ids)))
-        if i and shared:
-            sequences[i].share(Prefix(sequences[i - 1], len(shared)))
-    return sequences
-
-
 REQUESTS = st.builds(
     GenerationRequest,
     request_id=st.just("r"),
@@ -466,7 +466,7 @@ def test_rounds_give_the_tokens_of_plain_decoding(
 ) -> None:
     """`shared`: the common prefix of all prompts."""
     simulation = Simulation(
-        sharing(requests, tuple(shared)),
+        [Sequence(i, replace(each, prompt_ids=(*shared, *each.prompt_ids))) for i, each in enumerate(requests)],
         budget,
         random.Random(seed),
         draft_max_len,
@@ -506,6 +506,56 @@ def run_once(
     verify_items = round_.verify_items()
     round_.commit([target.verify(item) for item in verify_items])
     return propose_items, verify_items
+
+
+PROMPT = tuple(number % VOCAB_SIZE for number in range(20))
+
+
+def test_a_predicted_prefix_is_sent_but_not_run() -> None:
+    """It takes nothing from the prefill budget."""
+    target, draft = Worker(), Worker()
+    run_once([make_sequence(PROMPT, sequence_id=1)], target, draft, [])
+    sequence = make_sequence(PROMPT, sequence_id=2)
+    sequence.target.predicted, sequence.draft.predicted = 8, 9  # the draft worker has other pages
+    (proposed,), (item,) = run_once([sequence], target, draft, [], budget=9)
+    assert (proposed.base_length, proposed.expected_prefix_length, len(proposed.token_ids)) == (0, 8, 17)
+    assert (item.base_length, len(item.token_ids), item.max_num_new_tokens) == (0, 17, 1)
+    assert (sequence.target.num_cached_tokens, sequence.cached_tokens) == (17, 16), "the target has found more"
+    assert sequence.draft.num_cached_tokens == 17
+
+
+def test_a_wrong_prediction_loses_no_cache() -> None:
+    sequence, target, draft = make_sequence(PROMPT), Worker(), Worker()
+    run_once([sequence], target, draft, [], budget=8)
+    sequence.target.predicted = sequence.draft.predicted = 16
+    round_ = Round(2, [sequence], 100)
+    round_.take_proposals([draft.propose(item, []) for item in round_.propose_items(NO_LIMITS)], VOCAB_SIZE)
+    (item,) = round_.verify_items()
+    assert (item.base_length, item.expected_prefix_length) == (8, 8)
+    round_.commit([target.verify(item)])
+    assert (sequence.target.num_cached_tokens, sequence.target.predicted, sequence.target.is_mispredicted) == (
+        8,
+        0,
+        True,
+    )
+    assert (round_.cache_misses, sequence.blame.cache_misses) == (0, 0)
+    _, (item,) = run_once([sequence], target, draft, [], round_id=3)
+    assert (item.base_length, item.expected_prefix_length) == (8, 0)
+    assert sequence.num_generated == 1
+
+
+def test_cached_tokens_count_what_the_target_found_before_the_first_token() -> None:
+    target, draft = Worker(), Worker()
+    run_once([make_sequence(PROMPT, sequence_id=1)], target, draft, [])
+    sequence = make_sequence((*PROMPT, *PROMPT), sequence_id=2)
+    run_once([sequence], target, draft, [], budget=16)  # the target finds more than was predicted
+    assert (sequence.cached_tokens, sequence.num_generated) == (12, 0)
+    run_once([make_sequence((*PROMPT, *PROMPT), sequence_id=3)], target, draft, [])
+    sequence.target.predicted = 36
+    run_once([sequence], target, draft, [])
+    assert (sequence.cached_tokens, sequence.num_generated) == (12 + 20, 1)
+    run_once([sequence], target, draft, [True] * 4)
+    assert sequence.cached_tokens == 32
 
 
 @pytest.mark.parametrize("accepted", range(5))

@@ -27,10 +27,15 @@ class Flight:
 class RoundsInFlight(RuleBasedStateMachine):
     """Plays the round loop and the workers against a window."""
 
-    @initialize(max_num_seqs=st.integers(1, 4), positions=st.sampled_from([0, 30, 90]), preempts=st.booleans())
-    def start(self, max_num_seqs: int, positions: int, preempts: bool) -> None:
+    @initialize(
+        max_num_seqs=st.integers(1, 4),
+        positions=st.sampled_from([0, 30, 90]),
+        page_size=st.sampled_from([1, 8]),
+        preempts=st.booleans(),
+    )
+    def start(self, max_num_seqs: int, positions: int, page_size: int, preempts: bool) -> None:
         self.window = AdmittingWindow(max_num_seqs, QueueLimits(1000), preempts=preempts)
-        self.window.reservations.capacity = KVCapacity(positions, 1, grows=True)
+        self.window.fit(max_num_seqs, KVCapacity(positions // page_size, page_size))
         self.ids, self.rounds = count(1), count(1)
         self.flights: list[Flight] = []
         self.alive: list[Sequence] = []

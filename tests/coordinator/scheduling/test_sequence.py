@@ -1,12 +1,11 @@
 """Committing verified tokens, and speculation statistics."""
 
-import gc
-import weakref
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
+from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
 
 TOKENS = st.integers(0, 9)
 
@@ -44,11 +43,16 @@ def test_commits_end_where_token_by_token_decoding_ends(
     assert sequence.num_generated == len(expected)
 
 
-def test_a_copied_prefix_does_not_keep_its_source_alive() -> None:
-    source, sequence = make_sequence(), make_sequence()
-    sequence.share(Prefix(source, 2))
-    sequence.commit_cached(2)
-    finished = weakref.ref(source)
-    del source
-    gc.collect()
-    assert finished() is None
+def test_digests_of_pages_depend_on_all_tokens_and_the_namespace() -> None:
+    def digests(prompt: tuple[int, ...], page_size: int = 2, **fields: Any) -> list[bytes]:
+        sequence = Sequence(1, GenerationRequest("r", prompt, 8, frozenset(), 4, **fields))
+        sequence.commit([7, 8, 9])
+        return sequence.page_digests(page_size, len(sequence.token_ids))
+
+    assert len(digests((1, 2, 3))) == 3
+    assert digests((1, 2, 3))[:1] == digests((1, 2, 4, 5))[:1]
+    assert not set(digests((1, 2, 3))) & set(digests((5, 2, 3)))
+    assert not set(digests((1, 2, 3))) & set(digests((1, 2, 3), page_size=4))
+    names = [{"client": "a"}, {"cache_salt": "a"}, {"client": "a", "cache_salt": "a"}, {}]
+    assert len({digests((1, 2, 3), **name)[0] for name in names}) == 4
+    assert digests((1, 2, 3), is_background=True) == digests((1, 2, 3), page_size=0) == []

@@ -57,9 +57,9 @@ def test_it_enters_no_full_batch_and_no_window_with_waiting_requests() -> None:
 
 
 @pytest.mark.parametrize(("length", "enters"), [(750, True), (751, False)])
-def test_it_enters_while_a_quarter_of_the_positions_stays_free(length: int, enters: bool) -> None:
+def test_it_enters_while_a_quarter_of_the_pages_stays_free(length: int, enters: bool) -> None:
     window = window_of()
-    window.reservations.capacity = KVCapacity(1000)
+    window.fit(16, KVCapacity(1000, 1))
     assert room_of(window).may_enter(length) is enters
 
 
@@ -79,15 +79,15 @@ def test_it_stays_until_the_last_free_place_is_needed() -> None:
     window.check_integrity()
 
 
-def test_it_leaves_when_positions_run_short() -> None:
+def test_it_leaves_when_pages_run_short() -> None:
     window = window_of()
-    window.reservations.capacity = KVCapacity(1000)
+    window.fit(16, KVCapacity(1000, 1))
     submit(window, sequence_of(is_background=True, length=92))
     window.admit()
     submit(window, sequence_of(length=392))
     assert room_of(window).may_stay()
     window.admit()
-    submit(window, sequence_of(length=593))  # one position too many
+    submit(window, sequence_of(length=593, client="other"))  # one page too many
     assert not room_of(window).may_stay()
 
 
@@ -115,13 +115,16 @@ def test_requests_that_wait_for_its_place_are_not_refused() -> None:
 
 
 def test_it_neither_uses_nor_leaves_cached_prefixes() -> None:
-    window = AdmittingWindow(4, QueueLimits(8), slots=8)
+    window = AdmittingWindow(4, QueueLimits(8))
+    window.fit(4, KVCapacity(0, 16))
     first, second = sequence_of(is_background=True), sequence_of(is_background=True)
     for sequence in (first, second):
         submit(window, sequence)
         window.admit()
-        assert sequence.prefix is None
+        assert (sequence.cache_namespace, sequence.target.predicted) == (None, 0)
+        window.begin_round([sequence])
         sequence.target.commit(40)
+        window.end_round([sequence])
         window.queue.abort(sequence)
         window.released([sequence.sequence_id])
     assert window.is_empty

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -17,12 +18,12 @@ from coordinator.scheduling.admission import MAX_OVERTAKEN
 from coordinator.scheduling.capacity import DuplicateRequestError, KVCapacity, QueueLimitError, QueueLimits
 from coordinator.scheduling.grouping import GroupingLimits, Ragged
 from coordinator.scheduling.request_queue import RequestQueue
-from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Prefix, Sequence
+from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Sequence
 
 # Few ids, so that they are reused, even while an aborted request with the same id is in a round.
 REQUEST_IDS = st.sampled_from("abcdefgh")
 CLIENTS = st.sampled_from("xyz")
-# Prompts with shared prefixes, in lengths around the block size.
+# Prompts with shared prefixes, in lengths around the page size.
 PROMPTS = st.tuples(st.integers(0, 1), st.sampled_from([1, 15, 17, 40])).map(lambda prompt: (prompt[0],) * prompt[1])
 
 
@@ -44,12 +45,12 @@ class WindowMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 4),
         queue_size=st.integers(0, 4),
         positions=st.sampled_from([0, 1, 20, 40, 90]),
-        multiple=st.sampled_from([0, 1, 16]),
+        page_size=st.sampled_from([0, 1, 16]),
     )
-    def start(self, max_num_seqs: int, queue_size: int, positions: int, multiple: int) -> None:
+    def start(self, max_num_seqs: int, queue_size: int, positions: int, page_size: int) -> None:
         self.window = AdmittingWindow(max_num_seqs, QueueLimits(queue_size), preempts=False)
-        self.window.reservations.capacity = KVCapacity(positions, multiple)
-        self.reserved: dict[int, int] = {}
+        self.window.fit(max_num_seqs, KVCapacity(positions // max(1, page_size), page_size))
+        self.seen: dict[int, Sequence] = {}
         self.overtaken: Counter[Sequence] = Counter()
         self.ids = count(1)
         self.rule = FairRule()
@@ -68,16 +69,25 @@ class WindowMachine(RuleBasedStateMachine):
         return self.window.max_num_seqs - len(self.inside) - len(self.left)
 
     def next_to_enter(self, waiting: list[Sequence]) -> list[Sequence]:
-        for sequence_id in set(self.reserved) - {sequence.sequence_id for sequence in self.inside} - self.left:
-            del self.reserved[sequence_id]
+        holders = [*self.inside, *(self.seen[sequence_id] for sequence_id in self.left)]
         entering: list[Sequence] = []
-        taken = sum(self.reserved.values())
+        held = taken = self.num_pages(holders)
         for sequence in waiting[: self.room()]:
-            taken += self.window.reservations.capacity.needed_by(sequence)
-            if (self.reserved or entering) and 0 < self.window.reservations.capacity.positions < taken:
+            taken += self.num_pages([*holders, sequence]) - held
+            if (holders or entering) and 0 < self.window.pages.capacity.pages < taken:
                 break
             entering.append(sequence)
         return entering
+
+    def num_pages(self, sequences: list[Sequence]) -> int:
+        """Pages that sequences hold together. The full pages of equal prompts of a client count once."""
+        capacity, shared, num_own = self.window.pages.capacity, set[tuple[str, tuple[int, ...]]](), 0
+        for sequence in sequences:
+            prompt = sequence.request.prompt_ids
+            ends = range(capacity.page_size, len(prompt) + 1, capacity.page_size) if capacity.page_size else ()
+            shared |= {(sequence.request.client, prompt[:end]) for end in ends}
+            num_own += -(-sequence.max_length // max(1, capacity.page_size)) - len(ends)
+        return len(shared) + num_own
 
     def next_that_fits(self) -> Sequence | None:
         """The next sequence, or one that needs less of the cache and has not overtaken the next one too often."""
@@ -107,8 +117,6 @@ class WindowMachine(RuleBasedStateMachine):
         fields: dict[str, Any] = {"client": client, "priority": priority}
         samples = [make_sequence(next(self.ids), request_id, prompt=prompt, **fields) for _ in range(n)]
         entering = len(self.next_to_enter([*self.waiting, *samples]))
-        for other in samples[1:]:
-            other.share(Prefix(samples[0], len(prompt) - 1))
         if any(other.request.key == (client, request_id) for other in self.in_flight()):
             with pytest.raises(DuplicateRequestError):
                 self.window.queue.submit(samples)
@@ -123,7 +131,7 @@ class WindowMachine(RuleBasedStateMachine):
     def admit(self) -> None:
         expected: list[Sequence] = []
         while (sequence := self.next_that_fits()) is not None:
-            self.reserved[sequence.sequence_id] = self.window.reservations.capacity.needed_by(sequence)
+            self.seen[sequence.sequence_id] = sequence
             self.inside.append(sequence)
             self.rule.enter(sequence)
             expected.append(sequence)
@@ -234,6 +242,13 @@ def release(window: AdmittingWindow) -> None:
 # --- Prefixes
 
 
+def paged(max_num_seqs: int, pages: int = 0, **options: Any) -> AdmittingWindow:
+    """A window of a target with pages of 16 positions."""
+    window = AdmittingWindow(max_num_seqs, QueueLimits(9), **options)
+    window.fit(max_num_seqs, KVCapacity(pages, 16))
+    return window
+
+
 def sharing(window: AdmittingWindow, ids: Iterable[int], prompt: tuple[int, ...] = (5,) * 40) -> list[Sequence]:
     """Submit sequences with the same prompt."""
     return submit(window, *(make_sequence(i, max_tokens=2, prompt=prompt) for i in ids))
@@ -245,8 +260,8 @@ def prefill(window: AdmittingWindow, sequence: Sequence, length: int) -> None:
     window.end_round([sequence])
 
 
-def test_sequences_wait_for_a_shared_prefix_to_be_prefilled() -> None:
-    window = AdmittingWindow(4, QueueLimits(9))
+def test_sequences_wait_for_shared_pages_to_be_prefilled() -> None:
+    window = paged(4)
     first, second, longer = [*sharing(window, [1, 2]), *sharing(window, [3], (5,) * 20 + (6,) * 20)]
     window.admit()
     assert list(window.ready) == [first]
@@ -256,50 +271,130 @@ def test_sequences_wait_for_a_shared_prefix_to_be_prefilled() -> None:
     prefill(window, first, 39)
     window.admit()
     assert list(window.ready) == [longer, first, second]
-    assert (second.target.base_length, longer.target.base_length) == (32, 16)
+    assert (second.target.predicted, longer.target.predicted) == (32, 16)
+    assert (second.target.base_length, second.target.start) == (0, 32)
 
 
 @pytest.mark.parametrize("interrupt", [RequestQueue.abort, RequestQueue.pause])
-def test_no_sequence_waits_for_an_aborted_or_paused_prefix(interrupt: Callable[[RequestQueue, Sequence], None]) -> None:
-    window = AdmittingWindow(4, QueueLimits(9))
-    first, second = sharing(window, [1, 2])
+def test_no_sequence_waits_for_an_aborted_or_paused_prefill(
+    interrupt: Callable[[RequestQueue, Sequence], None],
+) -> None:
+    window = paged(4)
+    first, second, third = sharing(window, [1, 2, 3])
     window.admit()
     assert list(window.ready) == [first]
     interrupt(window.queue, first)
     window.admit()
     assert list(window.ready) == [second]
-    assert second.target.base_length == 0
+    assert second.target.start == 0
+    assert list(window.parked.values()) == [third], "it waits for the second"
+
+
+def test_a_resumed_sequence_uses_the_pages_that_another_has_prefilled_meanwhile() -> None:
+    window = paged(4)
+    first, second = sharing(window, [1, 2])
+    window.admit()
+    prefill(window, first, 16)
+    window.queue.pause(first)
+    window.admit()
+    prefill(window, second, 39)
+    window.queue.resume(first)
+    assert (first.target.base_length, first.target.start) == (16, 32)
 
 
 def test_prefix_caching_can_be_disabled() -> None:
-    window = AdmittingWindow(4, QueueLimits(9), prefix_caching=False)
-    sequences = sharing(window, [1, 2])
+    window = paged(4)
+    request = GenerationRequest("r", (5,) * 40, 2, frozenset(), 4)
+    sequences = [Sequence(i, replace(request, request_id=str(i)), prefix_caching=False) for i in range(2)]
+    submit(window, *sequences)
     window.admit()
     assert list(window.ready) == sequences
-    assert [sequence.prefix for sequence in sequences] == [None, None]
+    assert [sequence.cache_namespace for sequence in sequences] == [None, None]
 
 
-def test_finished_sequences_serve_as_prefixes_while_there_are_slots() -> None:
-    window = AdmittingWindow(1, QueueLimits(9), slots=2)
-    sources = []
-    for i, prompt in enumerate([(5,) * 40, (6,) * 40, (7,) * 40]):
+def test_pages_of_finished_sequences_are_found_until_the_target_evicts_them() -> None:
+    window = paged(1)
+    prompts = [(5,) * 40, (6,) * 40]
+    for i, prompt in enumerate(prompts):
         (sequence,) = sharing(window, [i], prompt)
         window.admit()
         prefill(window, sequence, 39)
         window.begin_round([sequence])
+        sequence.target.commit(41)
         sequence.commit([1, 1])
         window.end_round([sequence])
         release(window)
-        assert sequence.prefix is sequence.draft.source is None, "otherwise whole histories stay alive"
-        sources.append(sequence)
-    again = [*sharing(window, [8], (7,) * 40 + (1, 1, 2)), *sharing(window, [9], (5,) * 40)]
+    window.forget_pages(sequence.page_digests(16, 32)[1:])
+
+    def predicted(sequence_id: int, prompt: tuple[int, ...]) -> int:
+        (sequence,) = sharing(window, [sequence_id], prompt)
+        window.admit()
+        window.queue.abort(sequence)
+        release(window)
+        return sequence.target.predicted
+
+    assert [predicted(8, (*prompts[0], 1, 1, 2)), predicted(9, (*prompts[1], 1, 1, 2))] == [32, 16]
+
+
+def test_a_wrong_prediction_is_not_repeated() -> None:
+    window = paged(1)
+    (first,) = sharing(window, [1])
     window.admit()
-    assert again[0].prefix == Prefix(sources[2], 32)
-    assert again[0].target.base_length == 32
-    window.queue.abort(again[0])
+    prefill(window, first, 40)
+    window.queue.abort(first)
     release(window)
+    (second,) = sharing(window, [2])
     window.admit()
-    assert again[1].prefix is None
+    assert second.target.predicted == 32
+    window.begin_round([second])
+    second.target.mispredict()
+    window.end_round([second])
+    assert (list(window.ready), second.target.start) == ([second], 0)
+    prefill(window, second, 16)
+    assert window.prefix_length(make_sequence(3, prompt=(5,) * 40)) == 32, "it is prefilling the rest"
+
+
+def test_shared_pages_are_held_once() -> None:
+    window = paged(4, pages=12)
+    one, other = sharing(window, [1, 2], (5,) * 64)  # four full pages, and one of their own
+    window.admit()
+    assert (window.pages.used, window.pages[one.sequence_id], window.pages[other.sequence_id]) == (6, 1, 1)
+    assert window.kv_usage == 0.5
+    stranger = make_sequence(3, prompt=(5,) * 64, client="z")
+    assert (window.pages.needed_by(stranger), window.pages.needed_by(make_sequence(4, prompt=(5,) * 64))) == (5, 1)
+    submit(window, stranger)
+    window.admit()
+    assert window.pages.by_client(()) == {"": 6, "z": 5}
+    window.queue.abort(one)
+    assert window.pages.by_client(window.leaving_ids) == {"": 5, "z": 5}
+    release(window)
+    assert (window.pages.used, window.pages[other.sequence_id]) == (10, 5)
+    window.check_integrity()
+
+
+def test_a_target_with_other_pages_is_counted_anew() -> None:
+    window = paged(2, pages=20)
+    one, other = sharing(window, [1, 2])
+    window.admit()
+    window.fit(2, KVCapacity(100, 4))
+    assert (window.pages.used, window.pages[one.sequence_id]) == (12, 1)
+    window.check_integrity()
+    window.admit()
+    assert (list(window.ready), list(window.parked.values())) == ([one], [other])
+
+
+def test_caches_of_a_replaced_target_are_forgotten() -> None:
+    window = paged(4)
+    first, second = sharing(window, [1, 2])
+    window.admit()
+    prefill(window, first, 40)
+    window.admit()
+    window.forget_target_caches()
+    assert [sequence.target.start for sequence in (first, second)] == [0, 0]
+    (third,) = sharing(window, [3])
+    window.admit()
+    assert list(window.parked.values()) == [third], "the first one prefills its pages again"
+    window.check_integrity()
 
 
 # --- Fairness between clients; test_fair_queue.py tests the rule itself

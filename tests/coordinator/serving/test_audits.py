@@ -68,7 +68,7 @@ async def test_replays_are_plain_and_fresh() -> None:
         await audited(served, 1)
         items = [item for each in target.requests for item in each.items if item.sequence_id != first_id]
         first = items[0]
-        assert (first.base_length, first.HasField("prefix_sequence_id")) == (0, False)
+        assert (first.base_length, first.HasField("cache_namespace"), first.expected_prefix_length) == (0, False, 0)
         assert (first.sampling.seed, first.sampling.temperature) == (3, 0.5)
         assert not any(item.draft_token_ids or item.max_draft_tokens or item.branches for item in items)
 

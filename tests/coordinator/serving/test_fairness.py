@@ -148,7 +148,7 @@ async def test_clients_can_abort_only_their_own_requests() -> None:
 
 
 async def test_cached_prefixes_reveal_no_prompt() -> None:
-    """Another client learns nothing about a secret. The same client learns only whole blocks."""
+    """Another client learns nothing about a secret. The same client learns only whole pages."""
     known, secret = [5] * 32, list(range(100, 116))
     async with serving(RecordingTarget(slots=64)) as served:
 

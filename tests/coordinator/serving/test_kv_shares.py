@@ -1,7 +1,8 @@
-"""Reservations in the KV cache grow and are preempted, over real sockets. The tokens stay the same."""
+"""Sequences share a small KV cache and preempt each other, over real sockets. The tokens stay the same."""
 
 import asyncio
 import random
+from collections import Counter
 
 import grpc
 import pytest
@@ -23,7 +24,7 @@ def clients_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("overlap", ["on", "off"])
-async def test_tokens_are_equal_while_reservations_grow_and_are_preempted(overlap: str) -> None:
+async def test_tokens_are_equal_while_sequences_grow_and_are_preempted(overlap: str) -> None:
     chance = random.Random(1)
     target = RecordingTarget(kv_positions=768, max_model_len=512)
     draft = RecordingDraft(target, kv_positions=512, max_model_len=512)
@@ -34,11 +35,38 @@ async def test_tokens_are_equal_while_reservations_grow_and_are_preempted(overla
         for request, answer in zip(requests, answers, strict=True):
             check_tokens(target, request, answer)
         await served.until_idle()
-    lengths: dict[int, set[int]] = {}
-    for item in (item for request in target.requests for item in request.items if item.HasField("max_length")):
-        lengths.setdefault(item.sequence_id, set()).add(item.max_length)
-    assert max(map(len, lengths.values())) > 1
+    contacts = Counter(item.sequence_id for each in target.requests for item in each.items if item.HasField("sampling"))
+    assert max(contacts.values()) > 1, "nothing was preempted"
     assert max(target.held) >= 2
+
+
+async def test_samples_prefill_their_prompt_once() -> None:
+    """Eight copies of the prompt would not fit."""
+    target = RecordingTarget(kv_positions=768, max_model_len=768)
+    request = make_request([i % 250 for i in range(500)], 16, n=8, ignore_eos=True, temperature=1)
+    async with serving(target, with_draft=False) as served:
+        answer = await served.stub.Generate(request)
+        await served.until_idle()
+    assert [sample.usage.cached_tokens for sample in (answer, *answer.other_samples)] == [0, *[496] * 7]
+    assert max(target.held) == 8
+    items = [item for each in target.requests for item in each.items]
+    assert sum(len(item.token_ids) - item.expected_prefix_length for item in items) < 500 + 8 * 4 + 8 * 16
+
+
+async def test_a_prefix_is_found_until_the_target_evicts_it() -> None:
+    target = RecordingTarget(kv_positions=512, max_model_len=512)
+    async with serving(target, with_draft=False) as served:
+
+        async def cached(prompt: list[int]) -> int:
+            response = await served.stub.Generate(make_request(prompt, 4, ignore_eos=True))
+            return response.usage.cached_tokens
+
+        shared, other = [i % 250 for i in range(400)], [7] * 400
+        assert [await cached([*shared, 1]), await cached([*shared, 2])] == [0, 400]
+        assert await cached(other) == 0
+        assert 0 < await cached([*shared, 3]) < 400
+    contacts = Counter(item.sequence_id for each in target.requests for item in each.items if item.HasField("sampling"))
+    assert set(contacts.values()) == {1}, "the target has reported the pages"
 
 
 async def test_a_short_request_does_not_wait_for_a_long_answer_that_fills_the_cache() -> None:

@@ -16,12 +16,15 @@ import pytest
 import pytest_asyncio
 from gateway import gateway
 from pair_service import PairService, serving_pair
-from serving import free_address, serving
+from scraping import http
+from serving import PATIENCE_SECONDS, Serving, free_address, serving
 from smg.launch_router import parse_router_args
 from tiny_tokenizers import ascii_tokenizer
 
 from benchmarks.pair import save_tokenizer
 from specpool.client import AsyncClient
+from specpool.rpc.ports import free_port
+from specpool.v1 import generation_pb2 as pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,6 +33,7 @@ MODEL = "target"
 CHAT: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why is the sky blue"}]
 TEXT = "once upon a time"
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 7, "frequency_penalty": 0.5, "presence_penalty": -0.5}
+METRICS_REQUEST = "GET /metrics HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n"
 IN_EXTRA_BODY = {"top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 3, "ignore_eos": True}
 RULES: list[dict[str, Any]] = [{"temperature": 0}, {**SAMPLED, **IN_EXTRA_BODY}]
 
@@ -261,3 +265,31 @@ async def test_the_gateway_renders_the_coordinators_template_with_options(tmp_pa
             )
             assert answer.usage is not None
             assert answer.usage.prompt_tokens == tokens
+
+
+async def test_gateway_prefers_the_coordinator_that_has_cached_the_prompt() -> None:
+    """The gateway has never seen the prompts, so it learns from the coordinators only."""
+    metrics_port = free_port()
+    async with serving(with_draft=False, smg=True) as first, serving(with_draft=False, smg=True) as second:
+        urls = [f"grpc://{served.address}" for served in (first, second)]
+        flags = ("--worker-urls", *urls, "--policy", "cache_aware", "--prometheus-port", str(metrics_port))
+        async with gateway(first.address, *flags) as client:
+            (model,) = {model.id for model in (await client.models.list()).data}
+            for served, letter in ((first, "a"), (second, "b"), (first, "c")):
+                before = served.process.coordinator.counters.rounds
+                prompt = letter * 100
+                await served.stub.Generate(pb.GenerateRequest(text=prompt, sampling_params={"max_tokens": 1}))
+                await until_known(metrics_port, served)
+                direct = served.process.coordinator.counters.rounds
+                await client.completions.create(model=model, prompt=prompt + "?", max_tokens=1)
+                assert served.process.coordinator.counters.rounds > direct > before
+
+
+async def until_known(metrics_port: int, served: Serving) -> None:
+    """Wait until the gateway knows all pages that a coordinator has cached."""
+    events = served.process.coordinator.cache_events
+    assert events is not None
+    line = f'smg_kv_index_blocks{{worker="grpc://{served.address}"}} {len(events._pages)}\n'
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while line not in (await http(metrics_port, METRICS_REQUEST))[2]:  # noqa: ASYNC110 - read over a connection
+            await asyncio.sleep(0.02)

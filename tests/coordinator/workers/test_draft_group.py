@@ -19,21 +19,21 @@ from specpool.protocol.features import FeatureSpec
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
 from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.worker_info import WorkerInfo
+from specpool.testing.fake_caches import FakeCaches
 
 STEP_SECONDS = {1: 0.001, 8: 0.002}
 WRONG_TOKEN = -1
 
 
-class FakeLink:
+class FakeLink(FakeCaches):
     """A link to a worker that checks its caches."""
 
     def __init__(self, address: str, slots: int = 100) -> None:
+        super().__init__(slots)
         self.address, self.reason, self.is_ready, self.is_releasing = address, "", True, False
         self.info = WorkerInfo(vocab_size=100, max_model_len=1000, max_branches=4, slots_total=slots)
         self.hosts_and_devices = frozenset({(address, "cpu")})
         self.step_times = StepTimes(STEP_SECONDS)
-        self.caches: dict[int, list[int]] = {}
-        self.slots = slots
         self.error: Exception | None = None
         self.pending: set[int] = set()
         """Releases that the worker has not seen."""
@@ -53,7 +53,7 @@ class FakeLink:
 
     def send_releases(self) -> None:
         for sequence_id in self.pending:
-            self.caches.pop(sequence_id, None)
+            self.release(sequence_id)
         self.pending.clear()
 
     async def propose(self, round_id: int, items: list[ProposeItem], *hints: Any) -> tuple[list[Proposal], Timed]:
@@ -66,14 +66,14 @@ class FakeLink:
         return [self.answer(item) for item in items], Timed(self.seconds, self.seconds / 2)
 
     def answer(self, item: ProposeItem) -> Proposal:
-        sequence_id, source_id = item.sequence_id, item.prefix_sequence_id
-        cache = self.caches.get(sequence_id if source_id is None else source_id, [])
-        if len(cache) < item.base_length:
-            return Proposal(sequence_id, ItemStatus.CACHE_MISS)
-        if sequence_id not in self.caches and len(self.caches) >= self.slots:
-            self.refused.add(sequence_id)
-            return Proposal(sequence_id, ItemStatus.NO_SLOT)
-        cached = [*cache[: item.base_length], *item.token_ids]
+        sequence_id = item.sequence_id
+        status, _ = self.realign(sequence_id, item, item.end)
+        if status is not ItemStatus.OK:
+            if status is ItemStatus.NO_SLOT:
+                self.refused.add(sequence_id)
+            return Proposal(sequence_id, status)
+        self.keep(sequence_id)
+        cached = self.caches[sequence_id]
         assert cached == self.tokens[sequence_id][: len(cached)], "the worker continues another text"
         self.caches[sequence_id] = [*cached, *[WRONG_TOKEN] * 8]  # drafted, and later rejected
         return Proposal(sequence_id, ItemStatus.OK, (1, 2, 3), len(cached) + 2)
@@ -92,7 +92,7 @@ def group_of(*links: FakeLink) -> DraftGroup:
 
 
 def item(sequence_id: int, base_length: int = 0, count: int = 3, **fields: Any) -> ProposeItem:
-    sampling = SamplingParams() if not base_length or "prefix_sequence_id" in fields else None
+    sampling = SamplingParams() if not base_length else None
     tokens = tuple(range(base_length, base_length + count))
     return ProposeItem(sequence_id, base_length, tokens, sampling=sampling, num_draft_tokens=3, **fields)
 
@@ -180,19 +180,22 @@ async def test_cache_that_cannot_grow_moves() -> None:
     assert 0 in b.caches
 
 
-async def test_prefixes_are_copied_on_their_worker_only() -> None:
+async def test_sequences_are_placed_where_their_prefix_may_be_cached() -> None:
     a, b = two_links()
     group = group_of(a, b)
-    await group.propose(1, [item(0)])
-    assert await statuses(group, 2, item(1, 3, prefix_sequence_id=0)) == {1: "OK"}
+
+    def shared(sequence_id: int, expected: int = 32) -> ProposeItem:
+        return item(sequence_id, count=40, cache_namespace=b"x", expected_prefix_length=expected)
+
+    await group.propose(1, [shared(0, expected=0)])
+    assert await statuses(group, 2, shared(1)) == {1: "OK"}
     assert sorted(a.caches) == [0, 1]
-    found = await statuses(group, 3, item(2, 3, prefix_sequence_id=0))
-    assert found == {2: "CACHE_MISS"}, "balance matters more"
-    assert await statuses(group, 4, item(2)) == {2: "OK"}
-    group.release_soon([0])
-    a.caches[0] = [0, 1, 2]  # until the worker needs the slot
-    assert await statuses(group, 5, item(3, 3, prefix_sequence_id=0)) == {3: "OK"}
-    assert 3 in a.caches
+    assert await statuses(group, 3, shared(2)) == {2: "CACHE_MISS"}, "balance matters more"
+    assert await statuses(group, 4, shared(2, expected=0)) == {2: "OK"}
+    group.release_soon([0, 1])
+    assert await statuses(group, 5, item(3, count=40)) == {3: "OK"}
+    assert await statuses(group, 6, shared(4)) == {4: "OK"}
+    assert (sorted(a.caches), sorted(b.caches)) == ([3], [2, 4])
 
 
 async def test_worker_that_renews_certificates_keeps_its_sequences() -> None:
@@ -288,21 +291,20 @@ async def test_workers_come_and_go() -> None:
 class Sequence:
     """A sequence as the coordinator sees it."""
 
-    def __init__(self, sequence_id: int, tokens: list[int], source: "Sequence | None") -> None:
-        self.sequence_id, self.tokens, self.length, self.source = sequence_id, tokens, 3, source
+    def __init__(self, sequence_id: int, tokens: list[int], predicted: int) -> None:
+        self.sequence_id, self.tokens, self.length, self.predicted = sequence_id, tokens, 40, predicted
         self.cached = self.backoff_until = 0
 
     def item(self) -> ProposeItem:
-        source_id, base = None, min(self.cached, self.length - 1)
-        if not self.cached and self.source is not None:
-            base = min(3, self.source.cached, self.length - 1)
-            source_id = self.source.sequence_id if base else None
+        base = min(self.cached, self.length - 1)
+        first: dict[str, Any] = {"sampling": SamplingParams(), "cache_namespace": b""} if base == 0 else {}
+        expected = 0 if base else self.predicted
         tokens = tuple(self.tokens[base : self.length])
-        return ProposeItem(self.sequence_id, base, tokens, prefix_sequence_id=source_id, num_draft_tokens=3)
+        return ProposeItem(self.sequence_id, base, tokens, **first, expected_prefix_length=expected, num_draft_tokens=3)
 
     def take(self, proposal: Proposal, round_id: int) -> None:
         is_ok = proposal.status is ItemStatus.OK
-        self.cached, self.source = self.length if is_ok else 0, None
+        self.cached, self.predicted = self.length if is_ok else 0, 0
         if proposal.status is ItemStatus.NO_SLOT:
             self.backoff_until = round_id + DRAFT_BACKOFF_ROUNDS
 
@@ -315,7 +317,7 @@ def test_no_worker_continues_another_text(seed: int, workers: int, slots: int) -
     sequences: list[Sequence] = []
     placed: dict[int, FakeLink | None] = {}
     may_move: set[int] = set()
-    tokens = {i: [1, 2, 3, *(chance.randrange(4, 100) for _ in range(400))] for i in range(40)}
+    tokens = {i: [*range(33), *(chance.randrange(33, 100) for _ in range(400))] for i in range(40)}
     for link in links:
         link.tokens = tokens
     for round_id in range(1, 60):
@@ -329,8 +331,7 @@ def test_no_worker_continues_another_text(seed: int, workers: int, slots: int) -
                 if chance.random() < 0.5:
                     link.send_releases()
         if tokens.keys() - range(len(placed)) and chance.random() < 0.5:
-            source = chance.choice([None, *sequences])
-            sequences.append(Sequence(len(placed), tokens[len(placed)], source))
+            sequences.append(Sequence(len(placed), tokens[len(placed)], chance.choice([0, 16, 32])))
             placed[len(placed)] = None
         if sequences and chance.random() < 0.2:
             group.release_soon([sequences.pop(chance.randrange(len(sequences))).sequence_id])

@@ -107,12 +107,12 @@ def test_a_busy_machine_gets_no_recommendation(
 
 def test_measured_times_of_passes_are_real(tiny_pair: tuple[Path, Path]) -> None:
     engine = load_engine(tiny_pair[0], max_sequences=2)
-    free = engine.slots.extents.free
+    free = engine.slots.tables.free
     with timed_passes(engine, [1, 2, 4, 10**6]) as passes:
         assert list(passes) == [1, 2, 4]  # the last one exceeds the cache
         assert all(seconds() > 0 for seconds in passes.values())
     assert engine.tokens >= 7
-    assert engine.slots.extents.free == free
+    assert engine.slots.tables.free == free
 
 
 def test_measures_and_plans_a_tiny_pair(
@@ -317,7 +317,7 @@ async def test_plans_for_running_workers(
         assert "exists" in await asyncio.to_thread(refusal, *options, *addresses)
         await asyncio.to_thread(run, *options, *addresses, "--force", "--throughput", "1e6")
         assert yaml.safe_load(file.read_text())["cells"] > yaml.safe_load(before)["cells"] == 1
-    assert load_engine(tiny_pair[0], **settings).slots.extents.columns >= 100 * settings["max_sequences"]
+    assert load_engine(tiny_pair[0], **settings).slots.tables.columns >= 100 * settings["max_sequences"]
 
 
 @pytest.mark.parametrize(

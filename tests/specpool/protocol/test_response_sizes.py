@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specpool.protocol.features import FeatureSpec, WantedFeatures
+from specpool.protocol.prefixes import DIGEST_BYTES, MAX_EVICTED_PAGES
 from specpool.protocol.responses import MAX_ERROR_CHARACTERS, MAX_SMALL_BYTES, max_propose_bytes, max_verify_bytes
 from specpool.protocol.rounds import ProposeItem, VerifyItem
 from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
@@ -38,7 +39,11 @@ PROPOSALS = st.lists(
 @given(items=VERDICTS, features=st.none() | st.just(WantedFeatures(FeatureSpec((1, 2), 2048), 16)))
 def test_verdicts_of_any_valid_size_fit(items: list[VerifyItem], features: WantedFeatures | None) -> None:
     response = target_worker_pb2.VerifyResponse(
-        round_id=UINT64, forward_ns=UINT64, realign_ns=UINT64, instance_id="i" * 64
+        round_id=UINT64,
+        forward_ns=UINT64,
+        realign_ns=UINT64,
+        instance_id="i" * 64,
+        evicted_pages=[bytes(DIGEST_BYTES)] * MAX_EVICTED_PAGES,
     )
     for item in items:
         drafted = item.max_num_draft_tokens
@@ -47,6 +52,7 @@ def test_verdicts_of_any_valid_size_fit(items: list[VerifyItem], features: Wante
             status=1,
             cached_length=UINT32,
             num_forced_tokens=UINT32,
+            prefix_length=UINT32,
             error="é" * MAX_ERROR_CHARACTERS,
         )
         result.token_ids.extend([UINT32] * (drafted + 1))
@@ -76,4 +82,4 @@ def test_proposals_of_any_valid_size_fit(items: list[ProposeItem]) -> None:
 
 def test_unrequested_features_exceed_the_limit() -> None:
     items = [VerifyItem(1, 0, (1,)) for _ in range(6)]
-    assert max_verify_bytes(items, None) < 2 * MAX_SMALL_BYTES
+    assert max_verify_bytes(items, None) < 3 * MAX_SMALL_BYTES

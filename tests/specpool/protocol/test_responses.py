@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 
+from specpool.protocol.features import FeatureSpec, WantedFeatures
+from specpool.protocol.prefixes import MAX_EVICTED_PAGES
 from specpool.protocol.responses import (
     InvalidResponseError,
+    read_evicted_pages,
     read_proposals,
     read_verdicts,
     read_worker_info,
@@ -52,11 +55,44 @@ def test_valid_verdicts_are_read() -> None:
         ({"token_ids": [7, 8, VOCAB]}, "vocabulary"),
         ({"token_ids": [7, 8, 2**31]}, "vocabulary"),
         ({"cached_length": 12}, "12 positions cached instead of 13"),
+        ({"prefix_length": 1}, "a cached prefix of 1 tokens"),
     ],
 )
 def test_impossible_verdicts_are_rejected(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidResponseError, match=reason):
         read(verdict(**changes))
+
+
+@pytest.mark.parametrize(("expected", "found", "valid"), [(0, 0, 1), (0, 3, 1), (2, 3, 1), (2, 1, 0), (2, 4, 0)])
+def test_a_cached_prefix_is_at_least_the_expected_one_and_leaves_a_token(expected: int, found: int, valid: int) -> None:
+    item = VerifyItem(1, 0, (1, 2, 3, 4), expected_prefix_length=expected)
+    result = verdict(token_ids=[7], cached_length=4, prefix_length=found)
+    if valid:
+        assert read(result, items=(item,))[0].prefix_length == found
+    else:
+        with pytest.raises(InvalidResponseError, match=f"a cached prefix of {found} tokens, 2 expected"):
+            read(result, items=(item,))
+
+
+def test_evicted_pages_are_read() -> None:
+    def read_evicted(*digests: bytes) -> list[bytes]:
+        return read_evicted_pages(target_worker_pb2.VerifyResponse(evicted_pages=digests))
+
+    assert read_evicted(b"a" * 16, b"b" * 16) == [b"a" * 16, b"b" * 16]
+    for digests in ([b"a"], [b"a" * 16] * (MAX_EVICTED_PAGES + 1)):
+        with pytest.raises(InvalidResponseError, match="page"):
+            read_evicted(*digests)
+
+
+def test_features_of_a_cached_prefix_are_missing() -> None:
+    features = WantedFeatures(FeatureSpec((1,), 4), 3)
+    item = VerifyItem(1, 0, (1, 2, 3, 4), want_features=True)
+    for found, rows in ((0, 3), (1, 3), (3, 1)):
+        states = bytes(rows * features.spec.row_bytes)
+        result = verdict(token_ids=[7], cached_length=4, prefix_length=found, features=states)
+        response = target_worker_pb2.VerifyResponse(round_id=3, results=[result])
+        (read,) = read_verdicts(response, 3, (item,), VOCAB, features)
+        assert read.features == states
 
 
 def test_a_verdict_may_end_early_with_an_accepted_draft_token() -> None:

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specpool.drafting.prefix_digests import BLOCK_TOKENS
-from specpool.vllm.rows import NUM_MARKS, Batch, Prefixes, Request, Sequence, match
+from specpool.vllm.rows import NUM_MARKS, Batch, Request, Sequence, match
 
 LONG = 4000
 
@@ -85,32 +84,3 @@ def test_rows_match_after_skipped_steps() -> None:
     sequences = rows_of(*contexts)
     batch, _ = batch_of([[*contexts[0], 9, 8, 7], [*contexts[2], 4, 3], [1, 2, 3, 4, 5, 6]])
     assert match(sequences, batch, skipped=True) == ([sequences[0], None, None], [sequences[1], sequences[2]])
-
-
-def test_the_draft_worker_copies_the_longest_cached_prefix() -> None:
-    prefixes, prompt = Prefixes(), [*range(3 * BLOCK_TOKENS)]
-    short, long, uncached = rows_of(prompt[: BLOCK_TOKENS + 3], prompt, prompt)
-    for sequence, cached in ((short, len(short.token_ids)), (long, len(prompt)), (uncached, 0)):
-        sequence.draft.commit(cached)
-        prefixes.add(sequence)
-    same, other = rows_of(prompt, [*prompt[: BLOCK_TOKENS + 5], 9])
-    prefixes.share(same)
-    prefixes.share(other)
-    assert (same.draft.source, same.draft.base_length) == (long, 2 * BLOCK_TOKENS)
-    assert (other.draft.source, other.draft.base_length) == (short, BLOCK_TOKENS)
-
-
-def test_sequences_without_a_row_are_sources_while_the_draft_worker_has_slots() -> None:
-    prefixes, contexts = Prefixes(), [[at, *range(2 * BLOCK_TOKENS)] for at in range(4)]
-    for sequence, cached in zip(rows_of(*contexts), (30, 30, 30, 0), strict=True):
-        prefixes.add(sequence)
-        sequence.draft.commit(cached)
-        prefixes.leave(sequence)
-    again = rows_of(*contexts)
-    prefixes.share(again[0])  # a use
-    prefixes.trim(2)
-    for sequence in again:
-        prefixes.share(sequence)
-    assert [sequence.draft.base_length for sequence in again] == [30, 0, 30, 0]
-    prefixes.trim(0)
-    assert not prefixes._sources

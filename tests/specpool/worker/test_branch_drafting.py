@@ -90,22 +90,6 @@ async def test_a_sequence_without_spare_positions_gets_fewer_branches(engines: d
         assert len(result.branches) == 2
 
 
-async def test_branches_evict_no_caches(engines: dict[str, Engine]) -> None:
-    engine = engines[DRAFT.name]
-    async with serving(DRAFT, engine) as draft:
-        await draft.round(propose(9, 0, PROMPT, 0))
-        await draft.release(9)
-        filler = draft_worker_pb2.ProposeItem(sequence_id=2, token_ids=PROMPT)
-        filler.max_length = min(engine.max_model_len, engine.slots.extents.free - len(PROMPT + UNVERIFIED))
-        await draft.round(filler)
-        free = engine.slots.extents.free
-        item = ahead(max_length=len(PROMPT + UNVERIFIED), k=3, branches=MAX_ITEM_BRANCHES)
-        (result,) = await draft.round(item)
-        assert result.status == OK
-        assert engine.slots.find(("c", 9)) is not None
-        assert engine.slots.extents.free <= free
-
-
 async def test_a_branch_ends_before_logits_that_are_not_finite(
     engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

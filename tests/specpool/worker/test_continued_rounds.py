@@ -131,7 +131,7 @@ async def test_an_explicit_item_takes_back_a_round_ahead(target: Worker) -> None
         ({"token_ids": [5]}, "token_ids"),
         ({"prefill_only": True}, "prefill_only"),
         ({"sampling": {"temperature": 1}}, "sampling"),
-        ({"prefix_sequence_id": 3}, "prefix_sequence_id"),
+        ({"cache_namespace": b""}, "cache_namespace"),
     ],
 )
 async def test_fields_that_the_worker_fills_in_must_be_unset(target: Worker, fields: Any, name: str) -> None:

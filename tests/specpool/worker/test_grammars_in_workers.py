@@ -125,13 +125,6 @@ async def test_a_repeated_pass_appends_the_same_tokens(target: Worker, monkeypat
     assert not failures
 
 
-async def test_forced_tokens_stay_within_the_reservation(target: Worker) -> None:
-    reserved = len(PROMPT) + 3
-    (result,) = await target.round(first(sampled(), max_draft_tokens=16, max_length=reserved))
-    assert len(PROMPT) + result.num_forced_tokens <= target.engine.slots["c", 1].capacity
-    assert result.token_ids
-
-
 async def test_a_round_sent_ahead_continues_after_forced_tokens(target: Worker) -> None:
     truth = tokens_in(await plain(target, sampled()))
     await target.round(first(sampled(), max_draft_tokens=6), round_id=200)

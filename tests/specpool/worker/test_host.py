@@ -12,7 +12,7 @@ import torch
 
 from specpool.engine.cache.slots import SlotTable
 from specpool.protocol.errors import InvalidArgumentError, UnavailableError
-from specpool.protocol.rounds import ItemStatus
+from specpool.protocol.rounds import ItemStatus, SequenceItem
 from specpool.worker.backend import DeviceFailedError
 from specpool.worker.host import WorkerHost
 from specpool.worker.round_merging import Round, Work
@@ -61,7 +61,7 @@ async def test_work_longer_than_the_lease_keeps_its_sequences(fails: bool, monke
     await host.load()
 
     def work(table: SlotTable) -> None:
-        assert table.realign(("slow", 1), 1, 0) is ItemStatus.OK
+        assert table.realign(("slow", 1), 1, SequenceItem(1, 0, (0,)), 1) is ItemStatus.OK
         clock.now += 2 * LEASE_SECONDS
         if fails:
             raise ZeroDivisionError

@@ -53,7 +53,7 @@ async def test_slots_positions_and_streams(worker: Worker) -> None:
     await stream.done_writing()
     assert await worker.release(1) == 1
     assert value(worker.host, "slots_used") == 0
-    assert value(worker.host, "kv_positions_used") > 0  # until another sequence needs them
+    assert value(worker.host, "kv_positions_used") == 0
     await until(lambda: value(worker.host, "streams_open") == 0)
 
 

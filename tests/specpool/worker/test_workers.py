@@ -411,8 +411,8 @@ async def test_a_worker_describes_itself(worker: Worker) -> None:
         weight_bytes=info.weight_bytes,
         activation_bytes=info.activation_bytes,
         kv_positions_total=info.kv_positions_total,
-        kv_positions_free=info.kv_positions_total - MAX_MODEL_LEN,
-        kv_positions_multiple=1,
+        kv_positions_free=info.kv_positions_total - 16,
+        kv_positions_multiple=16,
         max_rounds_ahead=MAX_ROUNDS_AHEAD if worker.role is TARGET else 0,
         max_branches=0 if worker.role is TARGET else MAX_ITEM_BRANCHES,
         returns_features=worker.role is TARGET,
@@ -488,41 +488,32 @@ async def test_a_drain_ends_streams_after_their_round(worker: Worker) -> None:
         worker.host.streams._draining = False
 
 
-async def test_a_released_sequence_can_reuse_its_own_cache(worker: Worker) -> None:
-    prompt = random_tokens(20)
-    for number in (7, 8):
-        await worker.round(worker.item(number, 0, prompt))
-    await worker.release(7)
-    again = worker.item(7, 19, prompt[19:])
-    again.prefix_sequence_id = 7
-    again.max_length = 40
-    (result,) = await worker.round(again)
-    assert tokens_of(result) == worker.continuation(prompt, 1)
+async def test_a_sequence_finds_the_pages_of_an_ended_one(worker: Worker) -> None:
+    prompt = random_tokens(40)
+    expected = worker.continuation(prompt, 1)
+    for number, namespace, found in ((7, b"a", 0), (8, b"b", 0), (9, b"a", 32), (10, None, 0)):
+        item = worker.item(number, 0, prompt)
+        if namespace is not None:
+            item.cache_namespace = namespace
+        before = worker.engine.tokens
+        (result,) = await worker.round(item)
+        assert tokens_of(result) == expected
+        assert worker.engine.tokens - before == len(prompt) - found
+        if worker.role is TARGET:
+            assert result.prefix_length == found
+        await worker.release(number)
     worker.engine.slots.check_integrity()
 
 
-async def test_a_sequence_gets_exactly_max_length_positions(worker: Worker) -> None:
-    def item(sequence_id: int, base_length: int, token_ids: list[int], max_length: int) -> Any:
-        item = worker.item(sequence_id, base_length, token_ids)
-        item.max_length = max_length
-        return item
-
-    error = await failure(worker.round(item(1, 0, [5], MAX_MODEL_LEN + 1)))
-    assert violated_fields(error) == ["items[0].max_length"]
-    error = await failure(worker.round(item(1, 0, [5] * 7, 6)))
-    assert "needs 7 positions, more than the maximum of 6" in error.details()
+async def test_a_prefix_that_is_not_cached_is_a_cache_miss(worker: Worker) -> None:
+    item = worker.item(7, 0, random_tokens(40, seed=3))
+    item.cache_namespace, item.expected_prefix_length = b"a", 16
+    (result,) = await worker.round(item)
+    assert result.status == common_pb2.ITEM_STATUS_CACHE_MISS
     assert worker.engine.slots.in_use == 0
-    await worker.round(item(1, 0, [5] * 5, 6))
-    assert worker.engine.slots["c", 1].capacity == 6
-    await worker.round(worker.item(1, 5, [6]))
-    error = await failure(worker.round(worker.item(1, 6, [7])))
-    assert "needs 7 positions, more than the maximum of 6" in error.details()
-    (result,) = await worker.round(item(1, 6, [7], 9))
-    assert tokens_of(result) == worker.continuation([5, 5, 5, 5, 5, 6, 7], 1)
-    await worker.round(item(1, 7, [8], 8))
-    assert worker.engine.slots["c", 1].capacity == 9, "a reservation never shrinks"
-    error = await failure(worker.round(item(1, 8, [9], MAX_MODEL_LEN + 1)))
-    assert violated_fields(error) == ["items[0].max_length"]
+    item.expected_prefix_length = 40
+    error = await failure(worker.round(item))
+    assert violated_fields(error) == ["items[0].expected_prefix_length"]
 
 
 @pytest.mark.parametrize(

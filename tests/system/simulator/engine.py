@@ -1,6 +1,6 @@
 """Both workers' real backends on a toy engine: a KV cache that holds tokens, without torch operations.
 
-Slots, extents, realignment, continuations, acceptance and branches are the workers' own code. The cache is an array of
+Slots, pages, realignment, continuations, acceptance and branches are the workers' own code. The cache is an array of
 token ids, which the toy models read back, so that a wrong position leads to a wrong token.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from draft_worker.proposer import Proposer
 from simulator.model import EOS, VOCAB_SIZE, ToyPair
-from specpool.engine.cache.extents import Extents
+from specpool.engine.cache.pages import PageTables
 from specpool.engine.cache.slots import SequenceKey, SlotTable
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.sequences import Choices, SequenceEngine
@@ -25,7 +25,7 @@ from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import CacheLoad, WorkerInfo
 from target_worker.verifier import Verifier
 
-MULTIPLE = 16
+PAGE_SIZE = 16
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 EMPTY = 2**32 - 1
 """A column that nothing was written to."""
@@ -52,7 +52,6 @@ class ToyEngine:
     ) -> None:
         """`columns`: of the cache. `pass_seconds`: of a pass with a number of rows. `spend`: takes this time."""
         self.max_model_len, self.device = max_model_len, device
-        self.layout = SimpleNamespace(copy=self._copy)
         self.passes = self.tokens = 0
         self._total, self._pass_seconds, self._spend = slots, pass_seconds, spend
         self._columns = [EMPTY] * columns
@@ -61,9 +60,8 @@ class ToyEngine:
     def forget(self) -> None:
         """Lose all caches."""
         self._columns = [EMPTY] * len(self._columns)
-        extents = Extents(self._total, self.max_model_len, len(self._columns), MULTIPLE)
-        extents.move = self._move
-        self.slots = SlotTable(self._total, extents)
+        longest = -(-self.max_model_len // PAGE_SIZE) * PAGE_SIZE
+        self.slots = SlotTable(self._total, PageTables(self._total, longest, len(self._columns), PAGE_SIZE))
 
     def can_draft(self, drafts: Sequence[Any]) -> bool:
         """There is no draft loop."""
@@ -72,7 +70,7 @@ class ToyEngine:
     @property
     def load(self) -> CacheLoad:
         """How full the cache is."""
-        return CacheLoad(self.slots.in_use, self.slots.extents.free)
+        return CacheLoad(self.slots.in_use, self.slots.tables.free)
 
     @contextmanager
     def realigning(self) -> Iterator[None]:
@@ -82,8 +80,8 @@ class ToyEngine:
     def forward(self, spans: Sequence[Span]) -> Iterator[Sequence[int]]:
         """Cache the new tokens of all spans. Return the context of each requested row."""
         for span in spans:
-            first = self._origin(span) + span.start + span.offset
-            self._columns[first : first + len(span.token_ids)] = span.token_ids
+            for position, token in enumerate(span.token_ids, span.start):
+                self._columns[self._column(span, position)] = token
         rows = sum(len(span.token_ids) for span in spans)
         self.passes += 1
         self.tokens += rows
@@ -91,21 +89,14 @@ class ToyEngine:
         return (context for span in spans for context in self._contexts(span))
 
     def _contexts(self, span: Span) -> Iterator[Sequence[int]]:
-        origin, prefix = self._origin(span), span.prefix_length if span.offset else 0
-        own = self._columns[origin + prefix + span.offset : origin + span.end + span.offset]
-        tokens = [*self._columns[origin : origin + prefix], *own]
+        tokens = [self._columns[self._column(span, position)] for position in range(span.end)]
         for length in range(span.end - span.num_logits + 1, span.end + 1):
             yield tokens[:length]
 
-    def _origin(self, span: Span) -> int:
-        return self.slots.extents.origins[span.slot]
-
-    def _move(self, source: int, destination: int, count: int) -> None:
-        self._columns[destination : destination + count] = self._columns[source : source + count]
-
-    def _copy(self, source: int, destination: int, length: int) -> None:
-        origins = self.slots.extents.origins
-        self._move(origins[source], origins[destination], length)
+    def _column(self, span: Span, position: int) -> int:
+        """The column of the cache that holds a position."""
+        page, column = divmod(position + span.offset * (position >= span.prefix_length), PAGE_SIZE)
+        return self.slots.tables.held[span.slot][page] * PAGE_SIZE + column
 
     def info(self) -> WorkerInfo:
         """The description of a toy worker."""
@@ -124,9 +115,9 @@ class ToyEngine:
             slots_in_use=self.slots.in_use,
             kv_bytes_per_token=0,
             kv_bytes_total=0,
-            kv_positions_total=self.slots.extents.columns,
-            kv_positions_free=self.slots.extents.free,
-            kv_positions_multiple=MULTIPLE,
+            kv_positions_total=self.slots.tables.columns,
+            kv_positions_free=self.slots.tables.free,
+            kv_positions_multiple=PAGE_SIZE,
             kv_layout="slots",
             weight_bytes=0,
             activation_bytes=0,

@@ -22,11 +22,11 @@ def check_structures(simulation: "Simulation") -> None:
     for lane in simulation.coordinator.lanes._lanes:
         window = lane.window
         # A target that restarts with fewer slots shrinks the window and the cache below what is in use.
-        places, capacity = max(window.max_num_seqs, window.occupied), window.reservations.capacity
-        positions = max(capacity.positions, round(window.reservations.usage(1) * capacity.positions))
+        places, capacity = max(window.max_num_seqs, window.occupied), window.pages.capacity
+        pages = max(capacity.pages, window.pages.used) if capacity.pages else 0
         with (
             mock.patch.object(window, "max_num_seqs", places),
-            mock.patch.object(window.reservations, "capacity", replace(capacity, positions=positions)),
+            mock.patch.object(window.pages, "capacity", replace(capacity, pages=pages)),
         ):
             _check(simulation, window.check_integrity)
     for worker in simulation.workers:

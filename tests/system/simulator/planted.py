@@ -1,6 +1,6 @@
 """Bugs to plant in the real code. The simulator must find each of them."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -9,6 +9,7 @@ from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.scheduling.commits import Commit
 from coordinator.workers.link import WorkerLink
 from coordinator.workers.releases import Releases
+from specpool.engine.cache.pages import PagePool
 from specpool.protocol import responses
 from specpool.protocol.rounds import VerifyRound
 from target_worker.verifier import Verifier
@@ -17,6 +18,7 @@ read_statuses = responses._read_statuses
 send = Releases.send
 committed = RequestsInFlight.committed
 continue_round = Verifier._continue
+drop = PagePool.drop
 
 
 def _read_any_round(response: Any, round_id: int, items: Any) -> Any:
@@ -47,6 +49,12 @@ def _promote_first_branch(self: Verifier, round_: VerifyRound) -> Iterator[Any]:
         yield (owner, sequence_id), (after, found)
 
 
+def _free_shared_pages(self: PagePool, pages: Sequence[int]) -> None:
+    """Free pages that other sequences hold, too."""
+    self._references |= dict.fromkeys(pages, 1)
+    drop(self, pages)
+
+
 def _accept_any_instance(self: WorkerLink, response: Any) -> None:
     pass
 
@@ -56,6 +64,7 @@ BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "a lost release": lambda: mock.patch.object(Releases, "send", _send_once),
     "a doubled commit": lambda: mock.patch.object(RequestsInFlight, "committed", _commit_twice),
     "an outcome promoted for the wrong branch": lambda: mock.patch.object(Verifier, "_continue", _promote_first_branch),
+    "a page freed while shared": lambda: mock.patch.object(PagePool, "drop", _free_shared_pages),
     "an answer of an earlier life": lambda: mock.patch.object(WorkerLink, "_check_instance", _accept_any_instance),
 }
 """Contexts in which the real code has a bug."""

@@ -1,12 +1,13 @@
-"""Attention over the cache on a GPU, without copying keys: splits of fixed length, combined in order (flash-decoding).
+"""Attention over the pages of sequences on a GPU: splits of fixed length, combined in order (flash-decoding).
 
 Consecutive rows of a sequence share a tile with all query heads of a KV head, so keys and values are read once for
-them. A row's bits depend on its own positions alone: splits and blocks start at fixed positions, and a block that a
-row does not see adds exactly nothing to it.
+them. A row's bits depend on its own positions alone, not on where its pages lie: splits and blocks start at fixed
+positions, and a block that a row does not see adds exactly nothing to it.
 """
 
 import torch
 
+from specpool.engine.cache.arena import KVArena
 from specpool.engine.numerics.triton_compat import (
     HOPPER,
     architecture,
@@ -18,8 +19,11 @@ from specpool.engine.numerics.triton_compat import (
     triton,
 )
 
-# Positions of a split, and positions loaded at a time. Splits are combined in order.
+# Positions of a split, and positions loaded at a time. Splits are combined in order. A block inside a page takes one
+# entry of the page table, any other block one for each position.
 SPLIT, BLOCK = 256, 64
+# Elements of a head's keys that the kernel can address.
+MAX_ELEMENTS = 2**31
 # Programs that keep a GPU busy. From here on, one program handles all splits of a tile, which saves a kernel. Below,
 # several programs of a tile take turns with its splits, so their number does not depend on lengths of sequences.
 BUSY_PROGRAMS = 512
@@ -46,23 +50,25 @@ def rows_per_tile(dtype: torch.dtype, groups: int) -> int:
     return tile_height(dtype, groups) // groups
 
 
-def attend_extents(
+def attend_pages(
     query: torch.Tensor,  # [rows, heads, dim]; overwritten by the result
-    keys: torch.Tensor,  # [kv_heads, columns, dim]
-    values: torch.Tensor,  # [kv_heads, columns, dim]
+    arena: KVArena,
+    layer: int,
     tile_begins: torch.Tensor,  # [tiles] first row
     tile_sizes: torch.Tensor,  # [tiles] number of rows, at consecutive positions of one span; 0: no rows
     positions: torch.Tensor,  # [rows]
-    columns: torch.Tensor,  # [rows] column of each row's own position
+    slots: torch.Tensor,  # [rows]; -1: padding
     prefix_lengths: torch.Tensor,  # [rows] positions before the row's branch
-    offsets: torch.Tensor,  # [rows] columns by which later positions lie further right; 0: no branch
+    offsets: torch.Tensor,  # [rows] logical columns by which later positions lie further right
     scaling: float,
     splits: int,
     warps: int | None = None,
 ) -> torch.Tensor:
     """Attend from every row in a tile to all positions up to its own, in place. Return `query`."""
     rows, heads, dim = query.shape
-    kv_heads, total, _ = keys.shape
+    keys, values, tables = arena.keys[layer], arena.values[layer], arena.tables
+    kv_heads, columns, _ = keys.shape
+    assert columns * dim <= MAX_ELEMENTS, "the cache has more columns than attention can address"
     groups = heads // kv_heads
     width, height = power_of_two(dim), tile_height(query.dtype, groups)
     shape = {"HEADS": heads, "GROUPS": groups, "DIM": dim, "WIDTH": width, "SPLIT": SPLIT}
@@ -77,15 +83,15 @@ def attend_extents(
         partials = torch.empty(rows, splits, heads, dim, dtype=torch.float32, device=query.device)
         stats = torch.empty(2, rows, splits, heads, dtype=torch.float32, device=query.device)
     _attend[(tiles, kv_heads, programs)](
-        query, keys, values, tile_begins, tile_sizes, positions, columns, prefix_lengths, offsets, partials, stats,
-        scaling, total, splits, rows,
-        **shape, HEIGHT=height, BLOCK=_block(query.dtype, width), SERIAL=serial,
+        query, keys, values, tables, tile_begins, tile_sizes, positions, slots, prefix_lengths, offsets,
+        partials, stats, scaling, columns, tables.shape[1], splits, rows,
+        **shape, HEIGHT=height, BLOCK=_block(query.dtype, width), PAGE=arena.page_size, SERIAL=serial,
         **options, num_warps=warps or _warps(query.dtype, dim, architecture(query.device)),
         num_stages=_stages(query.dtype, width),
     )  # fmt: skip
     if not serial:
         _combine_splits[(rows, heads)](
-            partials, stats, positions, columns, query, splits, **shape, **options, num_warps=1
+            partials, stats, positions, slots, query, splits, **shape, **options, num_warps=1
         )  # fmt: skip
     return query
 
@@ -139,21 +145,28 @@ if triton is not None:
 
     @triton.jit
     def _attend_split(
-        q, keys, values, prefix, shift, begin, end, visible, scaling,
-        DIM: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+        q, keys, values, table, prefix, shift, begin, end, visible, scaling,
+        DIM: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     ):  # fmt: skip
         """A tile over one split: unnormalized sums of values, maximum scores, and softmax denominators.
 
-        `keys` and `values` point to the first position of the sequence. Positions from `prefix` on lie `shift` columns
-        further right.
+        `table`: pages of the sequence. Positions from `prefix` on lie `shift` logical columns further right.
         """
-        feature = tl.arange(0, WIDTH)
+        feature, inside = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
         peak = tl.full([HEIGHT], LOWEST, tl.float32)
         denominator = tl.zeros([HEIGHT], tl.float32)
         acc = tl.zeros([HEIGHT, WIDTH], tl.float32)
+        page = tl.load(table + begin // PAGE)
         for start in range(begin, end, BLOCK):
-            position = start + tl.arange(0, BLOCK)
-            column = position + tl.where(position < prefix, 0, shift)
+            position = start + inside
+            column = page * PAGE + start % PAGE + inside
+            if (start % PAGE + BLOCK > PAGE) | ((shift != 0) & (start + BLOCK > prefix)):
+                logical = position + tl.where(position < prefix, 0, shift)
+                own = tl.load(table + logical // PAGE, mask=position < end, other=0)
+                column = own * PAGE + logical % PAGE
+            # Load the next entry a block ahead: the loads of keys then depend on no load of their own iteration, and
+            # are pipelined like loads from known addresses.
+            page = tl.load(table + tl.minimum(start + BLOCK, end - 1) // PAGE)
             offset = column[:, None] * DIM + feature[None, :]
             mask = (position[:, None] < end) & (feature[None, :] < DIM)
             k = tl.load(keys + offset, mask=mask, other=0.0)
@@ -168,12 +181,12 @@ if triton is not None:
             peak = new_peak
         return acc, peak, denominator
 
-    @triton.jit(do_not_specialize=["splits", "total", "rows"])
+    @triton.jit(do_not_specialize=["columns", "pages", "splits", "rows"])
     def _attend(
-        query, keys, values, tile_begins, tile_sizes, positions, columns, prefix_lengths, offsets, partials, stats,
-        scaling, total, splits, rows,
+        query, keys, values, tables, tile_begins, tile_sizes, positions, slots, prefix_lengths, offsets,
+        partials, stats, scaling, columns, pages, splits, rows,
         HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
-        HEIGHT: tl.constexpr, BLOCK: tl.constexpr, SERIAL: tl.constexpr, OVERLAP: tl.constexpr,
+        HEIGHT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, SERIAL: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """The query heads of one KV head and the rows of one tile, over all splits or some of them."""
         if OVERLAP:
@@ -184,8 +197,8 @@ if triton is not None:
             row = tl.load(tile_begins + tile)
             position = tl.load(positions + row).to(tl.int32)
             prefix, shift = tl.load(prefix_lengths + row).to(tl.int32), tl.load(offsets + row).to(tl.int32)
-            first = (kv_head.to(tl.int64) * total + tl.load(columns + row) - position - shift) * DIM
-            keys, values = keys + first, values + first
+            first = kv_head.to(tl.int64) * columns * DIM
+            keys, values, table = keys + first, values + first, tables + tl.load(slots + row) * pages
             line, feature = tl.arange(0, HEIGHT), tl.arange(0, WIDTH)
             own, head = line // GROUPS, kv_head * GROUPS + line % GROUPS
             visible = position + own
@@ -199,8 +212,9 @@ if triton is not None:
                 for begin in range(0, position + count, SPLIT):
                     end = tl.minimum(begin + SPLIT, position + count)
                     split_acc, split_peak, split_denominator = _attend_split(
-                        q, keys, values, prefix, shift, begin, end, visible, scaling, DIM, WIDTH, HEIGHT, BLOCK
-                    )
+                        q, keys, values, table, prefix, shift, begin, end, visible, scaling, DIM, WIDTH, HEIGHT, BLOCK,
+                        PAGE,
+                    )  # fmt: skip
                     new_peak = tl.maximum(peak, split_peak)
                     rescale, split_rescale = tl.exp(peak - new_peak), tl.exp(split_peak - new_peak)
                     denominator = denominator * rescale + split_denominator * split_rescale
@@ -213,8 +227,9 @@ if triton is not None:
                     begin = split * SPLIT
                     end = tl.minimum(begin + SPLIT, position + count)
                     acc, peak, denominator = _attend_split(
-                        q, keys, values, prefix, shift, begin, end, visible, scaling, DIM, WIDTH, HEIGHT, BLOCK
-                    )
+                        q, keys, values, table, prefix, shift, begin, end, visible, scaling, DIM, WIDTH, HEIGHT, BLOCK,
+                        PAGE,
+                    )  # fmt: skip
                     index = ((row + own) * splits + split) * HEADS + head
                     tl.store(partials + index[:, None] * DIM + feature[None, :], acc, mask=mask)
                     tl.store(stats + index, peak, mask=own < count)
@@ -223,7 +238,7 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["splits"])
     def _combine_splits(
-        partials, stats, positions, columns, attended, splits,
+        partials, stats, positions, slots, attended, splits,
         HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
         OVERLAP: tl.constexpr,
     ):  # fmt: skip
@@ -231,7 +246,7 @@ if triton is not None:
         if OVERLAP:
             gdc_wait()
         row, head, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
-        if tl.load(columns + row) >= 0:
+        if tl.load(slots + row) >= 0:
             denominators = stats + tl.num_programs(0).to(tl.int64) * splits * HEADS
             peak = tl.full([1], LOWEST, tl.float32)
             denominator = tl.zeros([1], tl.float32)

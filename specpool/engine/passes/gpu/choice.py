@@ -7,7 +7,7 @@ to its next position, so that a step takes no further kernels.
 import torch
 
 from specpool.engine.numerics.triton_compat import gdc_wait, launch_options, power_of_two, tl, triton
-from specpool.engine.passes.packing import COLUMNS, INPUT_IDS, NUMBERS_PER_ROW, POSITIONS, TILE_BEGINS, TILE_SIZES
+from specpool.engine.passes.packing import INPUT_IDS, NUMBERS_PER_ROW, POSITIONS, SLOTS, TILE_BEGINS, TILE_SIZES
 from specpool.engine.sampling.head import Head
 
 # Rows of the numbers of a step [REMAINING + 1, rows]: the arrays of a packed batch in which each row is a tile and has
@@ -38,7 +38,7 @@ def choose(logits: torch.Tensor, head: Head, numbers: torch.Tensor | None = None
         largest, places, sums, chosen if head.output_ids is None else head.output_ids,
         chosen if numbers is None else numbers, chosen, rows, parts,
         WIDTH=power_of_two(parts), MAPPED=head.output_ids is not None, ADVANCES=numbers is not None,
-        INPUT_IDS=INPUT_IDS, POSITIONS=POSITIONS, COLUMNS=COLUMNS, SIZES=SIZES, REMAINING=REMAINING,
+        INPUT_IDS=INPUT_IDS, POSITIONS=POSITIONS, SLOTS=SLOTS, SIZES=SIZES, REMAINING=REMAINING,
         **options, num_warps=1,
     )  # fmt: skip
     return chosen
@@ -65,7 +65,7 @@ if triton is not None:
     def _join_parts(
         largest, places, sums, output_ids, numbers, chosen, rows, parts,
         WIDTH: tl.constexpr, MAPPED: tl.constexpr, ADVANCES: tl.constexpr,
-        INPUT_IDS: tl.constexpr, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, SIZES: tl.constexpr,
+        INPUT_IDS: tl.constexpr, POSITIONS: tl.constexpr, SLOTS: tl.constexpr, SIZES: tl.constexpr,
         REMAINING: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """The choice of a row, and the numbers of its next step."""
@@ -85,10 +85,10 @@ if triton is not None:
         if ADVANCES:
             remaining = tl.load(numbers + REMAINING * rows + row) - 1
             alive = remaining > 0
-            column = tl.load(numbers + COLUMNS * rows + row)
+            slot = tl.load(numbers + SLOTS * rows + row)
             position = tl.load(numbers + POSITIONS * rows + row)
             tl.store(numbers + REMAINING * rows + row, remaining)
             tl.store(numbers + INPUT_IDS * rows + row, token)
             tl.store(numbers + POSITIONS * rows + row, position + alive.to(tl.int64))
-            tl.store(numbers + COLUMNS * rows + row, tl.where(alive, column + 1, -1))
+            tl.store(numbers + SLOTS * rows + row, tl.where(alive, slot, -1))
             tl.store(numbers + SIZES * rows + row, alive.to(tl.int64))

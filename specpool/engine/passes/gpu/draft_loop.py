@@ -11,7 +11,7 @@ from specpool.engine.passes.drafts import Choice, Draft, DraftRound, drafts_of, 
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.gpu.choice import BEGINS, LOGIT_ROWS, REMAINING, SIZES, choose
 from specpool.engine.passes.gpu.graphs import Capture, CapturedGraphs, Run
-from specpool.engine.passes.packing import COLUMNS, INPUT_IDS, OFFSETS, POSITIONS, PREFIX_LENGTHS, PackedBatch, Shape
+from specpool.engine.passes.packing import INPUT_IDS, OFFSETS, POSITIONS, PREFIX_LENGTHS, SLOTS, PackedBatch, Shape
 from specpool.engine.sampling.head import Head
 
 
@@ -41,7 +41,7 @@ class GpuDraftLoop:
 
         def prepare(rows: int) -> tuple[Step, Run]:
             numbers = torch.zeros(REMAINING + 1, rows, dtype=torch.int64, device=self._arena.device)
-            numbers[COLUMNS] = -1
+            numbers[SLOTS] = -1
             return self._prepare(numbers, lengths[rows])
 
         self.graphs.capture_all(list(lengths), prepare)
@@ -53,13 +53,12 @@ class GpuDraftLoop:
         self,
         logits: torch.Tensor,
         rounds: Sequence[DraftRound],
-        columns: Sequence[int],
         own_states: torch.Tensor | None = None,
     ) -> tuple[int, int]:
         """Extend the drafts; see `DraftLoop`."""
         drafts = drafts_of(rounds)
         spans, remaining = [draft.span for draft in drafts], [draft.num_draft_tokens - 1 for draft in drafts]
-        chosen, states = self._run(choose(logits, self._head), spans, columns, remaining, own_states)
+        chosen, states = self._run(choose(logits, self._head), spans, remaining, own_states)
         found = dict(zip(drafts, chosen.permute(2, 1, 0).tolist(), strict=True))  # tokens, then probabilities
 
         def read(drafting: Sequence[Draft]) -> list[Choice | None]:
@@ -76,7 +75,6 @@ class GpuDraftLoop:
         self,
         chosen: torch.Tensor,
         spans: Sequence[Span],
-        columns: Sequence[int],
         remaining: Sequence[int],
         own_states: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -88,7 +86,7 @@ class GpuDraftLoop:
         count = len(spans)
         if not any(remaining):
             return chosen[None], None if own_states is None else own_states[None]
-        numbers = self._numbers(chosen, spans, columns, remaining)
+        numbers = self._numbers(chosen, spans, remaining)
         max_length = max(span.end + steps for span, steps in zip(spans, remaining, strict=True))
         graph = self.graphs.find(numbers.shape[1])
         run_step: Callable[[], object]
@@ -107,9 +105,7 @@ class GpuDraftLoop:
                 states.append(step.states[:count].clone())
         return torch.stack(choices), torch.stack(states) if states else None
 
-    def _numbers(
-        self, chosen: torch.Tensor, spans: Sequence[Span], columns: Sequence[int], remaining: Sequence[int]
-    ) -> torch.Tensor:
+    def _numbers(self, chosen: torch.Tensor, spans: Sequence[Span], remaining: Sequence[int]) -> torch.Tensor:
         """The numbers of the first step, on the device."""
         count = len(spans)
         rows = self._model.padded_shape(Shape(count, count, count)).rows
@@ -121,8 +117,8 @@ class GpuDraftLoop:
         numbers[REMAINING, :count] = torch.tensor(remaining)
         alive = numbers[REMAINING] > 0
         numbers[SIZES] = alive
-        numbers[COLUMNS] = -1
-        numbers[COLUMNS, :count] = torch.where(alive[:count], torch.tensor(columns), -1)
+        numbers[SLOTS] = -1
+        numbers[SLOTS, :count] = torch.where(alive[:count], torch.tensor([span.slot for span in spans]), -1)
         if chosen.device.type == "cuda":
             numbers = numbers.pin_memory()
         numbers = numbers.to(chosen.device, non_blocking=True)

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.cache.spans import Location, Span
+from specpool.engine.cache.layout import PAGE_SIZE
+from specpool.engine.cache.spans import Span
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.numerics.triton_compat import triton
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu import attention
-from specpool.engine.passes.gpu.attention import attend_extents, num_splits
+from specpool.engine.passes.gpu.attention import attend_pages, num_splits
 from specpool.engine.passes.gpu.draft_loop import GpuDraftLoop
 from specpool.engine.passes.gpu.gemm import Gemm
 from specpool.engine.passes.gpu.graphs import Capture
@@ -38,8 +39,9 @@ def try_kernels(fused: FusedModel) -> None:
         raise RuntimeError("Triton is not installed")
     layer, rows = GpuLayer(fused.layers[0], 0), 1
     weight, kv_heads = fused.dense_embedding, fused.kv_heads
-    arena = KVArena(1, kv_heads, rows, fused.head_dim, weight.dtype, weight.device)
-    batch = pack([Span(0, 0, [0], 1)], [Location(0)], arena, lambda needed: needed)
+    arena = KVArena.of_one_sequence(1, kv_heads, PAGE_SIZE, fused.head_dim, weight.dtype, weight.device)
+    arena.flush()
+    batch = pack([Span(0, 0, [0], 1)], arena, lambda needed: needed)
     layer(fused.group.embed(weight, batch.input_ids), None, batch, fused.rotary(rows)).partials.sum().item()
 
 
@@ -150,17 +152,17 @@ class GpuLayer(nn.Module):
 
         Adds `added`, the branch of the layer before, and the attention branch to `hidden` in place.
         """
-        arena, positions, columns = batch.arena, batch.positions, batch.columns
+        arena, positions, slots, offsets = batch.arena, batch.positions, batch.slots, batch.offsets
         normed = add_and_norm(hidden, added, self.before_attention, self.eps)
         batch.record_states(self.index, hidden)  # includes the branch of the layer before
         qkv = self.qkv(normed)
         query = rotate_and_cache(
-            qkv, self.qkv_bias, self.head_norms, rotary, arena, self.index, positions, columns, self.heads, self.eps
-        )
-        keys, values, splits = arena.keys[self.index], arena.values[self.index], num_splits(batch.max_length)
-        attended = attend_extents(
-            query, keys, values, batch.tile_begins, batch.tile_sizes, positions, columns,
-            batch.prefix_lengths, batch.offsets, self.scaling, splits,
+            qkv, self.qkv_bias, self.head_norms, rotary, arena, self.index, positions, slots, offsets, self.heads,
+            self.eps,
+        )  # fmt: skip
+        attended = attend_pages(
+            query, arena, self.index, batch.tile_begins, batch.tile_sizes, positions, slots,
+            batch.prefix_lengths, offsets, self.scaling, num_splits(batch.max_length),
         )  # fmt: skip
         added = self._addend(self.out, attended.flatten(1), "attended", self.out_bias, self.after_attention)
         gate_up = self.gate_up(add_and_norm(hidden, added, self.before_mlp, self.eps))

@@ -46,7 +46,8 @@ def rotate_and_cache(
     arena: KVArena,
     layer: int,
     positions: torch.Tensor,  # [rows]
-    columns: torch.Tensor,  # [rows]; -1: do not cache the row
+    slots: torch.Tensor,  # [rows]; -1: do not cache the row
+    offsets: torch.Tensor,  # [rows] logical columns by which the row lies to the right of its position
     heads: int,
     eps: float,
 ) -> torch.Tensor:
@@ -54,14 +55,14 @@ def rotate_and_cache(
 
     Non-finite numbers are cached as 0: attention gives masked keys a weight of 0, and 0 * inf is NaN.
     """
-    keys, values = arena.keys[layer], arena.values[layer]
-    kv_heads, columns_total, dim = keys.shape
+    keys, values, tables = arena.keys[layer], arena.values[layer], arena.tables
+    kv_heads, columns, dim = keys.shape
     rows = partials.shape[1]
     query = torch.empty(rows, heads, dim, dtype=keys.dtype, device=keys.device)
     _rotate_and_cache[(rows, heads + 2 * kv_heads)](
-        partials, _or(bias, partials), _or(norms, partials), *rotary, positions, columns,
-        query, keys, values, rows, columns_total, eps,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=power_of_two(dim), SPLITS=len(partials),
+        partials, _or(bias, partials), _or(norms, partials), *rotary, positions, slots, offsets, tables,
+        query, keys, values, rows, columns, tables.shape[1], eps,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=power_of_two(dim), PAGE=arena.page_size, SPLITS=len(partials),
         BIASED=bias is not None, NORMED=norms is not None, **launch_options(query.device), num_warps=1,
     )  # fmt: skip
     return query
@@ -138,17 +139,21 @@ if triton is not None:
         result = _normed(x, factors, eps, SIZE)
         tl.store(normed + row * SIZE + feature, result.to(normed.dtype.element_ty), mask=mask)
 
-    @triton.jit(do_not_specialize=["rows", "total"])
+    @triton.jit(do_not_specialize=["rows", "columns", "pages"])
     def _rotate_and_cache(
-        partials, bias, norms, cosines, sines, positions, columns, query, keys, values, rows, total, eps,
-        HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
-        BIASED: tl.constexpr, NORMED: tl.constexpr, OVERLAP: tl.constexpr,
+        partials, bias, norms, cosines, sines, positions, slots, offsets, tables, query, keys, values,
+        rows, columns, pages, eps,
+        HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+        SPLITS: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         if OVERLAP:
             gdc_wait()
         row, head, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
         mask, size = feature < DIM, (HEADS + 2 * KV_HEADS) * DIM
-        column = tl.load(columns + row)
+        position, slot = tl.load(positions + row), tl.load(slots + row)
+        is_cached = (head >= HEADS) & (slot >= 0)
+        logical = position + tl.load(offsets + row, mask=is_cached, other=0)
+        page = tl.load(tables + slot * pages + logical // PAGE, mask=is_cached, other=0).to(tl.int64)
         x = _summed(partials, bias, row, head * DIM + feature, mask, rows, size, SPLITS, BIASED)
         if head < HEADS + KV_HEADS:
             # The other member of a rotary pair is half a head away and shares the head's norm.
@@ -158,20 +163,21 @@ if triton is not None:
                 scale = _scale(x, eps, DIM)
                 x = x * scale * tl.load(norms + head * DIM + feature, mask=mask, other=0.0).to(tl.float32)
                 y = y * scale * tl.load(norms + head * DIM + partner, mask=mask, other=0.0).to(tl.float32)
-            place = tl.load(positions + row) * DIM + feature
+            place = position * DIM + feature
             cosine = tl.load(cosines + place, mask=mask, other=0.0).to(tl.float32)
             sine = tl.load(sines + place, mask=mask, other=0.0).to(tl.float32)
             x = x * cosine + y * sine
         rounded = x.to(keys.dtype.element_ty)
         if head < HEADS:
             tl.store(query + (row * HEADS + head) * DIM + feature, rounded, mask=mask)
-        elif column >= 0:
+        elif is_cached:
+            column = page * PAGE + logical % PAGE
             finite = tl.where(tl.abs(rounded.to(tl.float32)) < float("inf"), rounded, 0.0)
             if head < HEADS + KV_HEADS:
-                place = ((head - HEADS) * total.to(tl.int64) + column) * DIM + feature
+                place = ((head - HEADS) * columns.to(tl.int64) + column) * DIM + feature
                 tl.store(keys + place, finite, mask=mask)
             else:
-                place = ((head - HEADS - KV_HEADS) * total.to(tl.int64) + column) * DIM + feature
+                place = ((head - HEADS - KV_HEADS) * columns.to(tl.int64) + column) * DIM + feature
                 tl.store(values + place, finite, mask=mask)
 
     @triton.jit(do_not_specialize=["rows"])

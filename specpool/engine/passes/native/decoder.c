@@ -37,7 +37,7 @@ static int64_t rounded_floats(const Model *model, int64_t rows) {
     return ROUND_ACTIVATIONS * rows * (size / PART) * (int64_t)(sizeof(RoundedPart) / sizeof(float));
 }
 
-/* Floats of workspace for the activations, without the scores of the threads. */
+/* Floats of workspace for the activations, without the scores and blocks of the threads. */
 int64_t workspace_floats(const Model *model, int64_t rows) {
     const Layer *layer = model->layers;
     int64_t per_row = 2 * model->hidden + layer->query_key_value.outputs + attended_stride(model) +
@@ -190,12 +190,6 @@ static ONE_COPY void cache_rows(const Stage *stage, int64_t row, int64_t end) {
         cache(pass->model, layer, pass->batch, row, pass->acts.heads + row * layer->query_key_value.outputs);
 }
 
-/* Floats before the first key and value of a task. Task head * rows + row is one row of one KV head. */
-static int64_t first_of_task(const Model *model, const Batch *batch, int64_t task) {
-    int64_t head = task / batch->rows, row = task % batch->rows;
-    return (head * model->columns + batch->columns[row] - batch->positions[row] - batch->offsets[row]) * HEAD_DIM;
-}
-
 /* Whether each thread can round the heads that it computes: no part spans two KV heads. */
 #define ROUNDS_HEADS (ROUND_ACTIVATIONS && GROUPS * HEAD_DIM % PART == 0)
 
@@ -205,17 +199,18 @@ static ONE_COPY void attend_tasks(const Stage *stage, int64_t task, int64_t end)
     const Layer *layer = stage->item;
     const Batch *batch = pass->batch;
     int64_t rows = batch->rows, heads_stride = layer->query_key_value.outputs, stride = attended_stride(model);
+    float *scores = pass->acts.scores + thread_number * (GROUPS * batch->scores + batch->scores / LANES);
+    int32_t *blocks = (int32_t *)(scores + GROUPS * batch->scores);
     for (; task < end; task++) {
-        int64_t head = task / rows, row = task % rows, first = first_of_task(model, batch, task);
+        int64_t head = task / rows, row = task % rows, first = head * model->columns * HEAD_DIM;
         /* Threads take tasks roughly in turn. */
-        int64_t next = task + batch->threads;
-        int64_t after = first_of_task(model, batch, next < rows * model->kv_heads ? next : task);
-        int64_t count = batch->positions[row] + 1, offset = batch->offsets[row];
-        int64_t prefix = offset ? batch->prefix_lengths[row] : count, begin = row * stride + head * GROUPS * HEAD_DIM;
+        int64_t next = task + batch->threads < rows * model->kv_heads ? task + batch->threads : task;
+        const Places places = places_of(model, batch, row), after = places_of(model, batch, next % rows);
+        int64_t after_first = next / rows * model->columns + column_of(&after, 0);
+        int64_t begin = row * stride + head * GROUPS * HEAD_DIM;
         attend(pass->acts.heads + row * heads_stride + head * GROUPS * HEAD_DIM, layer->keys + first,
-               layer->values + first, count, prefix, offset * HEAD_DIM, model->scaling,
-               pass->acts.scores + thread_number * GROUPS * batch->scores, batch->scores, layer->keys + after,
-               pass->acts.attended + begin);
+               layer->values + first, &places, blocks, find_blocks(&places, blocks), model->scaling, scores,
+               batch->scores, layer->keys + after_first * HEAD_DIM, pass->acts.attended + begin);
         if (ROUNDS_HEADS)
             round_row(pass->acts.attended + begin, GROUPS * HEAD_DIM, row, rows,
                       pass->acts.rounded + head * GROUPS * HEAD_DIM / PART * rows);

@@ -38,6 +38,8 @@ class Model(Structure):
     _fields_ = (
         ("layers", POINTER(Layer)),
         *((name, c_int64) for name in ("num_layers", "hidden", "intermediate", "kv_heads", "columns")),
+        ("tables", c_void_p),
+        *((name, c_int64) for name in ("table_size", "page_size")),
         *((name, c_void_p) for name in ("cosines", "sines", "norm")),
         ("embedding", Linear),
         ("head", Linear),
@@ -52,7 +54,7 @@ class Batch(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("rows", "results", "threads")),
-        *((name, c_void_p) for name in ("token_ids", "positions", "columns", "prefix_lengths", "offsets")),
+        *((name, c_void_p) for name in ("token_ids", "positions", "slots", "prefix_lengths", "offsets")),
         *((name, c_void_p) for name in ("result_rows", "workspace")),
         ("scores", c_int64),
         *((name, c_void_p) for name in ("logits", "input_states", "own_states")),

@@ -13,7 +13,7 @@
 typedef struct {
     Row row;          /* of the next token */
     int64_t position; /* of the next token */
-    int64_t column, prefix_length, offset;
+    int64_t slot, prefix_length, offset;
     uint64_t seed;
     int64_t prompt_length, unmasked_from; /* first position at which stop tokens are allowed */
     int32_t *counted_ids, *counts;        /* of the row, with room for all draft tokens */
@@ -32,7 +32,7 @@ typedef struct {
     void (*forward)(const void *model, void *batch, int64_t rows);
     const void *model;
     void *batch;                                                         /* a pass of up to `num_drafts` rows */
-    int64_t *token_ids, *positions, *columns, *prefix_lengths, *offsets; /* of the pass, [num_drafts] */
+    int64_t *token_ids, *positions, *slots, *prefix_lengths, *offsets; /* of the pass, [num_drafts] */
     const float *logits, *first_logits; /* of the pass and of the pass before the loop, [num_drafts] rows */
     int64_t stride, first_stride;       /* floats of a row */
     float *input_states;     /* of the pass, [num_drafts, hidden] */
@@ -142,7 +142,7 @@ static void run_pass(Loop *loop, Draft **drafts, int64_t count) {
         Draft *draft = drafts[i];
         loop->token_ids[i] = loop->draft_token_ids[(draft - loop->drafts) * loop->max_draft_tokens + draft->count - 1];
         loop->positions[i] = draft->position++;
-        loop->columns[i] = draft->column++;
+        loop->slots[i] = draft->slot;
         loop->prefix_lengths[i] = draft->prefix_length;
         loop->offsets[i] = draft->offset;
     }

@@ -37,7 +37,7 @@ from specpool.engine.sampling.lexers import ALL, Reader, Words
 from specpool.engine.sampling.rules import Changes
 
 SOURCES = (Path(__file__).with_name("draft_loop.c"), compiled.ROWS)
-ROW_ARRAYS = ("token_ids", "positions", "columns", "prefix_lengths", "offsets")
+ROW_ARRAYS = ("token_ids", "positions", "slots", "prefix_lengths", "offsets")
 MASK64 = (1 << 64) - 1
 
 Prepare = Callable[[PackedBatch], tuple[Batch, torch.Tensor]]
@@ -49,7 +49,7 @@ class DraftState(Structure):
 
     _fields_ = (
         ("row", Row),
-        *((name, c_int64) for name in ("position", "column", "prefix_length", "offset")),
+        *((name, c_int64) for name in ("position", "slot", "prefix_length", "offset")),
         ("seed", c_uint64),
         *((name, c_int64) for name in ("prompt_length", "unmasked_from")),
         *((name, c_void_p) for name in ("counted_ids", "counts")),
@@ -113,14 +113,13 @@ class NativeDraftLoop:
         self,
         logits: torch.Tensor,
         rounds: Sequence[DraftRound],
-        columns: Sequence[int],
         own_states: torch.Tensor | None = None,
     ) -> tuple[int, int]:
         """Extend the drafts; see `DraftLoop`."""
         drafts = drafts_of(rounds)
         count, size = len(drafts), max(draft.num_draft_tokens for draft in drafts)
         states, numbers = (DraftState * count)(), (number for number, own in enumerate(rounds) for _ in own.drafts)
-        changes = [self._begin(*of_draft) for of_draft in zip(states, drafts, columns, numbers, strict=True)]
+        changes = [self._begin(*of_draft) for of_draft in zip(states, drafts, numbers, strict=True)]
         chances = [np.array(round_.chances, np.float64) for round_ in rounds]
         ends = [
             RoundState(own.ctypes.data, len(own), each.step_cost) for own, each in zip(chances, rounds, strict=True)
@@ -162,14 +161,14 @@ class NativeDraftLoop:
             _end(*of_draft)
         return loop.num_passes, loop.num_tokens
 
-    def _begin(self, state: Any, draft: Draft, column: int, number: int) -> Changes | None:
+    def _begin(self, state: Any, draft: Draft, number: int) -> Changes | None:
         """Fill in the state of a draft of round `number`. Return the changes that the state points to."""
         span, rules = draft.span, draft.rules
         has_confidences = rules is None and draft.needs_confidences
         state.row = self._sampler.template(
             None if rules is None else rules.params, num_top=0 if has_confidences else -1
         )
-        state.position, state.column, state.round = span.end, column, number
+        state.position, state.slot, state.round = span.end, span.slot, number
         state.prefix_length, state.offset = span.prefix_length, span.offset
         state.num_draft_tokens = draft.num_draft_tokens
         state.min_chance, state.next_chance, state.chance = draft.min_chance, draft.next_chance, draft.chance

@@ -176,18 +176,18 @@ class NativeModel(ForwardPass):
         self._model.cosines, self._model.sines = (table.data_ptr() for table in tables)
         threads, scores = torch.get_num_threads(), round_up(batch.max_length, LANES)
         floats = self._workspace_floats(byref(self._model), c_int64(batch.tokens))
-        floats += threads * self._groups * scores
+        floats += threads * (self._groups * scores + scores // LANES)
         if floats > self._workspace.numel():
             self._workspace = torch.empty(floats)
         logits = torch.empty(batch.num_logits, self._model.head.outputs)
-        token_ids, positions, columns, prefix_lengths, offsets, result_rows = batch.addresses
+        token_ids, positions, slots, prefix_lengths, offsets, result_rows = batch.addresses
         arguments = Batch(
             rows=batch.tokens,
             results=batch.num_logits,
             threads=threads,
             token_ids=token_ids,
             positions=positions,
-            columns=columns,
+            slots=slots,
             prefix_lengths=prefix_lengths,
             offsets=offsets,
             result_rows=result_rows,
@@ -216,7 +216,8 @@ class NativeModel(ForwardPass):
 
     def _point_to(self, arena: KVArena) -> None:
         if arena is not self._arena:
-            self._arena, self._model.columns = arena, arena.columns
+            self._arena, self._model.columns, self._model.page_size = arena, arena.columns, arena.page_size
+            self._model.tables, self._model.table_size = arena.tables.data_ptr(), arena.tables.shape[1]
             for layer, keys, values in zip(self._layers, arena.keys, arena.values, strict=True):
                 layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
 

@@ -20,6 +20,8 @@ typedef struct {
 typedef struct {
     const Layer *layers;
     int64_t num_layers, hidden, intermediate, kv_heads, columns;
+    const int32_t *tables;         /* [slots, table_size]: pages that hold the logical columns of a sequence, in order */
+    int64_t table_size, page_size; /* columns of a page: a multiple of LANES */
     const float *cosines, *sines; /* [positions, HEAD_DIM]; sines of the first half of a head negated */
     const float *norm;
     Linear embedding, head; /* [vocabulary, hidden]; a tied head has the panels of the embedding */
@@ -29,11 +31,11 @@ typedef struct {
 
 typedef struct {
     int64_t rows, results, threads;
-    const int64_t *token_ids, *positions, *columns; /* [rows]; the column caches the row */
-    const int64_t *prefix_lengths, *offsets;        /* [rows]: later positions lie `offset` columns further right */
-    const int64_t *result_rows;                     /* [results]: the rows that need logits */
+    const int64_t *token_ids, *positions, *slots; /* [rows] */
+    const int64_t *prefix_lengths, *offsets; /* [rows]: later positions lie `offset` logical columns further right */
+    const int64_t *result_rows;              /* [results]: the rows that need logits */
     float *workspace;
-    int64_t scores; /* length of a query head's scores, in each thread */
+    int64_t scores; /* length of a query head's scores, in each thread: a multiple of LANES */
     float *logits;  /* [results, head.outputs] */
     const float *input_states; /* [rows, hidden], if the model has an fc */
     float *own_states;         /* [results, hidden]: the hidden states of the result rows before the norm, or null */
@@ -63,6 +65,42 @@ static void rotate(const float *cosines, const float *sines, float *head) {
     }
 }
 
+/* Where the positions are cached that a row sees, the last of which is its own. */
+typedef struct {
+    const int32_t *pages; /* of its sequence */
+    int64_t page_size, count, prefix, offset;
+} Places;
+
+static Places places_of(const Model *model, const Batch *batch, int64_t row) {
+    int64_t count = batch->positions[row] + 1, offset = batch->offsets[row];
+    return (Places){model->tables + batch->slots[row] * model->table_size, model->page_size, count,
+                    offset ? batch->prefix_lengths[row] : count, offset};
+}
+
+/* The column that caches a position. */
+static int64_t column_of(const Places *places, int64_t position) {
+    int64_t logical = position + (position < places->prefix ? 0 : places->offset);
+    return places->pages[logical / places->page_size] * places->page_size + logical % places->page_size;
+}
+
+/* For each block of LANES positions, the column of the first if they lie in neighbouring columns, otherwise -1. Returns
+   the number of blocks. */
+static int64_t find_blocks(const Places *places, int32_t *blocks) {
+    int64_t size = places->page_size, count = places->count, prefix = places->prefix, number = 0;
+    int64_t page = 0, within = 0; /* of the block, if it precedes the branch */
+    for (int64_t i = 0; i < count; i += LANES, number++) {
+        int64_t end = i + LANES < count ? i + LANES : count;
+        if (end <= prefix) {
+            blocks[number] = places->pages[page] * size + within;
+        } else {
+            int64_t first = column_of(places, i);
+            blocks[number] = (i >= prefix && first % size + end - i <= size) ? first : -1;
+        }
+        if ((within += LANES) == size) page++, within = 0;
+    }
+    return number;
+}
+
 /* Normalizes and rotates the queries and keys of a row in place, then caches its keys and values. */
 static void cache(const Model *model, const Layer *layer, const Batch *batch, int64_t row, float *heads) {
     int64_t rotated = HEADS(model) + model->kv_heads;
@@ -73,8 +111,10 @@ static void cache(const Model *model, const Layer *layer, const Batch *batch, in
         rotate(model->cosines + position, model->sines + position, head);
     }
     const float *key = heads + HEADS(model) * HEAD_DIM, *value = heads + rotated * HEAD_DIM;
+    const Places places = places_of(model, batch, row);
+    int64_t column = column_of(&places, batch->positions[row]);
     for (int64_t h = 0; h < model->kv_heads; h++) {
-        int64_t to = (h * model->columns + batch->columns[row]) * HEAD_DIM;
+        int64_t to = (h * model->columns + column) * HEAD_DIM;
         for (int i = 0; i < HEAD_DIM; i += WIDE) {
             put(layer->keys + to + i, 0, at(key + h * HEAD_DIM + i, 0));
             put(layer->values + to + i, 0, at(value + h * HEAD_DIM + i, 0));
@@ -82,15 +122,15 @@ static void cache(const Model *model, const Layer *layer, const Batch *batch, in
     }
 }
 
-/* Dot products of a query with `count` <= LANES keys, times `scaling`. Further lanes repeat the last key. The keys from
-   `prefix` on lie `offset` floats further right. */
-static INLINE void dot_scores(const float *query, const float *keys, int count, int prefix, int64_t offset,
+/* Dot products of a query with `count` <= LANES keys, times `scaling`. Further lanes repeat the last key. The keys are
+   neighbours, or `scattered` if given. */
+static INLINE void dot_scores(const float *query, const float *keys, const float *const *scattered, int count,
                               float scaling, float *out) {
     for (int first = 0; first < LANES; first += WIDE) {
         wide sums[WIDE];
         for (int i = 0; i < WIDE; i++) {
             int index = first + i < count ? first + i : count - 1;
-            const float *key = keys + index * HEAD_DIM + (index < prefix ? 0 : offset);
+            const float *key = scattered ? scattered[index] : keys + index * HEAD_DIM;
             wide slices[SLICES];
             for (int s = 0; s < SLICES; s++) slices[s] = at(query, s) * at(key, s);
             for (int k = LANES; k < HEAD_DIM; k += LANES)
@@ -110,53 +150,72 @@ static INLINE void dot_scores(const float *query, const float *keys, int count, 
     }
 }
 
-/* The address PREFETCHED positions after position `i` of `count`, or past the end, in `after`, which is read next. */
-static INLINE const float *prefetch_at(const float *positions, int64_t i, int64_t count, const float *after) {
-    i += count < PREFETCHED ? count : PREFETCHED;
-    return i < count ? positions + i * HEAD_DIM : after + (i - count) * HEAD_DIM;
+/* The address of the block PREFETCHED positions after a block, or past the last one, in `after`, which is read next. */
+static INLINE const float *prefetch_at(const float *positions, const int32_t *blocks, int64_t block, int64_t number,
+                                       const float *after) {
+    block += number < PREFETCHED / LANES ? number : PREFETCHED / LANES;
+    if (block >= number) return after + (block - number) * LANES * HEAD_DIM;
+    return positions + (blocks[block] < 0 ? 0 : blocks[block]) * (int64_t)HEAD_DIM;
 }
 
-/* The mean of the values of `count` positions, weighted by their scores, for `width` vectors of a head. The values from
-   `prefix` <= `count` on lie `offset` floats further right. `after`: the address to prefetch after the values. */
-static INLINE void weighted_mean(int width, const float *values, int64_t count, int64_t prefix, int64_t offset,
-                                 const float *scores, int64_t stride, const float *total, const float *after,
-                                 float *out) {
+/* The mean of the values of all positions, weighted by their scores, for `width` vectors of a head. `after`: the address
+   to prefetch after the values. */
+static INLINE void weighted_mean(int width, const float *values, const Places *places, const int32_t *blocks,
+                                 int64_t number, const float *scores, int64_t stride, const float *total,
+                                 const float *after, float *out) {
     wide sums[GROUPS][WIDTH];
     for (int g = 0; g < GROUPS; g++)
         for (int v = 0; v < width; v++) sums[g][v] = (wide){0};
-    for (int64_t i = 0, end = prefix; i < count; end = count, values += offset)
-        for (; i < end; i++) {
-            const float *fetched = prefetch_at(values, i, count, after);
-            for (int v = 0; v < width * WIDE; v += LINE) __builtin_prefetch(fetched + v, 0, 2);
+    for (int64_t b = 0; b < number; b++) {
+        const float *fetched = prefetch_at(values, blocks, b, number, after);
+        const float *block = values + blocks[b] * (int64_t)HEAD_DIM, *weights = scores + b * LANES;
+        int64_t left = places->count - b * LANES;
+        for (int64_t i = 0; i < (left < LANES ? left : LANES); i++) {
+            for (int v = 0; v < width * WIDE; v += LINE) __builtin_prefetch(fetched + i * HEAD_DIM + v, 0, 2);
+            const float *value = block + i * HEAD_DIM;
+            if (blocks[b] < 0) value = values + column_of(places, b * LANES + i) * HEAD_DIM;
             for (int g = 0; g < GROUPS; g++)
-                for (int v = 0; v < width; v++) sums[g][v] += at(values + i * HEAD_DIM, v) * scores[g * stride + i];
+                for (int v = 0; v < width; v++) sums[g][v] += at(value, v) * weights[g * stride + i];
         }
+    }
     for (int g = 0; g < GROUPS; g++)
         for (int v = 0; v < width; v++) put(out + g * HEAD_DIM, v, sums[g][v] / total[g]);
 }
 
-/* Attention of the query heads of one KV head over `count` cached positions. Those from `prefix` <= `count` on lie
-   `offset` floats further right. `scores`: [GROUPS, stride] floats. `after`: the keys that this thread probably reads
-   next. */
-static void attend(const float *query, const float *keys, const float *values, int64_t count, int64_t prefix,
-                   int64_t offset, float scaling, float *scores, int64_t stride, const float *after, float *out) {
-    int64_t rest = count % LANES, whole = count - rest, blocks = whole + (rest ? LANES : 0);
-    for (int64_t i = 0; i < blocks; i += LANES) {
-        const float *block = keys + i * HEAD_DIM, *fetched = prefetch_at(keys, i, blocks, values);
-        int ends = i < prefix && prefix < i + LANES, inside = ends ? prefix - i : LANES; /* keys of the prefix */
-        if (i >= prefix) block += offset;
+/* Scores of LANES positions that do not lie in neighbouring columns, from position `i` on. */
+static void scattered_scores(const float *query, const float *keys, const Places *places, int64_t i, int count,
+                             float scaling, float *out, int64_t stride) {
+    const float *scattered[LANES];
+    for (int k = 0; k < count; k++) scattered[k] = keys + column_of(places, i + k) * HEAD_DIM;
+    for (int g = 0; g < GROUPS; g++)
+        dot_scores(query + g * HEAD_DIM, keys, scattered, count, scaling, out + g * stride);
+}
+
+/* Attention of the query heads of one KV head over the cached positions. `keys`, `values`: of the head. `scores`:
+   [GROUPS, stride] floats. `blocks`: of the positions. `after`: the keys that this thread probably reads next. */
+static void attend(const float *query, const float *keys, const float *values, const Places *places,
+                   const int32_t *blocks, int64_t number, float scaling, float *scores, int64_t stride,
+                   const float *after, float *out) {
+    int64_t count = places->count;
+    for (int64_t b = 0; b < number; b++) {
+        const float *fetched = prefetch_at(keys, blocks, b, number, values + (blocks[0] < 0 ? 0 : blocks[0]) * (int64_t)HEAD_DIM);
         for (int k = 0; k < LANES * HEAD_DIM; k += LINE) __builtin_prefetch(fetched + k, 0, 2);
-        for (int g = 0; g < GROUPS; g++) {
-            const float *head = query + g * HEAD_DIM;
-            float *to = scores + g * stride + i;
-            if (i < whole && !ends) dot_scores(head, block, LANES, LANES, 0, scaling, to);
-            else dot_scores(head, block, i < whole ? LANES : rest, inside, offset, scaling, to);
-        }
+        const float *block = keys + blocks[b] * (int64_t)HEAD_DIM;
+        int64_t i = b * LANES;
+        int rest = count - i < LANES ? count - i : LANES;
+        if (blocks[b] < 0) scattered_scores(query, keys, places, i, rest, scaling, scores + i, stride);
+        else
+            for (int g = 0; g < GROUPS; g++) {
+                const float *head = query + g * HEAD_DIM;
+                float *to = scores + g * stride + i;
+                if (rest == LANES) dot_scores(head, block, 0, LANES, scaling, to);
+                else dot_scores(head, block, 0, rest, scaling, to);
+            }
     }
     float total[GROUPS];
     for (int g = 0; g < GROUPS; g++) {
         float *weights = scores + g * stride;
-        for (int64_t i = count; i < blocks; i++) weights[i] = -INFINITY;
+        for (int64_t i = count; i < number * LANES; i++) weights[i] = -INFINITY;
         wide peaks[SLICES], sum[SLICES] = {{0}};
         for (int s = 0; s < SLICES; s++) peaks[s] = at(weights, s);
         for (int64_t i = LANES; i < count; i += LANES)
@@ -173,9 +232,9 @@ static void attend(const float *query, const float *keys, const float *values, i
     }
     int64_t done = 0;
     for (; done + WIDTH * WIDE <= HEAD_DIM; done += WIDTH * WIDE)
-        weighted_mean(WIDTH, values + done, count, prefix, offset, scores, stride, total, after + done, out + done);
+        weighted_mean(WIDTH, values + done, places, blocks, number, scores, stride, total, after + done, out + done);
     if (HEAD_DIM / WIDE % WIDTH)
-        weighted_mean(HEAD_DIM / WIDE % WIDTH, values + done, count, prefix, offset, scores, stride, total,
+        weighted_mean(HEAD_DIM / WIDE % WIDTH, values + done, places, blocks, number, scores, stride, total,
                       after + done, out + done);
 }
 

@@ -14,7 +14,7 @@ from pair_service import PairService, serving_coordinator, serving_pair
 from specpool.client import AsyncClient
 from specpool.engine.cache.slots import SlotTable
 from specpool.engine.cache.turns import IDLE_SECONDS, TURN_SECONDS, WAITING_SECONDS, Turns
-from specpool.protocol.rounds import ItemStatus
+from specpool.protocol.rounds import ItemStatus, SequenceItem
 from specpool.worker.host import WorkerHost
 
 SLOTS = 4
@@ -86,7 +86,7 @@ def test_waiting_coordinator_does_not_inherit_a_slot_out_of_turn() -> None:
     table = SlotTable(1)
     table.renew_lease("a", 0.0)
     table.renew_lease("b", 0.0)
-    assert table.realign(("a", 1), 1, 0) is ItemStatus.OK
+    assert table.realign(("a", 1), 1, SequenceItem(1, 0, (0,)), 1) is ItemStatus.OK
     table.answered("a", ItemStatus.OK)
     table.answered("b", ItemStatus.NO_SLOT)
     table.release([("a", 1)])

@@ -1,4 +1,4 @@
-"""Sequences reserve only the KV cache they can need, and wait if it is not free."""
+"""Sequences hold only the pages that they need, and wait if none is free."""
 
 import asyncio
 from pathlib import Path
@@ -46,35 +46,18 @@ async def test_short_sequences_share_the_cache(
 
 
 @pytest.mark.parametrize("options", [{}, {"native": False}, {"fused": False}], ids=["native", "fused", "library"])
-def test_closing_gaps_changes_no_bit(tiny_pair: tuple[Path, Path], options: dict[str, bool]) -> None:
-    # The tile depends on the processor.
-    tile = load_engine(tiny_pair[0], max_sequences=1, exact=False, **options).info().kv_positions_multiple
-    quarter = max(MAX_MODEL_LEN // 4, tile)
-    engine = load_engine(tiny_pair[0], kv_memory=kv_memory(tiny_pair[0], 4 * quarter), **options)
-    moves: list[tuple[int, int, int]] = []
-    engine.layout.arena.before_move = lambda *move: moves.append(move)
-    tokens = random_tokens(41)
+def test_where_pages_lie_changes_no_bit(tiny_pair: tuple[Path, Path], options: dict[str, bool]) -> None:
+    engine, tokens = load_engine(tiny_pair[0], **options), random_tokens(41)
     expected = decode_alone(engine, tokens)
-    slots = [engine.slots.take(("a", i), columns) for i, columns in enumerate((quarter, 2 * quarter, quarter))]
-    assert slots[1] is not None
-    engine.forward([Span(slots[1].index, 0, tokens[:-1], 0)])
-    engine.slots.release([("a", 0), ("a", 2)])
-    assert engine.slots.take(("a", 3), 2 * quarter) is not None
-    assert [count for _, _, count in moves] == [slots[1].capacity]
-    assert torch.equal(engine.forward([Span(slots[1].index, 40, tokens[-1:], 1)]), expected[-1:])
-
-
-async def test_inherited_extents_shrink(tiny_pair: tuple[Path, Path]) -> None:
-    worker = {"max_sequences": 12, "kv_memory": kv_memory(tiny_pair[0], MAX_MODEL_LEN)}
-    system = make_prompt((0, 50))
-    async with serving_pair(tiny_pair[0], None, worker, max_num_seqs=12) as service:
-        await service.client.generate(system, max_tokens=MAX_MODEL_LEN - 50, stop_token_ids=range(257))
-        before = (await service.client.server_info()).counters.rounds
-        requests = [service.client.generate((*system, *make_prompt((i, 5))), max_tokens=15) for i in range(1, 8)]
-        await asyncio.gather(*requests)
-        info = await service.client.server_info()
-        assert info.counters.rounds - before <= 25
-        assert info.counters.cache_misses == 0
+    page_size = engine.info().kv_positions_multiple
+    for number in range(3):  # three sequences grow page by page, so that their pages alternate
+        assert engine.slots.take(("a", number), 1) is not None
+    for begin in range(0, 41, page_size):
+        for number in range(3):
+            engine.forward([Span(engine.slots["a", number].index, begin, tokens[begin : begin + page_size], 0)])
+    columns = engine.layout.arena.columns_of(engine.slots["a", 1].index, 0, 41)
+    assert columns[page_size] > columns[page_size - 1] + 1
+    assert torch.equal(engine.forward([Span(engine.slots["a", 1].index, 40, tokens[-1:], 1)]), expected[-1:])
 
 
 @pytest.mark.parametrize("fused", [True, False])

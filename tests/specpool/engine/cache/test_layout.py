@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from tiny_models import decode_alone, load_engine, random_tokens
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.cache.extents import Extents
 from specpool.engine.cache.layout import PaddedLayout
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import Engine
@@ -61,10 +60,11 @@ def test_padded_logits_match_in_place_decoding_bit_for_bit(
 @settings(max_examples=40)
 @given(rounds=rounds)
 def test_padding_never_accumulates_and_few_sequences_move(rounds: list[dict[int, tuple[int, int]]]) -> None:
-    arena = KVArena(2, 1, SEQUENCES * MAX_LENGTH, 1, torch.float32, torch.device("cpu"))
-    layout = PaddedLayout(arena, Extents(SEQUENCES, MAX_LENGTH))
-    moves: list[tuple[int, int, int]] = []
-    arena.before_move = lambda *move: moves.append(move)
+    cpu = torch.device("cpu")
+    arena = KVArena(2, 1, SEQUENCES * MAX_LENGTH, 1, torch.float32, cpu, (SEQUENCES, 1), MAX_LENGTH)
+    for slot in range(SEQUENCES):
+        arena.assign(slot, 0, [SEQUENCES - 1 - slot])
+    layout = PaddedLayout(arena)
     cached, starts = [0] * SEQUENCES, [0] * SEQUENCES
     for round_ in rounds:
         spans = []
@@ -72,20 +72,18 @@ def test_padding_never_accumulates_and_few_sequences_move(rounds: list[dict[int,
             if cached[i] + fed > MAX_LENGTH:
                 cached[i] = 0
             spans.append(Span(i, cached[i], [0] * fed, 0))
-        right_edge, expected_moves = max(span.end for span in spans), []
-        for span in spans:
-            before, starts[span.slot] = starts[span.slot], right_edge - span.end
-            if span.start and before != starts[span.slot]:
-                origin = layout.origin(span.slot)
-                expected_moves.append((origin + before, origin + starts[span.slot], span.start))
-        moves.clear()
-        assert layout.align(spans) == [starts[span.slot] for span in spans]
-        assert moves == expected_moves
-        for span in spans:  # number n is cached at position n
-            first = layout.origin(span.slot) + starts[span.slot]
-            new = torch.arange(span.start, span.end)
-            arena.write(1, first + new, new.float()[:, None, None], -new.float()[:, None, None])
-            assert arena.keys[1][0, first : first + span.end, 0].tolist() == list(range(span.end))
+        right_edge, before = max(span.end for span in spans), arena.keys[1].clone()
+        aligned = layout.align(spans)
+        for span in aligned:
+            assert span.offset == right_edge - span.end
+            columns = arena.columns_of(span.slot, 0, MAX_LENGTH)
+            if not span.start or span.offset == starts[span.slot]:
+                assert torch.equal(arena.keys[1][:, columns], before[:, columns])
+            starts[span.slot] = span.offset
+            own = torch.tensor(columns[span.offset : span.offset + span.end])
+            new = torch.arange(span.start, span.end)  # number n is cached at position n
+            arena.write(1, own[span.start :], new.float()[:, None, None], -new.float()[:, None, None])
+            assert arena.keys[1][0, own, 0].tolist() == list(range(span.end))
             cached[span.slot] = span.end - min(round_[span.slot][1], len(span.token_ids))
 
 

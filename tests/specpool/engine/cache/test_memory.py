@@ -49,7 +49,7 @@ def test_by_default_a_cache_has_room_for_one_long_or_many_short_sequences(
     caplog.set_level("INFO")
     for sequences, positions in ((2, 40_960), (64, 64 * 2048)):
         engine = load_engine(long_model, max_sequences=sequences)
-        assert (engine.max_model_len, engine.slots.extents.columns) == (40_960, positions)
+        assert (engine.max_model_len, engine.slots.tables.columns) == (40_960, positions)
     assert "max_model_len 40960 (all positions of the model)" in caplog.text
     assert not [record for record in caplog.records if "not 64 sequences" in record.message]
 
@@ -58,7 +58,7 @@ def test_explicit_memory_is_used_up_to_full_sequences(long_model: Path, caplog: 
     position = load_engine(long_model, max_sequences=1).info().kv_bytes_per_token
     for positions, expected in ((100_000, 100_000), (200_000, 3 * 40_960)):
         engine = load_engine(long_model, max_sequences=3, kv_memory=positions * position)
-        assert engine.slots.extents.columns == expected
+        assert engine.slots.tables.columns == expected
     assert "sequences of" not in caplog.text
     load_engine(long_model, max_sequences=64, kv_memory=100_000 * position)
     assert "kv_memory holds 100000 positions, fewer than 64 sequences of 2048 need" in caplog.text
@@ -67,7 +67,7 @@ def test_explicit_memory_is_used_up_to_full_sequences(long_model: Path, caplog: 
 def test_explicit_lengths_size_the_cache_for_full_sequences(long_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     engine = load_engine(long_model, max_sequences=3, max_model_len=5_000)
-    assert engine.slots.extents.columns == 3 * 5_000
+    assert engine.slots.tables.columns == 3 * 5_008
     assert "max_model_len 5000 (as set; the model has 40960)" in caplog.text
 
 
@@ -84,11 +84,9 @@ def test_memory_limits_the_default_length(
     options = {"kv_memory": {"kv_memory": kv}, "memory_budget": {"memory_budget": others + kv}, None: {}}[option]
     engine = load_engine(long_model, max_sequences=2, **options)
     assert engine.max_model_len == engine.info().max_model_len == 9_728  # whole steps
-    assert 9_728 <= engine.slots.extents.columns <= 10_000
+    assert 9_728 <= engine.slots.tables.columns <= 10_000
     assert "max_model_len 9728 (the model has 40960; limited by KV memory)" in caplog.text
-    slot = engine.slots.take(("test", 1))
-    assert slot is not None
-    assert slot.capacity == 9_728
+    assert engine.slots.take(("test", 1), 9_728) is not None
 
 
 def test_default_kv_memory_respects_container_limits(
@@ -175,7 +173,7 @@ def test_no_weight_file_stays_mapped(tmp_path: Path, fused: bool) -> None:
 
 def test_unused_positions_take_no_memory() -> None:
     process, before = psutil.Process(), psutil.Process().memory_info().rss
-    arena = KVArena(4, 4, 8 * 4096, 128, torch.bfloat16, torch.device("cpu"))  # 512 MiB
+    arena = KVArena(4, 4, 8 * 4096, 128, torch.bfloat16, torch.device("cpu"), (8, 256), 16)  # 512 MiB
     assert arena.keys[3].shape == (4, 8 * 4096, 128)
     row = torch.ones(1, 4, 128, dtype=torch.bfloat16)
     arena.write(0, torch.tensor([20_487]), row, row)
@@ -185,7 +183,7 @@ def test_unused_positions_take_no_memory() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux returns pages")
 def test_a_cleared_arena_takes_no_memory() -> None:
-    arena = KVArena(2, 2, 65_536, 64, torch.float32, torch.device("cpu"))  # 128 MiB
+    arena = KVArena(2, 2, 65_536, 64, torch.float32, torch.device("cpu"), (1, 4096), 16)  # 128 MiB
     for layer in (*arena.keys, *arena.values):
         layer.fill_(1.0)
     process = psutil.Process()

@@ -1,83 +1,108 @@
-"""Slots behave like a simple model of them."""
+"""Slots and pages behave like a simple model of them: every cached position holds its own tokens, whoever shares it."""
 
-from hypothesis import settings
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from specpool.engine.cache.extents import Extents
+from specpool.engine.cache.pages import PagePool, PageTables
 from specpool.engine.cache.slots import IDLE_COORDINATORS, SequenceKey, SlotTable
-from specpool.protocol.rounds import ItemStatus
+from specpool.protocol.rounds import ItemStatus, SequenceItem
 
-SLOTS = 3
+SLOTS, PAGES, PAGE_SIZE, MAX_LENGTH = 3, 8, 2, 12
 LEASE_SECONDS = 10.0
+Content = tuple[bytes | None, tuple[int, ...]]
 
 owners = st.sampled_from(["a", "b", "c"])
 keys = st.tuples(owners, st.integers(0, 3))
-lengths = st.integers(0, 6)
+tokens = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
+
+
+def table_of(slots: int, columns: int, page_size: int = 1, max_length: int | None = None) -> SlotTable:
+    return SlotTable(slots, PageTables(slots, max_length or columns, columns, page_size))
+
+
+def new_sequence(token_ids: Sequence[int], namespace: bytes | None = b"", expected: int = 0) -> SequenceItem:
+    return SequenceItem(0, 0, tuple(token_ids), cache_namespace=namespace, expected_prefix_length=expected)
 
 
 class SlotMachine(RuleBasedStateMachine):
-    """Three coordinators compete for three slots."""
+    """Three coordinators compete for slots and pages, and share prefixes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = SlotTable(SLOTS)
+        self.table = table_of(SLOTS, PAGES * PAGE_SIZE, PAGE_SIZE, MAX_LENGTH)
         self.now = 0.0
-        self.held: dict[SequenceKey, tuple[int, int, int]] = {}  # index, cached tokens, round id
-        self.released: dict[SequenceKey, tuple[int, int]] = {}  # index, cached tokens; least recently used first
-        self.free = set(range(SLOTS))
+        self.held: dict[SequenceKey, tuple[Content, int]] = {}  # cached tokens, round id
+        self.memory: dict[int, Content] = {}
+        """By column: the tokens up to its position, of which keys and values are a function."""
         self.last_seen: dict[str, float] = {}
         self.orphaned: set[str] = set()
 
-    @rule(key=keys, round_id=st.integers(0, 4), base_length=lengths)
-    def realign(self, key: SequenceKey, round_id: int, base_length: int) -> None:
-        expected = self._expected(key, round_id, base_length)
-        assert self.table.realign(key, round_id, base_length) is expected
-        if expected is ItemStatus.OK:
-            index = self.held[key][0] if key in self.held else self._take(key)
-            self.held[key] = (index, base_length, round_id)
+    def run(self, key: SequenceKey, item: SequenceItem, drafts: int, rejected: int) -> ItemStatus:
+        """Serve a round as workers do."""
+        (namespace, cached), round_id = self.held.get(key, ((None, ()), 0))
+        if item.base_length == 0:
+            namespace = item.cache_namespace
+        base, token_ids = item.base_length, (*cached[: item.base_length], *item.token_ids)
+        status = self.table.realign(key, round_id + 1, item, min(MAX_LENGTH, len(token_ids) + drafts))
+        for lost in [held for held in self.held if held not in self.table]:
+            assert lost == key or lost[0] in self.orphaned - {key[0]}
+            del self.held[lost]
+        if status is not ItemStatus.OK:
+            if status is ItemStatus.NO_SLOT and key in self.held:
+                self.held[key] = (namespace, cached[:base]), round_id
+            return status
+        assert item.base_length - base == self.table[key].prefix_length
+        assert item.token_ids == token_ids[item.base_length :]
+        slot, end = self.table[key], len(token_ids)
+        slot.token_ids[item.base_length :] = item.token_ids
+        for position in range(item.base_length, end):
+            self.memory[self.column(slot.index, position)] = namespace, token_ids[: position + 1]
+        kept = max(end - rejected, item.base_length)
+        self.table.keep(key, kept)
+        self.held[key] = (namespace, token_ids[:kept]), round_id + 1
+        return status
 
-    @rule(key=keys)
-    def copy_from(self, key: SequenceKey) -> None:
-        """A released sequence can be copied until its slot is needed."""
-        slot = self.table.find(key)
-        expected = self.released.get(key, self.held.get(key))
-        assert (slot and (slot.index, slot.num_cached_tokens)) == (expected and expected[:2])
-        if key in self.released:
-            self.released[key] = self.released.pop(key)
+    def column(self, index: int, position: int) -> int:
+        return self.table.tables.held[index][position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
 
-    def _take(self, key: SequenceKey) -> int:
-        if key in self.released:
-            self.free.add(self.released.pop(key)[0])
-        if self.free:
-            index = min(self.free)
-            self.free.remove(index)
-            return index
-        if self.released:
-            return self.released.pop(next(iter(self.released)))[0]
-        return self.held.pop(self._yielding(key)[0])[0]
+    @rule(key=keys, token_ids=tokens, namespace=st.sampled_from([b"x", b"y", None]), drafts=st.integers(0, 3))
+    def begin(self, key: SequenceKey, token_ids: tuple[int, ...], namespace: bytes | None, drafts: int) -> None:
+        had_room = len(self.held) < SLOTS or key in self.held or bool(self._orphans(key))
+        status = self.run(key, new_sequence(token_ids, namespace), drafts, rejected=0)
+        assert status in (ItemStatus.OK, ItemStatus.NO_SLOT)
+        assert had_room or status is ItemStatus.NO_SLOT
 
-    def _yielding(self, key: SequenceKey) -> list[SequenceKey]:
-        """Sequences of other, orphaned coordinators, least recently seen first."""
-        orphans = [held for held in self.held if held[0] in self.orphaned - {key[0]}]
-        return sorted(orphans, key=lambda held: self.last_seen[held[0]])
+    @rule(key=keys, cut=st.integers(0, 3), token_ids=tokens, drafts=st.integers(0, 3), rejected=st.integers(0, 3))
+    def go_on(self, key: SequenceKey, cut: int, token_ids: tuple[int, ...], drafts: int, rejected: int) -> None:
+        cached = len(self.held[key][0][1]) if key in self.held else 4
+        base = max(1, cached - cut)
+        if base + len(token_ids) > MAX_LENGTH:
+            return
+        status = self.run(key, SequenceItem(0, base, token_ids), drafts, rejected)
+        if key not in self.held or base > cached:
+            assert status is ItemStatus.CACHE_MISS
+        elif cut == 0:
+            assert status in (ItemStatus.OK, ItemStatus.NO_SLOT)
 
-    @rule(key=keys, round_id=st.integers(0, 4), appended=lengths)
-    def serve_a_round(self, key: SequenceKey, round_id: int, appended: int) -> None:
-        """Realign to the full cached length, append, and record the new length, as workers do."""
-        base_length = self.held[key][1] if key in self.held else 0
-        self.realign(key, round_id, base_length)
-        if key in self.held and self.held[key][2] == round_id:
-            self.table[key].num_cached_tokens += appended
-            index, length, _ = self.held[key]
-            self.held[key] = (index, length + appended, round_id)
+    @rule(key=keys, cut=st.integers(1, 3))
+    def refuse(self, key: SequenceKey, cut: int) -> None:
+        """Items of earlier rounds and beyond the cache change nothing."""
+        if key not in self.held:
+            return
+        (_, cached), round_id = self.held[key]
+        item = SequenceItem(0, len(cached) + cut, (0,))
+        assert self.table.realign(key, round_id, item, len(cached) + cut + 1) is ItemStatus.CACHE_MISS
+        assert self.table.realign(key, round_id - 1, SequenceItem(0, 0, (0,)), 1) is ItemStatus.STALE_ROUND
 
     @rule(released=st.lists(keys, max_size=4))
     def release(self, released: list[SequenceKey]) -> None:
         assert self.table.release(released) == len(set(released) & set(self.held))
         for key in released:
-            if key in self.held:
-                self.released[key] = self.held.pop(key)[:2]
+            self.held.pop(key, None)
 
     @rule(owner=owners)
     def renew_lease(self, owner: str) -> None:
@@ -101,60 +126,104 @@ class SlotMachine(RuleBasedStateMachine):
         lost = [key for key in self.held if key[0] in silent]
         assert self.table.expire(self.now, LEASE_SECONDS) == len(lost)
         for key in lost:
-            self.free.add(self.held.pop(key)[0])
-        for key in [key for key in self.released if key[0] in silent]:
-            self.free.add(self.released.pop(key)[0])
+            del self.held[key]
         for owner in silent:
             del self.last_seen[owner]
         self.orphaned -= silent
 
     @invariant()
-    def no_slot_is_lost(self) -> None:
+    def nothing_is_lost(self) -> None:
         self.table.check_integrity()
         assert self.table.in_use == len(self.held)
 
     @invariant()
-    def slots_match_the_model(self) -> None:
-        for key, expected in self.held.items():
+    def every_position_holds_its_tokens(self) -> None:
+        for key, ((namespace, token_ids), round_id) in self.held.items():
             slot = self.table[key]
-            assert (slot.index, slot.num_cached_tokens, slot.round_id) == expected
+            assert (slot.num_cached_tokens, slot.round_id) == (len(token_ids), round_id)
+            for position in range(len(token_ids)):
+                found = self.memory[self.column(slot.index, position)]
+                assert found == (namespace, token_ids[: position + 1])
 
-    def _expected(self, key: SequenceKey, round_id: int, base_length: int) -> ItemStatus:
-        if key in self.held:
-            _, cached, latest = self.held[key]
-            if round_id < latest:
-                return ItemStatus.STALE_ROUND
-            return ItemStatus.OK if base_length <= cached else ItemStatus.CACHE_MISS
-        if base_length > 0:
-            return ItemStatus.CACHE_MISS
-        return ItemStatus.OK if len(self.held) < SLOTS or self._yielding(key) else ItemStatus.NO_SLOT
+    def _orphans(self, key: SequenceKey) -> list[SequenceKey]:
+        return [held for held in self.held if held[0] in self.orphaned - {key[0]}]
 
 
 TestSlotMachine = SlotMachine.TestCase
 TestSlotMachine.settings = settings(max_examples=100, stateful_step_count=40)
 
 
+def test_machine_finds_a_page_that_is_freed_while_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = PagePool.share
+
+    def share_without_reference(pool: PagePool, digests: Sequence[bytes]) -> list[int]:
+        pages = share(pool, digests)
+        pool.drop(pages)
+        return pages
+
+    monkeypatch.setattr(PagePool, "share", share_without_reference)
+    once = settings(max_examples=500, database=None, report_multiple_bugs=False, phases=[Phase.generate])
+    with pytest.raises((AssertionError, KeyError)):
+        run_state_machine_as_test(SlotMachine, settings=once)
+
+
 def test_orphans_are_evicted_only_as_needed() -> None:
-    table = SlotTable(4, Extents(4, max_length=8, columns=16))
+    table = table_of(4, columns=16)
     table.renew_lease("a", 0.0)
     for sequence in range(4):
-        assert table.realign(("a", sequence), 1, 0, max_length=4) is ItemStatus.OK
+        assert table.realign(("a", sequence), 1, new_sequence([0]), 4) is ItemStatus.OK
     table.orphan("a")
-    assert table.realign(("b", 1), 1, 0, max_length=8) is ItemStatus.OK
+    assert table.realign(("b", 1), 1, new_sequence([0]), 8) is ItemStatus.OK
     assert [("a", sequence) in table for sequence in range(4)] == [False, False, True, True]
     table.check_integrity()
 
 
+def served(table: SlotTable, key: SequenceKey, token_ids: Sequence[int], expected: int = 0) -> ItemStatus:
+    """Serve a sequence's first round, for all of its tokens."""
+    item = new_sequence(token_ids, expected=expected)
+    if (status := table.realign(key, 1, item, len(token_ids))) is ItemStatus.OK:
+        table[key].token_ids[item.base_length :] = item.token_ids
+        table.keep(key, len(token_ids))
+    return status
+
+
+def test_samples_share_the_pages_of_their_prompt() -> None:
+    table = table_of(8, columns=80, page_size=4)
+    for sample in range(8):
+        assert served(table, ("a", sample), range(33)) is ItemStatus.OK
+    assert table.tables.free == 80 - 32 - 8 * 4  # each has its own page for the last token
+    assert (table.queries, table.hits) == (8 * 33, 7 * 32)
+    table.check_integrity()
+
+
+def test_ended_sequences_leave_their_prefix_until_the_memory_is_needed() -> None:
+    table = table_of(2, columns=16, page_size=4)
+    table.renew_lease("a", 0.0)
+    assert served(table, ("a", 1), range(12)) is ItemStatus.OK
+    assert table.release([("a", 1)]) == 1
+    assert table.tables.free == 16
+    assert served(table, ("a", 2), range(16), expected=12) is ItemStatus.OK
+    assert table.release([("a", 2)]) == 1
+    assert served(table, ("a", 3), range(100, 112)) is ItemStatus.OK
+    evicted = table.take_evicted("a", 2) + table.take_evicted("a", 8)
+    assert len(evicted) == 3  # the last pages go first
+    assert served(table, ("a", 4), range(5), expected=4) is ItemStatus.NO_SLOT
+    assert table.release([("a", 3)]) == 1
+    assert served(table, ("a", 4), range(5), expected=4) is ItemStatus.OK
+    assert served(table, ("a", 5), range(9), expected=8) is ItemStatus.CACHE_MISS
+    table.check_integrity()
+
+
 def test_coordinators_without_sequences_are_forgotten() -> None:
-    table = SlotTable(2)
+    table = table_of(2, columns=2)
     for owner in ("holds", "released"):
         table.renew_lease(owner, 0.0)
-        assert table.realign((owner, 1), 1, 0) is ItemStatus.OK
+        assert served(table, (owner, 1), [0]) is ItemStatus.OK
     table.release([("released", 1)])
     for number in range(1000):
         table.renew_lease(f"hostile {number}", 1.0)
         table.orphan(f"hostile {number}")
         table.orphan(f"unseen {number}")
-    assert len(table._last_seen) == len(table._orphaned) + 2 == 2 + IDLE_COORDINATORS
+    assert len(table._last_seen) == len(table._orphaned) + 1 == 2 + IDLE_COORDINATORS
     assert table.expire(LEASE_SECONDS + 0.5, LEASE_SECONDS) == 1
     assert table.find(("released", 1)) is None

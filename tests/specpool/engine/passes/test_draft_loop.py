@@ -123,7 +123,7 @@ class Rounds:
     def _item(self, number: int) -> ProposeItem:
         tokens, cached, pick = self._tokens[number], self._cached[number], self._chance
         item = ProposeItem(
-            number, cached, tuple(tokens[cached:]), sampling=self._params[number], max_length=MAX_LENGTH,
+            number, cached, tuple(tokens[cached:]), sampling=self._params[number],
             num_draft_tokens=pick.choice((0, 1, 2, 4, 7)), min_chance=pick.choice(self._min_chances),
             next_chance=pick.choice((1.0, 0.8, 0.5)),
         )  # fmt: skip
@@ -269,7 +269,7 @@ def test_passes_of_a_draft_in_progress_count(engines: Engines, monkeypatch: pyte
 
     monkeypatch.setattr(loop, "_run", run)
     before = looped.passes
-    item = ProposeItem(1, 0, (5, 6), num_draft_tokens=3, max_length=MAX_LENGTH)
+    item = ProposeItem(1, 0, (5, 6), num_draft_tokens=3)
     Proposer(looped).propose([ProposeRound("watched", 1, [item])])
     assert [passes - before for passes in seen] == [1, 2, 3]
     assert looped.passes - before == 3

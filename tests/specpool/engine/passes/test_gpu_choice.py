@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from specpool.engine.passes.gpu import choice
 from specpool.engine.passes.gpu.choice import REMAINING, SIZES, choose
-from specpool.engine.passes.packing import COLUMNS, INPUT_IDS, POSITIONS
+from specpool.engine.passes.packing import INPUT_IDS, POSITIONS, SLOTS
 from specpool.engine.sampling.head import Head
 
 
@@ -68,12 +68,12 @@ def test_outputs_of_a_reduced_head_become_tokens() -> None:
 
 def test_numbers_move_on_to_the_next_step() -> None:
     numbers = torch.zeros(REMAINING + 1, 3, dtype=torch.int64)
-    numbers[POSITIONS], numbers[COLUMNS] = torch.tensor([10, 20, 0]), torch.tensor([110, 220, -1])
+    numbers[POSITIONS], numbers[SLOTS] = torch.tensor([10, 20, 0]), torch.tensor([3, 0, -1])
     numbers[REMAINING], numbers[SIZES] = torch.tensor([2, 1, 0]), torch.tensor([1, 1, 0])
     logits = torch.eye(3, 40)
     choose(logits, Head(40), numbers)
     assert numbers[INPUT_IDS].tolist() == [0, 1, 2]
     assert numbers[POSITIONS].tolist() == [11, 20, 0]
-    assert numbers[COLUMNS].tolist() == [111, -1, -1]
+    assert numbers[SLOTS].tolist() == [3, -1, -1]
     assert numbers[SIZES].tolist() == [1, 0, 0]
     assert numbers[REMAINING].tolist() == [1, 0, -1]

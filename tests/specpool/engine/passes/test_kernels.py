@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.gpu import attention
 from specpool.engine.passes.gpu import gemm as gpu_gemm
-from specpool.engine.passes.gpu.attention import attend_extents, num_splits, rows_per_tile
+from specpool.engine.passes.gpu.attention import attend_pages, num_splits, rows_per_tile
 from specpool.engine.passes.gpu.gemm import Gemm, cublas_rows_of
 from specpool.engine.passes.gpu.rows import Addend, activate, add_and_norm, rotate_and_cache
 from specpool.engine.passes.rotary import rotate
@@ -19,8 +19,9 @@ pytest.importorskip("triton")
 CPU = torch.device("cpu")
 # The interpreter does not support bfloat16.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-2}
-# Smaller than the real ones, since the interpreter is slow.
-SPLIT, BLOCK = 64, 16
+# Smaller than the real ones, since the interpreter is slow. A page of 16 is smaller than a block, one of 64 larger.
+SPLIT, BLOCK = 64, 32
+PAGE_SIZES = (16, 64)
 ENDS = (0, 15, 16, SPLIT - 1, SPLIT, 2 * SPLIT + 1)
 
 LIMITS: dict[str, dict[str, int]] = {
@@ -30,6 +31,7 @@ LIMITS: dict[str, dict[str, int]] = {
 }
 
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCES)
+each_page_size = pytest.mark.parametrize("page_size", PAGE_SIZES)
 
 
 @pytest.fixture(autouse=True)
@@ -47,13 +49,27 @@ def assert_near(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
 # --- Attention
 
 
+def arena_of(
+    lengths: Sequence[int], kv_heads: int, dim: int, dtype: torch.dtype, page_size: int, layers: int = 1
+) -> KVArena:
+    """Sequences with these numbers of logical columns, on pages in random order, and random numbers everywhere."""
+    counts = [-(-length // page_size) for length in lengths]
+    pages, tables = torch.randperm(sum(counts)).tolist(), (len(counts), max(counts))
+    arena = KVArena(layers, kv_heads, len(pages) * page_size, dim, dtype, CPU, tables, page_size)
+    for slot, count in enumerate(counts):
+        arena.assign(slot, 0, [pages.pop() for _ in range(count)])
+    for cache in (*arena.keys, *arena.values):
+        cache.normal_()
+    return arena
+
+
 class Cache:
     """Sequences in a cache, and queries for all their positions."""
 
-    def __init__(self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
-        self.origins = [7 + 50 * i for i in range(len(ENDS))]
-        self.keys, self.values = torch.randn(2, kv_heads, self.origins[-1] + ENDS[-1] + 1, dim).to(dtype)
-        self.query = torch.randn(len(ENDS), ENDS[-1] + 1, heads, dim).to(dtype)
+    def __init__(self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, page_size: int) -> None:
+        length = ENDS[-1] + 1
+        self.arena = arena_of([length] * len(ENDS), kv_heads, dim, dtype, page_size)
+        self.query = torch.randn(len(ENDS), length, heads, dim).to(dtype)
 
     def attend(self, tiles: Sequence[tuple[int, range]], length: int) -> torch.Tensor:
         """The results of tiles. Each is a sequence and the positions of its rows."""
@@ -61,30 +77,33 @@ class Cache:
         sizes = [len(positions) for _, positions in tiles]
         begins = torch.tensor([sum(sizes[:index]) for index in range(len(sizes))])
         query = torch.stack([self.query[sequence, position] for sequence, position in rows])
-        own = torch.tensor([position for _, position in rows])
-        columns = torch.tensor([self.origins[sequence] + position for sequence, position in rows])
-        scaling, splits, none = query.shape[-1] ** -0.5, num_splits(length), torch.zeros_like(own)
-        return attend_extents(
-            query, self.keys, self.values, begins, torch.tensor(sizes), own, columns, none, none, scaling, splits
+        slots, positions = torch.tensor(rows).T.contiguous()
+        scaling, splits, none = query.shape[-1] ** -0.5, num_splits(length), torch.zeros_like(slots)
+        return attend_pages(
+            query, self.arena, 0, begins, torch.tensor(sizes), positions, slots, none, none, scaling, splits
         )
 
     def expected(self, sequence: int, position: int) -> torch.Tensor:
         """The result in float64."""
-        query, origin = self.query[sequence, position, :, None].double(), self.origins[sequence]
-        extent, groups = slice(origin, origin + position + 1), len(query) // len(self.keys)
-        k, v = (cache[:, extent].repeat_interleave(groups, 0).double() for cache in (self.keys, self.values))
+        query, columns = self.query[sequence, position, :, None].double(), self.columns(sequence, position + 1)
+        caches = (self.arena.keys[0], self.arena.values[0])
+        k, v = (cache[:, columns].repeat_interleave(len(query) // len(cache), 0).double() for cache in caches)
         return scaled_dot_product_attention(query, k, v)[:, 0]
+
+    def columns(self, sequence: int, count: int) -> list[int]:
+        return self.arena.columns_of(sequence, 0, count)
 
 
 @each_dtype
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "limits"),
-    [*((6, 2, 80, limits) for limits in LIMITS.values()), (10, 2, 32, {}), (1, 1, 256, {})],
+    ("heads", "kv_heads", "dim", "page_size", "limits"),
+    [*((6, 2, 80, 16, limits) for limits in LIMITS.values()), (10, 2, 32, 64, {}), (1, 1, 256, 48, {})],
 )
 def test_attention_is_batch_invariant(
-    heads: int, kv_heads: int, dim: int, limits: dict[str, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = Cache(heads, kv_heads, dim, dtype)
+    heads: int, kv_heads: int, dim: int, page_size: int, limits: dict[str, int], dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    cache = Cache(heads, kv_heads, dim, dtype, page_size)
     with monkeypatch.context() as patch:
         for name, limit in limits.items():
             patch.setattr(attention, name, limit)
@@ -97,7 +116,7 @@ def test_attention_is_batch_invariant(
 
 @each_dtype
 def test_rows_in_a_tile_match_rows_alone(dtype: torch.dtype) -> None:
-    cache, height = Cache(3, 1, 32, dtype), rows_per_tile(dtype, 3)
+    cache, height = Cache(3, 1, 32, dtype, page_size=16), rows_per_tile(dtype, 3)
     assert height >= 5
     for end in (height, SPLIT + 2):  # with the second end, only some rows see the last split
         tile = range(end - height + 1, end + 1)
@@ -107,47 +126,55 @@ def test_rows_in_a_tile_match_rows_alone(dtype: torch.dtype) -> None:
             assert torch.equal(alone[0], together[row])
 
 
-def test_invisible_positions_do_not_affect_a_row() -> None:
-    cache = Cache(2, 1, 16, torch.float32)
-    expected = cache.attend([(0, range(5, 6))], 6)
-    cache.keys[:, cache.origins[0] + 6 :] = cache.values[:, cache.origins[0] + 6 :] = torch.nan
+@each_page_size
+def test_invisible_positions_do_not_affect_a_row(page_size: int) -> None:
+    cache = Cache(2, 1, 16, torch.float32, page_size)
+    expected, seen = cache.attend([(0, range(5, 6))], 6), cache.columns(0, 6)
+    unseen = [column for column in range(cache.arena.columns) if column not in seen]
+    cache.arena.keys[0][:, unseen] = cache.arena.values[0][:, unseen] = torch.nan
     assert torch.equal(cache.attend([(0, range(5, 6))], 6), expected)
 
 
+def attend_from(
+    arena: KVArena, query: torch.Tensor, prefix_length: int, start: int, offsets: Sequence[int]
+) -> torch.Tensor:
+    """Attend from the rows of branches of slot 0, each in a tile of its own. `query`: [branches, rows, heads, dim]."""
+    branches, count, _, dim = query.shape
+    positions = torch.arange(start, start + count).repeat(branches)
+    shifts = torch.tensor(offsets).repeat_interleave(count)
+    begins, sizes = torch.arange(branches) * count, torch.full((branches,), count)
+    return attend_pages(
+        query.flatten(0, 1).clone(), arena, 0, begins, sizes, positions, torch.zeros_like(positions),
+        torch.full_like(positions, prefix_length), shifts, dim**-0.5, num_splits(start + count),
+    )  # fmt: skip
+
+
+@each_page_size
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
-@pytest.mark.parametrize("prefix_length", [1, 2 * SPLIT + 1])
-def test_branches_match_contiguous_sequences(
-    limits: dict[str, int], prefix_length: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("prefix_length", [1, BLOCK + 1, 2 * SPLIT + 1])
+def test_bits_do_not_depend_on_pages_and_branches(
+    limits: dict[str, int], prefix_length: int, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two branches of a sequence in one cache, each against a cache in which its positions follow one another."""
+    """Two branches of a sequence on pages in disorder, each against a sequence whose columns are in order."""
     for name, limit in limits.items():
         monkeypatch.setattr(attention, name, limit)
-    heads, kv_heads, dim, count, origin, dtype = 6, 2, 16, 3, 5, torch.float16
-    end, offsets = prefix_length + count, (2, 9)
-    cache = torch.randn(2, kv_heads, origin + end + max(offsets), dim).to(dtype)
-    query = torch.randn(2, count, heads, dim).to(dtype)
-
-    def attend(cache: torch.Tensor, query: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
-        """Attend from `count` rows of each branch, in a tile of its own."""
-        positions = torch.arange(prefix_length, end).repeat(len(offsets))
-        begins, sizes = torch.arange(len(offsets)) * count, torch.full((len(offsets),), count)
-        shifts = torch.tensor(offsets).repeat_interleave(count)
-        return attend_extents(
-            query.flatten(0, 1).clone(), *cache, begins, sizes, positions, positions + origin + shifts,
-            torch.full_like(positions, prefix_length), shifts, dim**-0.5, num_splits(end),
-        )  # fmt: skip
-
-    together = attend(cache, query, offsets)
+    heads, kv_heads, dim, count, start, dtype = 6, 2, 16, 3, prefix_length + BLOCK, torch.float16
+    end, offsets = start + count, (2, BLOCK + 7)  # the branches have columns in several pages
+    arena, query = arena_of([end + max(offsets)], kv_heads, dim, dtype, page_size), torch.randn(2, count, heads, dim)
+    query = query.to(dtype)
+    together = attend_from(arena, query, prefix_length, start, offsets)
     for index, (offset, results) in enumerate(zip(offsets, together.split(count), strict=True)):
-        tail = cache[:, :, origin + offset + prefix_length : origin + offset + end]
-        contiguous = torch.cat([cache[:, :, : origin + prefix_length], tail], 2)
-        assert torch.equal(attend(contiguous, query[index : index + 1], [0]), results)
+        columns = arena.columns_of(0, 0, prefix_length)
+        columns += arena.columns_of(0, prefix_length + offset, end - prefix_length)
+        ordered = KVArena.of_one_sequence(1, kv_heads, end, dim, dtype, CPU)
+        ordered.keys[0][:], ordered.values[0][:] = arena.keys[0][:, columns], arena.values[0][:, columns]
+        assert torch.equal(attend_from(ordered, query[index : index + 1], 0, start, [0]), results)
 
 
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 def test_padding_of_a_captured_pass_changes_no_bits(limits: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty tiles, and a maximum length above that of the sequences."""
-    cache = Cache(2, 1, 16, torch.float32)
+    cache = Cache(2, 1, 16, torch.float32, page_size=64)
     tiles = [(sequence, range(end, end + 1)) for sequence, end in enumerate(ENDS)]
     expected = cache.attend(tiles, ENDS[-1] + 1)
     for name, limit in limits.items():
@@ -248,9 +275,10 @@ def test_rotate_and_cache(dtype: torch.dtype, splits: int, has_norm: bool, dim: 
     norms = torch.rand(heads + kv_heads, dim).to(dtype) if has_norm else None
     angles = torch.randn(40, dim // 2)
     rotary = torch.cat([angles.cos()] * 2, -1).to(dtype), torch.cat([-angles.sin(), angles.sin()], -1).to(dtype)
-    positions, columns = torch.tensor([39, 0, 7]), torch.tensor([2, 9, -1])
-    arena = KVArena(2, kv_heads, 10, dim, dtype, CPU)
-    query = rotate_and_cache(partials, bias, norms, rotary, arena, 1, positions, columns, heads, 1e-6)
+    positions, slots, offsets = torch.tensor([39, 0, 7]), torch.tensor([1, 0, -1]), torch.tensor([6, 0, 0])
+    arena = arena_of([16, 48], kv_heads, dim, dtype, page_size=16, layers=2)
+    before = [cache.clone() for cache in (*arena.keys, *arena.values)]
+    query = rotate_and_cache(partials, bias, norms, rotary, arena, 1, positions, slots, offsets, heads, 1e-6)
 
     summed = (partials.double().sum(0) + (0 if bias is None else bias.double())).view(rows, -1, dim)
     query_key, value = summed.split([heads + kv_heads, kv_heads], 1)
@@ -258,22 +286,24 @@ def test_rotate_and_cache(dtype: torch.dtype, splits: int, has_norm: bool, dim: 
         query_key = rms_norm(query_key, norms.double(), 1e-6)
     rotated = rotate(query_key, *(table.double()[positions, None] for table in rotary))
     assert_near(query, rotated[:, :heads], dtype)
-    for row, column in ((0, 2), (1, 9)):
+    columns = arena.columns_of(1, 45, 1) + arena.columns_of(0, 0, 1)
+    for row, column in enumerate(columns):
         assert_near(arena.keys[1][:, column], rotated[row, heads:], dtype)
         assert_near(arena.values[1][:, column], value[row], dtype)
-    untouched = [column for column in range(10) if column not in (2, 9)]
-    assert not arena.keys[1][:, untouched].any()
-    assert not arena.keys[0].any()
+    for layer, (cache, old) in enumerate(zip((*arena.keys, *arena.values), before, strict=True)):
+        if layer % 2:
+            cache[:, columns] = old[:, columns]
+        assert torch.equal(cache, old)
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_overflow_is_cached_as_zero() -> None:
     dim = 16
     partials = torch.full((1, 1, 3 * dim), 1e30)
-    arena = KVArena(1, 1, 1, dim, torch.float16, CPU)
+    arena = KVArena.of_one_sequence(1, 1, 1, dim, torch.float16, CPU)
     tables = torch.ones(1, dim, dtype=torch.float16), torch.zeros(1, dim, dtype=torch.float16)
     first = torch.zeros(1, dtype=torch.long)
-    query = rotate_and_cache(partials, None, None, tables, arena, 0, first, first, 1, 1e-6)
+    query = rotate_and_cache(partials, None, None, tables, arena, 0, first, first, first, 1, 1e-6)
     assert torch.isinf(query).all()
     assert not arena.keys[0].any()
     assert not arena.values[0].any()

@@ -182,9 +182,11 @@ def test_large_scores_and_gates_do_not_overflow(tmp_path: Path) -> None:
 def test_unwritten_columns_are_not_read(tiny_pair: Pair) -> None:
     engine, tokens = load_engine(tiny_pair[0]), random_tokens(37)
     logits = engine.forward([Span(7, 0, tokens, 5)])
-    first = engine.layout.origin(7)
-    for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values):
-        tensor[:, :first] = tensor[:, first + 37 :] = torch.nan
+    arena = engine.layout.arena
+    unwritten = torch.ones(arena.columns, dtype=torch.bool)
+    unwritten[arena.columns_of(7, 0, 37)] = False
+    for tensor in (*arena.keys, *arena.values):
+        tensor[:, unwritten] = torch.nan
     assert torch.equal(engine.forward([Span(7, 0, tokens, 5)]), logits)
 
 

@@ -20,7 +20,7 @@ from tiny_models import (
 from tiny_pair import MAX_MODEL_LEN, tiny_config
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.cache.spans import Location, Span
+from specpool.engine.cache.spans import Span
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.attention_plan import plan_attention
 from specpool.engine.passes.native.model import NativeModel
@@ -53,14 +53,15 @@ def truth(engine: Engine) -> Truth:
     logits, keys, values = [], [], []
     for tokens in token_ids:
         logits.append(decode_alone(engine, tokens))
-        keys.append([layer[:, :LONGEST].clone() for layer in engine.layout.arena.keys])
-        values.append([layer[:, :LONGEST].clone() for layer in engine.layout.arena.values])
+        columns = engine.layout.arena.columns_of(0, 0, LONGEST)
+        keys.append([layer[:, columns].clone() for layer in engine.layout.arena.keys])
+        values.append([layer[:, columns].clone() for layer in engine.layout.arena.values])
     return Truth(token_ids, logits, keys, values)
 
 
 def assert_same_cache(engine: Engine, truth: Truth, sequence: int, slot: int, length: int) -> None:
     for layer, (keys, values) in enumerate(zip(truth.keys[sequence], truth.values[sequence], strict=True)):
-        columns = slice(engine.layout.origin(slot), engine.layout.origin(slot) + length)
+        columns = engine.layout.arena.columns_of(slot, 0, length)
         assert torch.equal(engine.layout.arena.keys[layer][:, columns], keys[:, :length])
         assert torch.equal(engine.layout.arena.values[layer][:, columns], values[:, :length])
 
@@ -160,22 +161,23 @@ def test_the_last_position_can_be_used(engine: Engine) -> None:
 
 @pytest.mark.parametrize("dirt", [0.0, 1e4, -1e30])
 def test_previous_slot_contents_do_not_matter(engine: Engine, truth: Truth, dirt: float) -> None:
-    extent = slice(engine.layout.origin(3), engine.layout.origin(4))
+    engine.forward([Span(3, 0, random_tokens(256, seed=9), 0)])
+    columns = engine.layout.arena.columns_of(3, 0, 256)
     for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values):
-        tensor[:, extent] = dirt
+        tensor[:, columns] = dirt
     for length in (1, 30, 256):
         assert torch.equal(engine.forward([Span(3, 0, truth.token_ids[0][:length], 1)])[0], truth.logits[0][length - 1])
     for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values):
-        tensor[:, extent] = 0.0
+        tensor[:, columns] = 0.0
 
 
 def test_a_pass_writes_only_its_own_slots(engine: Engine, truth: Truth) -> None:
     before = [tensor.clone() for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values)]
     engine.forward([Span(1, 4, truth.token_ids[0][:13], 2), Span(6, 0, truth.token_ids[1][:3], 1)])
     for old, new in zip(before, (*engine.layout.arena.keys, *engine.layout.arena.values), strict=True):
-        first, second = engine.layout.origin(1), engine.layout.origin(6)
         changed = (old != new).any(0).any(-1).nonzero().flatten().tolist()
-        assert set(changed) <= {*range(first + 4, first + 17), *range(second, second + 3)}
+        columns_of = engine.layout.arena.columns_of
+        assert set(changed) <= {*columns_of(1, 4, 13), *columns_of(6, 0, 3)}
 
 
 # --- Shapes, architectures and dtypes
@@ -248,6 +250,7 @@ def test_an_overflow_does_not_affect_the_next_sequence(tiny_pair: tuple[Path, Pa
 
 
 def test_info_describes_model_and_memory(engine: Engine, tiny_pair: tuple[Path, Path]) -> None:
+    engine.forget_all()
     info = engine.info()
     assert (info.model, info.architecture, info.dtype, info.device) == (str(tiny_pair[0]), "llama", "float32", "cpu")
     assert (info.vocab_size, info.max_model_len) == (257, MAX_MODEL_LEN)
@@ -258,7 +261,7 @@ def test_info_describes_model_and_memory(engine: Engine, tiny_pair: tuple[Path, 
     assert info.kv_bytes_total >= 8 * MAX_MODEL_LEN * info.kv_bytes_per_token
     assert info.kv_positions_total == info.kv_positions_free == info.kv_bytes_total // info.kv_bytes_per_token
     engine.slots.take(("c", 1), 60)
-    assert engine.info().kv_positions_free == info.kv_positions_total - 60
+    assert engine.info().kv_positions_free == info.kv_positions_total - 64
     engine.slots.release([("c", 1)])
 
 
@@ -287,6 +290,21 @@ spans_of_any_kind = st.lists(
 )
 
 
+LOGICAL = 1000
+
+
+def scattered_arena(slots: int, pages: int, page_size: int = 16) -> KVArena:
+    """Return an arena with scattered pages, in which logical column c of slot s holds the key LOGICAL * s + c."""
+    tables = torch.randperm(slots * pages, generator=torch.Generator().manual_seed(1)).view(slots, pages)
+    columns = tables.numel() * page_size
+    arena = KVArena(1, 1, columns, 1, torch.float32, torch.device("cpu"), (slots, pages), page_size)
+    for slot, held in enumerate(tables.tolist()):
+        arena.assign(slot, 0, held)
+        logical = torch.arange(pages * page_size)
+        arena.keys[0][0, arena.columns_of(slot, 0, len(logical)), 0] = LOGICAL * slot + logical.float()
+    return arena
+
+
 @st.composite
 def spans_with_branches(draw: st.DrawFn) -> list[Span]:
     """Spans, some of which are branches."""
@@ -312,7 +330,6 @@ def test_chunking_keeps_every_token_and_logit_in_order(spans: list[Span], limit:
     assert [piece.slot for piece in pieces] == sorted(piece.slot for piece in pieces)
 
 
-@pytest.mark.parametrize("gather", [False, True])
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     spans=spans_of_any_kind,
@@ -321,18 +338,17 @@ def test_chunking_keeps_every_token_and_logit_in_order(spans: list[Span], limit:
     padded=st.booleans(),
 )
 def test_a_packed_token_attends_to_its_own_prefix(
-    engine: Engine, gather: bool, spans: list[Span], slots: list[int], tiles: Tiles, padded: bool
+    engine: Engine, spans: list[Span], slots: list[int], tiles: Tiles, padded: bool
 ) -> None:
-    spans = [Span(slots[i], s.start, s.token_ids, s.num_logits) for i, s in enumerate(spans)]
     starts = [max(span.end for span in spans) - span.end if padded else 0 for span in spans]
-    # Arbitrary origins: extents differ in length.
-    origins = {slot: tiles.kv * (11 * slot + slot * slot) for slot in range(8)}
-    where = [Location(origins[span.slot], start) for span, start in zip(spans, starts, strict=True)]
-    start_of = dict(zip([span.slot for span in spans], starts, strict=True))
-    arena = KVArena(1, 1, origins[7] + 1024, 1, torch.float32, torch.device("cpu"))
-    arena.keys[0][0, :, 0] = torch.arange(arena.columns)
-    batch = pack(spans, where, arena, lambda needed: Shape(tiles.rows(needed.rows), needed.tiles, needed.logits + 1))
-    plan = plan_attention(spans, where, arena, tiles, query_groups=3, gather=gather)
+    spans = [
+        Span(slots[i], span.start, span.token_ids, span.num_logits, offset=start)
+        for i, (span, start) in enumerate(zip(spans, starts, strict=True))
+    ]
+    start_of = {span.slot: span.offset for span in spans}
+    arena = scattered_arena(slots=8, pages=32)
+    batch = pack(spans, arena, lambda needed: Shape(tiles.rows(needed.rows), needed.tiles, needed.logits + 1))
+    plan = plan_attention(spans, arena, tiles, query_groups=3)
     places = [(span.slot, position) for span in spans for position in range(span.start, span.end)]
     assert batch.tokens == len(places)
     assert len(batch.input_ids) == len(batch.positions) == tiles.rows(len(places))
@@ -341,17 +357,16 @@ def test_a_packed_token_attends_to_its_own_prefix(
     wanted = [(s.slot, position) for s in spans for position in range(s.end - s.num_logits, s.end)]
     assert [places[row] for row in batch.logit_rows[: batch.num_logits].tolist()] == wanted
 
-    assert batch.columns[: batch.tokens].tolist() == [
-        origins[slot] + start_of[slot] + position for slot, position in places
+    assert arena.keys[0][0, plan.columns[: batch.tokens], 0].tolist() == [
+        LOGICAL * slot + start_of[slot] + position for slot, position in places
     ]
 
-    if gather and all(len(span.token_ids) <= 8 for span in spans):
+    if all(len(span.token_ids) <= 8 for span in spans):
         assert len(plan.calls) == (len(set(starts)) if tiles.exact else 1)
     attended = []
     results = {row: packed for packed, row in enumerate(plan.result_rows[: batch.tokens].tolist())}
     at = 0
     for call in plan.calls:
-        assert gather or call.gathered is None, "keys were copied"
         kv_length = call.kv_length
         assert kv_length % tiles.kv == 0
         columns = call.attended(arena.keys[0])[:, 0, :, 0].int().tolist()
@@ -367,7 +382,7 @@ def test_a_packed_token_attends_to_its_own_prefix(
             slot, position = places[packed]
             member, query = divmod(row - here.start, length)
             assert call.query_index[member, query] == packed
-            first = origins[slot] + start_of[slot] - columns[member][0]
+            first = LOGICAL * slot + start_of[slot] - columns[member][0]
             assert first == 0 or not tiles.exact
             mask = masks[member, 0].reshape(3, length, -1)[:, query]
             assert mask.sum(-1).tolist() == [position + 1] * 3
@@ -381,16 +396,10 @@ def test_a_packed_token_attends_to_its_own_prefix(
 @settings(max_examples=50)
 @given(spans=spans_with_branches(), rows_per_tile=st.integers(1, 9))
 def test_attention_tiles_cover_the_rows_of_each_sequence(spans: list[Span], rows_per_tile: int) -> None:
-    arena = KVArena(1, 1, 1, 1, torch.float32, torch.device("cpu"))
-    where = [Location(1000 * i) for i in range(len(spans))]
-    batch = pack(
-        spans, where, arena, lambda needed: Shape(*(size + 3 for size in needed)), rows_per_tile, repeats=False
-    )
-    assert (batch.columns[batch.tokens :] == -1).all()
-    origins = batch.columns - batch.positions - batch.offsets
-    for i, tokens in enumerate(span.token_ids for span in spans):
-        assert origins[: len(tokens)].eq(1000 * i).all()
-        origins = origins[len(tokens) :]
+    arena = scattered_arena(slots=8, pages=32)
+    batch = pack(spans, arena, lambda needed: Shape(*(size + 3 for size in needed)), rows_per_tile, repeats=False)
+    padding = batch.rows - batch.tokens
+    assert batch.slots.tolist() == [span.slot for span in spans for _ in span.token_ids] + [-1] * padding
     branches = [(span.prefix_length, span.offset) for span in spans for _ in span.token_ids if span.offset]
     numbers = zip(batch.prefix_lengths.tolist(), batch.offsets.tolist(), strict=True)
     assert [(prefix_length, offset) for prefix_length, offset in numbers if offset] == branches
@@ -401,4 +410,4 @@ def test_attention_tiles_cover_the_rows_of_each_sequence(spans: list[Span], rows
     ends = {batch.tokens} | {sum(len(span.token_ids) for span in spans[:i]) for i in range(len(spans))}
     for tile in tiles:
         assert len(tile) == rows_per_tile or tile.stop in ends
-        assert len({int(batch.columns[row]) // 1000 for row in tile}) == 1
+        assert len({int(batch.slots[row]) for row in tile}) == 1

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specpool.engine.cache.spans import Location, Span
+from specpool.engine.cache.spans import Span
 from specpool.engine.run.messages import Command, decode, decode_run, encode_run
 
 numbers = st.integers(0, 2**40)
@@ -11,12 +11,8 @@ tokens = st.lists(st.integers(0, 300_000), max_size=9)
 spans = st.builds(Span, numbers, numbers, tokens, *4 * [numbers])
 
 
-@given(
-    passes=st.lists(st.tuples(spans, st.builds(Location, numbers, numbers)), max_size=5),
-    layers=st.lists(numbers, max_size=3).map(tuple),
-)
-def test_spans_survive_the_message(passes: list[tuple[Span, Location]], layers: tuple[int, ...]) -> None:
-    sent = [span for span, _ in passes], [location for _, location in passes], layers
-    command, arguments = decode(encode_run(*sent))
+@given(sent=st.lists(spans, max_size=5), layers=st.lists(numbers, max_size=3).map(tuple))
+def test_spans_survive_the_message(sent: list[Span], layers: tuple[int, ...]) -> None:
+    command, arguments = decode(encode_run(sent, layers))
     assert command is Command.RUN
-    assert decode_run(arguments) == sent
+    assert decode_run(arguments) == (sent, layers)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_files import save_random_gguf
-from interpreted_kernels import FakeGraphs, StaleGraphs, attend_extents, imitate_kernels
+from interpreted_kernels import FakeGraphs, StaleGraphs, attend_pages, imitate_kernels
 from tiny_models import load_engine, random_tokens, round_weights, save_model, small_config
 from torch.nn.functional import silu
 
@@ -278,9 +278,9 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
 def test_batch_dependent_splits_are_detected(monkeypatch: pytest.MonkeyPatch, cache: torch.Tensor) -> None:
     def attend(query: torch.Tensor, *others: Any) -> torch.Tensor:
         monkeypatch.setattr(gpu_attention, "SPLIT", 32 if len(query) == 1 else 16)
-        return gpu_attention.attend_extents(query, *others[:-1], 8)
+        return gpu_attention.attend_pages(query, *others[:-1], 8)
 
-    monkeypatch.setattr(kernels, "attend_extents", attend)
+    monkeypatch.setattr(kernels, "attend_pages", attend)
     assert not kernels.attention_agrees(cache, query_groups=3, max_length=50)
 
 
@@ -366,8 +366,8 @@ def test_the_self_test_probes_attention_kernels(tmp_path: Path, monkeypatch: pyt
     folder = save_model(tmp_path, small_config("llama"))
     options = {"native": False, "cuda_graphs": False, "max_sequences": 2, "max_model_len": 32}
     assert load_engine(folder, **options).bitwise
-    real = kernels.attend_extents
-    monkeypatch.setattr(kernels, "attend_extents", lambda *a: real(*a) * (1 + 1e-6 * (len(a[0]) > 1)))
+    real = kernels.attend_pages
+    monkeypatch.setattr(kernels, "attend_pages", lambda *a: real(*a) * (1 + 1e-6 * (len(a[0]) > 1)))
     assert not load_engine(folder, **options).bitwise
 
 
@@ -413,11 +413,11 @@ def test_batch_dependent_attention_to_several_splits_fails_the_self_test(
     monkeypatch.setattr(self_test, "LONG_PROMPTS", (gpu_attention.SPLIT + 44,))
 
     def attend(query: torch.Tensor, *others: Any) -> torch.Tensor:
-        attended, positions = attend_extents(query, *others), others[4]
+        attended, positions = attend_pages(query, *others), others[4]
         is_other = rows is not None and int((others[5] >= 0).sum()) > rows
         return torch.where((positions >= gpu_attention.SPLIT)[:, None, None] & is_other, attended * 1.000001, attended)
 
-    monkeypatch.setattr(model, "attend_extents", attend)
+    monkeypatch.setattr(model, "attend_pages", attend)
     folder = save_model(tmp_path, small_config("llama"))
     engine = load_engine(folder, native=False, cuda_graphs=False, max_sequences=6, max_model_len=320)
     assert engine.bitwise is (rows is None)

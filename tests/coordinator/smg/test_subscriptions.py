@@ -7,11 +7,13 @@ from unittest import mock
 
 import grpc
 import pytest
-from serving import PATIENCE_SECONDS, Serving, serving
+from serving import PATIENCE_SECONDS, Serving, make_request, serving
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from coordinator.scheduling.cache_events import CacheEvents
+from specpool.testing import FakeTarget
+from specpool.testing.fake_caches import PAGE_SIZE
 
 OURS, OTHERS = ("ipv4:127.0.0.1", ""), ("ipv4:127.0.0.2", "")
 FIRST, SECOND, THIRD = (bytes([255 - number]) * 16 for number in range(3))
@@ -66,6 +68,46 @@ async def test_stream_begins_with_all_pages_and_continues_with_changes(served: S
     batch = await call.read()
     assert batch.sequence_number == 3
     assert [list(event.removed.block_hashes) for event in batch.events] == [[hash_of(SECOND)]]
+
+
+async def test_cached_and_evicted_pages_of_answers_are_published() -> None:
+    async with serving(FakeTarget(kv_positions=5 * PAGE_SIZE), with_draft=False, smg=True) as served:
+        call, known = subscribe(served), dict[int, list[int]]()
+
+        async def until(number: int) -> list[int]:
+            """Read until this number of pages is cached. Return their tokens."""
+            while len(known) != number:
+                for event in (await call.read()).events:
+                    if event.HasField("stored"):
+                        _, digest, token_ids, _ = stored(event)
+                        known[digest] = token_ids
+                    for digest in event.removed.block_hashes:
+                        del known[digest]
+            return [token for token_ids in known.values() for token in token_ids]
+
+        request = make_request(range(100, 140))
+        answer = await served.expect(request)
+        tokens = [*request.tokenized.input_ids, *answer.token_ids]
+        assert await until(3) == tokens[: 3 * PAGE_SIZE]
+        salted = make_request(range(40))
+        salted.cache_salt = "secret"
+        await served.expect(salted)  # evicts the last page, and its own pages are not published
+        assert await until(2) == tokens[: 2 * PAGE_SIZE]
+
+
+async def test_slow_reader_gets_all_pages_again(served: Serving) -> None:
+    call = subscribe(served)
+    await call.read()
+    with mock.patch("coordinator.scheduling.cache_events.MAX_UNREAD", 2):
+        for number in range(3):
+            events_of(served).stored(OURS, None, bytes([number]) * 16, [number] * 2)
+    batch = await call.read()
+    assert (batch.sequence_number, batch.snapshot.count, batch.snapshot.blocks) == (2, 1, 3)
+    assert batch.events[0].HasField("cleared")
+    assert [stored(event)[2] for event in batch.events[1:]] == [[number] * 2 for number in range(3)]
+    events_of(served).removed(bytes(16))
+    batch = await call.read()
+    assert (batch.sequence_number, batch.HasField("snapshot")) == (3, False)
 
 
 async def test_large_snapshot_has_several_chunks(served: Serving) -> None:
