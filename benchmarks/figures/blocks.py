@@ -1,6 +1,6 @@
 """The text of every block of figures, from the results."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from benchmarks.figures.pages import COMMANDS, Results
@@ -82,6 +82,17 @@ def _summary(results: Results) -> Rows:
         _ratios(ratios.values()),
         "default",
     )
+    default, plain, peer = (_sustained(results, kind) for kind in ("default", "plain", "llama.cpp"))
+    shortest, longest = results["sustained"]["lengths"]
+    speeds, gaps = (
+        " and ".join(_list(round(row[name]) for row in rows.values()) for rows in (plain, default))
+        for name in ("tokens_per_s", "longest_gap_ms")
+    )
+    load = f"clients that stream answers of {shortest} to {longest} tokens for two minutes"
+    yield f"{_list(plain)} {load}: plain and default", f"{speeds} tokens/s", "sustained"
+    yield "the same: longest gap between two messages of an answer", f"{gaps} ms", "sustained"
+    ratios_to_peer = [row["tokens_per_s"] / peer[clients]["tokens_per_s"] for clients, row in plain.items()]
+    yield "the same: plain against llama.cpp's server", _ratios(ratios_to_peer), "sustained"
     for concurrency, name in DEMOS.items():
         yield _demo(results[name], concurrency), _speeds(results[name]), name
     assert all(results[name]["exact_match"] == demo["exact_match"] == 1 for name in DEMOS.values())
@@ -131,6 +142,32 @@ def llamacpp(results: Results) -> str:
     return table(("at once", "llama.cpp", "plain", "default"), *body)
 
 
+def sustained(results: Results) -> str:
+    """Speed, gaps and shares of a sustained load."""
+
+    def cells(row: dict[str, Any]) -> Iterator[str]:
+        yield from (str(row["clients"]), row["decoding"], f"{row['tokens_per_s']:.1f}")
+        yield from (f"{row[f'{name}_ms']:.1f}" for name in ("gap_p50", "gap_p99", "longest_gap"))
+        yield from ("" if row[name] is None else f"{row[name]:g}%" for name in ("realign_%", "cached_%"))
+
+    heads = (
+        "clients",
+        "decoding",
+        "tokens/s",
+        "gap ms: median",
+        "99%",
+        "longest",
+        "realignment",
+        "cached prompt tokens",
+    )
+    return table(heads, *(tuple(cells(row)) for row in results["sustained"]["rows"]))
+
+
+def _sustained(results: Results, kind: str) -> dict[int, dict[str, Any]]:
+    """Rows of the sustained load by number of clients."""
+    return {row["clients"]: row for row in results["sustained"]["rows"] if row["decoding"] == kind}
+
+
 def attacks(results: Results) -> str:
     """What each attack costs a well-behaved client: times in ms, as multiples of those in a quiet minute."""
     columns = ("median", "p95", "new_median", "new_p95")
@@ -158,5 +195,6 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "summary_with_commands": summary_with_commands,
     "by_concurrency": by_concurrency,
     "llamacpp": llamacpp,
+    "sustained": sustained,
     "attacks": attacks,
 }

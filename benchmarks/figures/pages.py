@@ -28,11 +28,13 @@ COMMANDS = {
     "equality": "python -m benchmarks.equality",
     "default": f"{THROUGHPUT} --repeats 3",
     "llamacpp": "python -m benchmarks.llamacpp --concurrency 1,8,16 --repeats 3",
+    "sustained": "python -m benchmarks.sustained --plain --llamacpp",
     "start_first": "python -m benchmarks.cost --of start --bare --repeats 1",
     "start": "python -m benchmarks.cost --of start --repeats 3",
     "coordinator": "python -m benchmarks.cost --of coordinator",
 }
 """Commands of the results that pages show now. Each one prints its result as a last line of JSON."""
+WITH_LLAMACPP = ("llamacpp", "sustained")
 Results = dict[str, dict[str, Any]]
 
 BLOCK = re.compile(r"(<!-- figures: ([a-z_]+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
@@ -53,7 +55,7 @@ def measure(name: str) -> None:
     run = describe_run(COMMANDS[name])
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     environment = {**os.environ, "PATH": path}
-    if name != "llamacpp":
+    if name not in WITH_LLAMACPP:
         environment.pop(PYTHON_VARIABLE, None)  # the service refuses unknown variables
     command = shlex.split(COMMANDS[name])
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True)
