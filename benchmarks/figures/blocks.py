@@ -88,7 +88,7 @@ def _summary(results: Results) -> Rows:
         " and ".join(_list(round(row[name]) for row in rows.values()) for rows in (plain, default))
         for name in ("tokens_per_s", "longest_gap_ms")
     )
-    load = f"clients that stream answers of {shortest} to {longest} tokens for two minutes"
+    load = f"clients that stream answers of {shortest} to {longest} tokens for one minute"
     yield f"{_list(plain)} {load}: plain and default", f"{speeds} tokens/s", "sustained"
     yield "the same: longest gap between two messages of an answer", f"{gaps} ms", "sustained"
     ratios_to_peer = [row["tokens_per_s"] / peer[clients]["tokens_per_s"] for clients, row in plain.items()]

@@ -28,7 +28,7 @@ COMMANDS = {
     "equality": "python -m benchmarks.equality",
     "default": f"{THROUGHPUT} --repeats 3",
     "llamacpp": "python -m benchmarks.llamacpp --concurrency 1,8,16 --repeats 3",
-    "sustained": "python -m benchmarks.sustained --plain --llamacpp",
+    "sustained": "python -m benchmarks.sustained --seconds 60 --plain --llamacpp",
     "start_first": "python -m benchmarks.cost --of start --bare --repeats 1",
     "start": "python -m benchmarks.cost --of start --repeats 3",
     "coordinator": "python -m benchmarks.cost --of coordinator",
