@@ -365,7 +365,7 @@ class Simulation:
             length, num_committed = len(sequence.token_ids), len(item.token_ids) - item.num_unverified
             assert list(item.token_ids[:num_committed]) == sequence.token_ids[item.base_length :][:num_committed]
             assert num_committed > 0
-            check_first_contact(item, sequence, sequence.draft.predicted)
+            check_first_contact(item, sequence, 0 if item.base_length else sequence.draft.predicted)
             if item.num_branches:
                 assert item.num_draft_tokens > 0
                 assert item.base_length + num_committed == length
