@@ -101,7 +101,7 @@ class ProposeItem(SequenceItem):
     def end(self) -> int:
         """Positions that the item needs. The last draft token is not cached. Branches use spare positions."""
         drafted = 0 if self.num_branches else max(0, self.num_draft_tokens - 1)
-        return self.base_length + len(self.token_ids) + drafted
+        return super().end + drafted
 
     @property
     def max_prefix_length(self) -> int:
@@ -175,12 +175,12 @@ class VerifyItem(SequenceItem):
     @property
     def end(self) -> int:
         """Positions that the item needs."""
-        return self.base_length + len(self.token_ids) + len(self.draft_token_ids)
+        return super().end + len(self.draft_token_ids)
 
     @property
     def max_end(self) -> int:
         """Maximum number of positions that the item can use, forced tokens included."""
-        return self.base_length + len(self.token_ids) + max(len(self.draft_token_ids), self.max_draft_tokens)
+        return super().end + max(len(self.draft_token_ids), self.max_draft_tokens)
 
     @property
     def max_num_draft_tokens(self) -> int:

@@ -7,8 +7,7 @@ memory is needed. Nothing is copied or moved. Pure bookkeeping, without torch.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-
-from specpool.engine.numerics.tiles import round_up
+from itertools import chain
 
 
 class PagePool:
@@ -98,10 +97,7 @@ class PagePool:
 
     def check_integrity(self, held: Sequence[Sequence[int]]) -> None:
         """Raise AssertionError if a page is lost, in two states, or miscounted. `held`: the pages of each sequence."""
-        counts: dict[int, int] = {}
-        for page in (page for pages in held for page in pages):
-            counts[page] = counts.get(page, 0) + 1
-        assert counts == self._references, "references to pages are miscounted"
+        assert Counter(chain.from_iterable(held)) == self._references, "references to pages are miscounted"
         states = [*self._unused, *self._idle, *self._references]
         assert sorted(states) == list(range(self.count)), "a page is lost or in two states"
         assert {page: digest for digest, page in self._cached.items()} == self._digests, "digests differ from pages"
@@ -133,7 +129,11 @@ class PageTables:
 
     def missing(self, slot: int, columns: int) -> int:
         """Number of pages that a slot lacks for this many columns."""
-        return max(0, round_up(columns, self.page_size) // self.page_size - len(self.held[slot]))
+        return max(0, self._pages_for(columns) - len(self.held[slot]))
+
+    def _pages_for(self, columns: int) -> int:
+        """Number of pages that hold this many columns."""
+        return -(-columns // self.page_size)
 
     def held_by(self, slots: Sequence[int]) -> int:
         """Number of pages that these slots hold and no others."""
@@ -158,7 +158,7 @@ class PageTables:
 
     def truncate(self, slot: int, columns: int) -> None:
         """Take back the pages not needed for this many columns."""
-        count, held = round_up(columns, self.page_size) // self.page_size, self.held[slot]
+        count, held = self._pages_for(columns), self.held[slot]
         if count < len(held):
             self.pool.drop(held[count:])
             del held[count:]
