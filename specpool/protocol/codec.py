@@ -6,7 +6,7 @@ read a request also validate it: InvalidArgumentError names the field.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from specpool.protocol.errors import InvalidArgumentError
@@ -23,6 +23,8 @@ from specpool.protocol.rounds import (
     MAX_ITEM_UNVERIFIED,
     Branch,
     ItemStatus,
+    OwnDraft,
+    OwnDraftItem,
     Proposal,
     ProposeItem,
     RoundLimits,
@@ -100,12 +102,12 @@ def read_propose_items(request: draft_worker_pb2.ProposeRequest, limits: RoundLi
     return items
 
 
-def read_step_cost(request: draft_worker_pb2.ProposeRequest) -> float:
+def read_step_cost(request: draft_worker_pb2.ProposeRequest | target_worker_pb2.VerifyRequest) -> float:
     """Read the minimum expected gain of a draft step. Raises InvalidArgumentError."""
     return _checked("step_cost", request.step_cost, maximum=math.inf)
 
 
-def read_chances(request: draft_worker_pb2.ProposeRequest) -> list[float]:
+def read_chances(request: draft_worker_pb2.ProposeRequest | target_worker_pb2.VerifyRequest) -> list[float]:
     """Read the acceptance probabilities by the draft's own probability. Raises InvalidArgumentError."""
     _check_maximum("chances", len(request.chances), MAX_CHANCES)
     return [_checked(f"chances[{index}]", chance) for index, chance in enumerate(request.chances)]
@@ -136,9 +138,15 @@ def verify_request(
     traceparent: str = "",
     may_join: bool = False,
     features: WantedFeatures | None = None,
+    hints: tuple[Iterable[float], float] = ((), 0.0),
 ) -> target_worker_pb2.VerifyRequest:
-    """Build the request of a target round. `features`: required if any item wants them."""
+    """Build the request of a target round.
+
+    `features`: for the items that want them; None: the worker's own draft reads them, if any. `hints`: `chances` and
+    `step_cost` for the worker's own draft.
+    """
     wanted = features if any(item.want_features for item in items) else None
+    chances, step_cost = hints if any(item.own_draft is not None for item in items) else ((), 0.0)
     return target_worker_pb2.VerifyRequest(
         coordinator_id=coordinator_id,
         round_id=round_id,
@@ -146,6 +154,8 @@ def verify_request(
         may_join=may_join,
         feature_layers=() if wanted is None else wanted.spec.layers,
         feature_window=0 if wanted is None else wanted.window,
+        chances=chances,
+        step_cost=step_cost,
         items=[target_worker_pb2.VerifyItem(**_verify_fields(item)) for item in items],
     )
 
@@ -178,6 +188,7 @@ def read_verify_items(request: target_worker_pb2.VerifyRequest, limits: RoundLim
                 logprobs=_optional(item, "logprobs"),
                 max_draft_tokens=item.max_draft_tokens,
                 want_features=item.want_features,
+                own_draft=_read_own_draft(f"{field}.own_draft", item.own_draft) if item.HasField("own_draft") else None,
             )
         )
     _check_features(request, items, limits)
@@ -196,14 +207,27 @@ def _check_features(request: target_worker_pb2.VerifyRequest, items: Iterable[Ve
         raise InvalidArgumentError("feature_window", "must be positive with feature_layers")
     # A continued item has no token yet, but gets one.
     rows = sum(max(1, each.num_features(window, each.max_num_draft_tokens)) for each in items if each.want_features)
-    if rows and not layers:
+    if rows and not layers and not limits.carries_draft:
         raise InvalidArgumentError("feature_layers", "must not be empty if an item wants features")
     _check_maximum("features", rows * len(layers) * limits.hidden_size * NUMBER_BYTES, MAX_FEATURE_BYTES)
 
 
 def _max_num_draft_tokens(item: target_worker_pb2.VerifyItem) -> int:
     drafted = max([len(item.draft_token_ids), *(len(branch.draft_token_ids) for branch in item.branches)])
-    return max(drafted, item.max_draft_tokens)
+    return max(drafted, item.max_draft_tokens, item.own_draft.max_verified)
+
+
+def _read_own_draft(field: str, message: target_worker_pb2.OwnDraftItem) -> OwnDraftItem:
+    for name in ("max_verified", "num_draft_tokens"):
+        _check_maximum(f"{field}.{name}", getattr(message, name), MAX_ITEM_DRAFT_TOKENS)
+    next_chance = message.next_chance if message.HasField("next_chance") else 1.0
+    return OwnDraftItem(
+        message.max_verified,
+        message.num_draft_tokens,
+        message.max_length,
+        _checked(f"{field}.min_chance", message.min_chance),
+        _checked(f"{field}.next_chance", next_chance),
+    )
 
 
 def _read_branches(field: str, item: target_worker_pb2.VerifyItem, limits: RoundLimits) -> tuple[Branch, ...]:
@@ -230,16 +254,30 @@ def verify_response(
     spent: Mapping[str, int],
     instance_id: str,
     evicted_pages: Sequence[bytes] = (),
+    draft_rows: Sequence[int] = (),
 ) -> target_worker_pb2.VerifyResponse:
-    """Build the response to a target round. `spent`: nanoseconds by field name."""
+    """Build the response to a target round. `spent`: nanoseconds by field name. `draft_rows`: of the own draft."""
     assert len(evicted_pages) <= MAX_EVICTED_PAGES
     results = []
     for verdict in verdicts:
         logprobs = [logprobs_message(at_position) for at_position in verdict.logprobs]
-        results.append(target_worker_pb2.VerifyResult(**_result_fields(verdict) | {"logprobs": logprobs}))
+        own_draft = None if verdict.own_draft is None else _own_draft_fields(verdict.own_draft)
+        fields = _result_fields(verdict) | {"logprobs": logprobs, "own_draft": own_draft}
+        results.append(target_worker_pb2.VerifyResult(**fields))
     return target_worker_pb2.VerifyResponse(
-        round_id=round_id, results=results, instance_id=instance_id, evicted_pages=evicted_pages, **spent
+        round_id=round_id,
+        results=results,
+        instance_id=instance_id,
+        evicted_pages=evicted_pages,
+        draft_rows=draft_rows,
+        **spent,
     )
+
+
+def _own_draft_fields(draft: OwnDraft) -> dict[str, Any]:
+    fields = _result_fields(draft)
+    del fields["sequence_id"], fields["branches"]
+    return fields
 
 
 def logprobs_message(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
@@ -281,7 +319,7 @@ def model_message(info: WorkerInfo) -> common_pb2.ModelInfo:
 
 
 def worker_info_response(info: WorkerInfo) -> common_pb2.GetWorkerInfoResponse:
-    """Build the description of a worker."""
+    """Build the description of a worker, and of the draft that it carries."""
     ranks = [common_pb2.RankMemory(**vars(rank)) for rank in info.ranks]
     load = common_pb2.WorkerLoad(**_shared_fields(common_pb2.WorkerLoad, info) | {"ranks": ranks})
     costs = None
@@ -293,8 +331,9 @@ def worker_info_response(info: WorkerInfo) -> common_pb2.GetWorkerInfoResponse:
             seconds_per_cached=info.seconds_per_cached,
             max_rows=info.max_rows,
         )
+    draft = None if info.draft is None else worker_info_response(replace(info.draft, instance_id=info.instance_id))
     return common_pb2.GetWorkerInfoResponse(
-        model=model_message(info), load=load, costs=costs, instance_id=info.instance_id
+        model=model_message(info), load=load, costs=costs, instance_id=info.instance_id, draft=draft
     )
 
 
@@ -322,7 +361,11 @@ def _item_fields(item: ProposeItem | VerifyItem) -> dict[str, Any]:
 
 def _verify_fields(item: VerifyItem) -> dict[str, Any]:
     fields = _item_fields(item)
-    return {**fields, "branches": _branch_messages(item.branches)} if item.branches else fields
+    if item.branches:
+        fields = {**fields, "branches": _branch_messages(item.branches)}
+    if item.own_draft is not None:
+        fields = {**fields, "own_draft": item.own_draft._asdict()}
+    return fields
 
 
 def _result_fields(result: Proposal | Verdict) -> dict[str, Any]:

@@ -7,9 +7,19 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
+from specpool.protocol.codec import MAX_ITEM_DRAFT_TOKENS
 from specpool.protocol.features import MAX_FEATURE_LAYERS, MAX_FEATURE_WIDTH, WantedFeatures
 from specpool.protocol.prefixes import DIGEST_BYTES, MAX_EVICTED_PAGES
-from specpool.protocol.rounds import Branch, ItemStatus, Proposal, ProposeItem, SequenceItem, Verdict, VerifyItem
+from specpool.protocol.rounds import (
+    Branch,
+    ItemStatus,
+    OwnDraft,
+    Proposal,
+    ProposeItem,
+    SequenceItem,
+    Verdict,
+    VerifyItem,
+)
 from specpool.protocol.sampling import NO_LOGPROBS, Logprobs
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import TENSOR_PARALLEL_SUMS, RankMemory, WorkerInfo
@@ -75,7 +85,9 @@ def drops_features(response: target_worker_pb2.VerifyResponse, verdicts: Iterabl
 def _read_verdict(result: Any, status: ItemStatus, item: VerifyItem, vocab_size: int) -> Verdict:
     if status is not ItemStatus.OK or not item.token_ids:  # nobody waits for a sequence that did not continue
         return Verdict(item.sequence_id, status, error=result.error[:MAX_ERROR_CHARACTERS])
-    tokens, drafts, forced = tuple(result.token_ids), item.draft_token_ids, result.num_forced_tokens
+    own_draft = None if item.own_draft is None else _read_own_draft(result.own_draft, item, vocab_size)
+    verified = () if own_draft is None else own_draft.draft_token_ids[: own_draft.num_verified]
+    tokens, drafts, forced = tuple(result.token_ids), verified or item.draft_token_ids, result.num_forced_tokens
     accepted = max(0, len(tokens) - 1)
     # Messages are built only on failure: this runs for every sequence of every round.
     if item.prefill_only:
@@ -94,7 +106,26 @@ def _read_verdict(result: Any, status: ItemStatus, item: VerifyItem, vocab_size:
     if not item.expected_prefix_length <= found < len(item.token_ids):
         raise InvalidResponseError(f"invalid prefix_length {found}, expected at least {item.expected_prefix_length}")
     logprobs = _read_logprobs(result, item, vocab_size)
-    return Verdict(item.sequence_id, status, tokens, expected, logprobs, forced, found)
+    return Verdict(item.sequence_id, status, tokens, expected, logprobs, forced, found, own_draft=own_draft)
+
+
+def _read_own_draft(result: Any, item: VerifyItem, vocab_size: int) -> OwnDraft:
+    """Read the worker's own draft, whose status may be unset if there is none."""
+    assert item.own_draft is not None
+    drafted, confidences = _read_draft(result, MAX_ITEM_DRAFT_TOKENS)
+    if result.num_verified > min(len(drafted), item.own_draft.max_verified):
+        raise InvalidResponseError(f"{result.num_verified} of {len(drafted)} own draft tokens verified")
+    _require(all(token < vocab_size for token in drafted), "an own draft token is outside the vocabulary")
+    status = STATUSES.get(result.status, ItemStatus.CACHE_MISS)
+    cached = result.cached_length
+    return OwnDraft(item.sequence_id, status, drafted, cached, confidences, num_verified=result.num_verified)
+
+
+def read_draft_rows(response: target_worker_pb2.VerifyResponse) -> list[int]:
+    """Read the rows of each pass of the worker's own draft. Raises InvalidResponseError."""
+    rows = list(response.draft_rows)
+    _require(len(rows) <= MAX_ITEM_DRAFT_TOKENS and 0 not in rows, "implausible passes of the own draft")
+    return rows
 
 
 def _read_logprobs(result: Any, item: VerifyItem, vocab_size: int) -> Logprobs:
@@ -173,8 +204,12 @@ def decoded(message: M | None, name: str) -> M:
 
 
 def read_worker_info(response: common_pb2.GetWorkerInfoResponse) -> WorkerInfo:
-    """Read the description of a worker, without impossible step costs. Raises InvalidResponseError."""
+    """Read the description of a worker and of the draft that it carries, without impossible step costs.
+
+    Raises InvalidResponseError.
+    """
     _check_worker_info(response)
+    _require(not response.draft.HasField("draft"), "the draft carries a draft")
     model, load, costs = response.model, response.load, response.costs
     shared = {field.name: getattr(part, field.name) for part in (model, load) for field in part.DESCRIPTOR.fields}
     del shared["equivalence"]
@@ -191,6 +226,7 @@ def read_worker_info(response: common_pb2.GetWorkerInfoResponse) -> WorkerInfo:
         "seconds_per_cached": per_cached if 0 <= per_cached < math.inf else 0.0,
         "max_rows": costs.max_rows,
         "instance_id": response.instance_id,
+        "draft": read_worker_info(response.draft) if response.HasField("draft") else None,
     }
     return WorkerInfo(**shared | read)
 
@@ -235,8 +271,10 @@ def max_verify_bytes(items: Iterable[VerifyItem], features: WantedFeatures | Non
 
 def _verify_result_bytes(item: VerifyItem, features: WantedFeatures | None) -> int:
     num_draft_tokens = item.max_num_draft_tokens
+    # The worker's own draft may be longer than what is verified.
+    own_bytes = 0 if item.own_draft is None else ITEM_BYTES + TOKEN_BYTES * MAX_ITEM_DRAFT_TOKENS
     per_token = TOKEN_BYTES + (0 if item.logprobs is None else LOGPROB_BYTES * (1 + item.logprobs))
-    size = ITEM_BYTES + per_token * (1 + num_draft_tokens)
+    size = ITEM_BYTES + own_bytes + per_token * (1 + num_draft_tokens)
     if features is None or not item.want_features:
         return size
     rows = min(features.window, max(1, len(item.token_ids))) + num_draft_tokens

@@ -153,6 +153,28 @@ class Proposal:
     """The most probable first."""
 
 
+class OwnDraftItem(NamedTuple):
+    """How a worker that carries a draft drafts for one sequence."""
+
+    max_verified: int = 0
+    """Maximum number of the worker's own draft tokens to verify in this round."""
+    num_draft_tokens: int = 0
+    """Number of tokens to draft after this round, for the next one."""
+    max_length: int = 0
+    """Maximum number of committed and draft tokens of the sequence."""
+    min_chance: float = 0.0
+    """See `ProposeItem`. Own draft tokens that are less likely are not verified, either."""
+    next_chance: float = 1.0
+
+
+@dataclass
+class OwnDraft(Proposal):
+    """The draft that a round found in the worker, and the draft's cache after the round."""
+
+    num_verified: int = 0
+    """Number of draft tokens that the round verified."""
+
+
 @dataclass
 class VerifyItem(SequenceItem):
     """Work on one sequence for the target worker."""
@@ -170,7 +192,10 @@ class VerifyItem(SequenceItem):
     max_draft_tokens: int = 0
     """Maximum number of draft tokens, including forced tokens. 0: no forced tokens."""
     want_features: bool = False
-    """Whether to return the hidden states of the last committed and of the accepted tokens."""
+    """Whether to return the hidden states of the last committed and of the accepted tokens, or to keep them for the
+    worker's own draft."""
+    own_draft: OwnDraftItem | None = None
+    """None: the worker neither verifies nor makes a draft of its own."""
 
     @property
     def end(self) -> int:
@@ -186,7 +211,8 @@ class VerifyItem(SequenceItem):
     def max_num_draft_tokens(self) -> int:
         """Maximum number of draft tokens, whatever the outcome of the previous round."""
         drafted = max((len(branch.draft_token_ids) for branch in self.branches), default=len(self.draft_token_ids))
-        return max(drafted, self.max_draft_tokens)
+        own = self.own_draft.max_verified if self.own_draft is not None else 0
+        return max(drafted, own, self.max_draft_tokens)
 
     def num_features(self, window: int, num_draft_tokens: int, prefix_length: int = 0) -> int:
         """Return the number of states of at most `window` committed tokens and the `num_draft_tokens` after them.
@@ -217,6 +243,9 @@ class VerifyRound:
     """Numbers of layers after which to take the features."""
     feature_window: int = 0
     """Maximum number of committed tokens of an item to return features for."""
+    chances: Sequence[float] = ()
+    """For the worker's own draft; see `ProposeRound`."""
+    step_cost: float = 0.0
 
 
 @dataclass
@@ -238,6 +267,8 @@ class Verdict:
     """The reason if the grammar failed."""
     features: bytes = b""
     """Hidden states of the last cached positions, if requested; see `VerifyResult` in target_worker.proto."""
+    own_draft: OwnDraft | None = None
+    """The worker's own draft; None unless the item has an `OwnDraftItem`."""
 
 
 @dataclass(frozen=True)
@@ -253,3 +284,5 @@ class RoundLimits:
     num_layers: int = 0
     """Layers whose states the worker returns; 0: it returns none."""
     hidden_size: int = 0
+    carries_draft: bool = False
+    """Whether the target worker carries a draft."""

@@ -93,6 +93,8 @@ class WorkerInfo:
     """Layers of the target whose hidden states the draft reads; empty: it reads none."""
     feature_width: int = 0
     """Values per state that the draft reads."""
+    draft: "WorkerInfo | None" = None
+    """The draft that a target worker carries."""
 
     @property
     def features(self) -> FeatureSpec | None:

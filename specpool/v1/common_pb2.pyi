@@ -208,16 +208,18 @@ class GetWorkerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetWorkerInfoResponse(_message.Message):
-    __slots__ = ("model", "load", "costs", "instance_id")
+    __slots__ = ("model", "load", "costs", "instance_id", "draft")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     COSTS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
     model: ModelInfo
     load: WorkerLoad
     costs: StepCosts
     instance_id: str
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., costs: _Optional[_Union[StepCosts, _Mapping]] = ..., instance_id: _Optional[str] = ...) -> None: ...
+    draft: GetWorkerInfoResponse
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., costs: _Optional[_Union[StepCosts, _Mapping]] = ..., instance_id: _Optional[str] = ..., draft: _Optional[_Union[GetWorkerInfoResponse, _Mapping]] = ...) -> None: ...
 
 class WatchStartupRequest(_message.Message):
     __slots__ = ()

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class VerifyRequest(_message.Message):
-    __slots__ = ("coordinator_id", "round_id", "items", "traceparent", "may_join", "feature_layers", "feature_window")
+    __slots__ = ("coordinator_id", "round_id", "items", "traceparent", "may_join", "feature_layers", "feature_window", "chances", "step_cost")
     COORDINATOR_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,8 @@ class VerifyRequest(_message.Message):
     MAY_JOIN_FIELD_NUMBER: _ClassVar[int]
     FEATURE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     FEATURE_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    CHANCES_FIELD_NUMBER: _ClassVar[int]
+    STEP_COST_FIELD_NUMBER: _ClassVar[int]
     coordinator_id: str
     round_id: int
     items: _containers.RepeatedCompositeFieldContainer[VerifyItem]
@@ -23,10 +25,26 @@ class VerifyRequest(_message.Message):
     may_join: bool
     feature_layers: _containers.RepeatedScalarFieldContainer[int]
     feature_window: int
-    def __init__(self, coordinator_id: _Optional[str] = ..., round_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ..., traceparent: _Optional[str] = ..., may_join: _Optional[bool] = ..., feature_layers: _Optional[_Iterable[int]] = ..., feature_window: _Optional[int] = ...) -> None: ...
+    chances: _containers.RepeatedScalarFieldContainer[float]
+    step_cost: float
+    def __init__(self, coordinator_id: _Optional[str] = ..., round_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ..., traceparent: _Optional[str] = ..., may_join: _Optional[bool] = ..., feature_layers: _Optional[_Iterable[int]] = ..., feature_window: _Optional[int] = ..., chances: _Optional[_Iterable[float]] = ..., step_cost: _Optional[float] = ...) -> None: ...
+
+class OwnDraftItem(_message.Message):
+    __slots__ = ("max_verified", "num_draft_tokens", "max_length", "min_chance", "next_chance")
+    MAX_VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MIN_CHANCE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_CHANCE_FIELD_NUMBER: _ClassVar[int]
+    max_verified: int
+    num_draft_tokens: int
+    max_length: int
+    min_chance: float
+    next_chance: float
+    def __init__(self, max_verified: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., max_length: _Optional[int] = ..., min_chance: _Optional[float] = ..., next_chance: _Optional[float] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
-    __slots__ = ("sequence_id", "base_length", "token_ids", "draft_token_ids", "prefill_only", "sampling", "logprobs", "cache_namespace", "expected_prefix_length", "after_round_id", "branches", "max_draft_tokens", "want_features")
+    __slots__ = ("sequence_id", "base_length", "token_ids", "draft_token_ids", "prefill_only", "sampling", "logprobs", "cache_namespace", "expected_prefix_length", "after_round_id", "branches", "max_draft_tokens", "want_features", "own_draft")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +58,7 @@ class VerifyItem(_message.Message):
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WANT_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    OWN_DRAFT_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     base_length: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -53,26 +72,31 @@ class VerifyItem(_message.Message):
     branches: _containers.RepeatedCompositeFieldContainer[_common_pb2.Branch]
     max_draft_tokens: int
     want_features: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., prefill_only: _Optional[bool] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., logprobs: _Optional[int] = ..., cache_namespace: _Optional[bytes] = ..., expected_prefix_length: _Optional[int] = ..., after_round_id: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[_common_pb2.Branch, _Mapping]]] = ..., max_draft_tokens: _Optional[int] = ..., want_features: _Optional[bool] = ...) -> None: ...
+    own_draft: OwnDraftItem
+    def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., prefill_only: _Optional[bool] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., logprobs: _Optional[int] = ..., cache_namespace: _Optional[bytes] = ..., expected_prefix_length: _Optional[int] = ..., after_round_id: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[_common_pb2.Branch, _Mapping]]] = ..., max_draft_tokens: _Optional[int] = ..., want_features: _Optional[bool] = ..., own_draft: _Optional[_Union[OwnDraftItem, _Mapping]] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
-    __slots__ = ("round_id", "results", "forward_ns", "realign_ns", "instance_id", "evicted_pages")
+    __slots__ = ("round_id", "results", "forward_ns", "realign_ns", "instance_id", "evicted_pages", "draft_ns", "draft_rows")
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
     REALIGN_NS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     EVICTED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_NS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_ROWS_FIELD_NUMBER: _ClassVar[int]
     round_id: int
     results: _containers.RepeatedCompositeFieldContainer[VerifyResult]
     forward_ns: int
     realign_ns: int
     instance_id: str
     evicted_pages: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, round_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[VerifyResult, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., realign_ns: _Optional[int] = ..., instance_id: _Optional[str] = ..., evicted_pages: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    draft_ns: int
+    draft_rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[VerifyResult, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., realign_ns: _Optional[int] = ..., instance_id: _Optional[str] = ..., evicted_pages: _Optional[_Iterable[bytes]] = ..., draft_ns: _Optional[int] = ..., draft_rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class VerifyResult(_message.Message):
-    __slots__ = ("sequence_id", "status", "token_ids", "cached_length", "logprobs", "num_forced_tokens", "error", "features", "prefix_length")
+    __slots__ = ("sequence_id", "status", "token_ids", "cached_length", "logprobs", "num_forced_tokens", "error", "features", "prefix_length", "own_draft")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +106,7 @@ class VerifyResult(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    OWN_DRAFT_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     status: _common_pb2.ItemStatus
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -91,7 +116,22 @@ class VerifyResult(_message.Message):
     error: str
     features: bytes
     prefix_length: int
-    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., cached_length: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., num_forced_tokens: _Optional[int] = ..., error: _Optional[str] = ..., features: _Optional[bytes] = ..., prefix_length: _Optional[int] = ...) -> None: ...
+    own_draft: OwnDraftResult
+    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., cached_length: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., num_forced_tokens: _Optional[int] = ..., error: _Optional[str] = ..., features: _Optional[bytes] = ..., prefix_length: _Optional[int] = ..., own_draft: _Optional[_Union[OwnDraftResult, _Mapping]] = ...) -> None: ...
+
+class OwnDraftResult(_message.Message):
+    __slots__ = ("draft_token_ids", "confidences", "num_verified", "status", "cached_length")
+    DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    confidences: _containers.RepeatedScalarFieldContainer[float]
+    num_verified: int
+    status: _common_pb2.ItemStatus
+    cached_length: int
+    def __init__(self, draft_token_ids: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ..., num_verified: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, str]] = ..., cached_length: _Optional[int] = ...) -> None: ...
 
 class GetTokenizerRequest(_message.Message):
     __slots__ = ()
