@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import Field
+from pydantic import ByteSize, Field, model_validator
 
-from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.options import INT8, Activations, EngineOptions, check_int8
 from specpool.engine.config.sources import UnsupportedModelError
-from specpool.engine.models.preflight import InvalidOptionError, check_options
+from specpool.engine.models.preflight import InvalidOptionError, check_options, check_same_tokenizer
 from specpool.protocol.codec import read_verify_items, tokenizer_response, verify_response
 from specpool.protocol.prefixes import MAX_EVICTED_PAGES
 from specpool.protocol.rounds import Verdict, VerifyRound
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 
 PROGRAM = "specpool-target-worker"
 SERVICE = "specpool.v1.TargetWorkerService"
+ENGINE: dict[str, Any] = EngineOptions.model_fields
+RANKS = {"tensor_parallel", "tensor_parallel_sums", "nnodes", "node_rank", "master_addr", "master_port"}
+NOT_SHARED = RANKS | {"model", "revision", "target_model", "device", "weights", "activations"}
+"""Options that a draft does not take from its target. Rank 0 runs the draft, unsharded."""
+DRAFT_NAMES = {"model": "draft", "kv_memory": "draft_kv_memory"}
+"""What the settings call the options of the draft."""
 
 
 class TargetWorkerServicer(WorkerServicer, pb_grpc.TargetWorkerServiceServicer):
@@ -83,18 +89,69 @@ class TargetWorkerSettings(WorkerSettings, EngineOptions):
     """Verifies draft tokens with the target model."""
 
     port: int = Field(50051, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
+    draft: str | None = Field(
+        None,
+        min_length=1,
+        description="draft that the worker carries: hub id, folder or GGUF file; it runs on the target's device and "
+        "shares its memory_limit or memory_budget; default: none",
+    )
+    draft_revision: str | None = ENGINE["revision"]
+    draft_activations: Activations = ENGINE["activations"]
+    draft_kv_memory: ByteSize | None = Field(
+        None, description="size of the draft's KV cache; default: as many positions as the target's"
+    )
+
+    @property
+    def draft_options(self) -> EngineOptions | None:
+        """The draft's options; None: the worker carries no draft."""
+        if self.draft is None:
+            return None
+        options = EngineOptions.of(self).model_dump(exclude_unset=True, exclude=NOT_SHARED)
+        if self.draft_kv_memory is not None:
+            options = {name: value for name, value in options.items() if name not in self.memory_limits}
+            options["kv_memory"] = self.draft_kv_memory
+        return EngineOptions(
+            **options,
+            model=self.draft,
+            revision=self.draft_revision,
+            target_model=self.model if self.revision is None else None,
+            device=self.device.split(",")[0].strip(),
+            activations=self.draft_activations,
+        )
+
+    @model_validator(mode="after")
+    def _check_draft(self) -> Self:
+        given = self.model_fields_set & {"draft_revision", "draft_activations", "draft_kv_memory"}
+        if given and self.draft is None:
+            raise ValueError(f"{min(given)} needs draft")
+        if self.draft is not None and self.node_rank > 0:
+            raise ValueError(f"draft must be given to node 0 only, and this is node {self.node_rank}")
+        if self.draft_activations == INT8:
+            devices = {"--device": self.device.split(",")}
+            check_int8("draft-", native=self.native, fused=self.fused, dtype=self.dtype, devices=devices)
+        return self
 
 
 def load_verifier(settings: TargetWorkerSettings, report: Callable[[str], None]) -> Verifier:
     """Build the backend, and report the phases. Runs on the model thread."""
     with importing(report):
-        from specpool.engine.startup.loading import load_engine
+        from target_worker.loading import load_pair, load_target
         from target_worker.verifier import Verifier
 
-    engine = load_engine(EngineOptions.of(settings), exact=True, startup_cache=settings.startup_cache, report=report)
-    if engine.loaded.features is not None:
-        raise UnsupportedModelError(f"{settings.model} is a draft that reads hidden states, not a target")
-    return Verifier(engine)
+    options, draft = EngineOptions.of(settings), settings.draft_options
+    if draft is None:
+        return Verifier(load_target(options, settings.startup_cache, report))
+    target, _ = load_pair(options, draft, settings.draft_kv_memory, settings.startup_cache, report)
+    return Verifier(target)
+
+
+def check_settings(settings: TargetWorkerSettings) -> None:
+    """Raise InvalidOptionError for settings that cannot work, in the first second."""
+    options, draft = EngineOptions.of(settings), settings.draft_options
+    check_options(options)
+    if draft is not None:
+        check_options(draft, DRAFT_NAMES)
+        check_same_tokenizer(options, draft)
 
 
 def main() -> None:
@@ -102,7 +159,7 @@ def main() -> None:
     options = EngineOptions.of(settings)
     configure_logging(settings.log_level, settings.log_format, settings.log_name or PROGRAM)
     with naming(PROGRAM, "", InvalidOptionError):
-        check_options(options)
+        check_settings(settings)
     if settings.node_rank > 0:
         from specpool.engine.startup.follower import run_node
 
