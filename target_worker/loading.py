@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from specpool.engine.config.options import EngineOptions, Int8RefusedError, int8_refusal
 from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.config.target_options import TargetOptions
 from specpool.engine.models.preflight import InvalidOptionError
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.reservation import CacheNeeds, LimitCache
@@ -19,25 +20,22 @@ def load_target(
     options: EngineOptions, startup_cache: bool, report: Report, limit_cache: LimitCache | None = None
 ) -> Engine:
     """Load a target and report the phases. UnsupportedModelError."""
-    engine = load_engine(options, exact=True, startup_cache=startup_cache, report=report, limit_cache=limit_cache)
+    engine = load_engine(EngineOptions.of(options), True, startup_cache, report, limit_cache)
     if engine.loaded.features is not None:
         raise UnsupportedModelError(f"{options.model} is a draft that reads hidden states, not a target")
     return engine
 
 
-def load_pair(
-    target: EngineOptions, draft: EngineOptions, draft_kv_memory: int | None, startup_cache: bool, report: Report
-) -> tuple[Engine, Engine]:
-    """Load a target and its draft, which share the target's memory limit. UnsupportedModelError.
-
-    `draft_kv_memory`: size of the draft's KV cache in bytes; None: as many positions as the target's cache has.
-    """
+def load_pair(options: TargetOptions, startup_cache: bool, report: Report) -> tuple[Engine, Engine]:
+    """Load a target and the draft that it carries. UnsupportedModelError."""
+    draft = options.draft_options
+    assert draft is not None
 
     def load_draft(needs: CacheNeeds, limit_cache: LimitCache) -> Engine:
         return _load_draft(draft, needs, startup_cache, report, limit_cache)
 
-    memory = PairMemory(load_draft, draft_kv_memory)
-    engine = load_target(target, startup_cache, report, memory.limit_target)
+    memory = PairMemory(load_draft, options.draft_kv_memory)
+    engine = load_target(options, startup_cache, report, memory.limit_target)
     _check_pair(engine, memory.draft)
     return engine, memory.draft
 
@@ -51,9 +49,7 @@ def _load_draft(
     options = options.model_copy(update={"device": str(device), "grammar_memory": grammar_memory})
     try:
         # Drafts need not be batch-invariant: verification decides.
-        return load_engine(
-            options, False, startup_cache, report=lambda phase: report(f"draft: {phase}"), limit_cache=limit_cache
-        )
+        return load_engine(options, False, startup_cache, lambda phase: report(f"draft: {phase}"), limit_cache)
     except Int8RefusedError as error:
         raise UnsupportedModelError(int8_refusal(error.needed, error.remedy, "draft-")) from None
 

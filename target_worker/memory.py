@@ -18,7 +18,7 @@ class PairMemory:
     def __init__(
         self, load_draft: Callable[[CacheNeeds, LimitCache], Engine], draft_kv_memory: int | None = None
     ) -> None:
-        """`load_draft`: loads the draft for a target with these needs. `draft_kv_memory`: size of its cache in bytes."""
+        """`load_draft`: loads the draft of a target with these needs. `draft_kv_memory`: bytes of the draft's cache."""
         self._load_draft, self._draft_kv_memory = load_draft, draft_kv_memory
         self._draft: Engine | None = None
 
