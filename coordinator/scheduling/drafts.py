@@ -74,9 +74,7 @@ class Drafts:
 
     def _start(self, worker: WorkerInfo) -> int:
         """Return the position of the first token that the draft worker must run if the prediction holds."""
-        page_size = max(1, worker.kv_positions_multiple)
-        # After first contact, the base counts: it may lie before the prediction.
-        return self._base_length or self.sequence.draft.predicted // page_size * page_size
+        return self.sequence.draft.start_after(self._base_length, worker.kv_positions_multiple)
 
     def catchup(self, worker: WorkerInfo) -> int:
         """Return the number of committed tokens that the draft worker must run; 0 to leave the sequence out."""
