@@ -57,8 +57,7 @@ class DraftLink(WorkerLink):
     async def _check(self, info: WorkerInfo) -> None:
         target = self._target.info
         assert target is not None
-        if (reason := why_not_a_pair(info, target)) is not None:
-            raise MismatchError(reason)
+        check_pair(info, target)
 
     def _back_off(self, reason: str) -> None:
         self._rounds_served = 0
@@ -103,3 +102,9 @@ class DraftLink(WorkerLink):
             for step in range(not any(item.num_branches for item in items), num_steps)
         ]
         return sum(map(self.step_times, [sum(item.max_num_new_tokens for item in items), *steps]))
+
+
+def check_pair(draft: WorkerInfo, target: WorkerInfo) -> None:
+    """Raise MismatchError unless the draft can draft for the target."""
+    if (reason := why_not_a_pair(draft, target)) is not None:
+        raise MismatchError(reason)
