@@ -48,6 +48,8 @@ class WorkerHost:
         self._backend: Backend | None = None
         self._info: WorkerInfo | None = None
         self._cache_load: CacheLoad | None = None
+        self._draft_load: CacheLoad | None = None
+        """Load of the cache of the draft that the worker carries."""
         self._orphans: dict[str, None] = {}
         """Coordinators to orphan before the next work item."""
         self._watchdog: Watchdog | None = None
@@ -69,7 +71,10 @@ class WorkerHost:
         """Description of the worker after the last work item. UnavailableError while the model loads."""
         if self._info is None:
             raise UnavailableError("the model is still loading")
-        return self._info if self._cache_load is None else replace(self._info, **self._cache_load._asdict())
+        info, load, draft_load = self._info, self._cache_load, self._draft_load
+        if info.draft is not None and draft_load is not None:
+            info = replace(info, draft=replace(info.draft, **draft_load._asdict()))
+        return info if load is None else replace(info, **load._asdict())
 
     @property
     def waiting(self) -> int:
@@ -219,3 +224,4 @@ class WorkerHost:
             for coordinator_id in coordinator_ids:
                 backend.renew_lease(coordinator_id, self.clock())
             self._cache_load = backend.load
+            self._draft_load = backend.carried_draft.load if backend.carried_draft is not None else None

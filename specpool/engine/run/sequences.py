@@ -67,6 +67,10 @@ class SequenceEngine:
 
     requires_grammars = False
     """Whether to fail a sequence whose grammar is unusable, instead of ignoring the grammar."""
+    carried_draft: "SequenceEngine | None" = None
+    """The draft that a target worker carries."""
+    draft_ns = 0
+    """Nanoseconds that the carried draft has taken so far, without realignment."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

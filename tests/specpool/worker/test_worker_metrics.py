@@ -2,13 +2,15 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from scraping import Scrape
 from worker_service import DRAFT, Worker, held, until
 
-from specpool.protocol.worker_info import RankMemory
+from specpool.protocol.worker_info import CacheLoad, RankMemory, WorkerInfo
 from specpool.worker.host import WorkerHost
 from specpool.worker.metrics import WorkerMetrics
 
@@ -82,6 +84,31 @@ async def test_the_memory_of_each_rank_is_reported_if_the_model_is_sharded(targe
     assert [(sample.labels["rank"], sample.labels["part"], sample.value) for sample in memory] == [
         ("0", "weights", 5), ("0", "kv_cache", 6), ("0", "activations", 7),
         ("1", "weights", 15), ("1", "kv_cache", 16), ("1", "activations", 17),
+    ]  # fmt: skip
+
+
+async def test_a_carried_draft_has_samples_of_its_own_in_the_same_families(
+    target: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = SimpleNamespace(realign_ns=2 * 10**9, passes=30, tokens=40, load=CacheLoad(2, 60))
+    described = WorkerInfo(model="draft", slots_total=3, kv_positions_total=100, weight_bytes=7)
+    backend, info = target.host.backend, replace(target.host.info, draft=described)
+    counters = {"passes": 50, "tokens": 70, "realign_ns": 5 * 10**9, "draft_ns": 4 * 10**9, "carried_draft": draft}
+    monkeypatch.setattr(backend, "__class__", type("Carrying", (type(backend),), counters))
+    monkeypatch.setattr(target.host, "_info", info)
+    await target.round(target.item(1, 0, [1, 2, 3]))
+    scrape, forward_s = seen(target.host), target.host.forward_ns / 1e9
+    names = ("passes_total", "tokens_total", "realign_seconds_total", "forward_seconds_total", "slots_used")
+    by_worker = {
+        worker: [scrape.value(f"specpool:worker_{name}", worker=worker) for name in names]
+        for worker in ("target", "draft")
+    }
+    assert by_worker == {"target": [20, 30, 3, forward_s, 1], "draft": [30, 40, 2, 4, 2]}
+    assert scrape.value("specpool:worker_kv_positions_used", worker="draft") == 40
+    assert scrape.value("specpool:worker_memory_bytes", worker="draft", part="weights") == 7
+    models = scrape.families["specpool:worker_model_info"].samples
+    assert [(sample.labels["worker"], sample.labels["model_name"]) for sample in models] == [
+        ("target", info.model), ("draft", "draft"),
     ]  # fmt: skip
 
 
