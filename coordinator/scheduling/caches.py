@@ -74,6 +74,11 @@ class WorkerCache:
         """Maximum number of tokens that pending rounds yield."""
         return sum(pending.max_gain for pending in self.pending)
 
+    @property
+    def min_pending_gain(self) -> int:
+        """Minimum number of tokens that pending rounds yield."""
+        return sum(min(1, pending.max_gain) for pending in self.pending)
+
     def num_recomputed(self, length: int) -> int:
         """Positions cached without states that have arrived since, for a sequence of `length` tokens."""
         if self.features is None or not self.features.is_due(length):

@@ -1,4 +1,4 @@
-"""A sequence's drafts in a round: what to ask the draft worker, and which of its tokens to verify. Pure."""
+"""A sequence's drafts in a round: what to ask of the draft, and which of its tokens to verify. Pure."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,15 @@ from coordinator.scheduling.caches import PendingRound
 from coordinator.scheduling.sequence import Sequence
 from specpool.drafting.acceptance import agreement_length, known_tokens, likely_tokens
 from specpool.drafting.plans import DraftPlan
-from specpool.protocol.rounds import MAX_ITEM_UNVERIFIED, Branch, ItemStatus, Proposal, ProposeItem
+from specpool.protocol.rounds import (
+    MAX_ITEM_UNVERIFIED,
+    Branch,
+    ItemStatus,
+    OwnDraft,
+    OwnDraftItem,
+    Proposal,
+    ProposeItem,
+)
 from specpool.protocol.worker_info import WorkerInfo
 
 # Rounds of backoff after the draft worker had no free slot.
@@ -16,9 +24,16 @@ DRAFT_BACKOFF_ROUNDS = 16
 class Drafts:
     """The drafts of one sequence in one round."""
 
-    def __init__(self, sequence: Sequence, plan: DraftPlan, round_id: int, chance: Callable[[float], float]) -> None:
-        """`chance`: acceptance probability by draft probability."""
-        self.sequence, self.plan = sequence, plan
+    def __init__(
+        self,
+        sequence: Sequence,
+        plan: DraftPlan,
+        round_id: int,
+        chance: Callable[[float], float],
+        own_draft: WorkerInfo | None,
+    ) -> None:
+        """`chance`: acceptance probability by draft probability. `own_draft`: the draft that the target carries."""
+        self.sequence, self.plan, self.own_draft = sequence, plan, own_draft
         self.proposal: Proposal | None = None
         """The proposal whose tokens the round verifies."""
         self.cache_misses = 0
@@ -40,7 +55,7 @@ class Drafts:
     @property
     def wants_drafts(self) -> bool:
         """Whether the draft worker is to draft for the sequence, or to follow its prompt."""
-        return self.plan.num_draft_tokens > 0
+        return self.plan.num_draft_tokens > 0 and self.own_draft is None
 
     @property
     def drafts_ahead(self) -> bool:
@@ -160,6 +175,33 @@ class Drafts:
         """Draft tokens that are worth verifying; all of them without confidences."""
         return likely_tokens(token_ids, map(self._chance, proposal.confidences), self.plan.min_chance)
 
+    # --- The draft that the target worker carries
+
+    @property
+    def _num_own_tokens(self) -> int:
+        if self.own_draft is None:
+            return 0
+        return max(0, min(self.plan.num_draft_tokens, self.sequence.max_num_own_draft_tokens))
+
+    def own_item(self, *, may_verify: bool) -> OwnDraftItem | None:
+        """What the target worker is to draft itself; None if nothing. `may_verify`: whether the round decodes."""
+        sequence, plan = self.sequence, self.plan
+        if not (k := self._num_own_tokens):
+            return None
+        return OwnDraftItem(
+            max_verified=k if may_verify else 0,
+            num_draft_tokens=k if plan.drafts_next else 0,
+            max_length=sequence.max_length - 1,  # the last token comes from the target
+            min_chance=plan.min_chance,
+            next_chance=plan.next_chance,
+        )
+
+    def take_own(self, own: OwnDraft) -> None:
+        """Take the draft that a round found in the target worker, once the round has committed."""
+        if self._is_cached(own):
+            self.proposal = own
+            self._draft_ids = own.verified_ids
+
     # --- Branches of the round before
 
     def take_branches(self, target_selects: bool) -> None:
@@ -218,13 +260,14 @@ class Drafts:
 
     @property
     def is_from_model(self) -> bool:
-        """Whether the draft worker proposed the tokens to verify."""
+        """Whether the draft model proposed the tokens to verify."""
         return bool(self._draft_ids)
 
     @property
     def max_num_tokens(self) -> int:
         """Maximum number of draft tokens to verify."""
-        return max([len(self.token_ids), *(len(draft_ids) for _, draft_ids in self._by_outcome.values())])
+        num_own = self._num_own_tokens if self.sequence.is_decoding else 0
+        return max([num_own, len(self.token_ids), *(len(draft_ids) for _, draft_ids in self._by_outcome.values())])
 
     @property
     def _lookup_ids(self) -> tuple[int, ...]:
