@@ -52,8 +52,7 @@ class Choices:
     logprobs: Logprobs = NO_LOGPROBS
     """Log-probabilities of `token_ids`, if requested."""
     finite: bool = True
-    """False if the largest logit of a row is not finite. Checked on CPUs only, where the check takes 10 us a pass.
-    A GPU would have to launch more kernels."""
+    """False if the largest logit of a row is not finite."""
     states: States | None = None
     """Hidden states of the span's last `num_states` tokens; None: no states were requested."""
 
