@@ -36,12 +36,12 @@ class Backend(Protocol):
         """The draft that a target worker carries."""
 
     @property
-    def draft_ns(self) -> int:
-        """Nanoseconds that the carried draft has taken so far, without realignment."""
-
-    @property
     def realign_ns(self) -> int:
         """Nanoseconds spent on realignment so far."""
+
+    @property
+    def draft_ns(self) -> int:
+        """Nanoseconds that the worker's own draft has taken so far, without realignment."""
 
     @property
     def passes(self) -> int:

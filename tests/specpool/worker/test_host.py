@@ -83,7 +83,7 @@ async def loaded_host(shrinks: int = 0) -> tuple[WorkerHost, list[str]]:
     """Return a host whose passes can shrink `shrinks` times, and the list of reasons given to `on_failure`."""
     slots, reasons, left = SlotTable(4), list[str](), [True] * shrinks
     slots.load = slots.info = lambda: None  # type: ignore[attr-defined]
-    slots.max_num_batched_tokens, slots.realign_ns, slots.carried_draft = 64, 0, None  # type: ignore[attr-defined]
+    slots.max_num_batched_tokens, slots.realign_ns, slots.draft_ns, slots.carried_draft = 64, 0, 0, None  # type: ignore[attr-defined]
     slots.shrink_passes = lambda: bool(left) and left.pop()  # type: ignore[attr-defined]
     host = WorkerHost(lambda report: slots)  # type: ignore[arg-type, return-value]
     host.on_failure = reasons.append
