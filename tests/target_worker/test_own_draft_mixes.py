@@ -77,7 +77,8 @@ class Mix:
             ]
             for (_, item), first, second in zip(items, verdicts, again, strict=True):
                 if first.status is ItemStatus.OK and item.own_draft is not None:
-                    assert first.own_draft is not None and second.own_draft is not None
+                    assert first.own_draft is not None
+                    assert second.own_draft is not None
                     assert first.own_draft.draft_token_ids == second.own_draft.draft_token_ids
                     assert first.own_draft.num_verified == second.own_draft.num_verified
         if chance.random() < 0.2:
@@ -103,8 +104,7 @@ class Mix:
         if each.last_round is not None and chance.random() < 0.6:
             return each.continued(own, branches=self._branches(each), **fields)
         base = max(0, each.num_cached_tokens - chance.choice((0, 0, 0, 1, 20)))
-        item = each.item(own, base=base, draft_token_ids=self._lookup(each, len(each.token_ids)), **fields)
-        return item
+        return each.item(own, base=base, draft_token_ids=self._lookup(each, len(each.token_ids)), **fields)
 
     def _own(self) -> OwnDraftItem | None:
         chance = self.chance
