@@ -69,6 +69,13 @@ class WorkerCache:
         """Position of the first token that the worker must run if the prediction holds."""
         return max(self.base_length, self.predicted)
 
+    def start_after(self, base_length: int, page_size: int = 1) -> int:
+        """Position of the first token that a draft worker must run if the prediction holds.
+
+        After first contact, `base_length` counts: it may lie before the prediction. `page_size`: of the draft worker.
+        """
+        return base_length or self.predicted // max(1, page_size) * max(1, page_size)
+
     @property
     def max_pending_gain(self) -> int:
         """Maximum number of tokens that pending rounds yield."""

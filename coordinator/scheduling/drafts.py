@@ -14,6 +14,7 @@ from specpool.protocol.rounds import (
     OwnDraftItem,
     Proposal,
     ProposeItem,
+    VerifyItem,
 )
 from specpool.protocol.worker_info import WorkerInfo
 
@@ -74,9 +75,7 @@ class Drafts:
 
     def _start(self, worker: WorkerInfo) -> int:
         """Return the position of the first token that the draft worker must run if the prediction holds."""
-        page_size = max(1, worker.kv_positions_multiple)
-        # After first contact, the base counts: it may lie before the prediction.
-        return self._base_length or self.sequence.draft.predicted // page_size * page_size
+        return self.sequence.draft.start_after(self._base_length, worker.kv_positions_multiple)
 
     def catchup(self, worker: WorkerInfo) -> int:
         """Return the number of committed tokens that the draft worker must run; 0 to leave the sequence out."""
@@ -198,9 +197,8 @@ class Drafts:
 
     def take_own(self, own: OwnDraft) -> None:
         """Take the draft that a round found in the target worker, once the round has committed."""
-        if self._is_cached(own):
-            self.proposal = own
-            self._draft_ids = own.verified_ids
+        self._is_cached(own)
+        self.proposal, self._draft_ids = own, own.verified_ids
 
     # --- Branches of the round before
 
@@ -224,15 +222,22 @@ class Drafts:
                 drafts = self._drafts_of(branch, min(limit, sequence.remaining - branch.num_accepted - 2))
                 self._by_outcome.setdefault(branch.outcome, drafts)
         if self.plan.lookup_ids and not pending.item.branches:
-            self._take_lookup(pending.item.draft_token_ids)
+            self._take_lookup(pending.item)
 
-    def _take_lookup(self, pending_ids: tuple[int, ...]) -> None:
-        """Add the remaining prompt-lookup tokens as a branch for the outcome that the lookup predicts."""
+    def _take_lookup(self, pending: VerifyItem) -> None:
+        """Add the remaining prompt-lookup tokens as a branch for the outcome that the lookup predicts.
+
+        If the pending round verifies the target worker's own draft, any number of its tokens may be accepted.
+        """
         sequence, looked_up = self.sequence, self.plan.lookup.token_ids
         gained = tuple(sequence.token_ids[self._planned_length :])
-        accepted = agreement_length(pending_ids, looked_up[len(gained) :])
-        end = len(gained) + accepted
-        if gained == looked_up[: len(gained)] and end < len(looked_up):
+        if gained != looked_up[: len(gained)]:
+            return
+        num_own = pending.own_draft.max_verified if pending.own_draft is not None else 0
+        agreed = agreement_length(pending.draft_token_ids, looked_up[len(gained) :])
+        for accepted in range(num_own + 1) if num_own else (agreed,):
+            if (end := len(gained) + accepted) >= len(looked_up):
+                break
             limit = min(len(self.plan.lookup_ids), sequence.remaining - accepted - 2)
             rest, outcome = looked_up[end + 1 : end + 1 + max(0, limit)], (accepted, looked_up[end])
             if outcome not in self._by_outcome or not self._by_outcome[outcome][1]:

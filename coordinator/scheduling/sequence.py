@@ -199,7 +199,7 @@ class Sequence:
     @property
     def shape(self) -> Shape:
         length = len(self.token_ids)
-        draft_lag = max(MAX_DRAFT_LAG, length - max(self.draft_base_length, self.draft.predicted))
+        draft_lag = max(MAX_DRAFT_LAG, length - self.draft.start_after(self.draft_base_length))
         return length, length - self.target.start, draft_lag, self.max_num_draft_tokens
 
     @property

@@ -37,6 +37,8 @@ class Verification:
         base, start = (target.base_length, target.start) if after is None else (0, 0)
         tokens = tuple(sequence.token_ids[base : start + count]) if after is None else ()
         is_first_contact = after is None and base == 0
+        if is_first_contact and self.drafts.own_draft is not None:
+            sequence.draft.commit(0)  # the worker's cache of its own draft begins anew, too
         end = base + len(tokens)
         prefill_only = after is None and end < len(sequence.token_ids)
         item = VerifyItem(

@@ -58,8 +58,6 @@ class DraftLengths:
     """The current plan for drafts during a verification; empty if the other plan is faster."""
     reads_states: bool = False
     """Whether the draft reads hidden states of the target, which plain rounds need not return."""
-    is_own: bool = False
-    """Whether the target worker carries the draft."""
     _age: int = 0
     _num_lookup_tokens: Mapping[int, int] = field(default_factory=dict)
     """Prompt-lookup tokens of the last round, by sequence id."""
@@ -230,10 +228,11 @@ class DraftLengths:
         same holds for own drafts.
         """
         num_branches = min(2, max_branches)
-        takes_two = num_branches > 0 or self.is_own
+        is_own = self.costs.has_own_draft
+        takes_two = num_branches > 0 or is_own
         if takes_two and (again := [i for i in tried_last if i in options and options[i].can_use_model]):
             self._tries_model = True
-            plans.update(dict.fromkeys(again, DraftPlan(1, num_branches, drafts_next=not self.is_own, is_trial=True)))
+            plans.update(dict.fromkeys(again, DraftPlan(1, num_branches, drafts_next=not is_own, is_trial=True)))
             return
         idle = {
             i: option for i, option in options.items() if option.max_num_draft_tokens > 0 and not plans[i].lookup_ids

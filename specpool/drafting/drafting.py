@@ -91,7 +91,7 @@ class Drafting:
         max_branches = 0
         if worker is not None:
             max_branches, costs = worker.max_branches, self.costs
-            self.lengths.reads_states, self.lengths.is_own = worker.reads_states, is_own
+            self.lengths.reads_states = worker.reads_states
             first = costs.exchange + costs.scheduling if costs.ahead_exchange is None else costs.ahead_exchange
             costs.ahead_exchange = first if worker.selects_branches else None
         of_adaptive = {s.sequence_id: options[s.sequence_id] for s in adaptive if s.sequence_id in options}

