@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specpool.cli.processes import WRONG_SETTINGS, ProcessFailedError, Service
-from specpool.engine.config.device_names import may_be_gpu
+from specpool.engine.config.device_names import AUTO, may_be_gpu
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.preflight import InvalidOptionError, check_options, check_same_tokenizer
 from specpool.rpc.config.settings import ListeningSettings
@@ -82,10 +82,9 @@ def check_services(services: list[Service]) -> None:
                 options.setdefault(role, []).append(_check_options(role, service))
         if "draft" in options:
             check_same_tokenizer(options["target"][0], options["draft"][0])
-        for target, other in combinations(options["target"], 2):
-            _check_shared_gpu(target, other, "targets", "give each a target_device")
-        for standby in options.get("standby", []):
-            _check_shared_gpu(options["target"][0], standby, "target and standby", "give standby_devices")
+        workers = [(role, each) for role, of_role in options.items() for each in of_role]
+        for one, other in combinations(workers, 2):
+            _check_shared_gpu(one, other)
     except (ListenError, InvalidOptionError) as error:
         raise ProcessFailedError(str(error), WRONG_SETTINGS) from None
 
@@ -98,9 +97,24 @@ def _check_options(role: str, worker: Service) -> EngineOptions:
     return options
 
 
-def _check_shared_gpu(target: EngineOptions, other: EngineOptions, names: str, remedy: str) -> None:
-    """Refuse a shared GPU without a cache size: the first worker to start would leave too little for the other."""
-    shared = set(target.device.split(",")) & set(other.device.split(","))
-    if not target.memory_limits and any(map(may_be_gpu, shared)):
-        reason = f"must be given, since {names} share {', '.join(sorted(shared))} and each needs a KV cache"
-        raise InvalidOptionError("target_kv_memory", f"{reason}; or {remedy}")
+def _check_shared_gpu(*workers: tuple[str, EngineOptions]) -> None:
+    """Refuse two workers of some role on one GPU, unless both caches are bounded.
+
+    A default cache takes a share of the memory that is free when its worker starts, and so depends on the other worker.
+    """
+    (role, one), (other_role, other) = workers
+    shared = _gpus(one) & _gpus(other)
+    unbounded = [name for name, options in workers if not options.memory_limits]
+    if not shared or not unbounded:
+        return
+    names = f"{role}s" if role == other_role else f"{role} and {other_role}"
+    remedies = {"target": "each a target_device", "draft": "draft_device", "standby": "standby_devices"}
+    reason = f"must be given, since {names} share {', '.join(sorted(shared))} and each needs a KV cache"
+    setting = "draft_kv_memory" if unbounded[0] == "draft" else "target_kv_memory"
+    raise InvalidOptionError(setting, f"{reason}; or give {remedies[other_role]}")
+
+
+def _gpus(options: EngineOptions) -> set[str]:
+    """Return the GPUs of a worker. A name without an index is that of the first one."""
+    names = filter(may_be_gpu, options.device.split(","))
+    return {"cuda:0" if name in (AUTO, "cuda") else name for name in names}

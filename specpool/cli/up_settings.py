@@ -57,7 +57,10 @@ class UpSettings(ListeningSettings):
     target_activations: Activations = ENGINE["activations"]
     draft_activations: Activations = ENGINE["activations"]
     target_kv_memory: ByteSize | None = Field(
-        None, description="KV cache size of a target per rank; required if several, or a standby, share a GPU"
+        None, description="KV cache size of a target per rank; required if the target shares a GPU with another worker"
+    )
+    draft_kv_memory: ByteSize | None = Field(
+        None, description="KV cache size of a draft worker; required if it shares a GPU with another worker"
     )
     target_memory_limit: ByteSize | None = ENGINE["memory_limit"]
     draft_memory_limit: ByteSize | None = ENGINE["memory_limit"]
@@ -131,6 +134,8 @@ class UpSettings(ListeningSettings):
         for role in ("target", "draft"):
             if len(getattr(self, f"{role}_device")) > getattr(self, f"{role}s"):
                 raise ValueError(f"{role}_device has more devices than there are {role}s")
+            if None not in (getattr(self, f"{role}_kv_memory"), getattr(self, f"{role}_memory_limit")):
+                raise ValueError(f"give {role}_kv_memory or {role}_memory_limit, not both")
         if self.standby_devices and not self.standby:
             raise ValueError("standby_devices needs standby")
         if self.standby_devices and len(self.standby_devices) != max(1, len(self.target_devices)):

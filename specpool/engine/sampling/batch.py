@@ -81,7 +81,7 @@ class Sampler:
 
     def _greedy(
         self, logits: torch.Tensor, sequences: Sequence[SequenceRows]
-    ) -> tuple[list[Iterable[int]], Iterable[bool]]:
+    ) -> tuple[Sequence[Iterable[int]], list[bool]]:
         """The choices of each sequence, and whether the largest logit of each row is finite."""
         indexes, finite = largest_on_host(logits)
         row_tokens = iter(self._head.token_ids(indexes).tolist())
@@ -89,7 +89,7 @@ class Sampler:
 
     def _with_torch(
         self, logits: torch.Tensor, known: torch.Tensor, sequences: Sequence[SequenceRows]
-    ) -> tuple[list[Iterable[int]], Iterable[bool]]:
+    ) -> tuple[Sequence[Iterable[int]], list[bool]]:
         """Like `_greedy`. `known`: logits [n, vocab_size]."""
         if kernel_is_exact(known.device, known.dtype, known.shape[1]):
             return choose_batch(known, sequences)
