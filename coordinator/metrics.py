@@ -46,8 +46,7 @@ class CoordinatorMetrics:
         lanes = list(coordinator.lanes)
         links: list[tuple[str, WorkerLink]] = [("target", lane.link) for lane in lanes]
         links += [("standby", coordinator.lanes.standby.link)] if coordinator.lanes.standby is not None else []
-        drafts = coordinator.draft if lanes else None
-        links += [("draft", link) for link in drafts.links] if drafts is not None else []
+        links += [("draft", link) for link, _ in coordinator.lanes.drafts]
         states = {
             (worker, link.address, state.value): float(link.state is state)
             for worker, link in links

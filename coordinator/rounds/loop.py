@@ -182,7 +182,7 @@ class RoundLoop:
         items = list(round_.outcome.verify_items)
         with round_.trace.calling("verify", round_.round_id) as parent:
             verdicts, round_.outcome.verified = await self._target.verify(
-                round_.round_id, items, parent, complete, round_.may_join, round_.features
+                round_.round_id, items, parent, complete, round_.may_join, round_.features, self._drafting.hints
             )
         return verdicts
 

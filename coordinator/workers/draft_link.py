@@ -58,8 +58,7 @@ class DraftLink(WorkerLink):
     async def _check(self, info: WorkerInfo) -> None:
         target = self._target.info
         assert target is not None
-        if info.tokenizer_fingerprint != target.tokenizer_fingerprint:
-            raise MismatchError(f"the draft {info.model} uses a different tokenizer than the target {target.model}")
+        check_tokenizer(info, target)
         if info.features is not None:
             _check_features(info.model, info.features, target)
 
@@ -106,6 +105,12 @@ class DraftLink(WorkerLink):
             for step in range(not any(item.num_branches for item in items), num_steps)
         ]
         return sum(map(self.step_times, [sum(item.max_num_new_tokens for item in items), *steps]))
+
+
+def check_tokenizer(draft: WorkerInfo, target: WorkerInfo) -> None:
+    """Raise MismatchError unless both models use the same tokenizer."""
+    if draft.tokenizer_fingerprint != target.tokenizer_fingerprint:
+        raise MismatchError(f"the draft {draft.model} uses a different tokenizer than the target {target.model}")
 
 
 def _check_features(draft: str, features: FeatureSpec, target: WorkerInfo) -> None:
