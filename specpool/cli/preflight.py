@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from specpool.cli.processes import WRONG_SETTINGS, ProcessFailedError, Service
-from specpool.engine.config.device_names import AUTO, may_be_gpu
+from specpool.engine.config.device_names import CPU, exact_name
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.models.preflight import InvalidOptionError, check_options, check_same_tokenizer
+from specpool.engine.config.target_options import TargetOptions
+from specpool.engine.models.preflight import InvalidOptionError, check_options, check_pair, check_target
 from specpool.rpc.config.settings import ListeningSettings
 from specpool.rpc.ports import ListenError, check_port
 from specpool.rpc.security.channel import SecurityOptions
@@ -75,13 +76,13 @@ def check_services(services: list[Service]) -> None:
             for setting in ("port", "metrics_port"):
                 if (port := service.settings.get(setting)) is not None:
                     check_port(setting, service.settings.get("host", DEFAULT_HOST), port)
-        options: dict[str, list[EngineOptions]] = {}
+        options: dict[str, list[TargetOptions]] = {}
         for service in services:
             if WORKER in service.name:
                 role = service.name.partition(WORKER)[0]
                 options.setdefault(role, []).append(_check_options(role, service))
         if "draft" in options:
-            check_same_tokenizer(options["target"][0], options["draft"][0])
+            check_pair(options["target"][0], options["draft"][0])
         workers = [(role, each) for role, of_role in options.items() for each in of_role]
         for one, other in combinations(workers, 2):
             _check_shared_gpu(one, other)
@@ -89,11 +90,15 @@ def check_services(services: list[Service]) -> None:
         raise ProcessFailedError(str(error), WRONG_SETTINGS) from None
 
 
-def _check_options(role: str, worker: Service) -> EngineOptions:
-    given = {name: value for name, value in worker.settings.items() if name in EngineOptions.model_fields}
-    options = EngineOptions(**{name: value for name, value in given.items() if value is not None})
+def _check_options(role: str, worker: Service) -> TargetOptions:
+    given = {name: value for name, value in worker.settings.items() if name in TargetOptions.model_fields}
+    options = TargetOptions(**{name: value for name, value in given.items() if value is not None})
     devices = f"{role}_devices" if options.tensor_parallel > 1 or role == "standby" else f"{role}_device"
-    check_options(options, {"model": role, "device": devices})
+    names = {"model": role, "device": devices}
+    if role == "draft":
+        check_options(options, names)
+    else:
+        check_target(options, names)
     return options
 
 
@@ -115,6 +120,5 @@ def _check_shared_gpu(*workers: tuple[str, EngineOptions]) -> None:
 
 
 def _gpus(options: EngineOptions) -> set[str]:
-    """Return the GPUs of a worker. A name without an index is that of the first one."""
-    names = filter(may_be_gpu, options.device.split(","))
-    return {"cuda:0" if name in (AUTO, "cuda") else name for name in names}
+    """Return the GPUs of a worker."""
+    return {exact_name(name) for name in options.device.split(",")} - {CPU}

@@ -199,9 +199,71 @@ def test_workers_on_one_gpu_need_the_sizes_of_their_caches(
     settings: dict[str, Any], refusal: str | None, tiny_pair: tuple[Path, Path]
 ) -> None:
     target, draft = map(str, tiny_pair)
-    services = services_of(UpSettings(target=target, draft=draft, **settings), target, draft)
+    services = services_of(UpSettings(target=target, draft=draft, separate=True, **settings), target, draft)
     with pytest.raises(ProcessFailedError, match=f"^{refusal}") if refusal else nullcontext():
         check_services(services)
+
+
+# --- Targets that carry the draft
+
+
+@pytest.mark.usefixtures("cuda_driver")
+@pytest.mark.parametrize(
+    ("settings", "is_colocated"),
+    [
+        ({}, True),
+        ({"target_device": "cuda:1"}, True),
+        ({"target_device": "cuda", "draft_device": "cuda:0"}, True),
+        ({"target_devices": "cuda:0,cuda:1"}, True),
+        ({"targets": 2, "target_device": "cuda:0,cuda:1"}, True),
+        ({"separate": True}, False),
+        ({"draft_device": "cuda:1"}, False),
+        ({"draft_device": "cpu"}, False),
+        ({"targets": 2, "target_device": "cuda:0,cuda:1", "draft_device": "cuda:0"}, False),
+        ({"drafts": 2}, False),
+        ({"target_device": "cpu"}, False),
+        ({"target_device": "cpu", "draft_device": "cpu"}, False),
+        ({"target_device": "cpu", "draft_device": "cpu", "separate": False}, True),
+        ({"draft": "none"}, False),
+    ],
+)
+def test_targets_carry_a_draft_on_their_own_gpu(settings: dict[str, Any], is_colocated: bool) -> None:
+    assert UpSettings(**settings).is_colocated == is_colocated
+
+
+@pytest.mark.usefixtures("cuda_driver")
+def test_every_target_carries_the_draft() -> None:
+    own = {"draft_revision": "main", "draft_kv_memory": 2**20, "draft_activations": "float32"}
+    pair = {"target": "a", "draft": "b", "target_device": "cuda:0", "metrics_port": 9100, **own}
+    for settings, ports in (({"targets": 2}, ["9101", "9104"]), ({"standby": True}, ["9101", "9103"])):
+        flags = named_services(**pair, **settings)
+        workers, coordinator = list(flags.values())[:-1], flags["coordinator"]
+        assert [worker["--metrics-port"] for worker in workers] == ports
+        assert "--draft-address" not in coordinator
+        for worker in workers:
+            assert (worker["--draft"], worker["--draft-revision"]) == ("b", "main")
+            assert (worker["--draft-kv-memory"], worker["--draft-activations"]) == (str(2**20), "float32")
+    assert "--draft" not in named_services(**pair, separate=True)["target worker"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"separate": False, "drafts": 2}, "separate: targets can carry only one draft"),
+        ({"separate": False, "target_device": "cpu", "draft_device": "cuda:1"}, "only one draft, on their own device"),
+        ({"separate": False, "draft_memory_limit": 2**30}, "draft_memory_limit needs separate"),
+    ],
+)
+def test_drafts_that_targets_cannot_carry_are_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        UpSettings(**settings)
+
+
+def test_a_carried_draft_is_checked_before_the_start(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target, draft = str(tiny_pair[0]), str(tmp_path)
+    settings = UpSettings(target=target, draft=draft, target_device="cpu", separate=False)
+    with pytest.raises(ProcessFailedError, match=r"^draft: "):
+        check_services(services_of(settings, target, draft))
 
 
 # --- Several workers
