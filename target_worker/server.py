@@ -7,14 +7,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.preflight import InvalidOptionError, check_options
-from specpool.protocol.codec import read_verify_items, tokenizer_response, verify_response
+from specpool.protocol.codec import (
+    read_chances,
+    read_step_cost,
+    read_verify_items,
+    tokenizer_response,
+    verify_response,
+)
 from specpool.protocol.prefixes import MAX_EVICTED_PAGES
 from specpool.protocol.rounds import Verdict, VerifyRound
 from specpool.rpc.config.settings import naming
@@ -34,6 +40,16 @@ PROGRAM = "specpool-target-worker"
 SERVICE = "specpool.v1.TargetWorkerService"
 
 
+class Served(NamedTuple):
+    """The result of a round."""
+
+    verdicts: list[Verdict]
+    evicted_pages: list[bytes]
+    """Digests of evicted pages not yet reported to the round's coordinator."""
+    draft_rows: Sequence[int]
+    """Tokens run by each pass of the worker's own draft."""
+
+
 class TargetWorkerServicer(WorkerServicer, pb_grpc.TargetWorkerServiceServicer):
     method = "Verify"
     max_rounds_ahead = MAX_ROUNDS_AHEAD
@@ -42,21 +58,20 @@ class TargetWorkerServicer(WorkerServicer, pb_grpc.TargetWorkerServiceServicer):
     def read(request: pb.VerifyRequest, verifier: Verifier) -> VerifyRound:
         items = read_verify_items(request, verifier.limits)
         features = tuple(request.feature_layers), request.feature_window
-        return VerifyRound(request.coordinator_id, request.round_id, items, request.may_join, *features)
+        hints = read_chances(request), read_step_cost(request)
+        return VerifyRound(request.coordinator_id, request.round_id, items, request.may_join, *features, *hints)
 
     @staticmethod
-    def serve(rounds: Sequence[VerifyRound], verifier: Verifier) -> list[tuple[list[Verdict], list[bytes]]]:
-        """Verify rounds in one forward pass. Return the verdicts and unreported evicted pages of each round."""
-        verdicts = verifier.verify(rounds)
+    def serve(rounds: Sequence[VerifyRound], verifier: Verifier) -> list[Served]:
+        """Verify rounds in one forward pass, and draft for the next ones."""
+        verdicts, draft_rows = verifier.verify(rounds), verifier.draft_rows
         evicted = [verifier.take_evicted(round_.coordinator_id, MAX_EVICTED_PAGES) for round_ in rounds]
-        return list(zip(verdicts, evicted, strict=True))
+        return [Served(*each, draft_rows) for each in zip(verdicts, evicted, strict=True)]
 
     @staticmethod
-    def respond(
-        round_id: int, served: tuple[list[Verdict], list[bytes]], spent: Mapping[str, int], instance_id: str
-    ) -> pb.VerifyResponse:
+    def respond(round_id: int, served: Served, spent: Mapping[str, int], instance_id: str) -> pb.VerifyResponse:
         """Build the response to a round."""
-        return verify_response(round_id, served[0], spent, instance_id, served[1])
+        return verify_response(round_id, served.verdicts, spent, instance_id, served.evicted_pages, served.draft_rows)
 
     @staticmethod
     def work(round_: VerifyRound, verifier: Verifier) -> Work:
@@ -83,18 +98,32 @@ class TargetWorkerSettings(WorkerSettings, EngineOptions):
     """Verifies draft tokens with the target model."""
 
     port: int = Field(50051, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
+    draft: str | None = Field(
+        None,
+        min_length=1,
+        description="hub id, folder or GGUF file of a draft for this worker to carry: it drafts after each round, and "
+        "verifies the tokens in the next one",
+    )
 
 
 def load_verifier(settings: TargetWorkerSettings, report: Callable[[str], None]) -> Verifier:
     """Build the backend, and report the phases. Runs on the model thread."""
     with importing(report):
+        from draft_worker.proposer import Proposer
         from specpool.engine.startup.loading import load_engine
         from target_worker.verifier import Verifier
 
-    engine = load_engine(EngineOptions.of(settings), exact=True, startup_cache=settings.startup_cache, report=report)
+    options = EngineOptions.of(settings)
+    engine = load_engine(options, exact=True, startup_cache=settings.startup_cache, report=report)
     if engine.loaded.features is not None:
         raise UnsupportedModelError(f"{settings.model} is a draft that reads hidden states, not a target")
-    return Verifier(engine)
+    if settings.draft is None:
+        return Verifier(engine)
+    device = str(engine.facts.device)
+    changes = {"model": settings.draft, "target_model": settings.model, "tensor_parallel": 1, "device": device}
+    options = options.model_copy(update={**changes, "nnodes": 1, "master_addr": None, "revision": None})
+    draft = load_engine(options, exact=False, startup_cache=settings.startup_cache, report=report)
+    return Verifier(engine, Proposer(draft))
 
 
 def main() -> None:

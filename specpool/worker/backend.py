@@ -36,6 +36,10 @@ class Backend(Protocol):
         """Nanoseconds spent on realignment so far."""
 
     @property
+    def draft_ns(self) -> int:
+        """Nanoseconds that the worker's own draft has taken so far, without realignment."""
+
+    @property
     def passes(self) -> int:
         """Forward passes so far."""
 
@@ -53,6 +57,10 @@ class Backend(Protocol):
     @property
     def load(self) -> CacheLoad:
         """Return the load of the cache. Called after each work item, so it must take only microseconds."""
+
+    @property
+    def draft_load(self) -> CacheLoad | None:
+        """Return the load of the cache of the worker's own draft; None if it carries none. Called like `load`."""
 
     @property
     def limits(self) -> RoundLimits:
