@@ -20,8 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from target_worker.own_draft import OwnDrafts
-
 from benchmarks.emulated_device import EmulatedDevice, open_meter, pass_seconds, token_of
 from benchmarks.report import PassMs, chance, milliseconds, parser_of, whole
 from draft_worker.proposer import Proposer
@@ -36,6 +34,7 @@ from specpool.v1 import draft_worker_pb2_grpc, target_worker_pb2_grpc
 from specpool.worker.process import run_worker
 from specpool.worker.servicer import WorkerServicer
 from specpool.worker.settings import WorkerSettings
+from target_worker.own_draft import OwnDrafts
 from target_worker.server import TargetWorkerServicer
 from target_worker.verifier import Verifier
 
