@@ -1,5 +1,9 @@
 """Plans and costs of drafts that the target worker makes itself."""
 
+import random
+from dataclasses import dataclass, field
+from itertools import takewhile
+
 import pytest
 from measured_rounds import confirm_costs
 
@@ -97,6 +101,46 @@ def test_a_trial_drafts_in_one_round_and_verifies_in_the_next() -> None:
     assert all(plans[index].num_draft_tokens == 1 and plans[index].is_trial for index in tried)
     assert all(plans[index].drafts_next for index in firsts)
     assert not any(plans[index].drafts_next for index in seconds)
+
+
+@dataclass
+class Loop:
+    """Rounds of one sequence, as a worker with these times and this acceptance rate answers them."""
+
+    acceptance: float
+    step_seconds: float
+    drafting: Drafting = field(default_factory=lambda: Drafting(8, make_costs()))
+    found: int = 0
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def run(self, rounds: int) -> float:
+        """Return the mean number of draft tokens per round in the last quarter."""
+        drafted = []
+        for _ in range(rounds):
+            plan = self.drafting.plan_round([make_sequence()], OWN)[1]
+            drafts = plan.num_draft_tokens if plan.drafts_next else 0
+            found = min(self.found, plan.num_draft_tokens)
+            accepted = sum(takewhile(bool, (self.rng.random() < self.acceptance for _ in range(found))))
+            verify, draft = self.drafting.costs.verify(1 + found), self.step_seconds * drafts
+            outcome = outcome_of(plan, found, accepted, draft=draft, verify=verify)
+            self.drafting.observe_round(outcome)
+            self.drafting.observe_seconds(outcome, verify + draft + EXCHANGE / 10)
+            self.found = drafts
+            drafted.append(drafts)
+        return sum(drafted[-rounds // 4 :]) / (rounds // 4)
+
+
+def test_drafting_stops_where_it_does_not_pay_and_resumes_where_it_does() -> None:
+    loop = Loop(acceptance=0.9, step_seconds=0.002)
+    assert loop.run(400) > 4
+    loop.acceptance = 0.0
+    assert loop.run(2000) < 0.2
+    loop.acceptance = 0.9
+    assert loop.run(8000) > 3
+    loop.step_seconds = 0.1
+    assert loop.run(2000) < 0.2
+    loop.step_seconds = 0.002
+    assert loop.run(8000) > 3
 
 
 def test_own_drafts_pay_where_messages_are_slow() -> None:
