@@ -30,12 +30,17 @@ MAX_RANKED = 5
 MAX_SAMPLED_ROWS = 32
 
 
-def states_of(item: ProposeItem, features: Features | None, following: int = 0) -> torch.Tensor | None:
+def states_of(
+    item: ProposeItem, features: Features | None, following: int = 0, given: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """Return the states before an item's last committed tokens, [n, width], with zeros for the tokens that follow.
 
-    `following`: number of unverified or forced tokens after the committed ones. None if the item has no states, or not
-    finite rows of them: a draft without states works, only worse, so malformed ones are ignored.
+    `following`: number of unverified or forced tokens after the committed ones. `given`: states in place of the item's,
+    perhaps of more tokens. None if the item has no states, or not finite rows of them: a draft without states works,
+    only worse, so malformed ones are ignored.
     """
+    if given is not None:
+        return pad(given[max(0, len(given) - len(item.token_ids)) :], (0, 0, 0, following))
     if features is None or not item.features:
         return None
     count, rest = divmod(len(item.features), features.width * torch.bfloat16.itemsize)

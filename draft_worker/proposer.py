@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
+import torch
+
 from draft_worker.branches import draft_branches, states_of
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.passes.drafts import Draft, DraftRound
@@ -19,14 +21,23 @@ log = logging.getLogger(__name__)
 
 
 class Proposer(SequenceEngine):
+    rows: Sequence[int] = ()
+    """Tokens that each pass of the last `propose` ran. Empty if it drafted no tokens."""
+
     def info(self) -> WorkerInfo:
         return replace(super().info(), max_branches=MAX_ITEM_BRANCHES if self.engine.supports_branches else 1)
 
-    def propose(self, rounds: Sequence[ProposeRound]) -> list[list[Proposal]]:
+    def propose(
+        self, rounds: Sequence[ProposeRound], target_states: Mapping[SequenceKey, torch.Tensor] | None = None
+    ) -> list[list[Proposal]]:
         """Draft for rounds of different coordinators in common forward passes.
+
+        `target_states`: hidden states of the target before the last tokens of sequences without branches,
+        [at most one per token, width]; they replace the items' `features`.
 
         One proposal for each item, in item order. An error in one round fails all.
         """
+        given = target_states or {}
         rounds = [replace(round_, items=own_items(round_.items)) for round_ in rounds]
         states = [self.realign(round_.coordinator_id, round_.round_id, round_.items) for round_ in rounds]
         served = [
@@ -41,7 +52,9 @@ class Proposer(SequenceEngine):
         forced = {
             key: self.forced(key, item.token_ids, item.num_draft_tokens) for own in plain for key, item in own.items()
         }
-        drafts = [{key: self._draft_of(key, item, forced[key]) for key, item in own.items()} for own in plain]
+        drafts = [
+            {key: self._draft_of(key, item, forced[key], given.get(key)) for key, item in own.items()} for own in plain
+        ]
         self._draft(rounds, drafts)
         branching = {key: item for own in served for key, item in own.items() if item.num_branches}
         chances = {key: round_.chances for round_, own in zip(rounds, served, strict=True) for key in own}
@@ -62,14 +75,17 @@ class Proposer(SequenceEngine):
             for round_, own_states in zip(rounds, states, strict=True)
         ]
 
-    def _draft_of(self, key: SequenceKey, item: ProposeItem, forced: tuple[int, ...]) -> Draft:
+    def _draft_of(
+        self, key: SequenceKey, item: ProposeItem, forced: tuple[int, ...], given: torch.Tensor | None
+    ) -> Draft:
         """Build the draft after an item's forced tokens. Its span covers every token that is not cached yet.
 
         After full acceptance, this includes the draft's own last token. The last draft token is never cached.
         """
         num_draft_tokens, slot = item.num_draft_tokens - len(forced), self.engine.slots[key]
         token_ids = item.token_ids + (forced if num_draft_tokens else forced[:-1])
-        states = states_of(item, self.engine.loaded.features, following=len(token_ids) - len(item.token_ids))
+        following = len(token_ids) - len(item.token_ids)
+        states = states_of(item, self.engine.loaded.features, following, given)
         return Draft(
             self.span(key, token_ids, min(1, num_draft_tokens), states),
             slot.sampling,
@@ -81,8 +97,10 @@ class Proposer(SequenceEngine):
         )
 
     def _draft(self, rounds: Sequence[ProposeRound], drafts: Sequence[Mapping[SequenceKey, Draft]]) -> None:
+        self.rows = ()
         if not any(drafts):
             return
+        num_tokens = sum(len(draft.span.token_ids) for own in drafts for draft in own.values())
         self.draft(
             [
                 DraftRound([*own.values()], round_.chances, round_.step_cost)
@@ -92,6 +110,9 @@ class Proposer(SequenceEngine):
         for key, draft in chain.from_iterable(own.items() for own in drafts):
             if draft.is_broken:
                 log.warning("sequence %d: logits are not finite; shortening its draft", key[1])
+        counts = [len(draft.token_ids) for own in drafts for draft in own.values()]
+        if steps := max(counts):
+            self.rows = [num_tokens, *(sum(count > step for count in counts) for step in range(1, steps))]
 
     def _proposal(self, key: SequenceKey, item: ProposeItem, token_ids: tuple[int, ...], draft: Draft) -> Proposal:
         num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(token_ids) - 1)

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
-from specpool.engine.models.preflight import InvalidOptionError, check_options
-from specpool.protocol.codec import read_verify_items, tokenizer_response, verify_response
+from specpool.engine.config.target_options import TargetOptions
+from specpool.engine.models.preflight import InvalidOptionError, check_target
+from specpool.protocol.codec import (
+    read_chances,
+    read_step_cost,
+    read_verify_items,
+    tokenizer_response,
+    verify_response,
+)
 from specpool.protocol.prefixes import MAX_EVICTED_PAGES
 from specpool.protocol.rounds import Verdict, VerifyRound
 from specpool.rpc.config.settings import naming
@@ -34,6 +41,16 @@ PROGRAM = "specpool-target-worker"
 SERVICE = "specpool.v1.TargetWorkerService"
 
 
+class Served(NamedTuple):
+    """The result of a round."""
+
+    verdicts: list[Verdict]
+    evicted_pages: list[bytes]
+    """Digests of evicted pages not yet reported to the round's coordinator."""
+    draft_rows: Sequence[int]
+    """Tokens run by each pass of the worker's own draft."""
+
+
 class TargetWorkerServicer(WorkerServicer, pb_grpc.TargetWorkerServiceServicer):
     method = "Verify"
     max_rounds_ahead = MAX_ROUNDS_AHEAD
@@ -42,21 +59,20 @@ class TargetWorkerServicer(WorkerServicer, pb_grpc.TargetWorkerServiceServicer):
     def read(request: pb.VerifyRequest, verifier: Verifier) -> VerifyRound:
         items = read_verify_items(request, verifier.limits)
         features = tuple(request.feature_layers), request.feature_window
-        return VerifyRound(request.coordinator_id, request.round_id, items, request.may_join, *features)
+        hints = read_chances(request), read_step_cost(request)
+        return VerifyRound(request.coordinator_id, request.round_id, items, request.may_join, *features, *hints)
 
     @staticmethod
-    def serve(rounds: Sequence[VerifyRound], verifier: Verifier) -> list[tuple[list[Verdict], list[bytes]]]:
-        """Verify rounds in one forward pass. Return the verdicts and unreported evicted pages of each round."""
-        verdicts = verifier.verify(rounds)
+    def serve(rounds: Sequence[VerifyRound], verifier: Verifier) -> list[Served]:
+        """Verify rounds in one forward pass, and draft for the next ones."""
+        verdicts, draft_rows = verifier.verify(rounds), verifier.draft_rows
         evicted = [verifier.take_evicted(round_.coordinator_id, MAX_EVICTED_PAGES) for round_ in rounds]
-        return list(zip(verdicts, evicted, strict=True))
+        return [Served(*each, draft_rows) for each in zip(verdicts, evicted, strict=True)]
 
     @staticmethod
-    def respond(
-        round_id: int, served: tuple[list[Verdict], list[bytes]], spent: Mapping[str, int], instance_id: str
-    ) -> pb.VerifyResponse:
+    def respond(round_id: int, served: Served, spent: Mapping[str, int], instance_id: str) -> pb.VerifyResponse:
         """Build the response to a round."""
-        return verify_response(round_id, served[0], spent, instance_id, served[1])
+        return verify_response(round_id, served.verdicts, spent, instance_id, served.evicted_pages, served.draft_rows)
 
     @staticmethod
     def work(round_: VerifyRound, verifier: Verifier) -> Work:
@@ -79,8 +95,8 @@ class TargetWorkerServicer(WorkerServicer, pb_grpc.TargetWorkerServiceServicer):
         return tokenizer_response(self._host.backend.tokenizer(), self._host.instance_id)
 
 
-class TargetWorkerSettings(WorkerSettings, EngineOptions):
-    """Verifies draft tokens with the target model."""
+class TargetWorkerSettings(WorkerSettings, TargetOptions):
+    """Verifies draft tokens with the target model, and perhaps drafts them."""
 
     port: int = Field(50051, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
 
@@ -88,13 +104,15 @@ class TargetWorkerSettings(WorkerSettings, EngineOptions):
 def load_verifier(settings: TargetWorkerSettings, report: Callable[[str], None]) -> Verifier:
     """Build the backend, and report the phases. Runs on the model thread."""
     with importing(report):
-        from specpool.engine.startup.loading import load_engine
+        from draft_worker.proposer import Proposer
+        from target_worker.loading import load_pair, load_target
         from target_worker.verifier import Verifier
 
-    engine = load_engine(EngineOptions.of(settings), exact=True, startup_cache=settings.startup_cache, report=report)
-    if engine.loaded.features is not None:
-        raise UnsupportedModelError(f"{settings.model} is a draft that reads hidden states, not a target")
-    return Verifier(engine)
+    options = TargetOptions.of(settings)
+    if options.draft is None:
+        return Verifier(load_target(options, settings.startup_cache, report))
+    target, draft = load_pair(options, settings.startup_cache, report)
+    return Verifier(target, Proposer(draft))
 
 
 def main() -> None:
@@ -102,7 +120,7 @@ def main() -> None:
     options = EngineOptions.of(settings)
     configure_logging(settings.log_level, settings.log_format, settings.log_name or PROGRAM)
     with naming(PROGRAM, "", InvalidOptionError):
-        check_options(options)
+        check_target(TargetOptions.of(settings))
     if settings.node_rank > 0:
         from specpool.engine.startup.follower import run_node
 

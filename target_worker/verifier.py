@@ -1,15 +1,21 @@
 """Verification: one forward pass over each sequence's new tokens and its draft, then acceptance."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
+import torch
+
+from draft_worker.proposer import Proposer
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
-from specpool.engine.run.sequences import Choices, SequenceEngine, States, own_items
+from specpool.engine.run.engine import Engine
+from specpool.engine.run.sequences import Choices, SequenceEngine, own_items
 from specpool.protocol.errors import WorkerFailedError
-from specpool.protocol.rounds import Continuation, ItemStatus, Verdict, VerifyItem, VerifyRound
+from specpool.protocol.rounds import Continuation, ItemStatus, RoundLimits, Verdict, VerifyItem, VerifyRound
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import WorkerInfo
+from target_worker.own_draft import OwnDrafts
 
 
 def accept(draft: Sequence[int], choices: Iterable[int]) -> list[int]:
@@ -38,22 +44,26 @@ def rounds_with_features(rounds: Sequence[VerifyRound]) -> dict[SequenceKey, Ver
     }
 
 
-def pack_features(states: States, layers: tuple[int, ...], wanted: tuple[int, ...]) -> bytes:
-    """Return the states after the layers `wanted`, as on the wire. `states`: after all `layers`."""
-    if wanted != layers:
-        rows = states.reshape(len(states), len(layers), -1)
-        states = rows[:, [layers.index(layer) for layer in wanted]]
-    return states.tobytes()
+def select_layers(states: torch.Tensor, layers: tuple[int, ...], wanted: tuple[int, ...]) -> torch.Tensor:
+    """Return the states [n, width] after the layers `wanted`. `states`: after all `layers`."""
+    if wanted == layers:
+        return states
+    rows = states.unflatten(1, (len(layers), -1))
+    return rows[:, [layers.index(layer) for layer in wanted]].flatten(1)
 
 
 class Verifier(SequenceEngine):
     requires_grammars = True
+    drafts: OwnDrafts | None = None
+    """The worker's own drafts, if it carries a draft."""
 
-    def info(self) -> WorkerInfo:
-        return replace(super().info(), returns_features=self.engine.has_states)
-
-    def tokenizer(self) -> TokenizerFiles:
-        return self.engine.loaded.tokenizer
+    def __init__(self, engine: Engine, proposer: Proposer | None = None) -> None:
+        """`proposer`: the draft that the worker carries."""
+        super().__init__(engine)
+        if proposer is not None:
+            self.drafts = OwnDrafts(engine, proposer)
+            if proposer.engine.vocab_size == engine.vocab_size:
+                proposer.grammars = self.grammars
 
     def verify(self, rounds: Sequence[VerifyRound]) -> list[list[Verdict]]:
         """Verify rounds of different coordinators in one forward pass. An error in one round fails all.
@@ -62,6 +72,7 @@ class Verifier(SequenceEngine):
         """
         rounds = [replace(round_, items=own_items(round_.items)) for round_ in rounds]
         continued = {key: found for round_ in rounds for key, found in self._continue(round_)}
+        found = {} if self.drafts is None else self.drafts.select(rounds)
         realigned = [self.realign(round_.coordinator_id, round_.round_id, round_.items) for round_ in rounds]
         ready = {
             (round_.coordinator_id, item.sequence_id): item
@@ -71,16 +82,23 @@ class Verifier(SequenceEngine):
         }
         for key in continued.keys() & ready.keys():
             self.engine.slots[key].continued = continued[key]
+        for key in found.keys() & ready.keys():
+            self.engine.slots[key].carried.found = found[key][0]
         forced = {key: self._forced(key, item) for key, item in ready.items()}
-        layers = tuple(sorted({layer for round_ in rounds for layer in round_.feature_layers}))
         asking = rounds_with_features(rounds)
+        layers = self._state_layers(rounds, ready.values())
         windows = {key: round_.feature_window for key, round_ in asking.items()}
         spans = {key: self._span(key, item, forced[key], windows.get(key, 0)) for key, item in ready.items()}
         num_logprobs = {key: item.logprobs for key, item in ready.items()}
         choices = self.choose(spans, num_logprobs=num_logprobs, state_layers=layers)
         verdicts = {key: self._judge(key, item, choices[key], forced[key]) for key, item in ready.items()}
-        for key in asking.keys() & verdicts.keys():
-            self._add_features(verdicts[key], ready[key], choices[key], layers, asking[key])
+        self._add_features(asking, spans, ready, verdicts, choices, layers)
+        if self.drafts is not None:
+            judged = {key: item for key, item in ready.items() if verdicts[key].status is ItemStatus.OK}
+            self._keep_states(self.drafts, judged, choices, layers)
+            num_tokens = sum(len(span.token_ids) for span in spans.values())
+            for key, draft in self.drafts.draft(rounds, judged, found, num_tokens).items():
+                verdicts[key].own_draft = draft
         return [
             [
                 verdicts.get((round_.coordinator_id, item.sequence_id)) or self._refusal(item, state)
@@ -120,6 +138,8 @@ class Verifier(SequenceEngine):
         draft = item.draft_token_ids + forced
         num_logits = 0 if item.prefill_only else len(draft) + 1
         num_states = item.num_features(feature_window, len(draft))
+        if self.drafts is not None and self.drafts.reads(item):
+            num_states = len(item.token_ids) + len(draft)
         return self.span(key, item.token_ids + draft, num_logits, num_states=num_states)
 
     def _judge(self, key: SequenceKey, item: VerifyItem, choices: Choices, forced: tuple[int, ...]) -> Verdict:
@@ -141,11 +161,109 @@ class Verifier(SequenceEngine):
         found = self.engine.slots[key].prefix_length
         return Verdict(item.sequence_id, ItemStatus.OK, tuple(gained), num_cached_tokens, logprobs, num_forced, found)
 
+    def _state_layers(self, rounds: Sequence[VerifyRound], items: Iterable[VerifyItem]) -> tuple[int, ...]:
+        """Return the numbers of the layers whose states coordinators or the worker's own draft read."""
+        layers = {layer for round_ in rounds for layer in round_.feature_layers}
+        if self.drafts is not None and any(map(self.drafts.reads, items)):
+            layers.update(self.drafts.layers)
+        return tuple(sorted(layers))
+
+    def _keep_states(
+        self,
+        drafts: OwnDrafts,
+        judged: Mapping[SequenceKey, VerifyItem],
+        choices: Mapping[SequenceKey, Choices],
+        layers: tuple[int, ...],
+    ) -> None:
+        """Hand the states of the kept positions to the worker's own draft. `layers`: as in `_add_features`."""
+        for key, item in judged.items():
+            if drafts.reads(item) and (states := choices[key].states) is not None:
+                kept = states[: self.engine.slots[key].num_cached_tokens - item.base_length]
+                drafts.keep_states(key, item.base_length, select_layers(kept, layers, drafts.layers))
+
     @staticmethod
     def _add_features(
-        verdict: Verdict, item: VerifyItem, choices: Choices, layers: tuple[int, ...], round_: VerifyRound
+        asking: Mapping[SequenceKey, VerifyRound],
+        spans: Mapping[SequenceKey, Span],
+        ready: Mapping[SequenceKey, VerifyItem],
+        verdicts: Mapping[SequenceKey, Verdict],
+        choices: Mapping[SequenceKey, Choices],
+        layers: tuple[int, ...],
     ) -> None:
-        """Add the states of the kept positions. `layers`: the layers of `choices.states`."""
-        if choices.states is not None and verdict.status is ItemStatus.OK:
-            count = item.num_features(round_.feature_window, max(0, len(verdict.token_ids) - 1))
-            verdict.features = pack_features(choices.states[:count], layers, round_.feature_layers)
+        """Add the states of the kept positions to verdicts. `layers`: the layers of the choices' states."""
+        rows = {}
+        for key in asking.keys() & verdicts.keys():
+            states, item, verdict, window = choices[key].states, ready[key], verdicts[key], asking[key].feature_window
+            if states is not None and verdict.status is ItemStatus.OK:
+                num_draft_tokens = len(spans[key].token_ids) - len(item.token_ids)
+                first = len(states) - item.num_features(window, num_draft_tokens)
+                count = item.num_features(window, max(0, len(verdict.token_ids) - 1))
+                wanted = select_layers(states[first : first + count], layers, asking[key].feature_layers)
+                rows[key] = wanted.flatten()
+        if not rows:
+            return
+        packed = torch.cat([*rows.values()]).cpu().view(torch.int16).numpy()  # on a GPU, this copy waits for the pass
+        for (key, own), end in zip(rows.items(), accumulate(map(len, rows.values())), strict=True):
+            verdicts[key].features = packed[end - len(own) : end].tobytes()
+
+    # --- Both models
+
+    def info(self) -> WorkerInfo:
+        draft = None if self.drafts is None else self.drafts.proposer.info()
+        return replace(super().info(), returns_features=self.engine.has_states, draft=draft)
+
+    def tokenizer(self) -> TokenizerFiles:
+        return self.engine.loaded.tokenizer
+
+    @property
+    def limits(self) -> RoundLimits:
+        return replace(super().limits, carries_draft=self.drafts is not None)
+
+    @property
+    def passes(self) -> int:
+        return super().passes + (0 if self.drafts is None else self.drafts.proposer.passes)
+
+    @property
+    def tokens(self) -> int:
+        return super().tokens + (0 if self.drafts is None else self.drafts.proposer.tokens)
+
+    @property
+    def realign_ns(self) -> int:
+        return super().realign_ns + (0 if self.drafts is None else self.drafts.proposer.realign_ns)
+
+    @property
+    def draft_ns(self) -> int:
+        return 0 if self.drafts is None else self.drafts.draft_ns
+
+    @property
+    def draft_rows(self) -> Sequence[int]:
+        """Tokens run by each pass of the worker's own draft after the last rounds."""
+        return () if self.drafts is None else self.drafts.rows
+
+    @property
+    def carried_draft(self) -> Proposer | None:
+        return None if self.drafts is None else self.drafts.proposer
+
+    def release(self, coordinator_id: str, sequence_ids: list[int] | None) -> int:
+        if self.drafts is not None:
+            self.drafts.proposer.release(coordinator_id, sequence_ids)
+        return super().release(coordinator_id, sequence_ids)
+
+    def renew_lease(self, coordinator_id: str, now: float) -> None:
+        super().renew_lease(coordinator_id, now)
+        if self.drafts is not None:
+            self.drafts.proposer.renew_lease(coordinator_id, now)
+
+    def orphan(self, coordinator_id: str) -> None:
+        super().orphan(coordinator_id)
+        if self.drafts is not None:
+            self.drafts.proposer.orphan(coordinator_id)
+
+    def expire(self, now: float, lease_seconds: float) -> int:
+        if self.drafts is not None:
+            self.drafts.proposer.expire(now, lease_seconds)
+        return super().expire(now, lease_seconds)
+
+    def shrink_passes(self) -> bool:
+        shrunk = self.drafts is not None and self.drafts.proposer.shrink_passes()
+        return super().shrink_passes() or shrunk

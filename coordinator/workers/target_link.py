@@ -10,7 +10,7 @@ import grpc
 
 from coordinator.prompts.description import TokenizerDescription, TokenizerError
 from coordinator.prompts.tokenizer_pool import LimitError, TokenizerPool
-from coordinator.workers.draft_link import check_tokenizer
+from coordinator.workers.draft_link import check_pair
 from coordinator.workers.interface import (
     Cause,
     Complete,
@@ -102,7 +102,7 @@ class TargetLink(WorkerLink):
     async def _check(self, info: WorkerInfo) -> None:
         self._model.check(info)
         if info.draft is not None:
-            check_tokenizer(info.draft, info)
+            check_pair(info.draft, info)
         if self.info is None:
             async with self._model.reading_tokenizer:  # others may be described meanwhile
                 self._model.check(info)

@@ -29,11 +29,19 @@ MAX_FAILURE_CHARACTERS = 1000
 
 
 class Backend(Protocol):
-    """A worker's model, called on the model thread. Any thread may read the counters."""
+    """A worker's model, called on the model thread. Any thread may read the counters, which include the draft's."""
+
+    @property
+    def carried_draft(self) -> "Backend | None":
+        """The draft that a target worker carries."""
 
     @property
     def realign_ns(self) -> int:
         """Nanoseconds spent on realignment so far."""
+
+    @property
+    def draft_ns(self) -> int:
+        """Nanoseconds that the worker's own draft has taken so far, without realignment."""
 
     @property
     def passes(self) -> int:

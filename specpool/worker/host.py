@@ -41,13 +41,14 @@ class WorkerHost:
         """Called with the reason before a call is answered if the process can no longer serve. Must end the process."""
         self.rounds = 0
         self.forward_ns = 0
-        """Nanoseconds that rounds have taken, without realignment."""
+        """Nanoseconds that rounds have taken, without realignment and the worker's own draft."""
         self._load, self.clock = load, clock
         self._thread = ModelThread(self._end)
         self._merging = RoundMerging()
         self._backend: Backend | None = None
         self._info: WorkerInfo | None = None
         self._cache_load: CacheLoad | None = None
+        self._draft_load: CacheLoad | None = None
         self._orphans: dict[str, None] = {}
         """Coordinators to orphan before the next work item."""
         self._watchdog: Watchdog | None = None
@@ -69,7 +70,10 @@ class WorkerHost:
         """Description of the worker after the last work item. UnavailableError while the model loads."""
         if self._info is None:
             raise UnavailableError("the model is still loading")
-        return self._info if self._cache_load is None else replace(self._info, **self._cache_load._asdict())
+        info = self._info if self._cache_load is None else replace(self._info, **self._cache_load._asdict())
+        if info.draft is None or self._draft_load is None:
+            return info
+        return replace(info, draft=replace(info.draft, **self._draft_load._asdict()))
 
     @property
     def waiting(self) -> int:
@@ -197,12 +201,15 @@ class WorkerHost:
 
     def _serve_together(self, backend: Backend, serve: ServeRounds, rounds: list[Round]) -> None:
         with self._leased(backend, [round_.coordinator_id for round_ in rounds]), self._merging.serving(rounds):
-            began, realigned = time.perf_counter_ns(), backend.realign_ns
+            began, realigned, drafted = time.perf_counter_ns(), backend.realign_ns, backend.draft_ns
             results = serve([round_.request for round_ in rounds], backend)
-            realign_ns = backend.realign_ns - realigned
-            forward_ns = time.perf_counter_ns() - began - realign_ns
+            realign_ns, draft_ns = backend.realign_ns - realigned, backend.draft_ns - drafted
+            forward_ns = time.perf_counter_ns() - began - realign_ns - draft_ns
+            spent = {"forward_ns": forward_ns, "realign_ns": realign_ns}
+            if draft_ns:  # draft workers have no such field
+                spent["draft_ns"] = draft_ns
             for round_, result in zip(rounds, results, strict=True):
-                round_.response = result, {"forward_ns": forward_ns, "realign_ns": realign_ns}
+                round_.response = result, spent
             self.rounds += len(rounds)
             self.forward_ns += forward_ns
 
@@ -219,3 +226,4 @@ class WorkerHost:
             for coordinator_id in coordinator_ids:
                 backend.renew_lease(coordinator_id, self.clock())
             self._cache_load = backend.load
+            self._draft_load = backend.carried_draft.load if backend.carried_draft is not None else None

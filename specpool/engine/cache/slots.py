@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from specpool.engine.cache.carried import CarriedDraft
 from specpool.engine.cache.pages import PageTables
 from specpool.engine.cache.turns import Turns
 from specpool.engine.sampling.rules import SequenceRules
@@ -32,6 +33,8 @@ class Slot:
     """Digests of full pages. None: the sequence neither uses nor leaves cached prefixes."""
     num_digested_pages: int = 0
     """Leading pages in the prefix cache. The cached page may be an equal one of another slot."""
+    cache_namespace: bytes | None = None
+    """Namespace of the prefix cache, from first contact."""
     sampling: SequenceRules | None = None  # how tokens are chosen; None: greedily
     next_token: int | None = None
     """The last token that the last round yielded, which is not cached yet."""
@@ -41,6 +44,8 @@ class Slot:
     """A feature draft's own states after some numbers of positions, from its last round."""
     continued: tuple[int, Continuation] | None = None
     """How the last round began, if it continued an earlier one: the id of that round, and where."""
+    carried: CarriedDraft = field(default_factory=CarriedDraft)
+    """The worker's own draft, if it carries one."""
 
 
 class SlotTable:
@@ -78,6 +83,7 @@ class SlotTable:
         if slot is None or slot.num_cached_tokens < item.base_length or not self._cut(slot, item):
             return ItemStatus.CACHE_MISS
         slot.num_cached_tokens, slot.next_token, slot.continued = item.base_length, None, None
+        slot.carried.realign(item.base_length)
         status = self._extend(key, slot, item, columns)
         if status is ItemStatus.OK:
             slot.num_cached_tokens, slot.round_id = item.base_length, round_id
@@ -92,6 +98,7 @@ class SlotTable:
         if base == 0:
             tables.truncate(slot.index, 0)
             slot.digests, slot.num_digested_pages, slot.own_states = None, 0, {}
+            slot.cache_namespace = item.cache_namespace
             if item.cache_namespace is not None:
                 slot.digests = PageDigests(item.cache_namespace, tables.page_size)
         elif slot.digests is not None and slot.num_digested_pages > whole:

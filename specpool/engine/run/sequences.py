@@ -5,11 +5,8 @@ import time
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Self, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from specpool.engine.cache.slots import SequenceKey, Slot
@@ -36,9 +33,6 @@ LOGITS_PER_SLOT = 1 + 4 * MAX_DRAFT_TOKENS
 
 Item = TypeVar("Item", bound=SequenceItem)
 
-States = npt.NDArray[np.int16]
-"""The bits of hidden states in bfloat16, [tokens, width]."""
-
 
 @dataclass(frozen=True)
 class Choices:
@@ -52,10 +46,10 @@ class Choices:
     logprobs: Logprobs = NO_LOGPROBS
     """Log-probabilities of `token_ids`, if requested."""
     finite: bool = True
-    """False if the largest logit of a row is not finite. Checked on CPUs only, where the check takes 10 us a pass.
-    A GPU would have to launch more kernels."""
-    states: States | None = None
-    """Hidden states of the span's last `num_states` tokens; None: no states were requested."""
+    """False if the largest logit of a row is not finite."""
+    states: torch.Tensor | None = None
+    """States after the span's last `num_states` tokens, bfloat16 [num_states, width] on the model's device. None: no
+    states were requested."""
 
     def first(self, count: int) -> Self:
         """Return the choices of the first `count` rows."""
@@ -108,6 +102,16 @@ class SequenceEngine:
     def realign_ns(self) -> int:
         """Nanoseconds spent on realignment so far."""
         return self.engine.realign_ns
+
+    @property
+    def draft_ns(self) -> int:
+        """Nanoseconds that the worker's own draft has taken so far, without realignment."""
+        return 0
+
+    @property
+    def carried_draft(self) -> "SequenceEngine | None":
+        """The draft that a target worker carries."""
+        return None
 
     def release(self, coordinator_id: str, sequence_ids: list[int] | None) -> int:
         """Free sequences, or all of a coordinator; return how many held a slot."""
@@ -217,10 +221,9 @@ class SequenceEngine:
         finally:
             settle(jobs, GRAMMAR_SECONDS)
         choices, sampled = [], self._sampler(logits, rows)
-        states: Sequence[States | None] = [None] * len(spans)
-        if found is not None:  # on a GPU, this copy waits for the pass
-            ends, packed = accumulate(span.num_states for span in spans), found.cpu().view(torch.int16).numpy()
-            states = [packed[end - span.num_states : end] for span, end in zip(spans, ends, strict=True)]
+        states: Sequence[torch.Tensor | None] = [None] * len(spans)
+        if found is not None:
+            states = found.split([span.num_states for span in spans])
         for each, chosen, own_states in zip(rows, sampled, states, strict=True):
             sure = [*map(math.exp, chosen.logprobs.logprobs)] if confidences and each.rules is None else []
             choices.append(Choices(chosen.token_ids, sure, chosen.logprobs, chosen.finite, own_states))
