@@ -66,8 +66,8 @@ class RoundOutcome(Generic[C_co]):
     @property
     def method(self) -> DraftMethod | None:
         """The most expensive draft method used; None for a plain round."""
-        has_drafted = self.called_draft or self.verified.draft > 0
-        if has_drafted or any(commit.method is DraftMethod.MODEL for commit in self.commits):
+        was_asked = self.called_draft or self.has_own_drafts
+        if was_asked or any(commit.method is DraftMethod.MODEL for commit in self.commits):
             return DraftMethod.MODEL
         return DraftMethod.NGRAM if any(item.draft_token_ids for item in self.verify_items) else None
 

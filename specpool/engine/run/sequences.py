@@ -109,8 +109,8 @@ class SequenceEngine:
         return 0
 
     @property
-    def draft_load(self) -> CacheLoad | None:
-        """How full the cache of the worker's own draft is; None if it carries no draft."""
+    def carried_draft(self) -> "SequenceEngine | None":
+        """The draft that a target worker carries."""
         return None
 
     def release(self, coordinator_id: str, sequence_ids: list[int] | None) -> int:

@@ -76,10 +76,9 @@ def test_costs_are_learned_from_rounds() -> None:
     assert drafting.costs.scheduling == 0
 
 
-@pytest.mark.parametrize(("found", "draft"), [(1, 0.0), (0, 0.002), (0, 0.0)])
-def test_a_round_uses_the_model_if_it_drafts_or_verifies(found: int, draft: float) -> None:
-    uses_model = bool(found or draft)
-    assert (outcome_of(DraftPlan(1), found, 0, draft=draft).method is DraftMethod.MODEL) is uses_model
+@pytest.mark.parametrize("plan", [DraftPlan(), DraftPlan(1), DraftPlan(1, drafts_next=False)])
+def test_a_round_uses_the_model_if_it_may_draft_or_verify(plan: DraftPlan) -> None:
+    assert outcome_of(plan, 0, 0).method is (DraftMethod.MODEL if plan.num_draft_tokens else None)
 
 
 def test_a_trial_drafts_in_one_round_and_verifies_in_the_next() -> None:
