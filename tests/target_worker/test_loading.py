@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,13 @@ def test_a_size_of_its_own_limits_only_the_cache_of_the_draft(tiny_pair: Pair) -
 def test_kv_memory_is_the_size_of_the_target_s_cache(tiny_pair: Pair) -> None:
     engines = load(tiny_pair, kv_memory=3 * least(tiny_pair, "kv_memory"))
     assert columns(engines) == [3 * 64, 3 * 64]
+
+
+def test_rank_0_carries_the_draft_of_a_sharded_target(tiny_pair: Pair) -> None:
+    engines = load(tiny_pair, tensor_parallel=2, device="cpu,cpu", kv_memory=least(tiny_pair, "kv_memory"))
+    with closing(engines[0]):
+        assert [engine.info().tensor_parallel for engine in engines] == [2, 1]
+        assert columns(engines) == [128, 128]  # a rank caches half of the heads
 
 
 def test_a_start_from_a_stored_proof_loads_the_draft_once(
