@@ -191,9 +191,8 @@ class OwnDrafts:
     def _states_for(self, key: SequenceKey, item: ProposeItem) -> torch.Tensor | None:
         """Return the states before an item's last tokens; None if there are none."""
         carried = self._target.slots[key].carried
-        if carried.states is None:
-            return None
-        return carried.states[: len(carried.states) - carried.num_states_from(_read_end(item))]
+        states: torch.Tensor | None = carried.states
+        return states if states is None else states[: len(states) - carried.num_states_from(_read_end(item))]
 
     def _take(self, key: SequenceKey, item: ProposeItem, proposal: Proposal) -> None:
         """Keep what the draft proposed for the next round. `item`: as it was before realignment."""

@@ -48,8 +48,15 @@ def select_layers(states: torch.Tensor, layers: tuple[int, ...], wanted: tuple[i
     """Return the states [n, width] after the layers `wanted`. `states`: after all `layers`."""
     if wanted == layers:
         return states
-    rows = states.unflatten(1, (len(layers), -1))
-    return rows[:, [layers.index(layer) for layer in wanted]].flatten(1)
+    by_layer = states.view(len(states), len(layers), states.shape[1] // len(layers))
+    return by_layer[:, [layers.index(layer) for layer in wanted]].flatten(1)
+
+
+def pack_features(states: Sequence[torch.Tensor]) -> list[bytes]:
+    """Return the states of each sequence, as on the wire. On a GPU, the only copy to the host waits for the pass."""
+    packed = torch.cat([each.flatten() for each in states]).cpu().view(torch.int16).numpy()
+    ends = accumulate(each.numel() for each in states)
+    return [packed[end - each.numel() : end].tobytes() for each, end in zip(states, ends, strict=True)]
 
 
 class Verifier(SequenceEngine):
@@ -191,20 +198,16 @@ class Verifier(SequenceEngine):
         layers: tuple[int, ...],
     ) -> None:
         """Add the states of the kept positions to verdicts. `layers`: the layers of the choices' states."""
-        rows = {}
+        wanted = {}
         for key in asking.keys() & verdicts.keys():
             states, item, verdict, window = choices[key].states, ready[key], verdicts[key], asking[key].feature_window
             if states is not None and verdict.status is ItemStatus.OK:
-                num_draft_tokens = len(spans[key].token_ids) - len(item.token_ids)
-                first = len(states) - item.num_features(window, num_draft_tokens)
-                count = item.num_features(window, max(0, len(verdict.token_ids) - 1))
-                wanted = select_layers(states[first : first + count], layers, asking[key].feature_layers)
-                rows[key] = wanted.flatten()
-        if not rows:
-            return
-        packed = torch.cat([*rows.values()]).cpu().view(torch.int16).numpy()  # on a GPU, this copy waits for the pass
-        for (key, own), end in zip(rows.items(), accumulate(map(len, rows.values())), strict=True):
-            verdicts[key].features = packed[end - len(own) : end].tobytes()
+                first = len(states) - item.num_features(window, len(spans[key].token_ids) - len(item.token_ids))
+                end = first + item.num_features(window, max(0, len(verdict.token_ids) - 1))
+                wanted[key] = select_layers(states[first:end], layers, asking[key].feature_layers)
+        if wanted:
+            for key, features in zip(wanted, pack_features([*wanted.values()]), strict=True):
+                verdicts[key].features = features
 
     # --- Both models
 

@@ -115,7 +115,7 @@ def garble(features: bytes) -> bytes:
 def service(pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[tuple[asyncio.Runner, PairService]]:
     """A service whose target worker returns mangled features."""
     pack, mangle = verifier.pack_features, request.param
-    mangled = mock.patch.object(verifier, "pack_features", lambda *arguments: mangle(pack(*arguments)))
+    mangled = mock.patch.object(verifier, "pack_features", lambda states: [*map(mangle, pack(states))])
     options = {"max_num_seqs": 5, "max_batch_size": 4, "prefill_tokens": 16, "overlap": "on"}
     with mangled, running_pair(*pair, worker=SMALL, **options) as running:
         yield running
