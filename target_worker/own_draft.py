@@ -119,14 +119,23 @@ class OwnDrafts:
         for key, item in judged.items():
             if item.own_draft is not None and item.own_draft.num_draft_tokens:
                 base = self._base_length(key)
-                missing.append((_length(self._target.slots[key]) - base, key, base))
+                first = base or self._cached_prefix(key)
+                missing.append((_length(self._target.slots[key]) - first, key, base, first))
         items = {}
-        for count, key, base in sorted(missing):
-            proposed = self._item(key, judged[key], base, min(count, room))
+        for count, key, base, first in sorted(missing):
+            proposed = self._item(key, judged[key], base, first + min(count, room))
             if proposed is not None:
                 items[key] = proposed
-                room -= len(proposed.token_ids)
+                room -= base + len(proposed.token_ids) - first
         return items
+
+    def _cached_prefix(self, key: SequenceKey) -> int:
+        """Return the number of a new sequence's leading tokens that the draft's prefix cache holds."""
+        slot = self._target.slots[key]
+        if slot.cache_namespace is None:
+            return 0
+        committed = _committed(slot, 0, _length(slot))
+        return self.proposer.engine.slots.cached_prefix(slot.cache_namespace, committed)
 
     def _base_length(self, key: SequenceKey) -> int:
         """Return the number of leading positions that the draft need not run again."""
@@ -140,15 +149,15 @@ class OwnDrafts:
             agreed = min(agreed, carried.states_end - len(carried.states) + 1)
         return min(agreed, _length(slot) - 1)
 
-    def _item(self, key: SequenceKey, item: VerifyItem, base: int, count: int) -> ProposeItem | None:
-        """Return the item that runs `count` committed tokens, and drafts after the last one. None: leave it out."""
+    def _item(self, key: SequenceKey, item: VerifyItem, base: int, end: int) -> ProposeItem | None:
+        """Return the item that runs committed tokens up to `end`, and drafts after the last one. None: leave it out."""
         slot, own, draft = self._target.slots[key], item.own_draft, self.proposer.engine
-        token_ids, length = _committed(slot, base, base + count), _length(slot)
+        token_ids, length = _committed(slot, base, end), _length(slot)
         # The target's output head can be larger than the draft's, and yield tokens outside the draft's vocabulary.
-        if own is None or not token_ids or max(token_ids) >= draft.vocab_size or base + count > draft.max_model_len:
+        if own is None or not token_ids or max(token_ids) >= draft.vocab_size or end > draft.max_model_len:
             return None
         num_draft_tokens = 0
-        if slot.next_token is not None and base + count == length:
+        if slot.next_token is not None and end == length:
             max_length = min(own.max_length, self._target.max_model_len, draft.max_model_len)
             num_draft_tokens = min(own.num_draft_tokens, max_length - length)
             if num_draft_tokens <= 0:
