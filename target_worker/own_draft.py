@@ -7,6 +7,7 @@ until the next round. The draft never fails a round: without drafts, rounds only
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -188,7 +189,7 @@ class OwnDrafts:
         except Exception as error:
             if failure_of(error) is not None:
                 raise
-            log.warning("the draft failed (%s); going on without drafts", describe(error))
+            _warn(describe(error))
             return {}
         self.rows = self.proposer.rows
         return {
@@ -238,6 +239,12 @@ class OwnDrafts:
         return OwnDraft(
             key[1], status, draft.token_ids, num_cached_tokens, draft.confidences, num_verified=num_verified
         )
+
+
+@lru_cache(1)
+def _warn(reason: str) -> None:
+    """Warn once, not in every round."""
+    log.warning("the draft failed (%s); continuing without drafts", reason)
 
 
 def _read_end(item: ProposeItem) -> int:
