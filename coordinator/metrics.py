@@ -9,6 +9,7 @@ from coordinator.scheduling.commits import GRAMMAR, DraftCounters
 from coordinator.scheduling.sequence import FinishReason
 from coordinator.serving.auditor import RESULTS
 from coordinator.serving.coordinator import Coordinator
+from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.link import WorkerLink
 from coordinator.workers.states import LinkState
 from specpool.drafting.plans import DraftMethod, SpeculationState
@@ -46,8 +47,8 @@ class CoordinatorMetrics:
         lanes = list(coordinator.lanes)
         links: list[tuple[str, WorkerLink]] = [("target", lane.link) for lane in lanes]
         links += [("standby", coordinator.lanes.standby.link)] if coordinator.lanes.standby is not None else []
-        drafts = coordinator.draft if lanes else None
-        links += [("draft", link) for link in drafts.links] if drafts is not None else []
+        # A carried draft has no link of its own: only the target is missing if it is lost.
+        links += [("draft", link) for link, _ in coordinator.lanes.drafts if isinstance(link, DraftLink)]
         states = {
             (worker, link.address, state.value): float(link.state is state)
             for worker, link in links

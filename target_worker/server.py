@@ -13,7 +13,8 @@ from pydantic import Field
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
-from specpool.engine.models.preflight import InvalidOptionError, check_options
+from specpool.engine.config.target_options import TargetOptions
+from specpool.engine.models.preflight import InvalidOptionError, check_target
 from specpool.protocol.codec import (
     read_chances,
     read_step_cost,
@@ -94,36 +95,24 @@ class TargetWorkerServicer(WorkerServicer, pb_grpc.TargetWorkerServiceServicer):
         return tokenizer_response(self._host.backend.tokenizer(), self._host.instance_id)
 
 
-class TargetWorkerSettings(WorkerSettings, EngineOptions):
-    """Verifies draft tokens with the target model."""
+class TargetWorkerSettings(WorkerSettings, TargetOptions):
+    """Verifies draft tokens with the target model, and perhaps drafts them."""
 
     port: int = Field(50051, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
-    draft: str | None = Field(
-        None,
-        min_length=1,
-        description="hub id, folder or GGUF file of a draft for this worker to carry: it drafts after each round, and "
-        "verifies the tokens in the next one",
-    )
 
 
 def load_verifier(settings: TargetWorkerSettings, report: Callable[[str], None]) -> Verifier:
     """Build the backend, and report the phases. Runs on the model thread."""
     with importing(report):
         from draft_worker.proposer import Proposer
-        from specpool.engine.startup.loading import load_engine
+        from target_worker.loading import load_pair, load_target
         from target_worker.verifier import Verifier
 
-    options = EngineOptions.of(settings)
-    engine = load_engine(options, exact=True, startup_cache=settings.startup_cache, report=report)
-    if engine.loaded.features is not None:
-        raise UnsupportedModelError(f"{settings.model} is a draft that reads hidden states, not a target")
-    if settings.draft is None:
-        return Verifier(engine)
-    device = str(engine.facts.device)
-    changes = {"model": settings.draft, "target_model": settings.model, "tensor_parallel": 1, "device": device}
-    options = options.model_copy(update={**changes, "nnodes": 1, "master_addr": None, "revision": None})
-    draft = load_engine(options, exact=False, startup_cache=settings.startup_cache, report=report)
-    return Verifier(engine, Proposer(draft))
+    options = TargetOptions.of(settings)
+    if options.draft is None:
+        return Verifier(load_target(options, settings.startup_cache, report))
+    target, draft = load_pair(options, settings.startup_cache, report)
+    return Verifier(target, Proposer(draft))
 
 
 def main() -> None:
@@ -131,7 +120,7 @@ def main() -> None:
     options = EngineOptions.of(settings)
     configure_logging(settings.log_level, settings.log_format, settings.log_name or PROGRAM)
     with naming(PROGRAM, "", InvalidOptionError):
-        check_options(options)
+        check_target(TargetOptions.of(settings))
     if settings.node_rank > 0:
         from specpool.engine.startup.follower import run_node
 

@@ -11,7 +11,7 @@ from specpool.engine.run.sequences import Choices, SequenceEngine, own_items
 from specpool.protocol.errors import WorkerFailedError
 from specpool.protocol.rounds import Continuation, ItemStatus, RoundLimits, Verdict, VerifyItem, VerifyRound
 from specpool.protocol.tokenizer import TokenizerFiles
-from specpool.protocol.worker_info import CacheLoad, WorkerInfo
+from specpool.protocol.worker_info import WorkerInfo
 from target_worker.features import add_features, rounds_with_features, select_layers
 from target_worker.own_draft import OwnDrafts
 
@@ -195,8 +195,8 @@ class Verifier(SequenceEngine):
         return () if self.drafts is None else self.drafts.rows
 
     @property
-    def draft_load(self) -> CacheLoad | None:
-        return None if self.drafts is None else self.drafts.proposer.load
+    def carried_draft(self) -> Proposer | None:
+        return None if self.drafts is None else self.drafts.proposer
 
     def release(self, coordinator_id: str, sequence_ids: list[int] | None) -> int:
         if self.drafts is not None:

@@ -163,8 +163,8 @@ class Kernels:
         rules = [(SamplingParams(**RULES[name], seed=row), 1) for row in range(rows)]
         expected = [choose_token(row, params, [0]) for row, (params, _) in zip(logits, rules, strict=True)]
         on_device = logits.to(self._device)
-        together = sample_rows(on_device, rules)
-        alone = [sample_rows(on_device[row : row + 1], rules[row : row + 1])[0] for row in range(rows)]
+        together, _ = sample_rows(on_device, rules)
+        alone = [sample_rows(on_device[row : row + 1], rules[row : row + 1])[0][0] for row in range(rows)]
         differs = [f"row {row}" for row in range(rows) if alone[row] != together[row]]
         wrong = sum(one != other for one, other in zip(together, expected, strict=True)) / rows
         return {**self._row("sampling", name, wrong, differs), "near": wrong == 0}

@@ -1,6 +1,7 @@
 """A lane: a target worker with its window, its rounds and its draft worker."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -13,6 +14,8 @@ from coordinator.workers.interface import Workers
 from coordinator.workers.link import RENEWED
 from coordinator.workers.target_link import TargetLink
 from specpool.drafting.drafting import Drafting
+
+log = logging.getLogger(__name__)
 
 
 class Lane:
@@ -105,6 +108,9 @@ class Lane:
         self.update()
 
     def _target_replaced(self) -> None:
+        info = self.link.info
+        if self.draft is not None and info is not None and info.draft is not None:
+            log.warning("the target worker at %s carries its own draft; not using the draft workers", self.address)
         if not self.is_standby:
             self._loop.failures.target_replaced()
 

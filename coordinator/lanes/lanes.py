@@ -18,11 +18,13 @@ from coordinator.workers.discovery import Discovery, Endpoint
 from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.interface import Target
+from coordinator.workers.link import WorkerLink
 from coordinator.workers.states import LISTEN_SECONDS, LinkState
 from coordinator.workers.target_link import TargetLink
 from coordinator.workers.target_model import TargetModel
 from specpool.drafting.plans import SpeculationState
 from specpool.protocol.errors import UnavailableError
+from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.security.channel import Connector
 
 log = logging.getLogger(__name__)
@@ -64,10 +66,16 @@ class Lanes:
         return [lane.link for lane in self._lanes]
 
     @property
-    def draft_links(self) -> list[DraftLink]:
-        """The links to the draft workers of the first lane."""
-        draft = self.first.draft if self._lanes else None
-        return draft.links if draft is not None else []
+    def drafts(self) -> list[tuple[WorkerLink, WorkerInfo | None]]:
+        """Links to workers with a draft, and its description: target workers that carry one, or else draft workers.
+
+        The draft workers are those of the first lane.
+        """
+        carried: list[tuple[WorkerLink, WorkerInfo | None]] = [
+            (lane.link, lane.link.info.draft) for lane in self if lane.link.info is not None and lane.link.info.draft
+        ]
+        group = self.first.draft if self._lanes and not carried else None
+        return carried or [(link, link.info) for link in (group.links if group is not None else ())]
 
     @property
     def first(self) -> Lane:

@@ -100,9 +100,12 @@ class RoundTrace:
             span.note({"rpc.system.name": "grpc", "rpc.method": _METHODS[method], "specpool.round.id": round_id})
             yield span.traceparent
 
-    def committed(self, round_id: int, commits: Sequence[Commit], cache_misses: int) -> None:
+    def committed(self, round_id: int, commits: Sequence[Commit], cache_misses: int, own_draft_s: float) -> None:
+        """Record the results of the round. `own_draft_s`: seconds of the draft that the target worker carries."""
         if self._span is None:
             return
+        if own_draft_s:
+            self._span.note({"specpool.round.own_draft_s": own_draft_s})
         self._span.note(
             {
                 "specpool.round.id": round_id,

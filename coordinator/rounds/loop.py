@@ -98,7 +98,8 @@ class RoundLoop:
                     self._commit(round_, verdicts)
                 await asyncio.sleep(0)  # let the next round draft its branches first
                 seconds = self._durations.end(round_)
-                round_.trace.committed(round_.round_id, round_.outcome.commits, round_.cache_misses)
+                own_draft_s = round_.outcome.verified.draft
+                round_.trace.committed(round_.round_id, round_.outcome.commits, round_.cache_misses, own_draft_s)
                 # The next round is sent first, but must not commit first: sequences may end in it.
                 asyncio.get_running_loop().call_soon(self._publish, round_, seconds)
                 return any(verdict.status not in UNSERVED for verdict in verdicts)
@@ -182,7 +183,7 @@ class RoundLoop:
         items = list(round_.outcome.verify_items)
         with round_.trace.calling("verify", round_.round_id) as parent:
             verdicts, round_.outcome.verified = await self._target.verify(
-                round_.round_id, items, parent, complete, round_.may_join, round_.features
+                round_.round_id, items, parent, complete, round_.may_join, round_.features, self._drafting.hints
             )
         return verdicts
 

@@ -1,7 +1,8 @@
 """The draft side of rounds: plans drafts, asks the draft worker before or during the verification, and decides how
 rounds overlap.
 
-If the draft worker fails, the round continues without its drafts.
+If the draft worker fails, the round continues without its drafts. A target worker that carries a draft needs no call:
+the items of a round tell it what to draft, and rounds run ahead as in plain decoding.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from coordinator.scheduling.window import Window
 from coordinator.workers.interface import Draft, WorkerRefusedError, Workers, WorkerUnreachableError
 from specpool.drafting.costs import Timed
 from specpool.drafting.drafting import Drafting
+from specpool.drafting.outcome import DraftCall, draft_steps
 from specpool.drafting.plans import DraftPlan
 from specpool.drafting.sequences import DraftWorker
 from specpool.protocol.features import WantedFeatures
@@ -119,6 +121,7 @@ class Proposing:
             chance=self._drafting.chance,
             pass_seconds=self._target.step_times,
             features=self._features,
+            own_draft=self._workers.own_draft,
         )
         overlaps = self._can_overlap and not round_.drafts_ahead
         self.num_groups = 1 + (overlaps and self._drafting.overlap_pays(self._window.schedulable))
@@ -127,8 +130,11 @@ class Proposing:
         return round_
 
     def _plan_drafts(self, sequences: list[Sequence], round_id: int) -> dict[int, DraftPlan]:
-        draft, worker = self._workers.ready_draft, None
-        if draft is not None:
+        draft, own, worker = self._workers.ready_draft, self._workers.own_draft, None
+        if own is not None:
+            times, reads_states = self._target.draft_step_times, own.features is not None
+            worker = DraftWorker(own.max_model_len, round_id, times, reads_states=reads_states, is_own=True)
+        elif draft is not None:
             info = draft.info
             worker = DraftWorker(
                 info.max_model_len,
@@ -182,7 +188,7 @@ class Proposing:
             with _draft_failures_ignored("proposal failed; decoding plainly"):
                 proposals, round_.proposed = await self._call_draft(draft, round_.round_id, items, round_)
                 round_.take_proposals(proposals, self._vocab_size)
-                round_.outcome.proposals.append((items, proposals, round_.proposed))
+                round_.outcome.draft_calls.append(DraftCall(draft_steps(items, proposals), round_.proposed))
                 return
             round_.proposed = Timed(elapsed=time.perf_counter() - began)
 
@@ -227,7 +233,7 @@ class Proposing:
             await self._draft_branches(round_)
         if round_.committed.is_set():
             return
-        if previous is not None and round_.outcome.proposals:
+        if previous is not None and round_.outcome.draft_calls:
             round_.outcome.ahead_seconds = time.perf_counter() - began
         if self._runs_ahead:
             self._follow(round_)
@@ -239,11 +245,12 @@ class Proposing:
             outcome.is_quiet = outcome.is_quiet and not self._shares_devices
             proposals, timed = await self._call_draft(draft, next(self._round_ids), items, round_)
             self._counters.stage_seconds["draft"] += timed.forward
+            call = DraftCall(draft_steps(items, proposals), timed)
             if round_.committed.is_set():  # too late
-                self._drafting.observe_proposals(items, proposals, timed)
+                self._drafting.observe_draft(call)
                 return
             round_.take_ahead(proposals, self._vocab_size)
-            outcome.proposals.append((items, proposals, timed))
+            outcome.draft_calls.append(call)
 
     async def _call_draft(
         self, draft: Draft, round_id: int, items: list[ProposeItem], round_: RunningRound

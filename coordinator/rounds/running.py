@@ -24,6 +24,7 @@ from specpool.drafting.lookup import PromptLookup
 from specpool.drafting.outcome import RoundOutcome
 from specpool.drafting.plans import DraftPlan
 from specpool.protocol.features import WantedFeatures
+from specpool.protocol.worker_info import WorkerInfo
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,13 @@ class RunningRound(Round):
         chance: Callable[[float], float],
         pass_seconds: Callable[[int], float],
         features: WantedFeatures | None,
+        own_draft: WorkerInfo | None,
     ) -> None:
         """`sent`: called when the next round may be chosen. `may_join`: whether it may share a pass with the last one.
 
         For the other arguments see `Round`.
         """
-        super().__init__(round_id, group.sequences, prefill_tokens, plans, chance, pass_seconds, features)
+        super().__init__(round_id, group.sequences, prefill_tokens, plans, chance, pass_seconds, features, own_draft)
         self.group, self.may_join, self.same_length = group, may_join, group.same_length
         """`same_length`: whether the sequences had equal lengths when the group was chosen."""
         self.sent = sent

@@ -69,10 +69,22 @@ class WorkerCache:
         """Position of the first token that the worker must run if the prediction holds."""
         return max(self.base_length, self.predicted)
 
+    def start_after(self, base_length: int, page_size: int = 1) -> int:
+        """Position of the first token that a draft worker must run if the prediction holds.
+
+        After first contact, `base_length` counts: it may lie before the prediction. `page_size`: of the draft worker.
+        """
+        return base_length or self.predicted // max(1, page_size) * max(1, page_size)
+
     @property
     def max_pending_gain(self) -> int:
         """Maximum number of tokens that pending rounds yield."""
         return sum(pending.max_gain for pending in self.pending)
+
+    @property
+    def min_pending_gain(self) -> int:
+        """Minimum number of tokens that pending rounds yield."""
+        return sum(min(1, pending.max_gain) for pending in self.pending)
 
     def num_recomputed(self, length: int) -> int:
         """Positions cached without states that have arrived since, for a sequence of `length` tokens."""

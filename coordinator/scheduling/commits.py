@@ -33,7 +33,7 @@ class Commit:
     method: DraftMethod | None = None
     """Draft method used; None if nothing was drafted."""
     proposal: Proposal | None = None
-    """The draft worker's answer, possibly only partly verified."""
+    """The draft model's tokens, possibly only partly verified."""
     lookup: Lookup = NO_LOOKUP
     """The lookup of the draft plan."""
     branch: int | None = None
@@ -127,7 +127,7 @@ class Counters:
 
     def add_times(self, proposed: Timed, verified: Timed, elapsed: float) -> None:
         """Record a round's seconds by stage. `elapsed`: seconds of the whole round."""
-        self.stage_seconds["draft"] += proposed.forward
+        self.stage_seconds["draft"] += proposed.forward + verified.draft
         self.stage_seconds["verify"] += verified.forward
         self.stage_seconds["realign"] += proposed.realign + verified.realign
         self.stage_seconds["wire"] += proposed.wire + verified.wire

@@ -1,4 +1,4 @@
-"""A sequence's drafts in a round: what to ask the draft worker, and which of its tokens to verify. Pure."""
+"""A sequence's drafts in a round: what to ask of the draft, and which of its tokens to verify. Pure."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,16 @@ from coordinator.scheduling.caches import PendingRound
 from coordinator.scheduling.sequence import Sequence
 from specpool.drafting.acceptance import agreement_length, known_tokens, likely_tokens
 from specpool.drafting.plans import DraftPlan
-from specpool.protocol.rounds import MAX_ITEM_UNVERIFIED, Branch, ItemStatus, Proposal, ProposeItem
+from specpool.protocol.rounds import (
+    MAX_ITEM_UNVERIFIED,
+    Branch,
+    ItemStatus,
+    OwnDraft,
+    OwnDraftItem,
+    Proposal,
+    ProposeItem,
+    VerifyItem,
+)
 from specpool.protocol.worker_info import WorkerInfo
 
 # Rounds of backoff after the draft worker had no free slot.
@@ -16,9 +25,16 @@ DRAFT_BACKOFF_ROUNDS = 16
 class Drafts:
     """The drafts of one sequence in one round."""
 
-    def __init__(self, sequence: Sequence, plan: DraftPlan, round_id: int, chance: Callable[[float], float]) -> None:
-        """`chance`: acceptance probability by draft probability."""
-        self.sequence, self.plan = sequence, plan
+    def __init__(
+        self,
+        sequence: Sequence,
+        plan: DraftPlan,
+        round_id: int,
+        chance: Callable[[float], float],
+        own_draft: WorkerInfo | None,
+    ) -> None:
+        """`chance`: acceptance probability by draft probability. `own_draft`: the draft that the target carries."""
+        self.sequence, self.plan, self.own_draft = sequence, plan, own_draft
         self.proposal: Proposal | None = None
         """The proposal whose tokens the round verifies."""
         self.cache_misses = 0
@@ -40,7 +56,7 @@ class Drafts:
     @property
     def wants_drafts(self) -> bool:
         """Whether the draft worker is to draft for the sequence, or to follow its prompt."""
-        return self.plan.num_draft_tokens > 0
+        return self.plan.num_draft_tokens > 0 and self.own_draft is None
 
     @property
     def drafts_ahead(self) -> bool:
@@ -59,9 +75,7 @@ class Drafts:
 
     def _start(self, worker: WorkerInfo) -> int:
         """Return the position of the first token that the draft worker must run if the prediction holds."""
-        page_size = max(1, worker.kv_positions_multiple)
-        # After first contact, the base counts: it may lie before the prediction.
-        return self._base_length or self.sequence.draft.predicted // page_size * page_size
+        return self.sequence.draft.start_after(self._base_length, worker.kv_positions_multiple)
 
     def catchup(self, worker: WorkerInfo) -> int:
         """Return the number of committed tokens that the draft worker must run; 0 to leave the sequence out."""
@@ -160,6 +174,32 @@ class Drafts:
         """Draft tokens that are worth verifying; all of them without confidences."""
         return likely_tokens(token_ids, map(self._chance, proposal.confidences), self.plan.min_chance)
 
+    # --- The draft that the target worker carries
+
+    @property
+    def _num_own_tokens(self) -> int:
+        if self.own_draft is None:
+            return 0
+        return max(0, min(self.plan.num_draft_tokens, self.sequence.max_num_own_draft_tokens))
+
+    def own_item(self, *, may_verify: bool) -> OwnDraftItem | None:
+        """What the target worker is to draft itself; None if nothing. `may_verify`: whether the round decodes."""
+        sequence, plan = self.sequence, self.plan
+        if not (k := self._num_own_tokens):
+            return None
+        return OwnDraftItem(
+            max_verified=k if may_verify else 0,
+            num_draft_tokens=k if plan.drafts_next else 0,
+            max_length=sequence.max_length - 1,  # the last token comes from the target
+            min_chance=plan.min_chance,
+            next_chance=plan.next_chance,
+        )
+
+    def take_own(self, own: OwnDraft) -> None:
+        """Take the draft that a round found in the target worker, once the round has committed."""
+        self._is_cached(own)
+        self.proposal, self._draft_ids = own, own.verified_ids
+
     # --- Branches of the round before
 
     def take_branches(self, target_selects: bool) -> None:
@@ -182,15 +222,22 @@ class Drafts:
                 drafts = self._drafts_of(branch, min(limit, sequence.remaining - branch.num_accepted - 2))
                 self._by_outcome.setdefault(branch.outcome, drafts)
         if self.plan.lookup_ids and not pending.item.branches:
-            self._take_lookup(pending.item.draft_token_ids)
+            self._take_lookup(pending.item)
 
-    def _take_lookup(self, pending_ids: tuple[int, ...]) -> None:
-        """Add the remaining prompt-lookup tokens as a branch for the outcome that the lookup predicts."""
+    def _take_lookup(self, pending: VerifyItem) -> None:
+        """Add the remaining prompt-lookup tokens as a branch for the outcome that the lookup predicts.
+
+        If the pending round verifies the target worker's own draft, any number of its tokens may be accepted.
+        """
         sequence, looked_up = self.sequence, self.plan.lookup.token_ids
         gained = tuple(sequence.token_ids[self._planned_length :])
-        accepted = agreement_length(pending_ids, looked_up[len(gained) :])
-        end = len(gained) + accepted
-        if gained == looked_up[: len(gained)] and end < len(looked_up):
+        if gained != looked_up[: len(gained)]:
+            return
+        num_own = pending.own_draft.max_verified if pending.own_draft is not None else 0
+        agreed = agreement_length(pending.draft_token_ids, looked_up[len(gained) :])
+        for accepted in range(num_own + 1) if num_own else (agreed,):
+            if (end := len(gained) + accepted) >= len(looked_up):
+                break
             limit = min(len(self.plan.lookup_ids), sequence.remaining - accepted - 2)
             rest, outcome = looked_up[end + 1 : end + 1 + max(0, limit)], (accepted, looked_up[end])
             if outcome not in self._by_outcome or not self._by_outcome[outcome][1]:
@@ -218,13 +265,14 @@ class Drafts:
 
     @property
     def is_from_model(self) -> bool:
-        """Whether the draft worker proposed the tokens to verify."""
+        """Whether the draft model proposed the tokens to verify."""
         return bool(self._draft_ids)
 
     @property
     def max_num_tokens(self) -> int:
         """Maximum number of draft tokens to verify."""
-        return max([len(self.token_ids), *(len(draft_ids) for _, draft_ids in self._by_outcome.values())])
+        num_own = self._num_own_tokens if self.sequence.is_decoding else 0
+        return max([num_own, len(self.token_ids), *(len(draft_ids) for _, draft_ids in self._by_outcome.values())])
 
     @property
     def _lookup_ids(self) -> tuple[int, ...]:

@@ -33,12 +33,13 @@ class Round:
         chance: Callable[[float], float] = float,
         pass_seconds: Callable[[int], float] | None = None,
         features: WantedFeatures | None = None,
+        own_draft: WorkerInfo | None = None,
     ) -> None:
         """`prefill_tokens`: budget of each worker for long catch-ups. `chance`: acceptance by draft probability.
 
         `plans`: by sequence id. Without a plan, the model drafts as many tokens as the request allows.
         `pass_seconds`: seconds of the target worker's pass by rows, which limit prefill; None: no limit.
-        `features`: hidden states that the draft worker reads.
+        `features`: hidden states that the draft worker reads. `own_draft`: the draft that the target worker carries.
         """
         self.round_id, self.features = round_id, features
         self._prefill_tokens, self._pass_seconds = prefill_tokens, pass_seconds
@@ -46,7 +47,7 @@ class Round:
         self._verifications: dict[int, Verification] = {}
         for sequence in group:
             plan = plans.get(sequence.sequence_id) or DraftPlan(sequence.max_num_draft_tokens)
-            drafts = self._drafts[sequence.sequence_id] = Drafts(sequence, plan, round_id, chance)
+            drafts = self._drafts[sequence.sequence_id] = Drafts(sequence, plan, round_id, chance, own_draft)
             self._verifications[sequence.sequence_id] = Verification(drafts, round_id, features)
 
     @property

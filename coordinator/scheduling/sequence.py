@@ -178,8 +178,7 @@ class Sequence:
         pending = self.target.pending
         if not pending:
             return True
-        gain = sum(min(1, each.max_gain) for each in pending)
-        is_last = self.num_generated + gain >= self.request.max_tokens
+        is_last = self.num_generated + self.target.min_pending_gain >= self.request.max_tokens
         return len(pending) == 1 and not is_last and not self.blame.is_suspect
 
     @property
@@ -200,7 +199,7 @@ class Sequence:
     @property
     def shape(self) -> Shape:
         length = len(self.token_ids)
-        draft_lag = max(MAX_DRAFT_LAG, length - max(self.draft_base_length, self.draft.predicted))
+        draft_lag = max(MAX_DRAFT_LAG, length - self.draft.start_after(self.draft_base_length))
         return length, length - self.target.start, draft_lag, self.max_num_draft_tokens
 
     @property
@@ -211,12 +210,18 @@ class Sequence:
     @property
     def next_length(self) -> int:
         """Maximum number of positions after the next round."""
-        return len(self.token_ids) + self.target.max_pending_gain + max(0, self.max_num_draft_tokens)
+        length = len(self.token_ids) + self.target.max_pending_gain + self.request.num_speculative_tokens
+        return min(self.max_length, length)
 
     @property
     def max_num_draft_tokens(self) -> int:
         """Maximum useful draft tokens. Every round gains one token more than it accepts."""
         return min(self.request.num_speculative_tokens, self.remaining - self.target.max_pending_gain - 1)
+
+    @property
+    def max_num_own_draft_tokens(self) -> int:
+        """Like `max_num_draft_tokens`, for drafts that the target worker makes and cuts itself."""
+        return min(self.request.num_speculative_tokens, self.remaining - self.target.min_pending_gain - 1)
 
     def page_digests(self, page_size: int, length: int) -> list[bytes]:
         """Return the digests of the full pages in the first `length` tokens. Empty if prefixes are not shared."""

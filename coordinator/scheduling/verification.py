@@ -37,6 +37,8 @@ class Verification:
         base, start = (target.base_length, target.start) if after is None else (0, 0)
         tokens = tuple(sequence.token_ids[base : start + count]) if after is None else ()
         is_first_contact = after is None and base == 0
+        if is_first_contact and self.drafts.own_draft is not None:
+            sequence.draft.commit(0)  # the worker's cache of its own draft begins anew, too
         end = base + len(tokens)
         prefill_only = after is None and end < len(sequence.token_ids)
         item = VerifyItem(
@@ -53,15 +55,20 @@ class Verification:
             branches=self.drafts.branches,
             max_draft_tokens=0 if prefill_only else self._max_draft_tokens,
             want_features=self._wants_features(end if prefill_only else len(sequence.token_ids)),
+            own_draft=self.drafts.own_item(may_verify=sequence.is_decoding),
         )
         self.pending = PendingRound(self._round_id, item, end if prefill_only else None)
         target.send(self.pending)
         return item
 
     def _wants_features(self, end: int) -> bool:
-        """Whether to ask for the states of the last committed positions before `end`."""
-        wants_drafts = self.sequence.request.num_speculative_tokens and self.drafts.plan.reads_states
-        if self._features is None or not wants_drafts:
+        """Whether to ask for the states of the last committed positions before `end`. An own draft reads all states."""
+        own_draft = self.drafts.own_draft
+        if not self.sequence.request.num_speculative_tokens or not self.drafts.plan.reads_states:
+            return False
+        if own_draft is not None:
+            return own_draft.features is not None
+        if self._features is None:
             return False
         return end > len(self.sequence.token_ids) - self._features.window
 
@@ -119,7 +126,11 @@ class Verification:
             sequence.draft.add_features(verdict.features, verdict.num_cached_tokens, self._features)
         target.commit(verdict.num_cached_tokens)
         self.pending.item.expected_prefix_length = verdict.prefix_length  # charge only the tokens that ran
-        return self._commit(verdict, self.pending.item) if verdict.token_ids else None
+        if verdict.token_ids:
+            return self._commit(verdict, self.pending.item)
+        if verdict.own_draft is not None:
+            self.drafts.take_own(verdict.own_draft)
+        return None
 
     def _handle_failure(self, verdict: Verdict, item: VerifyItem) -> None:
         sequence = self.sequence
@@ -145,10 +156,14 @@ class Verification:
     # --- The commit
 
     def _commit(self, verdict: Verdict, item: VerifyItem) -> Commit:
-        sequence, drafts, gained = self.sequence, self.drafts, verdict.token_ids
+        sequence, drafts, gained, own = self.sequence, self.drafts, verdict.token_ids, verdict.own_draft
+        if own is not None and own.num_verified:
+            item.draft_token_ids = own.verified_ids
         drafted, forced = len(item.draft_token_ids), verdict.num_forced_tokens
         index = drafts.settle(gained)
         kept, shown = sequence.commit(gained, drafts.branch(index))
+        if own is not None:
+            drafts.take_own(own)
         # If a stop ends the round within the draft, the last emitted token counts as the bonus token.
         all_accepted = len(kept) - 1
         accepted = min(all_accepted, drafted)

@@ -122,11 +122,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         coordinator, settings = self._coordinator, self._coordinator.settings
         max_model_len = coordinator.max_model_len
-        draft = coordinator.draft.first if coordinator.draft is not None else None
+        drafts = [info for _, info in sorted(coordinator.lanes.drafts, key=lambda draft: not draft[0].is_ready)]
         return pb.GetModelInfoResponse(
             max_model_len=max_model_len,
             target=_model(coordinator.model),
-            draft=_model(draft.info) if draft is not None else None,
+            draft=_model(drafts[0]) if drafts else None,
             default_max_tokens=settings.default_max_tokens,
             num_speculative_tokens=settings.num_speculative_tokens,
             max_num_speculative_tokens=settings.max_num_speculative_tokens,
@@ -141,11 +141,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _server_info(self) -> pb.GetServerInfoResponse:
         coordinator, counters = self._coordinator, self._coordinator.counters
-        links: list[WorkerLink] = [*coordinator.lanes.links, *coordinator.lanes.draft_links]
+        links: list[WorkerLink] = list({*coordinator.lanes.links, *(link for link, _ in coordinator.lanes.drafts)})
         loads = dict(zip(links, await asyncio.gather(*map(_load, links)), strict=True))
         # From here on nothing waits: lanes come, go and change roles.
         lanes, standby = list(coordinator.lanes), coordinator.lanes.standby
-        drafts = [_worker_state(link, loads) for link in coordinator.lanes.draft_links]
+        drafts = [_draft_state(link, info, loads) for link, info in coordinator.lanes.drafts]
         return pb.GetServerInfoResponse(
             version=package_version(),
             uptime_s=time.monotonic() - coordinator.started,
@@ -217,13 +217,30 @@ def _without_logprobs(sample: Sample) -> pb.GenerateResponse:
     )
 
 
-async def _load(link: WorkerLink) -> common_pb2.WorkerLoad | None:
+Loads = Mapping[WorkerLink, common_pb2.GetWorkerInfoResponse | None]
+
+
+async def _load(link: WorkerLink) -> common_pb2.GetWorkerInfoResponse | None:
     return await link.load() if link.is_ready else None
 
 
-def _worker_state(link: WorkerLink, loads: Mapping[WorkerLink, common_pb2.WorkerLoad | None]) -> pb.WorkerState:
-    model = _model(link.info)
-    return pb.WorkerState(address=link.address, state=link.state, reason=link.reason, model=model, load=loads.get(link))
+def _worker_state(link: WorkerLink, loads: Loads) -> pb.WorkerState:
+    described = loads.get(link)
+    load = described.load if described is not None else None
+    return _state(link, link.info, load)
+
+
+def _draft_state(link: WorkerLink, info: WorkerInfo | None, loads: Loads) -> pb.WorkerState:
+    """The state of a draft worker, or of the draft that a target worker carries. `info`: of the draft."""
+    if info is link.info:
+        return _worker_state(link, loads)
+    described = loads.get(link)
+    load = described.draft.load if described is not None else None
+    return _state(link, info, load)
+
+
+def _state(link: WorkerLink, info: WorkerInfo | None, load: common_pb2.WorkerLoad | None) -> pb.WorkerState:
+    return pb.WorkerState(address=link.address, state=link.state, reason=link.reason, model=_model(info), load=load)
 
 
 def _model(info: WorkerInfo | None) -> common_pb2.ModelInfo | None:

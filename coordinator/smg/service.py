@@ -150,7 +150,7 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
     async def _loads(self) -> smg.GetLoadsResponse:
         targets = [lane.link for lane in self._coordinator.lanes if lane.is_ready]
         answers = await asyncio.gather(*(target.load() for target in targets))
-        return loads(self._coordinator, [load for load in answers if load is not None], package_version())
+        return loads(self._coordinator, [answer.load for answer in answers if answer is not None], package_version())
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Any

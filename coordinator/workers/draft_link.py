@@ -13,10 +13,9 @@ from coordinator.workers.states import Backoff, LinkState
 from coordinator.workers.streams import RoundCalls
 from specpool.drafting.costs import UNKNOWN_DRAFT, Timed
 from specpool.protocol.codec import propose_request
-from specpool.protocol.features import FeatureSpec
 from specpool.protocol.responses import InvalidResponseError, max_propose_bytes, read_proposals
 from specpool.protocol.rounds import Proposal, ProposeItem
-from specpool.protocol.worker_info import WorkerInfo
+from specpool.protocol.worker_info import WorkerInfo, why_not_a_pair
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import draft_worker_pb2_grpc
 
@@ -58,10 +57,7 @@ class DraftLink(WorkerLink):
     async def _check(self, info: WorkerInfo) -> None:
         target = self._target.info
         assert target is not None
-        if info.tokenizer_fingerprint != target.tokenizer_fingerprint:
-            raise MismatchError(f"the draft {info.model} uses a different tokenizer than the target {target.model}")
-        if info.features is not None:
-            _check_features(info.model, info.features, target)
+        check_pair(info, target)
 
     def _back_off(self, reason: str) -> None:
         self._rounds_served = 0
@@ -108,15 +104,7 @@ class DraftLink(WorkerLink):
         return sum(map(self.step_times, [sum(item.max_num_new_tokens for item in items), *steps]))
 
 
-def _check_features(draft: str, features: FeatureSpec, target: WorkerInfo) -> None:
-    """Raise MismatchError unless the target returns these features."""
-    if not target.returns_features:
-        reason = f"hidden states, which the target {target.model} does not return"
-    elif not all(0 < layer <= target.num_layers for layer in features.layers):
-        layers = ", ".join(map(str, features.layers))
-        reason = f"hidden states after layers {layers}, but the target {target.model} has {target.num_layers} layers"
-    elif features.width != (width := len(features.layers) * target.hidden_size):
-        reason = f"hidden states of {features.width} numbers, but those of the target {target.model} have {width}"
-    else:
-        return
-    raise MismatchError(f"the draft {draft} reads {reason}")
+def check_pair(draft: WorkerInfo, target: WorkerInfo) -> None:
+    """Raise MismatchError unless the draft can draft for the target."""
+    if (reason := why_not_a_pair(draft, target)) is not None:
+        raise MismatchError(reason)

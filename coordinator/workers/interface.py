@@ -64,6 +64,8 @@ class Target(Worker, Protocol):
     @property
     def instance_id(self) -> str: ...
     def has_ended(self, instance_id: str) -> bool | None: ...
+    @property
+    def draft_step_times(self) -> StepTimes: ...
     async def wait_ready(self) -> None: ...
     async def release(self, sequence_ids: Iterable[int]) -> bool: ...
     @property
@@ -76,6 +78,7 @@ class Target(Worker, Protocol):
         complete: Complete,
         may_join: bool,
         features: WantedFeatures | None,
+        hints: tuple[Iterable[float], float],
     ) -> tuple[list[Verdict], Timed]: ...
     async def check_rounds(self, instance_id: str) -> None: ...
 
@@ -95,12 +98,19 @@ class Draft(Worker, Protocol):
 
 @dataclass(frozen=True)
 class Workers:
-    """The target, and the draft workers as one. Without a draft worker, only prompt lookup drafts."""
+    """The target, and the draft workers as one. Without a draft model, only prompt lookup drafts."""
 
     target: Target
     draft: Draft | None
 
     @property
+    def own_draft(self) -> WorkerInfo | None:
+        """The draft that the target worker carries. It replaces the draft workers."""
+        return self.target.info.draft if self.target.info is not None else None
+
+    @property
     def ready_draft(self) -> Draft | None:
-        """The draft worker, if calls to it are likely to succeed."""
-        return self.draft if self.draft is not None and self.draft.is_ready else None
+        """The draft worker, if it drafts for this target, and calls to it are likely to succeed."""
+        if self.draft is None or self.own_draft is not None:
+            return None
+        return self.draft if self.draft.is_ready else None

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -15,7 +15,7 @@ from coordinator.workers.interface import Cause, MismatchError, WorkerRefusedErr
 from coordinator.workers.releases import Releases
 from coordinator.workers.states import Backoff, LinkState, Recent, StateLog
 from coordinator.workers.streams import RoundCalls, is_cancelled
-from specpool.drafting.costs import StepTimes, Timed
+from specpool.drafting.costs import UNKNOWN_DRAFT, StepTimes, Timed
 from specpool.protocol.codec import release_request
 from specpool.protocol.responses import InvalidResponseError, decoded, read_worker_info
 from specpool.protocol.worker_info import WorkerInfo
@@ -60,6 +60,8 @@ class WorkerLink:
         """(host, device) pairs, several for a sharded model. Workers on the same device compete for it."""
         self.step_times = StepTimes(self._unknown_times)
         """Step times of the worker, reset after each reconnect."""
+        self.draft_step_times = StepTimes(UNKNOWN_DRAFT)
+        """Step times of the draft that the worker carries."""
         self.on_change: Callable[[], None] | None = None
         self._connector = connector
         self._coordinator_id = coordinator_id
@@ -136,16 +138,22 @@ class WorkerLink:
                 async with asyncio.timeout(PROBE_SECONDS):
                     await self._probe_now.wait()
 
-    async def load(self) -> common_pb2.WorkerLoad | None:
-        """Query the worker's load. None if it does not respond. Concurrent callers share one query."""
+    async def load(self) -> common_pb2.GetWorkerInfoResponse | None:
+        """Query the load of the worker and of the draft that it carries. None if it does not respond.
+
+        Concurrent callers share one query.
+        """
         return await self._load.get()
 
-    async def _query_load(self) -> common_pb2.WorkerLoad | None:
+    async def _query_load(self) -> common_pb2.GetWorkerInfoResponse | None:
+        request = common_pb2.GetWorkerInfoRequest()
         try:
-            response = await self._stub.GetWorkerInfo(common_pb2.GetWorkerInfoRequest(), timeout=PROBE_TIMEOUT_SECONDS)
+            return cast(
+                common_pb2.GetWorkerInfoResponse | None,
+                await self._stub.GetWorkerInfo(request, timeout=PROBE_TIMEOUT_SECONDS),
+            )
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError):  # the link may be closed
             return None
-        return None if response is None else response.load
 
     async def release(self, sequence_ids: Iterable[int]) -> bool:
         """Free sequences, including those of failed releases. Return False if the worker cannot do it now.
@@ -324,11 +332,9 @@ class WorkerLink:
         is_new = info.instance_id != self.instance_id
         if self.info is not None and is_new:
             await self._release_all(info.instance_id)
-        if len(info.step_seconds) < 2:
-            times = StepTimes(self._unknown_times, max_rows=info.max_rows)
-        else:
-            times = StepTimes(info.step_seconds, info.step_cached, info.seconds_per_cached, info.max_rows)
-        self.info, self.step_times = info, times
+        self.info, self.step_times = info, _step_times(info, self._unknown_times)
+        if info.draft is not None:
+            self.draft_step_times = _step_times(info.draft, UNKNOWN_DRAFT)
         host, devices = self.address.rpartition(":")[0], [info.device, *(rank.device for rank in info.ranks)]
         # Without the GPU's name, as in "cuda:0 (NVIDIA H200)".
         self.hosts_and_devices = frozenset((host, device.partition(" ")[0]) for device in devices)
@@ -358,6 +364,13 @@ class WorkerLink:
             self._rounds.close()  # a draining worker waits for open streams
         if changed and self.on_change is not None:
             self.on_change()
+
+
+def _step_times(info: WorkerInfo, unknown: Mapping[int, float]) -> StepTimes:
+    """The step times that a worker has measured. `unknown`: seconds by rows without measurements."""
+    if len(info.step_seconds) < 2:
+        return StepTimes(unknown, max_rows=info.max_rows)
+    return StepTimes(info.step_seconds, info.step_cached, info.seconds_per_cached, info.max_rows)
 
 
 def timed(elapsed: float, response: Any) -> Timed:

@@ -10,6 +10,7 @@ import grpc
 
 from coordinator.prompts.description import TokenizerDescription, TokenizerError
 from coordinator.prompts.tokenizer_pool import LimitError, TokenizerPool
+from coordinator.workers.draft_link import check_pair
 from coordinator.workers.interface import (
     Cause,
     Complete,
@@ -30,6 +31,7 @@ from specpool.protocol.responses import (
     decoded,
     drops_features,
     max_verify_bytes,
+    read_draft_rows,
     read_evicted_pages,
     read_tokenizer,
     read_verdicts,
@@ -99,6 +101,8 @@ class TargetLink(WorkerLink):
 
     async def _check(self, info: WorkerInfo) -> None:
         self._model.check(info)
+        if info.draft is not None:
+            check_pair(info.draft, info)
         if self.info is None:
             async with self._model.reading_tokenizer:  # others may be described meanwhile
                 self._model.check(info)
@@ -203,14 +207,15 @@ class TargetLink(WorkerLink):
         complete: Complete = _complete,
         may_join: bool = False,
         features: WantedFeatures | None = None,
+        hints: tuple[Iterable[float], float] = ((), 0.0),
     ) -> tuple[list[Verdict], Timed]:
         """Run a target round. Raises WorkerUnreachableError, WorkerRefusedError.
 
         An invalid response is retried once, since a repeated round gets the same answer. `traceparent`: parent span.
         `complete`: awaited before the response is read, which needs complete items. `may_join`: see `VerifyRequest`.
-        `features`: for the items that want them.
+        `features`: for the items that want them. `hints`: see `verify_request`.
         """
-        request = verify_request(self._coordinator_id, round_id, items, traceparent, may_join, features)
+        request = verify_request(self._coordinator_id, round_id, items, traceparent, may_join, features, hints)
         try:
             return await self._retried(lambda: self._verify(request, items, complete, features))
         except (WorkerUnreachableError, WorkerRefusedError) as error:
@@ -250,4 +255,10 @@ class TargetLink(WorkerLink):
         if features is not None and not self._drops_features and drops_features(response, verdicts):
             self._drops_features = True
             log.warning("ignoring features of the worker at %s: their size is wrong", self.address)
-        return verdicts, timed(elapsed, response)
+        return verdicts, _with_draft(timed(elapsed, response), response)
+
+
+def _with_draft(verified: Timed, response: target_worker_pb2.VerifyResponse) -> Timed:
+    """Add the duration of the worker's own draft, clamped like the others. Raises InvalidResponseError."""
+    rows = tuple(read_draft_rows(response))
+    return replace(verified, draft=min(response.draft_ns / 1e9, verified.wire), draft_rows=rows)

@@ -90,7 +90,7 @@ def table_of(result: Mapping[str, object]) -> Table:
 
 async def _demo(settings: DemoSettings, lines: list[PromptLine]) -> tuple[dict[str, object], str]:
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        starting = progress.add_task("starting three processes", total=None)
+        starting = progress.add_task("starting the processes", total=None)
         async with running(settings) as address, AsyncClient(address) as client:
             progress.update(starting, visible=False)
             task = progress.add_task("generating", total=2 * settings.repeats * len(lines))

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from specpool.cli.processes import WRONG_SETTINGS, ProcessFailedError, Service
-from specpool.engine.config.device_names import may_be_gpu
+from specpool.engine.config.device_names import CPU, exact_name
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.models.preflight import InvalidOptionError, check_options, check_same_tokenizer
+from specpool.engine.config.target_options import TargetOptions
+from specpool.engine.models.preflight import InvalidOptionError, check_options, check_pair, check_target
 from specpool.rpc.config.settings import ListeningSettings
 from specpool.rpc.ports import ListenError, check_port
 from specpool.rpc.security.channel import SecurityOptions
@@ -75,32 +76,49 @@ def check_services(services: list[Service]) -> None:
             for setting in ("port", "metrics_port"):
                 if (port := service.settings.get(setting)) is not None:
                     check_port(setting, service.settings.get("host", DEFAULT_HOST), port)
-        options: dict[str, list[EngineOptions]] = {}
+        options: dict[str, list[TargetOptions]] = {}
         for service in services:
             if WORKER in service.name:
                 role = service.name.partition(WORKER)[0]
                 options.setdefault(role, []).append(_check_options(role, service))
         if "draft" in options:
-            check_same_tokenizer(options["target"][0], options["draft"][0])
-        for target, other in combinations(options["target"], 2):
-            _check_shared_gpu(target, other, "targets", "give each a target_device")
-        for standby in options.get("standby", []):
-            _check_shared_gpu(options["target"][0], standby, "target and standby", "give standby_devices")
+            check_pair(options["target"][0], options["draft"][0])
+        workers = [(role, each) for role, of_role in options.items() for each in of_role]
+        for one, other in combinations(workers, 2):
+            _check_shared_gpu(one, other)
     except (ListenError, InvalidOptionError) as error:
         raise ProcessFailedError(str(error), WRONG_SETTINGS) from None
 
 
-def _check_options(role: str, worker: Service) -> EngineOptions:
-    given = {name: value for name, value in worker.settings.items() if name in EngineOptions.model_fields}
-    options = EngineOptions(**{name: value for name, value in given.items() if value is not None})
+def _check_options(role: str, worker: Service) -> TargetOptions:
+    given = {name: value for name, value in worker.settings.items() if name in TargetOptions.model_fields}
+    options = TargetOptions(**{name: value for name, value in given.items() if value is not None})
     devices = f"{role}_devices" if options.tensor_parallel > 1 or role == "standby" else f"{role}_device"
-    check_options(options, {"model": role, "device": devices})
+    names = {"model": role, "device": devices}
+    if role == "draft":
+        check_options(options, names)
+    else:
+        check_target(options, names)
     return options
 
 
-def _check_shared_gpu(target: EngineOptions, other: EngineOptions, names: str, remedy: str) -> None:
-    """Refuse a shared GPU without a cache size: the first worker to start would leave too little for the other."""
-    shared = set(target.device.split(",")) & set(other.device.split(","))
-    if not target.memory_limits and any(map(may_be_gpu, shared)):
-        reason = f"must be given, since {names} share {', '.join(sorted(shared))} and each needs a KV cache"
-        raise InvalidOptionError("target_kv_memory", f"{reason}; or {remedy}")
+def _check_shared_gpu(*workers: tuple[str, EngineOptions]) -> None:
+    """Refuse two workers of some role on one GPU, unless both caches are bounded.
+
+    A default cache takes a share of the memory that is free when its worker starts, and so depends on the other worker.
+    """
+    (role, one), (other_role, other) = workers
+    shared = _gpus(one) & _gpus(other)
+    unbounded = [name for name, options in workers if not options.memory_limits]
+    if not shared or not unbounded:
+        return
+    names = f"{role}s" if role == other_role else f"{role} and {other_role}"
+    remedies = {"target": "each a target_device", "draft": "draft_device", "standby": "standby_devices"}
+    reason = f"must be given, since {names} share {', '.join(sorted(shared))} and each needs a KV cache"
+    setting = "draft_kv_memory" if unbounded[0] == "draft" else "target_kv_memory"
+    raise InvalidOptionError(setting, f"{reason}; or give {remedies[other_role]}")
+
+
+def _gpus(options: EngineOptions) -> set[str]:
+    """Return the GPUs of a worker."""
+    return {exact_name(name) for name in options.device.split(",")} - {CPU}

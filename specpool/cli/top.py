@@ -205,7 +205,7 @@ def _worker(worker: Worker) -> RenderableType:
     lines: list[RenderableType] = [
         Text.assemble(
             (worker.role, "bold"),
-            f" at {clean(worker.address)}: ",
+            f"{' with the target' if worker.is_carried else ''} at {clean(worker.address)}: ",
             (clean(worker.state), STATE_STYLES.get(worker.state, "yellow")),
             clean("".join(f", {part}" for part in details if part)),
         )

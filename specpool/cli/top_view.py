@@ -84,6 +84,8 @@ class Worker:
 
     role: str
     address: str
+    is_carried: bool
+    """Whether the worker is the draft of the target worker at this address."""
     state: str
     reason: str
     model: str
@@ -130,6 +132,7 @@ def view_of(
     fixed = models is not None and models.HasField("num_speculative_tokens")
     standby = [info.standby] if info.HasField("standby") else []
     roles = {"target": info.targets, "draft": info.draft_workers, "standby": standby}
+    carriers = {state.address for state in (*info.targets, *standby)}
     return View(
         address=address,
         version=info.version,
@@ -144,7 +147,11 @@ def view_of(
             max_model_len=models.max_model_len if models is not None else None,
         ),
         plan=Plan(plan.draft_steps, plan.expected_tokens_per_s, plan.plain_tokens_per_s),
-        workers=tuple(_worker(role, state) for role, states in roles.items() for state in states),
+        workers=tuple(
+            _worker(role, state, is_carried=role == "draft" and state.address in carriers)
+            for role, states in roles.items()
+            for state in states
+        ),
         now=activity(info, earlier) if earlier is not None else None,
         since_start=activity(info),
     )
@@ -155,13 +162,14 @@ def equivalence_name(model: common_pb2.ModelInfo) -> str:
     return common_pb2.Equivalence.Name(model.equivalence).removeprefix("EQUIVALENCE_").lower()
 
 
-def _worker(role: str, state: pb.WorkerState) -> Worker:
+def _worker(role: str, state: pb.WorkerState, is_carried: bool) -> Worker:
     model, load = state.model, state.load if state.HasField("load") else None
     positions = load.kv_positions_total if load is not None else 0
     others = sorted(kind for kind in model.weight_kinds if kind != model.dtype)
     return Worker(
         role=role,
         address=state.address,
+        is_carried=is_carried,
         state=state.state,
         reason=state.reason,
         model=model.model,

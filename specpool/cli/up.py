@@ -1,4 +1,7 @@
-"""`specpool up`: coordinator, draft and target workers and perhaps a standby on this machine, one process each."""
+"""`specpool up`: coordinator, target workers, draft workers and perhaps a standby on this machine, one process each.
+
+Target workers on a GPU carry the draft, so there are no draft workers by default.
+"""
 
 import asyncio
 import math
@@ -26,6 +29,8 @@ from specpool.rpc.security.settings import ServerSecurity
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 PER_MODEL = ("revision", "weights", "activations", "kv_memory", "memory_limit")
 """Settings that target and draft have separately, such as "target_revision"."""
+OF_CARRIED = ("draft_revision", "draft_activations", "draft_kv_memory")
+"""Settings of a draft that target workers carry."""
 UNNUMBERED = {"target worker", "draft worker"}
 """Workers that log under the default name of their process."""
 PER_PROCESS = {"config", "host", "port", "metrics_port"}
@@ -46,7 +51,8 @@ def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Se
     """Return the processes for these models, in starting order."""
     given = {"target": target, "draft": draft, "standby": target if settings.standby else None}
     models = {role: model for role, model in given.items() if model is not None}
-    numbers = {role: range(1, _count(settings, role) + 1) for role in models}
+    roles = models.keys() - ({"draft"} if settings.is_colocated else set())
+    numbers = {role: range(1, _count(settings, role) + 1) for role in models if role in roles}
     ports = count(free_port(sum(map(len, numbers.values()))))
     workers = {
         role: [_worker(role, number, models, next(ports), settings) for number in each]
@@ -98,6 +104,8 @@ def _worker(role: str, number: int, models: Mapping[str, str], port: int, settin
         flags["metrics_port"] = settings.metrics_port + settings.metrics_offset(role, number)
     if like == "target":
         flags |= _devices(settings, (settings.standby_devices if role == "standby" else ()) or settings.target_devices)
+        if settings.is_colocated:
+            flags |= {"draft": models["draft"], **{name: getattr(settings, name) for name in OF_CARRIED}}
     name = f"{role} worker" + f" {number}" * (_count(settings, role) > 1)
     if name not in UNNUMBERED:
         flags["log_name"] = name.replace(" ", "-")

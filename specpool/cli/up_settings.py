@@ -2,12 +2,13 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ByteSize, Field, field_validator, model_validator
 
 from coordinator.config.settings import MAX_SPECULATIVE_TOKENS, CoordinatorSettings, PolicyName
 from specpool.drafting.plans import DraftMethod
+from specpool.engine.config.device_names import exact_name, may_be_gpu
 from specpool.engine.config.options import INT8, Activations, EngineOptions, check_int8
 from specpool.environment.process import usable_cpus
 from specpool.rpc.config.settings import ListeningSettings
@@ -30,6 +31,9 @@ WORKER: dict[str, Any] = WorkerSettings.model_fields
 class UpSettings(ListeningSettings):
     """Serve a pair on this machine: coordinator, draft and target workers. Default: the embedded pair."""
 
+    colocates_on_cpu: ClassVar[bool] = False
+    """Whether target workers on a CPU carry the draft by default, as on a GPU (docs/decisions.md)."""
+
     port: int = COORDINATOR["port"]
     target: str | None = Field(
         None, min_length=1, description="target: hub id, folder or GGUF file; default: the embedded pair's"
@@ -44,6 +48,11 @@ class UpSettings(ListeningSettings):
     draft_revision: str | None = ENGINE["revision"]
     targets: int = Field(1, ge=1, le=MAX_WORKERS, description="target workers, which share the sequences")
     drafts: int = Field(1, ge=1, le=MAX_WORKERS, description="draft workers")
+    separate: bool | None = Field(
+        None,
+        description="run the draft in a worker of its own, instead of in each target worker; default: on a CPU, with "
+        "several drafts, or if draft_device is another device than the target's",
+    )
     target_device: Names = Field(
         ("auto",),
         min_length=1,
@@ -57,7 +66,11 @@ class UpSettings(ListeningSettings):
     target_activations: Activations = ENGINE["activations"]
     draft_activations: Activations = ENGINE["activations"]
     target_kv_memory: ByteSize | None = Field(
-        None, description="KV cache size of a target per rank; required if several, or a standby, share a GPU"
+        None, description="KV cache size of a target per rank; required if the target shares a GPU with another worker"
+    )
+    draft_kv_memory: ByteSize | None = Field(
+        None,
+        description="KV cache size of a draft; required if a draft worker shares a GPU with another worker",
     )
     target_memory_limit: ByteSize | None = ENGINE["memory_limit"]
     draft_memory_limit: ByteSize | None = ENGINE["memory_limit"]
@@ -72,7 +85,8 @@ class UpSettings(ListeningSettings):
     draft_device: Names = Field(
         ("auto",),
         min_length=1,
-        description="device of the draft; with two GPUs: cuda:1. Several drafts take the devices of a list in turns",
+        description="device of the draft; with two GPUs: cuda:1. Several drafts take the devices of a list in turns; "
+        "default: the target's GPU, in its worker; otherwise a GPU if there is one",
     )
     threads: int = Field(
         default_factory=usable_cpus,
@@ -131,6 +145,8 @@ class UpSettings(ListeningSettings):
         for role in ("target", "draft"):
             if len(getattr(self, f"{role}_device")) > getattr(self, f"{role}s"):
                 raise ValueError(f"{role}_device has more devices than there are {role}s")
+            if None not in (getattr(self, f"{role}_kv_memory"), getattr(self, f"{role}_memory_limit")):
+                raise ValueError(f"give {role}_kv_memory or {role}_memory_limit, not both")
         if self.standby_devices and not self.standby:
             raise ValueError("standby_devices needs standby")
         if self.standby_devices and len(self.standby_devices) != max(1, len(self.target_devices)):
@@ -143,7 +159,10 @@ class UpSettings(ListeningSettings):
             }
             check_int8("target-", weights=self.target_weights, devices=devices)
         if self.draft_activations == INT8:
-            check_int8("draft-", devices={"--draft-device": self.draft_device})
+            flag = "--target-device" if self.is_colocated else "--draft-device"
+            devices = self._first_devices if self.is_colocated else self.draft_device
+            check_int8("draft-", devices={flag: devices})
+        self._check_colocated()
         for role, model in (("target", self.target), ("draft", self.draft)):
             if getattr(self, f"{role}_revision") is not None and model in (None, "none"):
                 raise ValueError(f"{role}_revision needs a {role} from the hub")
@@ -154,9 +173,37 @@ class UpSettings(ListeningSettings):
             raise ValueError("standby needs a single target; several take over from each other")
         if self.targets > 1 and self.target_devices:
             raise ValueError("target_devices shards a single target; give target_device for several")
-        has_draft = self.draft != "none" and (self.draft is not None or self.target is None)
-        if self.drafts > 1 and not has_draft:
+        if self.drafts > 1 and not self.has_draft:
             raise ValueError("drafts needs a draft")
+
+    def _check_colocated(self) -> None:
+        if self.separate is False and self.has_draft and not self.can_colocate:
+            raise ValueError("separate: targets can carry only one draft, on their own device")
+        if self.is_colocated and self.draft_memory_limit is not None:
+            raise ValueError("draft_memory_limit needs separate; a target and its draft share target_memory_limit")
+
+    @property
+    def has_draft(self) -> bool:
+        return self.draft != "none" and (self.draft is not None or self.target is None)
+
+    @property
+    def can_colocate(self) -> bool:
+        """Whether each target worker may carry the draft."""
+        devices = {exact_name(device) for device in self._first_devices}
+        chosen = self.draft_device if "draft_device" in self.model_fields_set else ()
+        return self.has_draft and self.drafts == 1 and all(devices == {exact_name(device)} for device in chosen)
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether each target worker carries the draft."""
+        if self.separate is not None:
+            return self.has_draft and not self.separate
+        return self.can_colocate and (self.colocates_on_cpu or all(map(may_be_gpu, self._first_devices)))
+
+    @property
+    def _first_devices(self) -> tuple[str, ...]:
+        """The device of each target's first rank."""
+        return self.target_devices[:1] or self.target_device
 
     def metrics_offset(self, role: str, number: int) -> int:
         """Return the offset of a worker's metrics port from the coordinator's. Workers are numbered from 1."""

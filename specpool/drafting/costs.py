@@ -166,16 +166,19 @@ def _bounded(seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of a call to a worker: in total, in the model, and in realignment."""
+    """Seconds of a call to a worker: in total, in the model, in realignment, and in the target worker's own draft."""
 
     elapsed: float = 0.0
     forward: float = 0.0
     realign: float = 0.0
+    draft: float = 0.0
+    draft_rows: tuple[int, ...] = ()
+    """Rows of each pass of the own draft. Empty if it only caught up."""
 
     @property
     def wire(self) -> float:
         """Time outside the worker's own measurements."""
-        return self.elapsed - self.forward - self.realign
+        return self.elapsed - self.forward - self.realign - self.draft
 
 
 @dataclass
@@ -189,19 +192,22 @@ class RoundCosts:
     exchange: float
     """Seconds of a round trip to a worker, without the pass."""
     plain_exchange: float | None = None
-    """Seconds between the passes of two plain rounds, whose messages may overlap with passes. None: as `exchange`."""
+    """Seconds between the passes of two rounds without a draft worker, whose messages may overlap with passes. None:
+    as `exchange`."""
     scheduling: float = 0.0
     """Seconds that the coordinator itself takes in a round with drafts."""
     ahead_exchange: float | None = None
     """Seconds from the result of a verification until the branches of the next one arrive, excluding the draft worker's
     passes. None if the target worker cannot select branches."""
+    has_own_draft: bool = False
+    """Whether the target worker drafts for the next round before it answers, so that drafts take no message."""
 
     def observe_exchange(self, seconds: float) -> None:
         """Learn from a call, of which `seconds` are outside the worker's own measurements."""
         self.exchange = _learned(self.exchange, seconds)
 
     def observe_plain(self, waited: float) -> None:
-        """Learn how long the target waits between plain rounds."""
+        """Learn how long the target waits between rounds without a draft worker."""
         before = self.exchange if self.plain_exchange is None else self.plain_exchange
         self.plain_exchange = _learned(before, waited, max(before, self.exchange))
 
@@ -225,9 +231,9 @@ class RoundCosts:
 
     def _waiting(self, is_drafted: bool, has_lookup_tokens: bool) -> float:
         """Seconds of a round in which no model runs."""
-        if is_drafted:
+        if is_drafted and not self.has_own_draft:
             return 2 * self.exchange + self.scheduling
-        if has_lookup_tokens or self.plain_exchange is None:
+        if (has_lookup_tokens and not is_drafted) or self.plain_exchange is None:
             return self.exchange + self.scheduling
         return self.plain_exchange
 

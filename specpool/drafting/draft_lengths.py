@@ -66,7 +66,7 @@ class DraftLengths:
     _tries_model: bool = False
     """Whether the last round is a trial of the model."""
     _tried: tuple[int, ...] = ()
-    """Sequences for which the last round drafted branches in a trial."""
+    """Sequences for which the last round drafted for the next one in a trial."""
     _allowed_last: tuple[int, ...] = ()
     """Whether the model, prompt lookup, and trials only were allowed in the last round, and the maximum of branches."""
     _is_new: bool = False
@@ -224,12 +224,15 @@ class DraftLengths:
     ) -> None:
         """Occasionally draft one token for idle sequences, to notice changes in acceptance or cost.
 
-        If possible, draft branches, which cost less time. The next round verifies them, and belongs to the trial.
+        If possible, draft branches, which cost less time. The next round verifies them, and belongs to the trial. The
+        same holds for own drafts.
         """
         num_branches = min(2, max_branches)
-        if num_branches and (again := [i for i in tried_last if i in options and options[i].can_use_model]):
+        is_own = self.costs.has_own_draft
+        takes_two = num_branches > 0 or is_own
+        if takes_two and (again := [i for i in tried_last if i in options and options[i].can_use_model]):
             self._tries_model = True
-            plans.update(dict.fromkeys(again, DraftPlan(1, num_branches, is_trial=True)))
+            plans.update(dict.fromkeys(again, DraftPlan(1, num_branches, drafts_next=not is_own, is_trial=True)))
             return
         idle = {
             i: option for i, option in options.items() if option.max_num_draft_tokens > 0 and not plans[i].lookup_ids
@@ -248,7 +251,7 @@ class DraftLengths:
             gained = sum(map(self.acceptance.rate, tried)) / len(options)
             if self._is_trial_due(batch, seconds / plain, gained):
                 self._tries_model = True
-                self._tried = tuple(tried) if num_branches else ()
+                self._tried = tuple(tried) if takes_two else ()
                 plans.update(dict.fromkeys(tried, DraftPlan(1, num_branches, is_trial=True)))
         elif rates := {i: option.lookup_rate for i, option in idle.items() if option.lookup_ids}:
             seconds = self.costs.seconds(len(options), [], len(rates)) - plain

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
 from specpool.drafting.acceptance import Acceptance, Calibration
-from specpool.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes, Timed
+from specpool.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes
 from specpool.drafting.draft_lengths import DraftLengths, DraftOptions
 from specpool.drafting.fixed_lengths import plan_fixed
 from specpool.drafting.ledger import MIN_GAIN
 from specpool.drafting.lookup import PromptLookup
-from specpool.drafting.outcome import RoundOutcome, draft_steps
+from specpool.drafting.outcome import DraftCall, RoundOutcome
 from specpool.drafting.plans import (
     MAX_DRAFT_LAG,
     NO_DRAFTS,
@@ -21,7 +21,6 @@ from specpool.drafting.plans import (
 )
 from specpool.drafting.round_plans import HYSTERESIS
 from specpool.drafting.sequences import Commit, DraftWorker, Sequence
-from specpool.protocol.rounds import Proposal, ProposeItem
 
 # Initial estimate of the seconds of a round trip to a worker.
 FIRST_EXCHANGE = UNKNOWN_DRAFT[1]
@@ -43,7 +42,7 @@ class Drafting:
         self.calibration = Calibration()
         self._forced_tokens = Acceptance()
         self._draft_steps = 0
-        """Draft steps of the last round."""
+        """Draft steps before the verification of the last round."""
 
     @property
     def costs(self) -> RoundCosts:
@@ -67,7 +66,7 @@ class Drafting:
         verify_times: StepTimes | None = None,
         batch: int | None = None,
     ) -> dict[int, DraftPlan]:
-        """The draft plan of each sequence id. Without a draft worker only prompt lookup drafts.
+        """The draft plan of each sequence id. Without a draft model only prompt lookup drafts.
 
         `verify_times`: like `DraftWorker.step_times`, of the target worker. `batch`: see `observe_seconds`.
         """
@@ -76,7 +75,8 @@ class Drafting:
         self.costs.draft = (worker and worker.step_times) or self.costs.draft
         drafting = [sequence for sequence in group if sequence.request.num_speculative_tokens]
         self.lookup.index_answers()
-        limits = {s.sequence_id: self._max_num_draft_tokens(s) for s in drafting}
+        is_own = self.costs.has_own_draft = worker is not None and worker.is_own
+        limits = {s.sequence_id: self._max_num_draft_tokens(s, is_own) for s in drafting}
         lookups = {s.sequence_id: self.lookup.look_up(s, limits[s.sequence_id]) for s in drafting}
         adaptive = [sequence for sequence in drafting if sequence.request.adaptive]
         rests = bool(adaptive) and self.lengths.rests(len(adaptive))
@@ -105,7 +105,7 @@ class Drafting:
         if fixed := [sequence for sequence in drafting if not sequence.request.adaptive]:
             of_fixed = {s.sequence_id: options[s.sequence_id] for s in fixed}
             plans |= plan_fixed(self.lengths, of_fixed, len(group), max_branches, bool(adaptive))
-        if not any(plan.num_draft_tokens for plan in plans.values()):
+        if not any(plan.num_draft_tokens and not plan.num_branches for plan in plans.values()):
             self._draft_steps = 0
         if constrained := [s.sequence_id for s in adaptive if s.request.sampling.grammar]:
             allowed = self._allows_forced_tokens(len(constrained), batch)
@@ -118,15 +118,17 @@ class Drafting:
 
     def observe_round(self, outcome: RoundOutcome[Commit]) -> None:
         """Learn from the results of a round, and from the times that the workers report."""
-        for items, proposals, timed in outcome.proposals:
+        for call in outcome.draft_calls:
             if outcome.is_quiet:
-                self.observe_proposals(items, proposals, timed)
-            else:
-                self._draft_steps = max((len(proposal.draft_token_ids) for proposal in proposals), default=0)
+                self.observe_draft(call)
+            if call.rows and not outcome.drafted_ahead:
+                self._draft_steps = len(call.rows)
         if not outcome.continues:  # a continued round waits at the worker, which is not message latency
             self.costs.observe_exchange(outcome.verified.wire)
         if outcome.is_quiet and outcome.all_decode:
             self.costs.verify.observe(sum(outcome.rows.values()), outcome.verified.forward)
+        if outcome.is_quiet:
+            self.costs.draft.observe_steps(outcome.verified.draft_rows, outcome.verified.draft)
         for commit in outcome.commits:
             self.observe(commit)
             self.lengths.branching.observe(commit)
@@ -162,20 +164,18 @@ class Drafting:
         else:
             self.lengths.acceptance.add(sequence_id, drafted, accepted)
 
-    def observe_proposals(self, items: Items[ProposeItem], proposals: Items[Proposal], timed: Timed) -> None:
-        """Learn from the time of a round's draft steps."""
-        self.costs.observe_exchange(timed.wire)
-        if steps := draft_steps(items, proposals):
-            self.costs.draft.observe_steps(steps, timed.forward)
-            self._draft_steps = 0 if any(item.num_branches for item in items) else len(steps)
+    def observe_draft(self, call: DraftCall) -> None:
+        """Learn from the time of a call to the draft worker."""
+        self.costs.observe_exchange(call.timed.wire)
+        self.costs.draft.observe_steps(call.rows, call.timed.forward)
 
     def _observe_waiting(self, outcome: RoundOutcome[Commit], seconds: float) -> None:
-        """Learn how long the target waits between plain rounds, and how long the coordinator takes for other rounds."""
-        costs = self.costs
-        if outcome.method is None:
-            costs.observe_plain(seconds - outcome.verified.forward - outcome.verified.realign)
+        """Learn how long the target waits between rounds, and how long the coordinator takes for other rounds."""
+        costs, verified = self.costs, outcome.verified
+        if outcome.method is None or outcome.has_own_drafts:
+            costs.observe_plain(seconds - verified.forward - verified.realign - verified.draft)
         elif outcome.ahead_seconds is not None and costs.ahead_exchange is not None:
-            costs.observe_ahead(outcome.ahead_seconds - sum(timed.forward for _, _, timed in outcome.proposals))
+            costs.observe_ahead(outcome.ahead_seconds - sum(call.timed.forward for call in outcome.draft_calls))
         else:
             elapsed = [timed.elapsed for timed in outcome.calls]
             costs.observe_scheduling(seconds - (max(elapsed) if outcome.drafted_ahead else sum(elapsed)))
@@ -238,8 +238,12 @@ class Drafting:
         has_model = options is not None and options.has_model
         return has_model and (not sequence.request.adaptive or self.lengths.needs_states)
 
-    def _max_num_draft_tokens(self, sequence: Sequence) -> int:
+    def _max_num_draft_tokens(self, sequence: Sequence, is_own: bool) -> int:
+        """Maximum draft tokens of a sequence. Pending rounds do not limit own drafts, which end at `max_length`."""
         num_draft_tokens = sequence.max_num_draft_tokens
+        if is_own:
+            left = sequence.max_length - len(sequence.token_ids) - 1
+            num_draft_tokens = min(sequence.request.num_speculative_tokens, left)
         if sequence.request.adaptive:
             num_draft_tokens = min(num_draft_tokens, self.lengths.max_num_draft_tokens)
         return max(0, num_draft_tokens)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from specpool.drafting.costs import Timed
 from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod
@@ -12,6 +12,14 @@ from specpool.protocol.rounds import Proposal, ProposeItem, VerifyItem
 C_co = TypeVar("C_co", bound=Commit, covariant=True)
 
 
+class DraftCall(NamedTuple):
+    """A call to the draft worker."""
+
+    rows: Items[int]
+    """Rows of each draft step; see `draft_steps`."""
+    timed: Timed
+
+
 @dataclass
 class RoundOutcome(Generic[C_co]):
     """Results and durations of a round."""
@@ -19,8 +27,8 @@ class RoundOutcome(Generic[C_co]):
     verify_items: Items[VerifyItem]
     verified: Timed
     commits: Items[C_co]
-    proposals: list[tuple[Items[ProposeItem], Items[Proposal], Timed]] = field(default_factory=list)
-    """Calls to the draft worker: items, proposals and durations."""
+    draft_calls: list[DraftCall] = field(default_factory=list)
+    """Answered calls to the draft worker."""
     called_draft: bool = False
     """Whether the draft worker was called, even if it did not answer."""
     drafted_ahead: bool = False
@@ -44,6 +52,11 @@ class RoundOutcome(Generic[C_co]):
         return any(item.after_round_id is not None for item in self.verify_items)
 
     @property
+    def has_own_drafts(self) -> bool:
+        """Whether the target worker was to verify or make drafts of its own."""
+        return any(item.own_draft is not None for item in self.verify_items)
+
+    @property
     def is_comparable(self) -> bool:
         """Whether the gain over a plain round is due to adaptive draft lengths alone."""
         fixed = any(commit.drafted and not commit.sequence.request.adaptive for commit in self.commits)
@@ -53,7 +66,8 @@ class RoundOutcome(Generic[C_co]):
     @property
     def method(self) -> DraftMethod | None:
         """The most expensive draft method used; None for a plain round."""
-        if self.called_draft or any(commit.method is DraftMethod.MODEL for commit in self.commits):
+        was_asked = self.called_draft or self.has_own_drafts
+        if was_asked or any(commit.method is DraftMethod.MODEL for commit in self.commits):
             return DraftMethod.MODEL
         return DraftMethod.NGRAM if any(item.draft_token_ids for item in self.verify_items) else None
 
@@ -74,7 +88,7 @@ class RoundOutcome(Generic[C_co]):
     @property
     def calls(self) -> list[Timed]:
         """Durations of the calls to both workers."""
-        return [self.verified, *(timed for _, _, timed in self.proposals)]
+        return [self.verified, *(call.timed for call in self.draft_calls)]
 
 
 def draft_steps(items: Items[ProposeItem], proposals: Items[Proposal]) -> list[int]:

@@ -41,7 +41,8 @@ class DraftPlan(NamedTuple):
     """How a sequence drafts in a round."""
 
     num_draft_tokens: int = 0
-    """Tokens to request from the draft worker, in each branch if there are any."""
+    """Tokens to request from the draft worker, in each branch if there are any. If the target worker carries the draft:
+    tokens to verify, and to draft for the next round."""
     num_branches: int = 0
     """Branches to draft during this round's verification. 0: draft before it."""
     min_chance: float = 0.0
@@ -56,6 +57,8 @@ class DraftPlan(NamedTuple):
     """Whether the target worker may append forced tokens."""
     reads_states: bool = True
     """Whether a draft that reads hidden states drafts now or soon, so that the target worker should return them."""
+    drafts_next: bool = True
+    """Whether the target worker's own draft drafts for the next round."""
     is_trial: bool = False
     """Whether the sequence tries a draft method that currently does not pay off."""
 

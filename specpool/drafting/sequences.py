@@ -1,4 +1,4 @@
-"""What drafting reads of a sequence, of its request, of its part in a round, and of the draft worker. Pure."""
+"""What drafting reads of a sequence, of its request, of its part in a round, and of the draft. Pure."""
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -52,6 +52,8 @@ class Sequence(Protocol):
     @property
     def is_complete(self) -> bool: ...
     @property
+    def max_length(self) -> int: ...
+    @property
     def max_num_draft_tokens(self) -> int: ...
     @property
     def draft(self) -> DraftCache: ...
@@ -84,7 +86,7 @@ class Commit(Protocol):
 
 @dataclass(frozen=True)
 class DraftWorker:
-    """A draft worker that is ready when a round begins."""
+    """A draft worker that is ready when a round begins, or the draft that the target worker carries."""
 
     max_model_len: int
     round_id: int
@@ -96,3 +98,5 @@ class DraftWorker:
     """Whether the target worker can select among the branches."""
     reads_states: bool = False
     """Whether the draft reads hidden states of the target."""
+    is_own: bool = False
+    """Whether the target worker carries the draft."""

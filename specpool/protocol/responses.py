@@ -86,7 +86,7 @@ def _read_verdict(result: Any, status: ItemStatus, item: VerifyItem, vocab_size:
     if status is not ItemStatus.OK or not item.token_ids:  # nobody waits for a sequence that did not continue
         return Verdict(item.sequence_id, status, error=result.error[:MAX_ERROR_CHARACTERS])
     own_draft = None if item.own_draft is None else _read_own_draft(result.own_draft, item, vocab_size)
-    verified = () if own_draft is None else own_draft.draft_token_ids[: own_draft.num_verified]
+    verified = () if own_draft is None else own_draft.verified_ids
     tokens, drafts, forced = tuple(result.token_ids), verified or item.draft_token_ids, result.num_forced_tokens
     accepted = max(0, len(tokens) - 1)
     # Messages are built only on failure: this runs for every sequence of every round.

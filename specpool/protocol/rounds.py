@@ -174,6 +174,11 @@ class OwnDraft(Proposal):
     num_verified: int = 0
     """Number of draft tokens that the round verified."""
 
+    @property
+    def verified_ids(self) -> tuple[int, ...]:
+        """Draft tokens that the round verified."""
+        return self.draft_token_ids[: self.num_verified]
+
 
 @dataclass
 class VerifyItem(SequenceItem):

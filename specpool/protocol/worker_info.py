@@ -115,6 +115,25 @@ class WorkerInfo:
         return ", ".join(parts)
 
 
+def why_not_a_pair(draft: WorkerInfo, target: WorkerInfo) -> str | None:
+    """Return why a draft cannot draft for a target; None if it can."""
+    features = draft.features
+    if draft.tokenizer_fingerprint != target.tokenizer_fingerprint:
+        return f"the draft {draft.model} uses a different tokenizer than the target {target.model}"
+    if features is None:
+        return None
+    if not target.returns_features:
+        reason = f"hidden states, which the target {target.model} does not return"
+    elif not all(0 < layer <= target.num_layers for layer in features.layers):
+        layers = ", ".join(map(str, features.layers))
+        reason = f"hidden states after layers {layers}, but the target {target.model} has {target.num_layers} layers"
+    elif features.width != (width := len(features.layers) * target.hidden_size):
+        reason = f"hidden states of {features.width} numbers, but those of the target {target.model} have {width}"
+    else:
+        return None
+    return f"the draft {draft.model} reads {reason}"
+
+
 def readable_name(model: str) -> str:
     """Return a hub id as it is, and of a path its last part: without .gguf, and as the hub id in the hub's cache."""
     path = PurePath(model)

@@ -11,6 +11,7 @@ from specpool.drafting.acceptance import agreement_length, known_tokens, likely_
 from specpool.drafting.costs import StepTimes, Timed
 from specpool.drafting.draft_lengths import SMALL_LAG
 from specpool.drafting.drafting import Drafting
+from specpool.drafting.outcome import DraftCall, draft_steps
 from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod, DraftPlan, Lookup
 from specpool.drafting.sequences import DraftWorker
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
@@ -136,7 +137,7 @@ class Drafter:
         """Take the draft worker's answer."""
         for proposal in proposals:
             self._take(self._drafts[proposal.sequence_id], proposal)
-        self.drafting.observe_proposals(items, proposals, timed)
+        self.drafting.observe_draft(DraftCall(draft_steps(items, proposals), timed))
         if any(len(item.token_ids) > MAX_DRAFT_LAG for item in items):
             # The first drafts always catch up. A worker that measured itself while vLLM started overestimates them.
             self.drafting.costs.draft.observe_steps(_pass_rows(items, proposals), timed.forward)

@@ -29,7 +29,11 @@ MAX_FAILURE_CHARACTERS = 1000
 
 
 class Backend(Protocol):
-    """A worker's model, called on the model thread. Any thread may read the counters."""
+    """A worker's model, called on the model thread. Any thread may read the counters, which include the draft's."""
+
+    @property
+    def carried_draft(self) -> "Backend | None":
+        """The draft that a target worker carries."""
 
     @property
     def realign_ns(self) -> int:
@@ -57,10 +61,6 @@ class Backend(Protocol):
     @property
     def load(self) -> CacheLoad:
         """Return the load of the cache. Called after each work item, so it must take only microseconds."""
-
-    @property
-    def draft_load(self) -> CacheLoad | None:
-        """Return the load of the cache of the worker's own draft; None if it carries none. Called like `load`."""
 
     @property
     def limits(self) -> RoundLimits:

@@ -225,4 +225,5 @@ class WorkerHost:
         finally:
             for coordinator_id in coordinator_ids:
                 backend.renew_lease(coordinator_id, self.clock())
-            self._cache_load, self._draft_load = backend.load, backend.draft_load
+            self._cache_load = backend.load
+            self._draft_load = backend.carried_draft.load if backend.carried_draft is not None else None

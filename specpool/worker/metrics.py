@@ -1,17 +1,31 @@
 """A worker's metrics, read from its host at each scrape, even while a pass runs or hangs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from prometheus_client.metrics_core import Metric
 
-from specpool.protocol.worker_info import RankMemory, WorkerInfo
+from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.observability.metrics import Families
 from specpool.worker.backend import Backend
 from specpool.worker.host import WorkerHost
 
 
+class _Model(NamedTuple):
+    """The work and the load of one model in the process."""
+
+    info: WorkerInfo
+    forward_ns: int
+    realign_ns: int
+    passes: int
+    tokens: int
+
+
 class WorkerMetrics:
-    """Collector. Metrics of the model and its cache appear once the model is loaded."""
+    """Collector. Metrics of the models and their caches appear once they are loaded.
+
+    A target worker that carries a draft yields its samples in the same families, with the label `worker="draft"`.
+    """
 
     def __init__(self, worker: str, host: WorkerHost) -> None:
         """`worker`: "draft" or "target"."""
@@ -25,43 +39,77 @@ class WorkerMetrics:
         yield gauge("worker_streams_open", "Open streams of rounds.", host.streams.open)
         yield gauge("worker_calls_waiting", "Calls waiting for the model.", host.waiting)
         yield counter("worker_rounds", "Rounds served.", host.rounds)
-        text = "Seconds that rounds took in the model, without realignment."
-        yield counter("worker_forward_seconds", text, host.forward_ns / 1e9)
         if host.is_loaded:
-            backend: Backend = host.backend
-            yield counter("worker_realign_seconds", "Seconds spent on realignment.", backend.realign_ns / 1e9)
-            yield counter("worker_passes", "Forward passes.", backend.passes)
-            yield counter("worker_tokens", "Tokens run, including prompts and rejected drafts.", backend.tokens)
-            yield from _of_model(families, host.info)
+            models = self._models()
+            yield from _work(models)
+            yield from _caches({worker: model.info for worker, model in models.items()})
+
+    def _models(self) -> dict[str, _Model]:
+        """Return the worker's model, and the draft that it carries, by the label `worker`."""
+        host, info = self._host, self._host.info
+        backend: Backend = host.backend
+        model = _Model(info, host.forward_ns, backend.realign_ns, backend.passes, backend.tokens)
+        draft = backend.carried_draft
+        if draft is None or info.draft is None:
+            return {self._worker: model}
+        carried = _Model(info.draft, backend.draft_ns, draft.realign_ns, draft.passes, draft.tokens)
+        own = model._replace(
+            realign_ns=model.realign_ns - carried.realign_ns,
+            passes=model.passes - carried.passes,
+            tokens=model.tokens - carried.tokens,
+        )
+        return {self._worker: own, "draft": carried}
 
 
-def _of_model(families: Families, info: WorkerInfo) -> Iterator[Metric]:
-    gauge = families.gauge
-    yield gauge("worker_slots", "Sequences that can hold a slot at a time.", info.slots_total)
-    yield gauge("worker_slots_used", "Sequences that hold a slot.", info.slots_in_use)
-    yield gauge("worker_kv_positions", "Positions of the KV cache.", info.kv_positions_total)
-    used = info.kv_positions_total - info.kv_positions_free
+def _work(models: Mapping[str, _Model]) -> Iterator[Metric]:
+    def counter(name: str, text: str, values: Mapping[str, float]) -> Metric:
+        return Families().counter(name, text, values, "worker")
+
+    forward = {worker: model.forward_ns / 1e9 for worker, model in models.items()}
+    yield counter("worker_forward_seconds", "Seconds that rounds took in the model, without realignment.", forward)
+    realign = {worker: model.realign_ns / 1e9 for worker, model in models.items()}
+    yield counter("worker_realign_seconds", "Seconds spent on realignment.", realign)
+    yield counter("worker_passes", "Forward passes.", {worker: model.passes for worker, model in models.items()})
+    tokens = {worker: model.tokens for worker, model in models.items()}
+    yield counter("worker_tokens", "Tokens run, including prompts and rejected drafts.", tokens)
+
+
+def _caches(infos: Mapping[str, WorkerInfo]) -> Iterator[Metric]:
+    def gauge(name: str, text: str, values: Mapping[str, float]) -> Metric:
+        return Families().gauge(name, text, values, "worker")
+
+    slots = {worker: info.slots_total for worker, info in infos.items()}
+    yield gauge("worker_slots", "Sequences that can hold a slot at a time.", slots)
+    slots_used = {worker: info.slots_in_use for worker, info in infos.items()}
+    yield gauge("worker_slots_used", "Sequences that hold a slot.", slots_used)
+    positions = {worker: info.kv_positions_total for worker, info in infos.items()}
+    yield gauge("worker_kv_positions", "Positions of the KV cache.", positions)
+    used = {worker: info.kv_positions_total - info.kv_positions_free for worker, info in infos.items()}
     yield gauge("worker_kv_positions_used", "Positions in pages that sequences hold.", used)
-    memory = {"weights": info.weight_bytes, "kv_cache": info.kv_bytes_total, "activations": info.activation_bytes}
-    yield gauge(
-        "worker_memory_bytes", "Memory of the weights and the KV cache, and the maximum of a pass.", memory, "part"
-    )
-    if info.ranks:
-        yield _of_ranks(families, info.ranks)
-    model = {
-        "model_name": info.model,
-        "dtype": info.dtype,
-        "device": info.device,
-        "kv_layout": info.kv_layout,
-        "equivalence": "bitwise" if info.bitwise else "numeric",
-    }
-    yield gauge("worker_model_info", "The model and how it runs; always 1.", {tuple(model.values()): 1}, *model)
+    yield from _memory(infos)
+    yield _descriptions(infos)
 
 
-def _of_ranks(families: Families, ranks: Sequence[RankMemory]) -> Metric:
+def _memory(infos: Mapping[str, WorkerInfo]) -> Iterator[Metric]:
     memory: dict[tuple[str, str], float] = {}
-    for number, rank in enumerate(ranks):
-        parts = {"weights": rank.weight_bytes, "kv_cache": rank.kv_bytes, "activations": rank.activation_bytes}
-        memory |= {(str(number), part): value for part, value in parts.items()}
-    text = "Memory of each rank of a sharded model; no samples for any other model."
-    return families.gauge("worker_rank_memory_bytes", text, memory, "rank", "part")
+    of_ranks: dict[tuple[str, str, str], float] = {}
+    for worker, info in infos.items():
+        parts = {"weights": info.weight_bytes, "kv_cache": info.kv_bytes_total, "activations": info.activation_bytes}
+        memory |= {(worker, part): size for part, size in parts.items()}
+        for number, rank in enumerate(info.ranks):
+            parts = {"weights": rank.weight_bytes, "kv_cache": rank.kv_bytes, "activations": rank.activation_bytes}
+            of_ranks |= {(worker, str(number), part): size for part, size in parts.items()}
+    text = "Memory of the weights and the KV cache, and the maximum of a pass."
+    yield Families().gauge("worker_memory_bytes", text, memory, "worker", "part")
+    if of_ranks:
+        text = "Memory of each rank of a sharded model; no samples for any other model."
+        yield Families().gauge("worker_rank_memory_bytes", text, of_ranks, "worker", "rank", "part")
+
+
+def _descriptions(infos: Mapping[str, WorkerInfo]) -> Metric:
+    names = ("worker", "model_name", "dtype", "device", "kv_layout", "equivalence")
+    described = {
+        (worker, info.model, info.dtype, info.device, info.kv_layout, "bitwise" if info.bitwise else "numeric"): 1.0
+        for worker, info in infos.items()
+    }
+    return Families().gauge("worker_model_info", "The model and how it runs; always 1.", described, *names)

@@ -46,9 +46,8 @@ class WorkerServicer:
             served = await self._host.serve_round(waiting, name, self.serve)
             response = self.respond(request.round_id, *served, self._host.instance_id)
             if span is not None:
-                span.note(
-                    {"specpool.forward_s": response.forward_ns / 1e9, "specpool.realign_s": response.realign_ns / 1e9}
-                )
+                stages = ("forward", "realign", *(["draft"] if getattr(response, "draft_ns", 0) else []))
+                span.note({f"specpool.{stage}_s": getattr(response, f"{stage}_ns") / 1e9 for stage in stages})
             return response
 
     async def rounds(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:

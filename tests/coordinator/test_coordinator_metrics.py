@@ -5,6 +5,7 @@ from itertools import accumulate
 
 import grpc
 import pytest
+from carrying import CarryingTarget
 from scraping import Scrape, scrape
 from serving import RecordingTarget, Serving, make_request, serving, stream
 
@@ -152,6 +153,15 @@ async def test_calls_and_links_have_metrics_before_the_target_is_ready() -> None
     expected = [{"worker": worker, "address": address, "state": "connecting"} for worker, address in addresses.items()]
     assert states == {tuple(sorted(labels.items())): 1 for labels in expected}
     assert "specpool:num_requests_running" not in seen.families
+
+
+async def test_a_carried_draft_is_no_draft_worker_that_can_be_missing() -> None:
+    async with serving(CarryingTarget(), with_draft=False, metrics_port=free_port()) as served:
+        await served.expect(make_request())
+        seen, info = await scraped(served), await served.info()
+    assert {dict(labels)["worker"] for labels in seen.values("specpool:worker_link_state")} == {"target"}
+    assert [(draft.address, draft.state) for draft in info.draft_workers] == [(served.target_address, "ready")]
+    assert seen.value("specpool:round_stage_seconds_total", stage="draft") > 0
 
 
 async def test_metrics_under_vllm_names_have_the_same_values() -> None:

@@ -243,7 +243,7 @@ def test_only_coordinators_reach_the_workers(name: str) -> None:
         return
     policy = of_kind(render(name), "NetworkPolicy")["specpool-workers"]["spec"]
     [guarded] = policy["podSelector"]["matchExpressions"]
-    workers = sorted([*WORKERS, *(["standby"] if name == "standby" else [])])
+    workers = sorted([*WORKERS, *(["standby"] if name in ("standby", "colocated") else [])])
     assert (guarded["key"], guarded["operator"], sorted(guarded["values"])) == (COMPONENT, "In", workers)
     calls, *metrics = policy["ingress"]
     assert [source["podSelector"]["matchLabels"][COMPONENT] for source in calls["from"]] == ["coordinator"]

@@ -273,6 +273,18 @@ def test_gateway_accepts_its_arguments(metrics: bool) -> None:
     assert router.shutdown_grace_period_secs == 100
 
 
+def test_only_serving_targets_carry_a_colocated_draft() -> None:
+    assert pod_settings(render("colocated"), "coordinator").draft_address is None
+    values = [*values_of("two-nodes"), "--set", "draft.colocated=true,target.settings.draft_kv_memory=2GiB"]
+    manifests = template(*values)
+    leader, follower = (pod_settings(manifests, TARGET, node=node) for node in (0, 1))
+    own = pod_settings(render("two-nodes"), "draft-worker")
+    assert (leader.draft, leader.draft_revision) == (own.model, own.revision)
+    assert follower.draft is None
+    objects = [item["metadata"]["labels"].get(COMPONENT) for item in manifests]
+    assert "draft-worker" not in objects
+
+
 def test_a_standby_is_a_second_target_of_each_cell() -> None:
     manifests = render("standby")
     settings = {component: each for component, *_, each in processes("standby")}

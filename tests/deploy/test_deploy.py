@@ -140,6 +140,26 @@ def test_a_profile_adds_a_target_that_differs_only_in_its_gpu() -> None:
     assert services()["coordinator"]["depends_on"]["target-worker-2"]["required"] is False
 
 
+class OverrideLoader(yaml.SafeLoader):
+    """Reads the tag that removes a value of the first compose file as None."""
+
+
+OverrideLoader.add_constructor("!reset", lambda loader, node: None)
+
+
+def test_on_one_gpu_the_targets_carry_the_draft() -> None:
+    override = yaml.load((DEPLOY / "compose.one-gpu.yaml").read_text(), OverrideLoader)["services"]
+    draft, coordinator = service_settings("draft-worker"), override["coordinator"]
+    assert override["draft-worker"] is None
+    assert coordinator == {"depends_on": {"draft-worker": None}, "environment": {"SPECPOOL_DRAFT_ADDRESS": None}}
+    for role in ("target-worker", "target-worker-2"):
+        variables = override[role]["environment"].items()
+        given = {name: re.sub(r"\$\{\w+:-(.*)\}", r"\1", value) for name, value in variables}
+        environment = {name: value or "" for name, value in services()[role]["environment"].items()}
+        settings = settings_of("specpool-target-worker", [], image_environment("worker") | environment | given)
+        assert (settings.draft, settings.draft_revision) == (draft.model, draft.revision)
+
+
 @pytest.mark.parametrize(("role", "gpu"), [("target-worker", "0"), ("target-worker-2", "2"), ("draft-worker", "1")])
 def test_workers_have_a_gpu_a_pinned_model_and_a_writable_cache(role: str, gpu: str) -> None:
     service, settings = services()[role], service_settings(role)

@@ -267,7 +267,8 @@ def test_sequences_leave_both_caches(target: Engine, equal_draft: Engine) -> Non
         verifier.renew_lease(owner, 0.0)
     rounds.send([(each, each.item(OwnDraftItem(2, 2))) for each in both])
     assert hold() == (2, 2)
-    assert verifier.draft_load == equal_draft.load
+    assert verifier.carried_draft is not None
+    assert verifier.carried_draft.load == equal_draft.load
     assert verifier.info().draft == Proposer(equal_draft).info()
     assert verifier.release("c", [0]) == 1
     assert hold() == (1, 1)

@@ -55,19 +55,30 @@ class KVLimit:
     """Memory that loading the model has taken at most, if the limit includes it."""
     other_ranks: int | None = None
     """Smallest KV cache size that another rank can hold; None: the model is not sharded."""
+    beside: Footprint | None = None
+    """What another model of this process takes of the limit; None: nothing."""
+    position_bytes: int | None = None
+    """What a position takes of the limit, if another model's cache also holds it; None: the position of this cache."""
+    max_model_len: int | None = None
+    """Maximum positions of a sequence in another model of this process; None: there is none."""
 
     @property
     def kv_bytes(self) -> int:
-        own = max(0, self.option_bytes - self._others) if self.option_bytes >= self.loading else 0
-        return own if self.other_ranks is None else min(own, self.other_ranks)
+        """Bytes that the limit leaves to KV caches."""
+        return max(0, self.option_bytes - self._others) if self.option_bytes >= self.loading else 0
+
+    def positions(self, per_token: int) -> int:
+        """Return the positions that fit in a cache with this many bytes per position."""
+        own = self.kv_bytes // (self.position_bytes or per_token)
+        return own if self.other_ranks is None else min(own, self.other_ranks // per_token)
 
     def least(self, kv_bytes: int) -> int:
-        """The smallest limit that leaves this much to the KV cache."""
+        """The smallest limit that leaves this much to the KV caches."""
         return max(self.loading, kv_bytes + self._others)
 
     @property
     def _others(self) -> int:
-        return self.included.total if self.included is not None else 0
+        return sum(each.total for each in (self.included, self.beside) if each is not None)
 
     def __str__(self) -> str:
         limit = f"{self.name} of {self.option_bytes:,} bytes"
@@ -76,7 +87,8 @@ class KVLimit:
         base = f"{self.included.base:,} of the process, " if self.included.base else ""
         grammars = f"{self.included.grammars:,} of grammars, " if self.included.grammars else ""
         own = f"{self.included.weights:,} of weights and {self.included.activations:,} of activations"
-        return f"{limit}, less {base}{grammars}{own},"
+        beside = f" and {self.beside.total:,} of the other model" if self.beside is not None else ""
+        return f"{limit}, less {base}{grammars}{own}{beside},"
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

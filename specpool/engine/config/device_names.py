@@ -29,6 +29,13 @@ def may_be_gpu(name: str) -> bool:
     return name not in (AUTO, CPU) or (name == AUTO and _why_no_gpu(0) is None)
 
 
+def exact_name(name: str) -> str:
+    """Return the name of a device with its index. A GPU without an index is the first one."""
+    if not may_be_gpu(name):
+        return CPU
+    return "cuda:0" if name in (AUTO, "cuda") else name
+
+
 def is_device_name(name: str) -> bool:
     """Whether this is the name of a CPU or a GPU."""
     return re.fullmatch(r"cpu|cuda(:\d+)?", name) is not None

@@ -37,6 +37,7 @@ class Int8RefusedError(UnsupportedModelError):
 def check_int8(
     role: str = "",
     *,
+    shares_flags: bool = False,
     devices: Mapping[str, Iterable[str]],
     native: bool = True,
     fused: bool = True,
@@ -45,13 +46,15 @@ def check_int8(
 ) -> None:
     """Raise ValueError if other options rule out int8 activations.
 
-    `role`: as in `int8_refusal`. `devices`: by flag, such as "--standby-devices".
+    `role`: as in `int8_refusal`. `shares_flags`: only the flag of the activations begins with the role. `devices`: by
+    flag, such as "--standby-devices".
     """
+    prefix = "" if shares_flags else role
     needed = {
-        f"--{role}native": native,
-        f"--{role}fused": fused,
-        f"--{role}weights auto": weights == "auto",
-        f"--{role}dtype float32": dtype in ("auto", "float32"),
+        f"--{prefix}native": native,
+        f"--{prefix}fused": fused,
+        f"--{prefix}weights auto": weights == "auto",
+        f"--{prefix}dtype float32": dtype in ("auto", "float32"),
         **{f"{flag} cpu": not any(name.startswith("cuda") for name in names) for flag, names in devices.items()},
     }
     missing = next((option for option, is_met in needed.items() if not is_met), None)
@@ -174,7 +177,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     master_port: int = Field(29500, ge=1, le=65535, description="port on which node 0 waits for the other nodes")
 
     @classmethod
-    def of(cls, settings: "EngineOptions") -> "EngineOptions":
+    def of(cls, settings: "EngineOptions") -> Self:
         return cls(**settings.model_dump(include=set(cls.model_fields)))
 
     @property

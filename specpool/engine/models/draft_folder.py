@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from specpool.engine.config.architectures import FEATURES
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.checkpoint_quantization import DRAFT_METHOD
 from specpool.engine.models.config import load_config
-from specpool.engine.models.draft_parts import FEATURE_INPUT, FEATURES, OUTPUT_HEAD
+from specpool.engine.models.draft_parts import FEATURE_INPUT, OUTPUT_HEAD
 from specpool.engine.models.draft_weights import save_named
 from specpool.engine.models.stored_weights import EMBEDDING, HEAD
 from specpool.engine.models.tokenizer import load_tokenizer

@@ -9,13 +9,12 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from specpool.engine.config.architectures import FEATURES
 from specpool.engine.config.sources import UnsupportedModelError, first_line
 from specpool.engine.models.draft_weights import find_named
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.weights.quantized import Quantized, QuantizedLinear, Weight, linear_of
 
-FEATURES = "specpool_features"
-"""Key of config.json: {"layers": [...], "width": ...}."""
 FEATURE_INPUT = "feature_input.safetensors"
 """File with `fc` [hidden, 2 * hidden], for the state and then the embedding, and `project` [hidden, width]. Without
 `project`, states are as wide as the draft."""

@@ -10,12 +10,14 @@ from typing import Any
 
 from pydantic import ByteSize
 
-from specpool.engine.config.architectures import why_not_supported
+from specpool.engine.config.architectures import FEATURES, why_not_supported
 from specpool.engine.config.device_names import check_device_name
 from specpool.engine.config.options import MIN_MODEL_LEN, EngineOptions
-from specpool.engine.config.sources import GGUF_MAGIC, UnsupportedModelError, source_of
+from specpool.engine.config.sources import CONFIG, GGUF_MAGIC, UnsupportedModelError, source_of
+from specpool.engine.config.target_options import TargetOptions
 from specpool.engine.models.embedded_pair import draft_weights, existing_model
-from specpool.engine.models.model_files import find_file, read_config_file
+from specpool.engine.models.model_files import MAX_CONFIG_BYTES, find_file, read_config_file, read_json
+from specpool.protocol.worker_info import WorkerInfo, why_not_a_pair
 
 TOKENIZER = "tokenizer.json"
 OPTION_NAMES: Mapping[str, str] = MappingProxyType({})
@@ -46,6 +48,39 @@ def check_options(options: EngineOptions, names: Mapping[str, str] = OPTION_NAME
     for name, limit in options.memory_limits.items():
         with _naming(name, names):
             _check_memory(limit, options, config)
+
+
+def check_target(options: TargetOptions, names: Mapping[str, str] = OPTION_NAMES) -> None:
+    """Raise InvalidOptionError for an option of a target, or of the draft that it carries, that cannot work.
+
+    `names`: as in `check_options`.
+    """
+    check_options(options, names)
+    if FEATURES in _local_config(options):
+        raise InvalidOptionError("model", f"{options.model} is a draft that reads hidden states, not a target", names)
+    if (draft := options.draft_options) is not None:
+        check_options(draft, {**names, "model": "draft", "kv_memory": "draft_kv_memory"})
+        check_pair(options, draft)
+
+
+def check_pair(target: EngineOptions, draft: EngineOptions) -> None:
+    """Raise InvalidOptionError if both models are local and the draft does not fit the target."""
+    check_same_tokenizer(target, draft)
+    sizes, features = _local_config(target), _local_config(draft).get(FEATURES)
+    if not sizes or not isinstance(features, dict) or not isinstance(features.get("layers"), list):
+        return  # loading says what is wrong
+    reads = WorkerInfo(draft.model, feature_layers=tuple(features["layers"]), feature_width=_size(features, "width"))
+    reason = why_not_a_pair(
+        reads,
+        WorkerInfo(
+            target.model,
+            returns_features=True,
+            num_layers=_size(sizes, "num_hidden_layers"),
+            hidden_size=_size(sizes, "hidden_size"),
+        ),
+    )
+    if reason is not None:
+        raise InvalidOptionError("draft", reason)
 
 
 def check_same_tokenizer(target: EngineOptions, draft: EngineOptions) -> None:
@@ -90,6 +125,13 @@ def _read_config(options: EngineOptions) -> dict[str, Any] | None:
     if refusal is not None:
         raise UnsupportedModelError(refusal)
     return config
+
+
+def _local_config(options: EngineOptions) -> dict[str, Any]:
+    """Return the configuration of a local model; empty if it is not in a file of its own."""
+    model = existing_model(options.model)
+    file = None if model is None else find_file(model, options.revision, CONFIG)
+    return {} if file is None else read_json(file, MAX_CONFIG_BYTES)
 
 
 def _check_length(options: EngineOptions, config: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from specpool.engine.passes.forward_pass import DraftLoop, ForwardPass
 from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.run.contention import ContentionMonitor
 from specpool.engine.run.leader import Leader
-from specpool.engine.run.reservation import ReservedCache, footprint_of, reserve_cache
+from specpool.engine.run.reservation import LimitCache, ReservedCache, footprint_of, reserve_cache
 from specpool.engine.run.runner import PassResult, PassRunner
 from specpool.engine.sampling.head import Head
 from specpool.protocol.worker_info import CacheLoad, RankMemory, WorkerInfo
@@ -49,8 +49,13 @@ class Engine:
         tiles: Tiles,
         options: EngineOptions,
         leader: Leader | None = None,
+        limit_cache: LimitCache | None = None,
     ) -> None:
-        """Reserve the cache. `tiles`: shapes of batch-invariant passes. `leader`: rank 0 of a sharded model."""
+        """Reserve the cache.
+
+        `tiles`: shapes of batch-invariant passes. `leader`: rank 0 of a sharded model. `limit_cache`: returns the
+        memory limit of the cache; None: the process has no other model.
+        """
         self.loaded, self.facts, self.forward_pass = loaded, facts, forward_pass
         self.notes: list[str] = [*loaded.notes, *forward_pass.notes]
         """What an operator should know, one sentence each."""
@@ -62,7 +67,7 @@ class Engine:
         max_tokens = options.resolve_max_num_batched_tokens(facts.device.type)
         self.max_num_batched_tokens = min(max_tokens, self.tiles.max_rows or max_tokens)
         footprint = footprint_of(loaded, facts, forward_pass, self.max_num_batched_tokens)
-        reserved = self._reserve(options, footprint, leader)
+        reserved = self._reserve(options, footprint, leader, limit_cache)
         self.max_model_len = reserved.max_model_len
         reason = explain_max_model_len(loaded.config, options, self.max_model_len)
         log.info("max_model_len %d (%s)", self.max_model_len, reason)
@@ -301,13 +306,16 @@ class Engine:
             log.warning("%s: %s", self.loaded.name, found)
             self.contention = None
 
-    def _reserve(self, options: EngineOptions, footprint: Footprint, leader: Leader | None) -> ReservedCache:
+    def _reserve(
+        self, options: EngineOptions, footprint: Footprint, leader: Leader | None, limit_cache: LimitCache | None
+    ) -> ReservedCache:
         """Reserve the cache. In a sharded model, rank 0 caches its own heads, and every rank may limit the columns."""
         own, others = self.facts, None
         if leader is not None:
             own = own.of_rank(leader.sharding.kv_heads.sizes[0])
             others = min(report.kv_limit for report in leader.reports)
-        return reserve_cache(own, self.forward_pass.compute_dtype, self.tiles, options, footprint, others)
+        dtype = self.forward_pass.compute_dtype
+        return reserve_cache(own, dtype, self.tiles, options, footprint, others, limit_cache)
 
 
 def _chunks(spans: Sequence[Span], limit: int) -> list[list[Span]]:

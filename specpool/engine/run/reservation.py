@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,6 +47,25 @@ class ReservedCache:
     """Memory limit of compiled grammars, in bytes."""
 
 
+@dataclass(frozen=True)
+class CacheNeeds:
+    """What the limit of a KV cache depends on."""
+
+    options: EngineOptions
+    facts: ModelFacts
+    dtype: torch.dtype
+    others: Footprint
+    """Memory of the model beside its cache."""
+
+    @property
+    def position_bytes(self) -> int:
+        return self.facts.kv_bytes_per_token(self.dtype)
+
+
+LimitCache = Callable[[CacheNeeds], KVLimit]
+"""Returns the memory limit of a KV cache, once the model is loaded and before its cache is reserved."""
+
+
 def footprint_of(loaded: LoadedModel, facts: ModelFacts, forward_pass: ForwardPass, rows: int) -> Footprint:
     """Memory of the weights, and of the activations of a pass of `rows` rows and of captured passes."""
 
@@ -65,10 +85,12 @@ def reserve_cache(
     options: EngineOptions,
     others: Footprint,
     other_ranks: int | None = None,
+    limit_cache: LimitCache | None = None,
 ) -> ReservedCache:
     """Reserve a cache of this dtype.
 
     `others`: memory of weights and activations. `other_ranks`: smallest limit, in bytes, of the other ranks' caches.
+    `limit_cache`: None: `own_limit`.
 
     UnsupportedModelError: the limit is too small for a sequence of the requested length, or exceeds the device memory.
     """
@@ -76,11 +98,12 @@ def reserve_cache(
     grammar_bytes = options.resolve_grammar_memory(facts.device.type)
     if options.memory_limit is not None and grammar_bytes and facts.device.type == "cpu":
         others = replace(others, grammars=grammar_bytes + facts.vocab_size * GRAMMAR_BYTES_PER_TOKEN)
-    limit = replace(kv_limit(options, others, facts.device), other_ranks=other_ranks)
+    limit = (limit_cache or own_limit)(CacheNeeds(options, facts, dtype, others))
+    limit = replace(limit, other_ranks=other_ranks)
     spare = tiles.kv if layout.is_padded else 0
-    length = facts.max_model_len
+    length = min(facts.max_model_len, limit.max_model_len or facts.max_model_len)
     if options.max_model_len is None:
-        length = _affordable_length(length, limit.kv_bytes // per_token // tiles.kv * tiles.kv - spare)
+        length = _affordable_length(length, limit.positions(per_token) // tiles.kv * tiles.kv - spare)
     # Attended columns are a multiple of the tile, counted from the sequence's start.
     page_size = page_size_of(facts.device)
     longest = round_up(length, math.lcm(tiles.kv, page_size)) + spare
@@ -126,11 +149,12 @@ def _affordable_columns(
     """
     enough = max(longest, options.max_sequences * sequence)
     full = options.max_sequences * longest if options.memory_limits else enough
-    columns = min(full, limit.kv_bytes // per_token // page_size * page_size)
+    columns = min(full, limit.positions(per_token) // page_size * page_size)
     if columns < longest:
+        needed = longest * (limit.position_bytes or per_token)
         raise UnsupportedModelError(
-            f"{limit} is too small for a sequence of {longest} positions ({longest * per_token:,} bytes): "
-            f"lower max_model_len or raise {limit.name} to {limit.least(longest * per_token):,} bytes"
+            f"{limit} is too small for a sequence of {longest} positions ({needed:,} bytes): "
+            f"lower max_model_len or raise {limit.name} to {limit.least(needed):,} bytes"
         )
     if columns < enough:
         log.warning(
@@ -143,14 +167,22 @@ def _affordable_columns(
     return columns
 
 
-def kv_limit(options: EngineOptions, others: Footprint, device: torch.device) -> KVLimit:
-    """The memory limit of the KV cache."""
+def own_limit(needs: CacheNeeds) -> KVLimit:
+    """Return the limit of the only cache of a process."""
+    return kv_limit(needs.options, needs.others, needs.facts.device)
+
+
+def kv_limit(
+    options: EngineOptions, others: Footprint, device: torch.device, beside: Footprint | None = None
+) -> KVLimit:
+    """The memory limit of the KV cache. `beside`: memory of another loaded model of this process."""
     if options.memory_limit is not None:
         present, peak = process_memory(device)
-        others = replace(others, base=max(0, present - others.weights))
-        return KVLimit("memory_limit", int(options.memory_limit), others, loading=peak)
+        weights = others.weights + (0 if beside is None else beside.weights)
+        others = replace(others, base=max(0, present - weights))
+        return KVLimit("memory_limit", int(options.memory_limit), others, loading=peak, beside=beside)
     if options.memory_budget is not None:
-        return KVLimit("memory_budget", int(options.memory_budget), others)
+        return KVLimit("memory_budget", int(options.memory_budget), others, beside=beside)
     if options.kv_memory is not None:
         return KVLimit("kv_memory", int(options.kv_memory))
     # Each rank has a GPU of its own, but ranks on CPUs share the memory of their node.

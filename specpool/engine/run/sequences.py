@@ -46,8 +46,7 @@ class Choices:
     logprobs: Logprobs = NO_LOGPROBS
     """Log-probabilities of `token_ids`, if requested."""
     finite: bool = True
-    """False if the largest logit of a row is not finite. Checked on CPUs only, where the check takes 10 us a pass.
-    A GPU would have to launch more kernels."""
+    """False if the largest logit of a row is not finite."""
     states: torch.Tensor | None = None
     """States after the span's last `num_states` tokens, bfloat16 [num_states, width] on the model's device. None: no
     states were requested."""
@@ -110,8 +109,8 @@ class SequenceEngine:
         return 0
 
     @property
-    def draft_load(self) -> CacheLoad | None:
-        """How full the cache of the worker's own draft is; None if it carries no draft."""
+    def carried_draft(self) -> "SequenceEngine | None":
+        """The draft that a target worker carries."""
         return None
 
     def release(self, coordinator_id: str, sequence_ids: list[int] | None) -> int:

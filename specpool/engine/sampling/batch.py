@@ -1,12 +1,11 @@
 """Samples the rows of a pass in compiled code, in GPU kernels, or with torch operations. All choose the same tokens."""
 
 import logging
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate, islice, repeat
+from itertools import accumulate, islice
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from specpool.engine.sampling.compiled import NativeSampler, compile_sampler, no
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.rows import Chosen, SequenceRows
 from specpool.engine.sampling.rules import SequenceRules
-from specpool.engine.sampling.sampler import choose_batch, choose_tokens, kernel_is_exact, largest
+from specpool.engine.sampling.sampler import choose_batch, choose_tokens, kernel_is_exact, largest_on_host
 from specpool.protocol.sampling import Logprobs, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -82,19 +81,18 @@ class Sampler:
 
     def _greedy(
         self, logits: torch.Tensor, sequences: Sequence[SequenceRows]
-    ) -> tuple[list[Iterable[int]], Iterable[bool]]:
+    ) -> tuple[Sequence[Iterable[int]], list[bool]]:
         """The choices of each sequence, and whether the largest logit of each row is finite."""
-        indexes = largest(logits)
-        finite = _are_finite(logits, indexes) if logits.device.type == "cpu" else repeat(True)
+        indexes, finite = largest_on_host(logits)
         row_tokens = iter(self._head.token_ids(indexes).tolist())
         return [list(islice(row_tokens, rows.count)) for rows in sequences], finite
 
     def _with_torch(
         self, logits: torch.Tensor, known: torch.Tensor, sequences: Sequence[SequenceRows]
-    ) -> tuple[list[Iterable[int]], Iterable[bool]]:
+    ) -> tuple[Sequence[Iterable[int]], list[bool]]:
         """Like `_greedy`. `known`: logits [n, vocab_size]."""
         if kernel_is_exact(known.device, known.dtype, known.shape[1]):
-            return [*choose_batch(known, sequences)], repeat(True)
+            return choose_batch(known, sequences)
         greedy, finite = self._greedy(logits, sequences)
         split = known.split([rows.count for rows in sequences])
         chosen = [
@@ -151,10 +149,3 @@ def _with_logprobs(known: torch.Tensor, sequences: Sequence[SequenceRows], chose
             end = at + len(chosen[index].token_ids)
             chosen[index], at = replace(chosen[index], logprobs=logprobs[at:end]), end
     return chosen
-
-
-def _are_finite(logits: torch.Tensor, indexes: torch.Tensor) -> list[bool]:
-    """Whether the largest logit of each row, at `indexes`, is finite."""
-    # Indexing numpy rows takes half the time of a vectorized operation. Numpy has no bfloat16.
-    rows = logits.numpy() if logits.dtype == torch.float32 else logits
-    return [math.isfinite(row[index]) for row, index in zip(rows, indexes.tolist(), strict=True)]

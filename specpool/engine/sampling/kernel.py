@@ -25,21 +25,25 @@ PART, BLOCK = 8192, 1024
 SEARCH_WARPS, SCORE_WARPS = 8, 4
 # 32-bit parameters per row: temperature, top_p, log(min_p), top_k, and both halves of the noise key.
 FIELDS = 6
-_LARGEST_ID = (1 << 31) - 1
+_LARGEST_ID, _FINITE = (1 << 31) - 1, 1 << 31
 
 
 def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and triton is not None
 
 
-def sample_rows(logits: torch.Tensor, rules: Sequence[tuple[SamplingParams | None, int]]) -> list[int]:
-    """Choose a token for each row of logits [n, vocab_size], to which bias and penalties have been applied.
+def sample_rows(
+    logits: torch.Tensor, rules: Sequence[tuple[SamplingParams | None, int]], changed: torch.Tensor | None = None
+) -> tuple[list[int], list[bool]]:
+    """Choose a token for each row of logits [n, vocab_size]. Return the tokens, and whether rows are finite.
 
-    `rules`: parameters (None: greedy) and context length of each row.
+    A row is finite if its largest logit is, where NaN is the largest. `rules`: parameters (None: greedy) and context
+    length of each row. `changed`: logits [n, vocab_size] with bias, masks and penalties, to choose from instead.
     """
     if not rules:
-        return []
-    logits = logits.contiguous()
+        return [], []
+    original = logits.contiguous()
+    logits = original if changed is None else changed.contiguous()
     rows, vocab = logits.shape
     parts = triton.cdiv(vocab, PART)
     numbers = torch.tensor(
@@ -55,11 +59,11 @@ def sample_rows(logits: torch.Tensor, rules: Sequence[tuple[SamplingParams | Non
         )  # fmt: skip
     best = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
     _score[(rows, parts)](
-        logits, numbers, min_logits, best, vocab, parts,
-        FIELDS=FIELDS, PART=PART, BLOCK=BLOCK, num_warps=SCORE_WARPS, **UNFUSED,
+        logits, original, numbers, min_logits, best, vocab, parts,
+        CHANGED=changed is not None, FIELDS=FIELDS, PART=PART, BLOCK=BLOCK, num_warps=SCORE_WARPS, **UNFUSED,
     )  # fmt: skip
-    chosen: list[int] = (_LARGEST_ID - (best.amax(1) & _LARGEST_ID)).tolist()
-    return chosen
+    chosen: list[int] = best.amax(1).tolist()
+    return [_LARGEST_ID - (each & _LARGEST_ID) for each in chosen], [bool(each & _FINITE) for each in chosen]
 
 
 def _has_limits(params: SamplingParams) -> bool:
@@ -183,10 +187,13 @@ if triton is not None:
 
     @triton.jit
     def _score(
-        logits, numbers, min_logits, best, vocab, parts,
-        FIELDS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+        logits, original, numbers, min_logits, best, vocab, parts,
+        CHANGED: tl.constexpr, FIELDS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Store the largest sum of logit and noise in one part of a row, with the token in the low bits."""
+        """Store the largest sum of logit and noise in one part of a row.
+
+        The low 31 bits hold the token, and the next one whether its original logit is finite.
+        """
         row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
         numbers += row * FIELDS
         temperature, limit = _float(numbers), tl.load(min_logits + row)
@@ -195,6 +202,9 @@ if triton is not None:
         for at in range(part * PART, tl.minimum((part + 1) * PART, vocab), BLOCK):
             token_ids = at + tl.arange(0, BLOCK)
             sums = _load(logits + row * vocab, at, vocab, BLOCK)
+            unchanged = sums
+            if CHANGED:
+                unchanged = _load(original + row * vocab, at, vocab, BLOCK)
             kept = sums == sums
             if temperature > 0:
                 sums = tl.div_rn(sums, temperature)
@@ -202,8 +212,12 @@ if triton is not None:
                 if tl.max(kept.to(tl.int32), 0) > 0:
                     sums += gumbel(token_ids, first, second)
             # Excluded tokens and lanes past the vocabulary rank below minus infinity.
-            ranked = tl.where(kept & (token_ids < vocab), order_of_float(sums), -(1 << 31)).to(tl.int64)
-            largest = tl.maximum(largest, (ranked << 32) | (0x7FFFFFFF - token_ids).to(tl.int64))
+            ranked = tl.where(kept & (token_ids < vocab), order_of_float(sums), -(1 << 31))
+            # NaN and infinity win, so that no row hides them. A row of minus infinity has token 0, as on a CPU.
+            ranked = tl.where(unchanged < float("inf"), ranked, 0x7FFFFFFF).to(tl.int64)
+            finite = (tl.abs(unchanged) < float("inf")).to(tl.int64)
+            tokens = tl.where(sums > float("-inf"), token_ids, 0)
+            largest = tl.maximum(largest, (ranked << 32) | (finite << 31) | (0x7FFFFFFF - tokens).to(tl.int64))
         tl.store(best + row * parts + part, tl.max(largest, 0))
 
     @triton.jit

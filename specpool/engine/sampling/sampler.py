@@ -38,17 +38,19 @@ def choose_tokens(logits: torch.Tensor, rows: SequenceRows) -> Iterator[int]:
         yield _choose(row, rows.rules.params, length, changes)
 
 
-def choose_batch(logits: torch.Tensor, sequences: Sequence[SequenceRows]) -> list[list[int]]:
+def choose_batch(logits: torch.Tensor, sequences: Sequence[SequenceRows]) -> tuple[list[list[int]], list[bool]]:
     """Choose the tokens of several sequences on a GPU, with one synchronization.
 
-    `logits` is [n, vocab_size], in the order of the sequences.
+    `logits` is [n, vocab_size], in the order of the sequences. Also return whether each row's largest logit is finite.
     """
-    changed = changed_rows(sequences)
-    if changed:
-        logits = logits.to(torch.float32, copy=True)
-        change(logits, changed)
-    chosen = iter(sample_rows(logits, [(rows.params, length) for rows in sequences for length in rows.lengths]))
-    return [list(islice(chosen, rows.count)) for rows in sequences]
+    rows_changed, changed_logits = changed_rows(sequences), None
+    if rows_changed:
+        changed_logits = logits.to(torch.float32, copy=True)
+        change(changed_logits, rows_changed)
+    rules = [(rows.params, length) for rows in sequences for length in rows.lengths]
+    chosen, finite = sample_rows(logits, rules, changed_logits)
+    row_tokens = iter(chosen)
+    return [list(islice(row_tokens, rows.count)) for rows in sequences], finite
 
 
 @cache
@@ -61,10 +63,11 @@ def kernel_is_exact(device: torch.device, dtype: torch.dtype, vocab_size: int) -
     rules = [SamplingParams(0.9, seed=row) for row in range(rows // 2)]
     rules += [SamplingParams(0.7, top_k=50, top_p=0.9, min_p=0.01, seed=row) for row in range(rows // 2)]
     try:
-        for row_dtype in (dtype, torch.float32):  # rows with penalties are float32
-            chosen = sample_rows(logits.to(device, row_dtype), [(params, 1) for params in rules])
-            expected = [choose_token(row.to(row_dtype), params, [0]) for row, params in zip(logits, rules, strict=True)]
-            if chosen != expected:
+        original = logits.to(dtype)
+        for read, penalized in ((original, None), (logits, logits.to(device))):  # rows with penalties are float32
+            chosen, finite = sample_rows(original.to(device), [(params, 1) for params in rules], penalized)
+            expected = [choose_token(row, params, [0]) for row, params in zip(read, rules, strict=True)]
+            if chosen != expected or not all(finite):
                 log.warning("sampling kernel chose %s instead of %s; sampling row by row", chosen, expected)
                 return False
     except Exception as error:  # the compiler for this GPU may raise anything
@@ -78,6 +81,25 @@ def largest(logits: torch.Tensor) -> torch.Tensor:
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
         return torch.from_numpy(logits.numpy().argmax(-1))  # numpy takes a fifth of the time
     return logits.argmax(-1)
+
+
+def largest_on_host(logits: torch.Tensor) -> tuple[torch.Tensor, list[bool]]:
+    """Return the result of `largest`, on the host, and whether the largest logit of each row is finite."""
+    if logits.device.type != "cpu":
+        return reduce_and_copy(logits)
+    indexes = largest(logits)
+    # Indexing numpy rows takes half the time of a vectorized operation. Numpy has no bfloat16.
+    rows = logits.numpy() if logits.dtype == torch.float32 else logits
+    return indexes, [math.isfinite(row[index]) for row, index in zip(rows, indexes.tolist(), strict=True)]
+
+
+def reduce_and_copy(logits: torch.Tensor) -> tuple[torch.Tensor, list[bool]]:
+    """`largest_on_host` on a GPU: one kernel writes indexes and logits to memory that one copy takes to the host."""
+    count = len(logits)
+    found = torch.empty(2, count, dtype=torch.int64, device=logits.device)
+    torch.max(logits, -1, out=(found[1].view(logits.dtype)[:count], found[0]))
+    indexes, values = found.cpu()
+    return indexes, [*map(math.isfinite, values.view(logits.dtype)[:count].tolist())]
 
 
 def choose_token(logits: torch.Tensor, params: SamplingParams, context: Sequence[int]) -> int:

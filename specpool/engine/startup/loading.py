@@ -16,6 +16,7 @@ from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run.contention import ContentionMonitor
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.pass_selection import build_exact_pass
+from specpool.engine.run.reservation import LimitCache
 from specpool.engine.startup.library_logits import library_logits, refuse_other_logits
 from specpool.engine.startup.proofs import Proof, measuring_alone, proof_key, read_proof, write_proof
 from specpool.engine.startup.self_test import capture_graphs, logits_digest, numerics_fingerprint, self_test
@@ -33,28 +34,32 @@ ONE_THREAD = "try --threads 1: torch's threads wait for each other in every oper
 
 
 def load_engine(
-    options: EngineOptions, exact: bool, startup_cache: bool = False, report: Callable[[str], None] = log.info
+    options: EngineOptions,
+    exact: bool,
+    startup_cache: bool = False,
+    report: Callable[[str], None] = log.info,
+    limit_cache: LimitCache | None = None,
 ) -> Engine:
     """Load a model and prepare it for serving. UnsupportedModelError: the model cannot be served.
 
     `exact`: make every token's logits independent of its batch, and prove it on this device. `startup_cache`: on a
     CPU, reuse the self-test result and step times of an earlier start, and let only one worker measure at a time.
-    `report`: called with each phase, such as "loading weights".
+    `report`: called with each phase, such as "loading weights". `limit_cache`: see `Engine`.
     """
     models = {"model": options.model, "target_model": options.target_model}
     found = {name: local_model(model, report) for name, model in models.items() if model is not None}
     options = options.model_copy(update=found)
     if options.tensor_parallel > 1:
-        engine = start_sharded_engine(options, exact, report)
+        engine = start_sharded_engine(options, exact, report, limit_cache)
         _measure(engine, report)
     else:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         loaded = load_model(options, report=report)
         if startup_cache and loaded.model.device.type == "cpu":
-            engine = _load_cached(loaded, options, exact, report)
+            engine = _load_cached(loaded, options, exact, report, limit_cache)
         else:
-            engine = start_engine(loaded, options, exact, report)
+            engine = start_engine(loaded, options, exact, report, limit_cache=limit_cache)
             _measure(engine, report)
     engine.forget_all()  # the tests above touched much of the cache
     return_freed_memory()
@@ -75,10 +80,12 @@ def start_engine(
     exact: bool,
     report: Callable[[str], None] = log.info,
     fingerprint: str = "",
+    limit_cache: LimitCache | None = None,
 ) -> Engine:
     """Build an engine from a loaded model, whose weights it takes over. Step times are not measured yet.
 
     `report`: called with each phase. `fingerprint`: fingerprint of the loaded weights; empty: compute it.
+    `limit_cache`: see `Engine`.
     """
     # The library's model cannot run once a forward pass has taken its weights.
     facts, fingerprint = read_facts(loaded), fingerprint or weights_fingerprint(loaded)
@@ -87,7 +94,7 @@ def start_engine(
     expected = library_logits(loaded, facts)
     report(COMPILING)
     forward_pass, tiles = build_exact_pass(loaded, facts, options, exact)
-    engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), options)
+    engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), options, limit_cache=limit_cache)
     capture_graphs(engine, report)
     if exact:
         report(TESTING)
@@ -115,13 +122,19 @@ def load_unproven_engine(options: EngineOptions, exact: bool) -> Engine:
     return engine
 
 
-def _load_cached(loaded: LoadedModel, options: EngineOptions, exact: bool, report: Callable[[str], None]) -> Engine:
+def _load_cached(
+    loaded: LoadedModel,
+    options: EngineOptions,
+    exact: bool,
+    report: Callable[[str], None],
+    limit_cache: LimitCache | None,
+) -> Engine:
     """Start an engine on a CPU, from the proof of an earlier start if it is still valid."""
     fingerprint = weights_fingerprint(loaded)
     key = proof_key(loaded, options, exact, fingerprint)
     proof = read_proof(key)
     if proof is not None:
-        engine = _resume(loaded, options, exact, proof, report)
+        engine = _resume(loaded, options, exact, proof, report, limit_cache)
         if engine is not None:
             engine.weights_fingerprint = fingerprint
             return engine
@@ -129,14 +142,19 @@ def _load_cached(loaded: LoadedModel, options: EngineOptions, exact: bool, repor
         loaded = load_model(options, report=report)  # the discarded pass has taken the weights
         fingerprint = ""  # the files may have changed
     with measuring_alone(report):
-        engine = start_engine(loaded, options, exact, report, fingerprint)
+        engine = start_engine(loaded, options, exact, report, fingerprint, limit_cache)
         _measure(engine, report)
     _store_proof(engine, key, exact)
     return engine
 
 
 def _resume(
-    loaded: LoadedModel, options: EngineOptions, exact: bool, proof: Proof, report: Callable[[str], None]
+    loaded: LoadedModel,
+    options: EngineOptions,
+    exact: bool,
+    proof: Proof,
+    report: Callable[[str], None],
+    limit_cache: LimitCache | None,
 ) -> Engine | None:
     """Build the engine and check it against `proof`; None if its compiled pass or its logits differ."""
     report(COMPILING)
@@ -144,7 +162,7 @@ def _resume(
     forward_pass, tiles = build_exact_pass(loaded, facts, options, exact)
     if not isinstance(forward_pass, NativeModel) or forward_pass.library_digest != proof.library:
         return None
-    engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), options)
+    engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), options, limit_cache=limit_cache)
     if logits_digest(engine) != proof.logits:
         return None
     engine.bitwise = proof.bitwise

@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 FOLDER, SUFFIX, MAX_PROOFS = "proofs", ".proof", 64
 LOCK, LOCK_SECONDS, POLL_SECONDS = "measuring.lock", 60.0, 0.05
 SOURCES = {".py", ".c", ".h"}
+_IS_ALONE = ContextVar("is_alone", default=False)
 CPU_FIELDS = {"vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part"}
 # Variables that change the kernels or threads of torch.
 VARIABLES = re.compile(r"(ATEN|DNNL|ONEDNN|MKL|OMP|GOMP|KMP|OPENBLAS|TORCH)_\w+")
@@ -89,8 +91,11 @@ def write_proof(proof: Proof) -> None:
 def measuring_alone(report: Callable[[str], None] = log.info) -> Iterator[None]:
     """Wait up to LOCK_SECONDS while another worker on this machine measures: concurrent measurements run too slowly.
 
-    `report`: called before a wait.
+    `report`: called before a wait. Nested calls do not wait: a worker may load its draft while it measures the target.
     """
+    if _IS_ALONE.get():
+        yield
+        return
     path, file = _folder() / LOCK, -1
     try:
         make_private(_folder())
@@ -98,9 +103,11 @@ def measuring_alone(report: Callable[[str], None] = log.info) -> Iterator[None]:
         _lock(file, report)
     except OSError as error:  # some network file systems support no locks
         log.info("cannot lock %s (%s); other workers may measure at the same time", path, error)
+    alone = _IS_ALONE.set(True)
     try:
         yield
     finally:
+        _IS_ALONE.reset(alone)
         if file >= 0:
             os.close(file)
 

@@ -23,6 +23,7 @@ from specpool.engine.run.engine import Engine
 from specpool.engine.run.leader import Leader
 from specpool.engine.run.pass_selection import build_exact_pass
 from specpool.engine.run.processes import end_process
+from specpool.engine.run.reservation import LimitCache
 from specpool.engine.sharding.shares import Sharding, Share, Sums, shard
 from specpool.engine.startup.self_test import capture_graphs, numerics_fingerprint, self_test
 
@@ -30,7 +31,9 @@ COMPILING, TESTING = "compiling the forward pass", "testing batch invariance"
 """Phases of a start, sharded or not."""
 
 
-def start_sharded_engine(options: EngineOptions, exact: bool, report: Callable[[str], None]) -> Engine:
+def start_sharded_engine(
+    options: EngineOptions, exact: bool, report: Callable[[str], None], limit_cache: LimitCache | None = None
+) -> Engine:
     """Start all ranks, and report each phase. Step times are not measured yet. UnsupportedModelError.
 
     Logits are not compared with the library's model, since no rank has all weights.
@@ -41,7 +44,7 @@ def start_sharded_engine(options: EngineOptions, exact: bool, report: Callable[[
         report("waiting for the other nodes")
     leader = Leader(options, sharding, devices, exact)
     try:
-        engine = _start_rank_0(options, devices[0], exact, leader, report)
+        engine = _start_rank_0(options, devices[0], exact, leader, report, limit_cache)
     except EOFError as error:
         end_process(str(error) or "a rank has ended")
     except BaseException:
@@ -53,7 +56,12 @@ def start_sharded_engine(options: EngineOptions, exact: bool, report: Callable[[
 
 
 def _start_rank_0(
-    options: EngineOptions, device: str, exact: bool, leader: Leader, report: Callable[[str], None]
+    options: EngineOptions,
+    device: str,
+    exact: bool,
+    leader: Leader,
+    report: Callable[[str], None],
+    limit_cache: LimitCache | None,
 ) -> Engine:
     """The engine, once all ranks have loaded their shards."""
     sharding = leader.sharding
@@ -69,7 +77,7 @@ def _start_rank_0(
         _check_same("pass", type(forward_pass).__name__, other.forward_pass)
         _check_same("activations", forward_pass.activations, other.activations)
     tiles = common_tiles([tiles, *(other.tiles for other in leader.reports)])
-    engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), own, leader)
+    engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), own, leader, limit_cache)
     capture_graphs(engine, report)
     if exact:
         report(TESTING)

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from carrying import CarryingTarget
 from collector import Collector, Received, collecting
 from serving import PATIENCE_SECONDS, RecordingTarget, Serving, make_request, serving, stream
 from template_target import TemplateTarget
@@ -92,6 +93,15 @@ def check_rounds(collector: Collector, served: Serving, request: Received, answe
             assert f"00-{call.trace_id}-{call.span_id}-01" in sent
         methods = span.attributes["specpool.round.draft_methods"]
         assert methods == (["model"] if span.attributes["specpool.round.draft_tokens"] else [])
+
+
+async def test_a_carried_draft_shows_its_time_in_the_round() -> None:
+    async with collecting() as (collector, url):
+        async with serving(CarryingTarget(), with_draft=False, otlp_traces_endpoint=url) as served:
+            await served.stub.Generate(make_request())
+        rounds = collector.named("round")
+        assert max(span.attributes.get("specpool.round.own_draft_s", 0.0) for span in rounds) > 0
+        assert {call.name for span in rounds for call in collector.children(span)} == {"verify"}
 
 
 async def test_a_shared_round_links_all_of_its_requests() -> None:

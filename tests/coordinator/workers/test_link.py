@@ -62,7 +62,7 @@ async def test_concurrent_load_queries_share_one_call(tokenizers: TokenizerPool)
     link = TargetLink(Connector(await target.start()), "coordinator", 60, tokenizers)
     try:
         loads = await asyncio.gather(*(link.load() for _ in range(100)))
-        assert {load.slots_total for load in loads if load is not None} == {16}
+        assert {described.load.slots_total for described in loads if described is not None} == {16}
         assert len(loads) == 100
         assert target.queries == 1
         await link.load()

@@ -123,6 +123,13 @@ def test_every_worker_is_shown() -> None:
     assert "another model" in rendered(Panels(view_of("a:1", info, None, None)), 80)
 
 
+def test_a_carried_draft_is_shown_with_its_target() -> None:
+    info = server(drafts=[pb.WorkerState(address="t:1", state="ready")])
+    view = view_of("a:1", info, None, None)
+    assert [worker.is_carried for worker in view.workers] == [False, False, True]
+    assert "draft with the target at t:1: ready" in rendered(Panels(view), 80)
+
+
 def rendered(view: Any, width: int) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(view)

@@ -90,6 +90,10 @@ def test_a_target_can_be_sharded(devices: str, threads: int, threads_per_rank: i
         (["--targets", "2", "--target-devices", "cpu,cpu"], "target_devices shards a single target"),
         (["--target-device", "cuda:0,cuda:1"], "target_device has more devices than there are targets"),
         (["--drafts", "2", "--draft", "none"], "drafts needs a draft"),
+        (
+            ["--draft-kv-memory", "1GiB", "--draft-memory-limit", "2GiB"],
+            "give draft_kv_memory or draft_memory_limit, not both",
+        ),
         (["--drafts", "2", "--target", "a"], "drafts needs a draft"),
         (
             ["--port", "9105", "--metrics-port", "9100", "--targets", "3"],
@@ -129,13 +133,15 @@ def test_the_coordinator_gets_a_readable_model_name(settings: dict[str, Any], na
 
 
 def test_a_standby_has_the_flags_of_the_target_except_its_own_ports() -> None:
-    settings = UpSettings(standby=True, target_device="cpu", target_kv_memory=2**30, metrics_port=9100)
+    settings = UpSettings(
+        standby=True, target_device="cpu", target_kv_memory=2**30, draft_kv_memory=2**20, metrics_port=9100
+    )
     target, draft, standby, coordinator = services_of(settings, "a", "b")
     flags = [dict(zip(each.arguments[::2], each.arguments[1::2], strict=True)) for each in (target, standby)]
     own = {"--port": mock.ANY, "--metrics-port": "9103", "--log-name": "standby-worker"}
     assert flags[1] == {**flags[0], **own}
     assert flags[0]["--kv-memory"] == str(2**30)
-    assert "--kv-memory" not in draft.arguments
+    assert dict(pairwise(draft.arguments))["--kv-memory"] == str(2**20)
     addresses = dict(zip(coordinator.arguments, coordinator.arguments[1:], strict=False))
     assert addresses["--target-address"] == target.address
     assert addresses["--target-standby-address"] == standby.address != target.address
@@ -164,6 +170,100 @@ def test_target_and_standby_on_one_gpu_need_the_size_of_their_caches(
     )  # fmt: skip
     with pytest.raises(ProcessFailedError, match=r"^target-kv-memory: must be given") if refused else nullcontext():
         check_services(services_of(settings, model, None))
+
+
+GIB = 2**30
+
+
+@pytest.mark.usefixtures("cuda_driver")
+@pytest.mark.parametrize(
+    ("settings", "refusal"),
+    [
+        ({}, "target-kv-memory: must be given, since target and draft share cuda:0 .*; or give draft_device"),
+        ({"target_kv_memory": GIB}, "draft-kv-memory: must be given, since target and draft share cuda:0 "),
+        ({"draft_kv_memory": GIB}, "target-kv-memory: must be given, since target and draft share cuda:0 "),
+        ({"target_device": "cuda", "draft_device": "cuda:0"}, "target-kv-memory: must be given"),
+        ({"target_devices": "cuda:0,cuda:1", "draft_device": "cuda:1"}, "target-kv-memory: .* share cuda:1 "),
+        ({"target_kv_memory": GIB, "draft_kv_memory": GIB}, None),
+        ({"target_memory_limit": GIB, "draft_kv_memory": GIB}, None),
+        ({"draft_device": "cuda:1"}, None),
+        ({"draft_device": "cpu"}, None),
+        ({"target_device": "cpu", "drafts": 2}, "draft-kv-memory: must be given, since drafts share cuda:0 "),
+        (
+            {"draft_device": "cuda:1", "standby": True, "standby_devices": "cuda:1", "target_kv_memory": GIB},
+            "draft-kv-memory: must be given, since draft and standby share cuda:1 .*; or give standby_devices",
+        ),
+    ],
+)
+def test_workers_on_one_gpu_need_the_sizes_of_their_caches(
+    settings: dict[str, Any], refusal: str | None, tiny_pair: tuple[Path, Path]
+) -> None:
+    target, draft = map(str, tiny_pair)
+    services = services_of(UpSettings(target=target, draft=draft, separate=True, **settings), target, draft)
+    with pytest.raises(ProcessFailedError, match=f"^{refusal}") if refusal else nullcontext():
+        check_services(services)
+
+
+# --- Targets that carry the draft
+
+
+@pytest.mark.usefixtures("cuda_driver")
+@pytest.mark.parametrize(
+    ("settings", "is_colocated"),
+    [
+        ({}, True),
+        ({"target_device": "cuda:1"}, True),
+        ({"target_device": "cuda", "draft_device": "cuda:0"}, True),
+        ({"target_devices": "cuda:0,cuda:1"}, True),
+        ({"targets": 2, "target_device": "cuda:0,cuda:1"}, True),
+        ({"separate": True}, False),
+        ({"draft_device": "cuda:1"}, False),
+        ({"draft_device": "cpu"}, False),
+        ({"targets": 2, "target_device": "cuda:0,cuda:1", "draft_device": "cuda:0"}, False),
+        ({"drafts": 2}, False),
+        ({"target_device": "cpu"}, False),
+        ({"target_device": "cpu", "draft_device": "cpu"}, False),
+        ({"target_device": "cpu", "draft_device": "cpu", "separate": False}, True),
+        ({"draft": "none"}, False),
+    ],
+)
+def test_targets_carry_a_draft_on_their_own_gpu(settings: dict[str, Any], is_colocated: bool) -> None:
+    assert UpSettings(**settings).is_colocated == is_colocated
+
+
+@pytest.mark.usefixtures("cuda_driver")
+def test_every_target_carries_the_draft() -> None:
+    own = {"draft_revision": "main", "draft_kv_memory": 2**20, "draft_activations": "float32"}
+    pair = {"target": "a", "draft": "b", "target_device": "cuda:0", "metrics_port": 9100, **own}
+    for settings, ports in (({"targets": 2}, ["9101", "9104"]), ({"standby": True}, ["9101", "9103"])):
+        flags = named_services(**pair, **settings)
+        workers, coordinator = list(flags.values())[:-1], flags["coordinator"]
+        assert [worker["--metrics-port"] for worker in workers] == ports
+        assert "--draft-address" not in coordinator
+        for worker in workers:
+            assert (worker["--draft"], worker["--draft-revision"]) == ("b", "main")
+            assert (worker["--draft-kv-memory"], worker["--draft-activations"]) == (str(2**20), "float32")
+    assert "--draft" not in named_services(**pair, separate=True)["target worker"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"separate": False, "drafts": 2}, "separate: targets can carry only one draft"),
+        ({"separate": False, "target_device": "cpu", "draft_device": "cuda:1"}, "only one draft, on their own device"),
+        ({"separate": False, "draft_memory_limit": 2**30}, "draft_memory_limit needs separate"),
+    ],
+)
+def test_drafts_that_targets_cannot_carry_are_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        UpSettings(**settings)
+
+
+def test_a_carried_draft_is_checked_before_the_start(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target, draft = str(tiny_pair[0]), str(tmp_path)
+    settings = UpSettings(target=target, draft=draft, target_device="cpu", separate=False)
+    with pytest.raises(ProcessFailedError, match=r"^draft: "):
+        check_services(services_of(settings, target, draft))
 
 
 # --- Several workers

@@ -13,7 +13,7 @@ from specpool.drafting.acceptance import Calibration
 from specpool.drafting.costs import StepTimes, Timed
 from specpool.drafting.draft_lengths import PLAN_ROUNDS, STATES_BEFORE_TRIAL
 from specpool.drafting.drafting import Drafting
-from specpool.drafting.outcome import RoundOutcome
+from specpool.drafting.outcome import DraftCall, RoundOutcome, draft_steps
 from specpool.drafting.plans import DraftMethod, DraftPlan, Lookup, LookupSource
 from specpool.drafting.sequences import DraftWorker
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
@@ -207,9 +207,12 @@ def test_first_unverified_token_counts_with_its_probability() -> None:
 def test_costs_are_learned_from_rounds() -> None:
     drafting, sequence = Drafting(max_num_draft_tokens=8), make_sequence()
     items = [VerifyItem(1, 2, (3,), draft_token_ids=(4, 5, 6))]
-    proposals = [ProposeItem(1, 2, (3,), num_draft_tokens=3)], [proposal_of(sequence, (4, 5, 6))], Timed(0.0303, 0.03)
+    call = DraftCall(
+        draft_steps([ProposeItem(1, 2, (3,), num_draft_tokens=3)], [proposal_of(sequence, (4, 5, 6))]),
+        Timed(0.0303, 0.03),
+    )
     for _ in range(300):
-        drafting.observe_round(RoundOutcome(items, Timed(0.0503, 0.05), [], [proposals]))
+        drafting.observe_round(RoundOutcome(items, Timed(0.0503, 0.05), [], [call]))
     assert drafting.costs.verify(4) == pytest.approx(0.05, rel=0.02)
     assert drafting.costs.draft(1) == pytest.approx(0.01, rel=0.02)
     assert drafting.costs.exchange == pytest.approx(0.0003, rel=0.1)
@@ -219,8 +222,8 @@ def test_prefill_does_not_change_cost_estimates() -> None:
     drafting, sequence = Drafting(max_num_draft_tokens=8), make_sequence()
     before = dict(drafting.costs.verify.points), dict(drafting.costs.draft.points)
     items = [VerifyItem(1, 0, tuple(range(99)), prefill_only=True)]
-    proposals = [ProposeItem(1, 0, tuple(range(99)))], [proposal_of(sequence, ())], Timed(9.0, 9.0)
-    drafting.observe_round(RoundOutcome(items, Timed(9.0, 9.0), [], [proposals]))
+    call = DraftCall(draft_steps([ProposeItem(1, 0, tuple(range(99)))], [proposal_of(sequence, ())]), Timed(9.0, 9.0))
+    drafting.observe_round(RoundOutcome(items, Timed(9.0, 9.0), [], [call]))
     assert (drafting.costs.verify.points, drafting.costs.draft.points) == before
 
 
@@ -237,7 +240,7 @@ def observed(
         proposal = proposal_of(sequence, tokens)
         outcome.commits = [commit_of(sequence, (9,), proposal)]
         outcome.called_draft = True
-        outcome.proposals = [([ProposeItem(1, 2, (3,), num_draft_tokens=1)], [proposal], Timed(0.015, 0.01))]
+        outcome.draft_calls = [DraftCall((1,), Timed(0.015, 0.01))]
     drafting.observe_round(outcome)
     drafting.observe_seconds(outcome, seconds)
 

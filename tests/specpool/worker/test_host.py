@@ -55,7 +55,8 @@ ABOUT_THE_WORK = [
 async def test_work_longer_than_the_lease_keeps_its_sequences(fails: bool) -> None:
     clock = SimpleNamespace(now=0.0)
     slots = SlotTable(4)
-    slots.load = slots.info = slots.draft_load = lambda: None  # type: ignore[attr-defined]
+    slots.load = slots.info = lambda: None  # type: ignore[attr-defined]
+    slots.carried_draft = None  # type: ignore[attr-defined]
     host = WorkerHost(lambda report: slots, lambda: clock.now)  # type: ignore[arg-type, return-value]
     await host.load()
 
@@ -81,8 +82,8 @@ async def test_work_longer_than_the_lease_keeps_its_sequences(fails: bool) -> No
 async def loaded_host(shrinks: int = 0) -> tuple[WorkerHost, list[str]]:
     """Return a host whose passes can shrink `shrinks` times, and the list of reasons given to `on_failure`."""
     slots, reasons, left = SlotTable(4), list[str](), [True] * shrinks
-    slots.load = slots.info = slots.draft_load = lambda: None  # type: ignore[attr-defined]
-    slots.max_num_batched_tokens, slots.realign_ns, slots.draft_ns = 64, 0, 0  # type: ignore[attr-defined]
+    slots.load = slots.info = lambda: None  # type: ignore[attr-defined]
+    slots.max_num_batched_tokens, slots.realign_ns, slots.draft_ns, slots.carried_draft = 64, 0, 0, None  # type: ignore[attr-defined]
     slots.shrink_passes = lambda: bool(left) and left.pop()  # type: ignore[attr-defined]
     host = WorkerHost(lambda report: slots)  # type: ignore[arg-type, return-value]
     host.on_failure = reasons.append

@@ -2,15 +2,21 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
+import pytest
+from own_drafts import Generation, Rounds
 from prometheus_client import CollectorRegistry, generate_latest
 from scraping import Scrape
+from tiny_models import forget_all, load_engine
 from worker_service import DRAFT, Worker, held, until
 
+from draft_worker.proposer import Proposer
 from specpool.protocol.worker_info import RankMemory
 from specpool.worker.host import WorkerHost
 from specpool.worker.metrics import WorkerMetrics
+from target_worker.verifier import Verifier
 
 
 def seen(host: WorkerHost, kind: str = "target") -> Scrape:
@@ -83,6 +89,35 @@ async def test_the_memory_of_each_rank_is_reported_if_the_model_is_sharded(targe
         ("0", "weights", 5), ("0", "kv_cache", 6), ("0", "activations", 7),
         ("1", "weights", 15), ("1", "kv_cache", 16), ("1", "activations", 17),
     ]  # fmt: skip
+
+
+async def test_a_carried_draft_has_samples_of_its_own_in_the_same_families(tiny_pair: tuple[Path, Path]) -> None:
+    engine, draft_engine = load_engine(tiny_pair[0]), load_engine(tiny_pair[1], exact=False)
+    forget_all(engine, 3)
+    forget_all(draft_engine, 2)
+    host = WorkerHost(lambda report: Verifier(engine, Proposer(draft_engine)))
+    await host.load()
+    before = {"target": engine.passes, "draft": draft_engine.passes}
+    await host.run(lambda verifier: Rounds(verifier).generate([Generation(1, (5, 6, 7))], 3))
+    scrape = seen(host)
+    host.close()
+
+    def values(name: str) -> dict[str, float]:
+        return {worker: scrape.value(f"specpool:worker_{name}", worker=worker) for worker in ("target", "draft")}
+
+    assert values("passes_total") == {"target": engine.passes, "draft": draft_engine.passes}
+    assert all(passes > before[worker] for worker, passes in values("passes_total").items())
+    assert values("tokens_total") == {"target": engine.tokens, "draft": draft_engine.tokens}
+    assert values("realign_seconds_total") == {
+        "target": pytest.approx(engine.realign_ns / 1e9), "draft": draft_engine.realign_ns / 1e9,
+    }  # fmt: skip
+    assert values("forward_seconds_total")["draft"] > 0
+    assert values("slots") == {"target": 3, "draft": 2}
+    assert values("slots_used") == {"target": 1, "draft": 1}
+    assert min(values("kv_positions_used").values()) > 0
+    models = scrape.families["specpool:worker_model_info"].samples
+    infos = [("target", engine.info().model), ("draft", draft_engine.info().model)]
+    assert [(sample.labels["worker"], sample.labels["model_name"]) for sample in models] == infos
 
 
 async def test_a_hung_pass_and_waiting_calls_are_reported(target: Worker) -> None:

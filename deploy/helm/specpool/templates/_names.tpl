@@ -32,7 +32,25 @@ templates use the role.
 {{- end -}}
 {{- $_ := set .Values "standby" $standby -}}
 {{- end -}}
-coordinator {{ if .Values.draft.enabled }}draft {{ end }}target{{ if .Values.target.standby.enabled }} standby{{ end }}
+coordinator {{ if include "specpool.hasDraftWorkers" . }}draft {{ end }}target{{ if .Values.target.standby.enabled }} standby{{ end }}
+{{- end }}
+
+{{/* Non-empty if drafts run in pods of their own. Fails if the target's pods carry the draft and other values contradict it. */}}
+{{- define "specpool.hasDraftWorkers" -}}
+{{- $draft := .Values.draft -}}
+{{- if and $draft.enabled $draft.colocated -}}
+{{- if .Values.disaggregatedSet.enabled -}}
+{{- fail "draft.colocated: must not be set with disaggregatedSet.enabled, which needs two roles" -}}
+{{- else if or (gt (int $draft.replicas) 1) $draft.maxReplicas -}}
+{{- fail "draft.replicas: must be 1 with draft.colocated, and draft.maxReplicas 0; each target carries one draft" -}}
+{{- else if $draft.settings -}}
+{{- fail "draft.settings: must be empty with draft.colocated; set target.settings, such as draft_kv_memory" -}}
+{{- else if eq $draft.modelCache.type "image" -}}
+{{- fail "draft.modelCache.type: must not be image with draft.colocated" -}}
+{{- end -}}
+{{- else if $draft.enabled -}}
+true
+{{- end -}}
 {{- end }}
 
 {{- define "specpool.besideTarget" -}}

@@ -164,7 +164,7 @@ livenessProbe:
 - name: SPECPOOL_TARGET_STANDBY_ADDRESS
   value: {{ include "specpool.workerAddress" (dict "root" .root "role" "standby") }}
 {{- end }}
-{{- if .root.Values.draft.enabled }}
+{{- if include "specpool.hasDraftWorkers" .root }}
 - name: SPECPOOL_DRAFT_ADDRESS
   value: {{ include "specpool.workerAddress" (dict "root" .root "role" "draft") }}
 {{- end }}

@@ -20,6 +20,7 @@
 {{- define "specpool.chartSettings" -}}
 {{- if not .follower }}
 {{- include "specpool.serverSettings" . }}
+{{- include "specpool.carriedDraft" . }}
 {{- end }}
 {{- include "specpool.modelSettings" . }}
 {{- with .root.Values.logLevel }}
@@ -27,6 +28,18 @@ log_level: {{ . }}
 {{- end }}
 {{- with .root.Values.logFormat }}
 log_format: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* The draft that a target or standby carries. */}}
+{{- define "specpool.carriedDraft" }}
+{{- with .root.Values.draft }}
+{{- if and .enabled .colocated (has $.role (list "target" "standby")) }}
+draft: {{ .model }}
+{{- with .revision }}
+draft_revision: {{ . }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- end }}
 
@@ -129,7 +142,7 @@ their settings when they restart. Escapes $(NAME), which Kubernetes would replac
 */}}
 {{- define "specpool.settings" -}}
 {{- $settings := include "specpool.chartSettings" . | fromYaml -}}
-{{- $elsewhere := list "target_address" "target_standby_address" "draft_address" "tensor_parallel" "nnodes" "node_rank" "master_addr" -}}
+{{- $elsewhere := list "target_address" "target_standby_address" "draft_address" "draft" "draft_revision" "tensor_parallel" "nnodes" "node_rank" "master_addr" -}}
 {{- range $name, $value := (get .root.Values .role).settings -}}
 {{- if or (hasKey $settings $name) (has $name $elsewhere) -}}
 {{- fail (printf "%s.settings.%s: the chart sets it from other values" $.role $name) -}}

@@ -10,8 +10,9 @@ from feature_drafts import HEAD_TOKENS, compacted, random_trained, save_feature_
 from safetensors.torch import load_file, save_file
 from tiny_models import edit_json, refusal
 
+from specpool.engine.config.architectures import FEATURES
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.models.draft_parts import FEATURE_INPUT, FEATURES, Features
+from specpool.engine.models.draft_parts import FEATURE_INPUT, Features
 from specpool.engine.models.loading import load_model
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.weights.quantized import as_tensor, parts_of

@@ -13,6 +13,7 @@ from test_sampling import make_logits
 from tiny_models import load_engine, random_tokens, save_model
 from tiny_pair import tiny_config
 
+from specpool.engine.cache.spans import Span
 from specpool.engine.numerics import triton_elementary
 from specpool.engine.numerics.noise import gumbel, noise_keys
 from specpool.engine.sampling import kernel as sampling_kernel
@@ -20,7 +21,14 @@ from specpool.engine.sampling import sampler as sampling
 from specpool.engine.sampling.kernel import has_kernels, sample_rows
 from specpool.engine.sampling.rows import SequenceRows
 from specpool.engine.sampling.rules import SequenceRules
-from specpool.engine.sampling.sampler import choose_batch, choose_token, choose_tokens
+from specpool.engine.sampling.sampler import (
+    choose_batch,
+    choose_token,
+    choose_tokens,
+    largest_on_host,
+    reduce_and_copy,
+)
+from specpool.protocol.errors import WorkerFailedError
 from specpool.protocol.rounds import VerifyItem, VerifyRound
 from specpool.protocol.sampling import SamplingParams
 from target_worker.verifier import Verifier
@@ -76,7 +84,7 @@ def test_kernel_chooses_the_same_tokens_as_cpu(
     logits = torch.stack([make_row(seed, size, spread, kind).to(dtype) for seed, spread, kind, _, _ in drawn])
     rules = [(params, length) for *_, params, length in drawn]
     expected = [choose_token(row, params, range(length)) for row, (params, length) in zip(logits, rules, strict=True)]
-    assert sample_rows(logits, rules) == expected
+    assert sample_rows(logits, rules) == (expected, [bool(row.max().isfinite()) for row in logits])
 
 
 @pytest.mark.parametrize("spread", [pytest.param(0.01, marks=pytest.mark.slow), 3.0])
@@ -86,25 +94,74 @@ def test_limits_are_exact_with_and_without_scratch_copies(spread: float) -> None
     params = [SamplingParams(temperature=1.0, seed=seed, **limit) for seed, limit in enumerate(limits)]
     logits = torch.stack([make_logits(seed, 150, spread) for seed in range(3)])
     expected = [choose_token(row, rule, range(3)) for row, rule in zip(logits, params, strict=True)]
-    assert sample_rows(logits, [(rule, 3) for rule in params]) == expected
+    assert sample_rows(logits, [(rule, 3) for rule in params])[0] == expected
 
 
 def test_choices_do_not_depend_on_the_batch() -> None:
     limits = [None, {}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}]
     logits = torch.stack([make_logits(seed, 70) for seed in range(5)])
     rules = [(None if limit is None else SamplingParams(1.0, seed=9, **limit), 4) for limit in limits]
-    together = sample_rows(logits, rules)
-    assert [sample_rows(logits[i : i + 1], rules[i : i + 1])[0] for i in range(5)] == together
-    assert sample_rows(logits.flip(0), rules[::-1]) == together[::-1]
+    together, _ = sample_rows(logits, rules)
+    assert [sample_rows(logits[i : i + 1], rules[i : i + 1])[0][0] for i in range(5)] == together
+    assert sample_rows(logits.flip(0), rules[::-1])[0] == together[::-1]
     assert together[0] == int(logits[0].argmax())
-    assert sample_rows(logits[:0], []) == []
+    assert sample_rows(logits[:0], []) == ([], [])
 
 
-def test_nan_is_never_chosen() -> None:
-    logits = torch.full((3, 40), math.nan)
-    logits[:2, 17] = 1.0
-    rules = [(None, 1), (SamplingParams(1.0), 1), (None, 1)]
-    assert sample_rows(logits, rules) == [17, 17, 0]
+# --- Logits that are not finite
+
+
+PARAMS = [None, SamplingParams(1.0), SamplingParams(0.7, top_k=9, top_p=0.9, min_p=0.01)]
+SPOILED = pytest.mark.parametrize("value", [math.nan, math.inf])
+
+
+@pytest.mark.parametrize("place", [0, 149])
+@pytest.mark.parametrize("params", PARAMS)
+def test_one_such_logit_spoils_a_row(params: SamplingParams | None, place: int) -> None:
+    logits = torch.stack([make_logits(seed, 150) for seed in range(4)])
+    expected, _ = sample_rows(logits[:1], [(params, 1)])
+    logits[1:, place] = torch.tensor([math.nan, -math.nan, math.inf])
+    tokens, finite = sample_rows(logits, [(params, 1)] * 4)
+    assert finite == [True, False, False, False]
+    assert tokens[0] == expected[0]
+    assert all(0 <= token < 150 for token in tokens)
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_rows_of_minus_infinity_are_not_finite(params: SamplingParams | None) -> None:
+    logits = torch.full((2, 150), -math.inf)
+    logits[1, 140] = -1e30
+    assert sample_rows(logits, [(params, 1)] * 2) == ([0, 140], [False, True])
+
+
+@SPOILED
+def test_masks_do_not_hide_such_logits(value: float) -> None:
+    logits = torch.stack([make_logits(seed, 150) for seed in range(2)])
+    logits[0, 7] = value
+    changed = logits.clone()
+    changed[:, 7] = -math.inf
+    rules = [(SamplingParams(1.0), 1)] * 2
+    tokens, finite = sample_rows(logits, rules, changed)
+    assert finite == [False, True]
+    assert tokens[1] == sample_rows(changed, rules)[0][1]
+
+
+def test_a_row_may_be_masked_entirely() -> None:
+    logits = make_logits(0, 150)[None]
+    logits[0, :80] = -math.inf
+    for params in PARAMS:
+        assert sample_rows(logits, [(params, 1)], torch.full_like(logits, -math.inf)) == ([0], [True])
+
+
+@SPOILED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_greedy_rows_of_a_gpu_are_those_of_a_cpu(dtype: torch.dtype, value: float) -> None:
+    logits = torch.stack([make_logits(seed, 150).round() for seed in range(5)]).to(dtype)
+    logits[1, 140], logits[2], logits[3, :149] = value, -math.inf, -math.inf
+    tokens, finite = reduce_and_copy(logits)
+    assert tokens.tolist() == logits.argmax(-1).tolist() == largest_on_host(logits)[0].tolist()
+    assert finite == largest_on_host(logits)[1] == [True, False, False, True, True]
+    assert reduce_and_copy(logits[:0])[1] == []
 
 
 @triton.jit
@@ -144,7 +201,7 @@ def test_a_batch_gets_the_choices_of_single_sequences() -> None:
     for own, rows in zip(logits.split([s[2] for s in sequences]), rows_of(sequences), strict=True):
         expected.append(own.argmax(-1).tolist() if rows.rules is None else list(choose_tokens(own, rows)))
         assert len(expected[-1]) == rows.count
-    assert choose_batch(logits, rows_of(sequences)) == expected
+    assert choose_batch(logits, rows_of(sequences)) == (expected, [True] * 6)
     assert torch.equal(logits, before)
 
 
@@ -188,8 +245,32 @@ def test_a_worker_with_kernels_gives_the_same_verdicts(tmp_path: Path) -> None:
     assert all(verdict.token_ids for verdict in expected[0])
 
 
+@pytest.mark.parametrize("params", [None, SamplingParams(1.0, seed=3), SamplingParams(1.0, repetition_penalty=1.3)])
+def test_a_worker_with_kernels_fails_rounds_with_such_logits(params: SamplingParams | None, tmp_path: Path) -> None:
+    folder, prompt = save_model(tmp_path, tiny_config()), tuple(random_tokens(12))
+    items = [VerifyItem(7, 0, prompt, sampling=params), VerifyItem(8, 0, prompt, sampling=params)]
+    engine = load_engine(folder)
+    forward = engine.forward
+
+    def spoiled(spans: Sequence[Span]) -> torch.Tensor:
+        logits = forward(spans).clone()
+        logits[1, 20] = math.nan
+        return logits
+
+    with (
+        mock.patch.object(engine, "forward", spoiled),
+        mock.patch("specpool.engine.sampling.batch.compiled_is_exact", return_value=False),
+        mock.patch("specpool.engine.sampling.batch.kernel_is_exact", return_value=True),
+        mock.patch("specpool.engine.sampling.batch.largest_on_host", reduce_and_copy),
+        pytest.raises(WorkerFailedError, match="sequence 8: the model's logits are not finite"),
+    ):
+        Verifier(engine).verify([VerifyRound("a", 1, items)])
+
+
 @pytest.mark.usefixtures("kernels_on_cpu")
-@pytest.mark.parametrize("fault", [{"side_effect": RuntimeError("no compiler")}, {"return_value": [0] * 8}])
+@pytest.mark.parametrize(
+    "fault", [{"side_effect": RuntimeError("no compiler")}, {"return_value": ([0] * 8, [True] * 8)}]
+)
 def test_kernels_that_fail_or_differ_are_not_used(fault: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
     with mock.patch.object(sampling, "sample_rows", **fault):
         assert not sampling.kernel_is_exact(CPU, torch.float32, 50)

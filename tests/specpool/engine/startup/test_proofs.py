@@ -39,9 +39,9 @@ def proved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     models: list[str] = []
     start = loading.start_engine
 
-    def start_engine(loaded: Any, *arguments: Any) -> Engine:
+    def start_engine(loaded: Any, *arguments: Any, **options: Any) -> Engine:
         models.append(loaded.name)
-        return start(loaded, *arguments)
+        return start(loaded, *arguments, **options)
 
     monkeypatch.setattr(loading, "start_engine", start_engine)
     return models

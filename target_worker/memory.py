@@ -1,0 +1,73 @@
+"""Divides the memory of a process between a target and the draft that it carries.
+
+The target asks for its limit once its weights are loaded. Then the draft is loaded and reserves its cache, so both
+caches are sized when the weights of both models are in memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from specpool.engine.cache.memory import Footprint, KVLimit
+from specpool.engine.run.engine import Engine
+from specpool.engine.run.reservation import CacheNeeds, LimitCache, kv_limit
+
+
+class PairMemory:
+    """The memory limits of both KV caches. They hold the same number of positions, unless the draft's size is set."""
+
+    def __init__(
+        self, load_draft: Callable[[CacheNeeds, LimitCache], Engine], draft_kv_memory: int | None = None
+    ) -> None:
+        """`load_draft`: loads the draft of a target with these needs. `draft_kv_memory`: bytes of the draft's cache."""
+        self._load_draft, self._draft_kv_memory = load_draft, draft_kv_memory
+        self._draft: Engine | None = None
+
+    @property
+    def draft(self) -> Engine:
+        """The draft, once the target is loaded."""
+        assert self._draft is not None
+        return self._draft
+
+    def limit_target(self, needs: CacheNeeds) -> KVLimit:
+        """Load the draft, unless an earlier start of the target has loaded it, and limit the target's cache."""
+        self._target = needs
+        if self._draft is None:
+            self._draft = self._load_draft(needs, self._limit_draft)
+        if needs.options.kv_memory is not None:
+            return self._shared
+        kv_bytes = 0 if self._draft_kv_memory is None else self._draft.footprint.kv
+        limit = replace(self._shared, position_bytes=self._position_bytes)
+        if limit.included is None:  # a share of the free memory
+            return replace(limit, beside=Footprint(0, 0, kv_bytes))
+        included = replace(needs.others, base=limit.included.base)
+        beside = replace(_beside(included, self._draft_others, needs.facts.device), kv=kv_bytes)
+        return replace(limit, included=included, beside=beside)
+
+    def _limit_draft(self, needs: CacheNeeds) -> KVLimit:
+        target = self._target
+        # Models with vocabularies of the same size share their grammars.
+        grammars = 0 if needs.facts.vocab_size == target.facts.vocab_size else target.others.grammars
+        self._draft_others = replace(needs.others, grammars=grammars)
+        device = needs.facts.device
+        beside = _beside(self._draft_others, target.others, device)
+        self._shared = kv_limit(target.options, self._draft_others, device, beside)
+        self._position_bytes = target.position_bytes + needs.position_bytes
+        limit, position_bytes = self._shared, self._position_bytes
+        if self._draft_kv_memory is not None:
+            limit, position_bytes = KVLimit("draft_kv_memory", self._draft_kv_memory), needs.position_bytes
+            self._position_bytes = target.position_bytes
+        elif target.options.kv_memory is not None:  # the size of the target's cache alone
+            position_bytes = target.position_bytes
+        return replace(limit, position_bytes=position_bytes, max_model_len=target.facts.max_model_len)
+
+
+def _beside(own: Footprint, other: Footprint, device: torch.device) -> Footprint:
+    """Return what the other model takes in addition. On a CPU, passes take turns with the memory of activations.
+
+    On a GPU, captured passes keep it.
+    """
+    if device.type != "cpu":
+        return other
+    return replace(other, activations=max(0, other.activations - own.activations))

@@ -1,0 +1,217 @@
+"""Rounds of target workers that carry a draft: the tokens of plain decoding, sent ahead, whatever is lost."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from carrying import CarryingTarget
+from replicas import long_requests, replicas, stream_all
+from serving import RecordingDraft, Serving, make_request, serving
+
+from specpool.v1 import generation_pb2 as pb
+from specpool.v1 import target_worker_pb2
+
+PASS_SECONDS, STEP_SECONDS = 0.01, 0.001
+
+
+def timed_target(acceptance: float = 0.9, step_seconds: float = STEP_SECONDS) -> CarryingTarget:
+    """A target whose verifications cost the same for any number of rows."""
+    return CarryingTarget(acceptance, step_seconds, pass_seconds=lambda rows: PASS_SECONDS)
+
+
+def items_of(target: CarryingTarget) -> list[target_worker_pb2.VerifyItem]:
+    return [item for request in target.requests for item in request.items]
+
+
+async def drafted_by(served: Serving, requests: int = 1, max_tokens: int = 150) -> tuple[int, int]:
+    """Decode, and return how many tokens the model drafted for it, and how many tokens it gained per round."""
+    before = (await served.info()).counters
+    for _ in range(requests):
+        await served.expect(make_request([7, requests], max_tokens))
+    after = (await served.until_idle()).counters
+    drafted = after.drafts["model"].draft_tokens - before.drafts["model"].draft_tokens
+    return drafted, after.rounds - before.rounds
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 4, 8])
+async def test_rounds_run_ahead_while_the_target_drafts(k: int) -> None:
+    target = CarryingTarget(acceptance=0.7)
+    async with serving(target, with_draft=False) as served:
+        await asyncio.gather(*(served.expect(make_request([i, 1], 60, k=k)) for i in range(4)))
+        counters = (await served.until_idle()).counters
+    items = items_of(target)
+    continued = [item for item in items if item.HasField("after_round_id")]
+    assert len(continued) > len(items) / 2
+    assert counters.completion_tokens == 240
+    assert counters.cache_misses == 0
+    asked = [item for item in continued if item.HasField("own_draft")]
+    if not k:
+        assert not asked
+    else:
+        assert len(asked) > len(continued) / 2
+        expected = sum(0.7**i for i in range(1, k + 1)) / k
+        assert counters.accepted_draft_tokens / counters.draft_tokens == pytest.approx(expected, abs=0.15)
+        assert counters.drafts["model"].draft_tokens == counters.draft_tokens
+
+
+@pytest.mark.parametrize("policy", ["ragged", "exspec", "eqspec"])
+@pytest.mark.parametrize("method", [None, pb.DRAFT_METHOD_NGRAM, pb.DRAFT_METHOD_BEST])
+async def test_every_policy_and_method_gives_the_same_tokens(policy: str, method: Any) -> None:
+    target = CarryingTarget(acceptance=0.5, eos_rate=0.01)
+    async with serving(target, with_draft=False, policy=policy) as served:
+        prompts = [[i, *[3, 4, 5] * 5] for i in range(6)]
+        requests = [make_request(prompt, 40, k=None if i % 2 else 3, method=method) for i, prompt in enumerate(prompts)]
+        await asyncio.gather(*map(served.expect, requests))
+        await served.until_idle()
+
+
+async def test_samples_share_a_request() -> None:
+    target = CarryingTarget(acceptance=0.7)
+    async with serving(target, with_draft=False) as served:
+        request = make_request([1, 2, 3], 40, k=4, n=3, temperature=1.0)
+        samples = [message async for message in served.stub.GenerateStream(request)]
+        complete = [message.complete for message in samples if message.WhichOneof("response") == "complete"]
+        await served.until_idle()
+    expected = target.continuation([1, 2, 3], 40)
+    assert [list(sample.token_ids) for sample in complete] == [expected] * 3
+
+
+async def test_long_prompts_and_newcomers() -> None:
+    target = timed_target()
+    async with serving(target, with_draft=False, prefill_tokens=32) as served:
+        first = asyncio.ensure_future(served.expect(make_request([1], 60, k=3)))
+        await served.until(lambda info: info.counters.rounds > 3)
+        await asyncio.gather(first, *(served.expect(make_request([i] * 90, 20, k=3)) for i in range(3)))
+        await served.until_idle()
+    chunks = [item for item in items_of(target) if item.prefill_only]
+    assert chunks
+    assert all(item.own_draft.num_draft_tokens == 3 and not item.own_draft.max_verified for item in chunks)
+
+
+@pytest.mark.slow
+async def test_adaptive_lengths_follow_the_acceptance() -> None:
+    target = timed_target(acceptance=0.9)
+    async with serving(target, with_draft=False, num_speculative_tokens=None) as served:
+        await drafted_by(served, 3)
+        _, rounds = await drafted_by(served, 1)
+        assert rounds < 150 / 2, "drafts pay"
+        target.acceptance = 0.0
+        await drafted_by(served, 6)
+        drafted, rounds = await drafted_by(served, 1)
+        assert drafted < 150 / 4, "they no longer do"
+
+
+@pytest.mark.slow
+async def test_a_draft_that_is_too_slow_drafts_in_trials_only_until_it_is_faster() -> None:
+    target = timed_target(step_seconds=4 * PASS_SECONDS)
+    async with serving(target, with_draft=False, num_speculative_tokens=None) as served:
+        await drafted_by(served, 2)
+        drafted, _ = await drafted_by(served, 1)
+        assert drafted < 150 / 10
+        target.step_seconds = STEP_SECONDS
+        async with asyncio.timeout(60):
+            while (await drafted_by(served, 1))[0] < 100:
+                pass
+
+
+class Unreliable(CarryingTarget):
+    """Loses caches or fails in every tenth round."""
+
+    fault = ""
+    count = 0
+
+    async def Verify(self, request: Any, context: Any) -> Any:
+        self.count += 1
+        fault = self.fault if self.count % 10 == 0 else ""
+        if fault == "forget":
+            self.forget()
+        if fault == "forget the draft":
+            self.drafts.clear()
+        if fault == "refuse":
+            self.fail_next.append(grpc.StatusCode.INVALID_ARGUMENT)
+        if fault == "unavailable":
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "told to fail")
+        response = await super().Verify(request, context)
+        if fault == "wrong round":
+            response.round_id += 1
+        return response
+
+
+@pytest.mark.parametrize("fault", ["forget", "forget the draft", "refuse", "unavailable", "wrong round"])
+async def test_faults_cost_no_token(fault: str) -> None:
+    target = Unreliable(acceptance=0.8)
+    target.fault = fault
+    async with serving(target, with_draft=False) as served:
+        await asyncio.gather(*(served.expect(make_request([i, 3, 4], 60, k=4)) for i in range(6)))
+        counters = (await served.until_idle()).counters
+    assert counters.accepted_draft_tokens > 60
+
+
+async def test_a_restarted_target_drafts_again() -> None:
+    target = timed_target()
+    async with serving(target, with_draft=False) as served:
+        running = [asyncio.ensure_future(served.expect(make_request([i, 9], 80, k=3))) for i in range(3)]
+        await served.until(lambda info: info.counters.rounds > 5)
+        await target.stop()
+        accepted = (await served.info()).counters.accepted_draft_tokens
+        await target.start(served.target_address)
+        await asyncio.gather(*running)
+        counters = (await served.until_idle()).counters
+    assert counters.accepted_draft_tokens > accepted
+
+
+async def test_cancelled_requests_leave_nothing_behind() -> None:
+    target = timed_target()
+    async with serving(target, with_draft=False) as served:
+        calls = [served.stub.Generate(make_request([i, 5], 2000, k=4)) for i in range(6)]
+        running = asyncio.ensure_future(served.expect(make_request([6, 6], 60, k=4)))
+        await served.until(lambda info: info.running == 7 and info.counters.rounds > 5)
+        for call in calls:
+            call.cancel()
+        await running
+        await served.until_idle()
+
+
+async def test_sequences_of_a_lost_target_are_drafted_for_at_the_other() -> None:
+    targets = [timed_target(), timed_target()]
+    async with replicas(targets[1], first=targets[0]) as served:
+        streams = asyncio.ensure_future(stream_all(served, long_requests(8)))
+        await served.until(lambda info: info.running == 8 and info.counters.rounds > 20)
+        await targets[0].stop()
+        seen = len(targets[1].requests)
+        await streams
+        states = {worker.address: worker.state for worker in (await served.info()).draft_workers}
+    later = [item for request in targets[1].requests[seen:] for item in request.items]
+    assert any(item.own_draft.num_draft_tokens for item in later)
+    assert sorted(states.values()) != ["ready", "ready"]
+
+
+async def test_a_draft_worker_beside_a_carried_draft_is_not_asked(caplog: pytest.LogCaptureFixture) -> None:
+    target = CarryingTarget()
+    draft = RecordingDraft(target)
+    async with serving(target, draft) as served:
+        await served.expect(make_request([1, 2], 40, k=4))
+        info = await served.until_idle()
+    assert not draft.requests
+    assert info.counters.draft_tokens
+    assert caplog.text.count("not using the draft workers") == 1
+
+
+async def test_the_status_shows_the_carried_draft() -> None:
+    target = CarryingTarget()
+    async with serving(target, with_draft=False) as served:
+        info = await served.info()
+        model = await served.stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert [worker.address for worker in info.draft_workers] == [info.target.address]
+    assert (info.draft.state, info.draft.model.model) == ("ready", "carried")
+    assert info.draft.load.slots_total == 16
+    assert model.draft.model == "carried"
+
+
+async def test_a_carried_draft_with_another_tokenizer_is_refused_by_name() -> None:
+    other = CarryingTarget()
+    other.draft_fingerprint = "another"
+    async with replicas(other, first=CarryingTarget()) as served:
+        states = {target.state: target.reason for target in (await served.info()).targets}
+    assert states == {"ready": "", "refused": "the draft carried uses a different tokenizer than the target fake"}
