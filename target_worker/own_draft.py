@@ -98,9 +98,11 @@ class OwnDrafts:
 
         `judged`: the items with a valid verdict. `num_tokens`: tokens of the target's pass.
         """
-        judged = {key: item for key, item in judged.items() if item.own_draft is not None}
-        began, realigned = time.perf_counter_ns(), self.proposer.realign_ns
         self.rows = ()
+        judged = {key: item for key, item in judged.items() if item.own_draft is not None}
+        if not judged:
+            return {}
+        began, realigned = time.perf_counter_ns(), self.proposer.realign_ns
         items = self._next_items(judged, max(MIN_CATCHUP, num_tokens))
         proposals = self._propose(rounds, items) if items else {}
         for key, proposal in proposals.items():
@@ -223,9 +225,10 @@ class OwnDrafts:
     def _drop_states(self, key: SequenceKey, count: int) -> None:
         """Keep at most the last `count` states of a sequence."""
         carried = self._target.slots[key].carried
-        if carried.states is not None and len(carried.states) > count:
-            # A view would keep the states of the whole pass.
-            carried.states = carried.states[-count:].clone() if count else None
+        if carried.states is not None:
+            rest = carried.states[max(0, len(carried.states) - count) :]
+            is_view = rest.untyped_storage().nbytes() > rest.nbytes  # it keeps the states of the whole pass
+            carried.states = None if not len(rest) else rest.clone() if is_view else rest
 
     def _report(self, key: SequenceKey, found: Found | None, proposal: Proposal | None) -> OwnDraft:
         """Return the draft that a round found, and the state of the draft's cache."""
