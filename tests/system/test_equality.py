@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -43,14 +44,18 @@ class Mixes:
         await self.service.wait_idle()
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["chosen drafts", "branches"])
+@pytest.fixture(scope="module", params=["chosen drafts", "branches", "carried draft"])
 def mixes(tiny_pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[Mixes]:
     """A service with a window, batches and chunks too small for the mixes."""
     worker = {"max_sequences": 5, "max_num_batched_tokens": 48}
-    options = {"max_num_seqs": 5, "max_batch_size": 4, "prefill_tokens": 16, "overlap": "on"}
+    options: dict[str, Any] = {"max_num_seqs": 5, "max_batch_size": 4, "prefill_tokens": 16, "overlap": "on"}
+    target, draft = tiny_pair
+    is_carried = request.param == "carried draft"
+    if is_carried:
+        options["target_worker"] = {"draft": str(draft)}
     with (
-        branches_only() if request.param else nullcontext(),
-        running_pair(*tiny_pair, worker=worker, **options) as (runner, service),
+        branches_only() if request.param == "branches" else nullcontext(),
+        running_pair(target, None if is_carried else draft, worker=worker, **options) as (runner, service),
     ):
         yield Mixes(runner, service, LogitsTap(service.target.backend.engine))
 
