@@ -7,6 +7,8 @@ caches are sized when the weights of both models are in memory.
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from specpool.engine.cache.memory import Footprint, KVLimit
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.reservation import CacheNeeds, LimitCache, kv_limit
@@ -40,14 +42,17 @@ class PairMemory:
         if limit.included is None:  # a share of the free memory
             return replace(limit, beside=Footprint(0, 0, kv_bytes))
         included = replace(needs.others, base=limit.included.base)
-        return replace(limit, included=included, beside=replace(self._draft_others, kv=kv_bytes))
+        beside = replace(_beside(included, self._draft_others, needs.facts.device), kv=kv_bytes)
+        return replace(limit, included=included, beside=beside)
 
     def _limit_draft(self, needs: CacheNeeds) -> KVLimit:
         target = self._target
         # Models with vocabularies of the same size share their grammars.
         grammars = 0 if needs.facts.vocab_size == target.facts.vocab_size else target.others.grammars
         self._draft_others = replace(needs.others, grammars=grammars)
-        self._shared = kv_limit(target.options, self._draft_others, needs.facts.device, target.others)
+        device = needs.facts.device
+        beside = _beside(self._draft_others, target.others, device)
+        self._shared = kv_limit(target.options, self._draft_others, device, beside)
         self._position_bytes = target.position_bytes + needs.position_bytes
         limit, position_bytes = self._shared, self._position_bytes
         if self._draft_kv_memory is not None:
@@ -56,3 +61,13 @@ class PairMemory:
         elif target.options.kv_memory is not None:  # the size of the target's cache alone
             position_bytes = target.position_bytes
         return replace(limit, position_bytes=position_bytes, max_model_len=target.facts.max_model_len)
+
+
+def _beside(own: Footprint, other: Footprint, device: torch.device) -> Footprint:
+    """Return what the other model takes in addition. On a CPU, passes take turns with the memory of activations.
+
+    On a GPU, captured passes keep it.
+    """
+    if device.type != "cpu":
+        return other
+    return replace(other, activations=max(0, other.activations - own.activations))

@@ -31,6 +31,12 @@ def load(pair: Pair, **options: Any) -> tuple[Engine, Engine]:
     return load_pair(options_of(pair, **options), startup_cache=False, report=lambda phase: None)
 
 
+def total(engines: tuple[Engine, Engine]) -> int:
+    """Memory of both models, which run in turns."""
+    footprints = [engine.footprint for engine in engines]
+    return sum(each.weights + each.kv for each in footprints) + max(each.activations for each in footprints)
+
+
 def columns(engines: tuple[Engine, Engine]) -> list[int]:
     return [engine.slots.tables.columns for engine in engines]
 
@@ -48,7 +54,7 @@ def test_a_budget_covers_both_models_and_caches_of_the_same_length(tiny_pair: Pa
     limit = least(tiny_pair, "memory_budget", max_sequences=2)
     engines = load(tiny_pair, max_sequences=2, memory_budget=limit)
     assert columns(engines) == [64, 64]
-    assert sum(engine.footprint.total for engine in engines) == limit
+    assert total(engines) == limit
     caches = sum(engine.footprint.kv for engine in engines)
     assert columns(load(tiny_pair, max_sequences=2, memory_budget=limit + caches)) == [128, 128]
     with pytest.raises(UnsupportedModelError, match="of the other model, is too small"):
@@ -61,7 +67,7 @@ def test_a_size_of_its_own_limits_only_the_cache_of_the_draft(tiny_pair: Pair) -
     budget = least(tiny_pair, "memory_budget", draft_kv_memory=2 * small)
     engines = load(tiny_pair, draft_kv_memory=2 * small, memory_budget=budget)
     assert columns(engines) == [64, 128]
-    assert sum(engine.footprint.total for engine in engines) == budget
+    assert total(engines) == budget
 
 
 def test_kv_memory_is_the_size_of_the_target_s_cache(tiny_pair: Pair) -> None:

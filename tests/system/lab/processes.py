@@ -67,7 +67,7 @@ class Processes:
 @asynccontextmanager
 async def running(
     target: Path | str,
-    draft: Path | str,
+    draft: Path | str | None,
     slots: int,
     coordinator_flags: Sequence[str] = (),
     proxied: bool = False,
@@ -77,12 +77,13 @@ async def running(
 ) -> AsyncIterator[Processes]:
     """Run the processes; none is restarted if it ends. ProcessFailedError.
 
-    `proxied`: put a proxy on each link. `workers`: numbers of target and draft workers. Several are found by name, in
-    DNS records that can be changed. `devices_can_fail`: see `lab.failing_device`.
+    `draft`: the model of draft workers; None: there are none. `proxied`: put a proxy on each link. `workers`: numbers
+    of target and draft workers. Several are found by name, in DNS records that can be changed. `devices_can_fail`: see
+    `lab.failing_device`.
     """
     shared = ["--log-level", "error", "--drain-seconds", str(DRAIN_SECONDS)]
     flags = [*shared, "--max-sequences", str(slots), *worker_flags]
-    models = zip(ROLES, (target, draft), workers, strict=True)
+    models = [each for each in zip(ROLES, (target, draft), workers, strict=True) if each[1] is not None]
     groups = {role: _workers(role, str(model), count, flags) for role, model, count in models}
     processes = Processes([worker for group in groups.values() for worker in group])
     if devices_can_fail:
@@ -94,7 +95,7 @@ async def running(
             processes.proxies = [CuttingProxy() for _ in processes.services] if proxied else []
             addresses = {role: group[0].address for role, group in groups.items()}
             if proxied:
-                starting = zip(ROLES, processes.proxies, strict=True)
+                starting = zip(groups, processes.proxies, strict=True)
                 addresses = {role: await proxy.start(addresses[role]) for role, proxy in starting}
             elif max(workers) > 1:
                 processes.records = {role: Records(Path(folder), role, group) for role, group in groups.items()}
