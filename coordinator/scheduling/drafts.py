@@ -182,10 +182,13 @@ class Drafts:
             return 0
         return max(0, min(self.plan.num_draft_tokens, self.sequence.max_num_own_draft_tokens))
 
-    def own_item(self, *, may_verify: bool) -> OwnDraftItem | None:
-        """What the target worker is to draft itself; None if nothing. `may_verify`: whether the round decodes."""
-        sequence, plan = self.sequence, self.plan
-        if not (k := self._num_own_tokens):
+    def own_item(self, *, may_verify: bool, keeps_states: bool) -> OwnDraftItem | None:
+        """What the target worker is to draft itself; None if nothing.
+
+        `may_verify`: whether the round decodes. `keeps_states`: whether later drafts read the states of this round.
+        """
+        sequence, plan, k = self.sequence, self.plan, self._num_own_tokens
+        if self.own_draft is None or not (k or keeps_states):
             return None
         return OwnDraftItem(
             max_verified=k if may_verify else 0,
