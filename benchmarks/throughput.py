@@ -62,14 +62,16 @@ KINDS: dict[str, GenerateOptions] = {
 ARRANGEMENTS = {"default": None, "separate": True, "colocated": False}
 """The setting `separate` of `specpool up`, by arrangement."""
 SHOWN = {
-    "tokens/s": ("tokens_per_s", 1), "ratio": ("ratio", 2), "min": ("ratio_min", 2), "of first": ("of_first", 2),
-    "round ms": ("round_ms", 1), "sustained": ("sustained_ratio", 2), "first ms": ("first_token_ms", 0),
+    "tokens/s": ("tokens_per_s", 1), "ratio": ("ratio", 2), "min": ("ratio_min", 2),
+    "sustained": ("sustained_ratio", 2), "first ms": ("first_token_ms", 0),
     "p50 ms": ("token_p50_ms", 1), "p99 ms": ("token_p99_ms", 1),
     "length": ("acceptance_length", 2), "drafted": ("rounds_drafted", 2), "draft": ("draft_busy", 2),
     "verify": ("verify_busy", 2), "promise": ("predicted_ratio", 2), "exact": ("exact_match", 3),
 }  # fmt: skip
 """Columns of a table: the measure and its digits."""
-OF_A_CATEGORY = ("tokens/s", "ratio", "min", "of first", "length", "drafted", "exact")
+COMPARED = {"round ms": ("round_ms", 1), "of first": ("of_first", 2)}
+OF_A_CATEGORY = ("tokens/s", "ratio", "min", "length", "drafted", "exact")
+OF_AN_ARRANGEMENT = ("tokens/s", "ratio", "min", *COMPARED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,17 +242,24 @@ def summary(load: Load, kind: str, runs: list[Run], plain: list[Run]) -> Run:
 
 
 def show_all(rows: list[Run]) -> None:
-    mixed = [row for row in rows if row["category"] is None]
-    for concurrency in dict.fromkeys(row["concurrency"] for row in mixed):
-        show(f"{concurrency} at a time", [_cells(row, "kind") for row in mixed if row["concurrency"] == concurrency])
+    groups: dict[tuple[str, int], list[Run]] = {}
+    for row in rows:
+        if row["category"] is None:
+            groups.setdefault((row["arrangement"], row["concurrency"]), []).append(row)
+    for (arrangement, concurrency), own in groups.items():
+        show(f"{arrangement}, {concurrency} at a time", [_cells(row, ("kind",)) for row in own])
+    mixed = [row for own in groups.values() for row in own if row["of_first"] is not None]
+    by_case = ("concurrency", "kind", "arrangement")
+    compared = [_cells(row, by_case, OF_AN_ARRANGEMENT) for row in mixed]
+    show("arrangements", sorted(compared, key=lambda row: (row["concurrency"], row["kind"])))
     best = [row for row in rows if row["category"] is not None and row["kind"] == BEST]
-    show("best, by category", [_cells(row, "category", OF_A_CATEGORY) for row in best])
+    show("best, by category", [_cells(row, ("arrangement", "category"), OF_A_CATEGORY) for row in best])
 
 
-def _cells(row: Run, of: str, headings: Iterable[str] = SHOWN) -> Run:
-    shown = {of: row[of], "arrangement": row["arrangement"]}
+def _cells(row: Run, of: Iterable[str], headings: Iterable[str] = SHOWN) -> Run:
+    shown = {name: row[name] for name in of}
     for heading in headings:
-        name, digits = SHOWN[heading]
+        name, digits = (SHOWN | COMPARED)[heading]
         shown[heading] = None if row[name] is None else f"{row[name]:.{digits}f}"
     return shown
 
