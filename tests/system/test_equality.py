@@ -43,14 +43,22 @@ class Mixes:
         await self.service.wait_idle()
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["chosen drafts", "branches"])
+@pytest.fixture(scope="module", params=["chosen drafts", "branches", "carried draft"])
 def mixes(tiny_pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[Mixes]:
     """A service with a window, batches and chunks too small for the mixes."""
     worker = {"max_sequences": 5, "max_num_batched_tokens": 48}
     options = {"max_num_seqs": 5, "max_batch_size": 4, "prefill_tokens": 16, "overlap": "on"}
+    carried = request.param == "carried draft"
+    target, draft = tiny_pair
     with (
-        branches_only() if request.param else nullcontext(),
-        running_pair(*tiny_pair, worker=worker, **options) as (runner, service),
+        branches_only() if request.param == "branches" else nullcontext(),
+        running_pair(
+            target,
+            None if carried else draft,
+            worker=worker,
+            target_worker={"draft": str(draft)} if carried else None,
+            **options,
+        ) as (runner, service),
     ):
         yield Mixes(runner, service, LogitsTap(service.target.backend.engine))
 

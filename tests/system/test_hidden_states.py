@@ -18,7 +18,7 @@ from pair_service import PairService, running_pair, serving_pair
 
 from specpool.engine.cache.spans import Span
 from specpool.protocol.rounds import ProposeItem
-from target_worker import verifier
+from target_worker import features
 
 LAYERS = (1, 2)
 WINDOW = 8
@@ -114,8 +114,8 @@ def garble(features: bytes) -> bytes:
 @pytest.fixture(scope="module", params=[lose_some, swap, garble], ids=lambda mangle: mangle.__name__)
 def service(pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[tuple[asyncio.Runner, PairService]]:
     """A service whose target worker returns mangled features."""
-    pack, mangle = verifier.pack_features, request.param
-    mangled = mock.patch.object(verifier, "pack_features", lambda *arguments: mangle(pack(*arguments)))
+    pack, mangle = features.pack_features, request.param
+    mangled = mock.patch.object(features, "pack_features", lambda states: [*map(mangle, pack(states))])
     options = {"max_num_seqs": 5, "max_batch_size": 4, "prefill_tokens": 16, "overlap": "on"}
     with mangled, running_pair(*pair, worker=SMALL, **options) as running:
         yield running
