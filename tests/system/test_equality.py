@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -48,17 +49,13 @@ def mixes(tiny_pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Itera
     """A service with a window, batches and chunks too small for the mixes."""
     worker = {"max_sequences": 5, "max_num_batched_tokens": 48}
     options = {"max_num_seqs": 5, "max_batch_size": 4, "prefill_tokens": 16, "overlap": "on"}
-    carried = request.param == "carried draft"
     target, draft = tiny_pair
+    models: dict[str, Any] = {"draft": draft}
+    if request.param == "carried draft":
+        models = {"draft": None, "target_worker": {"draft": str(draft)}}
     with (
         branches_only() if request.param == "branches" else nullcontext(),
-        running_pair(
-            target,
-            None if carried else draft,
-            worker=worker,
-            target_worker={"draft": str(draft)} if carried else None,
-            **options,
-        ) as (runner, service),
+        running_pair(target, worker=worker, **models, **options) as (runner, service),
     ):
         yield Mixes(runner, service, LogitsTap(service.target.backend.engine))
 

@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -60,15 +61,19 @@ def outcome(response: pb.GenerateResponse) -> tuple[object, ...]:
     )
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["chosen drafts", "branches"])
+@pytest.fixture(scope="module", params=["chosen drafts", "branches", "carried draft"])
 def pair(tiny_pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[tuple[asyncio.Runner, PairService]]:
     options = {"max_num_seqs": 6, "max_batch_size": 4, "overlap": "on"}
+    target, draft = tiny_pair
+    models: dict[str, Any] = {"draft": draft}
+    if request.param == "carried draft":
+        models = {"draft": None, "target_worker": {"draft": str(draft)}}
     with (
-        branches_only() if request.param else nullcontext(),
-        running_pair(*tiny_pair, worker={"max_sequences": 6}, **options) as (runner, service),
+        branches_only() if request.param == "branches" else nullcontext(),
+        running_pair(target, worker={"max_sequences": 6}, **models, **options) as (runner, service),
     ):
         yield runner, service
-        if request.param:
+        if request.param == "branches":
             assert service.process.coordinator.lanes.first.drafting.lengths.branching.coverage(1) != FIRST_RATE, (
                 "no branches were drafted"
             )
