@@ -240,10 +240,11 @@ class Drafting:
 
     def _max_num_draft_tokens(self, sequence: Sequence, is_own: bool) -> int:
         """Maximum draft tokens of a sequence. Pending rounds do not limit own drafts, which end at `max_length`."""
-        num_draft_tokens = sequence.max_num_draft_tokens
         if is_own:
             left = sequence.max_length - len(sequence.token_ids) - 1
             num_draft_tokens = min(sequence.request.num_speculative_tokens, left)
+        else:
+            num_draft_tokens = sequence.max_num_draft_tokens
         if sequence.request.adaptive:
             num_draft_tokens = min(num_draft_tokens, self.lengths.max_num_draft_tokens)
         return max(0, num_draft_tokens)
