@@ -80,19 +80,20 @@ class PairService:
         """Make a worker lose every cache, like a restart."""
         await host.run(lambda backend: backend.expire(math.inf, 0.0))
         await host.run(lambda backend: backend.engine.slots.tables.pool.clear())
+        await host.run(lambda backend: backend.carried_draft and backend.carried_draft.engine.slots.tables.pool.clear())
 
     async def forget_after(self, hundredths: list[int]) -> None:
-        """Make all workers lose every cache, after pauses in hundredths of a second."""
+        """Make both models lose every cache, after pauses in hundredths of a second."""
         for pause in hundredths:
             await asyncio.sleep(pause / 100)
-            for host in (self.target, self.draft):
-                if host is not None:
-                    await self.forget(host)
+            for host in filter(None, (self.target, self.draft)):
+                await self.forget(host)
 
     async def wait_idle(self) -> None:
-        """Wait until neither worker holds a slot and the window is empty."""
+        """Wait until neither model holds a slot and the window is empty."""
         while True:
-            holds = [await host.run(lambda b: b.info().slots_in_use) for host in (self.target, self.draft) if host]
+            infos = [await host.run(lambda b: b.info()) for host in (self.target, self.draft) if host]
+            holds = [info.slots_in_use for each in infos for info in (each, each.draft) if info is not None]
             coordinator = self.process.coordinator
             if not any(holds) and coordinator.queue.is_empty and not coordinator.lanes.first.window.occupied:
                 return
