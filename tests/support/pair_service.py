@@ -83,11 +83,12 @@ class PairService:
         await host.run(lambda backend: backend.carried_draft and backend.carried_draft.engine.slots.tables.pool.clear())
 
     async def forget_after(self, hundredths: list[int]) -> None:
-        """Make both models lose every cache, after pauses in hundredths of a second."""
+        """Make all workers lose every cache, after pauses in hundredths of a second."""
         for pause in hundredths:
             await asyncio.sleep(pause / 100)
-            for host in filter(None, (self.target, self.draft)):
-                await self.forget(host)
+            for host in (self.target, self.draft):
+                if host is not None:
+                    await self.forget(host)
 
     async def wait_idle(self) -> None:
         """Wait until neither model holds a slot and the window is empty."""

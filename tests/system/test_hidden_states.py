@@ -2,8 +2,9 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +18,8 @@ from mixes import MAX_TOKENS, Case, assert_equal, branches_only, cases, make_pro
 from pair_service import PairService, running_pair, serving_pair
 
 from specpool.engine.cache.spans import Span
-from specpool.protocol.rounds import ProposeItem
-from target_worker import features
+from specpool.protocol.rounds import ProposeItem, Verdict, VerifyRound
+from target_worker.verifier import Verifier
 
 LAYERS = (1, 2)
 WINDOW = 8
@@ -139,9 +140,15 @@ def service(pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator
         with running_pair(pair[0], None, target_worker={"draft": str(pair[1])}, **OPTIONS) as running:
             yield running
         return
-    pack = features.pack_features
-    mangled = mock.patch.object(features, "pack_features", lambda states: [*map(mangle, pack(states))])
-    with mangled, running_pair(*pair, **OPTIONS) as running:
+    verify = Verifier.verify
+
+    def verify_and_mangle(self: Verifier, rounds: Sequence[VerifyRound]) -> list[list[Verdict]]:
+        verdicts = verify(self, rounds)
+        for verdict in chain.from_iterable(verdicts):
+            verdict.features = mangle(verdict.features) if verdict.features else b""
+        return verdicts
+
+    with mock.patch.object(Verifier, "verify", verify_and_mangle), running_pair(*pair, **OPTIONS) as running:
         yield running
 
 
