@@ -209,8 +209,7 @@ class Drafting:
     def forget(self, sequence_ids: Iterable[int]) -> None:
         sequence_ids = list(sequence_ids)
         self.lookup.forget(sequence_ids)
-        for sequence_id in sequence_ids:
-            self.lengths.acceptance.forget(sequence_id)
+        self.lengths.forget(sequence_ids)
 
     def _options(self, sequence: Sequence, worker: DraftWorker | None, lookup: Lookup, limit: int) -> DraftOptions:
         return DraftOptions(
