@@ -94,7 +94,9 @@ class FakeTarget(FakeWorker):
         began = time.perf_counter_ns()
         evicted = self.take_evicted(request.coordinator_id)
         await self._begin_round(context, [sum(len(self.tokens_of(request, item)) for item in request.items)])
-        results = [self._verify(request, item) for item in request.items]
+        results = [
+            self._verify((request.coordinator_id, item.sequence_id), item, request.round_id) for item in request.items
+        ]
         forward_ns = time.perf_counter_ns() - began
         response = target_worker_pb2.VerifyResponse(
             round_id=request.round_id,
@@ -163,10 +165,7 @@ class FakeTarget(FakeWorker):
         found = self.draft.select(key, begun) if self.draft is not None else None
         return begun, found
 
-    def _verify(
-        self, request: target_worker_pb2.VerifyRequest, item: target_worker_pb2.VerifyItem
-    ) -> target_worker_pb2.VerifyResult:
-        key, round_id = (request.coordinator_id, item.sequence_id), request.round_id
+    def _verify(self, key: Key, item: target_worker_pb2.VerifyItem, round_id: int) -> target_worker_pb2.VerifyResult:
         beginning = self._beginning(key, item, round_id)
         if beginning is None:
             status = common_pb2.ITEM_STATUS_CACHE_MISS

@@ -20,12 +20,14 @@ def busy_target(row: float = 0.8 * MILLISECOND, **knobs: Any) -> RecordingTarget
 class WatchingDraft(RecordingDraft):
     """Counts calls that begin or end while the target is busy."""
 
-    beside = 0
+    def __init__(self, target: RecordingTarget, **knobs: Any) -> None:
+        super().__init__(target, **knobs)
+        self._watched, self.beside = target, 0
 
     async def Propose(self, request: draft_worker_pb2.ProposeRequest, context: Any) -> draft_worker_pb2.ProposeResponse:
-        began_beside = self._target.busy
+        began_beside = self._watched.busy
         response = await super().Propose(request, context)
-        self.beside += began_beside or self._target.busy
+        self.beside += began_beside or self._watched.busy
         return response
 
 
