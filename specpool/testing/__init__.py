@@ -1,7 +1,9 @@
 """Fakes of both workers for tests: real gRPC servers on real sockets, without torch."""
 
+from specpool.testing.fake_draft import FakeDraft
 from specpool.testing.fake_grammars import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
-from specpool.testing.fakes import CHAT_TEMPLATE, MEASURED_ROWS, FakeDraft, FakeTarget, FakeWorker
+from specpool.testing.fake_target import CHAT_TEMPLATE, FakeTarget
+from specpool.testing.fake_worker import MEASURED_ROWS, FakeWorker
 
 __all__ = [
     "CHAT_TEMPLATE",

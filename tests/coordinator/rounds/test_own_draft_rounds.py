@@ -96,7 +96,7 @@ async def test_adaptive_lengths_follow_the_acceptance() -> None:
         await drafted_by(served, 3)
         _, rounds = await drafted_by(served, 1)
         assert rounds < 150 / 2, "drafts pay"
-        target.acceptance = 0.0
+        target.draft.acceptance = 0.0
         await drafted_by(served, 6)
         drafted, rounds = await drafted_by(served, 1)
         assert drafted < 150 / 4, "they no longer do"
@@ -109,7 +109,7 @@ async def test_a_draft_that_is_too_slow_drafts_in_trials_only_until_it_is_faster
         await drafted_by(served, 2)
         drafted, _ = await drafted_by(served, 1)
         assert drafted < 150 / 10
-        target.step_seconds = STEP_SECONDS
+        target.draft.pass_seconds = lambda rows: STEP_SECONDS
         async with asyncio.timeout(60):
             while (await drafted_by(served, 1))[0] < 100:
                 pass
@@ -127,7 +127,7 @@ class Unreliable(CarryingTarget):
         if fault == "forget":
             self.forget()
         if fault == "forget the draft":
-            self.drafts.clear()
+            self.draft.forget()
         if fault == "refuse":
             self.fail_next.append(grpc.StatusCode.INVALID_ARGUMENT)
         if fault == "unavailable":
@@ -204,14 +204,14 @@ async def test_the_status_shows_the_carried_draft() -> None:
         info = await served.info()
         model = await served.stub.GetModelInfo(pb.GetModelInfoRequest())
     assert [worker.address for worker in info.draft_workers] == [info.target.address]
-    assert (info.draft.state, info.draft.model.model) == ("ready", "carried")
+    assert (info.draft.state, info.draft.model.model) == ("ready", "fake")
     assert info.draft.load.slots_total == 16
-    assert model.draft.model == "carried"
+    assert model.draft.model == "fake"
 
 
 async def test_a_carried_draft_with_another_tokenizer_is_refused_by_name() -> None:
     other = CarryingTarget()
-    other.draft_fingerprint = "another"
+    other.draft.fingerprint = "another"
     async with replicas(other, first=CarryingTarget()) as served:
         states = {target.state: target.reason for target in (await served.info()).targets}
-    assert states == {"ready": "", "refused": "the draft carried uses a different tokenizer than the target fake"}
+    assert states == {"ready": "", "refused": "the draft fake uses a different tokenizer than the target fake"}

@@ -9,7 +9,7 @@ from scraping import scrape
 from serving import RecordingTarget, Serving, make_request, serving
 
 from specpool.rpc.ports import free_port
-from specpool.testing import FakeTarget, fakes
+from specpool.testing import FakeTarget, fake_target
 from specpool.v1 import common_pb2, target_worker_pb2
 
 PATIENCE_SECONDS = 10
@@ -75,7 +75,7 @@ async def test_replays_are_plain_and_fresh() -> None:
 
 async def test_a_wrong_token_is_found(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     top = common_pb2.TokenLogprobs(logprob=-1.0, top_token_ids=[1, 2], top_logprobs=[-1.0, -1.25])
-    monkeypatch.setattr(fakes, "_logprobs", lambda count: top)
+    monkeypatch.setattr(fake_target, "_logprobs", lambda count: top)
     target = WrongTarget()
     async with serving(target, audit_share=1.0, metrics_port=free_port()) as served:
         response = await served.stub.Generate(make_request([1, 2, 3], 30, request_id="suspect"))
