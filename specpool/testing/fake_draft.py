@@ -4,14 +4,20 @@ import math
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
 from specpool.testing.fake_grammars import EOS_TOKEN_ID, VOCAB_SIZE
-from specpool.testing.fake_target import FakeTarget
 from specpool.testing.fake_worker import FakeWorker
 from specpool.v1 import common_pb2, draft_worker_pb2, draft_worker_pb2_grpc
+
+
+class Chooser(Protocol):
+    """A target, such as `FakeTarget`."""
+
+    def choose_legal(self, context: Sequence[int], grammar: str, prompt_length: int) -> int:
+        """The next token that a grammar allows after a context. ValueError if it allows none."""
 
 
 class FakeDraft(FakeWorker):
@@ -20,13 +26,13 @@ class FakeDraft(FakeWorker):
     Its first branch matches with the same probability, and each further one in half of the remaining cases.
     """
 
-    def __init__(self, target: FakeTarget, acceptance: float = 0.7, **knobs: Any) -> None:
+    def __init__(self, target: Chooser, acceptance: float = 0.7, **knobs: Any) -> None:
         super().__init__(**knobs)
         self._target, self.acceptance = target, acceptance
         self._rng = random.Random(0)
 
     @property
-    def _abilities(self) -> dict[str, int]:
+    def _abilities(self) -> dict[str, Any]:
         return {"max_branches": self.max_branches}
 
     def _register(self, server: grpc.aio.Server) -> None:

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from specpool.drafting.acceptance import likely_tokens
+from specpool.testing.fake_draft import FakeDraft
+from specpool.testing.fake_worker import FakeWorker
 from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
-
-if TYPE_CHECKING:
-    from specpool.testing.fake_draft import FakeDraft
-    from specpool.testing.fake_target import FakeTarget
 
 Key = tuple[str, int]
 OK = common_pb2.ITEM_STATUS_OK
@@ -40,7 +38,7 @@ class FakeOwnDrafts:
     Its knobs work as those of a draft worker: too few slots, lost caches, slow passes.
     """
 
-    def __init__(self, target: "FakeTarget", draft: "FakeDraft") -> None:
+    def __init__(self, target: FakeWorker, draft: FakeDraft) -> None:
         self.draft = draft
         self._target = target
         self._made: dict[Key, Kept] = {}

@@ -7,17 +7,15 @@ import time
 import zlib
 from array import array
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
+from specpool.testing.fake_draft import FakeDraft
 from specpool.testing.fake_grammars import EOS_TOKEN_ID, byte_tokenizer, forced_tokens, legal_tokens
 from specpool.testing.fake_own_drafts import FakeOwnDrafts
 from specpool.testing.fake_worker import FakeWorker
 from specpool.v1 import common_pb2, target_worker_pb2, target_worker_pb2_grpc
-
-if TYPE_CHECKING:
-    from specpool.testing.fake_draft import FakeDraft
 
 CHAT_TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
@@ -43,12 +41,12 @@ class FakeTarget(FakeWorker):
         self._continued: dict[Key, tuple[int, int, Yielded]] = {}
         """How the last round of a continued sequence began: its id, the cached positions, and the round before."""
 
-    def carry(self, draft: "FakeDraft") -> None:
+    def carry(self, draft: FakeDraft) -> None:
         """Let the worker carry a draft, which needs no server of its own."""
         self.own_drafts = FakeOwnDrafts(self, draft)
 
     @property
-    def _abilities(self) -> dict[str, int]:
+    def _abilities(self) -> dict[str, Any]:
         return {"max_rounds_ahead": self.max_rounds_ahead}
 
     @property

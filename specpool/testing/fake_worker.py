@@ -98,7 +98,7 @@ class FakeWorker(FakeCaches):
         return ""
 
     @property
-    def _abilities(self) -> dict[str, int]:
+    def _abilities(self) -> dict[str, Any]:
         """Fields of the load that only one kind of worker sets."""
         raise NotImplementedError
 

@@ -148,6 +148,21 @@ async def test_faults_cost_no_token(fault: str) -> None:
     assert counters.accepted_draft_tokens > 60
 
 
+@pytest.mark.parametrize("fault", ["lost caches", "few slots", "short"])
+async def test_a_draft_that_cannot_follow_costs_no_token(fault: str) -> None:
+    target = CarryingTarget(acceptance=0.8)
+    if fault == "lost caches":
+        target.draft.forget_every = 7
+    elif fault == "few slots":
+        target.draft.slots = 2
+    else:
+        target.draft.max_model_len = 40
+    async with serving(target, with_draft=False) as served:
+        await asyncio.gather(*(served.expect(make_request([i, 3, 4], 60, k=4)) for i in range(6)))
+        counters = (await served.until_idle()).counters
+    assert counters.accepted_draft_tokens > 60
+
+
 async def test_a_restarted_target_drafts_again() -> None:
     target = timed_target()
     async with serving(target, with_draft=False) as served:
