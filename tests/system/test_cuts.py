@@ -89,6 +89,18 @@ async def test_cuts_lose_and_repeat_nothing(links: str) -> None:
     assert sum(proxy.connections_cut for proxy in proxies) > (1 if links == "draft" else CUTS / 4)
 
 
+async def test_cuts_of_targets_that_carry_a_draft_lose_and_repeat_nothing() -> None:
+    target = TargetBehind(pass_seconds=lambda rows: 0.002)
+    target.carry(FakeDraft(target, pass_seconds=lambda rows: 0.0005))
+    rng = random.Random(1)
+    async with serving(target, with_draft=False) as served, under_load(served):
+        for _ in range(CUTS):
+            await asyncio.sleep(rng.uniform(0, MAX_PAUSE_SECONDS))
+            target.proxy.cut()
+        assert (await served.info()).counters.drafts["model"].accepted_draft_tokens > 0
+    assert target.proxy.connections_cut > CUTS / 4
+
+
 @pytest.mark.parametrize("link", ["target", pytest.param("draft", marks=pytest.mark.slow)])
 async def test_silent_connections_are_abandoned(link: str) -> None:
     target, draft = slow_workers()
