@@ -1,4 +1,4 @@
-"""What the fakes of both workers share: a real gRPC server whose caches are lists of token ids."""
+"""The common part of the fake workers: a real gRPC server with knobs for faults."""
 
 import asyncio
 import uuid
@@ -13,14 +13,21 @@ from specpool.protocol.rounds import ItemStatus
 from specpool.rpc.status import ANSWERED
 from specpool.testing.fake_caches import PAGE_SIZE, FakeCaches
 from specpool.testing.fake_grammars import VOCAB_SIZE
-from specpool.v1 import common_pb2, draft_worker_pb2
+from specpool.v1 import common_pb2
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+Key = tuple[str, int]
+"""A coordinator and its id of a sequence."""
 
 
 class FakeWorker(FakeCaches):
     """A worker with knobs for faults."""
 
+    model = "fake"
+    """Name of the model."""
+    max_rounds_ahead = max_branches = 0
+    """See `WorkerLoad`."""
     _interceptors: Sequence[Any] = ()
 
     def __init__(
@@ -33,29 +40,24 @@ class FakeWorker(FakeCaches):
         notes: Sequence[str] = (),
         rank_devices: Sequence[str] = (),
         kv_positions: int = 0,
-        max_rounds_ahead: int = 2,
-        max_branches: int = 64,
         supports_grammars: bool = find_spec("llguidance") is not None,
     ) -> None:
         """`pass_seconds`: duration of a pass with a number of new tokens; None: no delay.
 
         `notes`: notes about the model. `rank_devices`: devices of a sharded worker's ranks, two or more.
-        `kv_positions`: capacity of the cache; 0: only `slots` limits it. `max_rounds_ahead`: see
-        `WorkerLoad`; draft workers ignore it. `max_branches`: likewise; target workers ignore it.
+        `kv_positions`: capacity of the cache; 0: only `slots` limits it.
         `supports_grammars`: whether to follow grammars, which needs llguidance.
         """
         super().__init__(slots, kv_positions)
-        self.max_branches = max_branches
         self.supports_grammars = supports_grammars
-        self.max_rounds_ahead = max_rounds_ahead
-        self.grammars: dict[tuple[str, int], tuple[str, int]] = {}
+        self.grammars: dict[Key, tuple[str, int]] = {}
         """Grammar and prompt length of each constrained sequence."""
         self.notes, self.rank_devices = notes, rank_devices
         self.max_model_len, self.fingerprint, self.device = max_model_len, fingerprint, device
         self.pass_seconds = pass_seconds
         self.busy = False
         """Whether a round is running."""
-        self.yielded: dict[tuple[str, int], tuple[int, list[int]]] = {}
+        self.yielded: dict[Key, tuple[int, list[int]]] = {}
         """Last round of each sequence that yielded tokens, and the tokens."""
         self.calls = 0
         self.forget_every = 0
@@ -97,11 +99,6 @@ class FakeWorker(FakeCaches):
         """Fingerprint of weights and logits; empty: unknown."""
         return ""
 
-    @property
-    def _abilities(self) -> dict[str, Any]:
-        """Fields of the load that only one kind of worker sets."""
-        raise NotImplementedError
-
     def _register(self, server: grpc.aio.Server) -> None:
         raise NotImplementedError
 
@@ -117,7 +114,7 @@ class FakeWorker(FakeCaches):
         return common_pb2.GetWorkerInfoResponse(
             instance_id=self.instance_id,
             model=common_pb2.ModelInfo(
-                model="fake",
+                model=self.model,
                 architecture="fake",
                 dtype="float32",
                 activations="float32",
@@ -138,9 +135,10 @@ class FakeWorker(FakeCaches):
                 kv_positions_total=self.kv_positions,
                 kv_positions_free=self.free_pages * PAGE_SIZE,
                 kv_positions_multiple=PAGE_SIZE,
+                max_rounds_ahead=self.max_rounds_ahead,
+                max_branches=self.max_branches,
                 supports_grammars=self.supports_grammars,
                 ranks=[common_pb2.RankMemory(device=device) for device in self.rank_devices],
-                **self._abilities,
             ),
             costs=common_pb2.StepCosts(rows=MEASURED_ROWS, seconds=map(self.pass_seconds, MEASURED_ROWS))
             if self.pass_seconds is not None
@@ -162,38 +160,26 @@ class FakeWorker(FakeCaches):
 
     async def _begin_round(self, context: Any, passes: Iterable[int]) -> None:
         """Wait for the duration of the passes; fails on demand. `passes`: number of new tokens per pass."""
-        await self.spend(passes)
-        self.count_round()
-        if self.fail_next:
-            await context.abort(self.fail_next.pop(0), "told to fail", (ANSWERED,))
-
-    async def spend(self, passes: Iterable[int]) -> None:
-        """Wait for the duration of the passes."""
         if self.pass_seconds is not None:
             self.busy = True
             await asyncio.sleep(sum(map(self.pass_seconds, passes)))
             self.busy = False
-
-    def count_round(self) -> None:
-        """Count a round, and lose all caches if it is time."""
         self.calls += 1
         if self.forget_every and self.calls % self.forget_every == 0:
             self.forget()
+        if self.fail_next:
+            await context.abort(self.fail_next.pop(0), "told to fail", (ANSWERED,))
 
-    def _realign(self, key: tuple[str, int], item: Any) -> tuple[Any, int]:
+    def _num_drafted(self, item: Any) -> int:
+        """Positions that an item needs for draft tokens."""
+        raise NotImplementedError
+
+    def _realign(self, key: Key, item: Any) -> tuple[Any, int]:
         """Return the status of an item, and the number of tokens found in the prefix cache."""
-        status, prefix_length = self.realign(key, item, _length(item))
+        status, prefix_length = self.realign(
+            key, item, item.base_length + len(item.token_ids) + self._num_drafted(item)
+        )
         if status is ItemStatus.OK and item.HasField("sampling"):
             grammar = item.sampling.grammar if self.supports_grammars else ""
             self.grammars[key] = grammar, item.sampling.prompt_length
         return common_pb2.ItemStatus.Value(f"ITEM_STATUS_{status.name}"), prefix_length
-
-
-def _length(item: Any) -> int:
-    """Positions that an item needs."""
-    is_proposal = isinstance(item, draft_worker_pb2.ProposeItem)
-    if is_proposal:
-        drafts = 0 if item.num_branches else max(0, item.num_draft_tokens - 1)
-    else:
-        drafts = max(len(item.draft_token_ids), item.max_draft_tokens)
-    return int(item.base_length + len(item.token_ids) + drafts)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specpool.testing import FakeDraft, FakeTarget
+from specpool.testing import FakeOwnDraft, FakeTarget
 from specpool.v1 import common_pb2, target_worker_pb2
 
 OK, MISS = common_pb2.ITEM_STATUS_OK, common_pb2.ITEM_STATUS_CACHE_MISS
@@ -10,9 +10,7 @@ PROMPT = [1, 2, 3]
 
 
 def carrying(acceptance: float = 1.0, **knobs: Any) -> FakeTarget:
-    target = FakeTarget()
-    target.carry(FakeDraft(target, acceptance, **knobs))
-    return target
+    return FakeTarget(draft=FakeOwnDraft(acceptance, **knobs))
 
 
 async def verify(
@@ -70,7 +68,7 @@ async def test_faults_of_the_draft_cost_only_drafts() -> None:
     assert [[*result.token_ids] for result in results] == [truth[:1], truth[1:]]
     assert {result.own_draft.status for result in results} == {common_pb2.ITEM_STATUS_NO_SLOT}
     forgetful = carrying()
-    assert forgetful.own_drafts is not None
-    forgetful.own_drafts.draft.forget_every = 2
+    assert forgetful.draft is not None
+    forgetful.draft.forget_every = 2
     statuses = [(await verify(forgetful, number, verified=4, drafted=4)).own_draft.status for number in range(1, 5)]
     assert statuses == [OK, MISS, OK, MISS]

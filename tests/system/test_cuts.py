@@ -12,7 +12,7 @@ from lab.load import Load, fake_cases, sender
 from lab.proxy import CuttingProxy
 from serving import Serving, make_request, random_request, serving
 
-from specpool.testing import FakeDraft, FakeTarget, FakeWorker
+from specpool.testing import FakeDraft, FakeOwnDraft, FakeTarget, FakeWorker
 from specpool.v1 import generation_pb2 as pb
 
 CUTS = 30
@@ -90,8 +90,7 @@ async def test_cuts_lose_and_repeat_nothing(links: str) -> None:
 
 
 async def test_cuts_of_targets_that_carry_a_draft_lose_and_repeat_nothing() -> None:
-    target = TargetBehind(pass_seconds=lambda rows: 0.002)
-    target.carry(FakeDraft(target, pass_seconds=lambda rows: 0.0005))
+    target = TargetBehind(pass_seconds=lambda rows: 0.002, draft=FakeOwnDraft(pass_seconds=lambda rows: 0.0005))
     rng = random.Random(1)
     async with serving(target, with_draft=False) as served, under_load(served):
         for _ in range(CUTS):
