@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from local_prompts import local_pool
+from mixes import branches_only
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.prompts.tokenizer_pool import TokenizerPool
@@ -25,6 +26,9 @@ from specpool.rpc.server.server import Server
 from specpool.v1 import draft_worker_pb2_grpc, target_worker_pb2_grpc
 from specpool.worker.host import WorkerHost
 from target_worker.server import TargetWorkerServicer, TargetWorkerSettings, load_verifier
+
+ARRANGEMENTS = ["chosen drafts", "branches", "carried draft"]
+"""A draft worker with drafts as they pay, or with branches only, and a target worker that carries the draft."""
 
 
 class LogitsTap:
@@ -79,11 +83,12 @@ class PairService:
         await host.run(lambda backend: backend.carried_draft and backend.carried_draft.engine.slots.tables.pool.clear())
 
     async def forget_after(self, hundredths: list[int]) -> None:
-        """Make both models lose every cache, after pauses in hundredths of a second."""
+        """Make all workers lose every cache, after pauses in hundredths of a second."""
         for pause in hundredths:
             await asyncio.sleep(pause / 100)
-            for host in filter(None, (self.target, self.draft)):
-                await self.forget(host)
+            for host in (self.target, self.draft):
+                if host is not None:
+                    await self.forget(host)
 
     async def wait_idle(self) -> None:
         """Wait until neither model holds a slot and the window is empty."""
@@ -119,12 +124,26 @@ async def serving_pair(
 
 
 @contextmanager
-def running_pair(*models: Path, **options: Any) -> Iterator[tuple[asyncio.Runner, PairService]]:
+def running_pair(target: Path, draft: Path | None, **options: Any) -> Iterator[tuple[asyncio.Runner, PairService]]:
     """`serving_pair` for several tests, and the runner of its event loop."""
     with asyncio.Runner() as runner:
-        context = serving_pair(*models, **options)
+        context = serving_pair(target, draft, **options)
         yield runner, runner.run(context.__aenter__())
         runner.run(context.__aexit__(None, None, None))
+
+
+@contextmanager
+def running_arrangement(
+    arrangement: str, target: Path, draft: Path, **options: Any
+) -> Iterator[tuple[asyncio.Runner, PairService]]:
+    """`running_pair` in one of `ARRANGEMENTS`."""
+    is_carried = arrangement == "carried draft"
+    carried = {"target_worker": {"draft": str(draft)}} if is_carried else {}
+    with (
+        branches_only() if arrangement == "branches" else nullcontext(),
+        running_pair(target, None if is_carried else draft, **carried, **options) as running,
+    ):
+        yield running
 
 
 @asynccontextmanager
