@@ -34,7 +34,7 @@ LOGITS_PER_SLOT = 1 + 4 * MAX_DRAFT_TOKENS
 Item = TypeVar("Item", bound=SequenceItem)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, like `Span`
 class Choices:
     """The tokens chosen after the last tokens of a span, up to the first that differs from the span's draft.
 
