@@ -24,6 +24,10 @@ class DraftLoop(Protocol):
         """Whether drafts may be sampled. If not, all must be greedy."""
 
     @property
+    def min_draft_tokens(self) -> int:
+        """Length of the longest draft from which on the loop is faster than single steps."""
+
+    @property
     def passes_in_progress(self) -> int:
         """Passes that the call in progress has finished, if it is long enough to count them."""
 

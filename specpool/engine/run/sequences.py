@@ -244,8 +244,8 @@ class SequenceEngine:
         choices = self.choose_rows([draft.span for draft in drafts], [draft.rows for draft in drafts], confidences)
         if self.engine.own_states is not None:
             drafting = (draft for draft in drafts if draft.span.num_logits)
-            for draft, state in zip(drafting, self.engine.own_states, strict=True):
-                draft.own_states.append(state.clone())  # a view would keep the states of all drafts
+            for draft, state in zip(drafting, self.engine.own_states[:, None], strict=True):
+                draft.own_states.append(state)
         return [_single(each) for each in choices]
 
     def rank(self, spans: Mapping[SequenceKey, Span], count: int) -> dict[SequenceKey, list[Ranking]]:
