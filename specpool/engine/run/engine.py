@@ -165,6 +165,17 @@ class Engine:
         self.notes += self.forward_pass.notes[known:]
         return count
 
+    @torch.inference_mode()
+    def capture_states(self, layers: tuple[int, ...]) -> int:
+        """Capture the passes that return the states after these layers, before serving. Return the number of graphs.
+
+        Sharded models capture each shape when it first occurs.
+        """
+        known = len(self.forward_pass.notes)
+        count = 0 if self.leader is not None else self.forward_pass.capture_states(layers, self.facts.hidden_size)
+        self.notes += self.forward_pass.notes[known:]
+        return count
+
     @property
     def supports_branches(self) -> bool:
         """Whether spans may be branches of their sequences."""
