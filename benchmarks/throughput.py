@@ -1,6 +1,7 @@
 """Compare all draft methods with plain decoding, by requests in flight and by category of prompts.
 
     python -m benchmarks.throughput [--prompts FILE] [--concurrencies 1,2,4,8,16,32] [--repeats 3] [--output FOLDER]
+    python -m benchmarks.throughput --arrangements separate,colocated --kinds best --concurrencies 1,4,8,16
 
 One service runs all kinds in turns, because each request names its draft method. "plain" does not speculate. "k1" to
 "k5" draft a fixed number of tokens with the draft model, "adaptive" as many as pay off. "ngram" drafts by prompt
@@ -9,20 +10,24 @@ warm-up comes first. Ratios are taken within a repeat; the tables show medians. 
 measures all times. "sustained" is the ratio while all places are taken, until the last request begins. "promise" is
 the speedup that the server predicts halfway through a run. An answer is exact if it equals the first plain answer to
 the same prompt. Exit status 1: an answer was not exact. The last line printed is JSON.
+
+With several `--arrangements`, a service of each one runs, and they take turns: "separate" has a draft worker; in
+"colocated", the target worker carries the draft. "of first" compares a kind with that of the first arrangement.
 """
 
 import argparse
 import asyncio
-import json
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from itertools import cycle, islice, pairwise
+from itertools import cycle, islice
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
+from benchmarks.answers import Answer, exact_match, measures, streamed
 from benchmarks.prompts import add_prompts, checked, in_turn, load_by_category
 from benchmarks.report import (
     console,
@@ -30,7 +35,6 @@ from benchmarks.report import (
     median,
     output_folder,
     parser_of,
-    percentile,
     progress,
     show,
     whole,
@@ -55,6 +59,8 @@ KINDS: dict[str, GenerateOptions] = {
     "ngram": {"draft_method": "ngram"},
     BEST: {"draft_method": "best"},
 }
+ARRANGEMENTS = {"default": None, "separate": True, "colocated": False}
+"""The setting `separate` of `specpool up`, by arrangement."""
 SHOWN = {
     "tokens/s": ("tokens_per_s", 1), "ratio": ("ratio", 2), "min": ("ratio_min", 2),
     "sustained": ("sustained_ratio", 2), "first ms": ("first_token_ms", 0),
@@ -63,7 +69,9 @@ SHOWN = {
     "verify": ("verify_busy", 2), "promise": ("predicted_ratio", 2), "exact": ("exact_match", 3),
 }  # fmt: skip
 """Columns of a table: the measure and its digits."""
+COMPARED = {"round ms": ("round_ms", 1), "of first": ("of_first", 2)}
 OF_A_CATEGORY = ("tokens/s", "ratio", "min", "length", "drafted", "exact")
+OF_AN_ARRANGEMENT = ("tokens/s", "ratio", "min", *COMPARED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,14 +80,6 @@ class Load:
     lines: list[PromptLine]
     kinds: list[str]
     category: str | None = None
-
-
-@dataclass(frozen=True)
-class Answer:
-    response: pb.GenerateResponse
-    began: float
-    arrivals: list[tuple[float, int]]
-    """Times at which tokens arrived, and how many."""
 
 
 def main() -> None:
@@ -104,6 +104,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrencies", type=wholes(1, 10**6), default=[1, 2, 4, 8, 16, 32], metavar="1,2,...")
     every = list(KINDS)
     parser.add_argument("--kinds", type=_kinds, default=every, help=f"some of {','.join(every)}; plain always runs")
+    parser.add_argument(
+        "--arrangements", type=_arrangements, default=["default"], help=f"some of {','.join(ARRANGEMENTS)}"
+    )
     parser.add_argument("--max-tokens", type=positive, default=128)
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument(
@@ -127,6 +130,13 @@ def _kinds(text: str) -> list[str]:
     return [kind for kind in KINDS if kind in named]
 
 
+def _arrangements(text: str) -> list[str]:
+    named = list(dict.fromkeys(text.split(",")))
+    if unknown := set(named) - ARRANGEMENTS.keys():
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
+    return named
+
+
 async def serve(options: argparse.Namespace) -> tuple[dict[str, Any], list[Run]]:
     """Descriptions of both models, and the rows of `measure`."""
     loads = plan(options)
@@ -134,14 +144,19 @@ async def serve(options: argparse.Namespace) -> tuple[dict[str, Any], list[Run]]
         port=0, log_level="error", drain_seconds=1, prefix_caching=False, target=options.target, draft=options.draft,
         max_num_seqs=max(load.concurrency for load in loads),
     )  # fmt: skip
-    console.print("starting the service")
-    async with running(settings) as address, AsyncClient(address) as client:
-        info = await client.model_info()
+    async with AsyncExitStack() as stack:
+        clients = {}
+        for name in options.arrangements:
+            console.print(f"starting the service: {name}")
+            own = settings.model_copy(update={"separate": ARRANGEMENTS[name]})
+            address = await stack.enter_async_context(running(own))
+            clients[name] = await stack.enter_async_context(AsyncClient(address))
+        info = await next(iter(clients.values())).model_info()
         pair = {
             name: MessageToDict(model, preserving_proto_field_name=True)
             for name, model in (("target", info.target), ("draft", info.draft))
         }
-        return {**pair, "threads": settings.threads}, await measure(client, loads, options)
+        return {**pair, "threads": settings.threads}, await measure(clients, loads, options)
 
 
 def plan(options: argparse.Namespace) -> list[Load]:
@@ -159,13 +174,22 @@ def plan(options: argparse.Namespace) -> list[Load]:
     return loads
 
 
-async def measure(client: AsyncClient, loads: list[Load], options: argparse.Namespace) -> list[Run]:
-    for load in progress([load for load in loads if load.category is None], "learning what rounds cost"):
+async def measure(clients: Mapping[str, AsyncClient], loads: list[Load], options: argparse.Namespace) -> list[Run]:
+    """Measure all loads and kinds with the service of each arrangement."""
+    mixed = [(client, load) for client in clients.values() for load in loads if load.category is None]
+    for client, load in progress(mixed, "learning what rounds cost"):
         await run(client, Load(load.concurrency, load.lines[: load.concurrency], []), BEST, options.max_tokens, {})
     truth: dict[str, list[int]] = {}
-    cases = [(load, kind) for load in loads for kind in load.kinds]
-    runs = await in_turns(cases, options.repeats, lambda case: run(client, *case, options.max_tokens, truth))
-    return [summary(load, kind, found, runs[load, PLAIN]) for (load, kind), found in runs.items()]
+    cases = [(load, kind, name) for load in loads for kind in load.kinds for name in clients]
+    runs = await in_turns(
+        cases, options.repeats, lambda case: run(clients[case[2]], *case[:2], options.max_tokens, truth)
+    )
+    rows, first = [], next(iter(clients))
+    for (load, kind, name), found in runs.items():
+        speeds = ratios(found, runs[load, kind, first], "tokens_per_s")
+        compared = {"of_first": round(statistics.median(speeds), 3)} if len(clients) > 1 else {"of_first": None}
+        rows.append({"arrangement": name, **summary(load, kind, found, runs[load, PLAIN, name]), **compared})
+    return rows
 
 
 async def run(client: AsyncClient, load: Load, kind: str, max_tokens: int, truth: dict[str, list[int]]) -> Run:
@@ -182,7 +206,7 @@ async def run(client: AsyncClient, load: Load, kind: str, max_tokens: int, truth
         await tasks[(len(tasks) - 1) // 2]
         middle = await client.server_info()  # while the most requests are in flight
     seconds, after = time.perf_counter() - began, await current_info(client)
-    answers = [task.result() for task in tasks]
+    answers, rounds = [task.result() for task in tasks], after.counters.rounds - before.counters.rounds
     spent = {
         f"{stage}_busy": (after.counters.stage_seconds[stage] - before.counters.stage_seconds[stage]) / seconds
         for stage in ("draft", "verify")
@@ -190,6 +214,7 @@ async def run(client: AsyncClient, load: Load, kind: str, max_tokens: int, truth
     adaptive = "num_speculative_tokens" not in KINDS[kind]
     return {
         **measures(answers, seconds),
+        "round_ms": 1000 * seconds / rounds,
         **spent,
         "predicted_ratio": predicted_ratio(middle.speculation) if adaptive else None,
         "draft_steps": middle.speculation.draft_steps if adaptive else None,
@@ -197,57 +222,9 @@ async def run(client: AsyncClient, load: Load, kind: str, max_tokens: int, truth
     }
 
 
-async def streamed(client: AsyncClient, line: PromptLine, options: GenerateOptions) -> Answer:
-    began, arrivals, response = time.perf_counter(), [], pb.GenerateResponse()
-    async for message in client.stream(line.prompt, **options):
-        if message.HasField("complete"):
-            response = message.complete
-        elif message.chunk.token_ids:
-            arrivals.append((time.perf_counter(), len(message.chunk.token_ids)))
-    return Answer(response, began, arrivals)
-
-
-def measures(answers: list[Answer], seconds: float) -> Run:
-    """Speed, latencies and acceptance of all answers together."""
-    tokens = sum(len(answer.response.token_ids) for answer in answers)
-    latencies = [1000 * latency for answer in answers for latency in token_latencies(answer.arrivals)]
-    speculation = [answer.response.speculative_decoding for answer in answers]
-    accepted = sum(each.num_accepted_draft_tokens for each in speculation)
-    rounds = sum(each.num_spec_steps for each in speculation)
-    return {
-        "tokens_per_s": tokens / seconds,
-        "sustained_tokens_per_s": sustained(answers),
-        "first_token_ms": 1000 * statistics.median(answer.arrivals[0][0] - answer.began for answer in answers),
-        "token_p50_ms": percentile(latencies, 0.5),
-        "token_p99_ms": percentile(latencies, 0.99),
-        "acceptance_length": 1 + accepted / rounds if rounds else None,
-        "rounds_drafted": rounds / (tokens - accepted),
-    }
-
-
-def sustained(answers: list[Answer]) -> float | None:
-    """Tokens per second until the last request began, with as many in flight as allowed. None if all began at once."""
-    began, ended = min(answer.began for answer in answers), max(answer.began for answer in answers)
-    arrivals = [each for answer in answers for each in answer.arrivals]
-    tokens = sum(count for arrived, count in arrivals if arrived <= ended)
-    return tokens / (ended - began) if tokens else None
-
-
-def token_latencies(arrivals: list[tuple[float, int]]) -> list[float]:
-    """Seconds of every token after the first message; tokens that arrive together share the time."""
-    return [(now - before) / count for (before, _), (now, count) in pairwise(arrivals) for _ in range(count)]
-
-
 def predicted_ratio(state: pb.SpeculationState) -> float | None:
     """The plan's expected speedup over plain decoding; None without a plan."""
     return state.expected_tokens_per_s / state.plain_tokens_per_s if state.expected_tokens_per_s else None
-
-
-def exact_match(lines: list[PromptLine], answers: list[Answer], truth: dict[str, list[int]]) -> float:
-    """Share of answers equal to the known ones. The first answer to a prompt becomes the known one."""
-    tokens = [list(answer.response.token_ids) for answer in answers]
-    known = [truth.setdefault(json.dumps(line.prompt), ids) for line, ids in zip(lines, tokens, strict=True)]
-    return sum(one == other for one, other in zip(tokens, known, strict=True)) / len(lines)
 
 
 def summary(load: Load, kind: str, runs: list[Run], plain: list[Run]) -> Run:
@@ -265,17 +242,24 @@ def summary(load: Load, kind: str, runs: list[Run], plain: list[Run]) -> Run:
 
 
 def show_all(rows: list[Run]) -> None:
-    mixed = [row for row in rows if row["category"] is None]
-    for concurrency in dict.fromkeys(row["concurrency"] for row in mixed):
-        show(f"{concurrency} at a time", [_cells(row, "kind") for row in mixed if row["concurrency"] == concurrency])
+    groups: dict[tuple[str, int], list[Run]] = {}
+    for row in rows:
+        if row["category"] is None:
+            groups.setdefault((row["arrangement"], row["concurrency"]), []).append(row)
+    for (arrangement, concurrency), own in groups.items():
+        show(f"{arrangement}, {concurrency} at a time", [_cells(row, ("kind",)) for row in own])
+    mixed = [row for own in groups.values() for row in own if row["of_first"] is not None]
+    by_case = ("concurrency", "kind", "arrangement")
+    compared = [_cells(row, by_case, OF_AN_ARRANGEMENT) for row in mixed]
+    show("arrangements", sorted(compared, key=lambda row: (row["concurrency"], row["kind"])))
     best = [row for row in rows if row["category"] is not None and row["kind"] == BEST]
-    show("best, by category", [_cells(row, "category", OF_A_CATEGORY) for row in best])
+    show("best, by category", [_cells(row, ("arrangement", "category"), OF_A_CATEGORY) for row in best])
 
 
-def _cells(row: Run, of: str, headings: Iterable[str] = SHOWN) -> Run:
-    shown = {of: row[of]}
+def _cells(row: Run, of: Iterable[str], headings: Iterable[str] = SHOWN) -> Run:
+    shown = {name: row[name] for name in of}
     for heading in headings:
-        name, digits = SHOWN[heading]
+        name, digits = (SHOWN | COMPARED)[heading]
         shown[heading] = None if row[name] is None else f"{row[name]:.{digits}f}"
     return shown
 

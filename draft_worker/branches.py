@@ -41,7 +41,7 @@ def states_of(
     """
     if given is not None:
         given = given[max(0, len(given) - len(item.token_ids)) :]
-        return pad(given, (0, 0, 0, following)) if following else given  # padding copies even if it adds nothing
+        return pad(given, (0, 0, 0, following)) if following else given
     if features is None or not item.features:
         return None
     count, rest = divmod(len(item.features), features.width * torch.bfloat16.itemsize)

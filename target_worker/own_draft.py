@@ -7,6 +7,7 @@ until the next round. The draft never fails a round: without drafts, rounds only
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -97,9 +98,11 @@ class OwnDrafts:
 
         `judged`: the items with a valid verdict. `num_tokens`: tokens of the target's pass.
         """
-        judged = {key: item for key, item in judged.items() if item.own_draft is not None}
-        began, realigned = time.perf_counter_ns(), self.proposer.realign_ns
         self.rows = ()
+        judged = {key: item for key, item in judged.items() if item.own_draft is not None}
+        if not judged:
+            return {}
+        began, realigned = time.perf_counter_ns(), self.proposer.realign_ns
         items = self._next_items(judged, max(MIN_CATCHUP, num_tokens))
         proposals = self._propose(rounds, items) if items else {}
         for key, proposal in proposals.items():
@@ -119,14 +122,23 @@ class OwnDrafts:
         for key, item in judged.items():
             if item.own_draft is not None and item.own_draft.num_draft_tokens:
                 base = self._base_length(key)
-                missing.append((_length(self._target.slots[key]) - base, key, base))
+                first = base or self._cached_prefix(key)
+                missing.append((_length(self._target.slots[key]) - first, key, base, first))
         items = {}
-        for count, key, base in sorted(missing):
-            proposed = self._item(key, judged[key], base, min(count, room))
+        for count, key, base, first in sorted(missing):
+            proposed = self._item(key, judged[key], base, first + min(count, room))
             if proposed is not None:
                 items[key] = proposed
-                room -= len(proposed.token_ids)
+                room -= base + len(proposed.token_ids) - first
         return items
+
+    def _cached_prefix(self, key: SequenceKey) -> int:
+        """Return the number of a new sequence's leading tokens that the draft's prefix cache holds."""
+        slot = self._target.slots[key]
+        if slot.cache_namespace is None:
+            return 0
+        committed = _committed(slot, 0, _length(slot))
+        return self.proposer.engine.slots.cached_prefix(slot.cache_namespace, committed)
 
     def _base_length(self, key: SequenceKey) -> int:
         """Return the number of leading positions that the draft need not run again."""
@@ -140,15 +152,15 @@ class OwnDrafts:
             agreed = min(agreed, carried.states_end - len(carried.states) + 1)
         return min(agreed, _length(slot) - 1)
 
-    def _item(self, key: SequenceKey, item: VerifyItem, base: int, count: int) -> ProposeItem | None:
-        """Return the item that runs `count` committed tokens, and drafts after the last one. None: leave it out."""
+    def _item(self, key: SequenceKey, item: VerifyItem, base: int, end: int) -> ProposeItem | None:
+        """Return the item that runs committed tokens up to `end`, and drafts after the last one. None: leave it out."""
         slot, own, draft = self._target.slots[key], item.own_draft, self.proposer.engine
-        token_ids, length = _committed(slot, base, base + count), _length(slot)
+        token_ids, length = _committed(slot, base, end), _length(slot)
         # The target's output head can be larger than the draft's, and yield tokens outside the draft's vocabulary.
-        if own is None or not token_ids or max(token_ids) >= draft.vocab_size or base + count > draft.max_model_len:
+        if own is None or not token_ids or max(token_ids) >= draft.vocab_size or end > draft.max_model_len:
             return None
         num_draft_tokens = 0
-        if slot.next_token is not None and base + count == length:
+        if slot.next_token is not None and end == length:
             max_length = min(own.max_length, self._target.max_model_len, draft.max_model_len)
             num_draft_tokens = min(own.num_draft_tokens, max_length - length)
             if num_draft_tokens <= 0:
@@ -179,7 +191,7 @@ class OwnDrafts:
         except Exception as error:
             if failure_of(error) is not None:
                 raise
-            log.warning("the draft failed (%s); going on without drafts", describe(error))
+            _warn(describe(error))
             return {}
         self.rows = self.proposer.rows
         return {
@@ -191,9 +203,9 @@ class OwnDrafts:
     def _states_for(self, key: SequenceKey, item: ProposeItem) -> torch.Tensor | None:
         """Return the states before an item's last tokens; None if there are none."""
         carried = self._target.slots[key].carried
-        if carried.states is None:
-            return None
-        return carried.states[: len(carried.states) - carried.num_states_from(_read_end(item))]
+        states: torch.Tensor | None = carried.states
+        count = carried.num_states_from(_read_end(item))
+        return states[:-count] if states is not None and count else states
 
     def _take(self, key: SequenceKey, item: ProposeItem, proposal: Proposal) -> None:
         """Keep what the draft proposed for the next round. `item`: as it was before realignment."""
@@ -214,9 +226,12 @@ class OwnDrafts:
     def _drop_states(self, key: SequenceKey, count: int) -> None:
         """Keep at most the last `count` states of a sequence."""
         carried = self._target.slots[key].carried
-        if carried.states is not None and len(carried.states) > count:
-            # A view would keep the states of the whole pass.
-            carried.states = carried.states[-count:].clone() if count else None
+        if not count:
+            carried.states = None
+        elif carried.states is not None:
+            rest = carried.states[max(0, len(carried.states) - count) :]
+            is_view = rest.untyped_storage().nbytes() > rest.nbytes  # it keeps the states of the whole pass
+            carried.states = rest.clone() if is_view else rest
 
     def _report(self, key: SequenceKey, found: Found | None, proposal: Proposal | None) -> OwnDraft:
         """Return the draft that a round found, and the state of the draft's cache."""
@@ -230,6 +245,12 @@ class OwnDrafts:
         return OwnDraft(
             key[1], status, draft.token_ids, num_cached_tokens, draft.confidences, num_verified=num_verified
         )
+
+
+@lru_cache(1)
+def _warn(reason: str) -> None:
+    """Warn once, not in every round."""
+    log.warning("the draft failed (%s); continuing without drafts", reason)
 
 
 def _read_end(item: ProposeItem) -> int:

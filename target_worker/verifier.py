@@ -2,9 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
-
-import torch
 
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.slots import SequenceKey
@@ -15,6 +12,7 @@ from specpool.protocol.errors import WorkerFailedError
 from specpool.protocol.rounds import Continuation, ItemStatus, RoundLimits, Verdict, VerifyItem, VerifyRound
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import WorkerInfo
+from target_worker.features import add_features, rounds_with_features, select_layers
 from target_worker.own_draft import OwnDrafts
 
 
@@ -31,25 +29,6 @@ def accept(draft: Sequence[int], choices: Iterable[int]) -> list[int]:
         if len(gained) > len(draft) or choice != draft[len(gained) - 1]:
             break
     return gained
-
-
-def rounds_with_features(rounds: Sequence[VerifyRound]) -> dict[SequenceKey, VerifyRound]:
-    """Return the round of each sequence whose features are requested."""
-    asking = (round_ for round_ in rounds if round_.feature_layers)
-    return {
-        (round_.coordinator_id, item.sequence_id): round_
-        for round_ in asking
-        for item in round_.items
-        if item.want_features
-    }
-
-
-def select_layers(states: torch.Tensor, layers: tuple[int, ...], wanted: tuple[int, ...]) -> torch.Tensor:
-    """Return the states [n, width] after the layers `wanted`. `states`: after all `layers`."""
-    if wanted == layers:
-        return states
-    rows = states.unflatten(1, (len(layers), -1))
-    return rows[:, [layers.index(layer) for layer in wanted]].flatten(1)
 
 
 class Verifier(SequenceEngine):
@@ -92,7 +71,7 @@ class Verifier(SequenceEngine):
         num_logprobs = {key: item.logprobs for key, item in ready.items()}
         choices = self.choose(spans, num_logprobs=num_logprobs, state_layers=layers)
         verdicts = {key: self._judge(key, item, choices[key], forced[key]) for key, item in ready.items()}
-        self._add_features(asking, spans, ready, verdicts, choices, layers)
+        add_features(asking, spans, ready, verdicts, choices, layers)
         if self.drafts is not None:
             judged = {key: item for key, item in ready.items() if verdicts[key].status is ItemStatus.OK}
             self._keep_states(self.drafts, judged, choices, layers)
@@ -175,36 +154,11 @@ class Verifier(SequenceEngine):
         choices: Mapping[SequenceKey, Choices],
         layers: tuple[int, ...],
     ) -> None:
-        """Hand the states of the kept positions to the worker's own draft. `layers`: as in `_add_features`."""
+        """Hand the states of the kept positions to the worker's own draft. `layers`: as in `add_features`."""
         for key, item in judged.items():
             if drafts.reads(item) and (states := choices[key].states) is not None:
                 kept = states[: self.engine.slots[key].num_cached_tokens - item.base_length]
                 drafts.keep_states(key, item.base_length, select_layers(kept, layers, drafts.layers))
-
-    @staticmethod
-    def _add_features(
-        asking: Mapping[SequenceKey, VerifyRound],
-        spans: Mapping[SequenceKey, Span],
-        ready: Mapping[SequenceKey, VerifyItem],
-        verdicts: Mapping[SequenceKey, Verdict],
-        choices: Mapping[SequenceKey, Choices],
-        layers: tuple[int, ...],
-    ) -> None:
-        """Add the states of the kept positions to verdicts. `layers`: the layers of the choices' states."""
-        rows = {}
-        for key in asking.keys() & verdicts.keys():
-            states, item, verdict, window = choices[key].states, ready[key], verdicts[key], asking[key].feature_window
-            if states is not None and verdict.status is ItemStatus.OK:
-                num_draft_tokens = len(spans[key].token_ids) - len(item.token_ids)
-                first = len(states) - item.num_features(window, num_draft_tokens)
-                count = item.num_features(window, max(0, len(verdict.token_ids) - 1))
-                wanted = select_layers(states[first : first + count], layers, asking[key].feature_layers)
-                rows[key] = wanted.flatten()
-        if not rows:
-            return
-        packed = torch.cat([*rows.values()]).cpu().view(torch.int16).numpy()  # on a GPU, this copy waits for the pass
-        for (key, own), end in zip(rows.items(), accumulate(map(len, rows.values())), strict=True):
-            verdicts[key].features = packed[end - len(own) : end].tobytes()
 
     # --- Both models
 

@@ -14,8 +14,8 @@ from google.protobuf.json_format import MessageToDict
 from benchmarks.gpu.part import Findings, Row, Settings
 from benchmarks.pair import save_model, successors_of_pair
 from benchmarks.shapes import SHAPES
+from benchmarks.throughput import ARRANGEMENTS, PLAIN, Load, run, summary
 from benchmarks.throughput import KINDS as OPTIONS
-from benchmarks.throughput import PLAIN, Load, run, summary
 from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
@@ -29,8 +29,9 @@ Logprobs = list[common_pb2.TokenLogprobs]
 KINDS = [PLAIN, "k2", "k4", "adaptive"]
 # Kinds whose log-probabilities are compared, and the most probable tokens of each position to compare.
 COMPARED, TOP_LOGPROBS = [PLAIN, "k4"], 5
-# Minimum seconds left to start another run.
-RUN_SECONDS = 10
+MEASURED = ["colocated", "separate"]
+# Minimum seconds left to start another service, and another run.
+SERVICE_SECONDS, RUN_SECONDS = 40, 10
 
 
 def measure_pair(settings: Settings, findings: Findings) -> None:
@@ -59,25 +60,40 @@ def make_pair(settings: Settings) -> Path:
 
 
 async def serve(settings: Settings, findings: Findings, folder: Path) -> None:
+    """Measure a service whose target worker carries the draft, then one with a draft worker."""
+    truth: dict[str, list[int]] = {}
+    probabilities: dict[str, Logprobs] = {}
+    for arrangement in MEASURED:
+        if findings.fits(settings, arrangement, SERVICE_SECONDS):
+            await serve_one(arrangement, settings, findings, folder, truth, probabilities)
+
+
+async def serve_one(
+    arrangement: str,
+    settings: Settings,
+    findings: Findings,
+    folder: Path,
+    truth: dict[str, list[int]],
+    probabilities: dict[str, Logprobs],
+) -> None:
+    """Measure all concurrencies of one service. `truth`, `probabilities`: of the plain answers so far."""
     up = UpSettings(
         port=0, log_level="warning", drain_seconds=1, prefix_caching=False, max_num_seqs=max(settings.sizes.batches),
         target=str(folder / "target"), draft=str(folder / "draft"), target_device=(settings.device,),
-        draft_device=(settings.device,),
+        draft_device=(settings.device,), separate=ARRANGEMENTS[arrangement],
     )  # fmt: skip
-    began = time.perf_counter()
+    began, named = time.perf_counter(), {"arrangement": arrangement}
     async with running(up) as address, AsyncClient(address) as client:
-        findings.add(started_s=round(time.perf_counter() - began, 1))
+        findings.add_row("services", {**named, "started_s": round(time.perf_counter() - began, 1)})
         info = await client.model_info()
         for name, model in (("target", info.target), ("draft", info.draft)):
             findings.add(**{name: MessageToDict(model, preserving_proto_field_name=True)})
-        truth: dict[str, list[int]] = {}
-        probabilities: dict[str, Logprobs] = {}
         for concurrency in settings.sizes.batches:
-            if findings.fits(settings, f"{concurrency} at a time", RUN_SECONDS):
+            if findings.fits(settings, f"{concurrency} at a time, {arrangement}", RUN_SECONDS):
                 for row in await rows_of(client, settings, concurrency, truth):
-                    findings.add_row("runs", row)
+                    findings.add_row("runs", {**named, **row})
                 for row in await logprobs_rows(client, settings, concurrency, probabilities):
-                    findings.add_row("logprobs", row)
+                    findings.add_row("logprobs", {**named, **row})
 
 
 async def rows_of(client: AsyncClient, settings: Settings, concurrency: int, truth: dict[str, list[int]]) -> list[Row]:

@@ -89,10 +89,11 @@ def gemm_lines(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def answer_lines(rows: Iterable[Row]) -> Iterator[str]:
-    """A line for each concurrency: tokens/s of each kind, and relative to plain decoding."""
+    """A line for each concurrency and arrangement: tokens/s (relative to plain decoding) and time of a round."""
     return _grouped("answer", (
-        (f"{row['concurrency']} at a time, tokens/s",
-         f"{row['kind']} {row['tokens_per_s']} ({row['ratio']}){'' if row['exact_match'] == 1 else ' INEXACT'}")
+        (f"{row['concurrency']} at a time, {row['arrangement']}, tokens/s",
+         f"{row['kind']} {row['tokens_per_s']:.1f} ({row['ratio']:.2f}, {row['round_ms']:.1f} ms)"
+         f"{'' if row['exact_match'] == 1 else ' INEXACT'}")
         for row in rows
     ))  # fmt: skip
 

@@ -26,7 +26,7 @@ from benchmarks.simulate.cells import hard_row, row
 from benchmarks.simulate.machine import CHANGING, COSTS, UNSEEN
 
 BATCHES, RATES = (1, 4, 16, 64), (0.05, 0.3, 0.5, 0.7, 0.9)
-HARD_COSTS = ("laptop", "laptop, slow draft", "two GPUs", "busy GPU", "passes of 24 rows")
+HARD_COSTS = ("laptop", "laptop, slow draft", "two GPUs", "busy GPU", "passes of 24 rows", "one GPU")
 LOADS = ((1, 0.05), (1, 0.7), (4, 0.3), (4, 0.6), (16, 0.6))
 """Batch size and acceptance rate."""
 CORNERS = tuple(f"draft x{draft}, verify x{verify}" for draft in (0.2, 5) for verify in (0.2, 5))

@@ -15,8 +15,12 @@ COSTS = {
     "busy GPU": (0.002, 0.00005, 0.008, 0.0004),
     "passes of 64 rows": (0.001, 0.00001, 0.008, 0.00002),
     "passes of 24 rows": (0.001, 0.0002, 0.008, 0.0004),
+    "one GPU": (0.00125, 0.0, 0.0048, 0.000015),
+    "one GPU, EAGLE head": (0.00023, 0.0, 0.0048, 0.000015),
 }
 """Seconds of a draft step: first and each further sequence. Seconds of a verification: first and each further row."""
+CARRIED = ("one GPU", "one GPU, EAGLE head")
+"""Costs of a target worker that carries its draft, so that drafts take no message."""
 MAX_ROWS = {"passes of 64 rows": 64, "passes of 24 rows": 24}
 """Maximum rows of one pass of the target."""
 EXCHANGE_SECONDS = 0.001
@@ -102,7 +106,8 @@ class Machine:
         draft, verify = self._known[key]
         draft *= self.conditions.draft(self.now) * self._noise()
         verify *= self.conditions.verify(self.now) * self._noise()
-        wall = draft + verify + EXCHANGE_SECONDS * (2 if drafting else 1)
+        calls_draft = drafting and not self.costs.has_own_draft
+        wall = draft + verify + EXCHANGE_SECONDS * (2 if calls_draft else 1)
         wall *= self.conditions.unseen if drafting else 1.0
         self.now += wall
         return Spent(draft, verify, wall)
@@ -122,6 +127,7 @@ def true_costs(name: str) -> RoundCosts:
         StepTimes({n: draft + draft_more * (n - 1) for n in rows}),
         StepTimes({n: verify + verify_more * (n - 1) for n in rows}, max_rows=max_rows),
         EXCHANGE_SECONDS,
+        has_own_draft=name in CARRIED,
     )
 
 
@@ -135,4 +141,4 @@ def believed_costs(name: str, believed: tuple[float, float] = (1.0, 1.0), error:
         )
         for times, factor in zip((true.draft, true.verify), believed, strict=True)
     )
-    return RoundCosts(draft, verify, EXCHANGE_SECONDS)
+    return RoundCosts(draft, verify, EXCHANGE_SECONDS, has_own_draft=name in CARRIED)

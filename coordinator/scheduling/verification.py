@@ -41,6 +41,7 @@ class Verification:
             sequence.draft.commit(0)  # the worker's cache of its own draft begins anew, too
         end = base + len(tokens)
         prefill_only = after is None and end < len(sequence.token_ids)
+        want_features = self._wants_features(end if prefill_only else len(sequence.token_ids))
         item = VerifyItem(
             sequence_id=sequence.sequence_id,
             base_length=base,
@@ -54,8 +55,8 @@ class Verification:
             after_round_id=after,
             branches=self.drafts.branches,
             max_draft_tokens=0 if prefill_only else self._max_draft_tokens,
-            want_features=self._wants_features(end if prefill_only else len(sequence.token_ids)),
-            own_draft=self.drafts.own_item(may_verify=sequence.is_decoding),
+            want_features=want_features,
+            own_draft=self.drafts.own_item(may_verify=sequence.is_decoding, keeps_states=want_features),
         )
         self.pending = PendingRound(self._round_id, item, end if prefill_only else None)
         target.send(self.pending)

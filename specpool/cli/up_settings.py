@@ -159,9 +159,8 @@ class UpSettings(ListeningSettings):
             }
             check_int8("target-", weights=self.target_weights, devices=devices)
         if self.draft_activations == INT8:
-            flag = "--target-device" if self.is_colocated else "--draft-device"
-            devices = self._first_devices if self.is_colocated else self.draft_device
-            check_int8("draft-", devices={flag: devices})
+            device = ("target", self._first_devices) if self.is_colocated else ("draft", self.draft_device)
+            check_int8("draft-", devices={f"--{device[0]}-device": device[1]})
         self._check_colocated()
         for role, model in (("target", self.target), ("draft", self.draft)):
             if getattr(self, f"{role}_revision") is not None and model in (None, "none"):

@@ -103,27 +103,32 @@ def check_models(settings: PlanSettings) -> None:
 def running_models(settings: PlanSettings) -> tuple[Model, list[tuple[Model, Acceptance]]]:
     """Describe the models of running workers, with the acceptance rate from the settings."""
     assert settings.target_address is not None
-    assert settings.draft_address is not None
     assert settings.acceptance is not None
     with naming(PROGRAM, "target-address", UnusableWorkerError):
         connector = Connector(settings.target_address, **settings.security)
-        target = _model_of(connector, target_worker_pb2_grpc.TargetWorkerServiceStub)
+        info = _worker_info(connector, target_worker_pb2_grpc.TargetWorkerServiceStub)
+        target = _model_of(connector.address, info)
+        if settings.draft_address is None:
+            if info.draft is None:
+                raise UnusableWorkerError(f"{connector.address} carries no draft; give the address of a draft worker")
+            draft = _model_of(connector.address, info.draft)
     with naming(PROGRAM, "draft-address", UnusableWorkerError):
-        connector = Connector(settings.draft_address, **settings.security)
-        draft = _model_of(connector, draft_worker_pb2_grpc.DraftWorkerServiceStub)
+        if settings.draft_address is not None:
+            connector = Connector(settings.draft_address, **settings.security)
+            info = _worker_info(connector, draft_worker_pb2_grpc.DraftWorkerServiceStub)
+            draft = _model_of(connector.address, info)
         if target.tokenizer_fingerprint != draft.tokenizer_fingerprint:
             raise UnusableWorkerError(f"{draft.name} uses a different tokenizer than {target.name}")
     return target, [(draft, constant_acceptance(settings.acceptance, settings.max_num_speculative_tokens))]
 
 
-def _model_of(connector: Connector, make_stub: Any) -> Model:
-    """Return a worker's model with the costs that it measured at startup."""
-    info = _worker_info(connector, make_stub)
+def _model_of(address: str, info: WorkerInfo) -> Model:
+    """Return the model of the worker at this address, with the costs that it measured at startup."""
     if len(info.step_seconds) < 2:
-        raise UnusableWorkerError(f"{connector.address}: the worker has not measured its passes")
+        raise UnusableWorkerError(f"{address}: the worker has not measured its passes")
     if info.ranks:
         reason = f"its model is sharded over {len(info.ranks)} ranks; plans support workers with one device"
-        raise UnusableWorkerError(f"{connector.address}: {reason}")
+        raise UnusableWorkerError(f"{address}: {reason}")
     return Model.of(info)
 
 

@@ -66,6 +66,11 @@ class DraftPlan:
         by_batch = groupby(self.speeds, attrgetter("batch"))
         return {batch: max(speeds, key=attrgetter("tokens_per_second")) for batch, speeds in by_batch}
 
+    def best_separate(self, batch: int) -> float | None:
+        """Return the highest tokens/s of a batch with a draft worker; None unless both models share a device."""
+        found = [each.separate for each in self.speeds if each.batch == batch and each.separate is not None]
+        return max(found, default=None)
+
 
 @dataclass(frozen=True)
 class WorkerNeeds:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specpool.distill.replay import Agreed, acceptance_by_position, agreement_rate, mean_acceptance_length
 from specpool.drafting.costs import RoundCosts, StepTimes
@@ -145,6 +145,11 @@ class MeasuredPair:
         """Return the tokens per second if the whole batch is drafted, then verified."""
         return batch * self.lengths[k] / self.costs.seconds(batch, [batch] * k)
 
+    def colocated_speed(self, batch: int, k: int) -> float:
+        """Return the tokens per second if the target worker carries the draft, so that drafts take no message."""
+        costs = replace(self.costs, has_own_draft=True)
+        return batch * self.lengths[k] / costs.seconds(batch, [batch] * k)
+
     def overlapped_speed(self, batch: int, k: int) -> float:
         """Tokens per second if half of the batch is drafted while the other half is verified; 0 if impossible."""
         if self.shared or k == 0 or batch == 1:
@@ -174,6 +179,8 @@ class Speed:
     """Relative to plain decoding."""
     groups: int
     """Groups in flight: 1 (drafted, then verified) or 2 (overlapping halves), whichever is faster."""
+    separate: float | None = None
+    """Tokens per second with a draft worker. None if the models have a device each, which only separate workers use."""
 
 
 @dataclass(frozen=True)
@@ -185,14 +192,18 @@ class Workers:
 
 
 def predict(pair: MeasuredPair, batches: Iterable[int]) -> list[Speed]:
-    """Predict the speed of every batch with every number of draft tokens, from 0 (plain decoding)."""
+    """Predict the speed of every batch with every number of draft tokens, from 0 (plain decoding).
+
+    On one device, the target worker carries the draft.
+    """
     speeds = []
     for batch in batches:
         plain = pair.sequential_speed(batch, 0)
         for k in range(len(pair.lengths)):
             sequential, overlapped = pair.sequential_speed(batch, k), pair.overlapped_speed(batch, k)
-            speed = max(sequential, overlapped)
-            speeds.append(Speed(batch, k, speed, speed / plain, 2 if overlapped > sequential else 1))
+            separate, groups = max(sequential, overlapped), 2 if overlapped > sequential else 1
+            speed = pair.colocated_speed(batch, k) if pair.shared else separate
+            speeds.append(Speed(batch, k, speed, speed / plain, groups, separate if pair.shared else None))
     return speeds
 
 
@@ -204,10 +215,11 @@ def smallest_sufficient(best: Iterable[Speed]) -> Speed:
 
 
 def balanced_workers(pair: MeasuredPair, batch: int, k: int) -> Workers:
-    """Compute how many targets one draft worker can feed, or how many draft workers one target needs."""
-    if k == 0:
+    """Compute how many targets one draft worker can feed, or how many draft workers one target needs.
+
+    On one device, it needs none: the target worker carries the draft.
+    """
+    if k == 0 or pair.shared:
         return Workers(0, 1)
     ratio = pair.draft_seconds(batch, k) / pair.verify_seconds(batch, k)
-    if pair.shared:
-        return Workers(1, 1)
     return Workers(1, math.floor(1 / ratio)) if ratio <= 1 else Workers(math.ceil(ratio), 1)

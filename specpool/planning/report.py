@@ -65,6 +65,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 "of_plain": window.of_plain,
                 "draft_workers": plan.workers.draft,
                 "target_workers": plan.workers.target,
+                "colocated": chosen.pair.shared and window.k > 0,
+                "separate_tokens_per_second": chosen.best_separate(window.batch),
             },
             "next_worker": {**asdict(plan.next_worker), "best": plan.next_worker.best},
             "capacity": asdict(plan.capacity),
@@ -76,18 +78,23 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def _speed_table(draft: DraftPlan) -> Table:
     lengths = draft.acceptance.lengths[1:]
     columns = [f"k = {k}" for k in range(1, len(lengths) + 1)]
-    table = Table("batch", "plain tokens/s", *columns, "best k", "groups", "tokens/s")
+    last_column = "draft worker" if draft.pair.shared else "groups"
+    table = Table("batch", "plain tokens/s", *columns, "best k", "tokens/s", last_column)
     table.title = (
         f"{readable_name(draft.model.name)}: agrees with {draft.acceptance.agreement:.1%} of the target's greedy tokens"
     )
     table.caption = "for each batch: predicted tokens/s, relative to plain decoding"
+    if draft.pair.shared:
+        table.caption += ", if the target worker carries the draft; the last column: with a draft worker"
     table.add_row("all k accepted", "", *(f"{share:.1%}" for share in draft.acceptance.by_position))
     table.add_row("mean acceptance length", "", *(f"{length:.2f}" for length in lengths), end_section=True)
     for batch, best in draft.best.items():
         plain, *others = [speed for speed in draft.speeds if speed.batch == batch]
         ratios = [f"{speed.of_plain:.2f}" for speed in others]
         first, last = f"{plain.tokens_per_second:.1f}", f"{best.tokens_per_second:.1f}"
-        table.add_row(str(batch), first, *ratios, str(best.k), str(best.groups), last)
+        separate = draft.best_separate(batch)
+        other = str(best.groups) if separate is None else f"{separate:.1f}"
+        table.add_row(str(batch), first, *ratios, str(best.k), last, other)
     return table
 
 
@@ -128,12 +135,13 @@ def _recommendation(plan: Plan) -> str:
     speed = f"window {window.batch}: {window.tokens_per_second:.1f} tokens/s"
     if window.k == 0:
         return f"{speed}, plain decoding: no number of draft tokens is faster"
+    name = readable_name(plan.chosen.model.name)
+    best = f"{speed}, {window.of_plain:.2f}x plain decoding, k = {window.k} with {name}"
+    if (separate := plan.chosen.best_separate(window.batch)) is not None:
+        return f"{best}, which the target worker carries ({separate:.1f} tokens/s with a draft worker)"
     counts = f"{_count(workers.draft, 'draft worker')} per {_count(workers.target, 'target worker')}"
     each = ", each with a share of the sequences" if workers.draft > 1 else ""
-    return (
-        f"{speed}, {window.of_plain:.2f}x plain decoding, k = {window.k} with {readable_name(plan.chosen.model.name)}; "
-        f"{counts}{each}"
-    )
+    return f"{best}; {counts}{each}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -27,7 +27,9 @@ class PlanSettings(Settings, ClientSecurity):
         None, min_length=1, description="hub ids, folders or GGUF files of drafts; default: the embedded pair's"
     )
     target_address: TargetAddress | None = Field(None, description="host:port of a running target worker")
-    draft_address: DraftAddress | None = Field(None, description="host:port of a running draft worker")
+    draft_address: DraftAddress | None = Field(
+        None, description="host:port of a running draft worker; default: the draft that the target worker carries"
+    )
     acceptance: float | None = Field(
         None, ge=0, le=1, description="with running workers: share of draft tokens accepted, from GetServerInfo"
     )
@@ -74,7 +76,9 @@ class PlanSettings(Settings, ClientSecurity):
 
     @property
     def one_device(self) -> bool | None:
-        """`shared`, or False for workers on different hosts, even if the device names are equal."""
+        """`shared`; True for a draft that the target worker carries; False for workers on different hosts."""
+        if self.target_address is not None and self.draft_address is None:
+            return True
         if self.shared is None and self.target_address is not None and self.draft_address is not None:
             hosts = {address.rpartition(":")[0] for address in (self.target_address, self.draft_address)}
             return None if len(hosts) == 1 else False
@@ -108,9 +112,9 @@ class PlanSettings(Settings, ClientSecurity):
     def _check_models(self) -> Self:
         running = {name: getattr(self, name) for name in ("target_address", "draft_address", "acceptance")}
         given = [name for name, value in running.items() if value is not None]
-        if given and len(given) < len(running):
-            missing = next(name for name in running if name not in given)
-            raise ValueError(f"{missing.replace('_', '-')}: must be given with {given[0].replace('_', '-')}")
+        missing = {"target_address", "acceptance"} - set(given)
+        if given and missing:
+            raise ValueError(f"{min(missing).replace('_', '-')}: must be given with {given[0].replace('_', '-')}")
         if given and (self.target is not None or self.draft is not None):
             raise ValueError("give models or the addresses of running workers, not both")
         if self.target is not None and self.draft is None:

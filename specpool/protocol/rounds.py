@@ -166,6 +166,11 @@ class OwnDraftItem(NamedTuple):
     """See `ProposeItem`. Own draft tokens that are less likely are not verified, either."""
     next_chance: float = 1.0
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the worker neither verifies nor makes a draft, and at most keeps what the draft reads."""
+        return not self.max_verified and not self.num_draft_tokens
+
 
 @dataclass
 class OwnDraft(Proposal):

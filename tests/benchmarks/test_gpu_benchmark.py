@@ -4,6 +4,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,8 @@ def test_a_rehearsal_measures_all_parts(
     assert results["steps"]["bitwise"]
     assert [row["rows"] for row in results["steps"]["steps"]] == [1, 5, 2, 10]
     assert all(row["limit_ms"] > 0 and row["same_tokens"] is not False for row in results["draft"]["drafts"])
-    runs = [(row["concurrency"], row["kind"]) for row in results["pair"]["runs"]]
-    assert runs == [(concurrency, kind) for concurrency in (1, 2) for kind in ("plain", "k2", "k4", "adaptive")]
+    runs = [(row["arrangement"], row["concurrency"], row["kind"]) for row in results["pair"]["runs"]]
+    assert runs == [*product(("colocated", "separate"), (1, 2), ("plain", "k2", "k4", "adaptive"))]
     assert all(row["exact_match"] == 1 for row in results["pair"]["runs"])
     assert "checks  14 of 14 kernels passed" in capsys.readouterr().out
 
@@ -263,7 +264,8 @@ def test_the_summary_is_short(capsys: pytest.CaptureFixture[str]) -> None:
         {"gemm": f"shape {i // 2}", "backend": "triton", "exact": True, "near": True, "as_triton": not i, **times}
         for i in range(20)
     ]
-    runs = [{"concurrency": 8, "kind": "k4", "ratio": 1.5, "tokens_per_s": 1.0, "exact_match": 1.0}] * 40
+    case = {"arrangement": "colocated", "concurrency": 8, "kind": "k4"}
+    runs = [{**case, "ratio": 1.5, "tokens_per_s": 1.0, "round_ms": 9.5, "exact_match": 1.0}] * 40
     results: dict[str, Any] = {name: {"failed": failed, "error": "50 measurements failed"} for name in gpu.PARTS}
     results["gemm"]["gemm"], results["pair"]["runs"] = gemms, runs
     print_summary(results)

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from benchmarks import pair, shapes
-from benchmarks.throughput import Answer, exact_match
+from benchmarks.answers import Answer, exact_match
 from specpool.client.prompts import PromptLine
 from specpool.engine.cache.spans import Span
 from specpool.testing import EOS_TOKEN_ID

@@ -6,19 +6,17 @@ from pathlib import Path
 import pytest
 from pair_service import serving_pair
 
+from benchmarks.answers import Answer, sustained, token_latencies
 from benchmarks.prompts import load_by_category
 from benchmarks.report import percentile
 from benchmarks.throughput import (
     KINDS,
-    Answer,
     Load,
     measure,
     parse,
     plan,
     show_all,
     summary,
-    sustained,
-    token_latencies,
 )
 from specpool.v1 import generation_pb2 as pb
 
@@ -75,14 +73,14 @@ async def test_every_kind_gives_plain_tokens(tiny_pair: Pair, questions: Path) -
     arguments = ["--prompts", str(questions), "--concurrencies", "1,2", "--repeats", "1", "--max-tokens", "12"]
     options = parse([*arguments, "--num-prompts", "3"])
     async with serving_pair(*tiny_pair, {"threads": 1}, max_num_seqs=2, prefix_caching=False) as service:
-        rows = await measure(service.client, plan(options), options)
+        rows = await measure({"default": service.client}, plan(options), options)
     mixed = [(row["concurrency"], row["kind"]) for row in rows if row["category"] is None]
     assert mixed == [(concurrency, kind) for concurrency in (1, 2) for kind in KINDS]
     assert [(row["category"], row["kind"]) for row in rows[len(mixed) :]] == [
         (category, kind) for category in ("math", "qa") for kind in ("plain", "best")
     ]
     for row in rows:
-        assert row["exact_match"] == 1
+        assert (row["arrangement"], row["exact_match"], row["of_first"]) == ("default", 1, None)
         assert row["tokens_per_s"] > 0
         assert row["ratio_min"] <= row["ratio"] <= row["ratio_max"]
         assert row["token_p50_ms"] <= row["token_p99_ms"]

@@ -51,7 +51,7 @@ WRONG = {
         for flag in ("--clients=0", "--clients=1,257", "--seconds=5", "--repeats=0", "--prompts=/nowhere",
                      f"--output={FILE}")
     ],
-    "throughput": [("--kinds=plain,best_of_all", "unknown: best_of_all"), *(
+    "throughput": [("--kinds=plain,best_of_all", "unknown: best_of_all"), ("--arrangements=both", "unknown: both"), *(
         (flag, flag.split("=")[0])
         for flag in ("--concurrencies=a", "--concurrencies=4,0", "--max-tokens=0", "--repeats=0", "--num-prompts=-1",
                      "--category-concurrency=-1", "--prompts=/nope", f"--prompts={FILE}", f"--output={FILE}")

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from local_prompts import local_pool
+from mixes import branches_only
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.prompts.tokenizer_pool import TokenizerPool
@@ -25,6 +26,9 @@ from specpool.rpc.server.server import Server
 from specpool.v1 import draft_worker_pb2_grpc, target_worker_pb2_grpc
 from specpool.worker.host import WorkerHost
 from target_worker.server import TargetWorkerServicer, TargetWorkerSettings, load_verifier
+
+ARRANGEMENTS = ["chosen drafts", "branches", "carried draft"]
+"""A draft worker with drafts as they pay, or with branches only, and a target worker that carries the draft."""
 
 
 class LogitsTap:
@@ -69,26 +73,28 @@ class PairService:
     @property
     def draft_link(self) -> DraftLink:
         """The link to the draft worker."""
-        assert self.process.coordinator.draft is not None
-        return self.process.coordinator.draft.links[0]
+        assert self.process.coordinator.lanes.first.draft is not None
+        return self.process.coordinator.lanes.first.draft.links[0]
 
     async def forget(self, host: WorkerHost) -> None:
         """Make a worker lose every cache, like a restart."""
         await host.run(lambda backend: backend.expire(math.inf, 0.0))
         await host.run(lambda backend: backend.engine.slots.tables.pool.clear())
+        await host.run(lambda backend: backend.carried_draft and backend.carried_draft.engine.slots.tables.pool.clear())
 
     async def forget_after(self, hundredths: list[int]) -> None:
-        """Make both workers lose every cache, after pauses in hundredths of a second."""
+        """Make all workers lose every cache, after pauses in hundredths of a second."""
         for pause in hundredths:
             await asyncio.sleep(pause / 100)
             for host in (self.target, self.draft):
-                assert host is not None
-                await self.forget(host)
+                if host is not None:
+                    await self.forget(host)
 
     async def wait_idle(self) -> None:
-        """Wait until neither worker holds a slot and the window is empty."""
+        """Wait until neither model holds a slot and the window is empty."""
         while True:
-            holds = [await host.run(lambda b: b.info().slots_in_use) for host in (self.target, self.draft) if host]
+            infos = [await host.run(lambda b: b.info()) for host in (self.target, self.draft) if host]
+            holds = [info.slots_in_use for each in infos for info in (each, each.draft) if info is not None]
             coordinator = self.process.coordinator
             if not any(holds) and coordinator.queue.is_empty and not coordinator.lanes.first.window.occupied:
                 return
@@ -118,12 +124,26 @@ async def serving_pair(
 
 
 @contextmanager
-def running_pair(*models: Path, **options: Any) -> Iterator[tuple[asyncio.Runner, PairService]]:
+def running_pair(target: Path, draft: Path | None, **options: Any) -> Iterator[tuple[asyncio.Runner, PairService]]:
     """`serving_pair` for several tests, and the runner of its event loop."""
     with asyncio.Runner() as runner:
-        context = serving_pair(*models, **options)
+        context = serving_pair(target, draft, **options)
         yield runner, runner.run(context.__aenter__())
         runner.run(context.__aexit__(None, None, None))
+
+
+@contextmanager
+def running_arrangement(
+    arrangement: str, target: Path, draft: Path, **options: Any
+) -> Iterator[tuple[asyncio.Runner, PairService]]:
+    """`running_pair` in one of `ARRANGEMENTS`."""
+    is_carried = arrangement == "carried draft"
+    carried = {"target_worker": {"draft": str(draft)}} if is_carried else {}
+    with (
+        branches_only() if arrangement == "branches" else nullcontext(),
+        running_pair(target, None if is_carried else draft, **carried, **options) as running,
+    ):
+        yield running
 
 
 @asynccontextmanager
@@ -148,8 +168,8 @@ async def serving_coordinator(
         stack.push_async_callback(process.wait_stopped)
         stack.callback(process.server.stop)
         await process.coordinator.target.wait_ready()
-        if process.coordinator.draft is not None:
-            await process.coordinator.draft.links[0].wait_ready()
+        if process.coordinator.lanes.first.draft is not None:
+            await process.coordinator.lanes.first.draft.links[0].wait_ready()
         yield await stack.enter_async_context(AsyncClient(f"127.0.0.1:{port}")), process
 
 

@@ -2,14 +2,13 @@
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mixes import MAX_TOKENS, Case, assert_equal, branches_only, cases, make_prompt, make_request, play
-from pair_service import LogitsTap, PairService, running_pair
+from mixes import MAX_TOKENS, Case, assert_equal, cases, make_prompt, make_request, play
+from pair_service import ARRANGEMENTS, LogitsTap, PairService, running_arrangement
 
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1.common_pb2 import EQUIVALENCE_BITWISE
@@ -43,15 +42,12 @@ class Mixes:
         await self.service.wait_idle()
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["chosen drafts", "branches"])
+@pytest.fixture(scope="module", params=ARRANGEMENTS)
 def mixes(tiny_pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[Mixes]:
     """A service with a window, batches and chunks too small for the mixes."""
     worker = {"max_sequences": 5, "max_num_batched_tokens": 48}
     options = {"max_num_seqs": 5, "max_batch_size": 4, "prefill_tokens": 16, "overlap": "on"}
-    with (
-        branches_only() if request.param else nullcontext(),
-        running_pair(*tiny_pair, worker=worker, **options) as (runner, service),
-    ):
+    with running_arrangement(request.param, *tiny_pair, worker=worker, **options) as (runner, service):
         yield Mixes(runner, service, LogitsTap(service.target.backend.engine))
 
 

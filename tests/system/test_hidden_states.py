@@ -2,8 +2,9 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +18,8 @@ from mixes import MAX_TOKENS, Case, assert_equal, branches_only, cases, make_pro
 from pair_service import PairService, running_pair, serving_pair
 
 from specpool.engine.cache.spans import Span
-from specpool.protocol.rounds import ProposeItem
-from target_worker import verifier
+from specpool.protocol.rounds import ProposeItem, Verdict, VerifyRound
+from target_worker.verifier import Verifier
 
 LAYERS = (1, 2)
 WINDOW = 8
@@ -77,6 +78,17 @@ async def test_draft_gets_the_states_before_all_generated_tokens(pair: tuple[Pat
     assert min(covered) >= len(prompt) - WINDOW
 
 
+async def test_a_carried_draft_reads_states_without_messages(pair: tuple[Path, Path]) -> None:
+    rates = []
+    for draft, options in ((pair[1], {}), (None, {"target_worker": {"draft": str(pair[1])}})):
+        async with serving_pair(pair[0], draft, worker=SMALL, **options) as service:
+            answer = await service.client.stub.Generate(make_request(Case(make_prompt((0, 40)), 100, 4, True, 0, None)))
+            await service.wait_idle()
+        rates.append(answer.speculative_decoding.draft_acceptance_rate)
+    assert rates[0] > 0.05
+    assert rates[1] == pytest.approx(rates[0], abs=0.1)
+
+
 async def test_only_drafts_that_read_states_cost_them(tiny_pair: tuple[Path, Path]) -> None:
     async with serving_pair(*tiny_pair, worker=SMALL) as service:
         requested = Requested(service)
@@ -111,13 +123,32 @@ def garble(features: bytes) -> bytes:
     return random.randbytes(size)
 
 
-@pytest.fixture(scope="module", params=[lose_some, swap, garble], ids=lambda mangle: mangle.__name__)
+OPTIONS: dict[str, Any] = {
+    "worker": SMALL,
+    "max_num_seqs": 5,
+    "max_batch_size": 4,
+    "prefill_tokens": 16,
+    "overlap": "on",
+}
+
+
+@pytest.fixture(scope="module", params=[lose_some, swap, garble, None], ids=["lose some", "swap", "garble", "carried"])
 def service(pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[tuple[asyncio.Runner, PairService]]:
-    """A service whose target worker returns mangled features."""
-    pack, mangle = verifier.pack_features, request.param
-    mangled = mock.patch.object(verifier, "pack_features", lambda *arguments: mangle(pack(*arguments)))
-    options = {"max_num_seqs": 5, "max_batch_size": 4, "prefill_tokens": 16, "overlap": "on"}
-    with mangled, running_pair(*pair, worker=SMALL, **options) as running:
+    """A service whose target worker returns mangled features, or carries the draft that reads them."""
+    mangle = request.param
+    if mangle is None:
+        with running_pair(pair[0], None, target_worker={"draft": str(pair[1])}, **OPTIONS) as running:
+            yield running
+        return
+    verify = Verifier.verify
+
+    def verify_and_mangle(self: Verifier, rounds: Sequence[VerifyRound]) -> list[list[Verdict]]:
+        verdicts = verify(self, rounds)
+        for verdict in chain.from_iterable(verdicts):
+            verdict.features = mangle(verdict.features) if verdict.features else b""
+        return verdicts
+
+    with mock.patch.object(Verifier, "verify", verify_and_mangle), running_pair(*pair, **OPTIONS) as running:
         yield running
 
 

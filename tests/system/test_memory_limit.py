@@ -72,9 +72,8 @@ async def test_worker_keeps_to_its_memory_limit() -> None:
         assert peak_bytes(target) > 0.8 * limit  # the limit is put to use
 
 
-@pytest.mark.parametrize("draft_flags", [[], ["--draft-kv-memory", "64MiB"]])
-async def test_a_target_worker_and_the_draft_that_it_carries_share_its_limit(draft_flags: list[str]) -> None:
-    flags = ["--max-model-len", str(LENGTH), "--grammar-memory", "0", "--draft", EMBEDDED_DRAFT, *draft_flags]
+async def test_a_target_worker_and_the_draft_that_it_carries_share_its_limit() -> None:
+    flags = ["--max-model-len", str(LENGTH), "--grammar-memory", "0", "--draft", EMBEDDED_DRAFT]
     limit = await least_limit(flags) + ROOM
     flags += ["--memory-limit", str(limit)]
     async with running(EMBEDDED_TARGET, None, SLOTS, worker_flags=flags) as processes:

@@ -3,14 +3,13 @@
 import asyncio
 import random
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mixes import branches_only, make_prompt
-from pair_service import PairService, running_pair, serving_pair
+from mixes import make_prompt
+from pair_service import ARRANGEMENTS, PairService, running_arrangement, serving_pair
 
 from specpool.drafting.acceptance import FIRST_RATE
 from specpool.testing import EOS_TOKEN_ID
@@ -60,15 +59,13 @@ def outcome(response: pb.GenerateResponse) -> tuple[object, ...]:
     )
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["chosen drafts", "branches"])
+@pytest.fixture(scope="module", params=ARRANGEMENTS)
 def pair(tiny_pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[tuple[asyncio.Runner, PairService]]:
     options = {"max_num_seqs": 6, "max_batch_size": 4, "overlap": "on"}
-    with (
-        branches_only() if request.param else nullcontext(),
-        running_pair(*tiny_pair, worker={"max_sequences": 6}, **options) as (runner, service),
-    ):
+    worker = {"max_sequences": 6}
+    with running_arrangement(request.param, *tiny_pair, worker=worker, **options) as (runner, service):
         yield runner, service
-        if request.param:
+        if request.param == "branches":
             assert service.process.coordinator.lanes.first.drafting.lengths.branching.coverage(1) != FIRST_RATE, (
                 "no branches were drafted"
             )
@@ -113,10 +110,13 @@ def check_logprobs(sampling: pb.SamplingParams, response: pb.GenerateResponse) -
             assert found.logprob == found.top_logprobs[list(found.top_token_ids).index(token)]
 
 
-async def test_sampled_drafts_are_accepted(tiny_pair: tuple[Path, Path]) -> None:
-    """Both workers share their noise, so acceptance at temperature 1 exceeds that of independent samples by far. A lost
+@pytest.mark.parametrize("is_carried", [False, True])
+async def test_sampled_drafts_are_accepted(tiny_pair: tuple[Path, Path], is_carried: bool) -> None:
+    """Both models share their noise, so acceptance at temperature 1 exceeds that of independent samples by far. A lost
     cache does not lose the sampling rules."""
-    async with serving_pair(*tiny_pair) as service:
+    target, draft = tiny_pair
+    carried = {"draft": str(draft)} if is_carried else {}
+    async with serving_pair(target, None if is_carried else draft, target_worker=carried) as service:
         chance = random.Random(0)
         for forget in (False, True):
             rates, truth = [], []
@@ -127,10 +127,7 @@ async def test_sampled_drafts_are_accepted(tiny_pair: tuple[Path, Path]) -> None
                 request = make(make_prompt((1, 16)), sampling, 4)
                 task = asyncio.ensure_future(generate(service, request))
                 if forget:
-                    await asyncio.sleep(0.02)
-                    assert service.draft is not None
-                    await service.forget(service.draft)
-                    await service.forget(service.target)
+                    await service.forget_after([2])
                 response = await task
                 rates.append(response.speculative_decoding.draft_acceptance_rate)
                 truth.append(list(response.token_ids))

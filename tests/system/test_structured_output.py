@@ -6,7 +6,6 @@ import random
 import re
 import string
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mixes import branches_only, make_prompt
-from pair_service import LogitsTap, PairService, running_pair
+from mixes import make_prompt
+from pair_service import ARRANGEMENTS, LogitsTap, PairService, running_arrangement
 
 from specpool.testing import EOS_TOKEN_ID
 from specpool.v1 import generation_pb2 as pb
@@ -134,13 +133,11 @@ class Service:
         assert not self.tap.different
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["chosen drafts", "branches"])
+@pytest.fixture(scope="module", params=ARRANGEMENTS)
 def service(tiny_pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[Service]:
     options = {"max_num_seqs": 5, "max_batch_size": 4, "overlap": "on"}
-    with (
-        branches_only() if request.param else nullcontext(),
-        running_pair(*tiny_pair, worker={"max_sequences": 5}, **options) as (runner, pair),
-    ):
+    worker = {"max_sequences": 5}
+    with running_arrangement(request.param, *tiny_pair, worker=worker, **options) as (runner, pair):
         yield Service(runner, pair, LogitsTap(pair.target.backend.engine))
 
 

@@ -87,6 +87,8 @@ def test_states_wait_for_the_first_draft(engines: tuple[Engine, Engine]) -> None
     for _ in range(5):
         items = early.item(OwnDraftItem(0, K)), late.item(OwnDraftItem(0, 0), want_features=True)
         rounds.send([(early, items[0]), (late, items[1])])
+        states = target.slots["c", 2].carried.states
+        assert states.untyped_storage().nbytes() == states.nbytes  # no view of all states of a pass
     rounds.send([(early, early.item(OwnDraftItem(0, K))), (late, late.item(OwnDraftItem(0, K)))])
     found = rounds.send([(each, each.item(OwnDraftItem(K, 0))) for each in (early, late)])
     drafts = [verdict.own_draft.draft_token_ids for verdict in found if verdict.own_draft is not None]

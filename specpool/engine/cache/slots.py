@@ -5,6 +5,7 @@ coordinator whose connections have ended is orphaned. Its sequences stay, too, i
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,6 +151,13 @@ class SlotTable:
         shared = self.tables.pool.share(slot.digests.first(whole + count, token_ids)[whole:])
         slot.digests.truncate(whole + len(shared))  # other tokens may follow, if this round fails or rejects drafts
         return shared
+
+    def cached_prefix(self, namespace: bytes, token_ids: Sequence[int]) -> int:
+        """Return the number of leading tokens of a new sequence that the prefix cache holds, all but the last one."""
+        size, pool = self.tables.page_size, self.tables.pool
+        pages = pool.share(PageDigests(namespace, size).first((len(token_ids) - 1) // size, token_ids))
+        pool.drop(pages)
+        return len(pages) * size
 
     def is_stale(self, key: SequenceKey, round_id: int) -> bool:
         """Whether a later round of the sequence has begun."""

@@ -55,6 +55,7 @@ class TargetOptions(EngineOptions):
             raise ValueError(f"draft must be given to node 0 only, and this is node {self.node_rank}")
         if self.draft_activations == INT8:
             devices = {"--device": self.device.split(",")}
-            passes = {"native": self.native, "fused": self.fused}
-            check_int8("draft-", shares_flags=True, **passes, dtype=self.dtype, devices=devices)
+            check_int8(
+                "draft-", shares_flags=True, native=self.native, fused=self.fused, dtype=self.dtype, devices=devices
+            )
         return self

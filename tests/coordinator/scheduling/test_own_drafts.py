@@ -210,10 +210,12 @@ def test_prompt_chunks_let_the_draft_follow() -> None:
 
 @pytest.mark.parametrize("own", [OWN, READER])
 def test_a_draft_that_reads_states_asks_to_keep_them(own: WorkerInfo) -> None:
-    rests = DraftPlan(reads_states=False)
-    for plan in (DraftPlan(2), rests):
+    rests, waits = DraftPlan(reads_states=False), DraftPlan()
+    for plan in (DraftPlan(2), rests, waits):
         (item,) = Round(1, [make_sequence()], 100, {0: plan}, own_draft=own).verify_items()
         assert item.want_features is (own is READER and plan is not rests)
+        assert (item.own_draft is not None) is (plan.num_draft_tokens > 0 or item.want_features)
+        assert item.own_draft is None or item.own_draft.is_idle is (plan is waits)
 
 
 def test_the_worker_reports_the_state_of_its_draft_cache() -> None:

@@ -305,6 +305,15 @@ async def test_a_signal_while_the_pair_is_downloaded_ends_all_processes(tmp_path
 
 
 @pytest.mark.slow
+async def test_one_worker_serves_both_models(tiny_pair: Pair) -> None:
+    async with started("up", *pair_flags(tiny_pair, "--no-separate", "--drain-seconds", "1")) as process:
+        async with AsyncClient(await address_of(process)) as client:
+            response = await client.generate("abc", max_tokens=20, ignore_eos=True, num_speculative_tokens=2)
+        assert response.speculative_decoding.num_draft_tokens > 0
+        assert await end_all(process, signal.SIGTERM, 0) == ""
+
+
+@pytest.mark.slow
 async def test_up_serves_ipv6(tiny_pair: Pair) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()

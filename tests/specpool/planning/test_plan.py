@@ -95,6 +95,16 @@ def test_groups_do_not_overlap_on_one_device(pair: MeasuredPair, batch: int, k: 
     assert pair.overlapped_speed(batch, k) == 0
 
 
+@given(pair=pairs(shared=True), batch=batches)
+def test_a_carried_draft_saves_a_message(pair: MeasuredPair, batch: int) -> None:
+    plain, *drafted = predict(pair, [batch])
+    assert plain.separate == plain.tokens_per_second
+    for speed in drafted:
+        assert speed.separate is not None
+        saved = batch * pair.lengths[speed.k] * (1 / speed.separate - 1 / speed.tokens_per_second)
+        assert saved == pytest.approx(pair.costs.exchange, rel=1e-6, abs=1e-9)
+
+
 def test_step_times_grow_with_sequence_length() -> None:
     target = model("t", 0.01, step_cached=128, seconds_per_cached=1e-6)
     assert target.step_times(4096)(8) > target.step_times(1000)(8) > target.step_times(None)(8)
@@ -170,6 +180,15 @@ def plan_of(*acceptances: Acceptance, device: str = H200, fits: int = 64, **term
         for at, acceptance in enumerate(acceptances or [constant_acceptance(0.8, 4)])
     ]
     return make_plan(target, drafts, Terms([1, 8, 64], 4, 0.001, shared=False, **terms))
+
+
+def test_one_device_is_planned_with_a_target_worker_that_carries_the_draft() -> None:
+    target, draft = model("org/target", 0.02), model("org/draft", 0.001)
+    plan = make_plan(target, [(draft, constant_acceptance(0.8, 4))], Terms([1, 8], 4, 0.001, shared=None))
+    recommended = as_json(plan)["recommended"]
+    assert (recommended["colocated"], recommended["draft_workers"]) == (True, 0)
+    assert recommended["tokens_per_second"] > recommended["separate_tokens_per_second"] > 0
+    assert as_json(plan_of())["recommended"]["separate_tokens_per_second"] is None
 
 
 PERFECT, USELESS = replay_acceptance([[[True] * 40]], 4), replay_acceptance([[[False] * 40]], 4)

@@ -331,3 +331,12 @@ async def test_unsuitable_workers_are_refused_by_name(refusal: Refusal, knobs: d
     assert "draft-address: " in text
     assert message in text
     assert text.count("\n") == 1
+
+
+async def test_a_target_without_a_draft_needs_the_address_of_one(refusal: Refusal) -> None:
+    target = FakeTarget(pass_seconds=lambda rows: 0.01)
+    try:
+        text = await asyncio.to_thread(refusal, "--target-address", await target.start(), "--acceptance", "0.7")
+    finally:
+        await target.stop()
+    assert "carries no draft; give the address of a draft worker" in text

@@ -5,7 +5,9 @@ import os
 import re
 import shutil
 import subprocess
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from feature_drafts import save_feature_draft
 from pydantic import ValidationError
 
 from specpool.cli.processes import run_module
+from specpool.engine.cache import memory
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.config.target_options import TargetOptions
 from specpool.engine.models.preflight import InvalidOptionError, check_target
@@ -73,6 +76,22 @@ def test_a_size_of_its_own_limits_only_the_cache_of_the_draft(tiny_pair: Pair) -
 def test_kv_memory_is_the_size_of_the_target_s_cache(tiny_pair: Pair) -> None:
     engines = load(tiny_pair, kv_memory=3 * least(tiny_pair, "kv_memory"))
     assert columns(engines) == [3 * 64, 3 * 64]
+
+
+def test_default_caches_share_one_share_of_the_free_memory(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, draft = (engine.footprint.kv for engine in load(tiny_pair, max_sequences=1))
+    free = SimpleNamespace(available=int(3.5 * (one + draft) / memory.CPU_SHARE))
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: free)
+    assert columns(load(tiny_pair, max_sequences=4096)) == [3.5 * 64, 3.5 * 64]
+    free.available = int((2 * one + 4 * draft) / memory.CPU_SHARE) + 1
+    assert columns(load(tiny_pair, draft_kv_memory=4 * draft)) == [2 * 64, 4 * 64]
+
+
+def test_rank_0_carries_the_draft_of_a_sharded_target(tiny_pair: Pair) -> None:
+    engines = load(tiny_pair, tensor_parallel=2, device="cpu,cpu", kv_memory=least(tiny_pair, "kv_memory"))
+    with closing(engines[0]):
+        assert [engine.info().tensor_parallel for engine in engines] == [2, 1]
+        assert columns(engines) == [128, 128]  # a rank caches half of the heads
 
 
 def test_a_start_from_a_stored_proof_loads_the_draft_once(
