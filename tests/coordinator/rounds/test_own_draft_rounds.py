@@ -7,7 +7,7 @@ import grpc
 import pytest
 from carrying import CarryingTarget
 from replicas import long_requests, replicas, stream_all
-from serving import RecordingDraft, Serving, make_request, serving
+from serving import RecordingDraft, RecordingTarget, Serving, make_request, serving
 
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import target_worker_pb2
@@ -20,7 +20,7 @@ def timed_target(acceptance: float = 0.9, step_seconds: float = STEP_SECONDS) ->
     return CarryingTarget(acceptance, step_seconds, pass_seconds=lambda rows: PASS_SECONDS)
 
 
-def items_of(target: CarryingTarget) -> list[target_worker_pb2.VerifyItem]:
+def items_of(target: RecordingTarget) -> list[target_worker_pb2.VerifyItem]:
     return [item for request in target.requests for item in request.items]
 
 
@@ -196,6 +196,17 @@ async def test_a_draft_worker_beside_a_carried_draft_is_not_asked(caplog: pytest
     assert not draft.requests
     assert info.counters.draft_tokens
     assert caplog.text.count("not using the draft workers") == 1
+
+
+async def test_draft_workers_of_a_target_without_a_draft_are_shown_beside_carried_drafts() -> None:
+    carrying, plain = timed_target(), RecordingTarget(pass_seconds=lambda rows: PASS_SECONDS)
+    draft = RecordingDraft(plain)
+    async with replicas(plain, first=carrying, draft=draft) as served:
+        await asyncio.gather(*(served.expect(make_request([i, 9], 60, k=3)) for i in range(8)))
+        info = await served.until_idle()
+    assert draft.requests
+    assert not any(item.HasField("own_draft") for item in items_of(plain))
+    assert [worker.address for worker in info.draft_workers] == [served.target_address, served.draft_address]
 
 
 async def test_the_status_shows_the_carried_draft() -> None:
