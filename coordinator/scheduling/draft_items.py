@@ -1,5 +1,7 @@
 """What a round asks of the draft for one sequence, be it a worker or carried by the target worker. Pure."""
 
+from functools import cached_property
+
 from coordinator.scheduling.sequence import Sequence
 from specpool.drafting.plans import DraftPlan
 from specpool.protocol.rounds import MAX_ITEM_UNVERIFIED, OwnDraftItem, ProposeItem
@@ -106,7 +108,7 @@ class DraftItems:
 
     # --- The draft that the target worker carries
 
-    @property
+    @cached_property
     def _num_own_tokens(self) -> int:
         if self.own_draft is None:
             return 0
