@@ -23,7 +23,7 @@ from specpool.engine.sampling.sampler import kernel_is_exact
 from specpool.protocol.errors import InvalidArgumentError
 from specpool.protocol.rounds import MAX_DRAFT_TOKENS, ItemStatus, RoundLimits, SequenceItem
 from specpool.protocol.sampling import NO_LOGPROBS, Logprobs, SamplingParams
-from specpool.protocol.worker_info import CacheLoad, WorkerInfo
+from specpool.protocol.worker_info import CacheLoad, ModelWork, WorkerInfo
 
 ITEMS_PER_SLOT = 4
 """A round may name more sequences than there are slots; the rest get NO_SLOT."""
@@ -95,9 +95,9 @@ class SequenceEngine:
         return self.engine.passes
 
     @property
-    def tokens(self) -> int:
-        """Tokens run so far."""
-        return self.engine.tokens
+    def work(self) -> ModelWork:
+        """The work of the model, without that of a draft that it carries."""
+        return ModelWork(self.engine.realign_ns, self.engine.passes, self.engine.tokens)
 
     @property
     def realign_ns(self) -> int:
