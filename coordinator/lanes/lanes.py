@@ -67,9 +67,9 @@ class Lanes:
 
     @property
     def drafts(self) -> list[tuple[WorkerLink, WorkerInfo | None]]:
-        """Links to workers with a draft, and its description: target workers that carry one, or else draft workers.
+        """Links to target workers that carry a draft, or else to the first lane's draft workers.
 
-        The draft workers are those of the first lane.
+        Each link comes with the description of its draft; None if the worker has not sent one yet.
         """
         carried: list[tuple[WorkerLink, WorkerInfo | None]] = [
             (lane.link, lane.link.info.draft) for lane in self if lane.link.info is not None and lane.link.info.draft

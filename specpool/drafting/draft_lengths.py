@@ -66,7 +66,7 @@ class DraftLengths:
     _tries_model: bool = False
     """Whether the last round is a trial of the model."""
     _tried: tuple[int, ...] = ()
-    """Sequences for which the last round drafted for the next one in a trial."""
+    """Sequences for which the last round drafted in a trial. The next round verifies the drafts."""
     _allowed_last: tuple[int, ...] = ()
     """Whether the model, prompt lookup, and trials only were allowed in the last round, and the maximum of branches."""
     _is_new: bool = False
@@ -224,8 +224,8 @@ class DraftLengths:
     ) -> None:
         """Occasionally draft one token for idle sequences, to notice changes in acceptance or cost.
 
-        If possible, draft branches, which cost less time. The next round verifies them, and belongs to the trial. The
-        same holds for own drafts.
+        If possible, draft branches, which cost less time. The next round verifies them, and belongs to the trial. So
+        does the round that verifies an own draft.
         """
         num_branches = min(2, max_branches)
         is_own = self.costs.has_own_draft

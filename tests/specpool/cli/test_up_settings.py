@@ -249,8 +249,8 @@ def test_every_target_carries_the_draft() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"separate": False, "drafts": 2}, "separate: targets can carry only one draft"),
-        ({"separate": False, "target_device": "cpu", "draft_device": "cuda:1"}, "only one draft, on their own device"),
+        ({"separate": False, "drafts": 2}, "separate: a target can carry only one draft"),
+        ({"separate": False, "target_device": "cpu", "draft_device": "cuda:1"}, "only one draft, on its own device"),
         ({"separate": False, "draft_memory_limit": 2**30}, "draft_memory_limit needs separate"),
     ],
 )
