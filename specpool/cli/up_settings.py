@@ -57,7 +57,7 @@ class UpSettings(ListeningSettings):
         ("auto",),
         min_length=1,
         description='device of the target: "cpu", "cuda" or "cuda:1"; "auto" uses a GPU if there is one. Several '
-        "targets take the devices of a list in turns",
+        "targets are assigned to the listed devices round-robin",
     )
     target_devices: Names = Field(
         (), description="shard the target over these devices, such as cuda:0,cuda:1; instead of target_device"

@@ -11,7 +11,7 @@ from specpool.v1 import common_pb2, target_worker_pb2
 
 Key = tuple[str, int]
 Draft = tuple[int, list[int]]
-"""Number of tokens before a draft, and the draft."""
+"""Number of tokens before the draft, and the draft tokens."""
 
 
 class CarryingTarget(RecordingTarget):
@@ -25,9 +25,9 @@ class CarryingTarget(RecordingTarget):
         self._rng = random.Random(0)
         self.drafts: dict[Key, Draft] = {}
         self._found: dict[Key, tuple[int, Draft]] = {}
-        """The last round of each sequence, and the draft that it found: a repeated round finds the same one."""
+        """The last round of each sequence, and the draft that it found. A repeated round finds the same draft."""
         self._rows: list[int] = []
-        """Rows of each draft step of the running round."""
+        """Rows of each draft step in the running round."""
 
     def forget(self) -> None:
         super().forget()
@@ -73,7 +73,7 @@ class CarryingTarget(RecordingTarget):
         return result
 
     def _drafted(self, key: Key, item: target_worker_pb2.VerifyItem, round_id: int) -> list[int]:
-        """The draft that begins where the item begins."""
+        """Return the draft that begins where the item ends."""
         last, found = self._found.get(key, (None, (0, [])))
         if last != round_id:
             found = self.drafts.get(key, (0, []))

@@ -195,7 +195,7 @@ GIB = 2**30
         ),
     ],
 )
-def test_workers_on_one_gpu_need_the_sizes_of_their_caches(
+def test_workers_on_one_gpu_need_cache_sizes(
     settings: dict[str, Any], refusal: str | None, tiny_pair: tuple[Path, Path]
 ) -> None:
     target, draft = map(str, tiny_pair)
@@ -204,7 +204,7 @@ def test_workers_on_one_gpu_need_the_sizes_of_their_caches(
         check_services(services)
 
 
-# --- Targets that carry the draft
+# --- Carried drafts
 
 
 @pytest.mark.usefixtures("cuda_driver")
