@@ -40,7 +40,8 @@ def states_of(
     works, only worse, so malformed states are ignored.
     """
     if given is not None:
-        return pad(given[max(0, len(given) - len(item.token_ids)) :], (0, 0, 0, following))
+        given = given[max(0, len(given) - len(item.token_ids)) :]
+        return pad(given, (0, 0, 0, following)) if following else given
     if features is None or not item.features:
         return None
     count, rest = divmod(len(item.features), features.width * torch.bfloat16.itemsize)

@@ -204,7 +204,8 @@ class OwnDrafts:
         """Return the states before an item's last tokens; None if there are none."""
         carried = self._target.slots[key].carried
         states: torch.Tensor | None = carried.states
-        return states if states is None else states[: len(states) - carried.num_states_from(_read_end(item))]
+        count = carried.num_states_from(_read_end(item))
+        return states[:-count] if states is not None and count else states
 
     def _take(self, key: SequenceKey, item: ProposeItem, proposal: Proposal) -> None:
         """Keep a proposal for the next round. `item`: as it was before realignment."""
@@ -225,10 +226,12 @@ class OwnDrafts:
     def _drop_states(self, key: SequenceKey, count: int) -> None:
         """Keep at most the last `count` states of a sequence."""
         carried = self._target.slots[key].carried
-        if carried.states is not None:
+        if not count:
+            carried.states = None
+        elif carried.states is not None:
             rest = carried.states[max(0, len(carried.states) - count) :]
             is_view = rest.untyped_storage().nbytes() > rest.nbytes  # a view keeps the whole pass's states alive
-            carried.states = None if not len(rest) else rest.clone() if is_view else rest
+            carried.states = rest.clone() if is_view else rest
 
     def _report(self, key: SequenceKey, found: Found | None, proposal: Proposal | None) -> OwnDraft:
         """Return the draft that a round found, and the state of the draft's cache."""

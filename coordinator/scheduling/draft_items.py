@@ -1,5 +1,7 @@
 """What a round asks a draft worker, or the carried draft, to draft for one sequence. Pure."""
 
+from functools import cached_property
+
 from coordinator.scheduling.sequence import Sequence
 from specpool.drafting.plans import DraftPlan
 from specpool.protocol.rounds import MAX_ITEM_UNVERIFIED, OwnDraftItem, ProposeItem
@@ -106,7 +108,7 @@ class DraftItems:
 
     # --- The draft that the target worker carries
 
-    @property
+    @cached_property
     def _num_own_tokens(self) -> int:
         if self.own_draft is None:
             return 0

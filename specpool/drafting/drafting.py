@@ -209,8 +209,7 @@ class Drafting:
     def forget(self, sequence_ids: Iterable[int]) -> None:
         sequence_ids = list(sequence_ids)
         self.lookup.forget(sequence_ids)
-        for sequence_id in sequence_ids:
-            self.lengths.acceptance.forget(sequence_id)
+        self.lengths.forget(sequence_ids)
 
     def _options(self, sequence: Sequence, worker: DraftWorker | None, lookup: Lookup, limit: int) -> DraftOptions:
         return DraftOptions(
@@ -240,10 +239,11 @@ class Drafting:
 
     def _max_num_draft_tokens(self, sequence: Sequence, is_own: bool) -> int:
         """Maximum number of draft tokens. Pending rounds do not limit own drafts, which end at `max_length`."""
-        num_draft_tokens = sequence.max_num_draft_tokens
         if is_own:
             left = sequence.max_length - len(sequence.token_ids) - 1
             num_draft_tokens = min(sequence.request.num_speculative_tokens, left)
+        else:
+            num_draft_tokens = sequence.max_num_draft_tokens
         if sequence.request.adaptive:
             num_draft_tokens = min(num_draft_tokens, self.lengths.max_num_draft_tokens)
         return max(0, num_draft_tokens)

@@ -73,8 +73,8 @@ class PairService:
     @property
     def draft_link(self) -> DraftLink:
         """The link to the draft worker."""
-        assert self.process.coordinator.draft is not None
-        return self.process.coordinator.draft.links[0]
+        assert self.process.coordinator.lanes.first.draft is not None
+        return self.process.coordinator.lanes.first.draft.links[0]
 
     async def forget(self, host: WorkerHost) -> None:
         """Make a worker lose every cache, like a restart."""
@@ -168,8 +168,8 @@ async def serving_coordinator(
         stack.push_async_callback(process.wait_stopped)
         stack.callback(process.server.stop)
         await process.coordinator.target.wait_ready()
-        if process.coordinator.draft is not None:
-            await process.coordinator.draft.links[0].wait_ready()
+        if process.coordinator.lanes.first.draft is not None:
+            await process.coordinator.lanes.first.draft.links[0].wait_ready()
         yield await stack.enter_async_context(AsyncClient(f"127.0.0.1:{port}")), process
 
 

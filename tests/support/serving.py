@@ -105,8 +105,8 @@ class Serving:
     @property
     def draft_link(self) -> DraftLink:
         """The link to the first draft worker."""
-        assert self.process.coordinator.draft is not None
-        return self.process.coordinator.draft.links[0]
+        assert self.process.coordinator.lanes.first.draft is not None
+        return self.process.coordinator.lanes.first.draft.links[0]
 
     async def info(self) -> pb.GetServerInfoResponse:
         return await self.stub.GetServerInfo(pb.GetServerInfoRequest())

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 import pytest
-from measured_rounds import confirm_costs
+from measured_rounds import confirm_costs, measure_plain_rounds
 
 from coordinator.scheduling.caches import PendingRound
 from coordinator.scheduling.commits import Commit
@@ -23,9 +23,9 @@ SEPARATE = DraftWorker(max_model_len=1000, round_id=1)
 EXCHANGE = 0.004
 
 
-def make_sequence(max_tokens: int = 200, k: int = 8, *, adaptive: bool = True) -> Sequence:
+def make_sequence(max_tokens: int = 200, k: int = 8, *, adaptive: bool = True, number: int = 1) -> Sequence:
     request = GenerationRequest("1", (1, 2, 3), max_tokens, frozenset(), k, adaptive=adaptive, method=DraftMethod.MODEL)
-    sequence = Sequence(1, request)
+    sequence = Sequence(number, request)
     sequence.target.commit(2)
     sequence.draft.commit(2)
     return sequence
@@ -100,6 +100,18 @@ def test_a_trial_drafts_in_one_round_and_verifies_in_the_next() -> None:
     assert all(plans[index].num_draft_tokens == 1 and plans[index].is_trial for index in tried)
     assert all(plans[index].drafts_next for index in firsts)
     assert not any(plans[index].drafts_next for index in seconds)
+
+
+def test_a_round_of_newcomers_does_not_end_a_trial() -> None:
+    drafting, sequence, newcomer = Drafting(8, make_costs()), make_sequence(), make_sequence(number=2)
+    measure_plain_rounds(drafting.lengths)
+    assert drafting.plan_round([sequence], OWN)[1].is_trial
+    newcomer.draft.back_off(100)
+    drafting.plan_round([newcomer], OWN)
+    plan = drafting.plan_round([sequence], OWN)[1]
+    assert (plan.num_draft_tokens, plan.drafts_next) == (1, False)
+    drafting.forget([1, 2])
+    assert not drafting.lengths._tried
 
 
 @dataclass
