@@ -49,8 +49,8 @@ class Choices:
     finite: bool = True
     """False if the largest logit of a row is not finite."""
     states: torch.Tensor | None = None
-    """States after the span's last `num_states` tokens, bfloat16 [num_states, width] on the model's device. None: no
-    states were requested."""
+    """States after the span's last `num_states` tokens, bfloat16 [num_states, width] on the model's device. None
+    if not requested."""
 
     def first(self, count: int) -> Self:
         """Return the choices of the first `count` rows."""
@@ -106,12 +106,12 @@ class SequenceEngine:
 
     @property
     def draft_ns(self) -> int:
-        """Nanoseconds that the worker's own draft has taken so far, without realignment."""
+        """Nanoseconds that the carried draft has taken so far, without realignment."""
         return 0
 
     @property
     def carried_draft(self) -> "SequenceEngine | None":
-        """The draft that a target worker carries."""
+        """The draft that a target worker carries, if any."""
         return None
 
     def release(self, coordinator_id: str, sequence_ids: list[int] | None) -> int:
