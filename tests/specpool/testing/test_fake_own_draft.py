@@ -1,5 +1,6 @@
 """The draft that a fake target carries follows the protocol."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -104,3 +105,14 @@ async def test_faults_of_the_draft_cost_only_drafts() -> None:
 async def test_only_a_target_that_carries_a_draft_is_asked_for_it() -> None:
     with pytest.raises(AssertionError, match="carries no draft"):
         await Decoding(FakeTarget()).round()
+
+
+async def test_a_sequence_released_while_the_draft_runs_leaves_nothing() -> None:
+    draft = FakeOwnDraft(1.0, pass_seconds=lambda rows: 0.01)
+    target = FakeTarget(draft=draft)
+    running = asyncio.create_task(Decoding(target).round())
+    while not draft.busy:  # noqa: ASYNC110 - the fake has no event for it
+        await asyncio.sleep(0)
+    await target.Release(common_pb2.ReleaseRequest(coordinator_id="c", all=True), None)
+    assert (await running).status == OK
+    assert not draft.caches
