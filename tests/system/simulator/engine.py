@@ -137,6 +137,7 @@ class ToyBackend(SequenceEngine):
     def __init__(self, engine: ToyEngine, pair: ToyPair) -> None:
         self.engine: Any = engine
         self.grammars: Any = SimpleNamespace(start=None)
+        self._has_kernels = False
         self._pair = pair
 
     def info(self) -> WorkerInfo:
