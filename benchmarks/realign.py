@@ -117,8 +117,8 @@ async def serve(
     )  # fmt: skip
     port = await process.start()
     await process.coordinator.target.wait_ready()
-    if process.coordinator.draft is not None:
-        await process.coordinator.draft.links[0].wait_ready()
+    if process.coordinator.lanes.first.draft is not None:
+        await process.coordinator.lanes.first.draft.links[0].wait_ready()
     try:
         async with AsyncClient(f"127.0.0.1:{port}") as client:
             began = time.perf_counter()

@@ -11,8 +11,8 @@ measures all times. "sustained" is the ratio while all places are taken, until t
 the speedup that the server predicts halfway through a run. An answer is exact if it equals the first plain answer to
 the same prompt. Exit status 1: an answer was not exact. The last line printed is JSON.
 
-With several `--arrangements`, a service of each one runs, and they take turns: "separate" has a draft worker; in
-"colocated", the target worker carries the draft. "of first" compares a kind with that of the first arrangement.
+With several `--arrangements`, one service of each runs, and they take turns: "separate" has a draft worker; in
+"colocated", the target worker carries the draft. "of first" is the speed relative to the first arrangement.
 """
 
 import argparse

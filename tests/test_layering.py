@@ -55,7 +55,7 @@ MAY_NAME_STATUS_CODES = {
     "coordinator/workers/draft_link.py",
     "coordinator/workers/link.py",
     "coordinator/workers/target_link.py",
-    "specpool/testing/fakes.py",
+    "specpool/testing/fake_worker.py",
     "specpool/client/failures.py",
     "specpool/errors/__init__.py",
     "specpool/cli/processes.py",

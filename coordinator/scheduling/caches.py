@@ -84,7 +84,7 @@ class WorkerCache:
     @property
     def min_pending_gain(self) -> int:
         """Minimum number of tokens that pending rounds yield."""
-        return sum(min(1, pending.max_gain) for pending in self.pending)
+        return sum(pending.num_cached_tokens is None for pending in self.pending)
 
     def num_recomputed(self, length: int) -> int:
         """Positions cached without states that have arrived since, for a sequence of `length` tokens."""

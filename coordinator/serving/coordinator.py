@@ -23,7 +23,6 @@ from coordinator.scheduling.request_queue import RequestQueue
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
 from coordinator.scheduling.text import TextStream
 from coordinator.serving.auditor import DEFAULT_SHARE, Auditor
-from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.interface import MismatchError
 from coordinator.workers.target_link import TargetLink
 from specpool.drafting.lookup import PromptLookup
@@ -79,10 +78,6 @@ class Coordinator:
     def target(self) -> TargetLink:
         """The link to a target worker that serves rounds."""
         return self.lanes.first.link
-
-    @property
-    def draft(self) -> DraftGroup | None:
-        return self.lanes.first.draft
 
     @property
     def model(self) -> WorkerInfo | None:

@@ -58,11 +58,6 @@ class DraftGroup:
         return [*self._links.values()]
 
     @property
-    def first(self) -> DraftLink | None:
-        """The first ready worker, or the first one if none is ready. None before a name was resolved."""
-        return min(self._links.values(), key=lambda link: not link.is_ready, default=None)
-
-    @property
     def _ready(self) -> list[DraftLink]:
         return [link for link in self._links.values() if link.is_ready]
 

@@ -7,7 +7,7 @@ faster. The ledger pauses methods that lose time despite the plan.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -66,7 +66,7 @@ class DraftLengths:
     _tries_model: bool = False
     """Whether the last round is a trial of the model."""
     _tried: tuple[int, ...] = ()
-    """Sequences for which the last round drafted for the next one in a trial."""
+    """Sequences that drafted in a trial in their last round. Their next round verifies the drafts."""
     _allowed_last: tuple[int, ...] = ()
     """Whether the model, prompt lookup, and trials only were allowed in the last round, and the maximum of branches."""
     _is_new: bool = False
@@ -113,8 +113,8 @@ class DraftLengths:
         """
         batch = batch or len(options)
         self._age += 1
-        self._tries_model, tried = False, self._tried
-        self._tried = ()
+        self._tries_model, tried = False, tuple(i for i in self._tried if i in options)
+        self._tried = tuple(i for i in self._tried if i not in options)  # a round of new sequences came first
         options = self._allowed(options, batch, max_branches)
         self._has_model = any(option.has_model for option in options.values())
         if self._has_changed(len(options)) or self._age >= PLAN_ROUNDS:
@@ -128,6 +128,13 @@ class DraftLengths:
         if self.uses_model:
             self._trial_in = 0
         return plans
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        """Forget sequences that have ended."""
+        gone = set(sequence_ids)
+        self._tried = tuple(i for i in self._tried if i not in gone)
+        for sequence_id in gone:
+            self.acceptance.forget(sequence_id)
 
     def _has_changed(self, sequences: int) -> bool:
         return abs(sequences - self.plan.sequences) > self.plan.sequences / PLAN_ROUNDS
@@ -224,13 +231,13 @@ class DraftLengths:
     ) -> None:
         """Occasionally draft one token for idle sequences, to notice changes in acceptance or cost.
 
-        If possible, draft branches, which cost less time. The next round verifies them, and belongs to the trial. The
-        same holds for own drafts.
+        If possible, draft branches, which cost less time. The next round verifies them, and belongs to the trial. So
+        does the round that verifies an own draft.
         """
         num_branches = min(2, max_branches)
         is_own = self.costs.has_own_draft
         takes_two = num_branches > 0 or is_own
-        if takes_two and (again := [i for i in tried_last if i in options and options[i].can_use_model]):
+        if takes_two and (again := [i for i in tried_last if options[i].can_use_model]):
             self._tries_model = True
             plans.update(dict.fromkeys(again, DraftPlan(1, num_branches, drafts_next=not is_own, is_trial=True)))
             return

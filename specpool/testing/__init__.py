@@ -1,7 +1,15 @@
-"""Fakes of both workers for tests: real gRPC servers on real sockets, without torch."""
+"""Fakes of both workers for tests: real gRPC servers on real sockets, without torch.
 
+Their caches are lists of token ids. The fake target hashes the context to choose each token, so one lost, repeated or
+reordered token changes all later ones. Both fakes assert that the coordinator follows the protocol.
+`FakeTarget.continuation` returns the tokens of plain decoding.
+"""
+
+from specpool.testing.fake_draft import FakeDraft
 from specpool.testing.fake_grammars import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
-from specpool.testing.fakes import CHAT_TEMPLATE, MEASURED_ROWS, FakeDraft, FakeTarget, FakeWorker
+from specpool.testing.fake_own_draft import FakeOwnDraft
+from specpool.testing.fake_target import CHAT_TEMPLATE, FakeTarget
+from specpool.testing.fake_worker import MEASURED_ROWS, FakeWorker
 
 __all__ = [
     "CHAT_TEMPLATE",
@@ -9,6 +17,7 @@ __all__ = [
     "MEASURED_ROWS",
     "VOCAB_SIZE",
     "FakeDraft",
+    "FakeOwnDraft",
     "FakeTarget",
     "FakeWorker",
     "byte_tokenizer",

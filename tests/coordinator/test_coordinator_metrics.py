@@ -5,12 +5,12 @@ from itertools import accumulate
 
 import grpc
 import pytest
-from carrying import CarryingTarget
 from scraping import Scrape, scrape
 from serving import RecordingTarget, Serving, make_request, serving, stream
 
 from coordinator.config.settings import CoordinatorSettings
 from specpool.rpc.ports import free_port
+from specpool.testing import FakeOwnDraft
 from specpool.v1 import generation_pb2 as pb
 
 SPEC = "specpool:spec_decode_num_"
@@ -155,8 +155,8 @@ async def test_calls_and_links_have_metrics_before_the_target_is_ready() -> None
     assert "specpool:num_requests_running" not in seen.families
 
 
-async def test_a_carried_draft_is_no_draft_worker_that_can_be_missing() -> None:
-    async with serving(CarryingTarget(), with_draft=False, metrics_port=free_port()) as served:
+async def test_a_carried_draft_has_no_link_state() -> None:
+    async with serving(RecordingTarget(draft=FakeOwnDraft()), with_draft=False, metrics_port=free_port()) as served:
         await served.expect(make_request())
         seen, info = await scraped(served), await served.info()
     assert {dict(labels)["worker"] for labels in seen.values("specpool:worker_link_state")} == {"target"}

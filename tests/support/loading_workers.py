@@ -3,8 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-from specpool.testing import FakeDraft, FakeTarget
-from specpool.testing.fakes import FakeWorker
+from specpool.testing import FakeDraft, FakeTarget, FakeWorker
 from specpool.v1 import common_pb2
 from specpool.worker.backend import Startup
 

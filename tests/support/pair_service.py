@@ -28,7 +28,7 @@ from specpool.worker.host import WorkerHost
 from target_worker.server import TargetWorkerServicer, TargetWorkerSettings, load_verifier
 
 ARRANGEMENTS = ["chosen drafts", "branches", "carried draft"]
-"""A draft worker with drafts as they pay, or with branches only, and a target worker that carries the draft."""
+"""A draft worker whose drafts the coordinator chooses, one that drafts only branches, and a carried draft."""
 
 
 class LogitsTap:
@@ -73,8 +73,8 @@ class PairService:
     @property
     def draft_link(self) -> DraftLink:
         """The link to the draft worker."""
-        assert self.process.coordinator.draft is not None
-        return self.process.coordinator.draft.links[0]
+        assert self.process.coordinator.lanes.first.draft is not None
+        return self.process.coordinator.lanes.first.draft.links[0]
 
     async def forget(self, host: WorkerHost) -> None:
         """Make a worker lose every cache, like a restart."""
@@ -83,7 +83,7 @@ class PairService:
         await host.run(lambda backend: backend.carried_draft and backend.carried_draft.engine.slots.tables.pool.clear())
 
     async def forget_after(self, hundredths: list[int]) -> None:
-        """Make all workers lose every cache, after pauses in hundredths of a second."""
+        """Make all workers lose all caches, after pauses in hundredths of a second."""
         for pause in hundredths:
             await asyncio.sleep(pause / 100)
             for host in (self.target, self.draft):
@@ -168,8 +168,8 @@ async def serving_coordinator(
         stack.push_async_callback(process.wait_stopped)
         stack.callback(process.server.stop)
         await process.coordinator.target.wait_ready()
-        if process.coordinator.draft is not None:
-            await process.coordinator.draft.links[0].wait_ready()
+        if process.coordinator.lanes.first.draft is not None:
+            await process.coordinator.lanes.first.draft.links[0].wait_ready()
         yield await stack.enter_async_context(AsyncClient(f"127.0.0.1:{port}")), process
 
 

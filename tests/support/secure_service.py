@@ -30,8 +30,8 @@ class SecureService:
     @property
     def links(self) -> list[WorkerLink]:
         """Return the links to both workers."""
-        assert self.process.coordinator.draft is not None
-        return [self.process.coordinator.target, *self.process.coordinator.draft.links]
+        assert self.process.coordinator.lanes.first.draft is not None
+        return [self.process.coordinator.target, *self.process.coordinator.lanes.first.draft.links]
 
     async def until_ready(self) -> None:
         await until(lambda: all(link.is_ready for link in self.links))

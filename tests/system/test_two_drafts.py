@@ -34,8 +34,8 @@ async def test_tokens_equal_plain_decoding(tiny_pair: tuple[Path, Path]) -> None
         both = f"{pair.draft_link.address},{address}"
         target = pair.process.coordinator.target.address
         async with serving_coordinator(target, both, max_num_seqs=SLOTS, prefill_tokens=32) as (client, process):
-            assert process.coordinator.draft is not None
-            for link in process.coordinator.draft.links:
+            assert process.coordinator.lanes.first.draft is not None
+            for link in process.coordinator.lanes.first.draft.links:
                 await link.wait_ready()
             assert pair.draft is not None
             for forgetful in (None, other, pair.draft):

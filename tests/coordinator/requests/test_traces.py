@@ -9,12 +9,12 @@ from typing import Any
 
 import grpc
 import pytest
-from carrying import CarryingTarget
 from collector import Collector, Received, collecting
 from serving import PATIENCE_SECONDS, RecordingTarget, Serving, make_request, serving, stream
 from template_target import TemplateTarget
 
 from specpool import client
+from specpool.testing import FakeOwnDraft
 from specpool.v1 import generation_pb2 as pb
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -97,7 +97,7 @@ def check_rounds(collector: Collector, served: Serving, request: Received, answe
 
 async def test_a_carried_draft_shows_its_time_in_the_round() -> None:
     async with collecting() as (collector, url):
-        async with serving(CarryingTarget(), with_draft=False, otlp_traces_endpoint=url) as served:
+        async with serving(RecordingTarget(draft=FakeOwnDraft()), with_draft=False, otlp_traces_endpoint=url) as served:
             await served.stub.Generate(make_request())
         rounds = collector.named("round")
         assert max(span.attributes.get("specpool.round.own_draft_s", 0.0) for span in rounds) > 0

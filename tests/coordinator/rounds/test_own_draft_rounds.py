@@ -1,31 +1,35 @@
-"""Rounds of target workers that carry a draft: the tokens of plain decoding, sent ahead, whatever is lost."""
+"""Rounds of target workers that carry a draft run ahead and yield the tokens of plain decoding, despite any loss."""
 
 import asyncio
 from typing import Any
 
 import grpc
 import pytest
-from carrying import CarryingTarget
 from replicas import long_requests, replicas, stream_all
-from serving import RecordingDraft, Serving, make_request, serving
+from serving import RecordingDraft, RecordingTarget, Serving, make_request, serving
 
+from specpool.testing import FakeOwnDraft
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import target_worker_pb2
 
 PASS_SECONDS, STEP_SECONDS = 0.01, 0.001
 
 
-def timed_target(acceptance: float = 0.9, step_seconds: float = STEP_SECONDS) -> CarryingTarget:
-    """A target whose verifications cost the same for any number of rows."""
-    return CarryingTarget(acceptance, step_seconds, pass_seconds=lambda rows: PASS_SECONDS)
+def timed_draft(acceptance: float = 0.9, step_seconds: float = STEP_SECONDS) -> FakeOwnDraft:
+    return FakeOwnDraft(acceptance, pass_seconds=lambda rows: step_seconds)
 
 
-def items_of(target: CarryingTarget) -> list[target_worker_pb2.VerifyItem]:
+def timed_target(draft: FakeOwnDraft | None = None) -> RecordingTarget:
+    """A target whose verifications take the same time for any number of rows."""
+    return RecordingTarget(draft=draft or timed_draft(), pass_seconds=lambda rows: PASS_SECONDS)
+
+
+def items_of(target: RecordingTarget) -> list[target_worker_pb2.VerifyItem]:
     return [item for request in target.requests for item in request.items]
 
 
 async def drafted_by(served: Serving, requests: int = 1, max_tokens: int = 150) -> tuple[int, int]:
-    """Decode, and return how many tokens the model drafted for it, and how many tokens it gained per round."""
+    """Decode requests one by one. Return the numbers of draft tokens of the model, and of rounds."""
     before = (await served.info()).counters
     for _ in range(requests):
         await served.expect(make_request([7, requests], max_tokens))
@@ -36,7 +40,7 @@ async def drafted_by(served: Serving, requests: int = 1, max_tokens: int = 150) 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 4, 8])
 async def test_rounds_run_ahead_while_the_target_drafts(k: int) -> None:
-    target = CarryingTarget(acceptance=0.7)
+    target = RecordingTarget(draft=FakeOwnDraft(0.7))
     async with serving(target, with_draft=False) as served:
         await asyncio.gather(*(served.expect(make_request([i, 1], 60, k=k)) for i in range(4)))
         counters = (await served.until_idle()).counters
@@ -58,7 +62,7 @@ async def test_rounds_run_ahead_while_the_target_drafts(k: int) -> None:
 @pytest.mark.parametrize("policy", ["ragged", "exspec", "eqspec"])
 @pytest.mark.parametrize("method", [None, pb.DRAFT_METHOD_NGRAM, pb.DRAFT_METHOD_BEST])
 async def test_every_policy_and_method_gives_the_same_tokens(policy: str, method: Any) -> None:
-    target = CarryingTarget(acceptance=0.5, eos_rate=0.01)
+    target = RecordingTarget(eos_rate=0.01, draft=FakeOwnDraft(0.5))
     async with serving(target, with_draft=False, policy=policy) as served:
         prompts = [[i, *[3, 4, 5] * 5] for i in range(6)]
         requests = [make_request(prompt, 40, k=None if i % 2 else 3, method=method) for i, prompt in enumerate(prompts)]
@@ -66,8 +70,8 @@ async def test_every_policy_and_method_gives_the_same_tokens(policy: str, method
         await served.until_idle()
 
 
-async def test_samples_share_a_request() -> None:
-    target = CarryingTarget(acceptance=0.7)
+async def test_samples_of_one_request_equal_plain_decoding() -> None:
+    target = RecordingTarget(draft=FakeOwnDraft(0.7))
     async with serving(target, with_draft=False) as served:
         request = make_request([1, 2, 3], 40, k=4, n=3, temperature=1.0)
         samples = [message async for message in served.stub.GenerateStream(request)]
@@ -77,7 +81,7 @@ async def test_samples_share_a_request() -> None:
     assert [list(sample.token_ids) for sample in complete] == [expected] * 3
 
 
-async def test_long_prompts_and_newcomers() -> None:
+async def test_long_prompts_and_new_requests_share_rounds() -> None:
     target = timed_target()
     async with serving(target, with_draft=False, prefill_tokens=32) as served:
         first = asyncio.ensure_future(served.expect(make_request([1], 60, k=3)))
@@ -91,32 +95,32 @@ async def test_long_prompts_and_newcomers() -> None:
 
 @pytest.mark.slow
 async def test_adaptive_lengths_follow_the_acceptance() -> None:
-    target = timed_target(acceptance=0.9)
-    async with serving(target, with_draft=False, num_speculative_tokens=None) as served:
+    draft = timed_draft(0.9)
+    async with serving(timed_target(draft), with_draft=False, num_speculative_tokens=None) as served:
         await drafted_by(served, 3)
         _, rounds = await drafted_by(served, 1)
         assert rounds < 150 / 2, "drafts pay"
-        target.acceptance = 0.0
+        draft.acceptance = 0.0
         await drafted_by(served, 6)
         drafted, rounds = await drafted_by(served, 1)
         assert drafted < 150 / 4, "they no longer do"
 
 
 @pytest.mark.slow
-async def test_a_draft_that_is_too_slow_drafts_in_trials_only_until_it_is_faster() -> None:
-    target = timed_target(step_seconds=4 * PASS_SECONDS)
-    async with serving(target, with_draft=False, num_speculative_tokens=None) as served:
+async def test_a_slow_draft_runs_only_in_trials_until_it_becomes_faster() -> None:
+    draft = timed_draft(step_seconds=4 * PASS_SECONDS)
+    async with serving(timed_target(draft), with_draft=False, num_speculative_tokens=None) as served:
         await drafted_by(served, 2)
         drafted, _ = await drafted_by(served, 1)
         assert drafted < 150 / 10
-        target.step_seconds = STEP_SECONDS
+        draft.pass_seconds = lambda rows: STEP_SECONDS
         async with asyncio.timeout(60):
             while (await drafted_by(served, 1))[0] < 100:
                 pass
 
 
-class Unreliable(CarryingTarget):
-    """Loses caches or fails in every tenth round."""
+class Unreliable(RecordingTarget):
+    """Loses caches, or fails, in every tenth round."""
 
     fault = ""
     count = 0
@@ -126,8 +130,6 @@ class Unreliable(CarryingTarget):
         fault = self.fault if self.count % 10 == 0 else ""
         if fault == "forget":
             self.forget()
-        if fault == "forget the draft":
-            self.drafts.clear()
         if fault == "refuse":
             self.fail_next.append(grpc.StatusCode.INVALID_ARGUMENT)
         if fault == "unavailable":
@@ -138,14 +140,26 @@ class Unreliable(CarryingTarget):
         return response
 
 
-@pytest.mark.parametrize("fault", ["forget", "forget the draft", "refuse", "unavailable", "wrong round"])
+@pytest.mark.parametrize("fault", ["forget", "refuse", "unavailable", "wrong round"])
 async def test_faults_cost_no_token(fault: str) -> None:
-    target = Unreliable(acceptance=0.8)
+    target = Unreliable(draft=FakeOwnDraft(0.8))
     target.fault = fault
     async with serving(target, with_draft=False) as served:
         await asyncio.gather(*(served.expect(make_request([i, 3, 4], 60, k=4)) for i in range(6)))
         counters = (await served.until_idle()).counters
     assert counters.accepted_draft_tokens > 60
+
+
+@pytest.mark.parametrize("knobs", [{"forget_every": 7}, {"slots": 2}, {"slots": 1, "forget_every": 3}])
+async def test_a_draft_that_loses_its_caches_or_lacks_slots_costs_no_token(knobs: dict[str, int]) -> None:
+    draft = FakeOwnDraft(0.8, slots=knobs.get("slots", 16))
+    draft.forget_every = knobs.get("forget_every", 0)
+    target = RecordingTarget(draft=draft)
+    async with serving(target, with_draft=False) as served:
+        await asyncio.gather(*(served.expect(make_request([i, 3, 4], 60, k=4)) for i in range(6)))
+        counters = (await served.until_idle()).counters
+    assert counters.accepted_draft_tokens > 30
+    assert not draft.caches
 
 
 async def test_a_restarted_target_drafts_again() -> None:
@@ -173,7 +187,7 @@ async def test_cancelled_requests_leave_nothing_behind() -> None:
         await served.until_idle()
 
 
-async def test_sequences_of_a_lost_target_are_drafted_for_at_the_other() -> None:
+async def test_the_other_target_drafts_for_sequences_of_a_lost_target() -> None:
     targets = [timed_target(), timed_target()]
     async with replicas(targets[1], first=targets[0]) as served:
         streams = asyncio.ensure_future(stream_all(served, long_requests(8)))
@@ -187,8 +201,8 @@ async def test_sequences_of_a_lost_target_are_drafted_for_at_the_other() -> None
     assert sorted(states.values()) != ["ready", "ready"]
 
 
-async def test_a_draft_worker_beside_a_carried_draft_is_not_asked(caplog: pytest.LogCaptureFixture) -> None:
-    target = CarryingTarget()
+async def test_a_carried_draft_replaces_the_draft_worker(caplog: pytest.LogCaptureFixture) -> None:
+    target = RecordingTarget(draft=FakeOwnDraft())
     draft = RecordingDraft(target)
     async with serving(target, draft) as served:
         await served.expect(make_request([1, 2], 40, k=4))
@@ -198,8 +212,19 @@ async def test_a_draft_worker_beside_a_carried_draft_is_not_asked(caplog: pytest
     assert caplog.text.count("not using the draft workers") == 1
 
 
+async def test_draft_workers_of_a_target_without_a_draft_are_shown_beside_carried_drafts() -> None:
+    carrying, plain = timed_target(), RecordingTarget(pass_seconds=lambda rows: PASS_SECONDS)
+    draft = RecordingDraft(plain)
+    async with replicas(plain, first=carrying, draft=draft) as served:
+        await asyncio.gather(*(served.expect(make_request([i, 9], 60, k=3)) for i in range(8)))
+        info = await served.until_idle()
+    assert draft.requests
+    assert not any(item.HasField("own_draft") for item in items_of(plain))
+    assert [worker.address for worker in info.draft_workers] == [served.target_address, served.draft_address]
+
+
 async def test_the_status_shows_the_carried_draft() -> None:
-    target = CarryingTarget()
+    target = RecordingTarget(draft=FakeOwnDraft())
     async with serving(target, with_draft=False) as served:
         info = await served.info()
         model = await served.stub.GetModelInfo(pb.GetModelInfoRequest())
@@ -210,8 +235,7 @@ async def test_the_status_shows_the_carried_draft() -> None:
 
 
 async def test_a_carried_draft_with_another_tokenizer_is_refused_by_name() -> None:
-    other = CarryingTarget()
-    other.draft_fingerprint = "another"
-    async with replicas(other, first=CarryingTarget()) as served:
+    other = RecordingTarget(draft=FakeOwnDraft(fingerprint="another"))
+    async with replicas(other, first=RecordingTarget(draft=FakeOwnDraft())) as served:
         states = {target.state: target.reason for target in (await served.info()).targets}
     assert states == {"ready": "", "refused": "the draft carried uses a different tokenizer than the target fake"}

@@ -235,7 +235,6 @@ async def test_common_limits() -> None:
     b.is_ready = False
     assert group.step_times is a.step_times
     assert group.info is a.info
-    assert group.first is a
     b.is_ready, b.step_times = True, StepTimes({1: 0.01, 8: 0.02})
     assert group.step_times(2) == 0.01, "the slowest counts"
 
@@ -264,7 +263,7 @@ async def test_workers_come_and_go() -> None:
     a, b = two_links()
     names, by_address = Names("a"), {"a": a, "b": b}
     group = DraftGroup(names, lambda endpoint: by_address[endpoint.address])  # type: ignore[arg-type, return-value]
-    assert (group.is_ready, group.first) == (False, None)
+    assert not group.is_ready
     assert group.step_times(1) > 0
     following = asyncio.create_task(group.keep_connected())
     await names.change("a")

@@ -1,11 +1,11 @@
-"""Plans and costs of drafts that the target worker makes itself."""
+"""Plans and costs of own drafts, made by a target worker that carries a draft."""
 
 import random
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 import pytest
-from measured_rounds import confirm_costs
+from measured_rounds import confirm_costs, measure_plain_rounds
 
 from coordinator.scheduling.caches import PendingRound
 from coordinator.scheduling.commits import Commit
@@ -23,9 +23,9 @@ SEPARATE = DraftWorker(max_model_len=1000, round_id=1)
 EXCHANGE = 0.004
 
 
-def make_sequence(max_tokens: int = 200, k: int = 8, *, adaptive: bool = True) -> Sequence:
+def make_sequence(max_tokens: int = 200, k: int = 8, *, adaptive: bool = True, number: int = 1) -> Sequence:
     request = GenerationRequest("1", (1, 2, 3), max_tokens, frozenset(), k, adaptive=adaptive, method=DraftMethod.MODEL)
-    sequence = Sequence(1, request)
+    sequence = Sequence(number, request)
     sequence.target.commit(2)
     sequence.draft.commit(2)
     return sequence
@@ -40,7 +40,7 @@ def make_costs(draft: float = 0.002) -> RoundCosts:
 def outcome_of(
     plan: DraftPlan, found: int, accepted: int, *, draft: float = 0.0, verify: float = 0.02
 ) -> RoundOutcome[Commit]:
-    """A round that found a draft of `found` tokens, and took `draft` seconds to make the next one."""
+    """A round that found `found` own draft tokens, and took `draft` seconds to draft for the next round."""
     k = plan.num_draft_tokens
     own = OwnDraftItem(k, k if plan.drafts_next else 0) if k else None
     item = VerifyItem(1, 2, (3,), draft_token_ids=(4,) * found, own_draft=own)
@@ -52,7 +52,7 @@ def outcome_of(
     return RoundOutcome([item], timed, [commit], is_trial=plan.is_trial)
 
 
-def test_own_drafts_take_no_message() -> None:
+def test_own_drafts_take_no_messages() -> None:
     costs = make_costs()
     separate = costs.seconds(1, [1, 1])
     costs.has_own_draft = True
@@ -82,7 +82,7 @@ def test_a_round_uses_the_model_if_it_may_draft_or_verify(plan: DraftPlan) -> No
 
 
 def test_a_trial_drafts_in_one_round_and_verifies_in_the_next() -> None:
-    drafting, sequence = Drafting(8, make_costs(draft=0.1)), make_sequence()  # never worth its time
+    drafting, sequence = Drafting(8, make_costs(draft=0.1)), make_sequence()  # too slow to pay off
     confirm_costs(drafting.lengths)
     plans, found = [], 0
     for _ in range(2000):
@@ -102,9 +102,21 @@ def test_a_trial_drafts_in_one_round_and_verifies_in_the_next() -> None:
     assert not any(plans[index].drafts_next for index in seconds)
 
 
+def test_a_round_of_newcomers_does_not_end_a_trial() -> None:
+    drafting, sequence, newcomer = Drafting(8, make_costs()), make_sequence(), make_sequence(number=2)
+    measure_plain_rounds(drafting.lengths)
+    assert drafting.plan_round([sequence], OWN)[1].is_trial
+    newcomer.draft.back_off(100)
+    drafting.plan_round([newcomer], OWN)
+    plan = drafting.plan_round([sequence], OWN)[1]
+    assert (plan.num_draft_tokens, plan.drafts_next) == (1, False)
+    drafting.forget([1, 2])
+    assert not drafting.lengths._tried
+
+
 @dataclass
 class Loop:
-    """Rounds of one sequence, as a worker with these times and this acceptance rate answers them."""
+    """Rounds of one sequence, answered by a worker with these times and this acceptance rate."""
 
     acceptance: float
     step_seconds: float
@@ -156,7 +168,7 @@ def test_own_drafts_pay_where_messages_are_slow() -> None:
 
 
 def test_pending_rounds_do_not_limit_own_drafts() -> None:
-    """The worker ends them where the sequence ends."""
+    """The worker cuts them at the sequence's maximum length."""
     lengths = {}
     for worker in (OWN, SEPARATE):
         sequence = make_sequence(max_tokens=8, k=4, adaptive=False)

@@ -3,7 +3,8 @@
 import asyncio
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 from specpool.testing import VOCAB_SIZE
@@ -286,3 +287,32 @@ PROPOSALS: dict[str, Fault] = {
     "wrong_draft_tokens": wrong_draft_tokens,
 }
 """Faults of proposals."""
+
+
+def of_own_drafts(fault: Fault) -> Fault:
+    """Apply a fault of proposals to the target's own drafts."""
+
+    def spoil(answer: Answer) -> Any:
+        drafts = [result.own_draft for result in answer.response.results if result.HasField("own_draft")]
+        return fault(replace(answer, response=SimpleNamespace(results=drafts)))
+
+    return spoil
+
+
+def more_verified_than_drafted(answer: Answer) -> None:
+    """Report one verified token too many."""
+    for own_draft in answer.response.results:
+        own_draft.num_verified = len(own_draft.draft_token_ids) + 1
+
+
+OWN_DRAFTS: dict[str, Fault] = {
+    **{
+        f"own_{name}": of_own_drafts(PROPOSALS[name])
+        for name in ("nan_confidences", "too_few_confidences", "no_draft_tokens", "draft_tokens_outside_the_vocabulary")
+    },
+    "own_more_verified_than_drafted": of_own_drafts(more_verified_than_drafted),
+    "own_draft_not_cached": of_own_drafts(with_field("status", lambda _: 2)),
+    "own_draft_without_a_slot": of_own_drafts(with_field("status", lambda _: 3)),
+    "no_own_draft": each(lambda result: result.ClearField("own_draft")),
+}
+"""Faults of the drafts of a target that carries one."""

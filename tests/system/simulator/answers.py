@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from lab.faults import PROPOSALS, ROUNDS, VERDICTS, Answer, Fault, RefusedError
+from lab.faults import OWN_DRAFTS, PROPOSALS, ROUNDS, VERDICTS, Answer, Fault, RefusedError
 
 from simulator.calls import AbortedError, Status
 from simulator.model import EOS
@@ -20,6 +20,7 @@ _OTHERS = {"flapping", "slow", "never", "a_million_tokens", "a_million_draft_tok
 _LOGPROBS = {name for name in VERDICTS if "logprobs" in name or "top_tokens" in name}
 TARGET_GARBAGE = sorted((ROUNDS | VERDICTS).keys() - _OTHERS - _LOGPROBS)
 DRAFT_GARBAGE = sorted((ROUNDS | PROPOSALS).keys() - _OTHERS)
+OWN_DRAFT_GARBAGE = sorted(OWN_DRAFTS)
 """Names of faults in `lab.faults`."""
 LOST, REPEATED = "lost", "repeated"
 ANOTHER_ROUND, EARLIER_LIFE = "another_round", "earlier_life"
@@ -70,7 +71,7 @@ class Tampering:
             ANOTHER_ROUND: self._of_another_round,
             EARLIER_LIFE: self._of_an_earlier_life,
         }
-        return own.get(name) or (ROUNDS | VERDICTS | PROPOSALS)[name]
+        return own.get(name) or (ROUNDS | VERDICTS | PROPOSALS | OWN_DRAFTS)[name]
 
     def _lose(self, answer: Answer) -> None:
         """Cut the connection after serving the round."""

@@ -23,6 +23,7 @@ from specpool.protocol.rounds import MAX_ITEM_BRANCHES
 from specpool.protocol.sampling import NO_LOGPROBS, Logprobs
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import CacheLoad, WorkerInfo
+from target_worker.own_draft import OwnDrafts
 from target_worker.verifier import Verifier
 
 PAGE_SIZE = 16
@@ -175,19 +176,8 @@ class ToyBackend(SequenceEngine):
         raise NotImplementedError
 
 
-class ToyVerifier(ToyBackend, Verifier):
-    """The target worker's backend."""
-
-    def tokenizer(self) -> TokenizerFiles:
-        """A stand-in, which the simulated tokenizer pool ignores."""
-        return TokenizerFiles(b"toy", "", {}, (EOS,))
-
-    def _choose(self, context: Sequence[int], seed: int) -> int:
-        return self._pair.choose((context, seed))
-
-
 class ToyProposer(ToyBackend, Proposer):
-    """The draft worker's backend."""
+    """The backend of a draft."""
 
     def info(self) -> WorkerInfo:
         """Description of the toy."""
@@ -195,6 +185,27 @@ class ToyProposer(ToyBackend, Proposer):
 
     def _choose(self, context: Sequence[int], seed: int) -> int:
         return self._pair.draft((context, seed))
+
+
+class ToyVerifier(ToyBackend, Verifier):
+    """The target worker's backend."""
+
+    def __init__(self, engine: ToyEngine, pair: ToyPair, draft: ToyEngine | None = None) -> None:
+        """`draft`: engine of the draft that the worker carries."""
+        super().__init__(engine, pair)
+        if draft is not None:
+            self.drafts = OwnDrafts(self.engine, ToyProposer(draft, pair))
+
+    def info(self) -> WorkerInfo:
+        """Description of the toy, and of the draft that it carries."""
+        return replace(super().info(), draft=None if self.drafts is None else self.drafts.proposer.info())
+
+    def tokenizer(self) -> TokenizerFiles:
+        """A stand-in, which the simulated tokenizer pool ignores."""
+        return TokenizerFiles(b"toy", "", {}, (EOS,))
+
+    def _choose(self, context: Sequence[int], seed: int) -> int:
+        return self._pair.choose((context, seed))
 
 
 def _logprobs(rows: SequenceRows, token_ids: list[int]) -> Logprobs:

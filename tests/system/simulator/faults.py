@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from simulator.network import Network
-from simulator.setup import Fault
+from simulator.setup import FORGET_DRAFT, Fault
 from specpool.protocol.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class Faults:
             return False  # counted once it spoils an answer
         elif fault.kind == "forget":
             return worker.forget()
+        elif fault.kind == FORGET_DRAFT:
+            return worker.forget_draft()
         elif life is None:
             return False
         elif fault.kind == "hang":

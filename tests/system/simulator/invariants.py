@@ -30,8 +30,8 @@ def check_structures(simulation: "Simulation") -> None:
         ):
             _check(simulation, window.check_integrity)
     for worker in simulation.workers:
-        if worker.engine is not None:
-            _check(simulation, worker.engine.slots.check_integrity)
+        for engine in worker.engines:
+            _check(simulation, engine.slots.check_integrity)
 
 
 def _check(simulation: "Simulation", check: Callable[[], None]) -> None:
@@ -69,10 +69,11 @@ def leaks(simulation: "Simulation") -> list[str]:
     found = [] if is_empty else ["sequences are left"]
     for worker in simulation.workers:
         name = f"the {worker.setup.role} at {worker.setup.address}"
-        if worker.engine is None:
+        if not worker.engines:
             found.append(f"{name} is down")
-        elif count := len(worker.engine.slots._slots):
-            found.append(f"{name} still holds {count} slots")
+        for engine in worker.engines:
+            if count := len(engine.slots._slots):
+                found.append(f"{name} still holds {count} slots")
     return found
 
 

@@ -10,6 +10,7 @@ from coordinator.scheduling.commits import Commit
 from coordinator.workers.link import WorkerLink
 from coordinator.workers.releases import Releases
 from specpool.engine.cache.pages import PagePool
+from specpool.engine.run.sequences import SequenceEngine
 from specpool.protocol import responses
 from specpool.protocol.rounds import VerifyRound
 from target_worker.verifier import Verifier
@@ -65,6 +66,7 @@ BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "a doubled commit": lambda: mock.patch.object(RequestsInFlight, "committed", _commit_twice),
     "an outcome promoted for the wrong branch": lambda: mock.patch.object(Verifier, "_continue", _promote_first_branch),
     "a page freed while shared": lambda: mock.patch.object(PagePool, "drop", _free_shared_pages),
+    "a carried draft that keeps its slots": lambda: mock.patch.object(Verifier, "release", SequenceEngine.release),
     "an answer of an earlier life": lambda: mock.patch.object(WorkerLink, "_check_instance", _accept_any_instance),
 }
 """Contexts in which the real code has a bug."""

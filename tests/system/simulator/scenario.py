@@ -4,12 +4,21 @@ Each seed has its own workers, settings and few kinds of faults: if all kinds we
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from simulator.answers import ANOTHER_ROUND, DRAFT_GARBAGE, EARLIER_LIFE, LOST, REPEATED, TARGET_GARBAGE
+from simulator.answers import (
+    ANOTHER_ROUND,
+    DRAFT_GARBAGE,
+    EARLIER_LIFE,
+    LOST,
+    OWN_DRAFT_GARBAGE,
+    REPEATED,
+    TARGET_GARBAGE,
+)
 from simulator.model import EOS, ToyPair
-from simulator.setup import Event, Fault, Request, Scenario, WorkerSetup
+from simulator.setup import FORGET_DRAFT, Event, Fault, Request, Scenario, WorkerSetup
 
 MAX_MODEL_LEN = 160
 MAX_PROMPT, MAX_TOKENS = 70, 60
@@ -39,10 +48,11 @@ PREFIXES = tuple(tuple(range(start, start + 40)) for start in (0, 60, 120))
 def draw(seed: int) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(f"scenario {seed}")
-    workers = [*_workers(rng)]
+    carrying = random.Random(f"carried drafts {seed}")
+    workers = [*_carried(carrying, _workers(rng))]
     span = rng.uniform(1.0, SPAN_SECONDS)
     requests = [_request(rng, number, span) for number in range(rng.randint(4, 14))]
-    events: list[Event] = [*requests, *_faults(rng, workers, requests, span)]
+    events: list[Event] = [*requests, *_faults(rng, workers, requests, span), *_draft_faults(carrying, workers, span)]
     pair = ToyPair(rng.choice([0.3, 0.7, 0.9, 1.0]), rng.choice([0.0, 0.0, 0.02]))
     return Scenario(seed, pair, tuple(workers), _settings(rng, workers), tuple(sorted(events, key=lambda e: e.at)))
 
@@ -59,6 +69,30 @@ def _workers(rng: random.Random) -> Iterator[WorkerSetup]:
         length = rng.choice([MAX_MODEL_LEN, MAX_MODEL_LEN, MAX_MODEL_LEN // 2])
         own, cost = rng.choice([slots, slots, 2]), seconds * rng.choice([0.02, 0.1, 0.5])
         yield WorkerSetup("draft", f"10.0.0.1:{index + 11}", own, length, own * length, device, cost, cost / 50)
+
+
+def _carried(rng: random.Random, workers: Iterable[WorkerSetup]) -> Iterator[WorkerSetup]:
+    """Let no target, all targets or some targets carry a draft."""
+    share = rng.choice([0.0, 1.0, 1.0, 0.5])
+    for worker in workers:
+        if worker.role == "draft" or rng.random() >= share:
+            yield worker
+            continue
+        slots, length = rng.choice([worker.slots, worker.slots, 1]), rng.choice([MAX_MODEL_LEN, MAX_MODEL_LEN // 2])
+        cost = worker.base_seconds * rng.choice([0.02, 0.1, 0.5])
+        address, device = worker.address, worker.device
+        draft = WorkerSetup("draft", address, slots, length, slots * length, device, cost, cost / 50)
+        yield replace(worker, draft=draft)
+
+
+def _draft_faults(rng: random.Random, workers: Sequence[WorkerSetup], span: float) -> Iterator[Fault]:
+    """Faults of carried drafts alone."""
+    for index, worker in enumerate(workers):
+        if worker.draft is not None:
+            for _ in range(rng.choice([0, 0, 3, 20])):
+                at = rng.uniform(0, span)
+                name = rng.choice(["", *OWN_DRAFT_GARBAGE])
+                yield Fault(at, "spoil", index, name=name) if name else Fault(at, FORGET_DRAFT, index)
 
 
 def _settings(rng: random.Random, workers: list[WorkerSetup]) -> dict[str, Any]:

@@ -5,6 +5,9 @@ from typing import Any
 
 from simulator.model import ToyPair
 
+FORGET_DRAFT = "forget_draft"
+"""A fault: a target loses the caches of the draft that it carries."""
+
 
 @dataclass(frozen=True)
 class WorkerSetup:
@@ -20,6 +23,8 @@ class WorkerSetup:
     device: str
     base_seconds: float
     row_seconds: float
+    draft: "WorkerSetup | None" = None
+    """The draft that a target carries."""
 
     def pass_seconds(self, rows: int) -> float:
         """Duration of a pass."""

@@ -119,10 +119,10 @@ class Life:
         self._spawn(self._serve())
 
     @property
-    def engine(self) -> ToyEngine | None:
-        """None while the model loads."""
-        engine: ToyEngine | None = self.host.backend.engine if self.host.is_loaded else None
-        return engine
+    def engines(self) -> list[ToyEngine]:
+        """The worker's engine, and that of the draft that it carries. Empty while the model loads."""
+        backends = [self.host.backend, self.host.backend.carried_draft] if self.host.is_loaded else []
+        return [backend.engine for backend in backends if backend is not None]
 
     def kill(self) -> None:
         """End the process."""
@@ -137,9 +137,14 @@ class Life:
     def _load(self, slots: int) -> Any:
         self._spend(LOAD_SECONDS)
         setup = self._worker.setup
+        engines = [self._engine(setup, slots)]
+        if setup.draft is not None:
+            engines.append(self._engine(setup.draft, setup.draft.slots))
+        return self._worker.backend(*engines)
+
+    def _engine(self, setup: WorkerSetup, slots: int) -> ToyEngine:
         columns = max(setup.max_model_len, setup.columns * slots // setup.slots)
-        engine = ToyEngine(slots, setup.max_model_len, columns, setup.device, setup.pass_seconds, self._spend)
-        return self._worker.backend(engine)
+        return ToyEngine(slots, setup.max_model_len, columns, setup.device, setup.pass_seconds, self._spend)
 
     def _spend(self, seconds: float) -> None:
         self._loop.lead += seconds
@@ -209,18 +214,26 @@ class Worker:
 
     def forget(self) -> bool:
         """Lose all caches. Return whether there were any."""
-        if (engine := self.engine) is None:
-            return False
-        engine.forget()
-        return True
+        for engine in self.engines:
+            engine.forget()
+        return bool(self.engines)
+
+    def forget_draft(self) -> bool:
+        """Lose the caches of the draft that the worker carries. Return whether there were any."""
+        for engine in self.engines[1:]:
+            engine.forget()
+        return len(self.engines) > 1
 
     @property
-    def engine(self) -> ToyEngine | None:
-        """None while the worker is down or loads its model."""
-        return None if self.life is None else self.life.engine
+    def engines(self) -> list[ToyEngine]:
+        """Empty while the worker is down or loads its model."""
+        return [] if self.life is None else self.life.engines
 
-    def backend(self, engine: ToyEngine) -> ToyVerifier | ToyProposer:
-        return (ToyVerifier if self.is_target else ToyProposer)(engine, self._pair)
+    def backend(self, *engines: ToyEngine) -> ToyVerifier | ToyProposer:
+        """`engines`: of the worker, and of the draft that it carries."""
+        return (
+            ToyVerifier(engines[0], self._pair, *engines[1:]) if self.is_target else ToyProposer(*engines, self._pair)
+        )
 
     def register(self, host: WorkerHost, registry: Registry) -> None:
         """Register the worker's service."""
