@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 class Proposer(SequenceEngine):
     rows: Sequence[int] = ()
-    """Tokens that each pass of the last `propose` ran. Empty if it drafted no tokens."""
+    """Tokens run by each pass of the last `propose`. Empty if it drafted no tokens."""
 
     def info(self) -> WorkerInfo:
         return replace(super().info(), max_branches=MAX_ITEM_BRANCHES if self.engine.supports_branches else 1)
@@ -32,7 +32,7 @@ class Proposer(SequenceEngine):
     ) -> list[list[Proposal]]:
         """Draft for rounds of different coordinators in common forward passes.
 
-        `target_states`: hidden states of the target before the last tokens of sequences without branches,
+        `target_states`: the target's hidden states before the last tokens of sequences without branches,
         [at most one per token, width]; they replace the items' `features`.
 
         One proposal for each item, in item order. An error in one round fails all.

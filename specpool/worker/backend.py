@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Protocol
 
 from specpool.protocol.rounds import RoundLimits
-from specpool.protocol.worker_info import CacheLoad, WorkerInfo
+from specpool.protocol.worker_info import CacheLoad, ModelWork, WorkerInfo
 
 log = logging.getLogger(__name__)
 
@@ -29,27 +29,27 @@ MAX_FAILURE_CHARACTERS = 1000
 
 
 class Backend(Protocol):
-    """A worker's model, called on the model thread. Any thread may read the counters, which include the draft's."""
+    """A worker's model, called on the model thread. Any thread may read the counters."""
 
     @property
     def carried_draft(self) -> "Backend | None":
-        """The draft that a target worker carries."""
+        """The draft that a target worker carries, if any."""
 
     @property
     def realign_ns(self) -> int:
-        """Nanoseconds spent on realignment so far."""
+        """Nanoseconds spent on realignment so far, including the draft's."""
 
     @property
     def draft_ns(self) -> int:
-        """Nanoseconds that the worker's own draft has taken so far, without realignment."""
+        """Nanoseconds that the carried draft has taken so far, without realignment."""
 
     @property
     def passes(self) -> int:
-        """Forward passes so far."""
+        """Forward passes so far, including the draft's."""
 
     @property
-    def tokens(self) -> int:
-        """Tokens that these passes have run."""
+    def work(self) -> ModelWork:
+        """The work of the worker's model, without the draft's."""
 
     @property
     def max_num_batched_tokens(self) -> int:

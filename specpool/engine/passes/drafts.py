@@ -27,7 +27,7 @@ class Choice(NamedTuple):
     """False if the largest logit is not finite."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Draft:
     """A draft that continues a sequence or a branch."""
 

@@ -54,7 +54,7 @@ class Engine:
         """Reserve the cache.
 
         `tiles`: shapes of batch-invariant passes. `leader`: rank 0 of a sharded model. `limit_cache`: returns the
-        memory limit of the cache; None: the process has no other model.
+        cache's memory limit; None: this is the only model of the process.
         """
         self.loaded, self.facts, self.forward_pass = loaded, facts, forward_pass
         self.notes: list[str] = [*loaded.notes, *forward_pass.notes]

@@ -23,7 +23,7 @@ from specpool.engine.sampling.sampler import kernel_is_exact
 from specpool.protocol.errors import InvalidArgumentError
 from specpool.protocol.rounds import MAX_DRAFT_TOKENS, ItemStatus, RoundLimits, SequenceItem
 from specpool.protocol.sampling import NO_LOGPROBS, Logprobs, SamplingParams
-from specpool.protocol.worker_info import CacheLoad, WorkerInfo
+from specpool.protocol.worker_info import CacheLoad, ModelWork, WorkerInfo
 
 ITEMS_PER_SLOT = 4
 """A round may name more sequences than there are slots; the rest get NO_SLOT."""
@@ -35,7 +35,7 @@ LOGITS_PER_SLOT = 1 + 4 * MAX_DRAFT_TOKENS
 Item = TypeVar("Item", bound=SequenceItem)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, like `Span`
 class Choices:
     """The tokens chosen after the last tokens of a span, up to the first that differs from the span's draft.
 
@@ -49,8 +49,8 @@ class Choices:
     finite: bool = True
     """False if the largest logit of a row is not finite."""
     states: torch.Tensor | None = None
-    """States after the span's last `num_states` tokens, bfloat16 [num_states, width] on the model's device. None: no
-    states were requested."""
+    """States after the span's last `num_states` tokens, bfloat16 [num_states, width] on the model's device. None
+    if not requested."""
 
     def first(self, count: int) -> Self:
         """Return the choices of the first `count` rows."""
@@ -95,9 +95,9 @@ class SequenceEngine:
         return self.engine.passes
 
     @property
-    def tokens(self) -> int:
-        """Tokens run so far."""
-        return self.engine.tokens
+    def work(self) -> ModelWork:
+        """The work of the model, without that of a draft that it carries."""
+        return ModelWork(self.engine.realign_ns, self.engine.passes, self.engine.tokens)
 
     @property
     def realign_ns(self) -> int:
@@ -106,12 +106,12 @@ class SequenceEngine:
 
     @property
     def draft_ns(self) -> int:
-        """Nanoseconds that the worker's own draft has taken so far, without realignment."""
+        """Nanoseconds that the carried draft has taken so far, without realignment."""
         return 0
 
     @property
     def carried_draft(self) -> "SequenceEngine | None":
-        """The draft that a target worker carries."""
+        """The draft that a target worker carries, if any."""
         return None
 
     def release(self, coordinator_id: str, sequence_ids: list[int] | None) -> int:
