@@ -26,8 +26,8 @@ def select_layers(states: torch.Tensor, layers: tuple[int, ...], wanted: tuple[i
     """Return the states [n, width] after the layers `wanted`. `states`: after all `layers`."""
     if wanted == layers:
         return states
-    by_layer = states.view(len(states), len(layers), states.shape[1] // len(layers))
-    return by_layer[:, [layers.index(layer) for layer in wanted]].flatten(1)
+    parts = states.chunk(len(layers), 1)
+    return torch.cat([parts[layers.index(layer)] for layer in wanted], 1)  # a list of indexes would wait for a GPU
 
 
 def pack_features(states: Sequence[torch.Tensor]) -> list[bytes]:
