@@ -48,6 +48,7 @@ def test_items_reach_the_worker(item: VerifyItem, own: OwnDraftItem | None) -> N
     ("field", "value"),
     [
         ("max_verified", MAX_ITEM_DRAFT_TOKENS + 1),
+        ("max_verified", 2**32 - 1),
         ("num_draft_tokens", MAX_ITEM_DRAFT_TOKENS + 1),
         ("min_chance", 1.5),
         ("min_chance", math.nan),
@@ -61,6 +62,12 @@ def test_a_refusal_names_the_field(field: str, value: Any) -> None:
     with pytest.raises(InvalidArgumentError) as refusal:
         read_verify_items(request, LIMITS)
     assert refusal.value.field == f"items[0].own_draft.{field}"
+
+
+def test_workers_without_a_draft_refuse_items_for_one() -> None:
+    with pytest.raises(InvalidArgumentError) as refusal:
+        read_verify_items(verify_request("a", 3, [ITEM]), replace(LIMITS, carries_draft=False))
+    assert refusal.value.field == "items[0].own_draft"
 
 
 def test_own_drafts_count_as_logits() -> None:
