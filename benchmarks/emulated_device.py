@@ -1,4 +1,4 @@
-"""A device that waits instead of computing, and the meter of its passes."""
+"""A device that waits instead of computing, and a meter that adds up the time of its passes."""
 
 import mmap
 import random
@@ -26,7 +26,7 @@ SLOTS, MAX_MODEL_LEN, MAX_ROWS = 128, 4096, 8192
 PAGE_SIZE = 16
 MAX_LATENESS, LATENESS_WEIGHT = 0.0003, 0.1
 METER = struct.Struct("d")
-"""Format of a meter: the seconds of all passes of a device so far, in a file that another process reads."""
+"""Format of a meter: the total seconds of a device's passes, in a file that another process reads."""
 
 
 def pass_seconds(first: float, more: float) -> Callable[[int], float]:
@@ -35,7 +35,7 @@ def pass_seconds(first: float, more: float) -> Callable[[int], float]:
 
 
 def open_meter(file: Path | None) -> mmap.mmap:
-    """Create the file of a meter, and map it. None: no other process reads the meter."""
+    """Create and map the file of a meter. None: no other process reads the meter."""
     if file is None:
         return mmap.mmap(-1, METER.size)
     file.write_bytes(METER.pack(0.0))

@@ -6,7 +6,7 @@
 
 The target chooses tokens like `specpool.testing.FakeTarget`. The draft's first guess of a token is right with
 probability `--acceptance`. If all guesses so far are wrong, the next one is right with probability `--second-guess`.
-With `--draft-ms`, a target carries a draft, which runs on the same device. Other settings of workers may follow, such
+With `--draft-ms`, the target carries a draft, which runs on the same device. Other settings of workers may follow, such
 as `--log-level info`.
 """
 
@@ -132,9 +132,9 @@ def main() -> None:
     parser.add_argument("worker", choices=("target", "draft"))
     parser.add_argument("--port", type=whole(0, 65535), required=True)
     parser.add_argument("--pass-ms", action=PassMs, required=True)
-    parser.add_argument("--draft-ms", action=PassMs, help="of a draft step, if the target carries a draft")
-    parser.add_argument("--acceptance", type=chance, default=1.0, help="of the draft")
-    parser.add_argument("--meter", type=Path, help="file for the seconds of all passes")
+    parser.add_argument("--draft-ms", action=PassMs, help="milliseconds of a draft step; the target carries a draft")
+    parser.add_argument("--acceptance", type=chance, default=1.0, help="acceptance rate of the draft")
+    parser.add_argument("--meter", type=Path, help="file that records the seconds of all passes")
     parser.add_argument("--second-guess", type=chance, default=0.5)
     parser.add_argument("--delay-ms", type=milliseconds, default=0.0, help="network delay of a message")
     options, rest = parser.parse_known_args()

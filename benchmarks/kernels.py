@@ -217,7 +217,7 @@ def run(model: GpuModel, tokens: Sequence[int], cached: int) -> None:
 
 
 def sample(vocab_size: int, dtype: torch.dtype) -> None:
-    """Sample a token from logits of this size, as they are and with penalties."""
+    """Sample a token from logits of this size, without and with penalties."""
     params = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
     logits = torch.empty(1, vocab_size, dtype=dtype, device="meta")
     for changed in (None, logits.float()):

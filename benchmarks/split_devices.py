@@ -8,16 +8,16 @@ The workers' devices are emulated: a pass waits instead of computing, so it uses
 `--draft-ms` are the milliseconds of a pass for the first row and for each further row. Every answer must equal plain
 decoding. "plain" does not draft, and "default" drafts as many tokens as the coordinator chooses.
 
-With `--one-device`, a single worker carries its own draft, and "k4" and "k2" draft a fixed number of tokens. The
-default draft steps are those of a small model, then those of an EAGLE head.
+With `--one-device`, a single target worker carries the draft, and "k4" and "k2" draft a fixed number of tokens. By
+default, draft steps take as long as those of a small model, then as long as those of an EAGLE head.
 
 tokens_per_s    generated tokens of all sequences
-of_bound        share of the tokens/s of a device that never waits, with the best number of draft tokens for "default".
-                On two devices, the bound's drafts take no time
-ratio           tokens/s relative to plain decoding, and the ratio of both bounds
+of_bound        tokens/s relative to a device that never waits, with the best number of draft tokens for "default".
+                On two devices, this bound counts no time for drafts
+ratio           tokens/s relative to plain decoding; `ratio_bound` is the same ratio for the bounds
 round_ms        mean time from one round to the next
 busy            share of the time that the target worker spends in rounds
-passes_ms       on one device: passes of both models in a round; `outside_ms` is the rest of the round
+passes_ms       on one device: time of both models' passes in a round; `outside_ms` is the rest of the round
 cpu_ms          processor time per round of the coordinator and the workers; includes the emulation itself
 """
 
@@ -53,7 +53,7 @@ from specpool.testing import FakeTarget
 
 PROMPT_LENGTH, WARM_UP_TOKENS, MAX_DRAFT_TOKENS = 16, 60, 16
 LARGE_BATCH = 64
-"""Sequences from which fewer fixed draft tokens pay."""
+"""Number of sequences from which a smaller fixed number of draft tokens pays."""
 TWO_DEVICES: dict[str, Any] = {
     "sequences": [1, 8, 16, 32, 64], "verify_ms": (6.0, 0.03), "draft_ms": [(0.8, 0.01)], "acceptance": 0.75,
 }  # fmt: skip
@@ -80,7 +80,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """Options of the command line, with the defaults of the arrangement."""
     parser = parser_of(__doc__)
-    parser.add_argument("--one-device", action="store_true", help="one worker that carries its own draft")
+    parser.add_argument("--one-device", action="store_true", help="one target worker that carries the draft")
     parser.add_argument("--sequences", type=wholes(1, SLOTS), help="requests at a time")
     parser.add_argument("--tokens", type=whole(1, 4000), default=300, help="tokens of each answer")
     parser.add_argument("--repeats", type=whole(1, 1000), default=5)
@@ -166,7 +166,7 @@ async def generate_all(client: AsyncClient, count: int, tokens: int, draft_token
 def bound(count: int, draft_tokens: int | None, draft_ms: PassTimes, options: argparse.Namespace) -> float:
     """Tokens/s of a device that never waits. `draft_tokens`: None: the best number."""
     verify, draft = pass_seconds(*options.verify_ms), pass_seconds(*draft_ms)
-    speeds = []
+    speeds: list[float] = []
     for k in range(MAX_DRAFT_TOKENS + 1) if draft_tokens is None else [draft_tokens]:
         seconds = verify(count * (k + 1)) + (k * draft(count) if options.one_device else 0.0)
         speeds.append(count * sum(options.acceptance**i for i in range(k + 1)) / seconds)

@@ -47,7 +47,7 @@ class CoordinatorMetrics:
         lanes = list(coordinator.lanes)
         links: list[tuple[str, WorkerLink]] = [("target", lane.link) for lane in lanes]
         links += [("standby", coordinator.lanes.standby.link)] if coordinator.lanes.standby is not None else []
-        # A carried draft has no link of its own: only the target is missing if it is lost.
+        # A carried draft has no link of its own: if it is lost, only the target counts as missing.
         links += [("draft", link) for link, _ in coordinator.lanes.drafts if isinstance(link, DraftLink)]
         states = {
             (worker, link.address, state.value): float(link.state is state)

@@ -35,9 +35,9 @@ def states_of(
 ) -> torch.Tensor | None:
     """Return the states before an item's last committed tokens, [n, width], with zeros for the tokens that follow.
 
-    `following`: number of unverified or forced tokens after the committed ones. `given`: states in place of the item's,
-    perhaps of more tokens. None if the item has no states, or not finite rows of them: a draft without states works,
-    only worse, so malformed ones are ignored.
+    `following`: number of unverified or forced tokens after the committed ones. `given`: states that replace the
+    item's, possibly for more tokens. None if the item has no states, or non-finite ones: a draft without states still
+    works, only worse, so malformed states are ignored.
     """
     if given is not None:
         given = given[max(0, len(given) - len(item.token_ids)) :]

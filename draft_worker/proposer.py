@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 class Proposer(SequenceEngine):
     rows: Sequence[int] = ()
-    """Tokens that each pass of the last `propose` ran. Empty if it drafted no tokens."""
+    """Tokens run by each pass of the last `propose`. Empty if it drafted no tokens."""
 
     def info(self) -> WorkerInfo:
         return replace(super().info(), max_branches=MAX_ITEM_BRANCHES if self.engine.supports_branches else 1)
@@ -32,7 +32,7 @@ class Proposer(SequenceEngine):
     ) -> list[list[Proposal]]:
         """Draft for rounds of different coordinators in common forward passes.
 
-        `target_states`: hidden states of the target before the last tokens of sequences without branches,
+        `target_states`: the target's hidden states before the last tokens of sequences without branches,
         [at most one per token, width]; they replace the items' `features`.
 
         One proposal for each item, in item order. An error in one round fails all.
@@ -60,7 +60,7 @@ class Proposer(SequenceEngine):
         chances = {key: round_.chances for round_, own in zip(rounds, served, strict=True) for key in own}
         branches = draft_branches(self, branching, chances)
         proposals = {
-            key: self._proposal(key, item, (*forced[key], *draft.token_ids), draft)
+            key: self._proposal(key, item, (*forced[key], *draft.token_ids), draft, key in given)
             for own, own_drafts in zip(plain, drafts, strict=True)
             for (key, item), draft in zip(own.items(), own_drafts.values(), strict=True)
         }
@@ -114,11 +114,15 @@ class Proposer(SequenceEngine):
         if steps := max(counts):
             self.rows = [num_tokens, *(sum(count > step for count in counts) for step in range(1, steps))]
 
-    def _proposal(self, key: SequenceKey, item: ProposeItem, token_ids: tuple[int, ...], draft: Draft) -> Proposal:
+    def _proposal(
+        self, key: SequenceKey, item: ProposeItem, token_ids: tuple[int, ...], draft: Draft, has_states: bool
+    ) -> Proposal:
+        """Keep what the draft cached. `has_states`: the target's states come with every round, so own ones need not."""
         num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(token_ids) - 1)
         self.keep(key, num_cached_tokens)
-        if self.engine.loaded.features is not None:
-            self.keep_states(key, draft.span.end, [] if draft.is_broken else draft.own_states)
+        if draft.own_states and not draft.is_broken and not has_states:
+            states = torch.cat(draft.own_states)  # a view would keep the states of all drafts
+            self.keep_states(key, draft.span.end, [*states])
         return Proposal(
             sequence_id=key[1],
             status=ItemStatus.OK,

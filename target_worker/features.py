@@ -1,4 +1,4 @@
-"""Hidden states of the target: which rounds want them, and how they cross the wire."""
+"""Hidden states of the target: selects them for the rounds that request them, and packs them for the wire."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -31,7 +31,7 @@ def select_layers(states: torch.Tensor, layers: tuple[int, ...], wanted: tuple[i
 
 
 def pack_features(states: Sequence[torch.Tensor]) -> list[bytes]:
-    """Return the states of each sequence, as on the wire. On a GPU, the only copy to the host waits for the pass."""
+    """Return the states of each sequence in wire format. On a GPU, a single copy moves all of them to the host."""
     packed = torch.cat([each.flatten() for each in states]).cpu().view(torch.int16).numpy()
     ends = accumulate(each.numel() for each in states)
     return [packed[end - each.numel() : end].tobytes() for each, end in zip(states, ends, strict=True)]

@@ -1,4 +1,4 @@
-"""Loads the target, then the draft that it carries, and checks that they fit each other."""
+"""Loads a target and the draft that it carries, and checks that they fit each other."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +19,7 @@ Report = Callable[[str], None]
 def load_target(
     options: EngineOptions, startup_cache: bool, report: Report, limit_cache: LimitCache | None = None
 ) -> Engine:
-    """Load a target and report the phases. UnsupportedModelError."""
+    """Load a target and report the phases. Raises UnsupportedModelError."""
     engine = load_engine(EngineOptions.of(options), True, startup_cache, report, limit_cache)
     if engine.loaded.features is not None:
         raise UnsupportedModelError(f"{options.model} is a draft that reads hidden states, not a target")
@@ -27,7 +27,7 @@ def load_target(
 
 
 def load_pair(options: TargetOptions, startup_cache: bool, report: Report) -> tuple[Engine, Engine]:
-    """Load a target and the draft that it carries. UnsupportedModelError."""
+    """Load a target and the draft that it carries. Raises UnsupportedModelError, InvalidOptionError."""
     draft = options.draft_options
     assert draft is not None
 
@@ -37,13 +37,17 @@ def load_pair(options: TargetOptions, startup_cache: bool, report: Report) -> tu
     memory = PairMemory(load_draft, options.draft_kv_memory)
     engine = load_target(options, startup_cache, report, memory.limit_target)
     _check_pair(engine, memory.draft)
+    features = memory.draft.loaded.features
+    if features is not None and engine.forward_pass.captured_rows:
+        report("capturing CUDA graphs with hidden states")
+        engine.capture_states(tuple(sorted(features.layers)))
     return engine, memory.draft
 
 
 def _load_draft(
     options: EngineOptions, target: CacheNeeds, startup_cache: bool, report: Report, limit_cache: LimitCache
 ) -> Engine:
-    """Load the draft on the target's device, with the target's limit on grammars."""
+    """Load the draft on the target's device, with the same memory limit for grammars."""
     device = target.facts.device
     grammar_memory = target.options.resolve_grammar_memory(device.type)
     options = options.model_copy(update={"device": str(device), "grammar_memory": grammar_memory})
@@ -55,7 +59,7 @@ def _load_draft(
 
 
 def _check_pair(target: Engine, draft: Engine) -> None:
-    """Refuse a draft with another tokenizer, or one that reads states that the target does not have."""
+    """Refuse a draft with another tokenizer, or one that reads states that the target lacks."""
     reason = why_not_a_pair(draft.info(), replace(target.info(), returns_features=target.has_states))
     if reason is not None:
         raise InvalidOptionError("draft", reason)

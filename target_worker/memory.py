@@ -1,7 +1,7 @@
 """Divides the memory of a process between a target and the draft that it carries.
 
-The target asks for its limit once its weights are loaded. Then the draft is loaded and reserves its cache, so both
-caches are sized when the weights of both models are in memory.
+The target asks for its limit once its weights are loaded. At that point, the draft is loaded and reserves its cache.
+Both caches are thus sized with the weights of both models in memory.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class PairMemory:
     def __init__(
         self, load_draft: Callable[[CacheNeeds, LimitCache], Engine], draft_kv_memory: int | None = None
     ) -> None:
-        """`load_draft`: loads the draft of a target with these needs. `draft_kv_memory`: bytes of the draft's cache."""
+        """`load_draft`: loads the draft, given the target's needs. `draft_kv_memory`: bytes of the draft's cache."""
         self._load_draft, self._draft_kv_memory = load_draft, draft_kv_memory
         self._draft: Engine | None = None
 
@@ -64,9 +64,9 @@ class PairMemory:
 
 
 def _beside(own: Footprint, other: Footprint, device: torch.device) -> Footprint:
-    """Return what the other model takes in addition. On a CPU, passes take turns with the memory of activations.
+    """Return the memory that the other model needs in addition to this one.
 
-    On a GPU, captured passes keep it.
+    On a CPU, the passes of both models reuse the memory of activations. On a GPU, captured passes keep theirs.
     """
     if device.type != "cpu":
         return other

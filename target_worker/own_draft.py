@@ -1,7 +1,7 @@
-"""The target worker's own draft: which of its tokens a round verifies, and what it drafts for the next round.
+"""Own drafts of a target worker that carries a draft: which tokens a round verifies, and drafting for the next round.
 
-After each round the draft catches up with the committed tokens and continues them. The sequence's slot keeps its tokens
-until the next round. The draft never fails a round: without drafts, rounds only take longer.
+After each round, the draft catches up with the committed tokens and drafts after them. The sequence's slot keeps the
+draft tokens until the next round. A failed draft does not fail a round: without drafts, rounds only take longer.
 """
 
 import logging
@@ -23,7 +23,7 @@ from specpool.worker.backend import describe, failure_of
 log = logging.getLogger(__name__)
 
 MIN_CATCHUP = 256
-"""Committed tokens that the draft may run after any round. After a larger target pass, it may run as many as that."""
+"""Maximum number of committed tokens that the draft runs after a round, unless the target's pass ran more."""
 MAX_STATES = 256
 """Maximum number of a sequence's hidden states that wait for the draft to read them."""
 
@@ -41,7 +41,7 @@ class OwnDrafts:
         self.draft_ns = 0
         """Nanoseconds spent on drafts so far, without realignment."""
         self.rows: Sequence[int] = ()
-        """Tokens run by each pass of the last drafts. Empty if the draft only caught up, or did not run."""
+        """Tokens run by each pass of the last draft. Empty if the draft only caught up, or did not run."""
         self._target = target
         features = proposer.engine.loaded.features
         self.layers: tuple[int, ...] = () if features is None else features.layers
@@ -50,7 +50,7 @@ class OwnDrafts:
     # --- Before the target's pass
 
     def select(self, rounds: Sequence[VerifyRound]) -> dict[SequenceKey, Found]:
-        """Make own draft tokens the draft tokens of their items. Return the drafts found, before realignment."""
+        """Replace draft tokens of items with own draft tokens. Return the drafts found. Call before realignment."""
         found = {}
         for round_ in rounds:
             for item in round_.items:
@@ -94,7 +94,7 @@ class OwnDrafts:
         found: Mapping[SequenceKey, Found],
         num_tokens: int,
     ) -> dict[SequenceKey, OwnDraft]:
-        """Catch up with the committed tokens of sequences, and draft. Return what to report of each.
+        """Catch up with the committed tokens of sequences, and draft. Return the report on each sequence.
 
         `judged`: the items with a valid verdict. `num_tokens`: tokens of the target's pass.
         """
@@ -117,7 +117,7 @@ class OwnDrafts:
         return {key: self._report(key, found.get(key), proposals.get(key)) for key in judged}
 
     def _next_items(self, judged: Mapping[SequenceKey, VerifyItem], room: int) -> dict[SequenceKey, ProposeItem]:
-        """Return the items for the draft. Together they run at most `room` tokens, those of short items first."""
+        """Return the items for the draft, which run at most `room` tokens together. Short items come first."""
         missing = []
         for key, item in judged.items():
             if item.own_draft is not None and item.own_draft.num_draft_tokens:
@@ -148,7 +148,7 @@ class OwnDrafts:
         carried, end = slot.carried, own.num_cached_tokens
         start = min(carried.num_agreed, end)
         agreed = start + agreement_length(tuple(own.token_ids[start:end]), _committed(slot, start, end))
-        if carried.states is not None:  # the draft ran the tokens after them without them
+        if carried.states is not None:  # the draft ran the tokens after these states without reading them
             agreed = min(agreed, carried.states_end - len(carried.states) + 1)
         return min(agreed, _length(slot) - 1)
 
@@ -208,7 +208,7 @@ class OwnDrafts:
         return states[:-count] if states is not None and count else states
 
     def _take(self, key: SequenceKey, item: ProposeItem, proposal: Proposal) -> None:
-        """Keep what the draft proposed for the next round. `item`: as it was before realignment."""
+        """Keep a proposal for the next round. `item`: as it was before realignment."""
         slot = self._target.slots[key]
         carried = slot.carried
         carried.num_agreed = min(proposal.num_cached_tokens, _length(slot))  # draft tokens are not committed yet
@@ -219,7 +219,7 @@ class OwnDrafts:
             carried.made = KeptDraft(slot.num_cached_tokens, slot.next_token, token_ids, confidences)
 
     def _keep_rest(self, key: SequenceKey, found: KeptDraft) -> None:
-        """Keep what is left of a draft after a round that drafts nothing, to measure it in the next one."""
+        """Keep the rest of a draft after a round that drafts nothing. The next round verifies it."""
         slot = self._target.slots[key]
         slot.carried.made = found.rest(_committed(slot, found.base_length + 1, _length(slot)))
 
@@ -230,7 +230,7 @@ class OwnDrafts:
             carried.states = None
         elif carried.states is not None:
             rest = carried.states[max(0, len(carried.states) - count) :]
-            is_view = rest.untyped_storage().nbytes() > rest.nbytes  # it keeps the states of the whole pass
+            is_view = rest.untyped_storage().nbytes() > rest.nbytes  # a view keeps the whole pass's states alive
             carried.states = rest.clone() if is_view else rest
 
     def _report(self, key: SequenceKey, found: Found | None, proposal: Proposal | None) -> OwnDraft:
@@ -254,7 +254,7 @@ def _warn(reason: str) -> None:
 
 
 def _read_end(item: ProposeItem) -> int:
-    """Return the position after the last one whose state an item reads: that before its last token."""
+    """Return the end of the positions whose states an item reads. The last token's own state is not read."""
     return item.base_length + len(item.token_ids) - 1
 
 

@@ -48,7 +48,7 @@ class Served(NamedTuple):
     evicted_pages: list[bytes]
     """Digests of evicted pages not yet reported to the round's coordinator."""
     draft_rows: Sequence[int]
-    """Tokens run by each pass of the worker's own draft."""
+    """Tokens run by each pass of the carried draft."""
 
 
 class TargetWorkerServicer(WorkerServicer, pb_grpc.TargetWorkerServiceServicer):
@@ -96,7 +96,7 @@ class TargetWorkerServicer(WorkerServicer, pb_grpc.TargetWorkerServiceServicer):
 
 
 class TargetWorkerSettings(WorkerSettings, TargetOptions):
-    """Verifies draft tokens with the target model, and perhaps drafts them."""
+    """Verifies draft tokens with the target model, and may carry a draft model that drafts them."""
 
     port: int = Field(50051, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
 

@@ -34,7 +34,7 @@ def accept(draft: Sequence[int], choices: Iterable[int]) -> list[int]:
 class Verifier(SequenceEngine):
     requires_grammars = True
     drafts: OwnDrafts | None = None
-    """The worker's own drafts, if it carries a draft."""
+    """The worker's own drafts; None if it carries no draft."""
 
     def __init__(self, engine: Engine, proposer: Proposer | None = None) -> None:
         """`proposer`: the draft that the worker carries."""
@@ -141,7 +141,7 @@ class Verifier(SequenceEngine):
         return Verdict(item.sequence_id, ItemStatus.OK, tuple(gained), num_cached_tokens, logprobs, num_forced, found)
 
     def _state_layers(self, rounds: Sequence[VerifyRound], items: Iterable[VerifyItem]) -> tuple[int, ...]:
-        """Return the numbers of the layers whose states coordinators or the worker's own draft read."""
+        """Return the numbers of the layers whose states coordinators or the carried draft read."""
         layers = {layer for round_ in rounds for layer in round_.feature_layers}
         if self.drafts is not None and any(map(self.drafts.reads, items)):
             layers.update(self.drafts.layers)
@@ -154,7 +154,7 @@ class Verifier(SequenceEngine):
         choices: Mapping[SequenceKey, Choices],
         layers: tuple[int, ...],
     ) -> None:
-        """Hand the states of the kept positions to the worker's own draft. `layers`: as in `add_features`."""
+        """Keep the states of the kept positions for the carried draft. `layers`: as in `add_features`."""
         for key, item in judged.items():
             if drafts.reads(item) and (states := choices[key].states) is not None:
                 kept = states[: self.engine.slots[key].num_cached_tokens - item.base_length]
@@ -187,7 +187,7 @@ class Verifier(SequenceEngine):
 
     @property
     def draft_rows(self) -> Sequence[int]:
-        """Tokens run by each pass of the worker's own draft after the last rounds."""
+        """Tokens run by each pass of the carried draft after the last rounds."""
         return () if self.drafts is None else self.drafts.rows
 
     @property

@@ -20,7 +20,7 @@ COSTS = {
 }
 """Seconds of a draft step: first and each further sequence. Seconds of a verification: first and each further row."""
 CARRIED = ("one GPU", "one GPU, EAGLE head")
-"""Costs of a target worker that carries its draft, so that drafts take no message."""
+"""Names of costs with a target worker that carries the draft, so that drafts take no messages."""
 MAX_ROWS = {"passes of 64 rows": 64, "passes of 24 rows": 24}
 """Maximum rows of one pass of the target."""
 EXCHANGE_SECONDS = 0.001

@@ -110,7 +110,7 @@ class Lane:
     def _target_replaced(self) -> None:
         info = self.link.info
         if self.draft is not None and info is not None and info.draft is not None:
-            log.warning("the target worker at %s carries its own draft; not using the draft workers", self.address)
+            log.warning("the target worker at %s carries a draft; not using the draft workers", self.address)
         if not self.is_standby:
             self._loop.failures.target_replaced()
 

@@ -67,9 +67,10 @@ class Lanes:
 
     @property
     def drafts(self) -> list[tuple[WorkerLink, WorkerInfo | None]]:
-        """Links to workers with a draft, and its description: target workers that carry one, and draft workers.
+        """Links to target workers that carry a draft, and to draft workers, with the description of each draft.
 
-        The draft workers are those of the first lane whose target carries no draft.
+        Draft workers are those of the first lane whose target carries no draft. A description is None until the worker
+        has sent one.
         """
         carried: list[tuple[WorkerLink, WorkerInfo | None]] = [
             (lane.link, lane.link.info.draft) for lane in self if lane.link.info is not None and lane.link.info.draft

@@ -1,8 +1,8 @@
 """The draft side of rounds: plans drafts, asks the draft worker before or during the verification, and decides how
 rounds overlap.
 
-If the draft worker fails, the round continues without its drafts. A target worker that carries a draft needs no call:
-the items of a round tell it what to draft, and rounds run ahead as in plain decoding.
+If the draft worker fails, the round continues without drafts. A carried draft needs no call: the round's items say what
+to draft, and rounds run ahead as in plain decoding.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What a round asks of the draft for one sequence, be it a worker or carried by the target worker. Pure."""
+"""What a round asks a draft worker, or the carried draft, to draft for one sequence. Pure."""
 
 from functools import cached_property
 
@@ -9,7 +9,7 @@ from specpool.protocol.worker_info import WorkerInfo
 
 
 class DraftItems:
-    """The items that let one sequence be drafted for in one round."""
+    """Builds the items that request drafts for one sequence in one round."""
 
     def __init__(self, sequence: Sequence, plan: DraftPlan, round_id: int, own_draft: WorkerInfo | None) -> None:
         """`own_draft`: the draft that the target worker carries."""
@@ -115,9 +115,9 @@ class DraftItems:
         return max(0, min(self.plan.num_draft_tokens, self.sequence.max_num_own_draft_tokens))
 
     def own_item(self, *, may_verify: bool, keeps_states: bool) -> OwnDraftItem | None:
-        """What the target worker is to draft itself; None if nothing.
+        """Return what the carried draft is to do; None: nothing.
 
-        `may_verify`: whether the round decodes. `keeps_states`: whether later drafts read the states of this round.
+        `may_verify`: whether the round decodes. `keeps_states`: whether later drafts read this round's states.
         """
         sequence, plan, k = self.sequence, self.plan, self._num_own_tokens
         if self.own_draft is None or not (k or keeps_states):

@@ -1,4 +1,4 @@
-"""A sequence's drafts in a round: the draft's answer, and which of its tokens to verify. Pure."""
+"""A sequence's drafts in a round: the draft model's answer, and which of its tokens to verify. Pure."""
 
 from collections.abc import Callable
 
@@ -77,7 +77,7 @@ class Drafts(DraftItems):
         return likely_tokens(token_ids, map(self._chance, proposal.confidences), self.plan.min_chance)
 
     def take_own(self, own: OwnDraft) -> None:
-        """Take the draft that a round found in the target worker, once the round has committed."""
+        """Take the own draft that the round found in the target worker. Call after the commit."""
         self._is_cached(own)
         self.proposal, self._draft_ids = own, own.verified_ids
 

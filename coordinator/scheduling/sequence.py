@@ -220,7 +220,7 @@ class Sequence:
 
     @property
     def max_num_own_draft_tokens(self) -> int:
-        """Like `max_num_draft_tokens`, for drafts that the target worker makes and cuts itself."""
+        """Like `max_num_draft_tokens`, for the target worker's own drafts, which the worker cuts itself."""
         return min(self.request.num_speculative_tokens, self.remaining - self.target.min_pending_gain - 1)
 
     def page_digests(self, page_size: int, length: int) -> list[bytes]:

@@ -38,7 +38,7 @@ class Verification:
         tokens = tuple(sequence.token_ids[base : start + count]) if after is None else ()
         is_first_contact = after is None and base == 0
         if is_first_contact and self.drafts.own_draft is not None:
-            sequence.draft.commit(0)  # the worker's cache of its own draft begins anew, too
+            sequence.draft.commit(0)  # the carried draft's cache starts over, too
         end = base + len(tokens)
         prefill_only = after is None and end < len(sequence.token_ids)
         want_features = self._wants_features(end if prefill_only else len(sequence.token_ids))
@@ -63,7 +63,7 @@ class Verification:
         return item
 
     def _wants_features(self, end: int) -> bool:
-        """Whether to ask for the states of the last committed positions before `end`. An own draft reads all states."""
+        """Whether to ask for the states of the last committed positions before `end`. A carried draft reads all."""
         own_draft = self.drafts.own_draft
         if not self.sequence.request.num_speculative_tokens or not self.drafts.plan.reads_states:
             return False

@@ -105,7 +105,7 @@ class Workers:
 
     @property
     def own_draft(self) -> WorkerInfo | None:
-        """The draft that the target worker carries. It replaces the draft workers."""
+        """The draft that the target worker carries, if any. It replaces the draft workers."""
         return self.target.info.draft if self.target.info is not None else None
 
     @property

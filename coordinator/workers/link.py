@@ -367,7 +367,7 @@ class WorkerLink:
 
 
 def _step_times(info: WorkerInfo, unknown: Mapping[int, float]) -> StepTimes:
-    """The step times that a worker has measured. `unknown`: seconds by rows without measurements."""
+    """Return the step times that a worker measured. `unknown`: seconds by rows to use without measurements."""
     if len(info.step_seconds) < 2:
         return StepTimes(unknown, max_rows=info.max_rows)
     return StepTimes(info.step_seconds, info.step_cached, info.seconds_per_cached, info.max_rows)

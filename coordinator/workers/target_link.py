@@ -259,6 +259,6 @@ class TargetLink(WorkerLink):
 
 
 def _with_draft(verified: Timed, response: target_worker_pb2.VerifyResponse) -> Timed:
-    """Add the duration of the worker's own draft, clamped like the others. Raises InvalidResponseError."""
+    """Add the duration of the carried draft, clamped like the others. Raises InvalidResponseError."""
     rows = tuple(read_draft_rows(response))
     return replace(verified, draft=min(response.draft_ns / 1e9, verified.wire), draft_rows=rows)

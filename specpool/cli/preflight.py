@@ -103,9 +103,9 @@ def _check_options(role: str, worker: Service) -> TargetOptions:
 
 
 def _check_shared_gpu(*workers: tuple[str, EngineOptions]) -> None:
-    """Refuse two workers of some role on one GPU, unless both caches are bounded.
+    """Refuse two workers on one GPU, unless both KV caches have explicit limits.
 
-    A default cache takes a share of the memory that is free when its worker starts, and so depends on the other worker.
+    By default, a cache takes a share of the memory that is free at startup, so its size depends on the other worker.
     """
     (role, one), (other_role, other) = workers
     shared = _gpus(one) & _gpus(other)

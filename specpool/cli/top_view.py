@@ -85,7 +85,7 @@ class Worker:
     role: str
     address: str
     is_carried: bool
-    """Whether the worker is the draft of the target worker at this address."""
+    """Whether this is the draft that the target worker at this address carries."""
     state: str
     reason: str
     model: str

@@ -1,6 +1,6 @@
 """`specpool up`: coordinator, target workers, draft workers and perhaps a standby on this machine, one process each.
 
-Target workers on a GPU carry the draft, so there are no draft workers by default.
+On a GPU, target workers carry the draft by default, and no draft workers start.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 PER_MODEL = ("revision", "weights", "activations", "kv_memory", "memory_limit")
 """Settings that target and draft have separately, such as "target_revision"."""
 OF_CARRIED = ("draft_revision", "draft_activations", "draft_kv_memory")
-"""Settings of a draft that target workers carry."""
+"""Settings of the carried draft, which target workers take under the same names."""
 UNNUMBERED = {"target worker", "draft worker"}
 """Workers that log under the default name of their process."""
 PER_PROCESS = {"config", "host", "port", "metrics_port"}

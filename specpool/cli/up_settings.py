@@ -50,14 +50,14 @@ class UpSettings(ListeningSettings):
     drafts: int = Field(1, ge=1, le=MAX_WORKERS, description="draft workers")
     separate: bool | None = Field(
         None,
-        description="run the draft in a worker of its own, instead of in each target worker; default: on a CPU, with "
-        "several drafts, or if draft_device is another device than the target's",
+        description="run the draft in its own worker instead of in each target worker; default: on a CPU, with several "
+        "drafts, or if draft_device differs from the target's device",
     )
     target_device: Names = Field(
         ("auto",),
         min_length=1,
         description='device of the target: "cpu", "cuda" or "cuda:1"; "auto" uses a GPU if there is one. Several '
-        "targets take the devices of a list in turns",
+        "targets are assigned to the listed devices round-robin",
     )
     target_devices: Names = Field(
         (), description="shard the target over these devices, such as cuda:0,cuda:1; instead of target_device"
@@ -85,8 +85,8 @@ class UpSettings(ListeningSettings):
     draft_device: Names = Field(
         ("auto",),
         min_length=1,
-        description="device of the draft; with two GPUs: cuda:1. Several drafts take the devices of a list in turns; "
-        "default: the target's GPU, in its worker; otherwise a GPU if there is one",
+        description="device of the draft; with two GPUs: cuda:1. Several drafts are assigned to the listed devices "
+        "round-robin; default: the target's GPU, in the target worker; otherwise a GPU if there is one",
     )
     threads: int = Field(
         default_factory=usable_cpus,
@@ -177,7 +177,7 @@ class UpSettings(ListeningSettings):
 
     def _check_colocated(self) -> None:
         if self.separate is False and self.has_draft and not self.can_colocate:
-            raise ValueError("separate: targets can carry only one draft, on their own device")
+            raise ValueError("separate: a target can carry only one draft, on its own device")
         if self.is_colocated and self.draft_memory_limit is not None:
             raise ValueError("draft_memory_limit needs separate; a target and its draft share target_memory_limit")
 

@@ -166,14 +166,14 @@ def _bounded(seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of a call to a worker: in total, in the model, in realignment, and in the target worker's own draft."""
+    """Seconds of a call to a worker: in total, in the model, in realignment, and in the draft that it carries."""
 
     elapsed: float = 0.0
     forward: float = 0.0
     realign: float = 0.0
     draft: float = 0.0
     draft_rows: tuple[int, ...] = ()
-    """Rows of each pass of the own draft. Empty if it only caught up."""
+    """Rows of each pass of the carried draft. Empty if the draft only caught up."""
 
     @property
     def wire(self) -> float:
@@ -192,7 +192,7 @@ class RoundCosts:
     exchange: float
     """Seconds of a round trip to a worker, without the pass."""
     plain_exchange: float | None = None
-    """Seconds between the passes of two rounds without a draft worker, whose messages may overlap with passes. None:
+    """Seconds between the passes of two rounds that call no draft worker, whose messages may overlap with passes. None:
     as `exchange`."""
     scheduling: float = 0.0
     """Seconds that the coordinator itself takes in a round with drafts."""
@@ -200,14 +200,14 @@ class RoundCosts:
     """Seconds from the result of a verification until the branches of the next one arrive, excluding the draft worker's
     passes. None if the target worker cannot select branches."""
     has_own_draft: bool = False
-    """Whether the target worker drafts for the next round before it answers, so that drafts take no message."""
+    """Whether the target worker drafts for the next round before it answers, so that drafts take no messages."""
 
     def observe_exchange(self, seconds: float) -> None:
         """Learn from a call, of which `seconds` are outside the worker's own measurements."""
         self.exchange = _learned(self.exchange, seconds)
 
     def observe_plain(self, waited: float) -> None:
-        """Learn how long the target waits between rounds without a draft worker."""
+        """Learn how long the target waits between rounds that call no draft worker."""
         before = self.exchange if self.plain_exchange is None else self.plain_exchange
         self.plain_exchange = _learned(before, waited, max(before, self.exchange))
 

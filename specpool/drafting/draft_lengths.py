@@ -66,7 +66,7 @@ class DraftLengths:
     _tries_model: bool = False
     """Whether the last round is a trial of the model."""
     _tried: tuple[int, ...] = ()
-    """Sequences for which their last round drafted for the next one in a trial."""
+    """Sequences that drafted in a trial in their last round. Their next round verifies the drafts."""
     _allowed_last: tuple[int, ...] = ()
     """Whether the model, prompt lookup, and trials only were allowed in the last round, and the maximum of branches."""
     _is_new: bool = False
@@ -114,7 +114,7 @@ class DraftLengths:
         batch = batch or len(options)
         self._age += 1
         self._tries_model, tried = False, tuple(i for i in self._tried if i in options)
-        self._tried = tuple(i for i in self._tried if i not in options)  # a round of newcomers came first
+        self._tried = tuple(i for i in self._tried if i not in options)  # a round of new sequences came first
         options = self._allowed(options, batch, max_branches)
         self._has_model = any(option.has_model for option in options.values())
         if self._has_changed(len(options)) or self._age >= PLAN_ROUNDS:
@@ -231,8 +231,8 @@ class DraftLengths:
     ) -> None:
         """Occasionally draft one token for idle sequences, to notice changes in acceptance or cost.
 
-        If possible, draft branches, which cost less time. The next round verifies them, and belongs to the trial. The
-        same holds for own drafts.
+        If possible, draft branches, which cost less time. The next round verifies them, and belongs to the trial. So
+        does the round that verifies an own draft.
         """
         num_branches = min(2, max_branches)
         is_own = self.costs.has_own_draft

@@ -42,7 +42,7 @@ class Drafting:
         self.calibration = Calibration()
         self._forced_tokens = Acceptance()
         self._draft_steps = 0
-        """Draft steps before the verification of the last round."""
+        """Draft steps that preceded the last round's verification."""
 
     @property
     def costs(self) -> RoundCosts:
@@ -66,7 +66,7 @@ class Drafting:
         verify_times: StepTimes | None = None,
         batch: int | None = None,
     ) -> dict[int, DraftPlan]:
-        """The draft plan of each sequence id. Without a draft model only prompt lookup drafts.
+        """The draft plan of each sequence id. Without a draft model, only prompt lookup drafts.
 
         `verify_times`: like `DraftWorker.step_times`, of the target worker. `batch`: see `observe_seconds`.
         """
@@ -238,7 +238,7 @@ class Drafting:
         return has_model and (not sequence.request.adaptive or self.lengths.needs_states)
 
     def _max_num_draft_tokens(self, sequence: Sequence, is_own: bool) -> int:
-        """Maximum draft tokens of a sequence. Pending rounds do not limit own drafts, which end at `max_length`."""
+        """Maximum number of draft tokens. Pending rounds do not limit own drafts, which end at `max_length`."""
         if is_own:
             left = sequence.max_length - len(sequence.token_ids) - 1
             num_draft_tokens = min(sequence.request.num_speculative_tokens, left)

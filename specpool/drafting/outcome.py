@@ -53,7 +53,7 @@ class RoundOutcome(Generic[C_co]):
 
     @property
     def has_own_drafts(self) -> bool:
-        """Whether the target worker was to verify or make drafts of its own."""
+        """Whether the target worker was asked to verify or make its own drafts."""
         return any(item.own_draft is not None and not item.own_draft.is_idle for item in self.verify_items)
 
     @property

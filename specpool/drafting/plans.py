@@ -41,8 +41,8 @@ class DraftPlan(NamedTuple):
     """How a sequence drafts in a round."""
 
     num_draft_tokens: int = 0
-    """Tokens to request from the draft worker, in each branch if there are any. If the target worker carries the draft:
-    tokens to verify, and to draft for the next round."""
+    """Tokens to request from the draft worker, in each branch if there are any. With a carried draft: tokens to verify
+    in this round, and to draft for the next one."""
     num_branches: int = 0
     """Branches to draft during this round's verification. 0: draft before it."""
     min_chance: float = 0.0
@@ -58,7 +58,7 @@ class DraftPlan(NamedTuple):
     reads_states: bool = True
     """Whether a draft that reads hidden states drafts now or soon, so that the target worker should return them."""
     drafts_next: bool = True
-    """Whether the target worker's own draft drafts for the next round."""
+    """Whether a carried draft drafts for the next round."""
     is_trial: bool = False
     """Whether the sequence tries a draft method that currently does not pay off."""
 

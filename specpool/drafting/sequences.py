@@ -1,4 +1,4 @@
-"""What drafting reads of a sequence, of its request, of its part in a round, and of the draft. Pure."""
+"""Interfaces of the objects that drafting reads: sequences, requests, commits and the draft. Pure."""
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass

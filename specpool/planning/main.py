@@ -123,7 +123,7 @@ def running_models(settings: PlanSettings) -> tuple[Model, list[tuple[Model, Acc
 
 
 def _model_of(address: str, info: WorkerInfo) -> Model:
-    """Return the model of the worker at this address, with the costs that it measured at startup."""
+    """Return the model that this worker runs, with the costs that it measured at startup."""
     if len(info.step_seconds) < 2:
         raise UnusableWorkerError(f"{address}: the worker has not measured its passes")
     if info.ranks:

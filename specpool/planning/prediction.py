@@ -146,7 +146,7 @@ class MeasuredPair:
         return batch * self.lengths[k] / self.costs.seconds(batch, [batch] * k)
 
     def colocated_speed(self, batch: int, k: int) -> float:
-        """Return the tokens per second if the target worker carries the draft, so that drafts take no message."""
+        """Return the tokens per second if the target worker carries the draft, so that drafts take no messages."""
         costs = replace(self.costs, has_own_draft=True)
         return batch * self.lengths[k] / costs.seconds(batch, [batch] * k)
 
@@ -180,7 +180,7 @@ class Speed:
     groups: int
     """Groups in flight: 1 (drafted, then verified) or 2 (overlapping halves), whichever is faster."""
     separate: float | None = None
-    """Tokens per second with a draft worker. None if the models have a device each, which only separate workers use."""
+    """Tokens per second with a draft worker instead, on a shared device. None: `tokens_per_second` assumes one."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def smallest_sufficient(best: Iterable[Speed]) -> Speed:
 def balanced_workers(pair: MeasuredPair, batch: int, k: int) -> Workers:
     """Compute how many targets one draft worker can feed, or how many draft workers one target needs.
 
-    On one device, it needs none: the target worker carries the draft.
+    On one device, the target worker carries the draft and needs no draft worker.
     """
     if k == 0 or pair.shared:
         return Workers(0, 1)

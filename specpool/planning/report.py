@@ -85,7 +85,7 @@ def _speed_table(draft: DraftPlan) -> Table:
     )
     table.caption = "for each batch: predicted tokens/s, relative to plain decoding"
     if draft.pair.shared:
-        table.caption += ", if the target worker carries the draft; the last column: with a draft worker"
+        table.caption += ", if the target worker carries the draft; last column: with a draft worker instead"
     table.add_row("all k accepted", "", *(f"{share:.1%}" for share in draft.acceptance.by_position))
     table.add_row("mean acceptance length", "", *(f"{length:.2f}" for length in lengths), end_section=True)
     for batch, best in draft.best.items():

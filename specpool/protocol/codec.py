@@ -142,8 +142,8 @@ def verify_request(
 ) -> target_worker_pb2.VerifyRequest:
     """Build the request of a target round.
 
-    `features`: for the items that want them; None: the worker's own draft reads them, if any. `hints`: `chances` and
-    `step_cost` for the worker's own draft.
+    `features`: for the items that want them; None: only a carried draft reads them. `hints`: `chances` and `step_cost`
+    for the carried draft.
     """
     wanted = features if any(item.want_features for item in items) else None
     chances, step_cost = hints if any(item.own_draft is not None for item in items) else ((), 0.0)
@@ -262,7 +262,7 @@ def verify_response(
     evicted_pages: Sequence[bytes] = (),
     draft_rows: Sequence[int] = (),
 ) -> target_worker_pb2.VerifyResponse:
-    """Build the response to a target round. `spent`: nanoseconds by field name. `draft_rows`: of the own draft."""
+    """Build the response to a target round. `spent`: nanoseconds by field name. `draft_rows`: of the carried draft."""
     assert len(evicted_pages) <= MAX_EVICTED_PAGES
     results = []
     for verdict in verdicts:

@@ -110,11 +110,11 @@ def _read_verdict(result: Any, status: ItemStatus, item: VerifyItem, vocab_size:
 
 
 def _read_own_draft(result: Any, item: VerifyItem, vocab_size: int) -> OwnDraft:
-    """Read the worker's own draft, whose status may be unset if there is none."""
+    """Read the worker's own draft. Its status may be unset if there is none."""
     assert item.own_draft is not None
     drafted, confidences = _read_draft(result, MAX_ITEM_DRAFT_TOKENS)
-    if result.num_verified > min(len(drafted), item.own_draft.max_verified):
-        raise InvalidResponseError(f"{result.num_verified} of {len(drafted)} own draft tokens verified")
+    if result.num_verified > (limit := min(len(drafted), item.own_draft.max_verified)):
+        raise InvalidResponseError(f"{result.num_verified} own draft tokens verified; the limit is {limit}")
     _require(all(token < vocab_size for token in drafted), "an own draft token is outside the vocabulary")
     status = STATUSES.get(result.status, ItemStatus.CACHE_MISS)
     cached = result.cached_length
@@ -122,9 +122,9 @@ def _read_own_draft(result: Any, item: VerifyItem, vocab_size: int) -> OwnDraft:
 
 
 def read_draft_rows(response: target_worker_pb2.VerifyResponse) -> list[int]:
-    """Read the rows of each pass of the worker's own draft. Raises InvalidResponseError."""
+    """Read the rows of each pass of the carried draft. Raises InvalidResponseError."""
     rows = list(response.draft_rows)
-    _require(len(rows) <= MAX_ITEM_DRAFT_TOKENS and 0 not in rows, "implausible passes of the own draft")
+    _require(len(rows) <= MAX_ITEM_DRAFT_TOKENS and 0 not in rows, "draft_rows of the carried draft are invalid")
     return rows
 
 
@@ -209,7 +209,7 @@ def read_worker_info(response: common_pb2.GetWorkerInfoResponse) -> WorkerInfo:
     Raises InvalidResponseError.
     """
     _check_worker_info(response)
-    _require(not response.draft.HasField("draft"), "the draft carries a draft")
+    _require(not response.draft.HasField("draft"), "a carried draft cannot carry a draft")
     model, load, costs = response.model, response.load, response.costs
     shared = {field.name: getattr(part, field.name) for part in (model, load) for field in part.DESCRIPTOR.fields}
     del shared["equivalence"]
@@ -271,7 +271,7 @@ def max_verify_bytes(items: Iterable[VerifyItem], features: WantedFeatures | Non
 
 def _verify_result_bytes(item: VerifyItem, features: WantedFeatures | None) -> int:
     num_draft_tokens = item.max_num_draft_tokens
-    # The worker's own draft may be longer than what is verified.
+    # The worker's own draft may be longer than its verified part.
     own_bytes = 0 if item.own_draft is None else ITEM_BYTES + TOKEN_BYTES * MAX_ITEM_DRAFT_TOKENS
     per_token = TOKEN_BYTES + (0 if item.logprobs is None else LOGPROB_BYTES * (1 + item.logprobs))
     size = ITEM_BYTES + own_bytes + per_token * (1 + num_draft_tokens)

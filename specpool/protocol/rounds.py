@@ -163,18 +163,18 @@ class OwnDraftItem(NamedTuple):
     max_length: int = 0
     """Maximum number of committed and draft tokens of the sequence."""
     min_chance: float = 0.0
-    """See `ProposeItem`. Own draft tokens that are less likely are not verified, either."""
+    """See `ProposeItem`. The worker does not verify less likely own draft tokens, either."""
     next_chance: float = 1.0
 
     @property
     def is_idle(self) -> bool:
-        """Whether the worker neither verifies nor makes a draft, and at most keeps what the draft reads."""
+        """Whether the worker neither verifies nor makes its own draft, and at most keeps states for it."""
         return not self.max_verified and not self.num_draft_tokens
 
 
 @dataclass
 class OwnDraft(Proposal):
-    """The draft that a round found in the worker, and the draft's cache after the round."""
+    """The own draft that a round found in the worker, and the state of the draft's cache after the round."""
 
     num_verified: int = 0
     """Number of draft tokens that the round verified."""
@@ -202,10 +202,10 @@ class VerifyItem(SequenceItem):
     max_draft_tokens: int = 0
     """Maximum number of draft tokens, including forced tokens. 0: no forced tokens."""
     want_features: bool = False
-    """Whether to return the hidden states of the last committed and of the accepted tokens, or to keep them for the
-    worker's own draft."""
+    """Whether to return the hidden states of the last committed and of the accepted tokens, or to keep them for a
+    carried draft."""
     own_draft: OwnDraftItem | None = None
-    """None: the worker neither verifies nor makes a draft of its own."""
+    """None: the worker neither verifies nor makes its own draft."""
 
     @property
     def end(self) -> int:
@@ -254,7 +254,7 @@ class VerifyRound:
     feature_window: int = 0
     """Maximum number of committed tokens of an item to return features for."""
     chances: Sequence[float] = ()
-    """For the worker's own draft; see `ProposeRound`."""
+    """For the carried draft; see `ProposeRound`."""
     step_cost: float = 0.0
 
 

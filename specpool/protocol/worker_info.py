@@ -105,7 +105,7 @@ class WorkerInfo:
     feature_width: int = 0
     """Values per state that the draft reads."""
     draft: "WorkerInfo | None" = None
-    """The draft that a target worker carries."""
+    """The draft that the target worker carries."""
 
     @property
     def features(self) -> FeatureSpec | None:
@@ -127,7 +127,7 @@ class WorkerInfo:
 
 
 def why_not_a_pair(draft: WorkerInfo, target: WorkerInfo) -> str | None:
-    """Return why a draft cannot draft for a target; None if it can."""
+    """Return why the draft cannot draft for the target; None if it can."""
     features = draft.features
     if draft.tokenizer_fingerprint != target.tokenizer_fingerprint:
         return f"the draft {draft.model} uses a different tokenizer than the target {target.model}"

@@ -33,7 +33,7 @@ class Backend(Protocol):
 
     @property
     def carried_draft(self) -> "Backend | None":
-        """The draft that a target worker carries."""
+        """The draft that a target worker carries, if any."""
 
     @property
     def realign_ns(self) -> int:
@@ -41,7 +41,7 @@ class Backend(Protocol):
 
     @property
     def draft_ns(self) -> int:
-        """Nanoseconds that the worker's own draft has taken so far, without realignment."""
+        """Nanoseconds that the carried draft has taken so far, without realignment."""
 
     @property
     def passes(self) -> int:

@@ -41,7 +41,7 @@ class WorkerHost:
         """Called with the reason before a call is answered if the process can no longer serve. Must end the process."""
         self.rounds = 0
         self.forward_ns = 0
-        """Nanoseconds that rounds have taken, without realignment and the worker's own draft."""
+        """Nanoseconds that rounds have taken, without realignment and the carried draft."""
         self._load, self.clock = load, clock
         self._thread = ModelThread(self._end)
         self._merging = RoundMerging()
@@ -206,7 +206,7 @@ class WorkerHost:
             realign_ns, draft_ns = backend.realign_ns - realigned, backend.draft_ns - drafted
             forward_ns = time.perf_counter_ns() - began - realign_ns - draft_ns
             spent = {"forward_ns": forward_ns, "realign_ns": realign_ns}
-            if draft_ns:  # draft workers have no such field
+            if draft_ns:  # responses of draft workers have no such field
                 spent["draft_ns"] = draft_ns
             for round_, result in zip(rounds, results, strict=True):
                 round_.response = result, spent

@@ -12,7 +12,7 @@ from specpool.worker.host import WorkerHost
 
 
 class _Model(NamedTuple):
-    """The work and the load of one model in the process."""
+    """Work and load of one model in the process."""
 
     info: WorkerInfo
     forward_ns: int
@@ -20,9 +20,9 @@ class _Model(NamedTuple):
 
 
 class WorkerMetrics:
-    """Collector. Metrics of the models and their caches appear once they are loaded.
+    """Collector. Metrics of the models and their caches appear once the models are loaded.
 
-    A target worker that carries a draft yields its samples in the same families, with the label `worker="draft"`.
+    For a carried draft, the same families have samples with the label `worker="draft"`.
     """
 
     def __init__(self, worker: str, host: WorkerHost) -> None:
@@ -43,7 +43,7 @@ class WorkerMetrics:
             yield from _caches({worker: model.info for worker, model in models.items()})
 
     def _models(self) -> dict[str, _Model]:
-        """Return the worker's model, and the draft that it carries, by the label `worker`."""
+        """Return the worker's model and the carried draft, by their label `worker`."""
         host, info = self._host, self._host.info
         backend: Backend = host.backend
         models = {self._worker: _Model(info, host.forward_ns, backend.work)}

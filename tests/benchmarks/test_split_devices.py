@@ -1,4 +1,4 @@
-"""The benchmark of split devices runs to its end on a small load, and its bounds are those of the emulated clock."""
+"""The split-device benchmark completes a small load, and its bounds follow the emulated pass times."""
 
 import argparse
 import json

@@ -155,7 +155,7 @@ async def test_calls_and_links_have_metrics_before_the_target_is_ready() -> None
     assert "specpool:num_requests_running" not in seen.families
 
 
-async def test_a_carried_draft_is_no_draft_worker_that_can_be_missing() -> None:
+async def test_a_carried_draft_has_no_link_state() -> None:
     async with serving(RecordingTarget(draft=FakeOwnDraft()), with_draft=False, metrics_port=free_port()) as served:
         await served.expect(make_request())
         seen, info = await scraped(served), await served.info()

@@ -141,7 +141,7 @@ def test_a_profile_adds_a_target_that_differs_only_in_its_gpu() -> None:
 
 
 class OverrideLoader(yaml.SafeLoader):
-    """Reads the tag that removes a value of the first compose file as None."""
+    """Reads `!reset`, which removes a value of the first compose file, as None."""
 
 
 OverrideLoader.add_constructor("!reset", lambda loader, node: None)

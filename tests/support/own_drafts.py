@@ -1,4 +1,4 @@
-"""Rounds for a target worker that carries a draft, as a coordinator sends them, but one at a time."""
+"""Sends rounds to a target worker that carries a draft like a coordinator, one at a time."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -27,10 +27,10 @@ class Generation:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0
     last_round: int | None = None
-    """The round that yielded the last token."""
+    """Id of the round that yielded the last token."""
     num_verified: int = 0
     num_accepted: int = 0
-    """Own draft tokens."""
+    """Numbers of own draft tokens verified and accepted."""
 
     def __post_init__(self) -> None:
         self.token_ids = self.token_ids or [*self.prompt]
@@ -51,7 +51,7 @@ class Generation:
     def item(
         self, own: OwnDraftItem | None, *, base: int | None = None, end: int | None = None, **fields: Any
     ) -> VerifyItem:
-        """The next item. `base`: default: all cached positions. `end`: of a prompt chunk."""
+        """Return the next item. `base`: default: all cached positions. `end`: end of a prompt chunk."""
         base = self.num_cached_tokens if base is None else base
         if base == 0:
             fields |= {"sampling": self.sampling, "cache_namespace": self.cache_namespace}
@@ -66,7 +66,7 @@ class Generation:
         )
 
     def continued(self, own: OwnDraftItem | None, **fields: Any) -> VerifyItem:
-        """The next item, sent before the last result has arrived."""
+        """Return the next item, as sent before the last result has arrived."""
         item = self.item(own, **fields)
         item.base_length, item.token_ids, item.after_round_id = 0, (), self.last_round
         return item
@@ -103,7 +103,7 @@ class Rounds:
         self.verifier, self.round_id = verifier, 0
 
     def send(self, items: Sequence[tuple[Generation, VerifyItem]], **fields: Any) -> list[Verdict]:
-        """Send the items in one pass, in a round of each coordinator, and commit the results."""
+        """Send the items in one pass, as one round per coordinator, and commit the results."""
         self.round_id += 1
         verdicts = self.repeat(items, **fields)
         for (generation, item), verdict in zip(items, verdicts, strict=True):
@@ -111,7 +111,7 @@ class Rounds:
         return verdicts
 
     def repeat(self, items: Sequence[tuple[Generation, VerifyItem]], **fields: Any) -> list[Verdict]:
-        """Send the last round (again), without committing its results."""
+        """Send the last round again, without committing its results."""
         owners = sorted({generation.coordinator_id for generation, _ in items})
         rounds = [
             VerifyRound(
@@ -123,7 +123,7 @@ class Rounds:
         return [next(verdicts[generation.coordinator_id]) for generation, _ in items]
 
     def generate(self, generations: Sequence[Generation], k: int, **fields: Any) -> None:
-        """Generate all tokens with own drafts of `k` tokens, each round sent before the last result has arrived."""
+        """Generate all tokens with own drafts of `k` tokens. Each round is sent before the last result has arrived."""
         own = OwnDraftItem(k, k) if k else None
         while unfinished := [each for each in generations if not each.is_finished]:
             make = [each.item if each.last_round is None else each.continued for each in unfinished]

@@ -28,7 +28,7 @@ from specpool.worker.host import WorkerHost
 from target_worker.server import TargetWorkerServicer, TargetWorkerSettings, load_verifier
 
 ARRANGEMENTS = ["chosen drafts", "branches", "carried draft"]
-"""A draft worker with drafts as they pay, or with branches only, and a target worker that carries the draft."""
+"""A draft worker whose drafts the coordinator chooses, one that drafts only branches, and a carried draft."""
 
 
 class LogitsTap:
@@ -83,7 +83,7 @@ class PairService:
         await host.run(lambda backend: backend.carried_draft and backend.carried_draft.engine.slots.tables.pool.clear())
 
     async def forget_after(self, hundredths: list[int]) -> None:
-        """Make all workers lose every cache, after pauses in hundredths of a second."""
+        """Make all workers lose all caches, after pauses in hundredths of a second."""
         for pause in hundredths:
             await asyncio.sleep(pause / 100)
             for host in (self.target, self.draft):

@@ -112,7 +112,7 @@ def check_logprobs(sampling: pb.SamplingParams, response: pb.GenerateResponse) -
 
 @pytest.mark.parametrize("is_carried", [False, True])
 async def test_sampled_drafts_are_accepted(tiny_pair: tuple[Path, Path], is_carried: bool) -> None:
-    """Both models share their noise, so acceptance at temperature 1 exceeds that of independent samples by far. A lost
+    """Both models share their noise, so acceptance at temperature 1 far exceeds that of independent samples. A lost
     cache does not lose the sampling rules."""
     target, draft = tiny_pair
     carried = {"draft": str(draft)} if is_carried else {}

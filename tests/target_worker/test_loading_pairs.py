@@ -1,4 +1,4 @@
-"""A target worker that carries a draft: both models share a memory limit, and drafts that do not fit are refused."""
+"""Loading a target and its draft: both share a memory limit, and drafts that do not fit the target are refused."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def load(pair: Pair, **options: Any) -> tuple[Engine, Engine]:
 
 
 def total(engines: tuple[Engine, Engine]) -> int:
-    """Memory of both models, which run in turns."""
+    """Return the memory of both models, whose passes take turns."""
     footprints = [engine.footprint for engine in engines]
     return sum(each.weights + each.kv for each in footprints) + max(each.activations for each in footprints)
 
@@ -45,7 +45,7 @@ def columns(engines: tuple[Engine, Engine]) -> list[int]:
 
 
 def least(pair: Pair, option: str, **options: Any) -> int:
-    """The smallest limit, which the refusal of a smaller one names."""
+    """Return the smallest sufficient limit, which the error for a smaller one names."""
     with pytest.raises(UnsupportedModelError) as error:
         load(pair, **options, **{option: 1024})
     found = re.search(rf"raise {option} to ([\d,]+) bytes", str(error.value))
@@ -53,7 +53,7 @@ def least(pair: Pair, option: str, **options: Any) -> int:
     return int(found[1].replace(",", ""))
 
 
-def test_a_budget_covers_both_models_and_caches_of_the_same_length(tiny_pair: Pair) -> None:
+def test_a_budget_covers_both_models_and_equally_long_caches(tiny_pair: Pair) -> None:
     limit = least(tiny_pair, "memory_budget", max_sequences=2)
     engines = load(tiny_pair, max_sequences=2, memory_budget=limit)
     assert columns(engines) == [64, 64]
@@ -64,7 +64,7 @@ def test_a_budget_covers_both_models_and_caches_of_the_same_length(tiny_pair: Pa
         load(tiny_pair, max_sequences=2, memory_budget=limit - 1)
 
 
-def test_a_size_of_its_own_limits_only_the_cache_of_the_draft(tiny_pair: Pair) -> None:
+def test_draft_kv_memory_limits_only_the_draft_s_cache(tiny_pair: Pair) -> None:
     small = least(tiny_pair, "draft_kv_memory")
     assert columns(load(tiny_pair, draft_kv_memory=small)) == [4 * 64, 64]
     budget = least(tiny_pair, "memory_budget", draft_kv_memory=2 * small)
@@ -80,12 +80,12 @@ def test_the_log_names_the_model_that_is_ready(tiny_pair: Pair, caplog: pytest.L
     assert [message.removeprefix("ready: ").partition(",")[0] for message in ready] == [*map(str, reversed(tiny_pair))]
 
 
-def test_kv_memory_is_the_size_of_the_target_s_cache(tiny_pair: Pair) -> None:
+def test_kv_memory_sizes_the_target_s_cache(tiny_pair: Pair) -> None:
     engines = load(tiny_pair, kv_memory=3 * least(tiny_pair, "kv_memory"))
     assert columns(engines) == [3 * 64, 3 * 64]
 
 
-def test_default_caches_share_one_share_of_the_free_memory(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_caches_divide_a_share_of_free_memory(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     one, draft = (engine.footprint.kv for engine in load(tiny_pair, max_sequences=1))
     free = SimpleNamespace(available=int(3.5 * (one + draft) / memory.CPU_SHARE))
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: free)
@@ -143,7 +143,7 @@ def test_a_feature_draft_must_fit_the_target(tmp_path: Path, tiny_pair: Pair) ->
         ({"draft_activations": "int8", "native": False}, "draft-activations: int8 needs --native"),
     ],
 )
-def test_settings_of_a_draft_that_cannot_work_are_refused(options: dict[str, Any], reason: str) -> None:
+def test_draft_settings_that_cannot_work_are_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         TargetOptions(**{"model": "a", "draft": "b", **options})
 

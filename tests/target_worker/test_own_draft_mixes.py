@@ -1,4 +1,4 @@
-"""Mixes of rounds for a target worker that carries a draft give the tokens of plain decoding."""
+"""Random mixes of rounds, with a target worker that carries a draft, yield the tokens of plain decoding."""
 
 import random
 from pathlib import Path
@@ -37,7 +37,7 @@ def draft(tiny_pair: tuple[Path, Path]) -> Engine:
 
 
 class Mix:
-    """Random rounds of a few sequences of two coordinators."""
+    """Random rounds for a few sequences of two coordinators."""
 
     def __init__(self, target: Engine, draft: Engine, chance: random.Random) -> None:
         self.target, self.draft, self.chance = target, draft, chance
@@ -62,7 +62,7 @@ class Mix:
         return alone
 
     def run(self) -> None:
-        """Run a round of some sequences, perhaps twice, and perhaps lose caches after it."""
+        """Run a round of some sequences, perhaps twice. Then perhaps lose caches."""
         chance, unfinished = self.chance, [each for each in self.generations if not each.is_finished]
         chosen = chance.sample(unfinished, chance.randint(1, len(unfinished)))
         items = [(each, self._item(each)) for each in chosen]
@@ -114,7 +114,7 @@ class Mix:
         return OwnDraftItem(chance.choice((k, k, 0, 2)), k, 0, min_chance, chance.choice((1.0, 0.7)))
 
     def _lookup(self, each: Generation, end: int) -> tuple[int, ...]:
-        """Right and wrong tokens of a prompt lookup, perhaps none."""
+        """Right and wrong prompt-lookup tokens, or none."""
         right = self.expected[each.sequence_id].token_ids[end : end + self.chance.randint(0, 3)]
         return (*right, *(self.chance.randrange(200) for _ in range(self.chance.randint(0, 1))))
 
@@ -125,7 +125,7 @@ class Mix:
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
-def test_mixes_change_no_token(target: Engine, draft: Engine, seed: int) -> None:
+def test_tokens_equal_plain_decoding(target: Engine, draft: Engine, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specpool.engine.run.sequences.GRAMMAR_SECONDS", 60.0)
         mix = Mix(target, draft, random.Random(seed))

@@ -1,4 +1,4 @@
-"""The service of a target worker that carries a draft: settings, the wire, and sharded targets."""
+"""The gRPC service of a target worker that carries a draft: settings, messages, and sharded targets."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,7 +25,7 @@ OWN = pb.OwnDraftItem(max_verified=3, num_draft_tokens=3, max_length=100)
 
 @pytest.fixture(scope="module")
 def engines(tiny_pair: tuple[Path, Path]) -> tuple[Engine, Engine]:
-    """A target, and its own model as a draft."""
+    """A target, and a draft with the same model."""
     return load_engine(tiny_pair[0]), load_engine(tiny_pair[0])
 
 
@@ -89,7 +89,7 @@ async def test_the_worker_describes_its_draft(engines: tuple[Engine, Engine]) ->
         assert read_worker_info(await worker.info()).draft == before.draft
 
 
-async def test_without_an_own_draft_the_draft_does_nothing(engines: tuple[Engine, Engine]) -> None:
+async def test_items_without_own_draft_do_not_run_the_draft(engines: tuple[Engine, Engine]) -> None:
     async with serving_both(engines) as worker:
         passes = worker.host.backend.passes
         response = await worker.respond(pb.VerifyItem(sequence_id=1, token_ids=PROMPT))

@@ -1,4 +1,4 @@
-"""A target worker that carries a draft: the tokens are those of plain decoding, and drafts are what they seem."""
+"""A target worker that carries a draft yields the tokens of plain decoding, and verifies and reports its own drafts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +41,7 @@ def draft(tiny_pair: tuple[Path, Path]) -> Engine:
 
 @pytest.fixture(scope="module")
 def equal_draft(tiny_pair: tuple[Path, Path]) -> Engine:
-    """The target's own model as a draft."""
+    """A draft with the target's model."""
     return load_engine(tiny_pair[0])
 
 
@@ -58,7 +58,7 @@ def start(number: int, rules: SamplingParams | None = None, prompt: int = 1, **f
 
 
 def plain(target: Engine, generations: Sequence[Generation]) -> list[Generation]:
-    """The same sequences, decoded alone without a draft."""
+    """Return the same sequences, each decoded alone without a draft."""
     forget_all(target, SLOTS)
     done = []
     for each in generations:
@@ -89,11 +89,11 @@ def test_the_target_accepts_every_token_of_its_own_model(
     assert generation.num_verified == generation.num_accepted > NUM_TOKENS / 2
 
 
-# --- What a round verifies, and what it reports
+# --- Verified and reported drafts
 
 
 def own_draft(rounds: Rounds, generation: Generation, own: OwnDraftItem | None, **fields: object) -> OwnDraft:
-    """Send the sequence's next round. Return what it reports."""
+    """Send the sequence's next round. Return the own draft that it reports."""
     (verdict,) = rounds.send([(generation, generation.item(own, **fields))])  # type: ignore[arg-type]
     assert verdict.own_draft is not None
     return verdict.own_draft
@@ -128,14 +128,14 @@ def test_unlikely_tokens_are_not_verified(target: Engine, draft: Engine) -> None
     assert verdict.own_draft.num_verified == 1
 
 
-def test_lookup_tokens_count_without_an_own_draft(target: Engine, equal_draft: Engine) -> None:
+def test_lookup_tokens_are_verified_without_an_own_draft(target: Engine, equal_draft: Engine) -> None:
     (expected,) = plain(target, [start(1)])
     rounds, generation = carrying(target, equal_draft), start(1)
     own_draft(rounds, generation, OwnDraftItem(3, 0))
     right = tuple(expected.token_ids[len(generation.token_ids) :][:5])
     own_draft(rounds, generation, OwnDraftItem(3, 2), draft_token_ids=right)
     assert len(generation.answer) == 1 + 6
-    own_draft(rounds, generation, OwnDraftItem(3, 2), draft_token_ids=(0, 0, 0))  # its own ones are right
+    own_draft(rounds, generation, OwnDraftItem(3, 2), draft_token_ids=(0, 0, 0))  # the own draft is right
     assert len(generation.answer) == 1 + 6 + 3
     assert generation.answer == expected.answer[:10]
 
@@ -152,7 +152,7 @@ def test_a_plain_round_keeps_the_rest_of_the_draft(target: Engine, equal_draft: 
     assert own_draft(rounds, generation, OwnDraftItem(4, 0)).draft_token_ids == ()
 
 
-def test_a_draft_of_another_model_is_kept_only_as_far_as_it_is_right(target: Engine, draft: Engine) -> None:
+def test_a_plain_round_drops_a_draft_that_differs_from_its_tokens(target: Engine, draft: Engine) -> None:
     rounds = carrying(target, draft)
     for number, rules in enumerate([None] * 3 + [SamplingParams(temperature=1.5, seed=seed) for seed in range(3)]):
         generation = start(number, rules)
@@ -212,7 +212,7 @@ def test_the_draft_catches_up_over_several_rounds(
     assert cached[3] == len(long.token_ids) + 2
 
 
-def test_tokens_in_the_prefix_cache_of_the_draft_are_free(
+def test_prefix_cached_tokens_do_not_count_as_catch_up(
     target: Engine, equal_draft: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds, first = carrying(target, equal_draft), start(1, prompt=2, cache_namespace=b"x")
@@ -248,7 +248,7 @@ def test_the_draft_drafts_for_all_coordinators_of_a_pass(target: Engine, equal_d
     assert both[0].num_verified > 0
 
 
-def test_without_a_slot_of_the_draft_there_are_no_drafts(target: Engine, equal_draft: Engine) -> None:
+def test_sequences_without_a_draft_slot_get_no_drafts(target: Engine, equal_draft: Engine) -> None:
     rounds, first, second = carrying(target, equal_draft), start(1), start(2)
     forget_all(equal_draft, 1)
     own_draft(rounds, first, OwnDraftItem(3, 3))
@@ -258,7 +258,7 @@ def test_without_a_slot_of_the_draft_there_are_no_drafts(target: Engine, equal_d
     assert own_draft(rounds, second, OwnDraftItem(3, 3)).status is ItemStatus.OK
 
 
-def test_sequences_leave_both_caches(target: Engine, equal_draft: Engine) -> None:
+def test_released_sequences_leave_both_caches(target: Engine, equal_draft: Engine) -> None:
     rounds, verifier = carrying(target, equal_draft), Verifier(target, Proposer(equal_draft))
     rounds.verifier = verifier
 
@@ -298,7 +298,7 @@ def test_a_draft_that_fails_costs_only_drafts(
     assert generation.num_accepted > 3
 
 
-def test_a_lack_of_memory_is_repeated_by_the_host(
+def test_the_host_repeats_a_round_that_ran_out_of_memory(
     target: Engine, equal_draft: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The repeated round finds the same draft."""

@@ -1,4 +1,4 @@
-"""Own drafts that read the target's hidden states draft like a draft worker that gets the same states."""
+"""A carried feature draft drafts the same tokens as a draft worker that gets the same hidden states."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ K, WINDOW = 3, 64
 def engines(
     request: pytest.FixtureRequest, tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Engine, Engine]:
-    """A target and a draft that reads its states."""
+    """A target, and a draft that reads the target's states."""
     folder = tmp_path_factory.mktemp("features")
     if request.param == "trained draft":
         draft = save_pair_draft(folder, *tiny_pair, (1, 2))
@@ -33,7 +33,7 @@ def engines(
 
 
 def drafted_apart(target: Engine, draft: Engine, rules: SamplingParams | None) -> list[tuple[int, ...]]:
-    """The drafts of each round of a draft worker that gets the states over the wire."""
+    """Return the draft of each round from a draft worker that gets the states over the wire."""
     verifier, proposer, layers = Verifier(target), Proposer(draft), draft.info().feature_layers
     alone, drafts, features, read = Generation(9, PROMPT, rules), [], b"", 0
     for round_id in range(1, 30):
@@ -56,7 +56,7 @@ def drafted_apart(target: Engine, draft: Engine, rules: SamplingParams | None) -
 
 @pytest.mark.parametrize("rules", [None, SamplingParams(temperature=0.7, seed=3, prompt_length=len(PROMPT))])
 @pytest.mark.parametrize("chunk", [None, 16])
-def test_they_read_every_state(engines: tuple[Engine, Engine], rules: SamplingParams | None, chunk: int | None) -> None:
+def test_all_states_are_read(engines: tuple[Engine, Engine], rules: SamplingParams | None, chunk: int | None) -> None:
     target, draft = engines
     for engine in engines:
         forget_all(engine, 4)
@@ -88,7 +88,7 @@ def test_states_wait_for_the_first_draft(engines: tuple[Engine, Engine]) -> None
         items = early.item(OwnDraftItem(0, K)), late.item(OwnDraftItem(0, 0), want_features=True)
         rounds.send([(early, items[0]), (late, items[1])])
         states = target.slots["c", 2].carried.states
-        assert states.untyped_storage().nbytes() == states.nbytes  # no view of all states of a pass
+        assert states.untyped_storage().nbytes() == states.nbytes  # not a view of the whole pass's states
     rounds.send([(early, early.item(OwnDraftItem(0, K))), (late, late.item(OwnDraftItem(0, K)))])
     found = rounds.send([(each, each.item(OwnDraftItem(K, 0))) for each in (early, late)])
     drafts = [verdict.own_draft.draft_token_ids for verdict in found if verdict.own_draft is not None]

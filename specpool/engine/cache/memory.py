@@ -56,11 +56,11 @@ class KVLimit:
     other_ranks: int | None = None
     """Smallest KV cache size that another rank can hold; None: the model is not sharded."""
     beside: Footprint | None = None
-    """What another model of this process takes of the limit; None: nothing."""
+    """Memory of another model in this process, which counts against the limit; None: there is none."""
     position_bytes: int | None = None
-    """What a position takes of the limit, if another model's cache also holds it; None: the position of this cache."""
+    """Bytes of a position that count against the limit, perhaps in both caches; None: those of this cache."""
     max_model_len: int | None = None
-    """Maximum positions of a sequence in another model of this process; None: there is none."""
+    """Maximum positions of a sequence in the other model; None: there is none."""
 
     @property
     def kv_bytes(self) -> int:
@@ -68,7 +68,7 @@ class KVLimit:
         return max(0, self.option_bytes - self._others) if self.option_bytes >= self.loading else 0
 
     def positions(self, per_token: int) -> int:
-        """Return the positions that fit in a cache with this many bytes per position."""
+        """Return the number of positions that fit, at this many bytes per position."""
         own = self.kv_bytes // (self.position_bytes or per_token)
         return own if self.other_ranks is None else min(own, self.other_ranks // per_token)
 
@@ -167,6 +167,7 @@ def process_memory(device: torch.device) -> tuple[int, int]:
 def default_kv_memory(device: torch.device) -> int:
     """Return the default KV cache size: a share of the memory that is free on the device now."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # loading leaves memory that torch holds but no tensor uses
         return int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
     return int(_available_to_process() * CPU_SHARE)
 

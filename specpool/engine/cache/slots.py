@@ -35,7 +35,7 @@ class Slot:
     num_digested_pages: int = 0
     """Leading pages in the prefix cache. The cached page may be an equal one of another slot."""
     cache_namespace: bytes | None = None
-    """Namespace of the prefix cache, from first contact."""
+    """Namespace of the prefix cache, given on first contact."""
     sampling: SequenceRules | None = None  # how tokens are chosen; None: greedily
     next_token: int | None = None
     """The last token that the last round yielded, which is not cached yet."""
@@ -46,7 +46,7 @@ class Slot:
     continued: tuple[int, Continuation] | None = None
     """How the last round began, if it continued an earlier one: the id of that round, and where."""
     carried: CarriedDraft = field(default_factory=CarriedDraft)
-    """The worker's own draft, if it carries one."""
+    """State of the worker's own draft, if the worker carries a draft."""
 
 
 class SlotTable:
@@ -113,6 +113,10 @@ class SlotTable:
     def _extend(self, key: SequenceKey, slot: Slot, item: SequenceItem, columns: int) -> ItemStatus:
         """Add cached pages of the item's tokens, then free pages."""
         base, tables = item.base_length, self.tables
+        shares = len(item.token_ids) > tables.page_size or item.expected_prefix_length > 0
+        if not shares and tables.fits(slot.index, columns):  # as in most rounds
+            slot.prefix_length = 0
+            return ItemStatus.OK
         tables.truncate(slot.index, max(base, columns))
         shared = self._share(slot, item)
         if len(shared) * tables.page_size < item.expected_prefix_length:
@@ -153,7 +157,7 @@ class SlotTable:
         return shared
 
     def cached_prefix(self, namespace: bytes, token_ids: Sequence[int]) -> int:
-        """Return the number of leading tokens of a new sequence that the prefix cache holds, all but the last one."""
+        """Return how many leading tokens of a new sequence the prefix cache holds, never counting the last token."""
         size, pool = self.tables.page_size, self.tables.pool
         pages = pool.share(PageDigests(namespace, size).first((len(token_ids) - 1) // size, token_ids))
         pool.drop(pages)

@@ -7,7 +7,7 @@ LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForCausalLMEagle", "ForCausalL
 """Endings of the architectures with a causal language-model head, those of EAGLE heads included."""
 SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 FEATURES = "specpool_features"
-"""Key of a draft that reads hidden states of its target: {"layers": [...], "width": ...}."""
+"""Key in the config.json of a draft that reads its target's hidden states: {"layers": [...], "width": ...}."""
 MODELS_PAGE = "docs/models.md lists the supported models"
 """Ends every error message that refuses a kind of model."""
 

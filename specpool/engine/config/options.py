@@ -46,8 +46,8 @@ def check_int8(
 ) -> None:
     """Raise ValueError if other options rule out int8 activations.
 
-    `role`: as in `int8_refusal`. `shares_flags`: only the flag of the activations begins with the role. `devices`: by
-    flag, such as "--standby-devices".
+    `role`: as in `int8_refusal`. `shares_flags`: only the flag of the activations has the role as a prefix. `devices`:
+    by flag, such as "--standby-devices".
     """
     prefix = "" if shares_flags else role
     needed = {

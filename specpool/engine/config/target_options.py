@@ -9,7 +9,7 @@ from specpool.engine.config.options import INT8, Activations, EngineOptions, che
 ENGINE: dict[str, Any] = EngineOptions.model_fields
 RANKS = {"tensor_parallel", "tensor_parallel_sums", "nnodes", "node_rank", "master_addr", "master_port"}
 NOT_SHARED = RANKS | {"model", "revision", "target_model", "device", "weights", "activations"}
-"""Options that a draft does not take from its target. Rank 0 runs the draft, unsharded."""
+"""Options that the draft does not take from its target. Rank 0 runs the draft unsharded."""
 
 
 class TargetOptions(EngineOptions):
@@ -18,13 +18,13 @@ class TargetOptions(EngineOptions):
     draft: str | None = Field(
         None,
         min_length=1,
-        description="draft that the worker carries: hub id, folder or GGUF file. It runs on the target's device and "
-        "shares memory_limit or memory_budget; default: none",
+        description="draft model for the worker to carry: hub id, folder or GGUF file. It runs on the target's device "
+        "and shares the target's memory_limit or memory_budget; default: none",
     )
     draft_revision: str | None = ENGINE["revision"]
     draft_activations: Activations = ENGINE["activations"]
     draft_kv_memory: ByteSize | None = Field(
-        None, description="KV cache size of the draft that the worker carries; default: as many positions as the target"
+        None, description="KV cache size of the carried draft; default: as many positions as the target's cache"
     )
 
     @property

@@ -51,7 +51,7 @@ def check_options(options: EngineOptions, names: Mapping[str, str] = OPTION_NAME
 
 
 def check_target(options: TargetOptions, names: Mapping[str, str] = OPTION_NAMES) -> None:
-    """Raise InvalidOptionError for an option of a target, or of the draft that it carries, that cannot work.
+    """Raise InvalidOptionError if an option of a target, or of the draft that it carries, cannot work.
 
     `names`: as in `check_options`.
     """
@@ -128,7 +128,7 @@ def _read_config(options: EngineOptions) -> dict[str, Any] | None:
 
 
 def _local_config(options: EngineOptions) -> dict[str, Any]:
-    """Return the configuration of a local model; empty if it is not in a file of its own."""
+    """Return the configuration of a local model; empty if the model has no config file."""
     model = existing_model(options.model)
     file = None if model is None else find_file(model, options.revision, CONFIG)
     return {} if file is None else read_json(file, MAX_CONFIG_BYTES)

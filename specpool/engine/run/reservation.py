@@ -49,13 +49,13 @@ class ReservedCache:
 
 @dataclass(frozen=True)
 class CacheNeeds:
-    """What the limit of a KV cache depends on."""
+    """Inputs for the memory limit of a KV cache."""
 
     options: EngineOptions
     facts: ModelFacts
     dtype: torch.dtype
     others: Footprint
-    """Memory of the model beside its cache."""
+    """Memory of the model without its cache."""
 
     @property
     def position_bytes(self) -> int:
@@ -90,7 +90,7 @@ def reserve_cache(
     """Reserve a cache of this dtype.
 
     `others`: memory of weights and activations. `other_ranks`: smallest limit, in bytes, of the other ranks' caches.
-    `limit_cache`: None: `own_limit`.
+    `limit_cache`: returns the memory limit; default: `own_limit`.
 
     UnsupportedModelError: the limit is too small for a sequence of the requested length, or exceeds the device memory.
     """
@@ -168,14 +168,14 @@ def _affordable_columns(
 
 
 def own_limit(needs: CacheNeeds) -> KVLimit:
-    """Return the limit of the only cache of a process."""
+    """Return the limit of a cache that no other model's cache shares."""
     return kv_limit(needs.options, needs.others, needs.facts.device)
 
 
 def kv_limit(
     options: EngineOptions, others: Footprint, device: torch.device, beside: Footprint | None = None
 ) -> KVLimit:
-    """The memory limit of the KV cache. `beside`: memory of another loaded model of this process."""
+    """Return the memory limit of the KV cache. `beside`: memory of another loaded model in this process."""
     if options.memory_limit is not None:
         present, peak = process_memory(device)
         weights = others.weights + (0 if beside is None else beside.weights)

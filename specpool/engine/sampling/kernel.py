@@ -35,10 +35,10 @@ def has_kernels(device: torch.device) -> bool:
 def sample_rows(
     logits: torch.Tensor, rules: Sequence[tuple[SamplingParams | None, int]], changed: torch.Tensor | None = None
 ) -> tuple[list[int], list[bool]]:
-    """Choose a token for each row of logits [n, vocab_size]. Return the tokens, and whether rows are finite.
+    """Choose a token for each row of logits [n, vocab_size]. Return the tokens, and whether each row is finite.
 
-    A row is finite if its largest logit is, where NaN is the largest. `rules`: parameters (None: greedy) and context
-    length of each row. `changed`: logits [n, vocab_size] with bias, masks and penalties, to choose from instead.
+    A row is finite if its largest logit is finite; NaN counts as the largest. `rules`: parameters (None: greedy) and
+    context length of each row. `changed`: logits [n, vocab_size] after bias, masks and penalties, to choose from.
     """
     if not rules:
         return [], []
@@ -192,7 +192,7 @@ if triton is not None:
     ):  # fmt: skip
         """Store the largest sum of logit and noise in one part of a row.
 
-        The low 31 bits hold the token, and the next one whether its original logit is finite.
+        The low 31 bits hold the token. The next bit tells whether its original logit is finite.
         """
         row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
         numbers += row * FIELDS
@@ -213,7 +213,7 @@ if triton is not None:
                     sums += gumbel(token_ids, first, second)
             # Excluded tokens and lanes past the vocabulary rank below minus infinity.
             ranked = tl.where(kept & (token_ids < vocab), order_of_float(sums), -(1 << 31))
-            # NaN and infinity win, so that no row hides them. A row of minus infinity has token 0, as on a CPU.
+            # NaN and infinity rank highest, so masks cannot hide them. Rows of minus infinity yield token 0, as on CPU.
             ranked = tl.where(unchanged < float("inf"), ranked, 0x7FFFFFFF).to(tl.int64)
             finite = (tl.abs(unchanged) < float("inf")).to(tl.int64)
             tokens = tl.where(sums > float("-inf"), token_ids, 0)

@@ -84,7 +84,7 @@ def largest(logits: torch.Tensor) -> torch.Tensor:
 
 
 def largest_on_host(logits: torch.Tensor) -> tuple[torch.Tensor, list[bool]]:
-    """Return the result of `largest`, on the host, and whether the largest logit of each row is finite."""
+    """Return the result of `largest` on the host, and whether the largest logit of each row is finite."""
     if logits.device.type != "cpu":
         return reduce_and_copy(logits)
     indexes = largest(logits)
@@ -94,7 +94,7 @@ def largest_on_host(logits: torch.Tensor) -> tuple[torch.Tensor, list[bool]]:
 
 
 def reduce_and_copy(logits: torch.Tensor) -> tuple[torch.Tensor, list[bool]]:
-    """`largest_on_host` on a GPU: one kernel writes indexes and logits to memory that one copy takes to the host."""
+    """`largest_on_host` on a GPU, with one kernel for indexes and logits, and one copy to the host."""
     count = len(logits)
     found = torch.empty(2, count, dtype=torch.int64, device=logits.device)
     torch.max(logits, -1, out=(found[1].view(logits.dtype)[:count], found[0]))

@@ -1,4 +1,4 @@
-"""Rounds of target workers that carry a draft: the tokens of plain decoding, sent ahead, whatever is lost."""
+"""Rounds of target workers that carry a draft run ahead and yield the tokens of plain decoding, despite any loss."""
 
 import asyncio
 from typing import Any
@@ -20,7 +20,7 @@ def timed_draft(acceptance: float = 0.9, step_seconds: float = STEP_SECONDS) -> 
 
 
 def timed_target(draft: FakeOwnDraft | None = None) -> RecordingTarget:
-    """A target whose verifications cost the same for any number of rows."""
+    """A target whose verifications take the same time for any number of rows."""
     return RecordingTarget(draft=draft or timed_draft(), pass_seconds=lambda rows: PASS_SECONDS)
 
 
@@ -29,7 +29,7 @@ def items_of(target: RecordingTarget) -> list[target_worker_pb2.VerifyItem]:
 
 
 async def drafted_by(served: Serving, requests: int = 1, max_tokens: int = 150) -> tuple[int, int]:
-    """Decode, and return how many tokens the model drafted for it, and how many tokens it gained per round."""
+    """Decode requests one by one. Return the numbers of draft tokens of the model, and of rounds."""
     before = (await served.info()).counters
     for _ in range(requests):
         await served.expect(make_request([7, requests], max_tokens))
@@ -70,7 +70,7 @@ async def test_every_policy_and_method_gives_the_same_tokens(policy: str, method
         await served.until_idle()
 
 
-async def test_samples_share_a_request() -> None:
+async def test_samples_of_one_request_equal_plain_decoding() -> None:
     target = RecordingTarget(draft=FakeOwnDraft(0.7))
     async with serving(target, with_draft=False) as served:
         request = make_request([1, 2, 3], 40, k=4, n=3, temperature=1.0)
@@ -81,7 +81,7 @@ async def test_samples_share_a_request() -> None:
     assert [list(sample.token_ids) for sample in complete] == [expected] * 3
 
 
-async def test_long_prompts_and_newcomers() -> None:
+async def test_long_prompts_and_new_requests_share_rounds() -> None:
     target = timed_target()
     async with serving(target, with_draft=False, prefill_tokens=32) as served:
         first = asyncio.ensure_future(served.expect(make_request([1], 60, k=3)))
@@ -107,7 +107,7 @@ async def test_adaptive_lengths_follow_the_acceptance() -> None:
 
 
 @pytest.mark.slow
-async def test_a_draft_that_is_too_slow_drafts_in_trials_only_until_it_is_faster() -> None:
+async def test_a_slow_draft_runs_only_in_trials_until_it_becomes_faster() -> None:
     draft = timed_draft(step_seconds=4 * PASS_SECONDS)
     async with serving(timed_target(draft), with_draft=False, num_speculative_tokens=None) as served:
         await drafted_by(served, 2)
@@ -120,7 +120,7 @@ async def test_a_draft_that_is_too_slow_drafts_in_trials_only_until_it_is_faster
 
 
 class Unreliable(RecordingTarget):
-    """Loses caches or fails in every tenth round."""
+    """Loses caches, or fails, in every tenth round."""
 
     fault = ""
     count = 0
@@ -187,7 +187,7 @@ async def test_cancelled_requests_leave_nothing_behind() -> None:
         await served.until_idle()
 
 
-async def test_sequences_of_a_lost_target_are_drafted_for_at_the_other() -> None:
+async def test_the_other_target_drafts_for_sequences_of_a_lost_target() -> None:
     targets = [timed_target(), timed_target()]
     async with replicas(targets[1], first=targets[0]) as served:
         streams = asyncio.ensure_future(stream_all(served, long_requests(8)))
@@ -201,7 +201,7 @@ async def test_sequences_of_a_lost_target_are_drafted_for_at_the_other() -> None
     assert sorted(states.values()) != ["ready", "ready"]
 
 
-async def test_a_draft_worker_beside_a_carried_draft_is_not_asked(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_carried_draft_replaces_the_draft_worker(caplog: pytest.LogCaptureFixture) -> None:
     target = RecordingTarget(draft=FakeOwnDraft())
     draft = RecordingDraft(target)
     async with serving(target, draft) as served:

@@ -1,4 +1,4 @@
-"""Rounds of a target worker that carries a draft match plain decoding, whichever of its caches it loses."""
+"""Rounds of a target worker that carries a draft match plain decoding, even after either cache is lost."""
 
 import random
 import zlib
@@ -36,7 +36,7 @@ def decode_plainly(request: GenerationRequest) -> list[int]:
 
 @dataclass
 class CarryingWorker:
-    """A target worker with a draft that is right with a probability of `acceptance`."""
+    """A target worker whose draft is right with probability `acceptance`."""
 
     acceptance: float = 1.0
     rng: random.Random = field(default_factory=lambda: random.Random(1))
@@ -44,7 +44,7 @@ class CarryingWorker:
     cached: dict[int, list[int]] = field(default_factory=dict)
     last: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     drafts: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    """Position after the committed tokens, and the draft that begins there."""
+    """By sequence: the position after the committed tokens, and the draft that begins there."""
 
     def verify(self, item: VerifyItem, round_id: int) -> Verdict:
         number = item.sequence_id
@@ -116,7 +116,7 @@ def run(sequence: Sequence, worker: CarryingWorker, plans: Iterable[DraftPlan], 
 
 
 def run_in_turn(sequence: Sequence, worker: CarryingWorker, plan: DraftPlan, rounds: int) -> list[Commit]:
-    """Run rounds that wait for the results of the last one."""
+    """Run rounds that each wait for the last result."""
     commits: list[Commit] = []
     for _ in range(rounds):
         round_ = Round(9, [sequence], 100, {0: plan}, own_draft=OWN)
@@ -124,7 +124,7 @@ def run_in_turn(sequence: Sequence, worker: CarryingWorker, plan: DraftPlan, rou
     return commits
 
 
-def test_the_draft_of_a_round_is_verified_by_the_next_one() -> None:
+def test_the_next_round_verifies_a_round_s_draft() -> None:
     sequence, worker = make_sequence(), CarryingWorker()
     commits = run(sequence, worker, [DraftPlan(4)] * 20)
     assert sequence.generated_ids == decode_plainly(sequence.request)

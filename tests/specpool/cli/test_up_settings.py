@@ -195,7 +195,7 @@ GIB = 2**30
         ),
     ],
 )
-def test_workers_on_one_gpu_need_the_sizes_of_their_caches(
+def test_workers_on_one_gpu_need_cache_sizes(
     settings: dict[str, Any], refusal: str | None, tiny_pair: tuple[Path, Path]
 ) -> None:
     target, draft = map(str, tiny_pair)
@@ -204,7 +204,7 @@ def test_workers_on_one_gpu_need_the_sizes_of_their_caches(
         check_services(services)
 
 
-# --- Targets that carry the draft
+# --- Carried drafts
 
 
 @pytest.mark.usefixtures("cuda_driver")
@@ -249,8 +249,8 @@ def test_every_target_carries_the_draft() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"separate": False, "drafts": 2}, "separate: targets can carry only one draft"),
-        ({"separate": False, "target_device": "cpu", "draft_device": "cuda:1"}, "only one draft, on their own device"),
+        ({"separate": False, "drafts": 2}, "separate: a target can carry only one draft"),
+        ({"separate": False, "target_device": "cpu", "draft_device": "cuda:1"}, "only one draft, on its own device"),
         ({"separate": False, "draft_memory_limit": 2**30}, "draft_memory_limit needs separate"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Plans and costs of drafts that the target worker makes itself."""
+"""Plans and costs of own drafts, made by a target worker that carries a draft."""
 
 import random
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ def make_costs(draft: float = 0.002) -> RoundCosts:
 def outcome_of(
     plan: DraftPlan, found: int, accepted: int, *, draft: float = 0.0, verify: float = 0.02
 ) -> RoundOutcome[Commit]:
-    """A round that found a draft of `found` tokens, and took `draft` seconds to make the next one."""
+    """A round that found `found` own draft tokens, and took `draft` seconds to draft for the next round."""
     k = plan.num_draft_tokens
     own = OwnDraftItem(k, k if plan.drafts_next else 0) if k else None
     item = VerifyItem(1, 2, (3,), draft_token_ids=(4,) * found, own_draft=own)
@@ -52,7 +52,7 @@ def outcome_of(
     return RoundOutcome([item], timed, [commit], is_trial=plan.is_trial)
 
 
-def test_own_drafts_take_no_message() -> None:
+def test_own_drafts_take_no_messages() -> None:
     costs = make_costs()
     separate = costs.seconds(1, [1, 1])
     costs.has_own_draft = True
@@ -82,7 +82,7 @@ def test_a_round_uses_the_model_if_it_may_draft_or_verify(plan: DraftPlan) -> No
 
 
 def test_a_trial_drafts_in_one_round_and_verifies_in_the_next() -> None:
-    drafting, sequence = Drafting(8, make_costs(draft=0.1)), make_sequence()  # never worth its time
+    drafting, sequence = Drafting(8, make_costs(draft=0.1)), make_sequence()  # too slow to pay off
     confirm_costs(drafting.lengths)
     plans, found = [], 0
     for _ in range(2000):
@@ -116,7 +116,7 @@ def test_a_round_of_newcomers_does_not_end_a_trial() -> None:
 
 @dataclass
 class Loop:
-    """Rounds of one sequence, as a worker with these times and this acceptance rate answers them."""
+    """Rounds of one sequence, answered by a worker with these times and this acceptance rate."""
 
     acceptance: float
     step_seconds: float
@@ -168,7 +168,7 @@ def test_own_drafts_pay_where_messages_are_slow() -> None:
 
 
 def test_pending_rounds_do_not_limit_own_drafts() -> None:
-    """The worker ends them where the sequence ends."""
+    """The worker cuts them at the sequence's maximum length."""
     lengths = {}
     for worker in (OWN, SEPARATE):
         sequence = make_sequence(max_tokens=8, k=4, adaptive=False)

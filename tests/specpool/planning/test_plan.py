@@ -96,7 +96,7 @@ def test_groups_do_not_overlap_on_one_device(pair: MeasuredPair, batch: int, k: 
 
 
 @given(pair=pairs(shared=True), batch=batches)
-def test_a_carried_draft_saves_a_message(pair: MeasuredPair, batch: int) -> None:
+def test_a_carried_draft_saves_an_exchange(pair: MeasuredPair, batch: int) -> None:
     plain, *drafted = predict(pair, [batch])
     assert plain.separate == plain.tokens_per_second
     for speed in drafted:
@@ -182,7 +182,7 @@ def plan_of(*acceptances: Acceptance, device: str = H200, fits: int = 64, **term
     return make_plan(target, drafts, Terms([1, 8, 64], 4, 0.001, shared=False, **terms))
 
 
-def test_one_device_is_planned_with_a_target_worker_that_carries_the_draft() -> None:
+def test_plans_for_one_device_let_the_target_carry_the_draft() -> None:
     target, draft = model("org/target", 0.02), model("org/draft", 0.001)
     plan = make_plan(target, [(draft, constant_acceptance(0.8, 4))], Terms([1, 8], 4, 0.001, shared=None))
     recommended = as_json(plan)["recommended"]

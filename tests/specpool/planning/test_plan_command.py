@@ -333,7 +333,7 @@ async def test_unsuitable_workers_are_refused_by_name(refusal: Refusal, knobs: d
     assert text.count("\n") == 1
 
 
-async def test_a_target_without_a_draft_needs_the_address_of_one(refusal: Refusal) -> None:
+async def test_a_target_without_a_draft_needs_a_draft_address(refusal: Refusal) -> None:
     target = FakeTarget(pass_seconds=lambda rows: 0.01)
     try:
         text = await asyncio.to_thread(refusal, "--target-address", await target.start(), "--acceptance", "0.7")

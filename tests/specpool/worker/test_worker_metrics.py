@@ -92,7 +92,7 @@ async def test_the_memory_of_each_rank_is_reported_if_the_model_is_sharded(targe
     ]  # fmt: skip
 
 
-async def test_a_carried_draft_has_samples_of_its_own_in_the_same_families(tiny_pair: tuple[Path, Path]) -> None:
+async def test_a_carried_draft_has_its_own_samples(tiny_pair: tuple[Path, Path]) -> None:
     engine, draft_engine = load_engine(tiny_pair[0]), load_engine(tiny_pair[1], exact=False)
     forget_all(engine, 3)
     forget_all(draft_engine, 2)

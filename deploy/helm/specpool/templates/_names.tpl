@@ -35,16 +35,16 @@ templates use the role.
 coordinator {{ if include "specpool.hasDraftWorkers" . }}draft {{ end }}target{{ if .Values.target.standby.enabled }} standby{{ end }}
 {{- end }}
 
-{{/* Non-empty if drafts run in pods of their own. Fails if the target's pods carry the draft and other values contradict it. */}}
+{{/* Non-empty if draft workers run in their own pods. Fails if draft.colocated contradicts other values. */}}
 {{- define "specpool.hasDraftWorkers" -}}
 {{- $draft := .Values.draft -}}
 {{- if and $draft.enabled $draft.colocated -}}
 {{- if .Values.disaggregatedSet.enabled -}}
 {{- fail "draft.colocated: must not be set with disaggregatedSet.enabled, which needs two roles" -}}
 {{- else if or (gt (int $draft.replicas) 1) $draft.maxReplicas -}}
-{{- fail "draft.replicas: must be 1 with draft.colocated, and draft.maxReplicas 0; each target carries one draft" -}}
+{{- fail "draft.replicas: must be 1 with draft.colocated, and draft.maxReplicas must be 0; each target carries one draft" -}}
 {{- else if $draft.settings -}}
-{{- fail "draft.settings: must be empty with draft.colocated; set target.settings, such as draft_kv_memory" -}}
+{{- fail "draft.settings: must be empty with draft.colocated; use target.settings instead, such as draft_kv_memory" -}}
 {{- else if eq $draft.modelCache.type "image" -}}
 {{- fail "draft.modelCache.type: must not be image with draft.colocated" -}}
 {{- end -}}

@@ -31,7 +31,7 @@ log_format: {{ . }}
 {{- end }}
 {{- end }}
 
-{{/* The draft that a target or standby carries. */}}
+{{/* Settings of the draft that targets and standbys carry. */}}
 {{- define "specpool.carriedDraft" }}
 {{- with .root.Values.draft }}
 {{- if and .enabled .colocated (has $.role (list "target" "standby")) }}

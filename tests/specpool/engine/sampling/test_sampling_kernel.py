@@ -108,7 +108,7 @@ def test_choices_do_not_depend_on_the_batch() -> None:
     assert sample_rows(logits[:0], []) == ([], [])
 
 
-# --- Logits that are not finite
+# --- Non-finite logits
 
 
 PARAMS = [None, SamplingParams(1.0), SamplingParams(0.7, top_k=9, top_p=0.9, min_p=0.01)]
@@ -117,7 +117,7 @@ SPOILED = pytest.mark.parametrize("value", [math.nan, math.inf])
 
 @pytest.mark.parametrize("place", [0, 149])
 @pytest.mark.parametrize("params", PARAMS)
-def test_one_such_logit_spoils_a_row(params: SamplingParams | None, place: int) -> None:
+def test_one_non_finite_logit_makes_its_row_non_finite(params: SamplingParams | None, place: int) -> None:
     logits = torch.stack([make_logits(seed, 150) for seed in range(4)])
     expected, _ = sample_rows(logits[:1], [(params, 1)])
     logits[1:, place] = torch.tensor([math.nan, -math.nan, math.inf])
@@ -135,7 +135,7 @@ def test_rows_of_minus_infinity_are_not_finite(params: SamplingParams | None) ->
 
 
 @SPOILED
-def test_masks_do_not_hide_such_logits(value: float) -> None:
+def test_masks_do_not_hide_non_finite_logits(value: float) -> None:
     logits = torch.stack([make_logits(seed, 150) for seed in range(2)])
     logits[0, 7] = value
     changed = logits.clone()
@@ -146,7 +146,7 @@ def test_masks_do_not_hide_such_logits(value: float) -> None:
     assert tokens[1] == sample_rows(changed, rules)[0][1]
 
 
-def test_a_row_may_be_masked_entirely() -> None:
+def test_a_fully_masked_row_is_finite() -> None:
     logits = make_logits(0, 150)[None]
     logits[0, :80] = -math.inf
     for params in PARAMS:
@@ -155,7 +155,7 @@ def test_a_row_may_be_masked_entirely() -> None:
 
 @SPOILED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_greedy_rows_of_a_gpu_are_those_of_a_cpu(dtype: torch.dtype, value: float) -> None:
+def test_greedy_rows_are_equal_on_gpu_and_cpu(dtype: torch.dtype, value: float) -> None:
     logits = torch.stack([make_logits(seed, 150).round() for seed in range(5)]).to(dtype)
     logits[1, 140], logits[2], logits[3, :149] = value, -math.inf, -math.inf
     tokens, finite = reduce_and_copy(logits)
@@ -246,7 +246,7 @@ def test_a_worker_with_kernels_gives_the_same_verdicts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("params", [None, SamplingParams(1.0, seed=3), SamplingParams(1.0, repetition_penalty=1.3)])
-def test_a_worker_with_kernels_fails_rounds_with_such_logits(params: SamplingParams | None, tmp_path: Path) -> None:
+def test_a_worker_with_kernels_fails_non_finite_rounds(params: SamplingParams | None, tmp_path: Path) -> None:
     folder, prompt = save_model(tmp_path, tiny_config()), tuple(random_tokens(12))
     items = [VerifyItem(7, 0, prompt, sampling=params), VerifyItem(8, 0, prompt, sampling=params)]
     engine = load_engine(folder)
