@@ -92,6 +92,11 @@ def test_parser_finds_selectors_and_grouping_labels() -> None:
     assert labeled_query.grouping_labels() == {"a", "d", "e"}
 
 
+def test_the_memory_of_a_carried_draft_is_shown_beside_that_of_a_sharded_target() -> None:
+    (query,) = (each for each in LABELED_QUERIES if "worker_rank_memory_bytes" in each.expression)
+    assert query.grouping_labels() == {"job", "instance", "worker"}
+
+
 def test_grafana_can_import_the_dashboard() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}

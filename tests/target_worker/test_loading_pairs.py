@@ -73,6 +73,13 @@ def test_draft_kv_memory_limits_only_the_draft_s_cache(tiny_pair: Pair) -> None:
     assert total(engines) == budget
 
 
+def test_the_log_names_the_model_that_is_ready(tiny_pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    load(tiny_pair)
+    ready = [message for message in caplog.messages if message.startswith("ready: ")]
+    assert [message.removeprefix("ready: ").partition(",")[0] for message in ready] == [*map(str, reversed(tiny_pair))]
+
+
 def test_kv_memory_sizes_the_target_s_cache(tiny_pair: Pair) -> None:
     engines = load(tiny_pair, kv_memory=3 * least(tiny_pair, "kv_memory"))
     assert columns(engines) == [3 * 64, 3 * 64]

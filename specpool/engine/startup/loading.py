@@ -69,7 +69,7 @@ def load_engine(
         engine.contention = ContentionMonitor(engine.step_seconds, ONE_THREAD if waits else FREE_CORES)
     info = engine.info()
     level = f", equivalence {'bitwise' if info.bitwise else 'numeric'}" if exact else ""  # a draft's does not matter
-    log.info("ready: %s%s", info.summary, level)
+    log.info("ready: %s, %s%s", info.model, info.summary, level)
     log.debug("ready: %s", info)
     return engine
 

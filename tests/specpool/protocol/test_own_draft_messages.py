@@ -48,6 +48,7 @@ def test_items_reach_the_worker(item: VerifyItem, own: OwnDraftItem | None) -> N
     ("field", "value"),
     [
         ("max_verified", MAX_ITEM_DRAFT_TOKENS + 1),
+        ("max_verified", 2**32 - 1),
         ("num_draft_tokens", MAX_ITEM_DRAFT_TOKENS + 1),
         ("min_chance", 1.5),
         ("min_chance", math.nan),
@@ -61,6 +62,12 @@ def test_a_refusal_names_the_field(field: str, value: Any) -> None:
     with pytest.raises(InvalidArgumentError) as refusal:
         read_verify_items(request, LIMITS)
     assert refusal.value.field == f"items[0].own_draft.{field}"
+
+
+def test_workers_without_a_draft_refuse_items_for_one() -> None:
+    with pytest.raises(InvalidArgumentError) as refusal:
+        read_verify_items(verify_request("a", 3, [ITEM]), replace(LIMITS, carries_draft=False))
+    assert refusal.value.field == "items[0].own_draft"
 
 
 def test_own_drafts_count_as_logits() -> None:
@@ -109,8 +116,8 @@ def test_unverified_own_drafts_leave_those_of_the_item() -> None:
     ("changes", "reason"),
     [
         ({"draft_token_ids": (7,) * (MAX_ITEM_DRAFT_TOKENS + 1), "confidences": ()}, "1025 draft tokens"),
-        ({"num_verified": 4}, "the limit is 3"),
-        ({"draft_token_ids": (7, 8), "confidences": ()}, "the limit is 2"),
+        ({"num_verified": 4}, "4 own draft tokens verified; the limit is 3"),
+        ({"draft_token_ids": (7, 8), "confidences": ()}, "3 own draft tokens verified; the limit is 2"),
         ({"draft_token_ids": (7, 8, 4, 100)}, "an own draft token is outside the vocabulary"),
         ({"confidences": (0.5,)}, "a draft token has no confidence"),
         ({"confidences": (0.5, 0.5, 0.5, math.nan)}, "a confidence is not a probability"),
@@ -127,7 +134,7 @@ def test_impossible_results_are_rejected(changes: dict[str, Any], reason: str) -
 
 @pytest.mark.parametrize("rows", [[1, 0], [1] * (MAX_ITEM_DRAFT_TOKENS + 1)])
 def test_impossible_passes_are_rejected(rows: list[int]) -> None:
-    with pytest.raises(InvalidResponseError, match="draft_rows"):
+    with pytest.raises(InvalidResponseError, match="draft_rows of the carried draft are invalid"):
         read_draft_rows(target_worker_pb2.VerifyResponse(draft_rows=rows))
 
 
@@ -150,7 +157,7 @@ def test_a_description_contains_that_of_the_draft() -> None:
 
 def test_impossible_drafts_are_rejected() -> None:
     nested = worker_info_response(described(draft=described(draft=described())))
-    with pytest.raises(InvalidResponseError, match="cannot carry a draft"):
+    with pytest.raises(InvalidResponseError, match="a carried draft cannot carry a draft"):
         read_worker_info(nested)
     empty = worker_info_response(described())
     empty.draft.CopyFrom(common_pb2.GetWorkerInfoResponse(instance_id="w"))
