@@ -1,4 +1,4 @@
-"""Messages about the draft that a target worker carries: round trips, limits and checks."""
+"""Messages about carried drafts: encoding, limits and checks."""
 
 import math
 from dataclasses import replace
@@ -99,7 +99,7 @@ def test_results_for_items_without_an_own_draft_are_ignored() -> None:
     assert read.own_draft is None
 
 
-def test_unverified_own_drafts_leave_those_of_the_item() -> None:
+def test_the_item_s_draft_tokens_count_if_no_own_draft_is_verified() -> None:
     item = replace(ITEM, draft_token_ids=(7, 8))
     verdict = replace(VERDICT, own_draft=replace(DRAFT, draft_token_ids=(1, 2, 3, 4), num_verified=0))
     assert read_verdicts(verify_response(3, [verdict], {}, "w"), 3, [item], 100) == [verdict]
@@ -109,8 +109,8 @@ def test_unverified_own_drafts_leave_those_of_the_item() -> None:
     ("changes", "reason"),
     [
         ({"draft_token_ids": (7,) * (MAX_ITEM_DRAFT_TOKENS + 1), "confidences": ()}, "1025 draft tokens"),
-        ({"num_verified": 4}, "4 of 4 own draft tokens verified"),
-        ({"draft_token_ids": (7, 8), "confidences": ()}, "3 of 2 own draft tokens verified"),
+        ({"num_verified": 4}, "4 own draft tokens verified; the limit is 3"),
+        ({"draft_token_ids": (7, 8), "confidences": ()}, "3 own draft tokens verified; the limit is 2"),
         ({"draft_token_ids": (7, 8, 4, 100)}, "an own draft token is outside the vocabulary"),
         ({"confidences": (0.5,)}, "a draft token has no confidence"),
         ({"confidences": (0.5, 0.5, 0.5, math.nan)}, "a confidence is not a probability"),
@@ -127,7 +127,7 @@ def test_impossible_results_are_rejected(changes: dict[str, Any], reason: str) -
 
 @pytest.mark.parametrize("rows", [[1, 0], [1] * (MAX_ITEM_DRAFT_TOKENS + 1)])
 def test_impossible_passes_are_rejected(rows: list[int]) -> None:
-    with pytest.raises(InvalidResponseError, match="implausible passes"):
+    with pytest.raises(InvalidResponseError, match="draft_rows of the carried draft are invalid"):
         read_draft_rows(target_worker_pb2.VerifyResponse(draft_rows=rows))
 
 
@@ -141,7 +141,7 @@ def described(**fields: Any) -> WorkerInfo:
     return WorkerInfo(vocab_size=100, max_model_len=10, slots_total=4, instance_id="w", **fields)
 
 
-def test_a_description_contains_that_of_the_draft() -> None:
+def test_a_worker_s_description_includes_its_draft() -> None:
     info = described(model="target", draft=described(model="draft", step_seconds={1: 0.5}))
     assert read_worker_info(worker_info_response(info)) == info
     response = worker_info_response(replace(info, draft=replace(info.draft, instance_id="")))  # type: ignore[type-var]
@@ -150,7 +150,7 @@ def test_a_description_contains_that_of_the_draft() -> None:
 
 def test_impossible_drafts_are_rejected() -> None:
     nested = worker_info_response(described(draft=described(draft=described())))
-    with pytest.raises(InvalidResponseError, match="the draft carries a draft"):
+    with pytest.raises(InvalidResponseError, match="a carried draft cannot carry a draft"):
         read_worker_info(nested)
     empty = worker_info_response(described())
     empty.draft.CopyFrom(common_pb2.GetWorkerInfoResponse(instance_id="w"))
