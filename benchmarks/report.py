@@ -92,6 +92,19 @@ def wholes(minimum: int, maximum: int) -> Callable[[str], list[int]]:
     return lambda text: [whole(minimum, maximum)(number) for number in text.split(",")]
 
 
+def some_of(names: Iterable[str], always: Iterable[str] = ()) -> Callable[[str], list[str]]:
+    """Argument type: some of the names, in the order of `names`. `always`: names that need not be given."""
+    known = list(names)
+
+    def parsed(text: str) -> list[str]:
+        named = {*always, *text.split(",")}
+        if unknown := named - set(known):
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        return [name for name in known if name in named]
+
+    return parsed
+
+
 def real(minimum: float, maximum: float) -> Callable[[str], float]:
 
     def parsed(text: str) -> float:

@@ -166,7 +166,7 @@ async def generate_all(client: AsyncClient, count: int, tokens: int, draft_token
 def bound(count: int, draft_tokens: int | None, draft_ms: PassTimes, options: argparse.Namespace) -> float:
     """Tokens/s of a device that never waits. `draft_tokens`: None: the best number."""
     verify, draft = pass_seconds(*options.verify_ms), pass_seconds(*draft_ms)
-    speeds = []
+    speeds: list[float] = []
     for k in range(MAX_DRAFT_TOKENS + 1) if draft_tokens is None else [draft_tokens]:
         seconds = verify(count * (k + 1)) + (k * draft(count) if options.one_device else 0.0)
         speeds.append(count * sum(options.acceptance**i for i in range(k + 1)) / seconds)

@@ -37,6 +37,7 @@ from benchmarks.report import (
     parser_of,
     progress,
     show,
+    some_of,
     whole,
     wholes,
 )
@@ -102,11 +103,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft")
     add_prompts(parser)
     parser.add_argument("--concurrencies", type=wholes(1, 10**6), default=[1, 2, 4, 8, 16, 32], metavar="1,2,...")
-    every = list(KINDS)
-    parser.add_argument("--kinds", type=_kinds, default=every, help=f"some of {','.join(every)}; plain always runs")
     parser.add_argument(
-        "--arrangements", type=_arrangements, default=["default"], help=f"some of {','.join(ARRANGEMENTS)}"
-    )
+        "--kinds", type=some_of(KINDS, [PLAIN]), default=list(KINDS), metavar="A,B,...",
+        help=f"some of {','.join(KINDS)}; plain always runs",
+    )  # fmt: skip
+    parser.add_argument(
+        "--arrangements", type=some_of(ARRANGEMENTS), default=["default"], metavar="A,B,...",
+        help=f"some of {','.join(ARRANGEMENTS)}",
+    )  # fmt: skip
     parser.add_argument("--max-tokens", type=positive, default=128)
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument(
@@ -121,20 +125,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.concurrencies = sorted(options.concurrencies)
     options.categories = checked(parser, lambda: load_by_category(options.prompts))
     return options
-
-
-def _kinds(text: str) -> list[str]:
-    named = {PLAIN, *text.split(",")}
-    if unknown := named - KINDS.keys():
-        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
-    return [kind for kind in KINDS if kind in named]
-
-
-def _arrangements(text: str) -> list[str]:
-    named = list(dict.fromkeys(text.split(",")))
-    if unknown := set(named) - ARRANGEMENTS.keys():
-        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
-    return named
 
 
 async def serve(options: argparse.Namespace) -> tuple[dict[str, Any], list[Run]]:

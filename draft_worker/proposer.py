@@ -60,7 +60,7 @@ class Proposer(SequenceEngine):
         chances = {key: round_.chances for round_, own in zip(rounds, served, strict=True) for key in own}
         branches = draft_branches(self, branching, chances)
         proposals = {
-            key: self._proposal(key, item, (*forced[key], *draft.token_ids), draft)
+            key: self._proposal(key, item, (*forced[key], *draft.token_ids), draft, key in given)
             for own, own_drafts in zip(plain, drafts, strict=True)
             for (key, item), draft in zip(own.items(), own_drafts.values(), strict=True)
         }
@@ -114,11 +114,15 @@ class Proposer(SequenceEngine):
         if steps := max(counts):
             self.rows = [num_tokens, *(sum(count > step for count in counts) for step in range(1, steps))]
 
-    def _proposal(self, key: SequenceKey, item: ProposeItem, token_ids: tuple[int, ...], draft: Draft) -> Proposal:
+    def _proposal(
+        self, key: SequenceKey, item: ProposeItem, token_ids: tuple[int, ...], draft: Draft, has_states: bool
+    ) -> Proposal:
+        """Keep what the draft cached. `has_states`: the target's states come with every round, so own ones need not."""
         num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(token_ids) - 1)
         self.keep(key, num_cached_tokens)
-        if self.engine.loaded.features is not None:
-            self.keep_states(key, draft.span.end, [] if draft.is_broken else draft.own_states)
+        if draft.own_states and not draft.is_broken and not has_states:
+            states = torch.cat(draft.own_states)  # a view would keep the states of all drafts
+            self.keep_states(key, draft.span.end, [*states])
         return Proposal(
             sequence_id=key[1],
             status=ItemStatus.OK,

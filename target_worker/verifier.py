@@ -178,10 +178,6 @@ class Verifier(SequenceEngine):
         return super().passes + (0 if self.drafts is None else self.drafts.proposer.passes)
 
     @property
-    def tokens(self) -> int:
-        return super().tokens + (0 if self.drafts is None else self.drafts.proposer.tokens)
-
-    @property
     def realign_ns(self) -> int:
         return super().realign_ns + (0 if self.drafts is None else self.drafts.proposer.realign_ns)
 

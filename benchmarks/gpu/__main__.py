@@ -34,7 +34,7 @@ from typing import Any
 from benchmarks.gpu.part import MEASURES, TINY_SHAPES, Settings
 from benchmarks.gpu.processes import run_part, scratch_folder
 from benchmarks.gpu.summary import print_summary
-from benchmarks.report import console, describe_run, output_folder
+from benchmarks.report import console, describe_run, output_folder, some_of
 from benchmarks.shapes import SHAPES
 from specpool.engine.config.devices import pick_device
 from specpool.engine.config.sources import UnsupportedModelError
@@ -108,7 +108,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=output_folder, required=True, help="folder for the results")
     parser.add_argument("--minutes", type=_minutes, default=9.0, help="time for all parts together")
-    parser.add_argument("--parts", type=_parts, default=list(PARTS), metavar="A,B,...", help="default: all")
+    parser.add_argument("--parts", type=some_of(PARTS), default=list(PARTS), metavar="A,B,...", help="default: all")
     parser.add_argument("--resume", action="store_true", help="keep the results of FOLDER and run what is missing")
     parser.add_argument("--rehearse", action="store_true", help="tiny models; default device: cpu, in float32")
     parser.add_argument("--device", help="default: cuda")
@@ -136,13 +136,6 @@ def _minutes(text: str) -> float:
     if not 0 < minutes < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number of minutes")
     return minutes
-
-
-def _parts(text: str) -> list[str]:
-    named = set(text.split(","))
-    if unknown := named - PARTS.keys():
-        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    return [name for name in PARTS if name in named]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ A standby is a lane that opens when no other one serves rounds.
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -67,15 +67,18 @@ class Lanes:
 
     @property
     def drafts(self) -> list[tuple[WorkerLink, WorkerInfo | None]]:
-        """Links to target workers that carry a draft, or else to the first lane's draft workers.
+        """Links to target workers that carry a draft, and to draft workers, with the description of each draft.
 
-        Each link comes with the description of its draft; None if the worker has not sent one yet.
+        Draft workers are those of the first lane whose target carries no draft. A description is None until the worker
+        has sent one.
         """
         carried: list[tuple[WorkerLink, WorkerInfo | None]] = [
             (lane.link, lane.link.info.draft) for lane in self if lane.link.info is not None and lane.link.info.draft
         ]
-        group = self.first.draft if self._lanes and not carried else None
-        return carried or [(link, link.info) for link in (group.links if group is not None else ())]
+        links = {link for link, _ in carried}
+        others = [lane for lane in self if lane.link not in links and (lane.is_known or not carried)]
+        group = _first(others).draft if others else None
+        return carried + [(link, link.info) for link in (group.links if group is not None else ())]
 
     @property
     def first(self) -> Lane:
@@ -85,7 +88,7 @@ class Lanes:
         """
         if not self._lanes:
             raise UnavailableError(f"no address is known for {self._shared.settings.target_address}")
-        return max(self, key=lambda lane: (lane.is_ready, lane.is_known))
+        return _first(self)
 
     @property
     def is_ready(self) -> bool:
@@ -227,3 +230,8 @@ class Lanes:
             await lane.remove()
             log.info("removed the target worker at %s", lane.address)
             self._changed()
+
+
+def _first(lanes: Iterable[Lane]) -> Lane:
+    """Return the first lane that serves rounds, otherwise the first whose model is known, otherwise the first."""
+    return max(lanes, key=lambda lane: (lane.is_ready, lane.is_known))

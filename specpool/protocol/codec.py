@@ -165,6 +165,7 @@ def read_verify_items(request: target_worker_pb2.VerifyRequest, limits: RoundLim
     _check_maximum("items", len(request.items), limits.max_items)
     for index, item in enumerate(request.items):
         _check_maximum(f"items[{index}].branches", len(item.branches), MAX_ITEM_BRANCHES)
+        _check_own_draft(f"items[{index}].own_draft", item, limits)
     _check_logits(sum(_max_num_draft_tokens(item) + 1 for item in request.items), limits)
     seen: set[int] = set()
     items = []
@@ -217,9 +218,14 @@ def _max_num_draft_tokens(item: target_worker_pb2.VerifyItem) -> int:
     return max(drafted, item.max_draft_tokens, item.own_draft.max_verified)
 
 
-def _read_own_draft(field: str, message: target_worker_pb2.OwnDraftItem) -> OwnDraftItem:
+def _check_own_draft(field: str, item: target_worker_pb2.VerifyItem, limits: RoundLimits) -> None:
+    if item.HasField("own_draft") and not limits.carries_draft:
+        raise InvalidArgumentError(field, "must be unset: this worker carries no draft")
     for name in ("max_verified", "num_draft_tokens"):
-        _check_maximum(f"{field}.{name}", getattr(message, name), MAX_ITEM_DRAFT_TOKENS)
+        _check_maximum(f"{field}.{name}", getattr(item.own_draft, name), MAX_ITEM_DRAFT_TOKENS)
+
+
+def _read_own_draft(field: str, message: target_worker_pb2.OwnDraftItem) -> OwnDraftItem:
     next_chance = message.next_chance if message.HasField("next_chance") else 1.0
     return OwnDraftItem(
         message.max_verified,

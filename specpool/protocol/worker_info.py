@@ -20,6 +20,17 @@ class CacheLoad(NamedTuple):
     kv_positions_free: int
 
 
+class ModelWork(NamedTuple):
+    """Work of one model since its start."""
+
+    realign_ns: int
+    """Nanoseconds spent on realignment."""
+    passes: int
+    """Forward passes."""
+    tokens: int
+    """Tokens that these passes have run."""
+
+
 @dataclass(frozen=True)
 class RankMemory:
     """Memory of one rank of a sharded model, in bytes."""

@@ -65,7 +65,6 @@ class FakeOwnDraft(FakeDrafter):
         request: target_worker_pb2.VerifyRequest,
         verified: Mapping[Key, tuple[target_worker_pb2.VerifyItem, target_worker_pb2.VerifyResult]],
         committed: Mapping[Key, Sequence[int]],
-        context: Any,
     ) -> list[int]:
         """Catch up with the committed tokens of verified items, draft, and report. Return the tokens of each pass."""
         for key in committed.keys() - verified.keys():
@@ -78,7 +77,7 @@ class FakeOwnDraft(FakeDrafter):
         passes = [sum(len(committed[key]) - self._base_length(key, committed[key]) for key in following)]
         passes += [sum(length > step for length in lengths) for step in range(1, max(lengths, default=0))]
         if following:
-            await self._begin_round(context, passes)
+            self._count_round()
         made: dict[Key, KeptDraft | None] = {}
         for (key, item), length in zip(following.items(), lengths, strict=True):
             status, made[key] = self._extend(key, item, committed[key], length)
@@ -93,6 +92,7 @@ class FakeOwnDraft(FakeDrafter):
                 status = common_pb2.ITEM_STATUS_OK if is_cached else common_pb2.ITEM_STATUS_CACHE_MISS
                 result.own_draft.status = status
             result.own_draft.cached_length = self._num_agreed(key, committed[key])
+        await self._run(passes)  # last: the target may release sequences meanwhile
         return passes if any(lengths) else []
 
     def release(self, key: Key) -> bool:

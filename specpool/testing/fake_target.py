@@ -105,7 +105,7 @@ class FakeTarget(FakeWorker):
         )
         if self.draft is not None:
             began = time.perf_counter_ns()
-            response.draft_rows[:] = await self._follow(self.draft, request, response, context)
+            response.draft_rows[:] = await self._follow(self.draft, request, response)
             response.draft_ns = time.perf_counter_ns() - began
         return response
 
@@ -114,7 +114,6 @@ class FakeTarget(FakeWorker):
         draft: FakeOwnDraft,
         request: target_worker_pb2.VerifyRequest,
         response: target_worker_pb2.VerifyResponse,
-        context: Any,
     ) -> list[int]:
         """Let the draft follow the verified sequences. Return the number of tokens in each of its passes."""
         verified, committed = {}, {}
@@ -124,7 +123,7 @@ class FakeTarget(FakeWorker):
                 committed[key] = [*self.caches[key], *result.token_ids[-1:]]
                 if result.HasField("own_draft"):
                     verified[key] = self._began[key][1][0], result
-        return await draft.follow(request, verified, committed, context)
+        return await draft.follow(request, verified, committed)
 
     async def VerifyStream(
         self, requests: AsyncIterator[target_worker_pb2.VerifyRequest], context: Any

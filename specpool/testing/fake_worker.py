@@ -160,15 +160,21 @@ class FakeWorker(FakeCaches):
 
     async def _begin_round(self, context: Any, passes: Iterable[int]) -> None:
         """Wait for the duration of the passes; fails on demand. `passes`: number of new tokens per pass."""
+        await self._run(passes)
+        self._count_round()
+        if self.fail_next:
+            await context.abort(self.fail_next.pop(0), "told to fail", (ANSWERED,))
+
+    async def _run(self, passes: Iterable[int]) -> None:
         if self.pass_seconds is not None:
             self.busy = True
             await asyncio.sleep(sum(map(self.pass_seconds, passes)))
             self.busy = False
+
+    def _count_round(self) -> None:
         self.calls += 1
         if self.forget_every and self.calls % self.forget_every == 0:
             self.forget()
-        if self.fail_next:
-            await context.abort(self.fail_next.pop(0), "told to fail", (ANSWERED,))
 
     def _num_drafted(self, item: Any) -> int:
         """Positions that an item needs for draft tokens."""

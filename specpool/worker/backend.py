@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Protocol
 
 from specpool.protocol.rounds import RoundLimits
-from specpool.protocol.worker_info import CacheLoad, WorkerInfo
+from specpool.protocol.worker_info import CacheLoad, ModelWork, WorkerInfo
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ MAX_FAILURE_CHARACTERS = 1000
 
 
 class Backend(Protocol):
-    """A worker's model, called on the model thread. Any thread may read the counters, which include a carried draft."""
+    """A worker's model, called on the model thread. Any thread may read the counters."""
 
     @property
     def carried_draft(self) -> "Backend | None":
@@ -37,7 +37,7 @@ class Backend(Protocol):
 
     @property
     def realign_ns(self) -> int:
-        """Nanoseconds spent on realignment so far."""
+        """Nanoseconds spent on realignment so far, including the draft's."""
 
     @property
     def draft_ns(self) -> int:
@@ -45,11 +45,11 @@ class Backend(Protocol):
 
     @property
     def passes(self) -> int:
-        """Forward passes so far."""
+        """Forward passes so far, including the draft's."""
 
     @property
-    def tokens(self) -> int:
-        """Tokens that these passes have run."""
+    def work(self) -> ModelWork:
+        """The work of the worker's model, without the draft's."""
 
     @property
     def max_num_batched_tokens(self) -> int:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from prometheus_client.metrics_core import Metric
 
-from specpool.protocol.worker_info import WorkerInfo
+from specpool.protocol.worker_info import ModelWork, WorkerInfo
 from specpool.rpc.observability.metrics import Families
 from specpool.worker.backend import Backend
 from specpool.worker.host import WorkerHost
@@ -16,9 +16,7 @@ class _Model(NamedTuple):
 
     info: WorkerInfo
     forward_ns: int
-    realign_ns: int
-    passes: int
-    tokens: int
+    work: ModelWork
 
 
 class WorkerMetrics:
@@ -48,17 +46,10 @@ class WorkerMetrics:
         """Return the worker's model and the carried draft, by their label `worker`."""
         host, info = self._host, self._host.info
         backend: Backend = host.backend
-        model = _Model(info, host.forward_ns, backend.realign_ns, backend.passes, backend.tokens)
-        draft = backend.carried_draft
-        if draft is None or info.draft is None:
-            return {self._worker: model}
-        carried = _Model(info.draft, backend.draft_ns, draft.realign_ns, draft.passes, draft.tokens)
-        own = model._replace(
-            realign_ns=model.realign_ns - carried.realign_ns,
-            passes=model.passes - carried.passes,
-            tokens=model.tokens - carried.tokens,
-        )
-        return {self._worker: own, "draft": carried}
+        models = {self._worker: _Model(info, host.forward_ns, backend.work)}
+        if backend.carried_draft is not None and info.draft is not None:
+            models["draft"] = _Model(info.draft, backend.draft_ns, backend.carried_draft.work)
+        return models
 
 
 def _work(models: Mapping[str, _Model]) -> Iterator[Metric]:
@@ -67,10 +58,10 @@ def _work(models: Mapping[str, _Model]) -> Iterator[Metric]:
 
     forward = {worker: model.forward_ns / 1e9 for worker, model in models.items()}
     yield counter("worker_forward_seconds", "Seconds that rounds took in the model, without realignment.", forward)
-    realign = {worker: model.realign_ns / 1e9 for worker, model in models.items()}
+    realign = {worker: model.work.realign_ns / 1e9 for worker, model in models.items()}
     yield counter("worker_realign_seconds", "Seconds spent on realignment.", realign)
-    yield counter("worker_passes", "Forward passes.", {worker: model.passes for worker, model in models.items()})
-    tokens = {worker: model.tokens for worker, model in models.items()}
+    yield counter("worker_passes", "Forward passes.", {worker: model.work.passes for worker, model in models.items()})
+    tokens = {worker: model.work.tokens for worker, model in models.items()}
     yield counter("worker_tokens", "Tokens run, including prompts and rejected drafts.", tokens)
 
 

@@ -134,7 +134,8 @@ class Serving:
         def is_idle(info: pb.GetServerInfoResponse) -> bool:
             taken = sum(worker.load.slots_in_use for worker in (info.target, *info.draft_workers))
             workers = (self.target, *([self.draft] if self.draft is not None else []), *self.others)
-            caches = sum(len(worker.caches) for worker in workers)
+            carried = [self.target.draft] if self.target.draft is not None else []
+            caches = sum(len(worker.caches) for worker in (*workers, *carried))
             return info.running == info.queued == taken == caches == 0
 
         return await self.until(is_idle)

@@ -12,7 +12,7 @@ from lab.load import Load, fake_cases, sender
 from lab.proxy import CuttingProxy
 from serving import Serving, make_request, random_request, serving
 
-from specpool.testing import FakeDraft, FakeTarget, FakeWorker
+from specpool.testing import FakeDraft, FakeOwnDraft, FakeTarget, FakeWorker
 from specpool.v1 import generation_pb2 as pb
 
 CUTS = 30
@@ -87,6 +87,17 @@ async def test_cuts_lose_and_repeat_nothing(links: str) -> None:
             rng.choice(proxies).cut()
     # After each cut the draft link backs off for longer, without a connection.
     assert sum(proxy.connections_cut for proxy in proxies) > (1 if links == "draft" else CUTS / 4)
+
+
+async def test_cuts_of_targets_that_carry_a_draft_lose_and_repeat_nothing() -> None:
+    target = TargetBehind(pass_seconds=lambda rows: 0.002, draft=FakeOwnDraft(pass_seconds=lambda rows: 0.0005))
+    rng = random.Random(1)
+    async with serving(target, with_draft=False) as served, under_load(served):
+        for _ in range(CUTS):
+            await asyncio.sleep(rng.uniform(0, MAX_PAUSE_SECONDS))
+            target.proxy.cut()
+        assert (await served.info()).counters.drafts["model"].accepted_draft_tokens > 0
+    assert target.proxy.connections_cut > CUTS / 4
 
 
 @pytest.mark.parametrize("link", ["target", pytest.param("draft", marks=pytest.mark.slow)])

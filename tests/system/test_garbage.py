@@ -8,11 +8,12 @@ from typing import Any
 import grpc
 import pytest
 from grpc import StatusCode
+from lab.faults import OWN_DRAFTS
 from lab.garbage import DRAFT_FAULTS, TARGET_FAULTS, GarbageDraft, GarbageTarget
 from serving import Serving, check_tokens, make_request, serving, stream
 
 from coordinator.workers.interface import UnusableModelError
-from specpool.testing import VOCAB_SIZE
+from specpool.testing import VOCAB_SIZE, FakeOwnDraft
 from specpool.v1 import generation_pb2 as pb
 
 PATIENCE_SECONDS = 15.0
@@ -103,6 +104,17 @@ async def test_wrong_verdicts_are_never_served() -> None:
     target = GarbageTarget(fault=None, **SOMETIMES)
     async with serving(target, **SETTINGS) as served:
         for fault in TARGET_FAULTS["Verify"]:
+            target.spoil(fault)
+            target.spoiled = 0
+            assert StatusCode.DEADLINE_EXCEEDED not in await outcomes(served), fault
+            assert target.spoiled > 0, fault
+            await recovers(served, target)
+
+
+async def test_wrong_own_drafts_are_never_served() -> None:
+    target = GarbageTarget(fault=None, draft=FakeOwnDraft(), **SOMETIMES)
+    async with serving(target, with_draft=False, **SETTINGS) as served:
+        for fault in OWN_DRAFTS:
             target.spoil(fault)
             target.spoiled = 0
             assert StatusCode.DEADLINE_EXCEEDED not in await outcomes(served), fault

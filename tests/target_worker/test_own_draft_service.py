@@ -1,5 +1,6 @@
 """The gRPC service of a target worker that carries a draft: settings, messages, and sharded targets."""
 
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from own_drafts import Generation, Rounds
 from tiny_models import load_engine, random_tokens
-from worker_service import OK, SLOTS, TARGET, Worker, held, serving
+from worker_service import OK, SLOTS, TARGET, Worker, failure, held, serving, violated_fields
 
 from draft_worker.proposer import Proposer
 from specpool.engine.run.engine import Engine
@@ -97,6 +98,24 @@ async def test_items_without_own_draft_do_not_run_the_draft(engines: tuple[Engin
         assert not response.draft_rows
         assert worker.host.backend.passes == passes + 1
         assert engines[1].slots.in_use == 0
+
+
+@pytest.mark.parametrize(("own", "field"), [
+    ({"max_verified": 2**32 - 1}, "max_verified"),
+    ({"num_draft_tokens": 2**32 - 1}, "num_draft_tokens"),
+    ({"min_chance": math.nan}, "min_chance"),
+    ({"next_chance": -1.0}, "next_chance"),
+])  # fmt: skip
+async def test_invalid_items_are_refused_by_field(engines: tuple[Engine, Engine], own: Any, field: str) -> None:
+    async with serving_both(engines) as worker:
+        item = pb.VerifyItem(sequence_id=1, token_ids=PROMPT, own_draft=pb.OwnDraftItem(**own))
+        assert violated_fields(await failure(worker.round(item))) == [f"items[0].own_draft.{field}"]
+
+
+async def test_a_worker_without_a_draft_refuses_items_for_one(engines: tuple[Engine, Engine]) -> None:
+    async with serving(TARGET, engines[0]) as worker:
+        error = await failure(worker.round(pb.VerifyItem(sequence_id=1, token_ids=PROMPT, own_draft=OWN)))
+        assert violated_fields(error) == ["items[0].own_draft"]
 
 
 def test_a_worker_loads_its_draft(tiny_pair: tuple[Path, Path]) -> None:

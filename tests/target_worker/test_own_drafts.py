@@ -169,10 +169,13 @@ def test_a_round_reports_the_rows_of_its_passes(target: Engine, equal_draft: Eng
     first, second = two
     rounds.send([(each, each.item(OwnDraftItem(4, 4))) for each in two])
     assert verifier.draft_rows == [2 * len(first.token_ids), 2, 2, 2]
-    passes, tokens, spent = verifier.passes, verifier.tokens, verifier.draft_ns
+    proposer = verifier.carried_draft
+    assert proposer is not None
+    passes, spent, drafted, verified = verifier.passes, verifier.draft_ns, proposer.work.tokens, verifier.work.tokens
     rounds.send([(first, first.item(OwnDraftItem(4, 2))), (second, second.item(OwnDraftItem(4, 3)))])
     assert verifier.draft_rows == [4, 2, 1]  # the last draft token was not cached
-    assert (verifier.passes - passes, verifier.tokens - tokens) == (1 + 3, 10 + 4 + 2 + 1)
+    assert verifier.passes - passes == 1 + 3
+    assert (verifier.work.tokens - verified, proposer.work.tokens - drafted) == (10, 4 + 2 + 1)
     assert verifier.draft_ns > spent
     rounds.send([(each, each.item(OwnDraftItem(4, 0))) for each in two])
     assert verifier.draft_rows == ()

@@ -131,6 +131,10 @@ class PageTables:
         """Number of pages that a slot lacks for this many columns."""
         return max(0, self._pages_for(columns) - len(self.held[slot]))
 
+    def fits(self, slot: int, columns: int) -> bool:
+        """Whether a slot holds exactly the pages for this many columns."""
+        return len(self.held[slot]) == -(-columns // self.page_size)
+
     def _pages_for(self, columns: int) -> int:
         """Number of pages that hold this many columns."""
         return -(-columns // self.page_size)

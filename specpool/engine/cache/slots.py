@@ -113,6 +113,10 @@ class SlotTable:
     def _extend(self, key: SequenceKey, slot: Slot, item: SequenceItem, columns: int) -> ItemStatus:
         """Add cached pages of the item's tokens, then free pages."""
         base, tables = item.base_length, self.tables
+        shares = len(item.token_ids) > tables.page_size or item.expected_prefix_length > 0
+        if not shares and tables.fits(slot.index, columns):  # as in most rounds
+            slot.prefix_length = 0
+            return ItemStatus.OK
         tables.truncate(slot.index, max(base, columns))
         shared = self._share(slot, item)
         if len(shared) * tables.page_size < item.expected_prefix_length:

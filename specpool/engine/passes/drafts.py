@@ -27,7 +27,7 @@ class Choice(NamedTuple):
     """False if the largest logit is not finite."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Draft:
     """A draft that continues a sequence or a branch."""
 
@@ -53,7 +53,8 @@ class Draft:
     chance: float = 1.0
     """Estimated probability that all draft tokens are accepted."""
     own_states: list[torch.Tensor] = field(default_factory=list)
-    """Of a feature draft: its state [hidden] after each pass, which is the input of the next one."""
+    """Of a feature draft: its states [n, hidden] after passes, of which each is the input of the next pass. They may be
+    views of the states of all drafts."""
     is_broken: bool = False
     """Whether logits were not finite, which ends the draft."""
 
@@ -85,7 +86,7 @@ class Draft:
 
     def feed(self, token_ids: Sequence[int]) -> None:
         """Make draft tokens the span of the next pass."""
-        span, own_states = self.span, {0: self.own_states[-1]} if self.own_states else None
+        span, own_states = self.span, {0: self.own_states[-1][-1]} if self.own_states else None
         self.context += token_ids
         self.span = Span(span.slot, span.end, token_ids, 1, span.prefix_length, span.offset, own_states=own_states)
 

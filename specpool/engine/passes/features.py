@@ -46,16 +46,19 @@ class FeatureEmbedding(nn.Module):
 
 
 def fill_states(states: torch.Tensor, spans: Sequence[Span], project: Project) -> None:
-    """Fill in the states of the rows of a packed batch, [rows, hidden] zeros."""
-    ends, end = list[int](), 0
+    """Fill in the states of the rows of a packed batch, [rows, hidden] zeros, in one copy for all spans."""
+    given, own, end = dict[int, torch.Tensor](), dict[int, torch.Tensor](), 0  # by first row
     for span in spans:
-        for index, state in (span.own_states or {}).items():
-            states[end + index] = state
-        end += len(span.token_ids)
-        ends.append(end)
-    given = [(end, span.states) for end, span in zip(ends, spans, strict=True) if span.states is not None]
-    if not given:
-        return
-    projected = project(torch.cat([each for _, each in given]).to(states))
-    for (end, _), rows in zip(given, projected.split([len(each) for _, each in given]), strict=True):
-        states[end - len(rows) : end] = rows
+        begin, end = end, end + len(span.token_ids)
+        first = end
+        if span.states is not None:
+            first = end - len(span.states)
+            given[first] = span.states
+        own.update({begin + i: state for i, state in (span.own_states or {}).items() if begin + i < first})
+    filled = [project(torch.cat([*given.values()]).to(states))] if given else []
+    if own:
+        filled.append(torch.stack([*own.values()]))
+    if filled:
+        rows = [row for first, each in given.items() for row in range(first, first + len(each))]
+        index = torch.tensor([*rows, *own], dtype=torch.int64, pin_memory=states.device.type == "cuda")
+        states.index_copy_(0, index.to(states.device, non_blocking=True), torch.cat(filled).to(states.dtype))

@@ -24,6 +24,10 @@ class DraftLoop(Protocol):
         """Whether drafts may be sampled. If not, all must be greedy."""
 
     @property
+    def min_draft_tokens(self) -> int:
+        """Length of the longest draft from which on the loop is faster than single steps."""
+
+    @property
     def passes_in_progress(self) -> int:
         """Passes that the call in progress has finished, if it is long enough to count them."""
 
@@ -81,6 +85,13 @@ class ForwardPass(nn.Module, ABC):
         """Capture passes on this cache, before serving. Return the number of graphs. Failures become `notes`.
 
         `sizes`: padded numbers of rows. `max_length`: positions of a sequence. `max_sequences`: sequences of a draft.
+        """
+        return 0
+
+    def capture_states(self, layers: tuple[int, ...], hidden_size: int) -> int:
+        """Capture the passes that record the states after these layers. Return their number. Failures become `notes`.
+
+        Called after `capture_graphs`. Without this call, they may be captured while serving.
         """
         return 0
 

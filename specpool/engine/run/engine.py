@@ -116,7 +116,7 @@ class Engine:
         own_states = list[torch.Tensor]()
         chunks = _chunks(spans, self.max_num_batched_tokens)
         logits = [self._pass(chunk, own_states=own_states).logits for chunk in chunks]
-        self.own_states = torch.cat(own_states) if own_states else None
+        self.own_states = torch.cat(own_states) if len(own_states) > 1 else next(iter(own_states), None)
         return self._joined(logits)
 
     @torch.inference_mode()
@@ -165,6 +165,17 @@ class Engine:
         self.notes += self.forward_pass.notes[known:]
         return count
 
+    @torch.inference_mode()
+    def capture_states(self, layers: tuple[int, ...]) -> int:
+        """Capture the passes that return the states after these layers, before serving. Return the number of graphs.
+
+        Sharded models capture each shape when it first occurs.
+        """
+        known = len(self.forward_pass.notes)
+        count = 0 if self.leader is not None else self.forward_pass.capture_states(layers, self.facts.hidden_size)
+        self.notes += self.forward_pass.notes[known:]
+        return count
+
     @property
     def supports_branches(self) -> bool:
         """Whether spans may be branches of their sequences."""
@@ -176,9 +187,9 @@ class Engine:
         return self._passes + (0 if self._draft_loop is None else self._draft_loop.passes_in_progress)
 
     def can_draft(self, drafts: Sequence[Draft]) -> bool:
-        """Whether `draft` can run all steps of these drafts on the device, and there are several steps."""
+        """Whether `draft` can run all steps of these drafts on the device, and that is faster than single steps."""
         loop, steps = self._draft_loop, max((draft.num_draft_tokens for draft in drafts), default=0)
-        if loop is None or steps <= 1 or len(drafts) > self.max_num_batched_tokens:
+        if loop is None or steps < loop.min_draft_tokens or len(drafts) > self.max_num_batched_tokens:
             return False
         return loop.samples or all(draft.rules is None for draft in drafts)
 

@@ -12,6 +12,7 @@ import torch
 from specpool.engine.cache.slots import SequenceKey, Slot
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.drafts import Choice, Draft, DraftRound, drafts_of, extend_drafts
+from specpool.engine.passes.gpu.choice import choose
 from specpool.engine.run.engine import Engine
 from specpool.engine.sampling.batch import Sampler
 from specpool.engine.sampling.grammars import Grammars, settle
@@ -22,7 +23,7 @@ from specpool.engine.sampling.sampler import kernel_is_exact
 from specpool.protocol.errors import InvalidArgumentError
 from specpool.protocol.rounds import MAX_DRAFT_TOKENS, ItemStatus, RoundLimits, SequenceItem
 from specpool.protocol.sampling import NO_LOGPROBS, Logprobs, SamplingParams
-from specpool.protocol.worker_info import CacheLoad, WorkerInfo
+from specpool.protocol.worker_info import CacheLoad, ModelWork, WorkerInfo
 
 ITEMS_PER_SLOT = 4
 """A round may name more sequences than there are slots; the rest get NO_SLOT."""
@@ -34,7 +35,7 @@ LOGITS_PER_SLOT = 1 + 4 * MAX_DRAFT_TOKENS
 Item = TypeVar("Item", bound=SequenceItem)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, like `Span`
 class Choices:
     """The tokens chosen after the last tokens of a span, up to the first that differs from the span's draft.
 
@@ -66,8 +67,8 @@ class SequenceEngine:
         self.engine = engine
         # Compile the kernels now, not in the first round that samples.
         facts = engine.facts
-        kernels = kernel_is_exact(facts.device, engine.forward_pass.compute_dtype, engine.vocab_size)
-        if facts.device.type == "cuda" and not kernels:
+        self._has_kernels = kernel_is_exact(facts.device, engine.forward_pass.compute_dtype, engine.vocab_size)
+        if facts.device.type == "cuda" and not self._has_kernels:
             engine.notes.append("samples slowly, row by row, because its sampling kernels cannot run here")
         self._sampler = Sampler(engine.head, facts.device, engine.native)
         self.grammars = Grammars(engine.loaded.tokenizer, engine.vocab_size, engine.grammar_bytes)
@@ -94,9 +95,9 @@ class SequenceEngine:
         return self.engine.passes
 
     @property
-    def tokens(self) -> int:
-        """Tokens run so far."""
-        return self.engine.tokens
+    def work(self) -> ModelWork:
+        """The work of the model, without that of a draft that it carries."""
+        return ModelWork(self.engine.realign_ns, self.engine.passes, self.engine.tokens)
 
     @property
     def realign_ns(self) -> int:
@@ -240,13 +241,24 @@ class SequenceEngine:
             extend_drafts(rounds, self._choose_next)
 
     def _choose_next(self, drafts: Sequence[Draft]) -> list[Choice | None]:
-        confidences = any(draft.needs_confidences for draft in drafts)
-        choices = self.choose_rows([draft.span for draft in drafts], [draft.rows for draft in drafts], confidences)
+        spans = [draft.span for draft in drafts]
+        if self._has_kernels and all(draft.rules is None for draft in drafts):
+            choices = self._choose_greedily(spans)
+        else:
+            confidences = any(draft.needs_confidences for draft in drafts)
+            choices = [*map(_single, self.choose_rows(spans, [draft.rows for draft in drafts], confidences))]
         if self.engine.own_states is not None:
             drafting = (draft for draft in drafts if draft.span.num_logits)
-            for draft, state in zip(drafting, self.engine.own_states, strict=True):
-                draft.own_states.append(state.clone())  # a view would keep the states of all drafts
-        return [_single(each) for each in choices]
+            for draft, state in zip(drafting, self.engine.own_states[:, None], strict=True):
+                draft.own_states.append(state)
+        return choices
+
+    def _choose_greedily(self, spans: Sequence[Span]) -> list[Choice | None]:
+        """Run a step on a GPU. The host waits once, for tokens and confidences that need not be exact."""
+        logits = self.engine.forward(spans)
+        found = iter(choose(logits, self.engine.head).T.tolist() if len(logits) else [])
+        chosen = [next(found) if span.num_logits else None for span in spans]
+        return [None if each is None else Choice(int(each[0]), each[1]) for each in chosen]
 
     def rank(self, spans: Mapping[SequenceKey, Span], count: int) -> dict[SequenceKey, list[Ranking]]:
         """Run the spans in one forward pass. Rank the `count` best tokens after each of their last tokens.

@@ -8,7 +8,7 @@ from specpool.engine.sampling.rules import Changes, SequenceRules
 from specpool.protocol.sampling import NO_LOGPROBS, Logprobs, SamplingParams
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, like `Span`
 class SequenceRows:
     """Rows of logits that follow the last tokens of one sequence."""
 

@@ -212,6 +212,17 @@ async def test_a_carried_draft_replaces_the_draft_worker(caplog: pytest.LogCaptu
     assert caplog.text.count("not using the draft workers") == 1
 
 
+async def test_draft_workers_of_a_target_without_a_draft_are_shown_beside_carried_drafts() -> None:
+    carrying, plain = timed_target(), RecordingTarget(pass_seconds=lambda rows: PASS_SECONDS)
+    draft = RecordingDraft(plain)
+    async with replicas(plain, first=carrying, draft=draft) as served:
+        await asyncio.gather(*(served.expect(make_request([i, 9], 60, k=3)) for i in range(8)))
+        info = await served.until_idle()
+    assert draft.requests
+    assert not any(item.HasField("own_draft") for item in items_of(plain))
+    assert [worker.address for worker in info.draft_workers] == [served.target_address, served.draft_address]
+
+
 async def test_the_status_shows_the_carried_draft() -> None:
     target = RecordingTarget(draft=FakeOwnDraft())
     async with serving(target, with_draft=False) as served:

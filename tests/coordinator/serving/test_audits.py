@@ -9,7 +9,7 @@ from scraping import scrape
 from serving import RecordingTarget, Serving, make_request, serving
 
 from specpool.rpc.ports import free_port
-from specpool.testing import FakeTarget, fakes
+from specpool.testing import FakeTarget, fake_target
 from specpool.v1 import common_pb2, target_worker_pb2
 
 PATIENCE_SECONDS = 10
@@ -35,11 +35,13 @@ class WrongTarget(RecordingTarget):
 
     wrong: int | None = None
 
-    def _verify(self, key: Any, item: target_worker_pb2.VerifyItem, round_id: int) -> target_worker_pb2.VerifyResult:
-        result = super()._verify(key, item, round_id)
+    def _verify(
+        self, request: target_worker_pb2.VerifyRequest, item: target_worker_pb2.VerifyItem
+    ) -> target_worker_pb2.VerifyResult:
+        result = super()._verify(request, item)
         if self.wrong is None and len(item.draft_token_ids) and result.token_ids:
             self.wrong = (result.token_ids[-1] + 2) % 256  # 1 more is what the draft worker gets wrong
-            result.token_ids[-1] = self.yielded[key][1][-1] = self.wrong
+            result.token_ids[-1] = self.yielded[request.coordinator_id, item.sequence_id][1][-1] = self.wrong
         return result
 
 
@@ -75,7 +77,7 @@ async def test_replays_are_plain_and_fresh() -> None:
 
 async def test_a_wrong_token_is_found(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     top = common_pb2.TokenLogprobs(logprob=-1.0, top_token_ids=[1, 2], top_logprobs=[-1.0, -1.25])
-    monkeypatch.setattr(fakes, "_logprobs", lambda count: top)
+    monkeypatch.setattr(fake_target, "_logprobs", lambda count: top)
     target = WrongTarget()
     async with serving(target, audit_share=1.0, metrics_port=free_port()) as served:
         response = await served.stub.Generate(make_request([1, 2, 3], 30, request_id="suspect"))

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from unittest import mock
 
@@ -137,3 +138,15 @@ async def test_a_loading_model_has_no_metrics() -> None:
     host = WorkerHost(lambda report: None)  # type: ignore[arg-type, return-value]
     assert value(host, "loaded") == value(host, "rounds_total") == 0
     assert "specpool:worker_slots" not in seen(host).families
+
+
+async def test_a_draft_that_runs_during_a_scrape_does_not_set_back_the_targets_counters(
+    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, draft_engine = load_engine(tiny_pair[0]), load_engine(tiny_pair[1], exact=False)
+    host = WorkerHost(lambda report: Verifier(engine, Proposer(draft_engine)))
+    await host.load()
+    rising = count(draft_engine.passes)
+    monkeypatch.setattr(Proposer, "passes", property(lambda proposer: next(rising)))
+    assert [value(host, "passes_total") for _ in range(2)] == [engine.passes] * 2
+    host.close()

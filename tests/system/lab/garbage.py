@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 import grpc
-from lab.faults import PROPOSALS, ROUNDS, VERDICTS, Answer, Fault, RefusedError
+from lab.faults import OWN_DRAFTS, PROPOSALS, ROUNDS, VERDICTS, Answer, Fault, RefusedError
 from lab.info_faults import DESCRIPTIONS, TOKENIZERS
 
 from specpool.rpc.status import ANSWERED
@@ -69,9 +69,9 @@ class Garbage(FakeWorker):
 
 
 class GarbageTarget(Garbage, FakeTarget):
-    """A fake target with a fault of TARGET_FAULTS."""
+    """A fake target with a fault of TARGET_FAULTS or OWN_DRAFTS."""
 
-    faults = TARGET_FAULTS
+    faults = TARGET_FAULTS | {"Verify": TARGET_FAULTS["Verify"] | OWN_DRAFTS}
 
     async def Verify(self, request: Any, context: Any) -> Any:
         return await self._answer("Verify", request, await super().Verify(request, context), context)

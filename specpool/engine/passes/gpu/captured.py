@@ -28,8 +28,8 @@ StateKey = tuple[Shape, tuple[int, ...]]
 class CapturedModel(ForwardPass):
     """Replays passes that fit into a captured shape. Such passes differ only in the numbers and states of a batch.
 
-    The layers whose hidden states are needed are not known at start. A pass that records states is captured when one
-    of its shape first occurs, for the first choice of layers only: passes with others run eagerly.
+    A pass that records hidden states is captured when one of its shape first occurs, for the first choice of layers
+    only: passes with others run eagerly. `capture_states` captures such passes at start, if the layers are known.
     """
 
     plans_attention = False
@@ -99,6 +99,16 @@ class CapturedModel(ForwardPass):
             loop.capture_graphs({rows: length_of(Shape(rows, rows, rows), max_length) for rows in rows_of})
             self.notes += loop.graphs.notes
         return self.num_graphs
+
+    def capture_states(self, layers: tuple[int, ...], hidden_size: int) -> int:
+        """Capture the passes that record the states after these layers."""
+        for batch in self._graphs.inputs():
+            states = torch.empty(
+                batch.rows, len(layers), hidden_size, dtype=torch.bfloat16, device=batch.numbers.device
+            )
+            self._find_with_states(replace(batch, state_layers=layers, states=states), states, batch)
+        self.notes += self._state_graphs.notes
+        return len(self._state_graphs)
 
     @property
     def num_graphs(self) -> int:

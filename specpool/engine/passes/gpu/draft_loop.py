@@ -28,7 +28,7 @@ class Step:
 class GpuDraftLoop:
     """The draft loop of passes without an attention plan. It decodes greedily and runs all steps of each draft."""
 
-    samples, passes_in_progress = False, 0
+    samples, min_draft_tokens, passes_in_progress = False, 1, 0
 
     def __init__(self, model: ForwardPass, arena: KVArena, head: Head, capture: Capture | None) -> None:
         """`capture`: captures steps; None: they run eagerly."""
@@ -68,7 +68,7 @@ class GpuDraftLoop:
         extend_drafts(rounds, read)
         for draft, span, own in zip(drafts, spans, [] if states is None else states.unbind(1), strict=False):
             num_run = draft.span.end - span.end
-            draft.own_states = [*own[: num_run + 1].clone()]  # a view would keep the states of all drafts
+            draft.own_states = [own[: num_run + 1]]
         return max(remaining), sum(remaining)
 
     def _run(

@@ -68,6 +68,10 @@ class CapturedGraphs(Generic[Key, Input]):
         """The graph of a shape. None: run eagerly."""
         return self._graphs.get(key) if self.enabled else None
 
+    def inputs(self) -> list[Input]:
+        """The inputs of all graphs, in the order of their capture."""
+        return [graph.input for graph in self._graphs.values()]
+
     def clear(self) -> None:
         """Drop all graphs."""
         self._graphs.clear()

@@ -87,7 +87,7 @@ class Loop(Structure):
 class NativeDraftLoop:
     """The draft loop of a compiled pass."""
 
-    samples = True
+    samples, min_draft_tokens = True, 2
 
     def __init__(
         self, library: CDLL, decoder: CDLL, model: Model, prepare: Prepare, arena: KVArena, sampler: NativeSampler
@@ -156,7 +156,7 @@ class NativeDraftLoop:
         self._run(byref(loop))
         self._in_progress = None
         del batch, changes, chances, reader  # the loop used their memory
-        kept = repeat(None) if own_states is None else (each.clone() for each in all_states)
+        kept = repeat(None) if own_states is None else all_states
         for of_draft in zip(states, drafts, token_ids.tolist(), confidences.tolist(), kept, strict=False):
             _end(*of_draft)
         return loop.num_passes, loop.num_tokens
@@ -242,7 +242,7 @@ def _end(
         draft.confidences = confidences[: state.count]
     num_run = state.position - draft.span.end
     if own_states is not None:
-        draft.own_states = [*own_states[: num_run + 1]]
+        draft.own_states = [own_states[: num_run + 1]]
     if num_run:
         draft.feed(draft.token_ids[:num_run])
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from eagle_heads import HIDDEN, VOCAB, ReferenceHead, save_eagle_head, save_tensors
 from feature_drafts import encoded_states, random_states
+from interpreted_kernels import choose
 from safetensors.torch import load_file
 from tiny_models import load_engine, random_tokens, refusal, save_model, small_config
 
@@ -14,6 +15,8 @@ from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
 from specpool.engine.models.draft_parts import Features
 from specpool.engine.passes.fused import FusedModel
+from specpool.engine.run import sequences
+from specpool.engine.sampling.head import Head
 from specpool.protocol.rounds import ProposeItem, ProposeRound
 
 LAYERS = 8
@@ -54,6 +57,28 @@ def test_heads_draft_like_a_plain_implementation(tmp_path: Path, target: Path, v
     item = ProposeItem(1, 0, tuple(tokens[:LENGTH]), num_draft_tokens=4, features=encoded_states(given))
     ((proposal,),) = Proposer(engine).propose([ProposeRound("c", 1, [item])])
     assert proposal.draft_token_ids == tuple(expected)
+
+
+def test_steps_on_a_gpu_choose_the_same_tokens(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load_engine(save_eagle_head(tmp_path / "head", 3), exact=False, target_model=str(llama))
+    items = [
+        ProposeItem(number, 0, tuple(random_tokens(9, seed=number)), num_draft_tokens=k, min_chance=min_chance)
+        for number, (k, min_chance) in enumerate(((4, 0.0), (0, 0.0), (6, 1e-9), (1, 1e-9)))
+    ]
+    ((*expected,),) = Proposer(engine).propose([ProposeRound("c", 1, items)])
+    steps: list[int] = []
+
+    def count_and_choose(logits: torch.Tensor, head: Head) -> torch.Tensor:
+        steps.append(len(logits))
+        return choose(logits, head)
+
+    monkeypatch.setattr(sequences, "kernel_is_exact", lambda *_: True)
+    monkeypatch.setattr(sequences, "choose", count_and_choose)
+    ((*actual,),) = Proposer(engine).propose([ProposeRound("d", 1, items)])
+    assert steps == [3, 2, 2, 2, 1, 1]
+    for one, other in zip(actual, expected, strict=True):
+        assert one.draft_token_ids == other.draft_token_ids
+        assert one.confidences == pytest.approx(other.confidences)
 
 
 def test_a_head_without_embeddings_takes_those_of_its_target(tmp_path: Path, llama: Path) -> None:

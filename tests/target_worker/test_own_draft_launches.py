@@ -1,0 +1,96 @@
+"""What a GPU launches in a round with own drafts, counted on a CPU."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from feature_drafts import save_pair_draft
+from interpreted_kernels import FakeGraphs, imitate_kernels
+from own_drafts import Generation, Rounds
+from tiny_models import load_engine, random_tokens, save_model, small_config
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from draft_worker.proposer import Proposer
+from specpool.engine.passes.gpu.captured import CapturedModel
+from specpool.engine.passes.gpu.graphs import Run
+from specpool.engine.run import pass_selection
+from specpool.protocol.rounds import OwnDraftItem
+from target_worker.verifier import Verifier
+
+pytest.importorskip("triton")
+
+K = 4
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations by name. Views and empty tensors launch nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts, self.is_paused = Counter[str](), False
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self.is_paused and not function.is_view and "empty" not in function.name():
+            self.counts[function.name()] += 1
+        return function(*args, **kwargs or {})
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self.is_paused = True
+        yield
+        self.is_paused = False
+
+
+class CountedGraphs(FakeGraphs):
+    """A replay is one launch."""
+
+    launches, num_captured = Launches(), 0
+
+    def __call__(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
+        CountedGraphs.num_captured += 1
+        replay, result = super().__call__(run)
+
+        def counted() -> None:
+            self.launches.counts["replay"] += 1
+            with self.launches.paused():
+                replay()
+
+        return counted, result
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A target, and a draft that reads its states. Their passes are captured."""
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(pass_selection, "CudaGraphs", CountedGraphs)
+    monkeypatch.setattr(CapturedModel, "captured_rows", 64)
+    target = save_model(tmp_path / "target", small_config("llama", num_hidden_layers=3))
+    causal = save_model(tmp_path / "causal", small_config("llama", num_hidden_layers=1))
+    return target, save_pair_draft(tmp_path / "draft", target, causal, (1, 2))
+
+
+def test_launches_do_not_grow_with_the_sequences(folders: tuple[Path, Path]) -> None:
+    target, draft = (
+        load_engine(folder, exact=False, native=False, max_sequences=8, max_model_len=128) for folder in folders
+    )
+    target.capture_states((1, 2))
+    captured, counts = CountedGraphs.num_captured, []
+    for number in (2, 8):
+        rounds = Rounds(Verifier(target, Proposer(draft)))
+        generations = [Generation(i, tuple(random_tokens(9, seed=i))) for i in range(number)]
+        for _ in range(3):
+            CountedGraphs.launches.counts.clear()
+            with CountedGraphs.launches:
+                rounds.send([(each, each.item(OwnDraftItem(K, K))) for each in generations])
+        assert all(each.num_verified == 2 * K for each in generations)
+        counts.append(CountedGraphs.launches.counts.copy())
+        rounds.verifier.release("c", None)
+    assert counts[0] == counts[1]
+    assert counts[0]["replay"] == 1 + K
+    assert CountedGraphs.num_captured == captured > 0, "nothing is captured while serving"
