@@ -93,7 +93,7 @@ def wholes(minimum: int, maximum: int) -> Callable[[str], list[int]]:
 
 
 def some_of(names: Iterable[str], always: Iterable[str] = ()) -> Callable[[str], list[str]]:
-    """Argument type: some of the names, in the order of `names`. `always`: names that need not be given."""
+    """Argument type: some of the names, in the order of `names`. `always`: names that are added if not given."""
     known = list(names)
 
     def parsed(text: str) -> list[str]:

@@ -117,7 +117,7 @@ class Proposer(SequenceEngine):
     def _proposal(
         self, key: SequenceKey, item: ProposeItem, token_ids: tuple[int, ...], draft: Draft, has_states: bool
     ) -> Proposal:
-        """Keep what the draft cached. `has_states`: the target's states come with every round, so own ones need not."""
+        """Record what the draft cached. `has_states`: whether the target's states come with every round."""
         num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(token_ids) - 1)
         self.keep(key, num_cached_tokens)
         if draft.own_states and not draft.is_broken and not has_states:

@@ -21,7 +21,7 @@ class CacheLoad(NamedTuple):
 
 
 class ModelWork(NamedTuple):
-    """Work of one model since its start."""
+    """Work of one model since the start of its worker."""
 
     realign_ns: int
     """Nanoseconds spent on realignment."""

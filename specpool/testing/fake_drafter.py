@@ -1,4 +1,4 @@
-"""What the fake draft worker and the draft that a fake target carries have in common."""
+"""The common part of the fake draft worker and the draft that a fake target carries."""
 
 import math
 import random
@@ -20,11 +20,11 @@ class FakeDrafter(FakeWorker):
     def drafts_for(
         self, choose_legal: Callable[[Sequence[int], str, int], int], grammars: Mapping[Key, tuple[str, int]]
     ) -> None:
-        """Draft for a target. `choose_legal`: its choices. `grammars`: grammar and prompt length of each sequence."""
+        """Draft for a target. `choose_legal`: chooses its tokens. `grammars`: grammar and prompt length by sequence."""
         self._choose_legal, self._followed = choose_legal, grammars
 
     def choose(self, key: Key, context: Sequence[int]) -> int:
-        """The target's choice after a context, or an arbitrary token if the context is illegal."""
+        """Return the target's choice after a context, or an arbitrary token if the context is illegal."""
         try:
             return self._choose_legal(context, *self._followed[key])
         except ValueError:
@@ -39,13 +39,13 @@ class FakeDrafter(FakeWorker):
         return draft
 
     def confidences(self, item: Any, draft: Sequence[int]) -> list[float]:
-        """The draft's probability of each token, if the item has a minimum."""
+        """Return the draft's probability of each token, if the item has a minimum."""
         return [self.acceptance] * len(draft) if item.min_chance else []
 
     def draft_lengths(self, items: Sequence[tuple[Any, int]], step_cost: float) -> list[int]:
-        """Number of draft tokens per item: its maximum, or fewer if another token gains too little.
+        """Return the number of draft tokens per item: its maximum, or fewer if another token gains too little.
 
-        `items`: messages with `min_chance` and `next_chance`, and the maximum of each.
+        `items`: messages with `min_chance` and `next_chance`, each with its maximum.
         """
         lengths = [min(1, maximum) for _, maximum in items]
         for step in range(1, max((maximum for _, maximum in items), default=0)):

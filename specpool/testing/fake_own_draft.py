@@ -13,7 +13,7 @@ from specpool.v1 import common_pb2, target_worker_pb2
 
 
 class KeptDraft(NamedTuple):
-    """Draft tokens after `base_length` cached positions and the token `token_id`."""
+    """Draft tokens that follow `base_length` cached positions and the token `token_id`."""
 
     base_length: int
     token_id: int
@@ -21,11 +21,11 @@ class KeptDraft(NamedTuple):
     confidences: tuple[float, ...]
 
     def begins(self, item: target_worker_pb2.VerifyItem) -> bool:
-        """Whether an item begins where the draft begins."""
+        """Whether the draft continues an item."""
         return (self.base_length, [self.token_id]) == (item.base_length, [*item.token_ids])
 
     def rest(self, gained: Sequence[int]) -> "KeptDraft | None":
-        """What is left after a round that gained these tokens; None if they differ from the draft."""
+        """Return the rest after a round gained these tokens; None if they differ or nothing is left."""
         count = len(gained)
         if not gained or self.token_ids[:count] != tuple(gained) or len(self.token_ids) == count:
             return None
@@ -33,9 +33,9 @@ class KeptDraft(NamedTuple):
 
 
 class FakeOwnDraft(FakeDrafter):
-    """A draft for `FakeTarget(draft=...)`, which serves it. It has the knobs of a worker, but no server of its own.
+    """A draft for `FakeTarget(draft=...)` to carry. It has a worker's knobs, but no server.
 
-    With `forget_every`, only the caches of the draft are lost.
+    With `forget_every`, only the draft loses its caches.
     """
 
     model = "carried"
@@ -43,10 +43,10 @@ class FakeOwnDraft(FakeDrafter):
     def __init__(self, acceptance: float = 0.7, **knobs: Any) -> None:
         super().__init__(acceptance, **knobs)
         self.drafts: dict[Key, list[KeptDraft]] = {}
-        """Of each sequence, the draft for the next round, and the draft that the last round found."""
+        """By sequence: the draft for the next round, and the draft that the last round found."""
 
     def select(self, key: Key, item: target_worker_pb2.VerifyItem) -> target_worker_pb2.OwnDraftResult:
-        """Make own draft tokens the draft tokens of an item. Return the draft found."""
+        """Replace an item's draft tokens with own draft tokens. Return the draft found."""
         own, found = item.own_draft, target_worker_pb2.OwnDraftResult()
         assert not (item.prefill_only and own.max_verified), "a prompt chunk verifies nothing"
         draft = next((draft for draft in self.drafts.get(key, ()) if draft.begins(item)), None)
@@ -100,18 +100,18 @@ class FakeOwnDraft(FakeDrafter):
         return super().release(key)
 
     def _maximum(self, item: target_worker_pb2.VerifyItem, length: int) -> int:
-        """Maximum number of tokens to draft after `length` committed tokens."""
+        """Return the maximum number of tokens to draft after `length` committed tokens."""
         own = item.own_draft
         room = min(own.max_length, self.max_model_len) - length
         return 0 if item.prefill_only else max(0, min(own.num_draft_tokens, room))
 
     def _num_agreed(self, key: Key, committed: Sequence[int]) -> int:
-        """Number of cached positions that hold committed tokens."""
+        """Return the number of cached positions that hold committed tokens."""
         pairs = zip(self.caches.get(key, ()), committed, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def _base_length(self, key: Key, committed: Sequence[int]) -> int:
-        """Number of cached positions to keep. The last token runs again for its logits."""
+        """Return the number of cached positions to keep. The last token runs again for its logits."""
         return min(self._num_agreed(key, committed), len(committed) - 1)
 
     def _extend(

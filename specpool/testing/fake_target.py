@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 )
 
 Beginning = tuple[target_worker_pb2.VerifyItem, target_worker_pb2.OwnDraftResult | None]
-"""An item with the tokens and draft tokens that it verifies, and the own draft found."""
+"""An item with the tokens that it runs and the draft tokens that it verifies, and the own draft found."""
 
 
 class FakeTarget(FakeWorker):
@@ -117,7 +117,7 @@ class FakeTarget(FakeWorker):
         request: target_worker_pb2.VerifyRequest,
         response: target_worker_pb2.VerifyResponse,
     ) -> list[int]:
-        """Let the draft follow the verified sequences. Return the tokens of its passes."""
+        """Let the draft follow the verified sequences. Return the number of tokens in each of its passes."""
         verified, committed = {}, {}
         for result in response.results:
             key = request.coordinator_id, result.sequence_id
@@ -148,7 +148,7 @@ class FakeTarget(FakeWorker):
         return super().release(key)
 
     def _beginning(self, key: Key, item: target_worker_pb2.VerifyItem, round_id: int) -> Beginning | None:
-        """How an item begins; None if it cannot continue."""
+        """Return how an item begins; None if it cannot continue the last round."""
         assert self.draft is not None or not item.HasField("own_draft"), "this target carries no draft"
         last_round_id, last = self._began.get(key, (None, None))
         if last_round_id == round_id:

@@ -1,4 +1,4 @@
-"""What a GPU launches in a round with own drafts, counted on a CPU."""
+"""Kernel launches of a GPU in a round with own drafts, counted on a CPU."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

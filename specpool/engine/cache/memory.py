@@ -167,7 +167,7 @@ def process_memory(device: torch.device) -> tuple[int, int]:
 def default_kv_memory(device: torch.device) -> int:
     """Return the default KV cache size: a share of the memory that is free on the device now."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # loading leaves memory that torch holds but no tensor uses
+        torch.cuda.empty_cache()  # after loading, torch holds memory that no tensor uses
         return int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
     return int(_available_to_process() * CPU_SHARE)
 

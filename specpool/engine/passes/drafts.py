@@ -53,8 +53,8 @@ class Draft:
     chance: float = 1.0
     """Estimated probability that all draft tokens are accepted."""
     own_states: list[torch.Tensor] = field(default_factory=list)
-    """Of a feature draft: its states [n, hidden] after passes, of which each is the input of the next pass. They may be
-    views of the states of all drafts."""
+    """A feature draft's states [n, hidden] after its passes; each state is an input of the next pass. They may be views
+    of the states of all drafts."""
     is_broken: bool = False
     """Whether logits were not finite, which ends the draft."""
 

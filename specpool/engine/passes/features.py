@@ -46,7 +46,7 @@ class FeatureEmbedding(nn.Module):
 
 
 def fill_states(states: torch.Tensor, spans: Sequence[Span], project: Project) -> None:
-    """Fill in the states of the rows of a packed batch, [rows, hidden] zeros, in one copy for all spans."""
+    """Fill in the states of a packed batch's rows, [rows, hidden] zeros, with one copy for all spans."""
     given, own, end = dict[int, torch.Tensor](), dict[int, torch.Tensor](), 0  # by first row
     for span in spans:
         begin, end = end, end + len(span.token_ids)

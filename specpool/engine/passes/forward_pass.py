@@ -25,7 +25,7 @@ class DraftLoop(Protocol):
 
     @property
     def min_draft_tokens(self) -> int:
-        """Length of the longest draft from which on the loop is faster than single steps."""
+        """Minimum length of the longest draft at which the loop is faster than single steps."""
 
     @property
     def passes_in_progress(self) -> int:
@@ -91,7 +91,7 @@ class ForwardPass(nn.Module, ABC):
     def capture_states(self, layers: tuple[int, ...], hidden_size: int) -> int:
         """Capture the passes that record the states after these layers. Return their number. Failures become `notes`.
 
-        Called after `capture_graphs`. Without this call, they may be captured while serving.
+        Call after `capture_graphs`. Without this call, such passes may be captured while serving.
         """
         return 0
 

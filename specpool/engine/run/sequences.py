@@ -96,7 +96,7 @@ class SequenceEngine:
 
     @property
     def work(self) -> ModelWork:
-        """The work of the model, without that of a draft that it carries."""
+        """The work of the model, without that of a carried draft."""
         return ModelWork(self.engine.realign_ns, self.engine.passes, self.engine.tokens)
 
     @property
@@ -254,7 +254,7 @@ class SequenceEngine:
         return choices
 
     def _choose_greedily(self, spans: Sequence[Span]) -> list[Choice | None]:
-        """Run a step on a GPU. The host waits once, for tokens and confidences that need not be exact."""
+        """Run a greedy step on a GPU. The host waits once, for tokens and confidences, which need not be exact."""
         logits = self.engine.forward(spans)
         found = iter(choose(logits, self.engine.head).T.tolist() if len(logits) else [])
         chosen = [next(found) if span.num_logits else None for span in spans]

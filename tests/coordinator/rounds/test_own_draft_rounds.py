@@ -151,7 +151,7 @@ async def test_faults_cost_no_token(fault: str) -> None:
 
 
 @pytest.mark.parametrize("knobs", [{"forget_every": 7}, {"slots": 2}, {"slots": 1, "forget_every": 3}])
-async def test_a_draft_that_loses_its_caches_or_lacks_slots_costs_no_token(knobs: dict[str, int]) -> None:
+async def test_lost_draft_caches_and_missing_slots_cost_no_token(knobs: dict[str, int]) -> None:
     draft = FakeOwnDraft(0.8, slots=knobs.get("slots", 16))
     draft.forget_every = knobs.get("forget_every", 0)
     target = RecordingTarget(draft=draft)

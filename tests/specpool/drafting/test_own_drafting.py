@@ -102,7 +102,7 @@ def test_a_trial_drafts_in_one_round_and_verifies_in_the_next() -> None:
     assert not any(plans[index].drafts_next for index in seconds)
 
 
-def test_a_round_of_newcomers_does_not_end_a_trial() -> None:
+def test_a_round_of_new_sequences_does_not_end_a_trial() -> None:
     drafting, sequence, newcomer = Drafting(8, make_costs()), make_sequence(), make_sequence(number=2)
     measure_plain_rounds(drafting.lengths)
     assert drafting.plan_round([sequence], OWN)[1].is_trial

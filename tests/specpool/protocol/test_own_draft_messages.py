@@ -1,4 +1,4 @@
-"""Messages about the draft that a target worker carries: round trips, limits and checks."""
+"""Messages about carried drafts: encoding, limits and checks."""
 
 import math
 from dataclasses import replace
@@ -106,7 +106,7 @@ def test_results_for_items_without_an_own_draft_are_ignored() -> None:
     assert read.own_draft is None
 
 
-def test_unverified_own_drafts_leave_those_of_the_item() -> None:
+def test_the_item_s_draft_tokens_count_if_no_own_draft_is_verified() -> None:
     item = replace(ITEM, draft_token_ids=(7, 8))
     verdict = replace(VERDICT, own_draft=replace(DRAFT, draft_token_ids=(1, 2, 3, 4), num_verified=0))
     assert read_verdicts(verify_response(3, [verdict], {}, "w"), 3, [item], 100) == [verdict]
@@ -148,7 +148,7 @@ def described(**fields: Any) -> WorkerInfo:
     return WorkerInfo(vocab_size=100, max_model_len=10, slots_total=4, instance_id="w", **fields)
 
 
-def test_a_description_contains_that_of_the_draft() -> None:
+def test_a_worker_s_description_includes_its_draft() -> None:
     info = described(model="target", draft=described(model="draft", step_seconds={1: 0.5}))
     assert read_worker_info(worker_info_response(info)) == info
     response = worker_info_response(replace(info, draft=replace(info.draft, instance_id="")))  # type: ignore[type-var]

@@ -60,7 +60,7 @@ async def test_a_repeated_round_gets_the_same_answer() -> None:
         assert again.results[0] == result
 
 
-async def test_a_plain_round_keeps_what_agrees() -> None:
+async def test_a_plain_round_keeps_the_rest_of_a_right_draft() -> None:
     decoding = Decoding(FakeTarget(draft=FakeOwnDraft(1.0)))
     await decoding.round()
     plain = await decoding.round(k=0)
@@ -70,7 +70,7 @@ async def test_a_plain_round_keeps_what_agrees() -> None:
     assert not (await decoding.round()).own_draft.draft_token_ids
 
 
-async def test_a_plain_round_drops_what_differs() -> None:
+async def test_a_plain_round_drops_a_wrong_draft() -> None:
     decoding = Decoding(FakeTarget(draft=FakeOwnDraft(0.0)))
     await decoding.round()
     await decoding.round(k=0)
@@ -102,7 +102,7 @@ async def test_faults_of_the_draft_cost_only_drafts() -> None:
     assert not draft.caches
 
 
-async def test_only_a_target_that_carries_a_draft_is_asked_for_it() -> None:
+async def test_a_target_without_a_draft_rejects_own_draft_items() -> None:
     with pytest.raises(AssertionError, match="carries no draft"):
         await Decoding(FakeTarget()).round()
 

@@ -140,7 +140,7 @@ async def test_a_loading_model_has_no_metrics() -> None:
     assert "specpool:worker_slots" not in seen(host).families
 
 
-async def test_a_draft_that_runs_during_a_scrape_does_not_set_back_the_targets_counters(
+async def test_counters_do_not_decrease_if_a_draft_runs_during_a_scrape(
     tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, draft_engine = load_engine(tiny_pair[0]), load_engine(tiny_pair[1], exact=False)

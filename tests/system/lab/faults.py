@@ -290,7 +290,7 @@ PROPOSALS: dict[str, Fault] = {
 
 
 def of_own_drafts(fault: Fault) -> Fault:
-    """Apply a fault of proposals to the target's own drafts."""
+    """Apply a fault of proposals to own drafts."""
 
     def spoil(answer: Answer) -> Any:
         drafts = [result.own_draft for result in answer.response.results if result.HasField("own_draft")]
@@ -300,7 +300,7 @@ def of_own_drafts(fault: Fault) -> Fault:
 
 
 def more_verified_than_drafted(answer: Answer) -> None:
-    """Report one verified token too many."""
+    """Report more verified tokens than drafted ones."""
     for own_draft in answer.response.results:
         own_draft.num_verified = len(own_draft.draft_token_ids) + 1
 
@@ -315,4 +315,4 @@ OWN_DRAFTS: dict[str, Fault] = {
     "own_draft_without_a_slot": of_own_drafts(with_field("status", lambda _: 3)),
     "no_own_draft": each(lambda result: result.ClearField("own_draft")),
 }
-"""Faults of the drafts of a target that carries one."""
+"""Faults in own drafts."""

@@ -86,7 +86,7 @@ def _carried(rng: random.Random, workers: Iterable[WorkerSetup]) -> Iterator[Wor
 
 
 def _draft_faults(rng: random.Random, workers: Sequence[WorkerSetup], span: float) -> Iterator[Fault]:
-    """Faults of carried drafts alone."""
+    """Faults that affect only carried drafts."""
     for index, worker in enumerate(workers):
         if worker.draft is not None:
             for _ in range(rng.choice([0, 0, 3, 20])):

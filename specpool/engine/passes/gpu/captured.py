@@ -29,7 +29,7 @@ class CapturedModel(ForwardPass):
     """Replays passes that fit into a captured shape. Such passes differ only in the numbers and states of a batch.
 
     A pass that records hidden states is captured when one of its shape first occurs, for the first choice of layers
-    only: passes with others run eagerly. `capture_states` captures such passes at start, if the layers are known.
+    only: passes with other layers run eagerly. `capture_states` captures such passes at start, if the layers are known.
     """
 
     plans_attention = False
