@@ -36,12 +36,12 @@ class WrongTarget(RecordingTarget):
     wrong: int | None = None
 
     def _verify(
-        self, request: target_worker_pb2.VerifyRequest, item: target_worker_pb2.VerifyItem
+        self, key: tuple[str, int], item: target_worker_pb2.VerifyItem, round_id: int
     ) -> target_worker_pb2.VerifyResult:
-        result = super()._verify(request, item)
+        result = super()._verify(key, item, round_id)
         if self.wrong is None and len(item.draft_token_ids) and result.token_ids:
             self.wrong = (result.token_ids[-1] + 2) % 256  # 1 more is what the draft worker gets wrong
-            result.token_ids[-1] = self.yielded[request.coordinator_id, item.sequence_id][1][-1] = self.wrong
+            result.token_ids[-1] = self.yielded[key][1][-1] = self.wrong
         return result
 
 
