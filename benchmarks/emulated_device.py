@@ -58,6 +58,7 @@ class EmulatedDevice(SequenceEngine):
         """Seconds by which sleeps overrun. Later sleeps are shorter, so that passes take the right time on average."""
         files = byte_tokenizer().to_str().encode()
         self._tokenizer = TokenizerFiles(files, CHAT_TEMPLATE, {}, (EOS_TOKEN_ID,))
+        self._has_kernels = False
         self.engine: Any = SimpleNamespace(
             slots=SlotTable(SLOTS, PageTables(SLOTS, MAX_MODEL_LEN, SLOTS * MAX_MODEL_LEN, PAGE_SIZE)),
             vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN,

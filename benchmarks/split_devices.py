@@ -122,7 +122,7 @@ def measure(count: int, draft_ms: PassTimes, options: argparse.Namespace) -> dic
             command = ["-m", "benchmarks.emulated_worker", role, "--port", str(port), *own, *shared]
             pids[role] = start_process(stack, *command).pid
             addresses[role] = f"127.0.0.1:{port}"
-        port, limits = free_port(), ("--max-num-seqs", str(count), "--max-batch-size", str(count))
+        port, limits = free_port(), ("--max-num-seqs", str(count), "--max-batch-size", str(count), "--audit-share", "0")
         pids["coordinator"] = start_coordinator(stack, port, addresses["target"], addresses.get("draft"), *limits).pid
         return asyncio.run(_measure(f"127.0.0.1:{port}", pids, count, folder / "meter", options))
 
@@ -142,6 +142,8 @@ async def _measure(
             used = {name: cpu_seconds(pid) - used[name] for name, pid in pids.items()}
             after = (await current_info(client)).counters
             rounds = after.rounds - before.rounds
+            if draft_tokens and after.draft_tokens == before.draft_tokens:
+                sys.exit(f"no drafts were verified with {draft_tokens} draft tokens a round")
             runs[kind] = {
                 "tokens_per_s": count * options.tokens / seconds,
                 "round_ms": 1000 * seconds / rounds,
