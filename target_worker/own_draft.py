@@ -69,6 +69,8 @@ class OwnDrafts:
             return ()
         room = min(own.max_length, self._target.max_model_len) - item.end + len(item.draft_token_ids)
         token_ids = draft.token_ids[: max(0, min(own.max_verified, room))]
+        if not own.min_chance:
+            return token_ids
         return likely_tokens(
             token_ids, (acceptance_chance(each, chances) for each in draft.confidences), own.min_chance
         )

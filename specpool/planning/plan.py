@@ -157,6 +157,11 @@ class Plan:
     capacity: Capacity
     terms: Terms
 
+    @property
+    def is_colocated(self) -> bool:
+        """Whether the target worker carries the draft."""
+        return self.chosen.pair.shared and self.capacity.drafts
+
     def agreement_of_other_sizes(self) -> dict[int, float]:
         """Expected agreement of drafts of other sizes; empty without a fit."""
         sizes = other_sizes([draft.model.parameters for draft in self.drafts], self.target.parameters)

@@ -65,7 +65,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 "of_plain": window.of_plain,
                 "draft_workers": plan.workers.draft,
                 "target_workers": plan.workers.target,
-                "colocated": chosen.pair.shared and window.k > 0,
+                "colocated": plan.is_colocated,
                 "separate_tokens_per_second": chosen.best_separate(window.batch),
             },
             "next_worker": {**asdict(plan.next_worker), "best": plan.next_worker.best},
@@ -206,19 +206,42 @@ coordinator:
     max_num_seqs: {capacity.slots}
     max_batch_size: {capacity.slots}
 
-{_worker_values("target", plan, plan.target, capacity.target)}
-{_worker_values("draft", plan, plan.chosen.model, capacity.draft)}
+{_pair_values(plan) if plan.is_colocated else _separate_values(plan)}
 autoscaling:
   runningPerCell: {max(1, math.floor(BUSY * capacity.slots))}
 """
 
 
-def _worker_values(role: str, plan: Plan, model: Model, needs: WorkerNeeds) -> str:
+def _separate_values(plan: Plan) -> str:
+    return f"""\
+{_worker_values("target", plan, plan.target, plan.capacity.target)}
+{_worker_values("draft", plan, plan.chosen.model, plan.capacity.draft)}"""
+
+
+def _pair_values(plan: Plan) -> str:
+    """Return the values of a target worker that carries the draft. Its pod has memory for both."""
+    draft = plan.chosen.model
+    return f"""\
+{_worker_values("target", plan, plan.target, plan.capacity.target, plan.capacity.draft)}
+draft:
+  enabled: true
+  colocated: true
+  model: {json.dumps(draft.name)}
+  revision: {json.dumps(draft.revision or "")}
+"""
+
+
+def _worker_values(role: str, plan: Plan, model: Model, needs: WorkerNeeds, carried: WorkerNeeds | None = None) -> str:
+    """Return the values of a worker. `carried`: memory of the draft that it carries."""
     memory, slots = model.memory, plan.capacity.slots
     positions = plan.terms.positions or plan.target.memory.slot_positions(None)
     is_chosen = not model.on_gpu and model.activations in (FLOAT32, INT8)  # other passes use the dtype
     activations = f"\n    activations: {model.activations}" if is_chosen else ""
     enabled = f"\n  enabled: {json.dumps(plan.capacity.drafts)}" if role == "draft" else ""
+    request, limit, draft_memory = needs.request_bytes, needs.limit_bytes, ""
+    if carried is not None:
+        request, limit = request + carried.request_bytes, limit + carried.limit_bytes
+        draft_memory = f"\n    draft_kv_memory: {_mi(carried.kv_bytes)}B"
     return f"""\
 # {_mi(needs.device_bytes)}B on the device: weights {_mi(memory.weights)}B, activations \
 {_mi(memory.activations)}B, KV cache {_mi(needs.kv_bytes)}B
@@ -231,12 +254,12 @@ def _worker_values(role: str, plan: Plan, model: Model, needs: WorkerNeeds) -> s
     dtype: {model.dtype}{activations}
     max_model_len: {memory.max_model_len}
     max_sequences: {slots}
-    kv_memory: {_mi(needs.kv_bytes)}B
+    kv_memory: {_mi(needs.kv_bytes)}B{draft_memory}
   resources:
     requests:
-      memory: {_mi(needs.request_bytes)}
+      memory: {_mi(request)}
     limits:
-      memory: {_mi(needs.limit_bytes)}
+      memory: {_mi(limit)}
 """
 
 

@@ -275,6 +275,23 @@ def test_processes_accept_the_values(device: str) -> None:
     assert values["draft"]["enabled"] is True
 
 
+def test_values_let_the_target_carry_a_draft_on_its_device(tmp_path: Path) -> None:
+    models = (model(name, seconds, H200) for name, seconds in (("org/target", 0.01), ("org/draft", 0.001)))
+    target, draft = models
+    plan = make_plan(target, [(draft, constant_acceptance(0.8, 4))], Terms([1, 8], 4, 0.001, shared=True))
+    file = tmp_path / "values.yaml"
+    file.write_text(helm_values(plan))
+    values = yaml.safe_load(file.read_text())
+    assert (values["draft"]["colocated"], values["draft"]["model"]) == (True, "org/draft")
+    settings = TargetWorkerSettings(**values["target"]["settings"], model="org/target", draft="org/draft")
+    assert settings.draft_kv_memory is not None
+    assert 0 <= settings.draft_kv_memory - plan.capacity.draft.kv_bytes < 2**20
+    memory = int(values["target"]["resources"]["requests"]["memory"].removesuffix("Mi")) * 2**20
+    assert memory >= plan.capacity.target.request_bytes + plan.capacity.draft.request_bytes
+    manifests = template("--values", str(file))
+    assert len(of_kind(manifests, "StatefulSet")) + len(of_kind(manifests, "Deployment")) == 2
+
+
 @pytest.mark.parametrize(
     ("device", "activations", "expected"),
     [("cpu", "int8", "int8"), ("cpu", "float32", "float32"), ("cpu", "", None), (H200, "bfloat16", None),
