@@ -4,6 +4,7 @@ Rounds and windows report events. Only this module changes the numbers.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from coordinator.scheduling.features import FeatureStore
 from specpool.protocol.features import WantedFeatures
@@ -21,9 +22,9 @@ class PendingRound:
     branches: tuple[Branch, ...] = ()
     """Draft tokens for the next round, by outcome of this one."""
 
-    @property
+    @cached_property
     def max_gain(self) -> int:
-        """Maximum number of tokens that it yields."""
+        """Maximum number of tokens that it yields, whatever the outcome of the round before it."""
         return self.item.max_num_draft_tokens + 1 if self.num_cached_tokens is None else 0
 
 

@@ -159,8 +159,10 @@ class Drafts(DraftItems):
     def _lookup_ids(self) -> tuple[int, ...]:
         """The tokens of the prompt lookup that remain since the round was planned."""
         sequence, looked_up = self.sequence, self.plan.lookup_ids
+        if not looked_up:
+            return ()
         gained, pending_gain = tuple(sequence.token_ids[self._planned_length :]), sequence.target.max_pending_gain
-        if not looked_up or gained != looked_up[: len(gained)] or pending_gain > 1:
+        if gained != looked_up[: len(gained)] or pending_gain > 1:
             return ()
         return looked_up[len(gained) + pending_gain :][: max(0, sequence.max_num_draft_tokens)]
 
