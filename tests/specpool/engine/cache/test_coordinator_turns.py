@@ -131,7 +131,7 @@ async def test_two_coordinators_take_few_more_passes_than_one(tiny_pair: tuple[P
     target, draft = tiny_pair
     async with serving_pair(target, draft if with_draft else None, {"max_sequences": 6}, **settings) as service:
         first = service.process.coordinator
-        addresses = first.target.address, first.draft and first.draft.links[0].address
+        addresses = first.target.address, service.draft_link.address if with_draft else None
         async with serving_coordinator(*addresses, **settings) as (other, process):
             slow_down(service.target, 0.05)  # long compared with the delays of a busy machine
             clients = service.client, other
