@@ -101,9 +101,8 @@ def _speed_table(draft: DraftPlan) -> Table:
 def _capacity_table(plan: Plan) -> Table:
     capacity, positions = plan.capacity, plan.terms.positions or plan.target.memory.slot_positions(None)
     table = Table("worker", "weights", "activations", "slots", "a slot", "KV cache", "on the device", "pod's memory")
-    table.title = (
-        f"a cell: one target and one draft worker, {capacity.slots} sequences of {positions} positions at a time"
-    )
+    workers = "one target worker that carries the draft" if plan.is_colocated else "one target and one draft worker"
+    table.title = f"a cell: {workers}, {capacity.slots} sequences of {positions} positions at a time"
     for model, needs in ((plan.target, capacity.target), (plan.chosen.model, capacity.draft)):
         memory = model.memory
         sizes = (memory.weights, memory.activations, needs.slot_bytes, needs.kv_bytes, needs.device_bytes)
