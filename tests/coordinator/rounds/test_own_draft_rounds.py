@@ -1,6 +1,7 @@
 """Rounds of target workers that carry a draft run ahead and yield the tokens of plain decoding, despite any loss."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -93,17 +94,20 @@ async def test_long_prompts_and_new_requests_share_rounds() -> None:
     assert all(item.own_draft.num_draft_tokens == 3 and not item.own_draft.max_verified for item in chunks)
 
 
+async def generate_until(served: Serving, is_expected: Callable[[int, int], bool]) -> None:
+    """Generate answers until the numbers of draft tokens and rounds of one of them are as expected."""
+    async with asyncio.timeout(120):
+        while not is_expected(*await drafted_by(served, 1)):
+            pass
+
+
 @pytest.mark.slow
 async def test_adaptive_lengths_follow_the_acceptance() -> None:
     draft = timed_draft(0.9)
     async with serving(timed_target(draft), with_draft=False, num_speculative_tokens=None) as served:
-        await drafted_by(served, 3)
-        _, rounds = await drafted_by(served, 1)
-        assert rounds < 150 / 2, "drafts pay"
+        await generate_until(served, lambda _, rounds: rounds < 150 / 2)  # drafts pay
         draft.acceptance = 0.0
-        await drafted_by(served, 6)
-        drafted, rounds = await drafted_by(served, 1)
-        assert drafted < 150 / 4, "they no longer do"
+        await generate_until(served, lambda drafted, _: drafted < 150 / 4)  # they no longer do
 
 
 @pytest.mark.slow
@@ -111,12 +115,9 @@ async def test_a_slow_draft_runs_only_in_trials_until_it_becomes_faster() -> Non
     draft = timed_draft(step_seconds=4 * PASS_SECONDS)
     async with serving(timed_target(draft), with_draft=False, num_speculative_tokens=None) as served:
         await drafted_by(served, 2)
-        drafted, _ = await drafted_by(served, 1)
-        assert drafted < 150 / 10
+        await generate_until(served, lambda drafted, _: drafted < 150 / 10)
         draft.pass_seconds = lambda rows: STEP_SECONDS
-        async with asyncio.timeout(60):
-            while (await drafted_by(served, 1))[0] < 100:
-                pass
+        await generate_until(served, lambda drafted, _: drafted >= 100)
 
 
 class Unreliable(RecordingTarget):
