@@ -17,7 +17,16 @@ from specpool.engine.cache.carried import KeptDraft
 from specpool.engine.cache.slots import SequenceKey, Slot
 from specpool.engine.passes.drafts import acceptance_chance
 from specpool.engine.run.engine import Engine
-from specpool.protocol.rounds import ItemStatus, OwnDraft, Proposal, ProposeItem, ProposeRound, VerifyItem, VerifyRound
+from specpool.protocol.rounds import (
+    ItemStatus,
+    OwnDraft,
+    OwnDraftItem,
+    Proposal,
+    ProposeItem,
+    ProposeRound,
+    VerifyItem,
+    VerifyRound,
+)
 from specpool.worker.backend import describe, failure_of
 
 log = logging.getLogger(__name__)
@@ -54,18 +63,19 @@ class OwnDrafts:
         found = {}
         for round_ in rounds:
             for item in round_.items:
-                slot = self._target.slots.find((round_.coordinator_id, item.sequence_id))
-                if item.own_draft is None or slot is None:
+                slot, own = self._target.slots.find((round_.coordinator_id, item.sequence_id)), item.own_draft
+                if own is None or slot is None:
                     continue
                 if (draft := slot.carried.find(item.base_length, item.token_ids)) is not None:
-                    token_ids = self._worth_verifying(item, draft, round_.chances)
+                    token_ids = self._worth_verifying(item, own, draft, round_.chances)
                     item.draft_token_ids = token_ids or item.draft_token_ids
                     found[round_.coordinator_id, item.sequence_id] = draft, len(token_ids)
         return found
 
-    def _worth_verifying(self, item: VerifyItem, draft: KeptDraft, chances: Sequence[float]) -> tuple[int, ...]:
-        own = item.own_draft
-        if own is None or item.prefill_only:
+    def _worth_verifying(
+        self, item: VerifyItem, own: OwnDraftItem, draft: KeptDraft, chances: Sequence[float]
+    ) -> tuple[int, ...]:
+        if item.prefill_only:
             return ()
         room = min(own.max_length, self._target.max_model_len) - item.end + len(item.draft_token_ids)
         token_ids = draft.token_ids[: max(0, min(own.max_verified, room))]
@@ -101,34 +111,34 @@ class OwnDrafts:
         `judged`: the items with a valid verdict. `num_tokens`: tokens of the target's pass.
         """
         self.rows = ()
-        judged = {key: item for key, item in judged.items() if item.own_draft is not None}
-        if not judged:
+        asked = {key: item.own_draft for key, item in judged.items() if item.own_draft is not None}
+        if not asked:
             return {}
         began, realigned = time.perf_counter_ns(), self.proposer.realign_ns
-        items = self._next_items(judged, max(MIN_CATCHUP, num_tokens))
+        items = self._next_items(asked, max(MIN_CATCHUP, num_tokens))
         proposals = self._propose(rounds, items) if items else {}
         for key, proposal in proposals.items():
             if proposal.status is ItemStatus.OK:
                 self._take(key, items[key], proposal)
-        for key, item in judged.items():
-            if key in found and item.own_draft is not None and not item.own_draft.num_draft_tokens:
+        for key, own in asked.items():
+            if key in found and not own.num_draft_tokens:
                 self._keep_rest(key, found[key][0])
             if self.layers:
                 self._drop_states(key, MAX_STATES)
         self.draft_ns += time.perf_counter_ns() - began - (self.proposer.realign_ns - realigned)
-        return {key: self._report(key, found.get(key), proposals.get(key)) for key in judged}
+        return {key: self._report(key, found.get(key), proposals.get(key)) for key in asked}
 
-    def _next_items(self, judged: Mapping[SequenceKey, VerifyItem], room: int) -> dict[SequenceKey, ProposeItem]:
+    def _next_items(self, asked: Mapping[SequenceKey, OwnDraftItem], room: int) -> dict[SequenceKey, ProposeItem]:
         """Return the items for the draft, which run at most `room` tokens together. Short items come first."""
         missing = []
-        for key, item in judged.items():
-            if item.own_draft is not None and item.own_draft.num_draft_tokens:
+        for key, own in asked.items():
+            if own.num_draft_tokens:
                 base = self._base_length(key)
                 first = base or self._cached_prefix(key)
                 missing.append((_length(self._target.slots[key]) - first, key, base, first))
         items = {}
         for count, key, base, first in sorted(missing):
-            proposed = self._item(key, judged[key], base, first + min(count, room))
+            proposed = self._item(key, asked[key], base, first + min(count, room))
             if proposed is not None:
                 items[key] = proposed
                 room -= base + len(proposed.token_ids) - first
@@ -154,12 +164,12 @@ class OwnDrafts:
             agreed = min(agreed, carried.states_end - len(carried.states) + 1)
         return min(agreed, _length(slot) - 1)
 
-    def _item(self, key: SequenceKey, item: VerifyItem, base: int, end: int) -> ProposeItem | None:
+    def _item(self, key: SequenceKey, own: OwnDraftItem, base: int, end: int) -> ProposeItem | None:
         """Return the item that runs committed tokens up to `end`, and drafts after the last one. None: leave it out."""
-        slot, own, draft = self._target.slots[key], item.own_draft, self.proposer.engine
+        slot, draft = self._target.slots[key], self.proposer.engine
         token_ids, length = _committed(slot, base, end), _length(slot)
         # The target's output head can be larger than the draft's, and yield tokens outside the draft's vocabulary.
-        if own is None or not token_ids or max(token_ids) >= draft.vocab_size or end > draft.max_model_len:
+        if not token_ids or max(token_ids) >= draft.vocab_size or end > draft.max_model_len:
             return None
         num_draft_tokens = 0
         if slot.next_token is not None and end == length:

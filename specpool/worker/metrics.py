@@ -1,6 +1,6 @@
 """A worker's metrics, read from its host at each scrape, even while a pass runs or hangs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from prometheus_client.metrics_core import Metric
@@ -53,30 +53,27 @@ class WorkerMetrics:
 
 
 def _work(models: Mapping[str, _Model]) -> Iterator[Metric]:
-    def counter(name: str, text: str, values: Mapping[str, float]) -> Metric:
+    def counter(name: str, text: str, value: Callable[[_Model], float]) -> Metric:
+        values = {worker: value(model) for worker, model in models.items()}
         return Families().counter(name, text, values, "worker")
 
-    forward = {worker: model.forward_ns / 1e9 for worker, model in models.items()}
-    yield counter("worker_forward_seconds", "Seconds that rounds took in the model, without realignment.", forward)
-    realign = {worker: model.work.realign_ns / 1e9 for worker, model in models.items()}
-    yield counter("worker_realign_seconds", "Seconds spent on realignment.", realign)
-    yield counter("worker_passes", "Forward passes.", {worker: model.work.passes for worker, model in models.items()})
-    tokens = {worker: model.work.tokens for worker, model in models.items()}
-    yield counter("worker_tokens", "Tokens run, including prompts and rejected drafts.", tokens)
+    text = "Seconds that rounds took in the model, without realignment."
+    yield counter("worker_forward_seconds", text, lambda model: model.forward_ns / 1e9)
+    yield counter("worker_realign_seconds", "Seconds spent on realignment.", lambda model: model.work.realign_ns / 1e9)
+    yield counter("worker_passes", "Forward passes.", lambda model: model.work.passes)
+    text = "Tokens run, including prompts and rejected drafts."
+    yield counter("worker_tokens", text, lambda model: model.work.tokens)
 
 
 def _caches(infos: Mapping[str, WorkerInfo]) -> Iterator[Metric]:
-    def gauge(name: str, text: str, values: Mapping[str, float]) -> Metric:
-        return Families().gauge(name, text, values, "worker")
+    def gauge(name: str, text: str, value: Callable[[WorkerInfo], float]) -> Metric:
+        return Families().gauge(name, text, {worker: value(info) for worker, info in infos.items()}, "worker")
 
-    slots = {worker: info.slots_total for worker, info in infos.items()}
-    yield gauge("worker_slots", "Sequences that can hold a slot at a time.", slots)
-    slots_used = {worker: info.slots_in_use for worker, info in infos.items()}
-    yield gauge("worker_slots_used", "Sequences that hold a slot.", slots_used)
-    positions = {worker: info.kv_positions_total for worker, info in infos.items()}
-    yield gauge("worker_kv_positions", "Positions of the KV cache.", positions)
-    used = {worker: info.kv_positions_total - info.kv_positions_free for worker, info in infos.items()}
-    yield gauge("worker_kv_positions_used", "Positions in pages that sequences hold.", used)
+    yield gauge("worker_slots", "Sequences that can hold a slot at a time.", lambda info: info.slots_total)
+    yield gauge("worker_slots_used", "Sequences that hold a slot.", lambda info: info.slots_in_use)
+    yield gauge("worker_kv_positions", "Positions of the KV cache.", lambda info: info.kv_positions_total)
+    text = "Positions in pages that sequences hold."
+    yield gauge("worker_kv_positions_used", text, lambda info: info.kv_positions_total - info.kv_positions_free)
     yield from _memory(infos)
     yield _descriptions(infos)
 

@@ -133,7 +133,7 @@ class PageTables:
 
     def fits(self, slot: int, columns: int) -> bool:
         """Whether a slot holds exactly the pages for this many columns."""
-        return len(self.held[slot]) == -(-columns // self.page_size)
+        return len(self.held[slot]) == self._pages_for(columns)
 
     def _pages_for(self, columns: int) -> int:
         """Number of pages that hold this many columns."""
