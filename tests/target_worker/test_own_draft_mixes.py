@@ -1,13 +1,12 @@
 """Random mixes of rounds, with a target worker that carries a draft, yield the tokens of plain decoding."""
 
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from own_drafts import NUM_TOKENS, Generation, Rounds
-from tiny_models import forget_all, load_engine, random_tokens
+from tiny_models import forget_all, random_tokens
 
 from draft_worker.proposer import Proposer
 from specpool.engine.run.engine import Engine
@@ -24,16 +23,6 @@ RULES = [
     SamplingParams(temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.5, seed=6),
     SamplingParams(temperature=0.5, seed=3, grammar='start: ("abc" /[a-z]/)*'),
 ]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_pair: tuple[Path, Path]) -> Engine:
-    return load_engine(tiny_pair[0])
-
-
-@pytest.fixture(scope="module")
-def draft(tiny_pair: tuple[Path, Path]) -> Engine:
-    return load_engine(tiny_pair[1], exact=False)
 
 
 class Mix:

@@ -30,16 +30,6 @@ def _patient_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def target(tiny_pair: tuple[Path, Path]) -> Engine:
-    return load_engine(tiny_pair[0])
-
-
-@pytest.fixture(scope="module")
-def draft(tiny_pair: tuple[Path, Path]) -> Engine:
-    return load_engine(tiny_pair[1], exact=False)
-
-
-@pytest.fixture(scope="module")
 def equal_draft(tiny_pair: tuple[Path, Path]) -> Engine:
     """A draft with the target's model."""
     return load_engine(tiny_pair[0])
