@@ -40,12 +40,11 @@ from specpool.engine.config.devices import pick_device
 from specpool.engine.config.sources import UnsupportedModelError
 
 DTYPES = ("bfloat16", "float16", "float32")
-# The minimum and maximum seconds of each part: it is skipped below the first, and stopped after the second. On an H200,
-# the parts up to `draft` take about 5 minutes.
+# The minimum and maximum seconds of each part: it is skipped below the first, and stopped after the second.
 PARTS = {
-    "preflight": (10, 30), "gemm": (20, 60), "attention": (15, 45), "rows": (15, 40), "sampling": (15, 40),
-    "exactness": (30, 110), "steps": (20, 60), "draft": (15, 50),
-    "pair": (60, 360),
+    "preflight": (10, 25), "exactness": (30, 100), "round": (40, 140), "pair": (60, 240), "generate": (15, 40),
+    "rows": (15, 40), "sampling": (15, 40), "attention": (15, 45), "steps": (20, 60), "draft": (15, 50),
+    "gemm": (20, 60),
 }  # fmt: skip
 assert list(PARTS) == list(MEASURES)
 

@@ -39,7 +39,7 @@ def save_head(
     options = EngineOptions(model=str(target))
     embeddings = as_tensor(read_weight(options, load_config(options), EMBEDDING)).to(device, torch.float32)
     sizes = SHAPES[shape]
-    layers = _layers(sizes["num_hidden_layers"])
+    layers = eagle_layers(sizes["num_hidden_layers"])
     tensors = {
         **_attention(sizes, device), **_mlp(sizes, device), "fc.weight": _fc(sizes, len(layers), device),
         "lm_head.weight": _output_head(sizes, successors.to(device), embeddings),
@@ -60,7 +60,7 @@ def save_head(
     save_file(tensors, folder / "model.safetensors")
 
 
-def _layers(count: int) -> list[int]:
+def eagle_layers(count: int) -> list[int]:
     """The layers that EAGLE-3 reads by default, as far as a target with `count` layers has them."""
     return sorted({min(2, count), max(1, count // 2), max(1, count - 3)})
 
