@@ -14,8 +14,6 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-import torch
-
 from benchmarks.gpu.engines import WARM_UPS
 from benchmarks.gpu.events import Call, Recorder, medians
 from benchmarks.gpu.exactness import check_all_equal
@@ -60,7 +58,7 @@ class Worker:
         self.calls: list[Call] = [
             (target.forward_pass, "forward", "target"),
             (draft.forward_pass, "forward", "draft"),
-            (GpuDraftLoop, "_run", "steps"),
+            (GpuDraftLoop, "run_steps", "steps"),
         ]
 
     def generate(
