@@ -24,7 +24,7 @@ from specpool.engine.models.config import load_config
 from specpool.engine.models.draft_parts import Features, features_of
 from specpool.engine.models.stored_weights import EMBEDDING, HEAD
 from specpool.engine.models.weights import check_all_used, check_complete, read_weight
-from specpool.engine.passes.features import FeatureEmbedding
+from specpool.engine.passes.features import FeatureEmbedding, StateNorm
 from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.weights.quantized import as_tensor, linear_of
 
@@ -34,6 +34,8 @@ FIRST_LAYERS = (EAGLE3_LAYER, "layers.0.")
 UNUSED = ("t2d", "rotary_emb.inv_freq")
 """Tensors that follow from others."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+JOINED = tuple(f"self_attn.{name}.weight" for name in PROJECTIONS)
+"""Weights of the layer of EAGLE-3, for embeddings and then states."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +96,11 @@ class _Builder:
     def build(self, dtype: torch.dtype, device: torch.device) -> EagleHead:
         hidden, width = self.config.hidden_size, self.features.width
         model, output_ids = self._empty_model(), self._output_ids()
-        embedding = self._embedding()
-        fc, project = self._input(hidden, width)
+        embedding = FeatureEmbedding(self._embedding(), *self._input(hidden, width))
         self._fill(model)
         if not self.is_eagle3:
             model.lm_head = linear_of(as_tensor(self._of_target(HEAD)), None)
-        model.set_input_embeddings(FeatureEmbedding(embedding, fc, project))
+        model.set_input_embeddings(embedding)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(dtype)
@@ -112,7 +113,7 @@ class _Builder:
             model: Any = AutoModelForCausalLM.from_config(self.config)
             first, hidden = model.model.layers[0], self.config.hidden_size
             if self.is_eagle3:
-                first.hidden_norm = deepcopy(first.input_layernorm)
+                first.hidden_norm, first.norms_residual = deepcopy(first.input_layernorm), False
                 for name in PROJECTIONS:
                     linear = getattr(first.self_attn, name)
                     wider = nn.Linear(2 * hidden, linear.out_features, linear.bias is not None)
@@ -148,19 +149,21 @@ class _Builder:
         check_all_used({"unexpected_keys": sorted(self.tensors.keys() - expected.keys())})
         for prefix, module in modules.items():
             own = {name: self.tensors[prefix + name] for name, _ in module.named_parameters()}
+            if self.is_eagle3:  # states come first, as in `FeatureEmbedding`
+                hidden = self.config.hidden_size
+                own |= {name: weight.roll(hidden, 1) for name, weight in own.items() if name in JOINED}
             module.load_state_dict(own, assign=True)
 
-    def _input(self, hidden: int, width: int) -> tuple[nn.Module, nn.Module]:
-        """The layers `fc` and `project` of the input, as in `FeatureEmbedding`."""
+    def _input(self, hidden: int, width: int) -> tuple[nn.Module | None, nn.Module | None, StateNorm | None]:
+        """The layers `fc`, `project` and `state_norm` of `FeatureEmbedding`."""
         weight, bias = self.tensors.pop(FC), self.tensors.pop("fc.bias", None)
         expected = (hidden, width if self.is_eagle3 else hidden + width)
         if tuple(weight.shape) != expected:
             raise UnsupportedModelError(f"{FC} has the shape {list(weight.shape)}, but this target needs {[*expected]}")
         if self.is_eagle3:
-            return nn.Identity(), linear_of(weight, bias)
-        norm = nn.RMSNorm(hidden, self.target_config.rms_norm_eps)
-        norm.weight.data = as_tensor(self._of_target("model.norm.weight"))
-        return linear_of(torch.cat([weight[:, hidden:], weight[:, :hidden]], 1), bias), norm
+            return None, linear_of(weight, bias), None
+        norm = StateNorm(as_tensor(self._of_target("model.norm.weight"))[None], self.target_config.rms_norm_eps)
+        return linear_of(weight.roll(hidden, 1), bias), None, norm
 
     def _embedding(self) -> nn.Module:
         weight = self.tensors.pop("embed_tokens.weight", None)

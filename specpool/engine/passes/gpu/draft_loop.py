@@ -131,7 +131,7 @@ class GpuDraftLoop:
         states = torch.zeros(rows, size, dtype=self._model.compute_dtype, device=device) if size else None
         batch = PackedBatch(
             self._arena, rows, rows, rows, max_length, rows, own[:REMAINING].view(-1),
-            input_states=states, own_states=states,
+            input_states=states, own_states=states, logits_in_order=True,
         )  # fmt: skip
         step = Step(max_length, own, torch.zeros(2, rows, dtype=torch.float64, device=device), states)
 
