@@ -39,7 +39,7 @@ def join(
     """
     rows, size = states.shape
     joined = torch.empty(rows, 2 * size, dtype=states.dtype, device=states.device)
-    _join[(rows, 2)](
+    _join_states[(rows, 2)](
         token_ids, embedding, states, joined if norms is None else norms, residual, joined, eps,
         SIZE=size, WIDTH=power_of_two(size), NORMED=norms is not None, NORMS_RESIDUAL=norms_residual,
         **launch_options(states.device), num_warps=_warps(size),
@@ -143,7 +143,7 @@ if triton is not None:
         return x * _scale(x, eps, SIZE) * weight.to(tl.float32)
 
     @triton.jit
-    def _join(
+    def _join_states(
         token_ids, embedding, states, norms, residual, joined, eps,
         SIZE: tl.constexpr, WIDTH: tl.constexpr, NORMED: tl.constexpr, NORMS_RESIDUAL: tl.constexpr,
         OVERLAP: tl.constexpr,
