@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, product
 from pathlib import Path
 from typing import Any, get_args
@@ -206,14 +206,21 @@ def model_of(
 
 
 @torch.inference_mode()
-def run(model: GpuModel, tokens: Sequence[int], cached: int) -> None:
-    """Run a pass with these new tokens in each sequence, after `cached` cached ones."""
+def run(model: GpuModel, tokens: Sequence[int], cached: int, records_states: bool = False) -> None:
+    """Run a pass with these new tokens in each sequence, after `cached` cached ones.
+
+    `records_states`: whether it records hidden states, as captured passes do.
+    """
     layers, pages = len(model.layers), -(-(cached + max(tokens)) // GPU_PAGE_SIZE)
     tables, dtype, device = (len(tokens), pages), model.compute_dtype, torch.device("meta")
     columns = len(tokens) * pages * GPU_PAGE_SIZE
     arena = KVArena(layers, model.kv_heads, columns, model.head_dim, dtype, device, tables, GPU_PAGE_SIZE)
     spans = [Span(slot, cached, [0] * count, count if count < 64 else 1) for slot, count in enumerate(tokens)]
-    model(pack(spans, arena, model.padded_shape, model.rows_per_tile, repeats=False))
+    batch = pack(spans, arena, model.padded_shape, model.rows_per_tile, repeats=False)
+    if records_states:
+        states = torch.empty(batch.rows, 1, model.hidden_size, dtype=torch.bfloat16, device=device)
+        batch = replace(batch, state_layers=(layers,), states=states)
+    model(batch)
 
 
 def sample(vocab_size: int, dtype: torch.dtype) -> None:
@@ -232,8 +239,8 @@ def measure(
     with compiling(Compiler(arch)) as compiler:
         one, two = (model_of(ALL_SHAPES[shape], getattr(torch, dtype), layers, ranks, sums) for layers in (1, 2))
         launches = {1: 0, 2: 0}
-        for tokens, cached in product(passes, CONTEXTS):
-            run(one, tokens, cached)
+        for tokens, cached, records_states in product(passes, CONTEXTS, (False, True)):
+            run(one, tokens, cached, records_states)
         for layers, model in ((1, one), (2, two)):
             before = len(compiler.launched)
             run(model, passes[0], CONTEXTS[-1])

@@ -12,7 +12,7 @@ from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.gpu import attention, draft_loop, gemm, model
 from specpool.engine.passes.gpu.choice import REMAINING, SIZES
 from specpool.engine.passes.gpu.graphs import Run
-from specpool.engine.passes.gpu.rows import Addend
+from specpool.engine.passes.gpu.rows import Addend, Recorder
 from specpool.engine.passes.packing import INPUT_IDS, POSITIONS, SLOTS
 from specpool.engine.passes.rotary import rotate
 from specpool.engine.probes import kernels
@@ -93,10 +93,14 @@ def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.T
     return torch.cat([linear(row, weight) for row in x.split(1)])[None]
 
 
-def add_and_norm(hidden: torch.Tensor, added: Addend | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def add_and_norm(
+    hidden: torch.Tensor, added: Addend | None, weight: torch.Tensor, eps: float, recorder: Recorder | None = None
+) -> torch.Tensor:
     if added is not None:
         branch = _summed(added.partials, added.bias)
         hidden += branch if added.norm is None else _normed(branch, added.norm, eps)
+    if recorder is not None and (slot := recorder.slots[recorder.num_layers]) >= 0:
+        recorder.states[:, slot] = hidden
     return _normed(hidden, weight, eps)
 
 

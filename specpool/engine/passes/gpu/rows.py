@@ -24,15 +24,28 @@ class Addend:
     norm: torch.Tensor | None  # [hidden] weight of the branch's own norm
 
 
-def add_and_norm(hidden: torch.Tensor, added: Addend | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Add a branch to the hidden states [rows, hidden] in place. Return them normalized with `weight`."""
+@dataclass(frozen=True)
+class Recorder:
+    """Memory for hidden states, and the index of those of a layer, which a graph may change between replays."""
+
+    states: torch.Tensor  # [rows, slots, hidden]
+    slots: torch.Tensor  # [layers + 1] index in `states` by number of layers; -1: not recorded
+    num_layers: int  # before these hidden states
+
+
+def add_and_norm(
+    hidden: torch.Tensor, added: Addend | None, weight: torch.Tensor, eps: float, recorder: Recorder | None = None
+) -> torch.Tensor:
+    """Add a branch to the hidden states [rows, hidden] in place, and record them. Return them normalized."""
     rows, size = hidden.shape
     normed = torch.empty_like(hidden)
     partials, bias, norm = (None, None, None) if added is None else (added.partials, added.bias, added.norm)
+    recorded = recorder or Recorder(hidden, hidden, 0)  # placeholders that the kernel will not read
     _add_and_norm[(rows,)](
-        hidden, _or(partials, hidden), _or(bias, hidden), _or(norm, hidden), weight, normed, eps, rows,
+        hidden, _or(partials, hidden), _or(bias, hidden), _or(norm, hidden), weight, normed,
+        recorded.states, recorded.slots, eps, rows, recorded.num_layers, recorded.states.shape[1],
         SIZE=size, WIDTH=power_of_two(size), SPLITS=0 if partials is None else len(partials), BIASED=bias is not None,
-        INNER=norm is not None, **launch_options(hidden.device),
+        INNER=norm is not None, RECORDED=recorder is not None, **launch_options(hidden.device),
         num_warps=min(16, max(1, power_of_two(size) // FEATURES_PER_WARP)),
     )  # fmt: skip
     return normed
@@ -114,11 +127,11 @@ if triton is not None:
         """The RMSNorm of a row, whose masked features are 0."""
         return x * _scale(x, eps, SIZE) * weight.to(tl.float32)
 
-    @triton.jit(do_not_specialize=["rows"])
+    @triton.jit(do_not_specialize=["rows", "num_layers", "num_slots"])
     def _add_and_norm(
-        hidden, partials, bias, norm, weight, normed, eps, rows,
+        hidden, partials, bias, norm, weight, normed, states, slots, eps, rows, num_layers, num_slots,
         SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, INNER: tl.constexpr,
-        OVERLAP: tl.constexpr,
+        RECORDED: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         row, feature = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
         mask = feature < SIZE
@@ -127,6 +140,8 @@ if triton is not None:
             inner_factors = tl.load(norm + feature, mask=mask, other=0.0)
         if OVERLAP:
             gdc_wait()
+        if RECORDED:
+            slot = tl.load(slots + num_layers)
         own = hidden + row * SIZE + feature
         x = tl.load(own, mask=mask, other=0.0).to(tl.float32)
         if SPLITS > 0:
@@ -138,6 +153,9 @@ if triton is not None:
             x = rounded.to(tl.float32)
         result = _normed(x, factors, eps, SIZE)
         tl.store(normed + row * SIZE + feature, result.to(normed.dtype.element_ty), mask=mask)
+        if RECORDED:
+            place = states + (row * num_slots + slot) * SIZE + feature
+            tl.store(place, x.to(states.dtype.element_ty), mask=mask & (slot >= 0))
 
     @triton.jit(do_not_specialize=["rows", "columns", "pages"])
     def _rotate_and_cache(
