@@ -32,9 +32,11 @@ from specpool.engine.cache.layout import GPU_PAGE_SIZE
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.gpu.choice import REMAINING, choose
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.packing import pack
-from specpool.engine.sampling.kernel import sample_rows
+from specpool.engine.sampling.head import Head
+from specpool.engine.sampling.kernel import FIELDS, sample_rows
 from specpool.engine.sharding.group import SINGLE_RANK, Group, SingleRank
 from specpool.engine.sharding.shares import Share, Sums, piece_of, shard
 from specpool.engine.sharding.weights import adapt, cut
@@ -217,9 +219,15 @@ def run(model: GpuModel, tokens: Sequence[int], cached: int) -> None:
 
 
 def sample(vocab_size: int, dtype: torch.dtype) -> None:
-    """Sample a token from logits of this size, without and with penalties."""
+    """Choose a token from logits of this size: without and with penalties, and as a draft of either kind of head."""
     params = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
     logits = torch.empty(1, vocab_size, dtype=dtype, device="meta")
+    numbers = torch.empty(REMAINING + 1, 1, dtype=torch.int64, device="meta")
+    rules = torch.empty(1, FIELDS, dtype=torch.int32, device="meta")
+    output_ids = torch.empty(vocab_size, dtype=torch.int64, device="meta")
+    for head, of_row in product((Head(vocab_size), Head(vocab_size, output_ids)), (None, rules)):
+        choose(logits, head)
+        choose(logits, head, numbers, of_row)
     for changed in (None, logits.float()):
         with suppress(NotImplementedError):  # the meta device has no memory to read the token from
             sample_rows(logits, [(params, 1)], changed)
