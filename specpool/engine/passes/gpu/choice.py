@@ -10,13 +10,12 @@ from specpool.engine.numerics.triton_compat import gdc_wait, launch_options, pow
 from specpool.engine.passes.packing import INPUT_IDS, NUMBERS_PER_ROW, POSITIONS, SLOTS, TILE_BEGINS, TILE_SIZES
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.kernel import CONTEXT_LENGTH, FIELDS, FINITE_BIT, LARGEST_ID, best_scores
+from specpool.engine.sampling.ranking_kernel import PART, join_parts, reduce_parts
 
 # Rows of the numbers of a step [REMAINING + 1, rows]: the arrays of a packed batch in which each row is a tile and has
 # logits, then the number of tokens that each row still needs.
 BEGINS, SIZES = NUMBERS_PER_ROW + TILE_BEGINS, NUMBERS_PER_ROW + TILE_SIZES
 LOGIT_ROWS, REMAINING = SIZES + 1, SIZES + 2
-# Logits per program of the first kernel.
-PART = 4096
 
 
 def choose(
@@ -43,10 +42,13 @@ def choose(
     if chosen is None:
         chosen = torch.empty(2, rows, dtype=torch.float64, device=logits.device)
     options = launch_options(logits.device)
-    _reduce_parts[(rows, parts)](logits, largest, places, sums, outputs, parts, PART=PART, **options, num_warps=4)
+    reduce_parts[(rows, parts)](
+        logits, largest, places, largest, places, sums, outputs, parts,
+        EXCLUDES=False, PART=PART, **options, num_warps=4,
+    )  # fmt: skip
     best = None if rules is None else best_scores(logits, rules, has_limits=True, output_ids=head.output_ids)
     best_parts = 1 if best is None else best.shape[1]
-    _join_parts[(rows,)](
+    _finish_step[(rows,)](
         largest, places, sums, chosen if head.output_ids is None else head.output_ids,
         chosen if numbers is None else numbers, chosen if rules is None else rules, chosen if best is None else best,
         chosen, rows, parts, best_parts,
@@ -61,23 +63,8 @@ def choose(
 
 if triton is not None:
 
-    @triton.jit
-    def _reduce_parts(logits, largest, places, sums, outputs, parts, PART: tl.constexpr, OVERLAP: tl.constexpr):
-        """The largest logit of a part, its first place, and the sum of exponentials relative to it."""
-        if OVERLAP:
-            gdc_wait()
-        row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        place = part * PART + tl.arange(0, PART)
-        x = tl.load(logits + row * outputs + place, mask=place < outputs, other=float("-inf")).to(tl.float32)
-        peak = tl.max(x, 0)
-        first = tl.min(tl.where(x == peak, place, outputs - 1), 0)  # a valid place even if logits are not numbers
-        tl.store(largest + row * parts + part, peak)
-        tl.store(places + row * parts + part, first)
-        masses = tl.where(x == float("-inf"), 0.0, tl.exp(x - peak))  # -inf - -inf is not a number
-        tl.store(sums + row * parts + part, tl.sum(masses, 0))
-
     @triton.jit(do_not_specialize=["rows"])
-    def _join_parts(
+    def _finish_step(
         largest, places, sums, output_ids, numbers, rules, best, chosen, rows, parts, best_parts,
         WIDTH: tl.constexpr, BEST_WIDTH: tl.constexpr, MAPPED: tl.constexpr, ADVANCES: tl.constexpr,
         SAMPLES: tl.constexpr,
@@ -88,13 +75,9 @@ if triton is not None:
         """The choice of a row, and the numbers of its next step."""
         if OVERLAP:
             gdc_wait()
-        row, part = tl.program_id(0), tl.arange(0, WIDTH)
-        index, mask = row * parts + part, part < parts
-        peaks = tl.load(largest + index, mask=mask, other=float("-inf"))
-        peak = tl.max(peaks, 0)
-        found = tl.load(places + index, mask=mask, other=0x7FFFFFFF)
-        token = tl.min(tl.where(peaks == peak, found, tl.max(tl.where(mask, found, 0), 0)), 0).to(tl.int64)
-        total = tl.sum(tl.load(sums + index, mask=mask, other=0.0) * tl.exp(peaks - peak), 0)
+        row = tl.program_id(0)
+        _, place, total = join_parts(largest, places, sums, row, parts, WIDTH)
+        token = place.to(tl.int64)
         if MAPPED:
             token = tl.load(output_ids + token).to(tl.int64)
         probability = 1 / total
