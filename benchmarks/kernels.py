@@ -33,11 +33,12 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.config.architectures import FEATURES
 from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.passes.fused import FusedModel
-from specpool.engine.passes.gpu.choice import REMAINING
+from specpool.engine.passes.gpu.choice import REMAINING, choose
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.packing import pack
 from specpool.engine.sampling.head import Head
-from specpool.engine.sampling.kernel import sample_rows
+from specpool.engine.sampling.kernel import FIELDS, sample_rows
+from specpool.engine.sampling.ranking_kernel import rank_greedy
 from specpool.engine.sharding.group import SINGLE_RANK, Group, SingleRank
 from specpool.engine.sharding.shares import Share, Sums, piece_of, shard
 from specpool.engine.sharding.weights import adapt, cut
@@ -251,9 +252,16 @@ def arena_of(model: GpuModel, sequences: int, length: int) -> KVArena:
 
 
 def sample(vocab_size: int, dtype: torch.dtype) -> None:
-    """Sample a token from logits of this size, without and with penalties."""
+    """Choose and rank tokens of either kind of head in a draft, and sample without and with penalties."""
     params = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
     logits = torch.empty(1, vocab_size, dtype=dtype, device="meta")
+    numbers = torch.empty(REMAINING + 1, 1, dtype=torch.int64, device="meta")
+    rules = torch.empty(1, FIELDS, dtype=torch.int32, device="meta")
+    output_ids = torch.empty(vocab_size, dtype=torch.int64, device="meta")
+    for head, of_row in product((Head(vocab_size), Head(vocab_size, output_ids)), (None, rules)):
+        choose(logits, head, rules=of_row)
+        choose(logits, head, numbers, of_row)
+        rank_greedy(logits, head, 2)
     for changed in (None, logits.float()):
         with suppress(NotImplementedError):  # the meta device has no memory to read the token from
             sample_rows(logits, [(params, 1)], changed)

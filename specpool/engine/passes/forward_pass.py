@@ -14,14 +14,14 @@ from specpool.engine.cache.memory import weights_of
 from specpool.engine.passes.drafts import DraftRound
 from specpool.engine.passes.packing import PackedBatch, Shape
 from specpool.engine.sampling.head import Head
+from specpool.engine.sampling.rules import SequenceRules
 
 
 class DraftLoop(Protocol):
     """Runs all steps of drafts on the device. Each step chooses the tokens that the next one runs."""
 
-    @property
-    def samples(self) -> bool:
-        """Whether drafts may be sampled. If not, all must be greedy."""
+    def can_draft(self, rules: SequenceRules | None) -> bool:
+        """Whether the loop can choose tokens by these rules. None: greedy."""
 
     @property
     def min_draft_tokens(self) -> int:
