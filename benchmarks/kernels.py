@@ -34,7 +34,9 @@ from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.packing import pack
+from specpool.engine.sampling.change_kernel import change_rows
 from specpool.engine.sampling.kernel import sample_rows
+from specpool.engine.sampling.rules import Changes
 from specpool.engine.sharding.group import SINGLE_RANK, Group, SingleRank
 from specpool.engine.sharding.shares import Share, Sums, piece_of, shard
 from specpool.engine.sharding.weights import adapt, cut
@@ -220,7 +222,7 @@ def sample(vocab_size: int, dtype: torch.dtype) -> None:
     """Sample a token from logits of this size, without and with penalties."""
     params = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
     logits = torch.empty(1, vocab_size, dtype=dtype, device="meta")
-    for changed in (None, logits.float()):
+    for changed in (None, change_rows(logits, [(params, Changes())])):
         with suppress(NotImplementedError):  # the meta device has no memory to read the token from
             sample_rows(logits, [(params, 1)], changed)
 

@@ -19,6 +19,7 @@ from specpool.engine.numerics.elementary import masses
 from specpool.engine.numerics.noise import argmax_with_noise
 from specpool.engine.sampling.change_kernel import change_rows
 from specpool.engine.sampling.kernel import has_kernels, sample_rows
+from specpool.engine.sampling.lexers import BITS
 from specpool.engine.sampling.rows import SequenceRows
 from specpool.engine.sampling.rules import Changes, SequenceRules
 from specpool.protocol.sampling import SamplingParams
@@ -57,15 +58,16 @@ def kernel_is_exact(device: torch.device, dtype: torch.dtype, vocab_size: int) -
     """Whether `choose_batch` works for such logits: test that a few rows get the same tokens as on the CPU."""
     if not has_kernels(device):
         return False
-    rows = 8
-    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 4
-    rules = [SamplingParams(0.9, seed=row) for row in range(rows // 2)]
-    rules += [SamplingParams(0.7, top_k=50, top_p=0.9, min_p=0.01, seed=row) for row in range(rows // 2)]
+    limits: list[dict[str, Any]] = [{}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}]
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}
+    rules = [SamplingParams(0.8, seed=row, **limits[row // 4], **penalties) for row in range(8)]
+    logits = (torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
     try:
-        original = logits.to(dtype)
-        for read, penalized in ((original, None), (logits, logits.to(device))):  # rows with penalties are float32
-            chosen, finite = sample_rows(original.to(device), [(params, 1) for params in rules], penalized)
-            expected = [choose_token(row, params, [0]) for row, params in zip(read, rules, strict=True)]
+        for changes in (None, _trial_changes(vocab_size)):
+            given, rows = logits.to(device), [(params, changes) for params in rules]
+            changed_logits = None if changes is None else change_rows(given, rows)
+            chosen, finite = sample_rows(given, [(params, 1) for params in rules], changed_logits)
+            expected = [_choose(row, params, 1, changes) for row, params in zip(logits, rules, strict=True)]
             if chosen != expected or not all(finite):
                 log.warning("sampling kernel chose %s instead of %s; sampling row by row", chosen, expected)
                 return False
@@ -73,6 +75,13 @@ def kernel_is_exact(device: torch.device, dtype: torch.dtype, vocab_size: int) -
         log.warning("sampling kernel failed (%s); sampling row by row", error)
         return False
     return True
+
+
+def _trial_changes(vocab_size: int) -> Changes:
+    """Changes of every kind, of many tokens."""
+    ids = np.arange(vocab_size, dtype=np.int32)
+    allowed = np.full(-(-vocab_size // BITS), 0xBEEFCAFE, np.uint32)
+    return Changes(ids, (ids % 5).astype(np.float32), np.full(1, 3, np.int32), allowed, ids, ids % 4 - 1)
 
 
 def largest(logits: torch.Tensor) -> torch.Tensor:
