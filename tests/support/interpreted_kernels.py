@@ -138,7 +138,9 @@ def activate(partials: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dty
     return torch.cat([silu(row) for row in gate.split(1)]) * up
 
 
-def choose(logits: torch.Tensor, head: Head, numbers: torch.Tensor | None = None) -> torch.Tensor:
+def choose(
+    logits: torch.Tensor, head: Head, numbers: torch.Tensor | None = None, chosen: torch.Tensor | None = None
+) -> torch.Tensor:
     largest, outputs = logits.float().max(-1)
     token_ids = head.token_ids(outputs)
     if numbers is not None:
@@ -148,7 +150,10 @@ def choose(logits: torch.Tensor, head: Head, numbers: torch.Tensor | None = None
         numbers[POSITIONS] += alive
         numbers[SLOTS] = torch.where(alive, numbers[SLOTS], -1)
         numbers[SIZES] = alive.long()
-    return torch.stack([token_ids.double(), (largest - logits.float().logsumexp(-1)).exp().double()])
+    if chosen is None:
+        chosen = torch.empty(2, len(logits), dtype=torch.float64)
+    chosen[0], chosen[1] = token_ids, (largest - logits.float().logsumexp(-1)).exp()
+    return chosen
 
 
 def _columns(arena: KVArena, slots: torch.Tensor, logical: torch.Tensor) -> torch.Tensor:

@@ -18,11 +18,13 @@ LOGIT_ROWS, REMAINING = SIZES + 1, SIZES + 2
 PART = 4096
 
 
-def choose(logits: torch.Tensor, head: Head, numbers: torch.Tensor | None = None) -> torch.Tensor:
+def choose(
+    logits: torch.Tensor, head: Head, numbers: torch.Tensor | None = None, chosen: torch.Tensor | None = None
+) -> torch.Tensor:
     """The most probable tokens after logits [n, rows of the head], and their probabilities: [2, n], as float64.
 
     The token is the smallest of the most probable ones. `numbers`: the numbers of a step, [REMAINING + 1, n], which
-    move on to the next step.
+    move on to the next step. `chosen`: receives the result.
     """
     logits = logits.contiguous()
     rows, outputs = logits.shape
@@ -31,7 +33,8 @@ def choose(logits: torch.Tensor, head: Head, numbers: torch.Tensor | None = None
     largest = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     sums = torch.empty_like(largest)
     places = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
-    chosen = torch.empty(2, rows, dtype=torch.float64, device=logits.device)
+    if chosen is None:
+        chosen = torch.empty(2, rows, dtype=torch.float64, device=logits.device)
     options = launch_options(logits.device)
     _reduce_parts[(rows, parts)](logits, largest, places, sums, outputs, parts, PART=PART, **options, num_warps=4)
     _join_parts[(rows,)](

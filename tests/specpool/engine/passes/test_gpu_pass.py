@@ -163,19 +163,19 @@ def test_eager_passes_and_drafts_replay_nothing(tmp_path: Path, fake_graphs: Fak
 
     with engine.forward_pass.eager():
         assert replays() == 0
-    assert replays() == 4
+    assert replays() == 1 + 2  # the pass, then two steps and one
 
 
 def test_passes_are_captured_at_start_only(
     tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each number of rows with a tile per row and per four rows, and each number of drafting sequences."""
+    """Each number of rows with a tile per row and per four rows, and 1, 2 and 4 steps of each number of drafts."""
     caplog.set_level("INFO")
     monkeypatch.setattr(attention, "SPLIT", 64)
     engine = load_captured(tmp_path, exact=False, max_sequences=12, max_model_len=160)
-    assert fake_graphs.captured == 4 * 2 + 2
+    assert fake_graphs.captured == 4 * 2 + 2 * 3
     assert "capturing CUDA graphs" in caplog.text
-    assert "captured 10 CUDA graphs in" in caplog.text
+    assert "captured 14 CUDA graphs in" in caplog.text
 
     def replays(*lengths: int, cached: int = 0) -> int:
         before = fake_graphs.replayed
@@ -185,7 +185,7 @@ def test_passes_are_captured_at_start_only(
     assert [replays(1), replays(1, 1, 1), replays(9, 1), replays(*[1] * 12), replays(32)] == [1] * 5
     assert [replays(33), replays(30, 2, 1)] == [0, 0]
     assert [replays(1, 3, cached=cached) for cached in (60, 64, 100, 127, 128)] == [1] * 5  # more and more splits
-    assert fake_graphs.captured == 10
+    assert fake_graphs.captured == 14
     assert not engine.notes
 
 
@@ -335,7 +335,7 @@ def test_the_draft_loop_matches_single_steps(
 ) -> None:  # fmt: skip
     folder = save_feature_draft(tmp_path) if reads_states else save_random(tmp_path, *VARIANTS["qwen3"])
     options = {"native": False, "cuda_graphs": cuda_graphs, "max_sequences": 4, "max_model_len": 128}
-    lengths, width = (4, 0, 1, 6), 128 * reads_states
+    lengths, width = (4, 0, 1, 8), 128 * reads_states  # 7 steps in three graphs
 
     def run() -> tuple[list[Proposal], list[dict[int, torch.Tensor]]]:
         engine = load_engine(folder, exact=False, **options)
