@@ -10,13 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specpool.engine.sampling import change_kernel
+from specpool.engine.sampling import batch, change_kernel
 from specpool.engine.sampling import sampler as sampling
+from specpool.engine.sampling.batch import Sampler
 from specpool.engine.sampling.change_kernel import change_rows
+from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.lexers import mask_of
 from specpool.engine.sampling.rows import SequenceRows
 from specpool.engine.sampling.rules import Changes, SequenceRules
-from specpool.engine.sampling.sampler import changed, choose_batch
+from specpool.engine.sampling.sampler import changed
 from specpool.protocol.sampling import SamplingParams
 
 pytest.importorskip("triton")
@@ -53,26 +55,36 @@ class Grammar:
         return [self._mask.copy() for _ in range(count)]
 
 
-def test_a_sampled_round_uploads_its_changes_at_once() -> None:
+def test_a_sampled_round_uploads_twice_without_a_wait() -> None:
     """8 sequences of 5 rows. Each has a bias, a penalty, a minimum length and a grammar."""
     vocab, grammar = 151_936, Grammar(151_936)
     params = SamplingParams(
         1.0, repetition_penalty=1.2, min_tokens=9, stop_token_ids=(4,), logit_bias=((5, 1.0),), prompt_length=3,
         grammar="root",
     )  # fmt: skip
-    sequences = [SequenceRows(SequenceRules(params, grammar), [*range(100)], 5) for _ in range(8)]
-    logits = torch.empty(40, vocab, dtype=torch.bfloat16, device=META)
+    sequences = [SequenceRows(SequenceRules(params, grammar), [*range(100)], 5, num_logprobs=20) for _ in range(8)]
+    logits, reads = torch.empty(40, vocab, dtype=torch.bfloat16, device=META), list[torch.Tensor]()
+
+    def read(found: torch.Tensor) -> list[list[float]]:
+        reads.append(found)
+        values: list[list[float]] = np.zeros(found.shape).tolist()
+        return values
+
     with (
+        mock.patch.object(batch, "kernel_is_exact", return_value=True),
         mock.patch.object(sampling, "sample_rows", return_value=([0] * 40, [True] * 40)),
         mock.patch.object(change_kernel, "_change_rows", mock.MagicMock()) as kernel,
+        mock.patch.object(torch.Tensor, "tolist", read),
         Uploads() as uploads,
     ):
-        chosen, _ = choose_batch(logits, sequences)
-    assert [len(tokens) for tokens in chosen] == [5] * 8
-    ((size, is_blocking),) = uploads.found
-    assert not is_blocking
-    assert size < 1.1 * 40 * vocab / 8, "one bit per token"
+        chosen = Sampler(Head(vocab), META)(logits, sequences)
+    assert [each.token_ids for each in chosen] == [[0]] * 8, "the first token differs from the draft"
+    assert not any(is_blocking for _, is_blocking in uploads.found)
+    changes, rows_with_logprobs = (size for size, _ in uploads.found)
+    assert changes < 1.1 * 40 * vocab / 8, "one bit per token"
+    assert rows_with_logprobs == 8 * 2 * 8, "the row and the token of each log-probability, in int64"
     kernel.__getitem__.assert_called_once()
+    assert len(reads) == 1
 
 
 def arrays_of(vocab: int, values: st.SearchStrategy[Any], dtype: Any) -> st.SearchStrategy[Any]:
