@@ -58,8 +58,8 @@ def kernel_is_exact(device: torch.device, dtype: torch.dtype, vocab_size: int) -
     """Whether `choose_batch` works for such logits: test that a few rows get the same tokens as on the CPU."""
     if not has_kernels(device):
         return False
+    penalties: dict[str, Any] = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}
     limits: list[dict[str, Any]] = [{}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}]
-    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}
     rules = [SamplingParams(0.8, seed=row, **limits[row // 4], **penalties) for row in range(8)]
     logits = (torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
     try:
@@ -81,7 +81,7 @@ def _trial_changes(vocab_size: int) -> Changes:
     """Changes of every kind, of many tokens."""
     ids = np.arange(vocab_size, dtype=np.int32)
     allowed = np.full(-(-vocab_size // BITS), 0xBEEFCAFE, np.uint32)
-    return Changes(ids, (ids % 5).astype(np.float32), np.full(1, 3, np.int32), allowed, ids, ids % 4 - 1)
+    return Changes(ids, (ids % 5).astype(np.float32), ids[3:4], allowed, ids, ids % 4 - 1)
 
 
 def largest(logits: torch.Tensor) -> torch.Tensor:
