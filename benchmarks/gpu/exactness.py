@@ -151,9 +151,12 @@ def add_row(findings: Findings, facts: Row, reference: Rows, runs: Sequence[Rows
 
 
 def compare_states(findings: Findings, engine: Engine, settings: Settings, shape: str, cached: int) -> None:
-    """Compare logits and states of verifications, for two choices of layers in turn, with each sequence alone."""
+    """Compare logits and states of verifications, for two choices of layers in turn, with each sequence alone.
+
+    The layers are those of EAGLE-3 and EAGLE-1.
+    """
     count, rng = engine.facts.layers, random.Random(cached)
-    choices: tuple[tuple[int, ...], ...] = (tuple(eagle_layers(count)), (1, count))
+    choices: tuple[tuple[int, ...], ...] = (tuple(eagle_layers(count)), (count,))
     texts = [[rng.randrange(engine.vocab_size) for _ in range(TOKENS)] for _ in range(max(settings.sizes.batches))]
     referred = range(min(MAX_REFERENCES, len(texts)))
     references: dict[tuple[int, ...], Rows] = {layers: {} for layers in choices}

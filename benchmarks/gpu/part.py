@@ -64,7 +64,7 @@ class Sizes:
     """Tiles beside a probed row; with this many, a program handles all splits of a tile."""
     sampled: int = 64
     # Answers of whole services.
-    load: int = 4
+    load: int = 3
     """Prompts of a run, per request in flight."""
     max_tokens: int = 64
     runs: int = 3
