@@ -64,9 +64,10 @@ class Recorder:
         self._mark(BEGIN)
         result = work()
         self._mark(REPLY)
+        marks, self._marks = self._marks, []
         if self._is_gpu:
-            torch.cuda.current_stream().synchronize()
-        return result, times_of(self._marks)
+            torch.cuda.synchronize()
+        return result, times_of(marks)
 
     def _mark(self, part: str) -> None:
         event = None

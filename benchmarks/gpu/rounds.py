@@ -4,14 +4,11 @@ Rounds run in this process, without gRPC, one at a time. Drafts are right in abo
 """
 
 import gc
-import operator
 import random
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from benchmarks.gpu.engines import WARM_UPS
@@ -39,14 +36,14 @@ class Answer:
     token_ids: list[int]
     """The prompt and the generated tokens."""
     num_cached_tokens: int = 0
-    drafts: list[tuple[int, ...]] = field(default_factory=list)
-    """The draft found by each round."""
+    drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """The draft found by each round, by the number of tokens before it."""
 
     def take(self, verdict: Verdict) -> None:
+        if verdict.own_draft is not None:
+            self.drafts[len(self.token_ids)] = verdict.own_draft.draft_token_ids
         self.token_ids += verdict.token_ids
         self.num_cached_tokens = verdict.num_cached_tokens
-        if verdict.own_draft is not None:
-            self.drafts.append(verdict.own_draft.draft_token_ids)
 
 
 class Worker:
@@ -155,12 +152,16 @@ def ways(worker: Worker) -> dict[str, Callable[[], AbstractContextManager[None]]
 
 
 def same_share(answers: Mapping[str, Sequence[Answer]], way: str) -> float | None:
-    """Share of the drafts that are those of the first way. A draft's bits may depend on the shapes of its passes."""
+    """Share of equal drafts after as many tokens in the first way. A draft's bits may depend on the shape of a pass."""
     if way not in answers:
         return None
     first = next(iter(answers.values()))
-    same = [map(operator.eq, own.drafts, other.drafts) for own, other in zip(answers[way], first, strict=True)]
-    return round(statistics.mean(chain.from_iterable(same)), 4)
+    same = [
+        own.drafts[length] == other.drafts[length]
+        for own, other in zip(answers[way], first, strict=True)
+        for length in own.drafts.keys() & other.drafts.keys()
+    ]
+    return round(sum(same) / len(same), 4)
 
 
 def compare(findings: Findings, facts: Row, answers: Sequence[Answer], truth: Sequence[Answer]) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,6 +58,31 @@ def test_parts_inside_others_do_not_count_and_calls_are_restored() -> None:
     assert times["waits"] == 0  # a CPU does not wait
     assert "forward" not in vars(model)
     assert torch.Tensor.tolist is tolist
+
+
+def test_a_gpu_marks_events_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0
+
+        def record(self) -> None:
+            self.at = next(clock)
+
+        def elapsed_time(self, other: "Event") -> float:
+            return float(other.at - self.at)
+
+    clock, model = count(), SimpleNamespace(forward=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def run() -> None:
+        model.forward()
+        torch.cuda.synchronize()
+
+    recorder = Recorder("cuda")
+    with recorder.recording([(model, "forward", "target")]):
+        rows = [recorder.round(run)[1] for _ in range(2)]
+    assert [(row["prepare_ms"], row["target_ms"], row["waits"]) for row in rows] == [(1, 1, 1)] * 2
 
 
 def test_a_head_is_right_in_70_percent_of_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
