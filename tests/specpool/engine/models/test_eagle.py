@@ -16,7 +16,7 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.models.draft_parts import Features
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu.model import GpuModel, try_kernels
-from specpool.engine.run import sequences
+from specpool.engine.run import pass_selection, sequences
 from specpool.engine.sampling.head import Head
 from specpool.protocol.rounds import ProposeItem, ProposeRound
 
@@ -99,15 +99,14 @@ def test_kernels_run_heads(tmp_path: Path, llama: Path, monkeypatch: pytest.Monk
     head = save_eagle_head(tmp_path / "head", **FORMATS[name])
     options = {"exact": False, "target_model": str(llama), "max_sequences": 3, "max_model_len": 32}
     fused, tokens = load_engine(head, **options), random_tokens(12)
-    assert isinstance(fused.forward_pass, FusedModel)
     assert fused.loaded.features is not None
-    try_kernels(fused.forward_pass)
     given = random_states(12, fused.loaded.features.width, 0.4)
     spans = [Span(2, 0, tokens, 12, states=given), Span(0, 0, tokens[:3], 1)]
     item = ProposeItem(1, 0, tuple(tokens), num_draft_tokens=4, features=encoded_states(given))
     expected, own_states = fused.forward(spans), fused.own_states
     ((proposal,),) = Proposer(fused).propose([ProposeRound("c", 1, [item])])
     run_by_kernels(monkeypatch)
+    monkeypatch.setattr(pass_selection, "why_no_kernels", try_kernels)  # raises if they cannot run
     engine = load_engine(head, cuda_graphs=False, **options)
     assert isinstance(engine.forward_pass, GpuModel)
     torch.testing.assert_close(engine.forward(spans), expected, atol=2e-5, rtol=1e-4)
