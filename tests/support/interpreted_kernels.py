@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.passes.gpu import attention, draft_loop, gemm, model
+from specpool.engine.passes.gpu import attention, draft_loop, gemm, inputs, model
 from specpool.engine.passes.gpu.choice import REMAINING, SIZES
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.rows import Addend
@@ -63,6 +63,7 @@ def imitate_kernels(patch: pytest.MonkeyPatch) -> None:
     run_by_kernels(patch)
     for name in ("attend_pages", "rotate_and_cache", "add_and_norm", "activate"):
         patch.setattr(model, name, globals()[name])
+    patch.setattr(inputs, "join", join)
     patch.setattr(kernels, "attend_pages", attend_pages)
     patch.setattr(gemm, "split_k_gemm", split_k_gemm)
     patch.setattr(draft_loop, "choose", choose)
@@ -98,11 +99,24 @@ def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.T
     return torch.cat([linear(row, weight) for row in x.split(1)])[None]
 
 
-def add_and_norm(hidden: torch.Tensor, added: Addend | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def join(
+    token_ids: torch.Tensor, embedding: torch.Tensor, states: torch.Tensor, norms: torch.Tensor | None,
+    residual: torch.Tensor, norms_residual: bool, eps: float,
+) -> torch.Tensor:  # fmt: skip
+    joined = torch.stack([states, embedding[token_ids]], 1)
+    if norms is None:
+        residual.zero_()
+        return joined.flatten(1)
+    normed = _normed(joined, norms, eps)
+    residual.copy_((normed if norms_residual else joined)[:, 0])
+    return normed.flatten(1)
+
+
+def add_and_norm(hidden: torch.Tensor, added: Addend | None, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     if added is not None:
         branch = _summed(added.partials, added.bias)
         hidden += branch if added.norm is None else _normed(branch, added.norm, eps)
-    return _normed(hidden, weight, eps)
+    return hidden if weight is None else _normed(hidden, weight, eps)
 
 
 def rotate_and_cache(

@@ -42,6 +42,8 @@ class PackedBatch:
     """Input of a pass that reads states, [rows, hidden]. See `features`."""
     own_states: torch.Tensor | None = None
     """Output of a pass that reads states: the last layer's states of the rows of logits, [R, padded, hidden]."""
+    logits_in_order: bool = False
+    """Whether the pass may ignore `logit_rows`, which are all rows in order."""
     state_layers: tuple[int, ...] = ()
     """Numbers of layers after which to record the hidden states."""
     states: torch.Tensor | None = None

@@ -212,7 +212,7 @@ class GpuDraftLoop:
             batch = PackedBatch(
                 self._arena, rows, rows, rows, max_length, rows, memory.numbers[:REMAINING].view(-1),
                 input_states=None if memory.states is None else memory.states[step],
-                own_states=None if memory.states is None else memory.states[step + 1],
+                own_states=None if memory.states is None else memory.states[step + 1], logits_in_order=True,
             )  # fmt: skip
             rules = memory.rules if key.samples else None
             choose(self._model(batch), self._head, memory.numbers, rules, memory.results[step])
