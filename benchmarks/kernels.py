@@ -36,9 +36,11 @@ from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu.choice import REMAINING, choose
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.packing import pack
+from specpool.engine.sampling.change_kernel import change_rows
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.kernel import FIELDS, sample_rows
 from specpool.engine.sampling.ranking_kernel import rank_greedy
+from specpool.engine.sampling.rules import Changes
 from specpool.engine.sharding.group import SINGLE_RANK, Group, SingleRank
 from specpool.engine.sharding.shares import Share, Sums, piece_of, shard
 from specpool.engine.sharding.weights import adapt, cut
@@ -212,8 +214,11 @@ def model_of(
 
 
 @torch.inference_mode()
-def run(model: GpuModel, tokens: Sequence[int], cached: int) -> None:
-    """Run a pass with these new tokens in each sequence, after `cached` cached ones."""
+def run(model: GpuModel, tokens: Sequence[int], cached: int, records_states: bool = False) -> None:
+    """Run a pass with these new tokens in each sequence, after `cached` cached ones.
+
+    `records_states`: whether it records hidden states, as captured passes do.
+    """
     spans = [Span(slot, cached, [0] * count, count if count < 64 else 1) for slot, count in enumerate(tokens)]
     arena = arena_of(model, len(tokens), cached + max(tokens))
     batch = pack(spans, arena, model.padded_shape, model.rows_per_tile, repeats=False)
@@ -221,6 +226,9 @@ def run(model: GpuModel, tokens: Sequence[int], cached: int) -> None:
         width = model.state_size if model.projection is None else model.projection.in_features
         states = model.project(torch.empty(batch.rows, width, dtype=model.compute_dtype, device="meta"))
         batch = replace(batch, input_states=states, own_states=torch.empty_like(states[: batch.shape.logits]))
+    if records_states:
+        recorded = torch.empty(batch.rows, 1, model.hidden_size, dtype=torch.bfloat16, device="meta")
+        batch = replace(batch, state_layers=(len(model.layers),), states=recorded)
     model(batch)
 
 
@@ -256,7 +264,7 @@ def sample(vocab_size: int, dtype: torch.dtype) -> None:
         choose(logits, head, rules=of_row)
         choose(logits, head, numbers, of_row)
         rank_greedy(logits, head, 2)
-    for changed in (None, logits.float()):
+    for changed in (None, change_rows(logits, [(params, Changes())])):
         with suppress(NotImplementedError):  # the meta device has no memory to read the token from
             sample_rows(logits, [(params, 1)], changed)
 
@@ -268,8 +276,8 @@ def measure(
     with compiling(Compiler(arch)) as compiler:
         one, two = (model_of(ALL_SHAPES[shape], getattr(torch, dtype), layers, ranks, sums) for layers in (1, 2))
         launches, step = {1: 0, 2: 0}, dict[str, int]()
-        for tokens, cached in product(passes, CONTEXTS):
-            run(one, tokens, cached)
+        for tokens, cached, records_states in product(passes, CONTEXTS, (False, True)):
+            run(one, tokens, cached, records_states)
         for layers, model in ((1, one), (2, two)):
             before = len(compiler.launched)
             run(model, passes[0], CONTEXTS[-1])

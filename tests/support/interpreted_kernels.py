@@ -13,7 +13,7 @@ from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.gpu import attention, draft_loop, gemm, inputs, model
 from specpool.engine.passes.gpu.choice import REMAINING, SIZES
 from specpool.engine.passes.gpu.graphs import Run
-from specpool.engine.passes.gpu.rows import Addend
+from specpool.engine.passes.gpu.rows import Addend, Recorder
 from specpool.engine.passes.packing import INPUT_IDS, POSITIONS, SLOTS
 from specpool.engine.passes.rotary import rotate
 from specpool.engine.probes import kernels
@@ -112,10 +112,18 @@ def join(
     return normed.flatten(1)
 
 
-def add_and_norm(hidden: torch.Tensor, added: Addend | None, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def add_and_norm(
+    hidden: torch.Tensor,
+    added: Addend | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    recorder: Recorder | None = None,
+) -> torch.Tensor:
     if added is not None:
         branch = _summed(added.partials, added.bias)
         hidden += branch if added.norm is None else _normed(branch, added.norm, eps)
+    if recorder is not None and (slot := recorder.slots[recorder.num_layers]) >= 0:
+        recorder.states[:, slot] = hidden
     return hidden if weight is None else _normed(hidden, weight, eps)
 
 

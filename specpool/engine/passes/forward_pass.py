@@ -88,13 +88,6 @@ class ForwardPass(nn.Module, ABC):
         """
         return 0
 
-    def capture_states(self, layers: tuple[int, ...], hidden_size: int) -> int:
-        """Capture the passes that record the states after these layers. Return their number. Failures become `notes`.
-
-        Call after `capture_graphs`. Without this call, such passes may be captured while serving.
-        """
-        return 0
-
     def scratch_bytes(self, rows: int, length: int) -> int:
         """Scratch bytes, beyond activations, of a pass of `rows` rows over sequences of `length` positions."""
         return 0

@@ -48,6 +48,8 @@ class PackedBatch:
     """Numbers of layers after which to record the hidden states."""
     states: torch.Tensor | None = None
     """Output: bfloat16 states [rows, state layers, hidden]; None without state layers."""
+    state_slots: torch.Tensor | None = None
+    """Index in `states` by number of layers, [layers + 1] int32, on the device; -1: not recorded. For GPU kernels."""
 
     @classmethod
     def of_padding(cls, arena: KVArena, shape: Shape, max_length: int) -> "PackedBatch":

@@ -26,7 +26,8 @@ from specpool.engine.passes.gpu.draft_loop import GpuDraftLoop
 from specpool.engine.passes.gpu.gemm import Gemm
 from specpool.engine.passes.gpu.graphs import Capture
 from specpool.engine.passes.gpu.inputs import GpuEmbedding
-from specpool.engine.passes.gpu.rows import Addend, activate, add_and_norm, rotate_and_cache
+from specpool.engine.passes.gpu.rows import Addend, Recorder, activate, add_and_norm, rotate_and_cache
+from specpool.engine.passes.gpu.states import slots_of
 from specpool.engine.passes.packing import PackedBatch, Shape, pack
 from specpool.engine.sampling.head import Head
 from specpool.engine.sharding.shares import Dimension
@@ -65,6 +66,7 @@ class GpuModel(ForwardPass):
         self.rotary = fused.rotary(max_length)
         self.embedding, self.norm = GpuEmbedding(fused), fused.norm
         self.head = Gemm(fused.head.weight, split=False)
+        self.hidden_size: int = fused.dense_embedding.shape[1]
         self.state_size, self.state_norm, self.norms_output = fused.state_size, fused.state_norm, fused.norms_output
         self.projection: Gemm | None = None
         if fused.projection is not None:
@@ -76,11 +78,14 @@ class GpuModel(ForwardPass):
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows, padding included."""
+        if batch.states is not None and batch.state_slots is None:
+            device = batch.numbers.device
+            slots = slots_of(batch.state_layers, len(self.layers), device)
+            batch = replace(batch, state_slots=slots.to(device, non_blocking=True))
         hidden, added, normed = self.embedding(batch)
         for layer in self.layers:
             added, normed = layer(hidden, added, batch, self.rotary, normed), None
-        normed = add_and_norm(hidden, added, self.norm, self.eps)
-        batch.record_states(len(self.layers), hidden)
+        normed = add_and_norm(hidden, added, self.norm, self.eps, _recorder(batch, len(self.layers)))
         own = normed if self.norms_output else hidden
         if not batch.logits_in_order:
             own, normed = own[batch.logit_rows], normed[batch.logit_rows]
@@ -137,7 +142,7 @@ class GpuModel(ForwardPass):
     def _exchanged_bytes(self, rows: int) -> int:
         if self.group.ranks == 1:
             return 0
-        state: int = rows * self.norm.numel()
+        state: int = rows * self.hidden_size
         gathered = self.group.ranks * state * self.compute_dtype.itemsize
         if self.group.in_parts:  # the branches of this layer's MLP and attention, and of the MLP before
             return 3 * gathered
@@ -175,8 +180,7 @@ class GpuLayer(nn.Module):
         """
         arena, positions, slots, offsets = batch.arena, batch.positions, batch.slots, batch.offsets
         if normed is None:
-            normed = add_and_norm(hidden, added, self.before_attention, self.eps)
-        batch.record_states(self.index, hidden)  # includes the branch of the layer before
+            normed = add_and_norm(hidden, added, self.before_attention, self.eps, _recorder(batch, self.index))
         qkv = self.qkv(normed)
         query = rotate_and_cache(
             qkv, self.qkv_bias, self.head_norms, rotary, arena, self.index, positions, slots, offsets, self.heads,
@@ -212,3 +216,10 @@ class GpuLayer(nn.Module):
     def _gathered_bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The full bias of a branch. With whole sums, each rank holds a shard of it."""
         return bias if bias is None or self.group.in_parts else self.group.gather(bias.detach(), "hidden")
+
+
+def _recorder(batch: PackedBatch, num_layers: int) -> Recorder | None:
+    """The recorder of the hidden states after this number of layers; None if the batch has no memory for states."""
+    if batch.states is None or batch.state_slots is None:
+        return None
+    return Recorder(batch.states, batch.state_slots, num_layers)

@@ -47,16 +47,36 @@ def join(
     return joined
 
 
-def add_and_norm(hidden: torch.Tensor, added: Addend | None, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Add a branch to the hidden states [rows, hidden] in place. Return them normalized with `weight`, if given."""
+@dataclass(frozen=True)
+class Recorder:
+    """Memory for hidden states, and the index of those of a layer, which a graph may change between replays."""
+
+    states: torch.Tensor  # [rows, slots, hidden]
+    slots: torch.Tensor  # [layers + 1] index in `states` by number of layers; -1: not recorded
+    num_layers: int  # before these hidden states
+
+
+def add_and_norm(
+    hidden: torch.Tensor,
+    added: Addend | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    recorder: Recorder | None = None,
+) -> torch.Tensor:
+    """Add a branch to the hidden states [rows, hidden] in place, and record them.
+
+    Return them normalized with `weight`, if given.
+    """
     rows, size = hidden.shape
     normed = hidden if weight is None else torch.empty_like(hidden)
     partials, bias, norm = (None, None, None) if added is None else (added.partials, added.bias, added.norm)
+    recorded = recorder or Recorder(hidden, hidden, 0)  # placeholders that the kernel will not read
     _add_and_norm[(rows,)](
-        hidden, _or(partials, hidden), _or(bias, hidden), _or(norm, hidden), _or(weight, hidden), normed, eps, rows,
+        hidden, _or(partials, hidden), _or(bias, hidden), _or(norm, hidden), _or(weight, hidden), normed,
+        recorded.states, recorded.slots, eps, rows, recorded.num_layers, recorded.states.shape[1],
         SIZE=size, WIDTH=power_of_two(size), SPLITS=0 if partials is None else len(partials), BIASED=bias is not None,
-        INNER=norm is not None, NORMED=weight is not None, **launch_options(hidden.device),
-        num_warps=_warps(size),
+        INNER=norm is not None, NORMED=weight is not None, RECORDED=recorder is not None,
+        **launch_options(hidden.device), num_warps=_warps(size),
     )  # fmt: skip
     return normed
 
@@ -173,11 +193,11 @@ if triton is not None:
                 kept = x
             tl.store(residual + row * SIZE + feature, kept, mask=mask)
 
-    @triton.jit(do_not_specialize=["rows"])
+    @triton.jit(do_not_specialize=["rows", "num_layers", "num_slots"])
     def _add_and_norm(
-        hidden, partials, bias, norm, weight, normed, eps, rows,
+        hidden, partials, bias, norm, weight, normed, states, slots, eps, rows, num_layers, num_slots,
         SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, INNER: tl.constexpr,
-        NORMED: tl.constexpr, OVERLAP: tl.constexpr,
+        NORMED: tl.constexpr, RECORDED: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         row, feature = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
         mask = feature < SIZE
@@ -187,6 +207,8 @@ if triton is not None:
             inner_factors = tl.load(norm + feature, mask=mask, other=0.0)
         if OVERLAP:
             gdc_wait()
+        if RECORDED:
+            slot = tl.load(slots + num_layers)
         own = hidden + row * SIZE + feature
         x = tl.load(own, mask=mask, other=0.0).to(tl.float32)
         if SPLITS > 0:
@@ -199,6 +221,9 @@ if triton is not None:
         if NORMED:
             result = _normed(x, factors, eps, SIZE)
             tl.store(normed + row * SIZE + feature, result.to(normed.dtype.element_ty), mask=mask)
+        if RECORDED:
+            place = states + (row * num_slots + slot) * SIZE + feature
+            tl.store(place, x.to(states.dtype.element_ty), mask=mask & (slot >= 0))
 
     @triton.jit(do_not_specialize=["rows", "columns", "pages"])
     def _rotate_and_cache(

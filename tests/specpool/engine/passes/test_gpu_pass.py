@@ -23,6 +23,7 @@ from specpool.engine.passes.gpu import attention, gemm, graphs, model
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel
+from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.run import pass_selection as forward
 from specpool.engine.run.engine import Engine
 from specpool.protocol.rounds import Proposal, ProposeItem, ProposeRound
@@ -236,6 +237,26 @@ def test_shapes_whose_capture_fails_run_eagerly(
     assert (fake_graphs.replayed > replayed) == (max_rows > 0)
 
 
+def test_shapes_that_lack_memory_before_their_capture_run_eagerly(
+    tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = GpuModel.forward
+
+    def forward_few(model: GpuModel, batch: PackedBatch) -> torch.Tensor:
+        if batch.rows > 16 and not batch.num_logits:  # the padding of a capture
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+        return run(model, batch)
+
+    monkeypatch.setattr(GpuModel, "forward", forward_few)
+    engine = load_captured(tmp_path, exact=False, max_sequences=6, max_model_len=64)
+    reason = "4 of 8 shapes, which run eagerly: CUDA out of memory. Tried"
+    assert engine.info().notes == (f"runs slowly: CUDA graph capture failed for {reason}",)
+    replayed = fake_graphs.replayed
+    engine.forward([Span(0, 0, random_tokens(16), 1)])
+    engine.forward([Span(0, 0, random_tokens(17), 1)])
+    assert fake_graphs.replayed == replayed + 1
+
+
 class BrokenTorch:
     """Stands in for `torch.cuda` before 2.12: the end of a broken capture raises before it tells the allocator."""
 
@@ -273,6 +294,8 @@ class BrokenTorch:
         try:
             yield
         except RuntimeError:
+            if not hasattr(torch._C, "_cuda_endAllocateToPool"):  # such a version tells the allocator itself
+                self.underway.remove(pool)
             raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
         self.underway.remove(pool)
         self.stream = "default"
@@ -283,11 +306,14 @@ class BrokenTorch:
         self.underway.remove(pool)
 
 
-def test_a_failed_capture_leaves_a_usable_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_private_function", [True, False])
+def test_a_failed_capture_leaves_a_usable_process(monkeypatch: pytest.MonkeyPatch, has_private_function: bool) -> None:
     def refuse() -> torch.Tensor:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     broken = BrokenTorch(monkeypatch)
+    if not has_private_function:
+        monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool")
     capture = graphs.CudaGraphs()
     result = torch.ones(1)
     assert capture(lambda: result)[1] is result
