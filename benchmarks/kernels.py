@@ -33,7 +33,7 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu.model import GpuModel
-from specpool.engine.passes.packing import pack
+from specpool.engine.passes.packing import PackedBatch, pack
 from specpool.engine.sampling.kernel import sample_rows
 from specpool.engine.sharding.group import SINGLE_RANK, Group, SingleRank
 from specpool.engine.sharding.shares import Share, Sums, piece_of, shard
@@ -208,12 +208,18 @@ def model_of(
 @torch.inference_mode()
 def run(model: GpuModel, tokens: Sequence[int], cached: int) -> None:
     """Run a pass with these new tokens in each sequence, after `cached` cached ones."""
+    model(batch_of(model, tokens, cached, [count if count < 64 else 1 for count in tokens]))
+
+
+def batch_of(model: GpuModel, tokens: Sequence[int], cached: int, num_logits: Sequence[int]) -> PackedBatch:
+    """A batch with these numbers of new tokens and of rows of logits in each sequence."""
     layers, pages = len(model.layers), -(-(cached + max(tokens)) // GPU_PAGE_SIZE)
     tables, dtype, device = (len(tokens), pages), model.compute_dtype, torch.device("meta")
     columns = len(tokens) * pages * GPU_PAGE_SIZE
     arena = KVArena(layers, model.kv_heads, columns, model.head_dim, dtype, device, tables, GPU_PAGE_SIZE)
-    spans = [Span(slot, cached, [0] * count, count if count < 64 else 1) for slot, count in enumerate(tokens)]
-    model(pack(spans, arena, model.padded_shape, model.rows_per_tile, repeats=False))
+    sizes = enumerate(zip(tokens, num_logits, strict=True))
+    spans = [Span(slot, cached, [0] * count, logits) for slot, (count, logits) in sizes]
+    return pack(spans, arena, model.padded_shape, model.rows_per_tile, repeats=False)
 
 
 def sample(vocab_size: int, dtype: torch.dtype) -> None:
