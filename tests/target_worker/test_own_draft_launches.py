@@ -79,7 +79,6 @@ def test_launches_do_not_grow_with_the_sequences(folders: tuple[Path, Path]) -> 
     target, draft = (
         load_engine(folder, exact=False, native=False, max_sequences=8, max_model_len=128) for folder in folders
     )
-    target.capture_states((1, 2))
     captured, counts = CountedGraphs.num_captured, []
     for number in (2, 8):
         rounds = Rounds(Verifier(target, Proposer(draft)))

@@ -1,7 +1,9 @@
 """The draft loop on the device: each step feeds the next one, and the host reads all tokens at once."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,41 +15,70 @@ from specpool.engine.passes.gpu.choice import BEGINS, LOGIT_ROWS, REMAINING, SIZ
 from specpool.engine.passes.gpu.graphs import Capture, CapturedGraphs, Run
 from specpool.engine.passes.packing import INPUT_IDS, OFFSETS, POSITIONS, PREFIX_LENGTHS, SLOTS, PackedBatch, Shape
 from specpool.engine.sampling.head import Head
+from specpool.engine.sampling.kernel import FIELDS, numbers_of_row
+from specpool.engine.sampling.rules import SequenceRules
+from specpool.engine.sampling.sampler import kernel_is_exact
+
+GRAPH_STEPS = (4, 2, 1)
+"""Steps of a captured graph. Any number is a sum of these."""
+SAMPLED_STEPS = (1,)
+"""Steps of a captured graph that samples."""
+
+
+class StepKey(NamedTuple):
+    """The work of a graph."""
+
+    rows: int  # padded number of sequences
+    steps: int
+    samples: bool = False
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step of one token per span. The device computes everything that changes between steps."""
+class StepMemory:
+    """Memory that all steps of a number of rows share. The device computes everything that changes between steps."""
 
-    max_length: int  # positions of the longest sequence after all steps
     numbers: torch.Tensor  # [REMAINING + 1, rows]
-    result: torch.Tensor  # [2, rows] chosen tokens and their probabilities, as float64
-    states: torch.Tensor | None  # [rows, hidden] own states of a feature draft: input, then output, of the pass
+    rules: torch.Tensor  # [rows, FIELDS] sampling rules and context length of each row, as int32
+    results: torch.Tensor  # [steps of the longest graph, 2, rows] chosen tokens and their probabilities, as float64
+    states: torch.Tensor | None  # [1 + steps, rows, hidden] own states of a feature draft: each is the next one's input
 
 
 class GpuDraftLoop:
-    """The draft loop of passes without an attention plan. It decodes greedily and runs all steps of each draft."""
+    """The draft loop of passes without an attention plan. It runs all steps of each draft."""
 
-    samples, min_draft_tokens, passes_in_progress = False, 1, 0
+    min_draft_tokens, passes_in_progress = 1, 0
 
     def __init__(self, model: ForwardPass, arena: KVArena, head: Head, capture: Capture | None) -> None:
         """`capture`: captures steps; None: they run eagerly."""
         self._model, self._arena, self._head = model, arena, head
-        self.graphs: CapturedGraphs[int, Step] = CapturedGraphs(capture)
-        """Captured steps by their padded number of sequences."""
+        self.graphs: CapturedGraphs[StepKey, int] = CapturedGraphs(capture)
+        """Captured steps. Their input is the maximum positions of a sequence."""
+        self._memory: dict[int, StepMemory] = {}
+        """Memory by padded number of sequences."""
+        self._states: torch.Tensor | None = None
+        """Memory for own states that all numbers of rows share."""
+        # Test the kernels now, not while a graph is captured.
+        self._samples = kernel_is_exact(arena.device, model.compute_dtype, head.vocab_size)
+
+    def can_draft(self, rules: SequenceRules | None) -> bool:
+        """Whether the loop can choose tokens by these rules. See `DraftLoop`."""
+        return rules is None or (self._samples and rules.params.leaves_logits)
 
     def capture_graphs(self, lengths: Mapping[int, int]) -> None:
-        """Capture steps. `lengths`: maximum positions of a sequence by padded number of sequences."""
+        """Capture steps. `lengths`: maximum positions of a sequence by padded number of sequences, most first."""
 
-        def prepare(rows: int) -> tuple[Step, Run]:
-            numbers = torch.zeros(REMAINING + 1, rows, dtype=torch.int64, device=self._arena.device)
-            numbers[SLOTS] = -1
-            return self._prepare(numbers, lengths[rows])
+        def prepare(key: StepKey) -> tuple[int, Run]:
+            max_length = lengths[key.rows]
+            return max_length, lambda: self._run_eagerly(key, max_length)
 
-        self.graphs.capture_all(list(lengths), prepare)
+        kinds = [(steps, False) for steps in GRAPH_STEPS]
+        if self._samples:
+            kinds += [(steps, True) for steps in SAMPLED_STEPS]
+        self.graphs.capture_all([StepKey(rows, *kind) for rows in lengths for kind in kinds], prepare)
         # Compile the choice of the first tokens, which no graph holds.
         logits = torch.zeros(1, self._head.outputs, dtype=self._model.compute_dtype, device=self._arena.device)
-        choose(logits, self._head)
+        for samples in {samples for _, samples in kinds}:
+            choose(logits, self._head, rules=self._memory_of(self._padded(1)).rules if samples else None)
 
     def __call__(
         self,
@@ -58,12 +89,13 @@ class GpuDraftLoop:
         """Extend the drafts; see `DraftLoop`."""
         drafts = drafts_of(rounds)
         spans, remaining = [draft.span for draft in drafts], [draft.num_draft_tokens - 1 for draft in drafts]
-        chosen, states = self._run(choose(logits, self._head), spans, remaining, own_states)
+        rules = self._rules(drafts) if any(draft.rules is not None for draft in drafts) else None
+        chosen = choose(logits, self._head, rules=rules)
+        chosen, states = self._run(chosen, spans, remaining, own_states, rules)
         found = dict(zip(drafts, chosen.permute(2, 1, 0).tolist(), strict=True))  # tokens, then probabilities
 
         def read(drafting: Sequence[Draft]) -> list[Choice | None]:
-            steps = [(*found[draft], len(draft.token_ids)) for draft in drafting]
-            return [Choice(int(tokens[step]), probabilities[step]) for tokens, probabilities, step in steps]
+            return [_choice(draft, *found[draft]) for draft in drafting]
 
         extend_drafts(rounds, read)
         for draft, span, own in zip(drafts, spans, [] if states is None else states.unbind(1), strict=False):
@@ -77,38 +109,61 @@ class GpuDraftLoop:
         spans: Sequence[Span],
         remaining: Sequence[int],
         own_states: torch.Tensor | None,
+        rules: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Continue from the choices [2, n] and own states [n, hidden] after n spans.
 
         Return all choices [1 + steps, 2, n], and all own states [1 + steps, n, hidden]. `remaining`: further tokens of
         each span; after that, the loop caches nothing for it.
         """
-        count = len(spans)
         if not any(remaining):
             return chosen[None], None if own_states is None else own_states[None]
-        numbers = self._numbers(chosen, spans, remaining)
         max_length = max(span.end + steps for span, steps in zip(spans, remaining, strict=True))
-        graph = self.graphs.find(numbers.shape[1])
-        run_step: Callable[[], object]
-        if graph is None or max_length > graph.input.max_length:
-            step, run_step = self._prepare(numbers, max_length)
-        else:
-            step, run_step = graph.input, graph.replay
-            step.numbers.copy_(numbers)
-        choices, states = [chosen], [] if own_states is None else [own_states]
-        if step.states is not None and own_states is not None:
-            step.states[:count] = own_states
-        for _ in range(max(remaining)):
-            run_step()
-            choices.append(step.result[:, :count].clone())
-            if step.states is not None:
-                states.append(step.states[:count].clone())
-        return torch.stack(choices), torch.stack(states) if states else None
+        numbers = self._numbers(chosen, spans, remaining)
+        return self.run_steps(numbers, chosen, max_length, max(remaining), own_states, rules)
+
+    def run_steps(
+        self,
+        numbers: torch.Tensor,
+        chosen: torch.Tensor,
+        max_length: int,
+        steps: int,
+        own_states: torch.Tensor | None = None,
+        rules: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run steps after the choices [2, n] of n sequences, and own states [n, hidden] of a feature draft.
+
+        Everything is on the device, and the host does not wait. `numbers`: of the first step, [REMAINING + 1, rows];
+        row i is sequence i, rows after n are padding. `max_length`: positions of the longest sequence after all steps.
+        `rules`: of all rows, see `choose`; None: all sequences are greedy. Return all choices [1 + steps, 2, n], and
+        all own states [1 + steps, n, hidden].
+        """
+        count, rows = chosen.shape[1], numbers.shape[1]
+        memory = self._memory_of(rows)
+        memory.numbers.copy_(numbers)
+        if rules is not None:
+            memory.rules.copy_(rules)
+        choices, states = chosen.new_empty(1 + steps, 2, count), None
+        choices[0] = chosen
+        if memory.states is not None and own_states is not None:
+            states = own_states.new_empty(1 + steps, *own_states.shape)
+            states[0] = memory.states[0, :count] = own_states
+        done = 0
+        while done < steps:
+            key, run = self._next_steps(StepKey(rows, steps - done, rules is not None), max_length)
+            run()
+            begin, done = done + 1, done + key.steps
+            choices[begin : done + 1] = memory.results[: key.steps, :, :count]
+            if memory.states is not None and states is not None:
+                states[begin : done + 1] = memory.states[1 : key.steps + 1, :count]
+                if done < steps:
+                    memory.states[0] = memory.states[key.steps]
+        return choices, states
 
     def _numbers(self, chosen: torch.Tensor, spans: Sequence[Span], remaining: Sequence[int]) -> torch.Tensor:
         """The numbers of the first step, on the device."""
         count = len(spans)
-        rows = self._model.padded_shape(Shape(count, count, count)).rows
+        rows = self._padded(count)
         numbers = torch.zeros(REMAINING + 1, rows, dtype=torch.int64)
         numbers[BEGINS] = numbers[LOGIT_ROWS] = torch.arange(rows)
         numbers[POSITIONS, :count] = torch.tensor([span.end for span in spans])
@@ -119,23 +174,69 @@ class GpuDraftLoop:
         numbers[SIZES] = alive
         numbers[SLOTS] = -1
         numbers[SLOTS, :count] = torch.where(alive[:count], torch.tensor([span.slot for span in spans]), -1)
-        if chosen.device.type == "cuda":
-            numbers = numbers.pin_memory()
-        numbers = numbers.to(chosen.device, non_blocking=True)
+        numbers = self._upload(numbers)
         numbers[INPUT_IDS, :count] = chosen[0].long()
         return numbers
 
-    def _prepare(self, numbers: torch.Tensor, max_length: int) -> tuple[Step, Run]:
-        """A step with its own memory, and the function that runs it."""
-        rows, own, device, size = numbers.shape[1], numbers.clone(), numbers.device, self._model.state_size
-        states = torch.zeros(rows, size, dtype=self._model.compute_dtype, device=device) if size else None
-        batch = PackedBatch(
-            self._arena, rows, rows, rows, max_length, rows, own[:REMAINING].view(-1),
-            input_states=states, own_states=states,
-        )  # fmt: skip
-        step = Step(max_length, own, torch.zeros(2, rows, dtype=torch.float64, device=device), states)
+    def _rules(self, drafts: Sequence[Draft]) -> torch.Tensor:
+        """The sampling rules of all rows after the spans of the drafts, [rows, FIELDS], on the device."""
+        rules = torch.zeros(self._padded(len(drafts)), FIELDS, dtype=torch.int32)
+        for row, draft in zip(rules, drafts, strict=False):
+            if draft.rules is not None:
+                row.copy_(torch.tensor(numbers_of_row(draft.rules.params, draft.span.end, self._head.outputs)))
+        return self._upload(rules)
 
-        def run() -> torch.Tensor:
-            return step.result.copy_(choose(self._model(batch), self._head, own))
+    def _upload(self, x: torch.Tensor) -> torch.Tensor:
+        """Copy to the device without waiting."""
+        if self._arena.device.type == "cuda":
+            x = x.pin_memory()
+        return x.to(self._arena.device, non_blocking=True)
 
-        return step, run
+    def _padded(self, count: int) -> int:
+        return self._model.padded_shape(Shape(count, count, count)).rows
+
+    def _next_steps(self, needed: StepKey, max_length: int) -> tuple[StepKey, Callable[[], object]]:
+        """The most of the needed steps to run at once, and the function that runs them."""
+        sizes = SAMPLED_STEPS if needed.samples else GRAPH_STEPS
+        keys = [needed._replace(steps=size) for size in sizes if size <= needed.steps]
+        for key in keys:
+            graph = self.graphs.find(key)
+            if graph is not None and max_length <= graph.input:
+                return key, graph.replay
+        return keys[0], lambda: self._run_eagerly(keys[0], max_length)
+
+    def _run_eagerly(self, key: StepKey, max_length: int) -> torch.Tensor:
+        """Run steps on the memory of their rows. Return the choices [steps, 2, rows]."""
+        rows, memory = key.rows, self._memory_of(key.rows)
+        for step in range(key.steps):
+            batch = PackedBatch(
+                self._arena, rows, rows, rows, max_length, rows, memory.numbers[:REMAINING].view(-1),
+                input_states=None if memory.states is None else memory.states[step],
+                own_states=None if memory.states is None else memory.states[step + 1], logits_in_order=True,
+            )  # fmt: skip
+            rules = memory.rules if key.samples else None
+            choose(self._model(batch), self._head, memory.numbers, rules, memory.results[step])
+        return memory.results[: key.steps]
+
+    def _memory_of(self, rows: int) -> StepMemory:
+        if rows not in self._memory:
+            self._memory[rows] = self._new_memory(rows)
+        return self._memory[rows]
+
+    def _new_memory(self, rows: int) -> StepMemory:
+        device, size, steps = self._arena.device, self._model.state_size, max(GRAPH_STEPS)
+        numbers = torch.zeros(REMAINING + 1, rows, dtype=torch.int64, device=device)
+        numbers[SLOTS] = -1
+        if size and (self._states is None or self._states.shape[1] < rows):
+            self._states = torch.zeros(1 + steps, rows, size, dtype=self._model.compute_dtype, device=device)
+        results = torch.zeros(steps, 2, rows, dtype=torch.float64, device=device)
+        rules = torch.zeros(rows, FIELDS, dtype=torch.int32, device=device)
+        return StepMemory(numbers, rules, results, None if self._states is None else self._states[:, :rows])
+
+
+def _choice(draft: Draft, token_ids: Sequence[float], probabilities: Sequence[float]) -> Choice:
+    """The next of the tokens chosen for a draft."""
+    token_id, probability = int(token_ids[len(draft.token_ids)]), probabilities[len(draft.token_ids)]
+    if draft.rules is None:
+        return Choice(token_id, probability)
+    return Choice(token_id, is_finite=math.isfinite(probability))
