@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.kernels import Compiled, Compiler
 
-# Operations of torch that launch nothing, and those that read only as many rows of a tensor as they return.
-ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "_unsafe_view"}
+# Operations of torch that launch nothing, or only at start, and those that read only as many rows as they return.
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "zeros", "lift_fresh", "_unsafe_view"}
 GATHERING = {"embedding", "index"}
 # torch's kernels have unknown grids. This one occupies all SMs.
 EVEN = (132, 1, 1)
@@ -38,11 +38,6 @@ class Launch:
     warps: int = 0
     is_dependent: bool = False  # it may start before the previous kernel has finished
     stages: int = 0
-
-    @property
-    def programs(self) -> int:
-        """Programs of the grid."""
-        return self.grid[0] * self.grid[1] * self.grid[2]
 
 
 @dataclass
@@ -80,8 +75,10 @@ class TorchKernels(TorchDispatchMode):
         if result is not NotImplemented:
             return result
         result, name = func(*args, **kwargs), func.overloadpacket.__name__
-        outputs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and each.is_meta]
-        if outputs and not func.is_view and name not in ALLOCATIONS:
+        tensors = [each for each in tree_leaves((args, result)) if isinstance(each, torch.Tensor)]
+        outputs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        # Copies from the host count as time of the host.
+        if outputs and all(each.is_meta for each in tensors) and not func.is_view and name not in ALLOCATIONS:
             arguments = {"inputs": args, "outputs": outputs}
             self._recorder.launches.append(Launch(f"torch {name}", EVEN, arguments, self._recorder.work))
         return result

@@ -102,11 +102,6 @@ class Price:
         return max(self.traffic.once / self.device.hbm, self.traffic.needed_flop / self.device.flops)
 
 
-def price_all(launches: Sequence[Launch], device: Device) -> list[Price]:
-    """The price of each launch."""
-    return [Price(launch, traffic_of(launch, device.l2_bytes), device) for launch in launches]
-
-
 def milliseconds_of(prices: Sequence[Price]) -> float:
     """The estimate of some launches."""
     return 1000 * sum(price.seconds for price in prices)
@@ -166,7 +161,10 @@ def main() -> None:
     with compiling(recorder := Recorder()):
         models = Rounds(recorder, options.cached)
         needed = progress(list(dict.fromkeys([*steps, *plain.values()])), "compiling")
-        prices = {step: price_all(models.launches(step), device) for step in needed}
+        prices = {
+            step: [Price(launch, traffic_of(launch, device.l2_bytes), device) for launch in models.launches(step)]
+            for step in needed
+        }
     rows, rounds = [step_row(step, prices[step]) for step in dict.fromkeys(steps)], []
     for step, one in plain.items():
         milliseconds_each = (options.host_ms + milliseconds_of(prices[each]) for each in (step, one))

@@ -5,14 +5,11 @@ from argparse import ArgumentTypeError
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from benchmarks.gpu.launches import Launch, Recorder, TorchKernels, Work
-from benchmarks.kernels import batch_of, model_of
-from benchmarks.shapes import SHAPES
-from specpool.engine.passes.gpu.choice import REMAINING, choose
-from specpool.engine.passes.gpu.gemm import Gemm
-from specpool.engine.passes.gpu.model import GpuModel
+from benchmarks.kernels import draft, model_of, run
+from benchmarks.shapes import HEAD_SHAPES, SHAPES
+from specpool.engine.passes.gpu.choice import choose
 from specpool.engine.sampling.head import Head
 
 # Rows from which the engine chose cuBLAS on an H200, by outputs and inputs of the weight.
@@ -20,8 +17,7 @@ CUBLAS_ROWS = {
     (151_936, 4096): 128, (24_576, 4096): 128, (4096, 12_288): 128, (6144, 4096): 320, (4096, 4096): 320,
     (151_936, 1024): 40,
 }  # fmt: skip
-# Layers whose states EAGLE-3 reads, and the outputs of its head.
-STATE_LAYERS, EAGLE_OUTPUTS = 3, 32_000
+TARGET, DRAFT, EAGLE = "qwen3-8b", "qwen3-0.6b", "qwen3-8b eagle3"
 STEP = re.compile(r"(?P<kind>draft|eagle|round)?(?P<sequences>[1-9]\d*)(x(?P<tokens>[1-9]\d*))?")
 
 
@@ -48,12 +44,12 @@ class Rounds:
     def __init__(self, recorder: Recorder, cached: int) -> None:
         """`cached`: cached positions of each sequence."""
         self._recorder, self._cached = recorder, cached
-        self._target, self._draft = (
-            model_of(SHAPES[name], torch.bfloat16, SHAPES[name]["num_hidden_layers"])
-            for name in ("qwen3-8b", "qwen3-0.6b")
-        )
-        self._eagle = _eagle_head()
-        for model in (self._target, self._draft, self._eagle):
+        self._models = {
+            name: model_of(shape, torch.bfloat16, shape["num_hidden_layers"])
+            for name, shape in (SHAPES | HEAD_SHAPES).items()
+            if name in (TARGET, DRAFT, EAGLE)
+        }
+        for model in self._models.values():
             for gemm in model.gemms():
                 gemm.cublas_rows = CUBLAS_ROWS.get((gemm.out_features, gemm.in_features))
 
@@ -61,59 +57,33 @@ class Rounds:
     def launches(self, step: Step) -> list[Launch]:
         """All launches of a step."""
         self._recorder.launches = []
-        work = Work(step.sequences, step.tokens + (step.kind in ("eagle", "round")), self._cached)
-        if step.kind in ("", "round"):
-            logits = self._forward(self._target, work, work.tokens)
+        count, k = step.sequences, step.tokens
+        verified = Work(count, k + (step.kind in ("eagle", "round")), self._cached)
+        with TorchKernels(self._recorder):
+            if step.kind in ("", "round"):
+                self._run(TARGET, verified)
             if step.kind == "round":
-                choose(logits, Head(logits.shape[1]))
-                self._recorder.launches.append(Launch("accept", (work.sequences, 1, 1), {}, work))
-        if step.kind in ("eagle", "round"):
-            self._run_loop(self._eagle, work, step.tokens)
-        if step.kind == "draft":
-            self._run_loop(self._draft, Work(step.sequences, 1, self._cached), step.tokens)
+                self._choose(TARGET, verified)
+                self._recorder.launches.append(Launch("accept", (count, 1, 1), {}, verified))
+            if step.kind in ("eagle", "round"):
+                self._draft(EAGLE, verified, k)
+            if step.kind == "draft":
+                self._draft(DRAFT, Work(count, 1, self._cached), k)
         return self._recorder.launches
 
-    def _forward(self, model: GpuModel, work: Work, num_logits: int) -> torch.Tensor:
-        """A pass with this number of rows of logits of each sequence."""
+    def _run(self, name: str, work: Work) -> None:
         self._recorder.work = work
-        batch = batch_of(model, [work.tokens] * work.sequences, work.cached, [num_logits] * work.sequences)
-        with TorchKernels(self._recorder):
-            if model.projection is not None and work.tokens > 1:
-                width = model.projection.in_features
-                model.project(torch.empty(batch.rows, width, dtype=model.compute_dtype, device="meta"))
-            logits: torch.Tensor = model(batch)
-        return logits
+        run(self._models[name], [work.tokens] * work.sequences, work.cached)
 
-    def _run_loop(self, model: GpuModel, work: Work, tokens: int) -> None:
+    def _choose(self, name: str, work: Work) -> None:
+        outputs = self._models[name].head.out_features
+        choose(torch.empty(work.sequences * work.tokens, outputs, dtype=torch.bfloat16, device="meta"), Head(outputs))
+
+    def _draft(self, name: str, work: Work, tokens: int) -> None:
         """A pass over the new tokens of each sequence, then steps of one token."""
-        for _ in range(tokens):
-            logits = self._forward(model, work, 1)
-            numbers = torch.empty(REMAINING + 1, len(logits), dtype=torch.int64, device="meta")
-            choose(logits, Head(logits.shape[1]), numbers)
-            work = Work(work.sequences, 1, work.cached + work.tokens)
-
-
-class _Joined(nn.Module):
-    """A GEMM of the embedding and the state of each token."""
-
-    def __init__(self, gemm: Gemm) -> None:
-        super().__init__()
-        self.gemm = gemm
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        joined: torch.Tensor = self.gemm(torch.cat([x, x], -1))
-        return joined
-
-
-def _eagle_head() -> GpuModel:
-    """The kernels of an EAGLE-3 head of Qwen3-8B."""
-    shape = SHAPES["qwen3-8b"]
-    model, hidden = model_of(shape, torch.bfloat16), shape["hidden_size"]
-
-    def gemm(outputs: int, inputs: int, split: bool = True) -> Gemm:
-        return Gemm(torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta"), split)
-
-    layer = model.layers[0]
-    layer.qkv = _Joined(gemm(layer.qkv.out_features, 2 * hidden))
-    model.head, model.projection = gemm(EAGLE_OUTPUTS, hidden, split=False), gemm(hidden, STATE_LAYERS * hidden)
-    return model
+        self._run(name, work)
+        self._recorder.work = Work(work.sequences, 1, work.cached + work.tokens)
+        self._choose(name, self._recorder.work)
+        if tokens > 1:
+            model = self._models[name]
+            draft(model, model.padded_rows(work.sequences), self._recorder.work.cached, tokens - 1)

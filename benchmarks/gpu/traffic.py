@@ -1,6 +1,7 @@
 """What a launch moves and computes, from its own arguments: no rule of the engine is repeated here."""
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -45,7 +46,7 @@ def _gemm(launch: Launch, l2_bytes: int) -> Traffic:
         l2=row_tiles * weight.nbytes + output_tiles * given["x"].nbytes + written,
         flop=2 * row_tiles * given["TILE_ROWS"] * output_tiles * given["TILE_N"] * inputs,
         needed_flop=2 * count * outputs * inputs,
-        programs=launch.programs,
+        programs=prod(launch.grid),
         chain=-(-given["SPLIT_K"] // given["TILE_K"]),
     )
 
@@ -76,20 +77,19 @@ def _cublas(launch: Launch, l2_bytes: int) -> Traffic:
     """cuBLAS's tiles are unknown: every matrix counts once."""
     (x, weight, *_), (output,) = launch.arguments["inputs"], launch.arguments["outputs"]
     flop, moved = 2 * len(x) * weight.numel(), x.nbytes + weight.nbytes + output.nbytes
-    return Traffic(weight.nbytes, _spill(output.nbytes, l2_bytes), moved, flop, flop, launch.programs)
+    return Traffic(weight.nbytes, _spill(output.nbytes, l2_bytes), moved, flop, flop, prod(launch.grid))
 
 
 def _rows(launch: Launch, l2_bytes: int) -> Traffic:
-    """Any other kernel moves its tensors once, and of the cache the new positions."""
+    """Any other kernel moves its tensors once, of the cache the new positions, and of an embedding nearly nothing."""
     given, work = launch.arguments, launch.work
     gathers = launch.name.removeprefix("torch ") in GATHERING
-    found = given["outputs"] * 2 if gathers else {id(each): each for each in tree_leaves(dict(given))}.values()
+    found = given["outputs"] if gathers else tree_leaves({**given, "keys": 0, "values": 0, "embedding": 0})
+    sizes = {id(each): each.nbytes for each in found if isinstance(each, torch.Tensor)}.values()
     cache = [given[name] for name in ("keys", "values") if name in given]
     written = sum(work.sequences * work.tokens * each.nbytes // each.shape[1] for each in cache)
-    tensors = [each for each in found if isinstance(each, torch.Tensor) and all(each is not other for other in cache)]
-    spilled = sum(_spill(tensor.nbytes, l2_bytes) for tensor in tensors)
-    moved = sum(tensor.nbytes for tensor in tensors) + written
-    return Traffic(once=written, spilled=spilled, l2=moved, programs=launch.programs)
+    spilled = sum(_spill(size, l2_bytes) for size in sizes)
+    return Traffic(once=written, spilled=spilled, l2=sum(sizes) + written, programs=prod(launch.grid))
 
 
 def _spill(size: int, l2_bytes: int) -> int:

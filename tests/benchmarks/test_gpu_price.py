@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.gpu.launches import Launch, Work
-from benchmarks.gpu.price import DEVICES, Price, kernel_rows, programs_per_sm, round_row
+from benchmarks.gpu.price import DEVICES, Price, kernel_rows, round_row
 from benchmarks.gpu.rounds import Step, step_of
 from benchmarks.gpu.traffic import Traffic, traffic_of
 from benchmarks.kernels import Compiled
@@ -47,13 +47,6 @@ def attend(work: Work, serial: bool) -> Launch:
 
 def price(traffic: Traffic, launch: Launch | None = None) -> Price:
     return Price(launch or Launch("other", (1, 1, 1), {}, Work(1, 1, 0)), traffic, H200)
-
-
-def test_an_sm_holds_as_many_programs_as_its_scarcest_resource_allows() -> None:
-    registers, shared, warps, few = (
-        programs_per_sm(*each) for each in ((168, 0, 4), (104, 112 * 1024, 4), (32, 0, 8), (16, 0, 1))
-    )
-    assert (registers, shared, warps, few) == (3, 2, 8, 32)
 
 
 def test_tiles_of_a_gemm_read_the_weight_once_for_each_tile_of_rows() -> None:
