@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import shapes
-from benchmarks.gpu import folders, part, rounds
+from benchmarks.gpu import folders, part, worker_rounds
 from benchmarks.gpu.events import Mark, Recorder, medians, times_of
 from benchmarks.gpu.part import Findings, Settings
 
@@ -89,12 +89,12 @@ def test_a_head_is_right_in_70_percent_of_the_tokens(tmp_path: Path, monkeypatch
     monkeypatch.setitem(shapes.SHAPES, "small", SHAPE)
     monkeypatch.setattr(folders, "OUTPUTS", 500)
     monkeypatch.setattr(part, "REHEARSED", replace(part.REHEARSED, batches=(8,), rounds=24))
-    monkeypatch.setattr(rounds, "DRAFTS", ["head"])
+    monkeypatch.setattr(worker_rounds, "DRAFTS", ["head"])
     settings = Settings(
         "cpu", "float32", "small", "small", True, str(tmp_path), str(tmp_path), time.monotonic() + 1e9
     )  # fmt: skip
     findings = Findings(tmp_path / "round.json")
-    rounds.measure_rounds(settings, findings)
+    worker_rounds.measure_rounds(settings, findings)
     assert not {"failed", "left_out"} & findings.result.keys()
     drafted = [row["tokens_a_round"] for row in findings.result["rounds"] if row["way"] == "host"]
     assert drafted == [pytest.approx(sum(folders.ACCEPTANCE**n for n in range(5)), abs=0.4)]
