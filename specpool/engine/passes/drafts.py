@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -138,6 +138,16 @@ def extend_drafts(rounds: Sequence[DraftRound], choose: Choose) -> None:
         drafting = [round_.unfinished(own) for round_, own in zip(rounds, drafting, strict=True)]
         for draft in chain.from_iterable(drafting):
             draft.feed(draft.token_ids[-1:])
+
+
+def read_choices(found: Mapping[Draft, Sequence[Sequence[float]]]) -> Choose:
+    """Read choices that the device has already made. `found`: the tokens of each draft, and their probabilities."""
+
+    def read(drafts: Sequence[Draft]) -> list[Choice | None]:
+        steps = [(*found[draft], len(draft.token_ids)) for draft in drafts]
+        return [Choice(int(tokens[step]), probabilities[step]) for tokens, probabilities, step in steps]
+
+    return read
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Span
-from specpool.engine.passes.drafts import Choice, Draft, DraftRound, drafts_of, extend_drafts
+from specpool.engine.passes.drafts import DraftRound, drafts_of, extend_drafts, read_choices
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.gpu.choice import BEGINS, LOGIT_ROWS, REMAINING, SIZES, choose
 from specpool.engine.passes.gpu.graphs import Capture, CapturedGraphs, Run
@@ -73,12 +73,7 @@ class GpuDraftLoop:
         spans, remaining = [draft.span for draft in drafts], [draft.num_draft_tokens - 1 for draft in drafts]
         chosen, states = self._run(choose(logits, self._head), spans, remaining, own_states)
         found = dict(zip(drafts, chosen.permute(2, 1, 0).tolist(), strict=True))  # tokens, then probabilities
-
-        def read(drafting: Sequence[Draft]) -> list[Choice | None]:
-            steps = [(*found[draft], len(draft.token_ids)) for draft in drafting]
-            return [Choice(int(tokens[step]), probabilities[step]) for tokens, probabilities, step in steps]
-
-        extend_drafts(rounds, read)
+        extend_drafts(rounds, read_choices(found))
         for draft, span, own in zip(drafts, spans, [] if states is None else states.unbind(1), strict=False):
             num_run = draft.span.end - span.end
             draft.own_states = [own[: num_run + 1]]
@@ -99,7 +94,7 @@ class GpuDraftLoop:
         if not any(remaining):
             return chosen[None], None if own_states is None else own_states[None]
         max_length = max(span.end + steps for span, steps in zip(spans, remaining, strict=True))
-        numbers = self._numbers(chosen, spans, remaining)
+        numbers = self.numbers(spans, remaining)
         return self.run_steps(numbers, chosen, max_length, max(remaining), own_states)
 
     def run_steps(
@@ -113,12 +108,14 @@ class GpuDraftLoop:
         """Run steps after the choices [2, n] of n sequences, and own states [n, hidden] of a feature draft.
 
         Everything is on the device, and the host does not wait. `numbers`: of the first step, [REMAINING + 1, rows];
-        row i is sequence i, rows after n are padding. `max_length`: positions of the longest sequence after all steps.
+        row i is sequence i, rows after n are padding, and input ids are unset. `max_length`: positions of the longest
+        sequence after all steps.
         Return all choices [1 + steps, 2, n], and all own states [1 + steps, n, hidden].
         """
         count, rows = chosen.shape[1], numbers.shape[1]
         memory = self._memory_of(rows)
         memory.numbers.copy_(numbers)
+        memory.numbers[INPUT_IDS, :count] = chosen[0]
         choices, states = chosen.new_empty(1 + steps, 2, count), None
         choices[0] = chosen
         if memory.states is not None and own_states is not None:
@@ -136,8 +133,11 @@ class GpuDraftLoop:
                     memory.states[0] = memory.states[key.steps]
         return choices, states
 
-    def _numbers(self, chosen: torch.Tensor, spans: Sequence[Span], remaining: Sequence[int]) -> torch.Tensor:
-        """The numbers of the first step, on the device."""
+    def numbers(self, spans: Sequence[Span], remaining: Sequence[int]) -> torch.Tensor:
+        """The numbers of the first step after these spans, on the device, without input ids.
+
+        `remaining`: further tokens of each span.
+        """
         count = len(spans)
         rows = self._model.padded_shape(Shape(count, count, count)).rows
         numbers = torch.zeros(REMAINING + 1, rows, dtype=torch.int64)
@@ -150,11 +150,9 @@ class GpuDraftLoop:
         numbers[SIZES] = alive
         numbers[SLOTS] = -1
         numbers[SLOTS, :count] = torch.where(alive[:count], torch.tensor([span.slot for span in spans]), -1)
-        if chosen.device.type == "cuda":
+        if self._arena.device.type == "cuda":
             numbers = numbers.pin_memory()
-        numbers = numbers.to(chosen.device, non_blocking=True)
-        numbers[INPUT_IDS, :count] = chosen[0].long()
-        return numbers
+        return numbers.to(self._arena.device, non_blocking=True)
 
     def _next_steps(self, rows: int, steps: int, max_length: int) -> tuple[StepKey, Callable[[], object]]:
         """The largest number of steps, at most `steps`, to run at once, and the function that runs them."""

@@ -1,0 +1,111 @@
+"""Rounds that the device runs as a whole equal the same rounds taken step by step."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from feature_drafts import save_pair_draft
+from interpreted_kernels import imitate_kernels
+from own_drafts import Generation, Rounds
+from tiny_models import forget_all, load_engine, random_tokens
+
+from draft_worker.proposer import Proposer
+from specpool.engine.run.device_round import DeviceRound
+from specpool.engine.run.engine import Engine
+from specpool.protocol.rounds import OwnDraftItem, Verdict
+from target_worker.verifier import Verifier
+
+pytest.importorskip("triton")
+
+SLOTS = 4
+Pair = tuple[Engine, Engine]
+
+
+@pytest.fixture(scope="module", params=["plain", "equal", "states"])
+def pair(
+    request: pytest.FixtureRequest, tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    """A target and a draft on imitated kernels."""
+    folder = tmp_path_factory.mktemp("pair")
+    with pytest.MonkeyPatch.context() as patch:
+        imitate_kernels(patch)
+        target = load_engine(tiny_pair[0], exact=False, native=False)
+        options: dict[str, Any] = {"exact": False, "native": False}
+        if request.param == "plain":
+            yield target, load_engine(tiny_pair[1], **options)
+        elif request.param == "equal":
+            yield target, load_engine(tiny_pair[0], **options)
+        else:
+            yield target, load_engine(save_pair_draft(folder, *tiny_pair, (1, 2)), **options)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of sequences of each round that the device ran as a whole."""
+    counts, run = [], DeviceRound.run
+
+    def counting(self: DeviceRound, parts: Any, layers: Any) -> Any:
+        counts.append(len(parts))
+        return run(self, parts, layers)
+
+    monkeypatch.setattr(DeviceRound, "run", counting)
+    return counts
+
+
+def carrying(pair: Pair) -> Rounds:
+    for engine in pair:
+        forget_all(engine, SLOTS)
+    return Rounds(Verifier(pair[0], Proposer(pair[1])))
+
+
+def play(pair: Pair, seed: int, on_device: bool) -> tuple[list[Verdict], list[list[int]], list[torch.Tensor]]:
+    """Play random rounds. Return the verdicts, the rows of the draft's steps, and the draft's cached keys."""
+    rounds, chance = carrying(pair), random.Random(seed)
+    if not on_device:
+        rounds.verifier.drafts.device_rounds._round = None  # type: ignore[union-attr]
+    generations = [Generation(i, tuple(random_tokens(length, seed=i))) for i, length in enumerate((3, 12, 40))]
+    verdicts, rows = list[Verdict](), list[list[int]]()
+    while unfinished := [each for each in generations if not each.is_finished]:
+        items = []
+        for each in unfinished:
+            own = OwnDraftItem(chance.randint(0, 5), chance.randint(0, 5), min_chance=chance.choice((0, 0, 0.2)))
+            items.append((each, each.item(own if chance.random() < 0.9 else None)))
+        verdicts += rounds.send(items, step_cost=0.05)
+        rows.append([*rounds.verifier.draft_rows[1:]])
+        if chance.random() < 0.2:
+            verdicts += rounds.repeat(items)
+        if chance.random() < 0.1:  # preempted
+            rounds.verifier.release("c", [unfinished[0].sequence_id])
+            unfinished[0].num_cached_tokens = 0
+    return verdicts, rows, [*cached_keys(pair[1])]
+
+
+def cached_keys(engine: Engine) -> Iterator[torch.Tensor]:
+    """The cached keys of the last layer by sequence."""
+    arena = engine.layout.arena
+    for number in range(3):
+        if (slot := engine.slots.find(("c", number))) is not None:
+            columns = torch.tensor(arena.columns_of(slot.index, 0, slot.num_cached_tokens))
+            yield arena.keys[-1][:, columns]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rounds_equal_those_taken_step_by_step(pair: Pair, seed: int, counted: list[int]) -> None:
+    verdicts, rows, keys = play(pair, seed, on_device=True)
+    assert len(counted) > 3
+    expected, expected_rows, expected_keys = play(pair, seed, on_device=False)
+    assert rows == expected_rows
+    for each, wanted in zip(verdicts, expected, strict=True):
+        if each.own_draft is not None and wanted.own_draft is not None:
+            assert each.own_draft.confidences == pytest.approx(wanted.own_draft.confidences, rel=1e-4)
+            each.own_draft = replace(each.own_draft, confidences=wanted.own_draft.confidences)
+        assert each == wanted
+    for own, wanted_keys in zip(keys, expected_keys, strict=True):
+        count = min(own.shape[1], wanted_keys.shape[1])  # a sequence that ends keeps its rejected tokens, or drops them
+        torch.testing.assert_close(own[:, :count], wanted_keys[:, :count])
+    for engine in pair:
+        engine.slots.check_integrity()
