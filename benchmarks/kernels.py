@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, product
 from pathlib import Path
 from typing import Any, get_args
@@ -26,15 +26,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.report import finish, output_folder, progress, show
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import HEAD_SHAPES, SHAPES, random_head
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.layout import GPU_PAGE_SIZE
 from specpool.engine.cache.spans import Span
+from specpool.engine.config.architectures import FEATURES
 from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.gpu.accept import accept
+from specpool.engine.passes.gpu.choice import REMAINING, choose
 from specpool.engine.passes.gpu.model import GpuModel
-from specpool.engine.passes.packing import pack
-from specpool.engine.sampling.kernel import sample_rows
+from specpool.engine.passes.packing import PackedBatch, Shape, pack
+from specpool.engine.sampling.head import Head
+from specpool.engine.sampling.kernel import FIELDS, sample_rows
+from specpool.engine.sampling.ranking_kernel import rank_greedy
 from specpool.engine.sharding.group import SINGLE_RANK, Group, SingleRank
 from specpool.engine.sharding.shares import Share, Sums, piece_of, shard
 from specpool.engine.sharding.weights import adapt, cut
@@ -87,7 +92,7 @@ HEADS: dict[str, dict[str, Any]] = {
         "head_dim": 256,
     },
 }  # fmt: skip
-ALL_SHAPES: dict[str, dict[str, Any]] = {**SHAPES, **HEADS}
+ALL_SHAPES: dict[str, dict[str, Any]] = {**SHAPES, **HEADS, **HEAD_SHAPES}
 
 
 Row = dict[str, Any]
@@ -186,8 +191,10 @@ class FakeGroup(Group):
 def model_of(
     shape: dict[str, Any], dtype: torch.dtype, layers: int = 1, ranks: int = 1, sums: Sums = "whole"
 ) -> GpuModel:
-    """A pass of this shape, or of its last rank, on the meta device."""
+    """A pass of this shape, or of its last rank, on the meta device. Heads are not sharded."""
     sizes = {**shape, "num_hidden_layers": layers}
+    if FEATURES in shape:
+        return GpuModel(FusedModel(random_head(sizes, "meta", dtype)), 64)
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
@@ -206,23 +213,66 @@ def model_of(
 
 
 @torch.inference_mode()
-def run(model: GpuModel, tokens: Sequence[int], cached: int) -> None:
-    """Run a pass with these new tokens in each sequence, after `cached` cached ones."""
-    layers, pages = len(model.layers), -(-(cached + max(tokens)) // GPU_PAGE_SIZE)
-    tables, dtype, device = (len(tokens), pages), model.compute_dtype, torch.device("meta")
-    columns = len(tokens) * pages * GPU_PAGE_SIZE
-    arena = KVArena(layers, model.kv_heads, columns, model.head_dim, dtype, device, tables, GPU_PAGE_SIZE)
+def run(model: GpuModel, tokens: Sequence[int], cached: int, records_states: bool = False) -> None:
+    """Run a pass with these new tokens in each sequence, after `cached` cached ones.
+
+    `records_states`: whether it records hidden states, as captured passes do.
+    """
     spans = [Span(slot, cached, [0] * count, count if count < 64 else 1) for slot, count in enumerate(tokens)]
-    model(pack(spans, arena, model.padded_shape, model.rows_per_tile, repeats=False))
+    arena = arena_of(model, len(tokens), cached + max(tokens))
+    batch = pack(spans, arena, model.padded_shape, model.rows_per_tile, repeats=False)
+    if model.state_size:
+        width = model.state_size if model.projection is None else model.projection.in_features
+        states = model.project(torch.empty(batch.rows, width, dtype=model.compute_dtype, device="meta"))
+        batch = replace(batch, input_states=states, own_states=torch.empty_like(states[: batch.shape.logits]))
+    if records_states:
+        recorded = torch.empty(batch.rows, 1, model.hidden_size, dtype=torch.bfloat16, device="meta")
+        batch = replace(batch, state_layers=(len(model.layers),), states=recorded)
+    model(batch)
+
+
+@torch.inference_mode()
+def draft(model: GpuModel, rows: int, cached: int, steps: int) -> None:
+    """Run steps of the draft loop, after `cached` cached tokens of each sequence."""
+    outputs = model.head.out_features
+    head = Head(outputs, torch.empty(outputs, dtype=torch.int64, device="meta"))
+    loop = model.draft_loop(arena_of(model, rows, cached + steps), head)
+    assert loop is not None
+    numbers = torch.empty(REMAINING + 1, rows, dtype=torch.int64, device="meta")
+    chosen = torch.empty(2, rows, dtype=torch.float64, device="meta")
+    states = torch.empty(rows, model.state_size, dtype=model.compute_dtype, device="meta")
+    loop.run_steps(numbers, chosen, cached + steps, steps, states)
+
+
+def arena_of(model: GpuModel, sequences: int, length: int) -> KVArena:
+    """The cache of sequences of this length, on the meta device."""
+    pages = -(-length // GPU_PAGE_SIZE)
+    columns, tables = sequences * pages * GPU_PAGE_SIZE, (sequences, pages)
+    layers, dtype, device = len(model.layers), model.compute_dtype, torch.device("meta")
+    return KVArena(layers, model.kv_heads, columns, model.head_dim, dtype, device, tables, GPU_PAGE_SIZE)
 
 
 def sample(vocab_size: int, dtype: torch.dtype) -> None:
-    """Sample a token from logits of this size, without and with penalties."""
+    """Choose and rank tokens of either kind of head in a draft, and sample without and with penalties."""
     params = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
     logits = torch.empty(1, vocab_size, dtype=dtype, device="meta")
+    numbers = torch.empty(REMAINING + 1, 1, dtype=torch.int64, device="meta")
+    rules = torch.empty(1, FIELDS, dtype=torch.int32, device="meta")
+    output_ids = torch.empty(vocab_size, dtype=torch.int64, device="meta")
+    for head, of_row in product((Head(vocab_size), Head(vocab_size, output_ids)), (None, rules)):
+        choose(logits, head, rules=of_row)
+        choose(logits, head, numbers, of_row)
+        rank_greedy(logits, head, 2)
     for changed in (None, logits.float()):
         with suppress(NotImplementedError):  # the meta device has no memory to read the token from
             sample_rows(logits, [(params, 1)], changed)
+
+
+def accept_drafts(model: GpuModel) -> None:
+    """Accept draft tokens of a sequence."""
+    batch = PackedBatch.of_padding(arena_of(model, 1, 1), Shape(8, 8, 8), 1)
+    numbers = torch.empty(REMAINING + 1, 8, dtype=torch.int64, device="meta")
+    accept(torch.empty(2, 8, dtype=torch.float64, device="meta"), batch, batch, numbers, 1, model.rows_per_tile)
 
 
 def measure(
@@ -231,18 +281,24 @@ def measure(
     """The resources of the kernels of a shape's passes."""
     with compiling(Compiler(arch)) as compiler:
         one, two = (model_of(ALL_SHAPES[shape], getattr(torch, dtype), layers, ranks, sums) for layers in (1, 2))
-        launches = {1: 0, 2: 0}
-        for tokens, cached in product(passes, CONTEXTS):
-            run(one, tokens, cached)
+        launches, step = {1: 0, 2: 0}, dict[str, int]()
+        for tokens, cached, records_states in product(passes, CONTEXTS, (False, True)):
+            run(one, tokens, cached, records_states)
         for layers, model in ((1, one), (2, two)):
             before = len(compiler.launched)
             run(model, passes[0], CONTEXTS[-1])
             launches[layers] = len(compiler.launched) - before
-        sample(ALL_SHAPES[shape]["vocab_size"], getattr(torch, dtype))
+        if FEATURES in ALL_SHAPES[shape]:
+            before = len(compiler.launched)
+            draft(one, len(passes[0]), CONTEXTS[0], steps=1)
+            step = {"kernels_a_step": len(compiler.launched) - before}
+        else:
+            sample(ALL_SHAPES[shape]["vocab_size"], getattr(torch, dtype))
+            accept_drafts(one)
     names = sorted({kernel.name for kernel in compiler.compiled})
     return {
         "sm": arch, "dtype": dtype, "shape": shape, "ranks": ranks, "sums": sums if ranks > 1 else "",
-        "kernels_a_layer": launches[2] - launches[1],
+        "kernels_a_layer": launches[2] - launches[1], **step,
         "fused": compiler.fused, "shared_limit": SHARED[arch],
         "kernels": [maximum(name, [each for each in compiler.compiled if each.name == name]) for name in names],
     }  # fmt: skip
@@ -276,7 +332,7 @@ def main() -> None:
     for row in rows:
         show(
             f"{row['shape']}, {row['dtype']}, sm_{row['sm']}, ranks: {row['ranks']} {row['sums']}: "
-            f"{row['kernels_a_layer']} kernels a layer",
+            f"{row['kernels_a_layer']} kernels a layer, {row.get('kernels_a_step', 'no')} a draft step",
             row["kernels"],
         )
     finish("kernels", {"triton": triton.__version__, "passes": rows}, options.output)

@@ -1,13 +1,19 @@
 """Randomly initialized models with the shapes of well-known ones, for timing without their weights."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from specpool.engine.config.architectures import FEATURES
+from specpool.engine.models.draft_parts import features_of
+from specpool.engine.models.eagle import eagle1_modules, eagle3_modules
 from specpool.engine.models.loading import LoadedModel
 from specpool.engine.passes.attention import PACKED_ATTENTION
+from specpool.engine.passes.features import FeatureEmbedding, StateNorm
 from specpool.protocol.tokenizer import TokenizerFiles
 
 MAX_MODEL_LEN = 4096
@@ -26,6 +32,34 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+_QWEN3_HEAD = {
+    **_QWEN3, "model_type": "llama", "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 1,
+    "num_attention_heads": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+HEAD_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-8b eagle3": {
+        **_QWEN3_HEAD, "draft_vocab_size": 32_000, FEATURES: {"layers": [2, 18, 33], "width": 3 * 4096}
+    },
+    "qwen3-8b eagle1": {**_QWEN3_HEAD, FEATURES: {"layers": [36], "width": 4096}},
+}  # fmt: skip
+"""EAGLE heads, with the states of the target that they read. Those of EAGLE-3 have a `draft_vocab_size`."""
+
+
+def random_head(shape: Mapping[str, Any], device: str | torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A randomly initialized EAGLE head of a shape such as those of `HEAD_SHAPES`."""
+    config = AutoConfig.for_model(**shape)
+    hidden, width = config.hidden_size, shape[FEATURES]["width"]
+    with torch.device(device):
+        if "draft_vocab_size" in shape:
+            head: Any = eagle3_modules(config, shape["draft_vocab_size"])
+            parts: tuple[Any, ...] = None, nn.Linear(width, hidden, bias=False), None
+        else:
+            head = eagle1_modules(config)
+            parts = nn.Linear(2 * hidden, hidden), None, StateNorm(torch.ones(1, width), config.rms_norm_eps)
+        head.set_input_embeddings(FeatureEmbedding(head.get_input_embeddings(), *parts))
+    model: PreTrainedModel = head.to(dtype).eval()
+    return model
+
 
 def random_model(
     shape: str, device: str | torch.device, dtype: torch.dtype, attention: str, **changes: Any
@@ -40,7 +74,11 @@ def random_model(
 
 
 def random_loaded(shape: str, device: str, dtype: torch.dtype) -> LoadedModel:
-    """A random model of this shape, loaded for an engine."""
-    model = random_model(shape, device, dtype, PACKED_ATTENTION)
-    tokenizer = Tokenizer(models.BPE())  # without tokens
-    return LoadedModel(shape, model, TokenizerFiles(tokenizer.to_str().encode(), "", {}, ()), MAX_MODEL_LEN)
+    """A random model or head of this shape, loaded for an engine."""
+    tokenizer = TokenizerFiles(Tokenizer(models.BPE()).to_str().encode(), "", {}, ())  # without tokens
+    if shape not in HEAD_SHAPES:
+        return LoadedModel(shape, random_model(shape, device, dtype, PACKED_ATTENTION), tokenizer, MAX_MODEL_LEN)
+    head, outputs = random_head(HEAD_SHAPES[shape], device, dtype), HEAD_SHAPES[shape].get("draft_vocab_size")
+    ids = None if outputs is None else torch.arange(outputs, device=device)
+    features = features_of(head.config)
+    return LoadedModel(shape, head, tokenizer, MAX_MODEL_LEN, ids, features=features, modules_run=False)

@@ -37,10 +37,6 @@ def load_pair(options: TargetOptions, startup_cache: bool, report: Report) -> tu
     memory = PairMemory(load_draft, options.draft_kv_memory)
     engine = load_target(options, startup_cache, report, memory.limit_target)
     _check_pair(engine, memory.draft)
-    features = memory.draft.loaded.features
-    if features is not None and engine.forward_pass.captured_rows:
-        report("capturing CUDA graphs with hidden states")
-        engine.capture_states(tuple(sorted(features.layers)))
     return engine, memory.draft
 
 

@@ -21,8 +21,8 @@ MAX_KERNELS = 10
 # A tile of attention may spill four registers.
 MAX_SPILLED_BYTES = 16
 KERNELS = {
-    "activate", "add_and_norm", "attend", "combine_splits", "find_min_logits", "rotate_and_cache", "score",
-    "split_k_gemm",
+    "accept", "activate", "add_and_norm", "attend", "combine_splits", "find_min_logits", "finish_step", "rank_next",
+    "reduce_parts", "rotate_and_cache", "score", "split_k_gemm",
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Run the GPU pass on a CPU: with interpreted kernels, or with torch operations in their place."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,18 +10,21 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.passes.gpu import attention, draft_loop, gemm, model
+from specpool.engine.passes.gpu import attention, draft_loop, gemm, inputs, model
 from specpool.engine.passes.gpu.choice import REMAINING, SIZES
 from specpool.engine.passes.gpu.graphs import Run
-from specpool.engine.passes.gpu.rows import Addend
+from specpool.engine.passes.gpu.rows import Addend, Recorder
 from specpool.engine.passes.packing import INPUT_IDS, POSITIONS, SLOTS
 from specpool.engine.passes.rotary import rotate
 from specpool.engine.probes import kernels
 from specpool.engine.run import device_round
 from specpool.engine.run import pass_selection as forward
 from specpool.engine.sampling.head import Head
+from specpool.engine.sampling.kernel import CONTEXT_LENGTH
+from specpool.engine.sampling.sampler import choose_token
 from specpool.engine.startup import loading as startup
 from specpool.engine.startup import self_test
+from specpool.protocol.sampling import SamplingParams
 
 
 def run_by_kernels(patch: pytest.MonkeyPatch) -> None:
@@ -60,10 +64,12 @@ def imitate_kernels(patch: pytest.MonkeyPatch) -> None:
     run_by_kernels(patch)
     for name in ("attend_pages", "rotate_and_cache", "add_and_norm", "activate"):
         patch.setattr(model, name, globals()[name])
+    patch.setattr(inputs, "join", join)
     patch.setattr(kernels, "attend_pages", attend_pages)
     patch.setattr(gemm, "split_k_gemm", split_k_gemm)
     patch.setattr(draft_loop, "choose", choose)
     patch.setattr(device_round, "choose", choose)
+    patch.setattr(draft_loop, "kernel_is_exact", lambda *_: True)
 
 
 class FakeGraphs:
@@ -95,11 +101,32 @@ def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.T
     return torch.cat([linear(row, weight) for row in x.split(1)])[None]
 
 
-def add_and_norm(hidden: torch.Tensor, added: Addend | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def join(
+    token_ids: torch.Tensor, embedding: torch.Tensor, states: torch.Tensor, norms: torch.Tensor | None,
+    residual: torch.Tensor, norms_residual: bool, eps: float,
+) -> torch.Tensor:  # fmt: skip
+    joined = torch.stack([states, embedding[token_ids]], 1)
+    if norms is None:
+        residual.zero_()
+        return joined.flatten(1)
+    normed = _normed(joined, norms, eps)
+    residual.copy_((normed if norms_residual else joined)[:, 0])
+    return normed.flatten(1)
+
+
+def add_and_norm(
+    hidden: torch.Tensor,
+    added: Addend | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    recorder: Recorder | None = None,
+) -> torch.Tensor:
     if added is not None:
         branch = _summed(added.partials, added.bias)
         hidden += branch if added.norm is None else _normed(branch, added.norm, eps)
-    return _normed(hidden, weight, eps)
+    if recorder is not None and (slot := recorder.slots[recorder.num_layers]) >= 0:
+        recorder.states[:, slot] = hidden
+    return hidden if weight is None else _normed(hidden, weight, eps)
 
 
 def rotate_and_cache(
@@ -141,10 +168,20 @@ def activate(partials: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dty
 
 
 def choose(
-    logits: torch.Tensor, head: Head, numbers: torch.Tensor | None = None, chosen: torch.Tensor | None = None
+    logits: torch.Tensor,
+    head: Head,
+    numbers: torch.Tensor | None = None,
+    rules: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     largest, outputs = logits.float().max(-1)
-    token_ids = head.token_ids(outputs)
+    token_ids, probabilities = head.token_ids(outputs), (largest - logits.float().logsumexp(-1)).exp()
+    if rules is not None:
+        for row, (own, known) in enumerate(zip(rules, head.over_vocabulary(logits), strict=False)):
+            if (params := params_of(own)).temperature > 0:
+                token_ids[row] = choose_token(known, params, range(int(own[CONTEXT_LENGTH])))
+                probabilities[row] = 1.0 if known.max().isfinite() else math.nan
+        rules[:, CONTEXT_LENGTH] += 1
     if numbers is not None:
         numbers[REMAINING] -= 1
         alive = numbers[REMAINING] > 0
@@ -154,8 +191,16 @@ def choose(
         numbers[SIZES] = alive.long()
     if chosen is None:
         chosen = torch.empty(2, len(logits), dtype=torch.float64)
-    chosen[0], chosen[1] = token_ids, (largest - logits.float().logsumexp(-1)).exp()
+    chosen[0], chosen[1] = token_ids, probabilities
     return chosen
+
+
+def params_of(rules: torch.Tensor) -> SamplingParams:
+    """The parameters that `numbers_of_row` encodes."""
+    temperature, top_p, log_min_p = rules[:3].view(torch.float32).tolist()
+    top_k, low, high = rules[3:6].tolist()
+    seed = (high % 2**32 << 32) + low % 2**32
+    return SamplingParams(temperature, top_p=top_p, min_p=math.exp(log_min_p), top_k=top_k, seed=seed)
 
 
 def _columns(arena: KVArena, slots: torch.Tensor, logical: torch.Tensor) -> torch.Tensor:

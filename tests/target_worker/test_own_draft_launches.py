@@ -1,4 +1,4 @@
-"""Kernel launches of a GPU in a round with own drafts, counted on a CPU."""
+"""Kernel launches of a GPU in a round with own drafts, and waits of the host, counted on a CPU."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,9 +15,10 @@ from tiny_models import load_engine, random_tokens, save_model, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draft_worker.proposer import Proposer
+from specpool.engine.passes.gpu import gemm
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.graphs import Run
-from specpool.engine.run import pass_selection
+from specpool.engine.run import device_round, pass_selection
 from specpool.protocol.rounds import OwnDraftItem
 from target_worker.verifier import Verifier
 
@@ -42,9 +43,19 @@ class Launches(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        self.is_paused = True
+        was_paused, self.is_paused = self.is_paused, True
         yield
-        self.is_paused = False
+        self.is_paused = was_paused
+
+    def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that counts as one launch."""
+
+        def run(*args: Any) -> Any:
+            self.counts[name] += not self.is_paused
+            with self.paused():
+                return function(*args)
+
+        return run
 
 
 class CountedGraphs(FakeGraphs):
@@ -56,12 +67,7 @@ class CountedGraphs(FakeGraphs):
         CountedGraphs.num_captured += 1
         replay, result = super().__call__(run)
 
-        def counted() -> None:
-            self.launches.counts["replay"] += 1
-            with self.launches.paused():
-                replay()
-
-        return counted, result
+        return self.launches.counted("replay", replay), result
 
 
 @pytest.fixture
@@ -70,6 +76,11 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     imitate_kernels(monkeypatch)
     monkeypatch.setattr(pass_selection, "CudaGraphs", CountedGraphs)
     monkeypatch.setattr(CapturedModel, "captured_rows", 64)
+    launches = CountedGraphs.launches
+    for module, name in ((gemm, "split_k_gemm"), (device_round, "accept")):
+        monkeypatch.setattr(module, name, launches.counted(name, getattr(module, name)))
+    for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, launches.counted("wait", getattr(torch.Tensor, name)))
     target = save_model(tmp_path / "target", small_config("llama", num_hidden_layers=3))
     causal = save_model(tmp_path / "causal", small_config("llama", num_hidden_layers=1))
     return target, save_pair_draft(tmp_path / "draft", target, causal, (1, 2))
@@ -79,7 +90,6 @@ def test_launches_do_not_grow_with_the_sequences(folders: tuple[Path, Path]) -> 
     target, draft = (
         load_engine(folder, exact=False, native=False, max_sequences=8, max_model_len=128) for folder in folders
     )
-    target.capture_states((1, 2))
     captured, counts = CountedGraphs.num_captured, []
     for number in (2, 8):
         rounds = Rounds(Verifier(target, Proposer(draft)))
@@ -92,5 +102,6 @@ def test_launches_do_not_grow_with_the_sequences(folders: tuple[Path, Path]) -> 
         counts.append(CountedGraphs.launches.counts.copy())
         rounds.verifier.release("c", None)
     assert counts[0] == counts[1]
-    assert counts[0]["replay"] == 1 + K
+    assert counts[0]["replay"] == 2 + 2, "the passes of both models, then two steps and one"
+    assert counts[0]["accept"] == counts[0]["wait"] == 1
     assert CountedGraphs.num_captured == captured > 0, "nothing is captured while serving"

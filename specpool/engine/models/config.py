@@ -10,6 +10,7 @@ from specpool.engine.config.options import MIN_MODEL_LEN, EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line, source_of
 from specpool.engine.models.checkpoint_quantization import why_unsupported_quantization
 from specpool.engine.models.config_values import LIMITS, check_sizes, check_types
+from specpool.engine.models.eagle_format import SPECULATOR
 from specpool.engine.models.gguf_header import GgufError
 from specpool.engine.models.gguf_keys import config_fields
 from specpool.engine.models.gguf_reader import GgufFile
@@ -26,10 +27,15 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
     """Load a model's configuration. Raises UnsupportedModelError if the model cannot be served."""
     source = source_of(options.model, options.revision)
     try:
-        stated = _check_files(options, is_gguf="gguf_file" in source)
-        config: PreTrainedConfig = AutoConfig.from_pretrained(**source)
-        for name, value in stated.items():
-            setattr(config, name, value)
+        stated = _read_files(options, is_gguf="gguf_file" in source)
+        config: PreTrainedConfig
+        if SPECULATOR in stated:
+            config = AutoConfig.for_model(stated["model_type"]).from_dict(stated)
+        else:
+            config = AutoConfig.from_pretrained(**source)
+        if "gguf_file" in source:  # transformers drops some fields
+            for name, value in stated.items():
+                setattr(config, name, value)
         check_types(config, options.model)
         refusal = _why_never_served(config, options)
         if refusal is None:
@@ -94,15 +100,11 @@ def rope_variants(config: PreTrainedConfig) -> list[dict[str, Any]]:
     return [rope, *(part for part in rope.values() if isinstance(part, dict))]
 
 
-def _check_files(options: EngineOptions, is_gguf: bool) -> dict[str, Any]:
-    """Refuse files that transformers would read slowly or reject with less clear errors.
-
-    Return the configuration fields of a GGUF file, because transformers drops some. Empty for other formats.
-    """
+def _read_files(options: EngineOptions, is_gguf: bool) -> dict[str, Any]:
+    """Refuse files that transformers would read slowly or reject with less clear errors. Return the configuration."""
     if is_gguf:
         return config_fields(GgufFile(Path(options.model)))
-    read_config_file(options.model, options.revision)
-    return {}
+    return read_config_file(options.model, options.revision)
 
 
 def _why_never_served(config: PreTrainedConfig, options: EngineOptions) -> str | None:

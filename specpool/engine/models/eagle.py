@@ -2,7 +2,7 @@
 
 EAGLE-1 and 2 (Li et al., arXiv 2401.15077 and 2406.16858) read the target's last states after its final norm, and
 choose tokens with its output head. EAGLE-3 (arXiv 2503.01840) reads the states after three layers, and has an output
-head of its own.
+head of its own. EAGLE-3.1 adds norms (see `EagleFormat`).
 """
 
 from collections.abc import Mapping
@@ -22,18 +22,21 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line
 from specpool.engine.models.config import load_config
 from specpool.engine.models.draft_parts import Features, features_of
+from specpool.engine.models.eagle_format import format_of
 from specpool.engine.models.stored_weights import EMBEDDING, HEAD
 from specpool.engine.models.weights import check_all_used, check_complete, read_weight
-from specpool.engine.passes.features import FeatureEmbedding
+from specpool.engine.passes.features import FeatureEmbedding, StateNorm
 from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.weights.quantized import as_tensor, linear_of
 
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
-FC, EAGLE3_LAYER = "fc.weight", "midlayer."
-FIRST_LAYERS = (EAGLE3_LAYER, "layers.0.")
+FC, EAGLE3_LAYER, FIRST_LAYER = "fc.weight", "midlayer.", "layers.0."
+HIDDEN_NORM, INPUT_NORM, FC_NORM = FIRST_LAYER + "hidden_norm.weight", "input_norm.weight", "fc_norm.{}.weight"
 UNUSED = ("t2d", "rotary_emb.inv_freq")
 """Tensors that follow from others."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+JOINED = tuple(f"self_attn.{name}.weight" for name in PROJECTIONS)
+"""Weights of the layer of EAGLE-3, for embeddings and then states."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def is_eagle_head(options: EngineOptions) -> bool:
     """Whether a model is a folder with an EAGLE head. UnsupportedModelError: it is one, but its target is not named."""
     folder = Path(options.model)
     names = _names(folder) if folder.is_dir() else set()
-    if FC not in names or not any(name.startswith(FIRST_LAYERS) for name in names):
+    if FC not in names or not any(name.startswith((EAGLE3_LAYER, FIRST_LAYER)) for name in names):
         return False
     if options.target_model is None:
         raise UnsupportedModelError(
@@ -80,26 +83,25 @@ class _Builder:
     def __init__(self, config: Any, tensors: dict[str, torch.Tensor], target: EngineOptions) -> None:
         if (reason := why_not_fusable(config)) is not None:
             raise UnsupportedModelError(f"EAGLE heads need the fused pass: {reason}")
-        if getattr(config, "norm_before_residual", False):
-            raise UnsupportedModelError("EAGLE heads with norm_before_residual are not supported")
         self.config, self.target, self.target_config = config, target, load_config(target)
-        self.tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(UNUSED)}
-        self.is_eagle3 = any(name.startswith(EAGLE3_LAYER) for name in tensors)
-        count = int(self.target_config.num_hidden_layers)
-        self.layers = _layers_of(config, count) if self.is_eagle3 else (count,)
-        if not all(0 < layer <= count for layer in self.layers):
-            raise UnsupportedModelError(f"it reads layers {[*self.layers]} of a target with {count} layers")
-        self.features = Features(self.layers, len(self.layers) * self.target_config.hidden_size)
+        self.tensors = {
+            FIRST_LAYER + name.removeprefix(EAGLE3_LAYER) if name.startswith(EAGLE3_LAYER) else name: tensor
+            for name, tensor in tensors.items()
+            if not name.endswith(UNUSED)
+        }
+        is_eagle3 = HIDDEN_NORM in self.tensors
+        self.format = format_of(config, is_eagle3, int(self.target_config.num_hidden_layers))
+        layers = self.format.layers
+        self.features = Features(layers, len(layers) * self.target_config.hidden_size)
 
     def build(self, dtype: torch.dtype, device: torch.device) -> EagleHead:
         hidden, width = self.config.hidden_size, self.features.width
         model, output_ids = self._empty_model(), self._output_ids()
-        embedding = self._embedding()
-        fc, project = self._input(hidden, width)
+        embedding = FeatureEmbedding(self._embedding(), *self._input(hidden, width), self.format.norm_output)
         self._fill(model)
-        if not self.is_eagle3:
+        if not self.format.is_eagle3:
             model.lm_head = linear_of(as_tensor(self._of_target(HEAD)), None)
-        model.set_input_embeddings(FeatureEmbedding(embedding, fc, project))
+        model.set_input_embeddings(embedding)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(dtype)
@@ -109,26 +111,16 @@ class _Builder:
     def _empty_model(self) -> Any:
         """The layers without weights, in the modules that the head has."""
         with init_empty_weights(include_buffers=False):
-            model: Any = AutoModelForCausalLM.from_config(self.config)
-            first, hidden = model.model.layers[0], self.config.hidden_size
-            if self.is_eagle3:
-                first.hidden_norm = deepcopy(first.input_layernorm)
-                for name in PROJECTIONS:
-                    linear = getattr(first.self_attn, name)
-                    wider = nn.Linear(2 * hidden, linear.out_features, linear.bias is not None)
-                    setattr(first.self_attn, name, wider)
+            if self.format.is_eagle3:
                 rows = self.tensors["lm_head.weight"].shape[0] if "lm_head.weight" in self.tensors else 1
-                model.lm_head = nn.Linear(hidden, rows, bias=False)
-            else:
-                first.input_layernorm = model.model.norm = nn.Identity()
-        return model
+                return eagle3_modules(self.config, rows, self.format.norm_before_residual)
+            return eagle1_modules(self.config)
 
     def _fill(self, model: Any) -> None:
         """Give the layers, and the norm and output head of EAGLE-3, their weights."""
-        if self.is_eagle3:
-            modules = {EAGLE3_LAYER: model.model.layers[0], "norm.": model.model.norm, "lm_head.": model.lm_head}
-        else:
-            modules = {f"layers.{index}.": layer for index, layer in enumerate(model.model.layers)}
+        modules = {f"layers.{index}.": layer for index, layer in enumerate(model.model.layers)}
+        if self.format.is_eagle3:
+            modules |= {"norm.": model.model.norm, "lm_head.": model.lm_head}
         expected = {
             prefix + name: weight.shape
             for prefix, module in modules.items()
@@ -148,19 +140,34 @@ class _Builder:
         check_all_used({"unexpected_keys": sorted(self.tensors.keys() - expected.keys())})
         for prefix, module in modules.items():
             own = {name: self.tensors[prefix + name] for name, _ in module.named_parameters()}
+            if self.format.is_eagle3 and prefix == FIRST_LAYER:  # states come first, as in `FeatureEmbedding`
+                own |= {name: own[name].roll(self.config.hidden_size, 1) for name in JOINED}
             module.load_state_dict(own, assign=True)
 
-    def _input(self, hidden: int, width: int) -> tuple[nn.Module, nn.Module]:
-        """The layers `fc` and `project` of the input, as in `FeatureEmbedding`."""
+    def _input(self, hidden: int, width: int) -> tuple[nn.Module | None, nn.Module | None, StateNorm | None]:
+        """The layers `fc`, `project` and `state_norm` of `FeatureEmbedding`."""
         weight, bias = self.tensors.pop(FC), self.tensors.pop("fc.bias", None)
-        expected = (hidden, width if self.is_eagle3 else hidden + width)
+        expected = (hidden, width if self.format.is_eagle3 else hidden + width)
         if tuple(weight.shape) != expected:
             raise UnsupportedModelError(f"{FC} has the shape {list(weight.shape)}, but this target needs {[*expected]}")
-        if self.is_eagle3:
-            return nn.Identity(), linear_of(weight, bias)
-        norm = nn.RMSNorm(hidden, self.target_config.rms_norm_eps)
-        norm.weight.data = as_tensor(self._of_target("model.norm.weight"))
-        return linear_of(torch.cat([weight[:, hidden:], weight[:, :hidden]], 1), bias), norm
+        if self.format.is_eagle3:
+            return None, linear_of(weight, bias), self._state_norm()
+        norm = StateNorm(as_tensor(self._of_target("model.norm.weight"))[None], self.target_config.rms_norm_eps)
+        return linear_of(weight.roll(hidden, 1), bias), None, norm
+
+    def _state_norm(self) -> StateNorm | None:
+        """The norm of the target's states before `fc` of EAGLE-3."""
+        if not self.format.norm_before_fc and not self.format.fc_norm:
+            return None
+        names = [FC_NORM.format(part) for part in range(len(self.format.layers))]
+        if self.format.norm_before_fc:
+            names = [INPUT_NORM]
+        weights, size = [self.tensors.pop(name, None) for name in names], self.features.width // len(names)
+        for name, weight in zip(names, weights, strict=True):
+            if weight is None or tuple(weight.shape) != (size,):
+                found = "missing" if weight is None else f"of shape {[*weight.shape]}"
+                raise UnsupportedModelError(f"{name} is {found}, but this head needs [{size}]")
+        return StateNorm(torch.stack(weights), self.config.rms_norm_eps)
 
     def _embedding(self) -> nn.Module:
         weight = self.tensors.pop("embed_tokens.weight", None)
@@ -192,18 +199,24 @@ class _Builder:
         return read_weight(self.target, self.target_config, name)
 
 
-def _layers_of(config: Any, count: int) -> tuple[int, ...]:
-    """The layers of a target with `count` layers after which EAGLE-3 reads states."""
-    stated = getattr(config, "eagle_config", None)
-    ids = stated.get("eagle_aux_hidden_state_layer_ids") if isinstance(stated, dict) else None
-    after = 1  # layers whose outputs are read, counted from 0
-    if not ids:  # as in the speculators library: layers whose inputs are read
-        ids, after = getattr(config, "eagle_aux_hidden_state_layer_ids", None), 0
-    if not ids:
-        return 2, count // 2, count - 3
-    if not isinstance(ids, list) or not all(type(number) is int for number in ids):
-        raise UnsupportedModelError(f"eagle_aux_hidden_state_layer_ids is no list of layers: {ids!r}"[:200])
-    return tuple(number + after for number in ids)
+def eagle1_modules(config: PreTrainedConfig) -> Any:
+    """The modules of an EAGLE-1 head, except its input."""
+    model: Any = AutoModelForCausalLM.from_config(config)
+    model.model.layers[0].input_layernorm = model.model.norm = nn.Identity()
+    return model
+
+
+def eagle3_modules(config: PreTrainedConfig, outputs: int, norm_before_residual: bool = False) -> Any:
+    """The modules of an EAGLE-3 head with `outputs` rows of logits, except its input."""
+    model: Any = AutoModelForCausalLM.from_config(config)
+    first, hidden = model.model.layers[0], model.config.hidden_size
+    first.hidden_norm, first.norms_residual = deepcopy(first.input_layernorm), norm_before_residual
+    for name in PROJECTIONS:
+        linear = getattr(first.self_attn, name)
+        wider = nn.Linear(2 * hidden, linear.out_features, linear.bias is not None)
+        setattr(first.self_attn, name, wider)
+    model.lm_head = nn.Linear(hidden, outputs, bias=False)
+    return model
 
 
 def _names(folder: Path) -> set[str]:

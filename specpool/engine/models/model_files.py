@@ -6,6 +6,7 @@ from typing import Any
 
 from specpool.engine.config.sources import CONFIG, UnsupportedModelError
 from specpool.engine.models.config_values import check_sizes, check_types
+from specpool.engine.models.eagle_format import flattened
 
 MAX_CONFIG_BYTES, MAX_FILE_BYTES = 2**22, 2**26
 """Maximum size of config.json, and of any other file that is read into memory, such as tokenizer.json."""
@@ -17,6 +18,7 @@ MAX_NESTED = 32
 def read_config_file(model: str, revision: str | None) -> dict[str, Any]:
     """Return the config.json of a model in a folder or on the hub, and check the sizes of the files beside it.
 
+    The configuration of a speculator is flattened.
     Raises UnsupportedModelError, also for sizes beyond their limits.
     """
     file = Path(model) / CONFIG
@@ -24,7 +26,7 @@ def read_config_file(model: str, revision: str | None) -> dict[str, Any]:
         from specpool.engine.config.hub import hub_config  # takes a while to import
 
         file = hub_config(model, revision)
-    config = read_json(file, MAX_CONFIG_BYTES)
+    config = flattened(read_json(file, MAX_CONFIG_BYTES))
     check_types(config, str(file))
     check_sizes(config, str(file))
     for other in sorted(file.parent.iterdir()):

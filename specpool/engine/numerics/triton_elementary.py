@@ -27,6 +27,22 @@ def gumbel(token_ids, first, second):
 
 
 @triton.jit
+def noise_keys(low, high, position):
+    """Return the keys of `specpool.engine.numerics.noise.noise_keys`. `low`, `high`: halves of the seed. All int32."""
+    seed = _unsigned(high) << 32 | _unsigned(low)
+    x = seed * 0x9E3779B97F4A7C15 + _unsigned(position) * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    x ^= x >> 31
+    return x.to(tl.uint32).to(tl.int32, bitcast=True), (x >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _unsigned(x):
+    return x.to(tl.uint32, bitcast=True).to(tl.uint64)
+
+
+@triton.jit
 def _mix(x):
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B

@@ -144,10 +144,17 @@ def read_choices(found: Mapping[Draft, Sequence[Sequence[float]]]) -> Choose:
     """Read choices that the device has already made. `found`: the tokens of each draft, and their probabilities."""
 
     def read(drafts: Sequence[Draft]) -> list[Choice | None]:
-        steps = [(*found[draft], len(draft.token_ids)) for draft in drafts]
-        return [Choice(int(tokens[step]), probabilities[step]) for tokens, probabilities, step in steps]
+        return [_read_choice(draft, *found[draft]) for draft in drafts]
 
     return read
+
+
+def _read_choice(draft: Draft, token_ids: Sequence[float], probabilities: Sequence[float]) -> Choice:
+    """The next of the tokens chosen for a draft."""
+    token_id, probability = int(token_ids[len(draft.token_ids)]), probabilities[len(draft.token_ids)]
+    if draft.rules is None:
+        return Choice(token_id, probability)
+    return Choice(token_id, is_finite=math.isfinite(probability))
 
 
 @dataclass(frozen=True)

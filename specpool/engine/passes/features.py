@@ -1,8 +1,8 @@
 """The input of feature drafts: hidden states of the target beside the embeddings of tokens.
 
-A token's input is fc(concat(state, embedding)). The state is that of the position before the token: the projected state
-of the target, or where the draft continues its own tokens, the draft's own state after its last layer. Missing states
-are zeros.
+A token's input is fc(concat(state, embedding)). The first layer of an EAGLE-3 head reads both without `fc`. The state
+is that of the position before the token: the projected state of the target, or where the draft continues its own
+tokens, the draft's own state after its last layer. Missing states are zeros.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import rms_norm
 
 from specpool.engine.cache.spans import Span
 from specpool.engine.weights.quantized import Weight
@@ -17,13 +18,33 @@ from specpool.engine.weights.quantized import Weight
 Project = Callable[[torch.Tensor], torch.Tensor]
 
 
+class StateNorm(nn.Module):
+    """RMSNorm of the parts of a target's states, [n, parts * size]."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        """`weight`: [parts, size]."""
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(weight, requires_grad=False), eps
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        parts = states.unflatten(-1, self.weight.shape)
+        return (rms_norm(parts, parts.shape[-1:], eps=self.eps) * self.weight).flatten(-2)
+
+
 class FeatureEmbedding(nn.Module):
     """Embeds tokens whose states are missing, in place of a model's embedding."""
 
-    def __init__(self, embedding: Any, fc: Any, project: Any) -> None:
-        """`fc`: linear layer [hidden, 2 * hidden]. `project`: maps states of the target to [n, hidden]; None: as is."""
+    def __init__(
+        self, embedding: Any, fc: Any, project: Any, state_norm: StateNorm | None = None, norms_output: bool = False
+    ) -> None:
+        """`fc`: linear layer [hidden, 2 * hidden]; None: the first layer reads states and embeddings.
+
+        `project`: linear layer [hidden, width] for states of the target, after `state_norm`; None: states are as wide
+        as the draft. `norms_output`: the draft's own states are those after its final norm.
+        """
         super().__init__()
         self.embedding, self.fc, self.project = embedding, fc, project
+        self.state_norm, self.norms_output = state_norm, norms_output
 
     @property
     def weight(self) -> Weight:

@@ -14,14 +14,14 @@ from specpool.engine.cache.memory import weights_of
 from specpool.engine.passes.drafts import DraftRound
 from specpool.engine.passes.packing import PackedBatch, Shape
 from specpool.engine.sampling.head import Head
+from specpool.engine.sampling.rules import SequenceRules
 
 
 class DraftLoop(Protocol):
     """Runs all steps of drafts on the device. Each step chooses the tokens that the next one runs."""
 
-    @property
-    def samples(self) -> bool:
-        """Whether drafts may be sampled. If not, all must be greedy."""
+    def can_draft(self, rules: SequenceRules | None) -> bool:
+        """Whether the loop can choose tokens by these rules. None: greedy."""
 
     @property
     def min_draft_tokens(self) -> int:
@@ -85,13 +85,6 @@ class ForwardPass(nn.Module, ABC):
         """Capture passes on this cache, before serving. Return the number of graphs. Failures become `notes`.
 
         `sizes`: padded numbers of rows. `max_length`: positions of a sequence. `max_sequences`: sequences of a draft.
-        """
-        return 0
-
-    def capture_states(self, layers: tuple[int, ...], hidden_size: int) -> int:
-        """Capture the passes that record the states after these layers. Return their number. Failures become `notes`.
-
-        Call after `capture_graphs`. Without this call, such passes may be captured while serving.
         """
         return 0
 

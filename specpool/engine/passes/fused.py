@@ -67,9 +67,10 @@ class FusedModel(ForwardPass):
         config: Any = model.config
         inner: Any = model.model
         embedding = inner.embed_tokens
-        self.fc, self.projection = None, None  # of a feature draft
+        self.fc, self.state_norm, self.projection, self.norms_output = None, None, None, False  # of a feature draft
         if isinstance(embedding, FeatureEmbedding):
-            self.fc, self.projection, self.state_size = embedding.fc, embedding.project, config.hidden_size
+            self.fc, self.state_norm, self.projection = embedding.fc, embedding.state_norm, embedding.project
+            self.state_size, self.norms_output = config.hidden_size, embedding.norms_output
         self.compute_dtype = model.dtype
         self.eps: float = config.rms_norm_eps
         self.head_dim: int = inner.layers[0].self_attn.head_dim
@@ -97,7 +98,7 @@ class FusedModel(ForwardPass):
 
     @property
     def is_eagle_head(self) -> bool:
-        """Whether layers or norms are those of an EAGLE head, which other passes cannot run."""
+        """Whether layers or norms are those of an EAGLE head, which the compiled pass cannot run."""
         first: Any = self.layers[0]
         return self.norm is None or first.before_attention is None or isinstance(first, JoiningLayer)
 
@@ -118,23 +119,25 @@ class FusedModel(ForwardPass):
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """Project states of the target [n, width] to those that the pass reads [n, hidden]."""
+        if self.state_norm is not None:
+            states = self.state_norm(states)
         return states if self.projection is None else self.projection(states)
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows, padding included."""
         hidden = self.group.embed(self.dense_embedding, batch.input_ids)  # [rows, hidden]
-        if self.fc is not None:
-            assert batch.input_states is not None
-            hidden = self.fc(torch.cat([batch.input_states, hidden], -1))
+        if batch.input_states is not None:
+            hidden = torch.cat([batch.input_states, hidden], -1)
+            hidden = hidden if self.fc is None else self.fc(hidden)
         cos, sin = self.rotary(batch.max_length)
         rotation = cos[batch.positions, None], sin[batch.positions, None]  # [rows, 1, head_dim]
         for num_layers, layer in enumerate(self.layers, 1):
             hidden = layer(hidden, batch, rotation)
             batch.record_states(num_layers, hidden)
         hidden = hidden[batch.logit_rows]
-        if batch.own_states is not None:
-            batch.own_states.copy_(hidden)
         normed = _normed(hidden, self.norm, self.eps)
+        if batch.own_states is not None:
+            batch.own_states.copy_(normed if self.norms_output else hidden)
         return self.group.gather(self.head(normed), "tokens")
 
 
@@ -199,16 +202,17 @@ class FusedLayer(nn.Module):
 
 
 class JoiningLayer(FusedLayer):
-    """The layer of an EAGLE-3 head. It takes states and embeddings [rows, 2 * hidden], and attends to both."""
+    """The first layer of an EAGLE-3 head. It takes states and embeddings [rows, 2 * hidden], and attends to both."""
 
     def __init__(self, layer: Any, index: int, order: torch.Tensor, group: SingleRank) -> None:
         super().__init__(layer, index, order, group)
-        self.of_state = layer.hidden_norm.weight
+        self.of_state, self.norms_residual = layer.hidden_norm.weight, layer.norms_residual
 
     def _inputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         state, embedded = hidden.chunk(2, dim=-1)
-        normed = self._normed(embedded, self.before_attention), self._normed(state, self.of_state)
-        return state, torch.cat(normed, -1)
+        normed = self._normed(state, self.of_state)
+        joined = torch.cat([normed, self._normed(embedded, self.before_attention)], -1)
+        return normed if self.norms_residual else state, joined
 
 
 def _reordered(linear: nn.Linear, order: torch.Tensor) -> nn.Linear:

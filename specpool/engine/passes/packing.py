@@ -42,10 +42,14 @@ class PackedBatch:
     """Input of a pass that reads states, [rows, hidden]. See `features`."""
     own_states: torch.Tensor | None = None
     """Output of a pass that reads states: the last layer's states of the rows of logits, [R, padded, hidden]."""
+    logits_in_order: bool = False
+    """Whether the pass may ignore `logit_rows`, which are all rows in order."""
     state_layers: tuple[int, ...] = ()
     """Numbers of layers after which to record the hidden states."""
     states: torch.Tensor | None = None
     """Output: bfloat16 states [rows, state layers, hidden]; None without state layers."""
+    state_slots: torch.Tensor | None = None
+    """Index in `states` by number of layers, [layers + 1] int32, on the device; -1: not recorded. For GPU kernels."""
 
     @classmethod
     def of_padding(cls, arena: KVArena, shape: Shape, max_length: int) -> "PackedBatch":

@@ -125,13 +125,14 @@ class Engine:
         """Call `forward`. Return its logits, and bfloat16 states [sum of `num_states`, len(layers) * hidden size].
 
         States are those of the last `num_states` tokens of each span, in span order. `layers`: numbers of layers after
-        which to take them, at most `facts.layers`. The final norm is not applied. Requires `has_states`.
+        which to take them, at most `facts.layers`. The final norm is not applied. Requires `has_states`. On a GPU, the
+        host does not wait for the pass.
         """
         passes = [self.run_pass(chunk, layers) for chunk in _chunks(spans, self.max_num_batched_tokens)]
         states = [each.states for each in passes if each.states is not None]
         if len(states) != 1:
-            nothing = torch.empty(0, len(layers) * self.facts.hidden_size, dtype=torch.bfloat16)
-            states = [torch.cat([nothing.to(self.facts.device), *states])]
+            size, device = len(layers) * self.facts.hidden_size, self.facts.device
+            states = [torch.cat([torch.empty(0, size, dtype=torch.bfloat16, device=device), *states])]
         return self._joined([each.logits for each in passes]), states[0]
 
     def shrink_passes(self) -> bool:
@@ -166,17 +167,6 @@ class Engine:
         self.notes += self.forward_pass.notes[known:]
         return count
 
-    @torch.inference_mode()
-    def capture_states(self, layers: tuple[int, ...]) -> int:
-        """Capture the passes that return the states after these layers, before serving. Return the number of graphs.
-
-        Sharded models capture each shape when it first occurs.
-        """
-        known = len(self.forward_pass.notes)
-        count = 0 if self.leader is not None else self.forward_pass.capture_states(layers, self.facts.hidden_size)
-        self.notes += self.forward_pass.notes[known:]
-        return count
-
     @property
     def supports_branches(self) -> bool:
         """Whether spans may be branches of their sequences."""
@@ -192,7 +182,7 @@ class Engine:
         loop, steps = self.draft_loop, max((draft.num_draft_tokens for draft in drafts), default=0)
         if loop is None or steps < loop.min_draft_tokens or len(drafts) > self.max_num_batched_tokens:
             return False
-        return loop.samples or all(draft.rules is None for draft in drafts)
+        return all(loop.can_draft(draft.rules) for draft in drafts)
 
     @torch.inference_mode()
     def draft(self, rounds: Sequence[DraftRound]) -> None:

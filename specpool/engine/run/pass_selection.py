@@ -77,8 +77,6 @@ def runs_kernels(device: torch.device) -> bool:
 
 def why_no_kernels(fused: FusedModel) -> str | None:
     """Why our kernels cannot run this model on its device; None if they can."""
-    if fused.is_eagle_head:
-        return "they lack the layers of EAGLE heads"
     try:
         try_kernels(fused)
     except Exception as error:  # the GPU compiler may raise anything

@@ -11,21 +11,22 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from specpool.engine.numerics.noise import noise_keys
-from specpool.engine.numerics.triton_compat import UNFUSED, tl, triton
+from specpool.engine.numerics.triton_compat import gdc_wait, launch_options, tl, triton
 from specpool.protocol.sampling import SamplingParams
 
 if triton is not None:
-    from specpool.engine.numerics.triton_elementary import float_of_order, gumbel, masses, order_of_float
+    from specpool.engine.numerics.triton_elementary import float_of_order, gumbel, masses, noise_keys, order_of_float
 
 # Logits that the search for limits reads at a time, and the size of its scratch memory.
 SEARCH_BLOCK = 4096
 # Logits per program that adds noise, and how many it reads at a time.
 PART, BLOCK = 8192, 1024
 SEARCH_WARPS, SCORE_WARPS = 8, 4
-# 32-bit parameters per row: temperature, top_p, log(min_p), top_k, and both halves of the noise key.
-FIELDS = 6
-_LARGEST_ID, _FINITE = (1 << 31) - 1, 1 << 31
+# 32-bit numbers per row: temperature, top_p, log(min_p), top_k, both halves of the seed, and the context length.
+FIELDS = 7
+CONTEXT_LENGTH = 6
+LARGEST_ID, FINITE_BIT = (1 << 31) - 1, 31
+_MASK32 = (1 << 32) - 1
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -42,53 +43,82 @@ def sample_rows(
     """
     if not rules:
         return [], []
-    original = logits.contiguous()
-    logits = original if changed is None else changed.contiguous()
-    rows, vocab = logits.shape
-    parts = triton.cdiv(vocab, PART)
     numbers = torch.tensor(
-        [_numbers(params, length, vocab) for params, length in rules],
+        [numbers_of_row(params, length, logits.shape[1]) for params, length in rules],
         dtype=torch.int32, pin_memory=logits.device.type == "cuda",
     ).to(logits.device, non_blocking=True)  # fmt: skip
-    min_logits = torch.full((rows,), -torch.inf, device=logits.device)
-    if any(params is not None and _has_limits(params) for params, _ in rules):
+    has_limits = any(params is not None and _has_limits(params) for params, _ in rules)
+    chosen: list[int] = best_scores(logits, numbers, has_limits, changed=changed).amax(1).tolist()
+    return [LARGEST_ID - (each & LARGEST_ID) for each in chosen], [bool(each >> FINITE_BIT & 1) for each in chosen]
+
+
+def best_scores(
+    logits: torch.Tensor,
+    numbers: torch.Tensor,
+    has_limits: bool,
+    output_ids: torch.Tensor | None = None,
+    changed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The best token of each part of rows of logits [n, outputs], as int64 [n, parts]. The largest one is the choice.
+
+    The low 31 bits hold `LARGEST_ID` minus the token. `FINITE_BIT` tells whether its original logit is finite.
+    `numbers`: see `numbers_of_row`, int32 [n, FIELDS] on the device. `has_limits`: whether any row may have a min_p,
+    top_k or top_p. `output_ids`: the token of each output. `changed`: see `sample_rows`.
+    """
+    original = logits.contiguous()
+    logits = original if changed is None else changed.contiguous()
+    rows, outputs = logits.shape
+    parts = triton.cdiv(outputs, PART)
+    options = launch_options(logits.device)
+    if has_limits:
+        min_logits = torch.empty(rows, dtype=torch.float32, device=logits.device)
         scratch = torch.empty(rows, SEARCH_BLOCK, dtype=logits.dtype, device=logits.device)
         _find_min_logits[(rows,)](
-            logits, numbers, scratch, min_logits, vocab,
-            FIELDS=FIELDS, WIDTH=SEARCH_BLOCK, num_warps=SEARCH_WARPS, **UNFUSED,
+            logits, numbers, scratch, min_logits, outputs,
+            FIELDS=FIELDS, WIDTH=SEARCH_BLOCK, **options, num_warps=SEARCH_WARPS,
         )  # fmt: skip
+    else:
+        min_logits = torch.full((rows,), -torch.inf, device=logits.device)
     best = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
     _score[(rows, parts)](
-        logits, original, numbers, min_logits, best, vocab, parts,
-        CHANGED=changed is not None, FIELDS=FIELDS, PART=PART, BLOCK=BLOCK, num_warps=SCORE_WARPS, **UNFUSED,
+        logits, original, numbers, min_logits, best if output_ids is None else output_ids, best, outputs, parts,
+        MAPPED=output_ids is not None, CHANGED=changed is not None, FIELDS=FIELDS, CONTEXT_LENGTH=CONTEXT_LENGTH,
+        PART=PART, BLOCK=BLOCK, **options, num_warps=SCORE_WARPS,
     )  # fmt: skip
-    chosen: list[int] = best.amax(1).tolist()
-    return [_LARGEST_ID - (each & _LARGEST_ID) for each in chosen], [bool(each & _FINITE) for each in chosen]
+    return best
 
 
 def _has_limits(params: SamplingParams) -> bool:
     return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
-def _numbers(params: SamplingParams | None, length: int, vocab: int) -> tuple[int, ...]:
+def numbers_of_row(params: SamplingParams | None, length: int, outputs: int) -> tuple[int, ...]:
+    """The parameters (None: greedy) and context length of a row of `outputs` logits, as 32-bit numbers."""
     if params is None or params.temperature == 0:
         return (0,) * FIELDS
-    top_k = params.top_k if 0 < params.top_k < vocab else 0
+    top_k = params.top_k if 0 < params.top_k < outputs else 0
     log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
     floats = np.array([params.temperature, params.top_p, log_min_p], np.float32)
-    return (*floats.view(np.int32).tolist(), top_k, *noise_keys(params.seed, length))
+    seed = np.array([params.seed & _MASK32, params.seed >> 32 & _MASK32, length], np.uint32)
+    return (*floats.view(np.int32).tolist(), top_k, *seed.view(np.int32).tolist())
 
 
 if triton is not None:
 
     @triton.jit
-    def _find_min_logits(logits, numbers, scratch, min_logits, vocab, FIELDS: tl.constexpr, WIDTH: tl.constexpr):
+    def _find_min_logits(
+        logits, numbers, scratch, min_logits, vocab,
+        FIELDS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
+    ):  # fmt: skip
         """Store the smallest logit, divided by the temperature, that a row's limits keep. `scratch`: [n, WIDTH]."""
+        if OVERLAP:
+            gdc_wait()
         row = tl.program_id(0).to(tl.int64)
         numbers += row * FIELDS
         temperature, top_p, log_min_p = _float(numbers), _float(numbers + 1), _float(numbers + 2)
         top_k = tl.load(numbers + 3)
         limited = (log_min_p > float("-inf")) | (top_k > 0) | (top_p < 1)
+        limit = float("-inf")
         if (temperature > 0) & limited:
             logits += row * vocab
             scratch += row * WIDTH
@@ -102,7 +132,7 @@ if triton is not None:
                     tl.store(scratch + tl.arange(0, WIDTH), largest)
                     tl.debug_barrier()
                     limit = _search(logits, scratch, vocab, temperature, top_k, top_p, best, limit, WIDTH)
-                tl.store(min_logits + row, limit)
+        tl.store(min_logits + row, limit)
 
     @triton.jit
     def _search(logits, scratch, vocab, temperature, top_k, top_p, best, limit, WIDTH: tl.constexpr):
@@ -187,20 +217,24 @@ if triton is not None:
 
     @triton.jit
     def _score(
-        logits, original, numbers, min_logits, best, vocab, parts,
-        CHANGED: tl.constexpr, FIELDS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+        logits, original, numbers, min_logits, output_ids, best, vocab, parts,
+        MAPPED: tl.constexpr, CHANGED: tl.constexpr, FIELDS: tl.constexpr, CONTEXT_LENGTH: tl.constexpr,
+        PART: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
-        """Store the largest sum of logit and noise in one part of a row.
-
-        The low 31 bits hold the token. The next bit tells whether its original logit is finite.
-        """
+        """Store the largest sum of logit and noise in one part of a row. See `best_scores`."""
+        if OVERLAP:
+            gdc_wait()
         row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
         numbers += row * FIELDS
         temperature, limit = _float(numbers), tl.load(min_logits + row)
-        first, second = tl.load(numbers + 4), tl.load(numbers + 5)
+        seed_low, seed_high = tl.load(numbers + 4), tl.load(numbers + 5)
+        first, second = noise_keys(seed_low, seed_high, tl.load(numbers + CONTEXT_LENGTH))
         largest = tl.full([BLOCK], -(1 << 31), tl.int64) << 32
         for at in range(part * PART, tl.minimum((part + 1) * PART, vocab), BLOCK):
-            token_ids = at + tl.arange(0, BLOCK)
+            outputs = at + tl.arange(0, BLOCK)
+            token_ids = outputs
+            if MAPPED:
+                token_ids = tl.load(output_ids + outputs, mask=outputs < vocab, other=0).to(tl.int32)
             sums = _load(logits + row * vocab, at, vocab, BLOCK)
             unchanged = sums
             if CHANGED:
@@ -212,7 +246,7 @@ if triton is not None:
                 if tl.max(kept.to(tl.int32), 0) > 0:
                     sums += gumbel(token_ids, first, second)
             # Excluded tokens and lanes past the vocabulary rank below minus infinity.
-            ranked = tl.where(kept & (token_ids < vocab), order_of_float(sums), -(1 << 31))
+            ranked = tl.where(kept & (outputs < vocab), order_of_float(sums), -(1 << 31))
             # NaN and infinity rank highest, so masks cannot hide them. Rows of minus infinity yield token 0, as on CPU.
             ranked = tl.where(unchanged < float("inf"), ranked, 0x7FFFFFFF).to(tl.int64)
             finite = (tl.abs(unchanged) < float("inf")).to(tl.int64)

@@ -1,20 +1,24 @@
-"""Ranks the best next tokens of rows of logits, with torch operations: only drafts need more than the first one."""
+"""Ranks the best next tokens of rows of logits. Only drafts need more than the first one.
+
+On a GPU, kernels rank greedy rows. Everything else uses torch operations.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import torch
 
 from specpool.engine.numerics.noise import gumbel
 from specpool.engine.sampling.head import Head
+from specpool.engine.sampling.ranking_kernel import rank_greedy
 from specpool.engine.sampling.rows import SequenceRows
 from specpool.engine.sampling.rules import Changes
-from specpool.engine.sampling.sampler import candidates, changed, float32, largest
+from specpool.engine.sampling.sampler import candidates, changed, float32, kernel_is_exact, largest
 from specpool.protocol.sampling import SamplingParams
 
 MAX_COPIED = 2**24
-"""Maximum logits to rank at a time: they are copied."""
+"""Maximum logits to rank at a time with torch operations, which copy them."""
 
 Ranking = list[tuple[int, float]]
 """Tokens, best first, with a probability each."""
@@ -24,8 +28,7 @@ def rank_rows(logits: torch.Tensor, sequences: Sequence[SequenceRows], head: Hea
     """The rankings of each sequence's rows, from logits [n, outputs], which are in the order of the sequences.
 
     The first token of a ranking is the one that `Sampler` chooses. Rows whose largest logit is not finite rank no
-    tokens. On a GPU, the host waits once for up to `MAX_COPIED` logits of greedy rows, and several times for each
-    sampled row.
+    tokens. On a GPU, the host waits once for all greedy rows, and several times for each sampled row.
     """
     firsts = [*accumulate((rows.count for rows in sequences), initial=0)]
     greedy = [
@@ -34,15 +37,23 @@ def rank_rows(logits: torch.Tensor, sequences: Sequence[SequenceRows], head: Hea
         for index in range(first, first + rows.count)
         if rows.rules is None
     ]
-    size = max(1, MAX_COPIED // logits.shape[1])
-    parts = (logits[greedy[first : first + size]] for first in range(0, len(greedy), size))
-    of_greedy = chain.from_iterable(_best(part, count, head.token_ids) for part in parts)
+    of_greedy = iter(_rank_greedy(logits, greedy, head, count))
     return [
         [next(of_greedy) for _ in range(rows.count)]
         if rows.rules is None
         else list(_rank_sampled(logits[first : first + rows.count], rows, head, count))
         for first, rows in zip(firsts, sequences, strict=False)
     ]
+
+
+def _rank_greedy(logits: torch.Tensor, rows: Sequence[int], head: Head, count: int) -> list[Ranking]:
+    """The rankings of greedy rows among logits [n, outputs]."""
+    if rows and kernel_is_exact(logits.device, logits.dtype, head.vocab_size):
+        rankings = _read(rank_greedy(logits, head, min(count, head.outputs)))
+        return [rankings[row] for row in rows]
+    size = max(1, MAX_COPIED // logits.shape[1])
+    parts = (logits[rows[first : first + size]] for first in range(0, len(rows), size))
+    return [ranking for part in parts for ranking in _best(part, count, head.token_ids)]
 
 
 def _rank_sampled(logits: torch.Tensor, rows: SequenceRows, head: Head, count: int) -> Iterator[Ranking]:
@@ -81,8 +92,12 @@ def _best(scores: torch.Tensor, count: int, token_ids: Callable[[torch.Tensor], 
         logprobs = scores.gather(1, outputs[:, None]).squeeze(1) - total
         ranked.append(torch.stack([token_ids(outputs).double(), logprobs.double()], -1))
         scores.scatter_(1, outputs[:, None], -torch.inf)
+    return _read(torch.stack(ranked, 1))
+
+
+def _read(ranked: torch.Tensor) -> list[Ranking]:
+    """The rankings of rows, given tokens and log-probabilities [n, count, 2]."""
     # A log-probability is finite if its score and the largest one are.
     return [
-        [(int(token), math.exp(logprob)) for token, logprob in row if math.isfinite(logprob)]
-        for row in torch.stack(ranked, 1).tolist()
+        [(int(token), math.exp(logprob)) for token, logprob in row if math.isfinite(logprob)] for row in ranked.tolist()
     ]

@@ -5,7 +5,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -77,7 +77,7 @@ def self_test(engine: Engine) -> bool:
     Probes every kind of operation with inputs that reveal a difference, then compares whole passes of random tokens.
     All slots of the engine must be free.
     """
-    agree = _operations_agree(engine) and _rounds_agree(engine) and _long_passes_agree(engine)
+    agree = _operations_agree(engine) and _rounds_agree(engine) and _long_passes_agree(engine) and _states_agree(engine)
     (log.debug if agree else log.warning)("self-test: equivalence is %s", "bitwise" if agree else "numeric")
     return agree
 
@@ -126,8 +126,7 @@ def _rounds_agree(engine: Engine) -> bool:
     truth = [[rng.randrange(engine.vocab_size) for _ in range(n + steps)] for n in lengths]
 
     alone = []
-    # All ranks of a sharded model capture a collective, or none does.
-    with engine.forward_pass.eager() if engine.leader is None else nullcontext():
+    with _eager(engine):
         for length, tokens in zip(lengths, truth, strict=True):
             spans = [Span(0, 0, tokens[:length], 1)]
             spans += [Span(0, p, tokens[p : p + 1], 1) for p in range(length, length + steps)]
@@ -180,6 +179,29 @@ def _long_passes_agree(engine: Engine) -> bool:
         if not torch.equal(logits[-1], short[-1]) or not all(map(torch.equal, actual, expected)):
             return False
     return True
+
+
+def _states_agree(engine: Engine) -> bool:
+    """Whether replayed passes record the states of eager ones, after two choices of layers."""
+    if not isinstance(engine.forward_pass, CapturedModel):
+        return True
+    last = engine.facts.layers
+    tokens = _random_tokens(engine, min(SHORT_PASS, engine.max_model_len), seed=3)
+    span = Span(0, 0, tokens, 1, num_states=len(tokens))
+    with _eager(engine):  # the graphs record no more than `MAX_STATE_LAYERS`, also on other ranks
+        states = engine.forward_with_states([span], tuple(range(1, last + 1)))[1]
+    expected = states.view(len(tokens), last, -1)
+    for layers in ((last,), tuple(sorted({1, (last + 1) // 2, last}))):
+        replayed = engine.forward_with_states([span], layers)[1].view(len(tokens), len(layers), -1)
+        if not torch.equal(replayed, expected[:, [layer - 1 for layer in layers]]):
+            log.warning("self-test: replayed passes record wrong hidden states after layers %s", layers)
+            return False
+    return True
+
+
+def _eager(engine: Engine) -> AbstractContextManager[None]:
+    """A context in which passes run eagerly, except on several ranks: all must capture a collective, or none."""
+    return engine.forward_pass.eager() if engine.leader is None else nullcontext()
 
 
 def _random_tokens(engine: Engine, count: int, seed: int) -> list[int]:

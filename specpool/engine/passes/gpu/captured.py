@@ -10,8 +10,9 @@ import torch
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.gpu.draft_loop import GpuDraftLoop
-from specpool.engine.passes.gpu.graphs import Capture, CapturedGraph, CapturedGraphs, Run
+from specpool.engine.passes.gpu.graphs import Capture, CapturedGraphs, Run
 from specpool.engine.passes.gpu.model import GpuModel
+from specpool.engine.passes.gpu.states import StateMemory
 from specpool.engine.passes.packing import PackedBatch, Shape
 from specpool.engine.sampling.head import Head
 
@@ -21,15 +22,10 @@ ROWS_PER_TILE = (4, 1)
 """Each size is captured with few tiles of attention, for drafts and prompts, and with a tile per row."""
 
 
-StateKey = tuple[Shape, tuple[int, ...]]
-"""A shape, and the numbers of layers after which to record the hidden states."""
-
-
 class CapturedModel(ForwardPass):
     """Replays passes that fit into a captured shape. Such passes differ only in the numbers and states of a batch.
 
-    A pass that records hidden states is captured when one of its shape first occurs, for the first choice of layers
-    only: passes with other layers run eagerly. `capture_states` captures such passes at start, if the layers are known.
+    All graphs record hidden states. A table on the device tells them after which layers.
     """
 
     plans_attention = False
@@ -42,33 +38,29 @@ class CapturedModel(ForwardPass):
         self.capture = capture
         """The capture function of the device."""
         self._graphs: CapturedGraphs[Shape, PackedBatch] = CapturedGraphs(capture, model.group.any_rank)
-        self._state_graphs: CapturedGraphs[StateKey, PackedBatch] = CapturedGraphs(capture, model.group.any_rank)
-        """Graphs that record hidden states."""
-        self._tried: set[StateKey] = set()
-        """Keys of `_state_graphs` whose capture succeeded or failed."""
-        model.group.on_leave(self._clear_graphs)
+        model.group.on_leave(self._graphs.clear)
         self._draft_loop: GpuDraftLoop | None = None
         self._logits: torch.Tensor | None = None
         """Memory for logits that all graphs share."""
         self._draft_states: tuple[torch.Tensor, torch.Tensor] | None = None
         """Memory for the input and own states of a feature draft that all graphs share."""
-        self._states: dict[tuple[int, ...], torch.Tensor] = {}
-        """Memory for hidden states that all graphs share, by layers."""
+        self._states: StateMemory | None = None
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows, possibly followed by padding."""
         graph = self._graphs.find(batch.shape)
-        if graph is not None and batch.states is not None:
-            graph = self._find_with_states(batch, batch.states, graph.input)
-        if graph is None or batch.max_length > graph.input.max_length:
+        if graph is None or not _fits(batch, graph.input):
             logits: torch.Tensor = self.model(batch)
             return logits
         captured = graph.input
         captured.numbers.copy_(batch.numbers, non_blocking=True)
         _copy(batch.input_states, captured.input_states)
+        if self._states is not None and batch.state_layers:
+            self._states.choose(batch.state_layers)
         graph.replay()
         _copy(captured.own_states, batch.own_states)
-        _copy(captured.states, batch.states)
+        if captured.states is not None:
+            _copy(captured.states[:, : len(batch.state_layers)], batch.states)
         return graph.result[: batch.num_logits].clone()  # the next pass overwrites it
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
@@ -100,24 +92,15 @@ class CapturedModel(ForwardPass):
             self.notes += loop.graphs.notes
         return self.num_graphs
 
-    def capture_states(self, layers: tuple[int, ...], hidden_size: int) -> int:
-        """Capture the passes that record the states after these layers."""
-        for batch in self._graphs.inputs():
-            states = torch.empty(
-                batch.rows, len(layers), hidden_size, dtype=torch.bfloat16, device=batch.numbers.device
-            )
-            self._find_with_states(replace(batch, state_layers=layers, states=states), states, batch)
-        self.notes += self._state_graphs.notes
-        return len(self._state_graphs)
-
     @property
     def num_graphs(self) -> int:
         """Captured graphs, those of the draft loop included."""
         return len(self._graphs) + (0 if self._draft_loop is None else len(self._draft_loop.graphs))
 
     def scratch_bytes(self, rows: int, length: int) -> int:
-        """Scratch bytes of the captured model."""
-        return self.model.scratch_bytes(rows, length)
+        """Scratch bytes of the captured model, and of the memory for states."""
+        states = 0 if self.state_size else StateMemory.num_bytes(min(rows, MAX_CAPTURED_ROWS), self.model.hidden_size)
+        return self.model.scratch_bytes(rows, length) + states
 
     def draft_loop(self, arena: KVArena, head: Head) -> GpuDraftLoop | None:
         """The draft loop, whose steps `capture_graphs` captures; None if the model is sharded."""
@@ -127,7 +110,7 @@ class CapturedModel(ForwardPass):
     @contextmanager
     def eager(self) -> Iterator[None]:
         """Run passes and drafts eagerly within this context, so probes see every operation."""
-        graphs: list[CapturedGraphs[Any, Any]] = [self._graphs, self._state_graphs]
+        graphs: list[CapturedGraphs[Any, Any]] = [self._graphs]
         if self._draft_loop is not None:
             graphs.append(self._draft_loop.graphs)
         for each in graphs:
@@ -138,39 +121,22 @@ class CapturedModel(ForwardPass):
             for each in graphs:
                 each.enabled = True
 
-    def _find_with_states(
-        self, batch: PackedBatch, states: torch.Tensor, stateless: PackedBatch
-    ) -> CapturedGraph[PackedBatch] | None:
-        """The graph of a batch with states, captured now if need be. `stateless`: input of the graph without states."""
-        key = batch.shape, batch.state_layers
-        if key not in self._tried:
-            if batch.state_layers not in self._states:
-                if self._states:
-                    return None
-                self._states[batch.state_layers] = states.new_empty(MAX_CAPTURED_ROWS, *states.shape[1:])
-            self._tried.add(key)
-            memory = self._states[batch.state_layers][: batch.rows]
-            own = self._padding(batch.arena, batch.shape, stateless.max_length)
-            own = replace(own, state_layers=batch.state_layers, states=memory)
-            self._state_graphs.capture_all([key], lambda _: (own, lambda: self._run(own)))
-        return self._state_graphs.find(key)
-
     def _padding(self, arena: KVArena, shape: Shape, max_length: int) -> PackedBatch:
-        """A padding batch as the input of a graph, with the shared memory for states if the model reads them."""
-        batch = PackedBatch.of_padding(arena, shape, max_length)
+        """A padding batch as the input of a graph, with the shared memory for states that the model reads or records.
+
+        Feature drafts read states, and record none.
+        """
+        batch, device = PackedBatch.of_padding(arena, shape, max_length), arena.device
         if not self.state_size:
-            return batch
+            if self._states is None:
+                layers = len(self.model.layers)
+                self._states = StateMemory(MAX_CAPTURED_ROWS, self.model.hidden_size, layers, device)
+            return replace(batch, states=self._states.states[: shape.rows], state_slots=self._states.slots)
         if self._draft_states is None:
-            memory = torch.zeros(
-                2, MAX_CAPTURED_ROWS, self.state_size, dtype=self.compute_dtype, device=batch.numbers.device
-            )
+            memory = torch.zeros(2, MAX_CAPTURED_ROWS, self.state_size, dtype=self.compute_dtype, device=device)
             self._draft_states = memory[0], memory[1]
         inputs, own = self._draft_states
         return replace(batch, input_states=inputs[: shape.rows], own_states=own[: shape.logits])
-
-    def _clear_graphs(self) -> None:
-        self._graphs.clear()
-        self._state_graphs.clear()
 
     def _run(self, batch: PackedBatch) -> torch.Tensor:
         """A pass whose logits are in the shared memory. The first, eager pass has the most rows."""
@@ -178,6 +144,12 @@ class CapturedModel(ForwardPass):
         if self._logits is None:
             self._logits = torch.empty_like(logits)
         return self._logits[: len(logits)].copy_(logits)
+
+
+def _fits(batch: PackedBatch, captured: PackedBatch) -> bool:
+    """Whether a graph with this input serves the length and the state layers of a batch of its shape."""
+    slots = 0 if captured.states is None else captured.states.shape[1]
+    return batch.max_length <= captured.max_length and len(batch.state_layers) <= slots
 
 
 def _copy(source: torch.Tensor | None, target: torch.Tensor | None) -> None:

@@ -1,7 +1,7 @@
-"""The draft loop's choice of tokens, in two kernels: the most probable token of each row, and its probability.
+"""The draft loop's choice of tokens: the most probable token of each row, and its probability, or a sampled token.
 
-The first kernel reduces a part of a row per program, the second joins a row's parts. The second also moves the row on
-to its next position, so that a step takes no further kernels.
+The first kernel reduces a part of a row per program, the last one joins a row's parts. Between them, two kernels sample
+if any row needs it. The last one also moves the row on to its next position, so that a step takes no further kernels.
 """
 
 import torch
@@ -9,22 +9,28 @@ import torch
 from specpool.engine.numerics.triton_compat import gdc_wait, launch_options, power_of_two, tl, triton
 from specpool.engine.passes.packing import INPUT_IDS, NUMBERS_PER_ROW, POSITIONS, SLOTS, TILE_BEGINS, TILE_SIZES
 from specpool.engine.sampling.head import Head
+from specpool.engine.sampling.kernel import CONTEXT_LENGTH, FIELDS, FINITE_BIT, LARGEST_ID, best_scores
+from specpool.engine.sampling.ranking_kernel import PART, join_parts, reduce_parts
 
 # Rows of the numbers of a step [REMAINING + 1, rows]: the arrays of a packed batch in which each row is a tile and has
 # logits, then the number of tokens that each row still needs.
 BEGINS, SIZES = NUMBERS_PER_ROW + TILE_BEGINS, NUMBERS_PER_ROW + TILE_SIZES
 LOGIT_ROWS, REMAINING = SIZES + 1, SIZES + 2
-# Logits per program of the first kernel.
-PART = 4096
 
 
 def choose(
-    logits: torch.Tensor, head: Head, numbers: torch.Tensor | None = None, chosen: torch.Tensor | None = None
+    logits: torch.Tensor,
+    head: Head,
+    numbers: torch.Tensor | None = None,
+    rules: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The most probable tokens after logits [n, rows of the head], and their probabilities: [2, n], as float64.
+    """The tokens after logits [n, rows of the head], and their probabilities: [2, n], as float64.
 
-    The token is the smallest of the most probable ones. `numbers`: the numbers of a step, [REMAINING + 1, n], which
-    move on to the next step. `chosen`: receives the result.
+    The token is the smallest of the most probable ones, or a sampled one. The probability of a sampled token is 1, or
+    NaN if the largest logit is not finite. `numbers`: the numbers of a step, [REMAINING + 1, n], which move on to the
+    next step. `rules`: the `numbers_of_row` of at least n rows, int32 [rows, FIELDS], which move on, too; None: all
+    rows are greedy. `chosen`: receives the result.
     """
     logits = logits.contiguous()
     rows, outputs = logits.shape
@@ -36,12 +42,20 @@ def choose(
     if chosen is None:
         chosen = torch.empty(2, rows, dtype=torch.float64, device=logits.device)
     options = launch_options(logits.device)
-    _reduce_parts[(rows, parts)](logits, largest, places, sums, outputs, parts, PART=PART, **options, num_warps=4)
-    _join_parts[(rows,)](
+    reduce_parts[(rows, parts)](
+        logits, largest, places, largest, places, sums, outputs, parts,
+        EXCLUDES=False, PART=PART, **options, num_warps=4,
+    )  # fmt: skip
+    best = None if rules is None else best_scores(logits, rules, has_limits=True, output_ids=head.output_ids)
+    best_parts = 1 if best is None else best.shape[1]
+    _finish_step[(rows,)](
         largest, places, sums, chosen if head.output_ids is None else head.output_ids,
-        chosen if numbers is None else numbers, chosen, rows, parts,
-        WIDTH=power_of_two(parts), MAPPED=head.output_ids is not None, ADVANCES=numbers is not None,
+        chosen if numbers is None else numbers, chosen if rules is None else rules, chosen if best is None else best,
+        chosen, rows, parts, best_parts,
+        WIDTH=power_of_two(parts), BEST_WIDTH=power_of_two(best_parts), MAPPED=head.output_ids is not None,
+        ADVANCES=numbers is not None, SAMPLES=rules is not None,
         INPUT_IDS=INPUT_IDS, POSITIONS=POSITIONS, SLOTS=SLOTS, SIZES=SIZES, REMAINING=REMAINING,
+        FIELDS=FIELDS, CONTEXT_LENGTH=CONTEXT_LENGTH, FINITE_BIT=FINITE_BIT, LARGEST_ID=LARGEST_ID,
         **options, num_warps=1,
     )  # fmt: skip
     return chosen
@@ -49,42 +63,34 @@ def choose(
 
 if triton is not None:
 
-    @triton.jit
-    def _reduce_parts(logits, largest, places, sums, outputs, parts, PART: tl.constexpr, OVERLAP: tl.constexpr):
-        """The largest logit of a part, its first place, and the sum of exponentials relative to it."""
-        if OVERLAP:
-            gdc_wait()
-        row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        place = part * PART + tl.arange(0, PART)
-        x = tl.load(logits + row * outputs + place, mask=place < outputs, other=float("-inf")).to(tl.float32)
-        peak = tl.max(x, 0)
-        first = tl.min(tl.where(x == peak, place, outputs - 1), 0)  # a valid place even if logits are not numbers
-        tl.store(largest + row * parts + part, peak)
-        tl.store(places + row * parts + part, first)
-        masses = tl.where(x == float("-inf"), 0.0, tl.exp(x - peak))  # -inf - -inf is not a number
-        tl.store(sums + row * parts + part, tl.sum(masses, 0))
-
     @triton.jit(do_not_specialize=["rows"])
-    def _join_parts(
-        largest, places, sums, output_ids, numbers, chosen, rows, parts,
-        WIDTH: tl.constexpr, MAPPED: tl.constexpr, ADVANCES: tl.constexpr,
+    def _finish_step(
+        largest, places, sums, output_ids, numbers, rules, best, chosen, rows, parts, best_parts,
+        WIDTH: tl.constexpr, BEST_WIDTH: tl.constexpr, MAPPED: tl.constexpr, ADVANCES: tl.constexpr,
+        SAMPLES: tl.constexpr,
         INPUT_IDS: tl.constexpr, POSITIONS: tl.constexpr, SLOTS: tl.constexpr, SIZES: tl.constexpr,
-        REMAINING: tl.constexpr, OVERLAP: tl.constexpr,
+        REMAINING: tl.constexpr, FIELDS: tl.constexpr, CONTEXT_LENGTH: tl.constexpr, FINITE_BIT: tl.constexpr,
+        LARGEST_ID: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """The choice of a row, and the numbers of its next step."""
         if OVERLAP:
             gdc_wait()
-        row, part = tl.program_id(0), tl.arange(0, WIDTH)
-        index, mask = row * parts + part, part < parts
-        peaks = tl.load(largest + index, mask=mask, other=float("-inf"))
-        peak = tl.max(peaks, 0)
-        found = tl.load(places + index, mask=mask, other=0x7FFFFFFF)
-        token = tl.min(tl.where(peaks == peak, found, tl.max(tl.where(mask, found, 0), 0)), 0).to(tl.int64)
-        total = tl.sum(tl.load(sums + index, mask=mask, other=0.0) * tl.exp(peaks - peak), 0)
+        row = tl.program_id(0)
+        _, place, total = join_parts(largest, places, sums, row, parts, WIDTH)
+        token = place.to(tl.int64)
         if MAPPED:
             token = tl.load(output_ids + token).to(tl.int64)
+        probability = 1 / total
+        if SAMPLES:
+            rules += row * FIELDS
+            sampled = tl.max(tl.load(best + row * best_parts + tl.minimum(tl.arange(0, BEST_WIDTH), best_parts - 1)), 0)
+            is_sampled = tl.load(rules).to(tl.float32, bitcast=True) > 0  # the temperature
+            token = tl.where(is_sampled, LARGEST_ID - (sampled & LARGEST_ID), token)
+            is_finite = (sampled >> FINITE_BIT) & 1
+            probability = tl.where(is_sampled, tl.where(is_finite > 0, 1.0, float("nan")), probability)
+            tl.store(rules + CONTEXT_LENGTH, tl.load(rules + CONTEXT_LENGTH) + 1)
         tl.store(chosen + row, token.to(tl.float64))
-        tl.store(chosen + rows + row, (1 / total).to(tl.float64))
+        tl.store(chosen + rows + row, probability.to(tl.float64))
         if ADVANCES:
             remaining = tl.load(numbers + REMAINING * rows + row) - 1
             alive = remaining > 0

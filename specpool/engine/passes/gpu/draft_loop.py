@@ -8,15 +8,20 @@ import torch
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Span
-from specpool.engine.passes.drafts import DraftRound, drafts_of, extend_drafts, read_choices
+from specpool.engine.passes.drafts import Draft, DraftRound, drafts_of, extend_drafts, read_choices
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.gpu.choice import BEGINS, LOGIT_ROWS, REMAINING, SIZES, choose
 from specpool.engine.passes.gpu.graphs import Capture, CapturedGraphs, Run
 from specpool.engine.passes.packing import INPUT_IDS, OFFSETS, POSITIONS, PREFIX_LENGTHS, SLOTS, PackedBatch, Shape
 from specpool.engine.sampling.head import Head
+from specpool.engine.sampling.kernel import FIELDS, numbers_of_row
+from specpool.engine.sampling.rules import SequenceRules
+from specpool.engine.sampling.sampler import kernel_is_exact
 
 GRAPH_STEPS = (4, 2, 1)
 """Steps of a captured graph. Any number is a sum of these."""
+SAMPLED_STEPS = (1,)
+"""Steps of a captured graph that samples."""
 
 
 class StepKey(NamedTuple):
@@ -24,6 +29,7 @@ class StepKey(NamedTuple):
 
     rows: int  # padded number of sequences
     steps: int
+    samples: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,14 +37,15 @@ class StepMemory:
     """Memory that all steps of a number of rows share. The device computes everything that changes between steps."""
 
     numbers: torch.Tensor  # [REMAINING + 1, rows]
+    rules: torch.Tensor  # [rows, FIELDS] sampling rules and context length of each row, as int32
     results: torch.Tensor  # [steps of the longest graph, 2, rows] chosen tokens and their probabilities, as float64
     states: torch.Tensor | None  # [1 + steps, rows, hidden] own states of a feature draft: each is the next one's input
 
 
 class GpuDraftLoop:
-    """The draft loop of passes without an attention plan. It decodes greedily and runs all steps of each draft."""
+    """The draft loop of passes without an attention plan. It runs all steps of each draft."""
 
-    samples, min_draft_tokens, passes_in_progress = False, 1, 0
+    min_draft_tokens, passes_in_progress = 1, 0
 
     def __init__(self, model: ForwardPass, arena: KVArena, head: Head, capture: Capture | None) -> None:
         """`capture`: captures steps; None: they run eagerly."""
@@ -49,6 +56,12 @@ class GpuDraftLoop:
         """Memory by padded number of sequences."""
         self._states: torch.Tensor | None = None
         """Memory for own states that all numbers of rows share."""
+        # Test the kernels now, not while a graph is captured.
+        self._samples = kernel_is_exact(arena.device, model.compute_dtype, head.vocab_size)
+
+    def can_draft(self, rules: SequenceRules | None) -> bool:
+        """Whether the loop can choose tokens by these rules. See `DraftLoop`."""
+        return rules is None or (self._samples and rules.params.leaves_logits)
 
     def capture_graphs(self, lengths: Mapping[int, int]) -> None:
         """Capture steps. `lengths`: maximum positions of a sequence by padded number of sequences, most first."""
@@ -57,10 +70,14 @@ class GpuDraftLoop:
             max_length = lengths[key.rows]
             return max_length, lambda: self._run_eagerly(key, max_length)
 
-        self.graphs.capture_all([StepKey(rows, steps) for rows in lengths for steps in GRAPH_STEPS], prepare)
+        kinds = [(steps, False) for steps in GRAPH_STEPS]
+        if self._samples:
+            kinds += [(steps, True) for steps in SAMPLED_STEPS]
+        self.graphs.capture_all([StepKey(rows, *kind) for rows in lengths for kind in kinds], prepare)
         # Compile the choice of the first tokens, which no graph holds.
         logits = torch.zeros(1, self._head.outputs, dtype=self._model.compute_dtype, device=self._arena.device)
-        choose(logits, self._head)
+        for samples in {samples for _, samples in kinds}:
+            choose(logits, self._head, rules=self._memory_of(self._padded(1)).rules if samples else None)
 
     def __call__(
         self,
@@ -71,7 +88,9 @@ class GpuDraftLoop:
         """Extend the drafts; see `DraftLoop`."""
         drafts = drafts_of(rounds)
         spans, remaining = [draft.span for draft in drafts], [draft.num_draft_tokens - 1 for draft in drafts]
-        chosen, states = self._run(choose(logits, self._head), spans, remaining, own_states)
+        rules = self._rules(drafts) if any(draft.rules is not None for draft in drafts) else None
+        chosen = choose(logits, self._head, rules=rules)
+        chosen, states = self._run(chosen, spans, remaining, own_states, rules)
         found = dict(zip(drafts, chosen.permute(2, 1, 0).tolist(), strict=True))  # tokens, then probabilities
         extend_drafts(rounds, read_choices(found))
         for draft, span, own in zip(drafts, spans, [] if states is None else states.unbind(1), strict=False):
@@ -85,6 +104,7 @@ class GpuDraftLoop:
         spans: Sequence[Span],
         remaining: Sequence[int],
         own_states: torch.Tensor | None,
+        rules: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Continue from the choices [2, n] and own states [n, hidden] after n spans.
 
@@ -95,7 +115,7 @@ class GpuDraftLoop:
             return chosen[None], None if own_states is None else own_states[None]
         max_length = max(span.end + steps for span, steps in zip(spans, remaining, strict=True))
         numbers = self.numbers(spans, remaining)
-        return self.run_steps(numbers, chosen, max_length, max(remaining), own_states)
+        return self.run_steps(numbers, chosen, max_length, max(remaining), own_states, rules)
 
     def run_steps(
         self,
@@ -104,18 +124,21 @@ class GpuDraftLoop:
         max_length: int,
         steps: int,
         own_states: torch.Tensor | None = None,
+        rules: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run steps after the choices [2, n] of n sequences, and own states [n, hidden] of a feature draft.
 
         Everything is on the device, and the host does not wait. `numbers`: of the first step, [REMAINING + 1, rows];
         row i is sequence i, rows after n are padding, and input ids are unset. `max_length`: positions of the longest
-        sequence after all steps.
-        Return all choices [1 + steps, 2, n], and all own states [1 + steps, n, hidden].
+        sequence after all steps. `rules`: of all rows, see `choose`; None: all sequences are greedy. Return all
+        choices [1 + steps, 2, n], and all own states [1 + steps, n, hidden].
         """
         count, rows = chosen.shape[1], numbers.shape[1]
         memory = self._memory_of(rows)
         memory.numbers.copy_(numbers)
         memory.numbers[INPUT_IDS, :count] = chosen[0]
+        if rules is not None:
+            memory.rules.copy_(rules)
         choices, states = chosen.new_empty(1 + steps, 2, count), None
         choices[0] = chosen
         if memory.states is not None and own_states is not None:
@@ -123,7 +146,7 @@ class GpuDraftLoop:
             states[0] = memory.states[0, :count] = own_states
         done = 0
         while done < steps:
-            key, run = self._next_steps(rows, steps - done, max_length)
+            key, run = self._next_steps(StepKey(rows, steps - done, rules is not None), max_length)
             run()
             begin, done = done + 1, done + key.steps
             choices[begin : done + 1] = memory.results[: key.steps, :, :count]
@@ -139,7 +162,7 @@ class GpuDraftLoop:
         `remaining`: further tokens of each span.
         """
         count = len(spans)
-        rows = self._model.padded_shape(Shape(count, count, count)).rows
+        rows = self._padded(count)
         numbers = torch.zeros(REMAINING + 1, rows, dtype=torch.int64)
         numbers[BEGINS] = numbers[LOGIT_ROWS] = torch.arange(rows)
         numbers[POSITIONS, :count] = torch.tensor([span.end for span in spans])
@@ -150,13 +173,29 @@ class GpuDraftLoop:
         numbers[SIZES] = alive
         numbers[SLOTS] = -1
         numbers[SLOTS, :count] = torch.where(alive[:count], torch.tensor([span.slot for span in spans]), -1)
-        if self._arena.device.type == "cuda":
-            numbers = numbers.pin_memory()
-        return numbers.to(self._arena.device, non_blocking=True)
+        return self._upload(numbers)
 
-    def _next_steps(self, rows: int, steps: int, max_length: int) -> tuple[StepKey, Callable[[], object]]:
-        """The largest number of steps, at most `steps`, to run at once, and the function that runs them."""
-        keys = [StepKey(rows, size) for size in GRAPH_STEPS if size <= steps]
+    def _rules(self, drafts: Sequence[Draft]) -> torch.Tensor:
+        """The sampling rules of all rows after the spans of the drafts, [rows, FIELDS], on the device."""
+        rules = torch.zeros(self._padded(len(drafts)), FIELDS, dtype=torch.int32)
+        for row, draft in zip(rules, drafts, strict=False):
+            if draft.rules is not None:
+                row.copy_(torch.tensor(numbers_of_row(draft.rules.params, draft.span.end, self._head.outputs)))
+        return self._upload(rules)
+
+    def _upload(self, x: torch.Tensor) -> torch.Tensor:
+        """Copy to the device without waiting."""
+        if self._arena.device.type == "cuda":
+            x = x.pin_memory()
+        return x.to(self._arena.device, non_blocking=True)
+
+    def _padded(self, count: int) -> int:
+        return self._model.padded_shape(Shape(count, count, count)).rows
+
+    def _next_steps(self, needed: StepKey, max_length: int) -> tuple[StepKey, Callable[[], object]]:
+        """The most of the needed steps to run at once, and the function that runs them."""
+        sizes = SAMPLED_STEPS if needed.samples else GRAPH_STEPS
+        keys = [needed._replace(steps=size) for size in sizes if size <= needed.steps]
         for key in keys:
             graph = self.graphs.find(key)
             if graph is not None and max_length <= graph.input:
@@ -170,9 +209,10 @@ class GpuDraftLoop:
             batch = PackedBatch(
                 self._arena, rows, rows, rows, max_length, rows, memory.numbers[:REMAINING].view(-1),
                 input_states=None if memory.states is None else memory.states[step],
-                own_states=None if memory.states is None else memory.states[step + 1],
+                own_states=None if memory.states is None else memory.states[step + 1], logits_in_order=True,
             )  # fmt: skip
-            choose(self._model(batch), self._head, memory.numbers, memory.results[step])
+            rules = memory.rules if key.samples else None
+            choose(self._model(batch), self._head, memory.numbers, rules, memory.results[step])
         return memory.results[: key.steps]
 
     def _memory_of(self, rows: int) -> StepMemory:
@@ -187,4 +227,5 @@ class GpuDraftLoop:
         if size and (self._states is None or self._states.shape[1] < rows):
             self._states = torch.zeros(1 + steps, rows, size, dtype=self._model.compute_dtype, device=device)
         results = torch.zeros(steps, 2, rows, dtype=torch.float64, device=device)
-        return StepMemory(numbers, results, None if self._states is None else self._states[:, :rows])
+        rules = torch.zeros(rows, FIELDS, dtype=torch.int32, device=device)
+        return StepMemory(numbers, rules, results, None if self._states is None else self._states[:, :rows])

@@ -53,7 +53,7 @@ class CapturedGraphs(Generic[Key, Input]):
             return
         reason = "it failed on another rank"
         for key in keys:
-            graph, error = self._try(self._capture, *prepare(key))
+            graph, error = self._try(self._capture, key, prepare)
             reason = error or reason
             if not self._any_rank(graph is None):
                 assert graph is not None
@@ -68,10 +68,6 @@ class CapturedGraphs(Generic[Key, Input]):
         """The graph of a shape. None: run eagerly."""
         return self._graphs.get(key) if self.enabled else None
 
-    def inputs(self) -> list[Input]:
-        """The inputs of all graphs, in the order of their capture."""
-        return [graph.input for graph in self._graphs.values()]
-
     def clear(self) -> None:
         """Drop all graphs."""
         self._graphs.clear()
@@ -79,10 +75,13 @@ class CapturedGraphs(Generic[Key, Input]):
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def _try(self, capture: Capture, graph_input: Input, run: Run) -> tuple[CapturedGraph[Input] | None, str]:
-        """The graph of this work, or the reason why it has none."""
-        run()  # compiles the kernels
+    def _try(
+        self, capture: Capture, key: Key, prepare: Callable[[Key], tuple[Input, Run]]
+    ) -> tuple[CapturedGraph[Input] | None, str]:
+        """The graph of this key's work, or the reason why it has none."""
         try:
+            graph_input, run = prepare(key)
+            run()  # compiles the kernels
             return CapturedGraph(graph_input, *capture(run)), ""
         except RuntimeError as error:
             log.warning("CUDA graph capture failed (%s)", error)
@@ -127,9 +126,11 @@ class CudaGraphs:
         next `empty_cache` then fails an internal assertion. The allocator of pinned memory has no such assertion, but
         accepts no further capture into this pool, and still refers to the graph.
         """
-        try:
-            torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
-        except RuntimeError:  # torch has told its allocators
-            return
+        end_capture = getattr(torch._C, "_cuda_endAllocateToPool", None)  # private: other versions may lack it
+        if end_capture is not None:
+            try:
+                end_capture(self._stream.device_index, self._pool)
+            except RuntimeError:  # torch has told its allocators
+                return
         self._failed.append(graph)
         self._pool, self._keeper = torch.cuda.graph_pool_handle(), None

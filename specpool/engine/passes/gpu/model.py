@@ -7,6 +7,7 @@ A rank of a sharded model holds its shard of the weights, and gathers the result
 the terms of other ranks are further partial sums, so the sum over ranks takes no extra kernel.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from specpool.engine.passes.gpu.attention import attend_pages, num_splits
 from specpool.engine.passes.gpu.draft_loop import GpuDraftLoop
 from specpool.engine.passes.gpu.gemm import Gemm
 from specpool.engine.passes.gpu.graphs import Capture
-from specpool.engine.passes.gpu.rows import Addend, activate, add_and_norm, rotate_and_cache
+from specpool.engine.passes.gpu.inputs import GpuEmbedding
+from specpool.engine.passes.gpu.rows import Addend, Recorder, activate, add_and_norm, rotate_and_cache
+from specpool.engine.passes.gpu.states import slots_of
 from specpool.engine.passes.packing import PackedBatch, Shape, pack
 from specpool.engine.sampling.head import Head
 from specpool.engine.sharding.shares import Dimension
@@ -37,13 +40,15 @@ def try_kernels(fused: FusedModel) -> None:
     """Run the kernels of one layer with one row, on all ranks at once. Raise if they cannot run this model."""
     if triton is None:
         raise RuntimeError("Triton is not installed")
-    layer, rows = GpuLayer(fused.layers[0], 0), 1
+    embedding, layer, rows = GpuEmbedding(fused), GpuLayer(fused.layers[0], 0), 1
     weight, kv_heads = fused.dense_embedding, fused.kv_heads
     columns = page_size_of(weight.device)
     arena = KVArena.of_one_sequence(1, kv_heads, columns, fused.head_dim, weight.dtype, weight.device)
     arena.flush()
     batch = pack([Span(0, 0, [0], 1)], arena, lambda needed: needed)
-    layer(fused.group.embed(weight, batch.input_ids), None, batch, fused.rotary(rows)).partials.sum().item()
+    states = weight.new_zeros(rows, fused.state_size) if fused.state_size else None
+    inputs = embedding(replace(batch, input_states=states))
+    layer(inputs.hidden, inputs.added, batch, fused.rotary(rows), inputs.normed).partials.sum().item()
 
 
 class GpuModel(ForwardPass):
@@ -59,9 +64,13 @@ class GpuModel(ForwardPass):
         self.heads, self.kv_heads, self.head_dim = first.heads, first.kv_heads, first.head_dim
         self.rows_per_tile = attention.rows_per_tile(self.compute_dtype, self.heads // self.kv_heads)
         self.rotary = fused.rotary(max_length)
-        self.embedding, self.norm = fused.dense_embedding, fused.norm
+        self.embedding, self.norm = GpuEmbedding(fused), fused.norm
         self.head = Gemm(fused.head.weight, split=False)
-        self.fc, self.projection, self.state_size = fused.fc, fused.projection, fused.state_size
+        self.hidden_size: int = fused.dense_embedding.shape[1]
+        self.state_size, self.state_norm, self.norms_output = fused.state_size, fused.state_norm, fused.norms_output
+        self.projection: Gemm | None = None
+        if fused.projection is not None:
+            self.projection, self.projection_bias = Gemm(fused.projection.weight), fused.projection.bias
         self.layers = nn.ModuleList()
         for index in range(len(fused.layers)):
             self.layers.append(GpuLayer(fused.layers[index], index))
@@ -69,22 +78,30 @@ class GpuModel(ForwardPass):
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows, padding included."""
-        hidden, added = self.group.embed(self.embedding, batch.input_ids), None
-        if self.fc is not None:
-            assert batch.input_states is not None
-            hidden = self.fc(torch.cat([batch.input_states, hidden], -1))
+        if batch.states is not None and batch.state_slots is None:
+            device = batch.numbers.device
+            slots = slots_of(batch.state_layers, len(self.layers), device)
+            batch = replace(batch, state_slots=slots.to(device, non_blocking=True))
+        hidden, added, normed = self.embedding(batch)
         for layer in self.layers:
-            added = layer(hidden, added, batch, self.rotary)
-        normed = add_and_norm(hidden, added, self.norm, self.eps)
-        if batch.own_states is not None:
-            batch.own_states.copy_(hidden[batch.logit_rows])
-        batch.record_states(len(self.layers), hidden)
-        logits: torch.Tensor = self.head(normed[batch.logit_rows])[0]
+            added, normed = layer(hidden, added, batch, self.rotary, normed), None
+        normed = add_and_norm(hidden, added, self.norm, self.eps, _recorder(batch, len(self.layers)))
+        own = normed if self.norms_output else hidden
+        if not batch.logits_in_order:
+            own, normed = own[batch.logit_rows], normed[batch.logit_rows]
+        if batch.own_states is not None and batch.own_states is not own:
+            batch.own_states.copy_(own)
+        logits: torch.Tensor = self.head(normed)[0]
         return self.group.gather(logits, "tokens")
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """Project states of the target [n, width] to those that the pass reads [n, hidden]."""
-        return states if self.projection is None else self.projection(states)
+        if self.state_norm is not None:
+            states = self.state_norm(states)
+        if self.projection is None:
+            return states
+        projected = states.new_zeros(len(states), self.state_size)
+        return add_and_norm(projected, Addend(self.projection(states), self.projection_bias, None), None, self.eps)
 
     def gemms(self) -> list[Gemm]:
         """All GEMMs, in the order of the pass."""
@@ -125,7 +142,7 @@ class GpuModel(ForwardPass):
     def _exchanged_bytes(self, rows: int) -> int:
         if self.group.ranks == 1:
             return 0
-        state: int = rows * self.norm.numel()
+        state: int = rows * self.hidden_size
         gathered = self.group.ranks * state * self.compute_dtype.itemsize
         if self.group.in_parts:  # the branches of this layer's MLP and attention, and of the MLP before
             return 3 * gathered
@@ -148,14 +165,22 @@ class GpuLayer(nn.Module):
         self.before_attention, self.after_attention = fused.before_attention, fused.after_attention
         self.before_mlp, self.after_mlp, self.head_norms = fused.before_mlp, fused.after_mlp, fused.head_norms
 
-    def forward(self, hidden: torch.Tensor, added: Addend | None, batch: PackedBatch, rotary: Rotary) -> Addend:
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        added: Addend | None,
+        batch: PackedBatch,
+        rotary: Rotary,
+        normed: torch.Tensor | None = None,
+    ) -> Addend:
         """Return the MLP branch, for the next kernel to add to `hidden` [rows, hidden].
 
-        Adds `added`, the branch of the layer before, and the attention branch to `hidden` in place.
+        Adds `added`, the branch of the layer before, and the attention branch to `hidden` in place. `normed`: the
+        input of attention, in place of `hidden`.
         """
         arena, positions, slots, offsets = batch.arena, batch.positions, batch.slots, batch.offsets
-        normed = add_and_norm(hidden, added, self.before_attention, self.eps)
-        batch.record_states(self.index, hidden)  # includes the branch of the layer before
+        if normed is None:
+            normed = add_and_norm(hidden, added, self.before_attention, self.eps, _recorder(batch, self.index))
         qkv = self.qkv(normed)
         query = rotate_and_cache(
             qkv, self.qkv_bias, self.head_norms, rotary, arena, self.index, positions, slots, offsets, self.heads,
@@ -191,3 +216,10 @@ class GpuLayer(nn.Module):
     def _gathered_bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The full bias of a branch. With whole sums, each rank holds a shard of it."""
         return bias if bias is None or self.group.in_parts else self.group.gather(bias.detach(), "hidden")
+
+
+def _recorder(batch: PackedBatch, num_layers: int) -> Recorder | None:
+    """The recorder of the hidden states after this number of layers; None if the batch has no memory for states."""
+    if batch.states is None or batch.state_slots is None:
+        return None
+    return Recorder(batch.states, batch.state_slots, num_layers)

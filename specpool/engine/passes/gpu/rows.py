@@ -24,16 +24,59 @@ class Addend:
     norm: torch.Tensor | None  # [hidden] weight of the branch's own norm
 
 
-def add_and_norm(hidden: torch.Tensor, added: Addend | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Add a branch to the hidden states [rows, hidden] in place. Return them normalized with `weight`."""
+def join(
+    token_ids: torch.Tensor,  # [rows]
+    embedding: torch.Tensor,  # [vocab_size, hidden]
+    states: torch.Tensor,  # [rows, hidden]
+    norms: torch.Tensor | None,  # [2, hidden] weights of the norms of states and embeddings
+    residual: torch.Tensor,  # output, [rows, hidden]; may be `states`
+    norms_residual: bool,
+    eps: float,
+) -> torch.Tensor:
+    """Concatenate the states and embeddings of rows, [rows, 2 * hidden], normalized with `norms` if given.
+
+    `residual` gets zeros without norms, normalized states with `norms_residual`, and otherwise the states.
+    """
+    rows, size = states.shape
+    joined = torch.empty(rows, 2 * size, dtype=states.dtype, device=states.device)
+    _join_states[(rows, 2)](
+        token_ids, embedding, states, joined if norms is None else norms, residual, joined, eps,
+        SIZE=size, WIDTH=power_of_two(size), NORMED=norms is not None, NORMS_RESIDUAL=norms_residual,
+        **launch_options(states.device), num_warps=_warps(size),
+    )  # fmt: skip
+    return joined
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Memory for hidden states, and the index of those of a layer, which a graph may change between replays."""
+
+    states: torch.Tensor  # [rows, slots, hidden]
+    slots: torch.Tensor  # [layers + 1] index in `states` by number of layers; -1: not recorded
+    num_layers: int  # before these hidden states
+
+
+def add_and_norm(
+    hidden: torch.Tensor,
+    added: Addend | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    recorder: Recorder | None = None,
+) -> torch.Tensor:
+    """Add a branch to the hidden states [rows, hidden] in place, and record them.
+
+    Return them normalized with `weight`, if given.
+    """
     rows, size = hidden.shape
-    normed = torch.empty_like(hidden)
+    normed = hidden if weight is None else torch.empty_like(hidden)
     partials, bias, norm = (None, None, None) if added is None else (added.partials, added.bias, added.norm)
+    recorded = recorder or Recorder(hidden, hidden, 0)  # placeholders that the kernel will not read
     _add_and_norm[(rows,)](
-        hidden, _or(partials, hidden), _or(bias, hidden), _or(norm, hidden), weight, normed, eps, rows,
+        hidden, _or(partials, hidden), _or(bias, hidden), _or(norm, hidden), _or(weight, hidden), normed,
+        recorded.states, recorded.slots, eps, rows, recorded.num_layers, recorded.states.shape[1],
         SIZE=size, WIDTH=power_of_two(size), SPLITS=0 if partials is None else len(partials), BIASED=bias is not None,
-        INNER=norm is not None, **launch_options(hidden.device),
-        num_warps=min(16, max(1, power_of_two(size) // FEATURES_PER_WARP)),
+        INNER=norm is not None, NORMED=weight is not None, RECORDED=recorder is not None,
+        **launch_options(hidden.device), num_warps=_warps(size),
     )  # fmt: skip
     return normed
 
@@ -84,6 +127,11 @@ def activate(
     return activated
 
 
+def _warps(size: int) -> int:
+    """Warps of a program that handles a row of hidden states."""
+    return min(16, max(1, power_of_two(size) // FEATURES_PER_WARP))
+
+
 def _or(tensor: torch.Tensor | None, unread: torch.Tensor) -> torch.Tensor:
     """The tensor, or a placeholder that the kernel will not read."""
     return unread if tensor is None else tensor
@@ -114,19 +162,53 @@ if triton is not None:
         """The RMSNorm of a row, whose masked features are 0."""
         return x * _scale(x, eps, SIZE) * weight.to(tl.float32)
 
-    @triton.jit(do_not_specialize=["rows"])
-    def _add_and_norm(
-        hidden, partials, bias, norm, weight, normed, eps, rows,
-        SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, INNER: tl.constexpr,
+    @triton.jit
+    def _join_states(
+        token_ids, embedding, states, norms, residual, joined, eps,
+        SIZE: tl.constexpr, WIDTH: tl.constexpr, NORMED: tl.constexpr, NORMS_RESIDUAL: tl.constexpr,
         OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        """The state of a row, or its embedding."""
+        row, embeds, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
+        mask = feature < SIZE
+        if NORMED:
+            factors = tl.load(norms + embeds * SIZE + feature, mask=mask, other=0.0)
+        if OVERLAP:
+            gdc_wait()
+        if embeds == 1:
+            token_id = tl.load(token_ids + row).to(tl.int64)
+            x = tl.load(embedding + token_id * SIZE + feature, mask=mask, other=0.0)
+        else:
+            x = tl.load(states + row * SIZE + feature, mask=mask, other=0.0)
+        result = x
+        if NORMED:
+            result = _normed(x.to(tl.float32), factors, eps, SIZE).to(joined.dtype.element_ty)
+        tl.store(joined + (2 * row + embeds) * SIZE + feature, result, mask=mask)
+        if embeds == 0:
+            if not NORMED:
+                kept = tl.zeros_like(x)
+            elif NORMS_RESIDUAL:
+                kept = result
+            else:
+                kept = x
+            tl.store(residual + row * SIZE + feature, kept, mask=mask)
+
+    @triton.jit(do_not_specialize=["rows", "num_layers", "num_slots"])
+    def _add_and_norm(
+        hidden, partials, bias, norm, weight, normed, states, slots, eps, rows, num_layers, num_slots,
+        SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, INNER: tl.constexpr,
+        NORMED: tl.constexpr, RECORDED: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         row, feature = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
         mask = feature < SIZE
-        factors = tl.load(weight + feature, mask=mask, other=0.0)
+        if NORMED:
+            factors = tl.load(weight + feature, mask=mask, other=0.0)
         if INNER:
             inner_factors = tl.load(norm + feature, mask=mask, other=0.0)
         if OVERLAP:
             gdc_wait()
+        if RECORDED:
+            slot = tl.load(slots + num_layers)
         own = hidden + row * SIZE + feature
         x = tl.load(own, mask=mask, other=0.0).to(tl.float32)
         if SPLITS > 0:
@@ -136,8 +218,12 @@ if triton is not None:
             rounded = (x + added).to(hidden.dtype.element_ty)
             tl.store(own, rounded, mask=mask)
             x = rounded.to(tl.float32)
-        result = _normed(x, factors, eps, SIZE)
-        tl.store(normed + row * SIZE + feature, result.to(normed.dtype.element_ty), mask=mask)
+        if NORMED:
+            result = _normed(x, factors, eps, SIZE)
+            tl.store(normed + row * SIZE + feature, result.to(normed.dtype.element_ty), mask=mask)
+        if RECORDED:
+            place = states + (row * num_slots + slot) * SIZE + feature
+            tl.store(place, x.to(states.dtype.element_ty), mask=mask & (slot >= 0))
 
     @triton.jit(do_not_specialize=["rows", "columns", "pages"])
     def _rotate_and_cache(

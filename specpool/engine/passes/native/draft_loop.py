@@ -34,7 +34,7 @@ from specpool.engine.sampling.batch import compiled_is_exact
 from specpool.engine.sampling.compiled import NOTHING_REJECTED, NativeSampler, Row, compile_sampler, point_to_changes
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.lexers import ALL, Reader, Words
-from specpool.engine.sampling.rules import Changes
+from specpool.engine.sampling.rules import Changes, SequenceRules
 
 SOURCES = (Path(__file__).with_name("draft_loop.c"), compiled.ROWS)
 ROW_ARRAYS = ("token_ids", "positions", "slots", "prefix_lengths", "offsets")
@@ -87,7 +87,7 @@ class Loop(Structure):
 class NativeDraftLoop:
     """The draft loop of a compiled pass."""
 
-    samples, min_draft_tokens = True, 2
+    min_draft_tokens = 2
 
     def __init__(
         self, library: CDLL, decoder: CDLL, model: Model, prepare: Prepare, arena: KVArena, sampler: NativeSampler
@@ -102,6 +102,10 @@ class NativeDraftLoop:
         }
         self._model = model  # keeps it alive
         self._in_progress: Loop | None = None
+
+    def can_draft(self, rules: SequenceRules | None) -> bool:
+        """Whether the loop can choose tokens by these rules: by all of them."""
+        return True
 
     @property
     def passes_in_progress(self) -> int:

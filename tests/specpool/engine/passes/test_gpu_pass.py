@@ -1,12 +1,13 @@
 """The GPU pass on a CPU: interpreted kernels, CUDA graph replay, and the draft loop."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -22,9 +23,11 @@ from specpool.engine.passes.gpu import attention, gemm, graphs, model
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel
+from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.run import pass_selection as forward
 from specpool.engine.run.engine import Engine
 from specpool.protocol.rounds import Proposal, ProposeItem, ProposeRound
+from specpool.protocol.sampling import SamplingParams
 
 pytest.importorskip("triton")
 
@@ -169,13 +172,13 @@ def test_eager_passes_and_drafts_replay_nothing(tmp_path: Path, fake_graphs: Fak
 def test_passes_are_captured_at_start_only(
     tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each number of rows with a tile per row and per four rows, and 1, 2 and 4 steps of each number of drafts."""
+    """Each number of rows with two numbers of tiles; each number of drafts with 4, 2, 1 greedy and 1 sampled steps."""
     caplog.set_level("INFO")
     monkeypatch.setattr(attention, "SPLIT", 64)
     engine = load_captured(tmp_path, exact=False, max_sequences=12, max_model_len=160)
-    assert fake_graphs.captured == 4 * 2 + 2 * 3
+    assert fake_graphs.captured == 4 * 2 + 2 * 4
     assert "capturing CUDA graphs" in caplog.text
-    assert "captured 14 CUDA graphs in" in caplog.text
+    assert "captured 16 CUDA graphs in" in caplog.text
 
     def replays(*lengths: int, cached: int = 0) -> int:
         before = fake_graphs.replayed
@@ -185,7 +188,7 @@ def test_passes_are_captured_at_start_only(
     assert [replays(1), replays(1, 1, 1), replays(9, 1), replays(*[1] * 12), replays(32)] == [1] * 5
     assert [replays(33), replays(30, 2, 1)] == [0, 0]
     assert [replays(1, 3, cached=cached) for cached in (60, 64, 100, 127, 128)] == [1] * 5  # more and more splits
-    assert fake_graphs.captured == 14
+    assert fake_graphs.captured == 16
     assert not engine.notes
 
 
@@ -234,6 +237,26 @@ def test_shapes_whose_capture_fails_run_eagerly(
     assert (fake_graphs.replayed > replayed) == (max_rows > 0)
 
 
+def test_shapes_that_lack_memory_before_their_capture_run_eagerly(
+    tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = GpuModel.forward
+
+    def forward_few(model: GpuModel, batch: PackedBatch) -> torch.Tensor:
+        if batch.rows > 16 and not batch.num_logits:  # the padding of a capture
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+        return run(model, batch)
+
+    monkeypatch.setattr(GpuModel, "forward", forward_few)
+    engine = load_captured(tmp_path, exact=False, max_sequences=6, max_model_len=64)
+    reason = "4 of 8 shapes, which run eagerly: CUDA out of memory. Tried"
+    assert engine.info().notes == (f"runs slowly: CUDA graph capture failed for {reason}",)
+    replayed = fake_graphs.replayed
+    engine.forward([Span(0, 0, random_tokens(16), 1)])
+    engine.forward([Span(0, 0, random_tokens(17), 1)])
+    assert fake_graphs.replayed == replayed + 1
+
+
 class BrokenTorch:
     """Stands in for `torch.cuda` before 2.12: the end of a broken capture raises before it tells the allocator."""
 
@@ -271,6 +294,8 @@ class BrokenTorch:
         try:
             yield
         except RuntimeError:
+            if not hasattr(torch._C, "_cuda_endAllocateToPool"):  # such a version tells the allocator itself
+                self.underway.remove(pool)
             raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
         self.underway.remove(pool)
         self.stream = "default"
@@ -281,11 +306,14 @@ class BrokenTorch:
         self.underway.remove(pool)
 
 
-def test_a_failed_capture_leaves_a_usable_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_private_function", [True, False])
+def test_a_failed_capture_leaves_a_usable_process(monkeypatch: pytest.MonkeyPatch, has_private_function: bool) -> None:
     def refuse() -> torch.Tensor:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     broken = BrokenTorch(monkeypatch)
+    if not has_private_function:
+        monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool")
     capture = graphs.CudaGraphs()
     result = torch.ones(1)
     assert capture(lambda: result)[1] is result
@@ -301,7 +329,14 @@ def test_a_failed_capture_leaves_a_usable_process(monkeypatch: pytest.MonkeyPatc
 # --- The draft loop
 
 
-def propose(engine: Engine, lengths: tuple[int, ...], min_chance: float, rounds: int, width: int = 0) -> list[Proposal]:
+def propose(
+    engine: Engine,
+    lengths: tuple[int, ...],
+    min_chance: float,
+    rounds: int,
+    width: int = 0,
+    rules: Sequence[SamplingParams | None] = (None,) * 4,
+) -> list[Proposal]:
     """Proposals of several rounds, in which half of the draft tokens are accepted. `width`: of the target's states."""
 
     def features(new: int) -> bytes:
@@ -315,6 +350,7 @@ def propose(engine: Engine, lengths: tuple[int, ...], min_chance: float, rounds:
             ProposeItem(
                 sequence_id=i, base_length=cached[i], token_ids=tuple(tokens[i][cached[i] :]),
                 num_draft_tokens=length, min_chance=min_chance, features=features(len(tokens[i]) - cached[i]),
+                sampling=rules[i],
             )
             for i, length in enumerate(lengths)
         ]  # fmt: skip
@@ -327,11 +363,22 @@ def propose(engine: Engine, lengths: tuple[int, ...], min_chance: float, rounds:
     return collected
 
 
+SAMPLED = (
+    SamplingParams(0.9, seed=3),
+    None,
+    SamplingParams(0.7, top_k=40, top_p=0.9, min_p=0.01, seed=2**64 - 1),
+    SamplingParams(1.2, seed=5),
+)
+
+
 @pytest.mark.parametrize("reads_states", [False, True])
-@pytest.mark.parametrize(("cuda_graphs", "min_chance"), [(False, 0.02), (True, 0.0), (True, 0.02)])
+@pytest.mark.parametrize(
+    ("cuda_graphs", "min_chance", "rules"),
+    [(False, 0.02, SAMPLED), (True, 0.0, (None,) * 4), (True, 0.02, SAMPLED), (True, 0.02, (*SAMPLED[:3], None))],
+)
 def test_the_draft_loop_matches_single_steps(
     tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, cuda_graphs: bool, min_chance: float,
-    reads_states: bool,
+    rules: Sequence[SamplingParams | None], reads_states: bool,
 ) -> None:  # fmt: skip
     folder = save_feature_draft(tmp_path) if reads_states else save_random(tmp_path, *VARIANTS["qwen3"])
     options = {"native": False, "cuda_graphs": cuda_graphs, "max_sequences": 4, "max_model_len": 128}
@@ -339,7 +386,7 @@ def test_the_draft_loop_matches_single_steps(
 
     def run() -> tuple[list[Proposal], list[dict[int, torch.Tensor]]]:
         engine = load_engine(folder, exact=False, **options)
-        proposals = propose(engine, lengths, min_chance, rounds=4, width=width)
+        proposals = propose(engine, lengths, min_chance, rounds=4, width=width, rules=rules)
         return proposals, [engine.slots["a", i].own_states for i in range(len(lengths))]
 
     looped, looped_states = run()
@@ -354,6 +401,25 @@ def test_the_draft_loop_matches_single_steps(
         assert of_loop.keys() == of_step.keys()
         for position, state in of_loop.items():
             torch.testing.assert_close(state, of_step[position])
+
+
+@pytest.mark.parametrize(("rules", "graphs"), [((None,) * 2, 1 + 2), (SAMPLED, 1 + 3)])
+def test_a_draft_of_four_tokens_takes_one_round_trip(
+    tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch,
+    rules: Sequence[SamplingParams | None], graphs: int,
+) -> None:  # fmt: skip
+    """Each call of `forward` uploads tokens, which the host has to read first."""
+    engine = load_captured(tmp_path, exact=False, max_sequences=4, max_model_len=64)
+    with mock.patch.object(engine, "forward", wraps=engine.forward) as forward_once:
+        replayed = fake_graphs.replayed
+        propose(engine, (4, 4), 0.0, rounds=1, rules=rules)
+        assert forward_once.call_count == 1
+        assert fake_graphs.replayed - replayed == graphs
+    engine.slots.release_all("a")
+    monkeypatch.setattr(Engine, "can_draft", lambda *_: False)
+    with mock.patch.object(engine, "forward", wraps=engine.forward) as forward_each:
+        propose(engine, (4, 4), 0.0, rounds=1, rules=rules)
+        assert forward_each.call_count == 4
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from specpool.engine.passes.gpu import attention
 from specpool.engine.passes.gpu import gemm as gpu_gemm
 from specpool.engine.passes.gpu.attention import attend_pages, num_splits, rows_per_tile
 from specpool.engine.passes.gpu.gemm import Gemm, cublas_rows_of
-from specpool.engine.passes.gpu.rows import Addend, activate, add_and_norm, rotate_and_cache
+from specpool.engine.passes.gpu.rows import Addend, Recorder, activate, add_and_norm, rotate_and_cache
 from specpool.engine.passes.rotary import rotate
 
 pytest.importorskip("triton")
@@ -257,13 +257,18 @@ def test_add_and_norm(dtype: torch.dtype, size: int, splits: int, has_norm: bool
         added = rms_norm(added + bias.double(), norm.double(), 1e-6)
     expected = hidden.double() + added
     before, alone = hidden.clone(), hidden[3:4].clone()
-    normed = add_and_norm(hidden, Addend(partials, bias, norm), weight, 1e-6)
+    states, slots = torch.zeros(5, 3, size, dtype=dtype), torch.tensor([-1, 2], dtype=torch.int32)
+    normed = add_and_norm(hidden, Addend(partials, bias, norm), weight, 1e-6, Recorder(states, slots, 1))
+    assert torch.equal(states[:, 2], hidden)
+    assert not states[:, :2].any()
     assert_near(hidden, expected, dtype)
     assert_near(normed, rms_norm(expected, weight.double(), 1e-6), dtype)
     normed_alone = add_and_norm(alone, Addend(partials[:, 3:4].contiguous(), bias, norm), weight, 1e-6)
     assert torch.equal(normed_alone[0], normed[3])
     assert torch.equal(alone[0], hidden[3])
-    assert_near(add_and_norm(before, None, weight, 1e-6), rms_norm(before.double(), weight.double(), 1e-6), dtype)
+    normed = add_and_norm(before, None, weight, 1e-6, Recorder(states.zero_(), slots, 0))
+    assert_near(normed, rms_norm(before.double(), weight.double(), 1e-6), dtype)
+    assert not states.any()
 
 
 @each_dtype

@@ -41,11 +41,8 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
 UNEVEN = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, **ONE_LAYER}
 
 
-def run(forward_pass: ForwardPass, kv_heads: int, head_dim: int) -> torch.Tensor:
-    """Logits of a prompt in two passes, the second of which has another sequence with the same start.
-
-    The sequences take pages from the end of the cache.
-    """
+def start(forward_pass: ForwardPass, kv_heads: int, head_dim: int) -> PassRunner:
+    """A runner with two sequences, which take pages from the end of the cache."""
     model, groups = getattr(forward_pass, "model", forward_pass), 2
     layers, hidden_size = len(model.layers), model.norm.numel()
     columns, dtype, tables = 2 * MAX_LENGTH, forward_pass.compute_dtype, (2, MAX_LENGTH // PAGE_SIZE)
@@ -55,6 +52,12 @@ def run(forward_pass: ForwardPass, kv_heads: int, head_dim: int) -> torch.Tensor
         arena.assign(slot, 0, range(pages - slot - 1, -1, -2))
     runner = PassRunner(forward_pass, arena, Tiles(), groups, hidden_size)
     runner.capture_graphs(8, MAX_LENGTH, 1)
+    return runner
+
+
+def run(forward_pass: ForwardPass, kv_heads: int, head_dim: int) -> torch.Tensor:
+    """Logits of a prompt in two passes, the second of which has another sequence with the same start."""
+    runner = start(forward_pass, kv_heads, head_dim)
     first = runner.run([Span(0, 0, TOKENS[:3], 3)]).logits
     second = runner.run([Span(0, 3, TOKENS[3:], 2), Span(1, 0, TOKENS[:2], 2)]).logits
     return torch.cat([first, second])
@@ -186,6 +189,26 @@ def test_all_ranks_capture_the_same_passes(sums: Sums, monkeypatch: pytest.Monke
     assert torch.equal(logits, eager)
     assert torch.equal(others, eager)
     assert counts == same == [2, 2]
+
+
+def test_the_graphs_of_ranks_record_any_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    imitate_kernels(monkeypatch)
+    folder = save_random(tmp_path, "llama", {**UNEVEN, "num_hidden_layers": 2})
+    span = Span(0, 0, TOKENS, 1, num_states=len(TOKENS))
+
+    def record(fused: FusedModel, group: GroupInTurns) -> tuple[list[torch.Tensor | None], int, int]:
+        graphs = FakeGraphs()
+        model, sizes = GpuModel(fused, MAX_LENGTH), (fused.kv_heads, fused.head_dim)
+        runner = start(CapturedModel(model, graphs), *sizes)
+        replayed = [runner.run([span], layers).states for layers in ((1, 2), (2,), (1,))]
+        eager = start(model, *sizes).run([span], (1, 2)).states
+        return [eager, *replayed], graphs.captured, graphs.replayed
+
+    for (eager, *replayed), *counts in run_ranks(folder, 2, "parts", record):
+        assert eager is not None
+        first, second = eager.chunk(2, 1)
+        assert all(map(torch.equal, replayed, (eager, second, first)))
+        assert counts == [2, 3]
 
 
 def test_no_rank_captures_what_fails_on_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.passes.attention import LibraryModel
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.gpu import states as gpu_states
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.native.model import NativeModel
@@ -133,26 +135,35 @@ def captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeG
     return load
 
 
-def test_replayed_passes_return_states(captured: Callable[[FakeGraphs], Engine], tmp_path: Path) -> None:
+def test_the_same_graphs_record_any_layers(captured: Callable[[FakeGraphs], Engine], tmp_path: Path) -> None:
     graphs = FakeGraphs()
     engine = captured(graphs)
+    count, replayed = graphs.captured, graphs.replayed
     check(engine, tmp_path)
-    before, replayed = graphs.captured, graphs.replayed
-    check(engine, tmp_path)
-    assert graphs.captured == before, "each shape is captured once"
-    assert graphs.replayed > replayed
+    for layers in ((2, 1), (1,), (2,)):
+        states = states_of(engine, Span(1, 0, TOKENS, 1, num_states=len(TOKENS)), layers=layers)
+        assert_close(states, transformers_states(tmp_path, TOKENS, layers))
+    assert graphs.captured == count, "nothing is captured while serving"
+    assert graphs.replayed >= replayed + 2 * 3
 
 
-def test_passes_that_cannot_be_captured_run_eagerly(captured: Callable[[FakeGraphs], Engine], tmp_path: Path) -> None:
+def test_layers_are_uploaded_when_they_change(captured: Callable[[FakeGraphs], Engine]) -> None:
+    engine, span = captured(FakeGraphs()), Span(1, 0, TOKENS, 1, num_states=1)
+    engine.forward_with_states([span], (1,))
+    with mock.patch.object(gpu_states, "slots_of", wraps=gpu_states.slots_of) as upload:
+        for layers in ((1,), (1,), LAYERS, LAYERS, (1,)):
+            engine.forward([span])
+            engine.forward_with_states([span], layers)
+    assert upload.call_count == 2
+
+
+def test_passes_with_too_many_layers_run_eagerly(
+    captured: Callable[[FakeGraphs], Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_states, "MAX_STATE_LAYERS", 1)
     graphs = FakeGraphs()
     engine = captured(graphs)
-
-    def refuse(run: object) -> None:
-        graphs.captured += 1
-        raise RuntimeError("out of memory")
-
-    engine.forward_pass._state_graphs._capture = refuse  # type: ignore[union-attr, assignment]
+    replayed = graphs.replayed
+    engine.forward_with_states([Span(1, 0, TOKENS, 1, num_states=1)], LAYERS)
+    assert graphs.replayed == replayed
     check(engine, tmp_path)
-    before = graphs.captured
-    check(engine, tmp_path)
-    assert graphs.captured == before, "no shape is tried twice"

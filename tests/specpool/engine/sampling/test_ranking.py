@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from hypothesis import strategies as st
 from test_sampling import VOCAB, all_params, contexts, make_logits
 
 from specpool.engine.numerics.noise import gumbel
+from specpool.engine.sampling import ranking as ranking_module
+from specpool.engine.sampling import ranking_kernel
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.ranking import Ranking, rank_rows
 from specpool.engine.sampling.rows import SequenceRows
@@ -104,3 +108,39 @@ def test_outputs_of_a_smaller_head_are_mapped_to_tokens(params: SamplingParams |
     ((ranking,),) = rank_rows(logits[None], [SequenceRows(rules, [1], 1)], head, 5)
     assert {token for token, _ in ranking} == set(output_ids.tolist())
     assert ranking == rank(head.over_vocabulary(logits[None])[0], params, [1], 5)
+
+
+# --- Kernels, in Triton's interpreter
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 999),
+    distinct=st.integers(1, 9),
+    count=st.integers(1, 8),
+    output_ids=st.sampled_from([None, [2, 11, 7, 5, 3]]),
+    culprit=st.sampled_from([None, math.nan, math.inf, -math.inf]),
+)
+def test_kernels_rank_greedy_rows_alike(
+    seed: int, distinct: int, count: int, output_ids: list[int] | None, culprit: float | None
+) -> None:
+    pytest.importorskip("triton")
+    head = Head(VOCAB, None if output_ids is None else torch.tensor(output_ids))
+    logits = torch.randint(distinct, (4, head.outputs), generator=torch.Generator().manual_seed(seed)).float()
+    if culprit is not None:
+        logits[1, seed % head.outputs], logits[2, 1:] = culprit, -math.inf
+    sampled = SequenceRules(SamplingParams(temperature=0.7, seed=1))
+    rows = [SequenceRows(None, [1, 2], 2), SequenceRows(sampled, [1], 1), SequenceRows(None, [1], 1)]
+    expected = rank_rows(logits, rows, head, count)
+    with (
+        mock.patch.object(ranking_module, "kernel_is_exact", return_value=True),
+        mock.patch.object(ranking_kernel, "PART", 4),
+        mock.patch.object(ranking_module, "_read", wraps=ranking_module._read) as read,
+    ):
+        actual = rank_rows(logits, rows, head, count)
+    assert read.call_count <= 2  # all greedy rows, and the sampled one
+    for of_kernel, of_torch in zip(chain(*actual), chain(*expected), strict=True):
+        assert [token for token, _ in of_kernel] == [token for token, _ in of_torch]
+        probabilities = [probability for _, probability in of_torch]
+        assert [probability for _, probability in of_kernel] == pytest.approx(probabilities, rel=1e-4)

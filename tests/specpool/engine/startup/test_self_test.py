@@ -25,6 +25,7 @@ from specpool.engine.passes.gpu import model
 from specpool.engine.passes.gpu.gemm import Gemm, GemmBackend
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel
+from specpool.engine.passes.gpu.states import StateMemory
 from specpool.engine.passes.native import decoder
 from specpool.engine.passes.native.decoder import Linear
 from specpool.engine.passes.native.model import NativeModel
@@ -412,6 +413,16 @@ def test_stale_replays_fail_the_self_test(
     folder = save_model(tmp_path, small_config("llama"))
     with result as bitwise:
         assert load_engine(folder, native=False, max_sequences=4, max_model_len=64).bitwise is bitwise
+
+
+def test_outdated_layers_fail_the_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(forward, "CudaGraphs", FakeGraphs)
+    choose = StateMemory.choose
+    monkeypatch.setattr(StateMemory, "choose", lambda own, layers: None if own._layers else choose(own, layers))
+    folder = save_model(tmp_path, small_config("llama"))
+    assert not load_engine(folder, native=False, max_sequences=4, max_model_len=64).bitwise
 
 
 @pytest.mark.slow
