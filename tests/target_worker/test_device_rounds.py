@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from eagle_heads import save_eagle_head
 from feature_drafts import save_pair_draft
-from interpreted_kernels import imitate_kernels
+from interpreted_kernels import FakeGraphs, imitate_kernels
 from own_drafts import Generation, Rounds
-from tiny_models import forget_all, load_engine, random_tokens
+from tiny_models import forget_all, load_engine, random_tokens, save_model, small_config
 
 from draft_worker.proposer import Proposer
+from specpool.engine.passes.gpu.captured import CapturedModel
+from specpool.engine.run import pass_selection
 from specpool.engine.run.device_round import DeviceRound
 from specpool.engine.run.engine import Engine
 from specpool.protocol.rounds import OwnDraftItem, Verdict
@@ -22,25 +25,31 @@ from target_worker.verifier import Verifier
 pytest.importorskip("triton")
 
 SLOTS = 4
+MAX_DRAFT_LENGTH = 64
+"""Positions of the longest sequence."""
 Pair = tuple[Engine, Engine]
 
 
-@pytest.fixture(scope="module", params=["plain", "equal", "states"])
+@pytest.fixture(scope="module", params=["plain", "equal", "states", "EAGLE-3"])
 def pair(
     request: pytest.FixtureRequest, tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    """A target and a draft on imitated kernels."""
-    folder = tmp_path_factory.mktemp("pair")
+    """A target and a draft on imitated kernels. Passes are captured if the draft reads states."""
+    folder, kind = tmp_path_factory.mktemp("pair"), request.param
+    target, draft = tiny_pair[0], tiny_pair[kind == "plain"]
+    options: dict[str, Any] = {"exact": False, "native": False, "max_sequences": SLOTS}
     with pytest.MonkeyPatch.context() as patch:
         imitate_kernels(patch)
-        target = load_engine(tiny_pair[0], exact=False, native=False)
-        options: dict[str, Any] = {"exact": False, "native": False}
-        if request.param == "plain":
-            yield target, load_engine(tiny_pair[1], **options)
-        elif request.param == "equal":
-            yield target, load_engine(tiny_pair[0], **options)
-        else:
-            yield target, load_engine(save_pair_draft(folder, *tiny_pair, (1, 2)), **options)
+        if kind == "states":
+            draft = save_pair_draft(folder / "draft", *tiny_pair, (1, 2))
+        elif kind == "EAGLE-3":
+            target = save_model(folder / "target", small_config("llama", num_hidden_layers=8))
+            draft = save_eagle_head(folder / "head", 3)
+        if kind in ("states", "EAGLE-3"):
+            patch.setattr(pass_selection, "CudaGraphs", FakeGraphs)
+            patch.setattr(CapturedModel, "captured_rows", 24)
+        draft_options = {"target_model": str(target)} if kind == "EAGLE-3" else {"max_model_len": MAX_DRAFT_LENGTH}
+        yield load_engine(target, **options), load_engine(draft, **options, **draft_options)
 
 
 @pytest.fixture
