@@ -37,9 +37,11 @@ from specpool.engine.passes.gpu.accept import accept
 from specpool.engine.passes.gpu.choice import REMAINING, choose
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.packing import PackedBatch, Shape, pack
+from specpool.engine.sampling.change_kernel import change_rows
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.kernel import FIELDS, sample_rows
 from specpool.engine.sampling.ranking_kernel import rank_greedy
+from specpool.engine.sampling.rules import Changes
 from specpool.engine.sharding.group import SINGLE_RANK, Group, SingleRank
 from specpool.engine.sharding.shares import Share, Sums, piece_of, shard
 from specpool.engine.sharding.weights import adapt, cut
@@ -263,7 +265,7 @@ def sample(vocab_size: int, dtype: torch.dtype) -> None:
         choose(logits, head, rules=of_row)
         choose(logits, head, numbers, of_row)
         rank_greedy(logits, head, 2)
-    for changed in (None, logits.float()):
+    for changed in (None, change_rows(logits, [(params, Changes())])):
         with suppress(NotImplementedError):  # the meta device has no memory to read the token from
             sample_rows(logits, [(params, 1)], changed)
 

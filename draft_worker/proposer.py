@@ -4,7 +4,7 @@
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 
@@ -62,12 +62,12 @@ class Proposer(SequenceEngine):
         drafts = [
             {key: self._draft_of(key, item, forced[key], given.get(key)) for key, item in own.items()} for own in plain
         ]
-        self._draft(rounds, drafts, drafted or {})
+        self._draft(rounds, drafts, given.keys(), drafted or {})
         branching = {key: item for own in served for key, item in own.items() if item.num_branches}
         chances = {key: round_.chances for round_, own in zip(rounds, served, strict=True) for key in own}
         branches = draft_branches(self, branching, chances)
         proposals = {
-            key: self._proposal(key, item, (*forced[key], *draft.token_ids), draft, key in given)
+            key: self._proposal(key, item, (*forced[key], *draft.token_ids), draft)
             for own, own_drafts in zip(plain, drafts, strict=True)
             for (key, item), draft in zip(own.items(), own_drafts.values(), strict=True)
         }
@@ -104,8 +104,17 @@ class Proposer(SequenceEngine):
         )
 
     def _draft(
-        self, rounds: Sequence[ProposeRound], drafts: Sequence[Mapping[SequenceKey, Draft]], drafted: Drafted
+        self,
+        rounds: Sequence[ProposeRound],
+        drafts: Sequence[Mapping[SequenceKey, Draft]],
+        given: Set[SequenceKey],
+        drafted: Drafted,
     ) -> None:
+        """Extend the drafts of all rounds, and keep their own states.
+
+        `given`: sequences that need no own states, because those of the target come with every round. `drafted`: see
+        `propose`.
+        """
         self.rows = ()
         if not any(drafts):
             return
@@ -119,22 +128,21 @@ class Proposer(SequenceEngine):
             extend_drafts(draft_rounds, read_choices(found))
         else:
             self.draft(draft_rounds)
+        states, counts = dict[SequenceKey, tuple[int, Sequence[torch.Tensor]]](), list[int]()
         for key, draft in chain.from_iterable(own.items() for own in drafts):
+            counts.append(len(draft.token_ids))
             if draft.is_broken:
                 log.warning("sequence %d: logits are not finite; shortening its draft", key[1])
-        counts = [len(draft.token_ids) for own in drafts for draft in own.values()]
+            elif draft.own_states and key not in given:
+                states[key] = draft.span.end, draft.own_states
+        self.keep_states(states)
         if steps := max(counts):
             self.rows = [num_tokens, *(sum(count > step for count in counts) for step in range(1, steps))]
 
-    def _proposal(
-        self, key: SequenceKey, item: ProposeItem, token_ids: tuple[int, ...], draft: Draft, has_states: bool
-    ) -> Proposal:
-        """Record what the draft cached. `has_states`: whether the target's states come with every round."""
+    def _proposal(self, key: SequenceKey, item: ProposeItem, token_ids: tuple[int, ...], draft: Draft) -> Proposal:
+        """Record what the draft cached."""
         num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(token_ids) - 1)
         self.keep(key, num_cached_tokens)
-        if draft.own_states and not draft.is_broken and not has_states:
-            states = torch.cat(draft.own_states)  # a view would keep the states of all drafts
-            self.keep_states(key, draft.span.end, [*states])
         return Proposal(
             sequence_id=key[1],
             status=ItemStatus.OK,

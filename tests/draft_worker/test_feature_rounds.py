@@ -83,6 +83,15 @@ def test_own_states_of_other_tokens_are_dropped(proposer: Proposer) -> None:
     assert first.draft_token_ids == again.draft_token_ids
 
 
+def test_sequences_of_a_round_keep_states_in_memory_of_their_own(proposer: Proposer) -> None:
+    """Otherwise, an idle sequence would keep the states of all sequences of its last round."""
+    propose(proposer, 1, *(ProposeItem(number, 0, PROMPT, num_draft_tokens=number) for number in (1, 2, 4)))
+    for number in (1, 2, 4):
+        states = proposer.engine.slots["c", number].own_states
+        assert sorted(states) == [12 + i for i in range(number)]
+        assert all(state.untyped_storage().nbytes() == number * state.nbytes for state in states.values())
+
+
 def test_branches_continue_with_own_states(proposer: Proposer) -> None:
     (whole,) = propose(proposer, 1, ProposeItem(1, 0, PROMPT, num_draft_tokens=6))
     first, second, *rest = whole.draft_token_ids

@@ -1,7 +1,7 @@
 """Rounds that the device runs as a whole equal the same rounds taken step by step."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.run import pass_selection
 from specpool.engine.run.device_round import DeviceRound
 from specpool.engine.run.engine import Engine
+from specpool.protocol.errors import WorkerFailedError
 from specpool.protocol.rounds import OwnDraftItem, Verdict
+from specpool.protocol.sampling import SamplingParams
 from target_worker.verifier import Verifier
 
 pytest.importorskip("triton")
@@ -118,3 +120,90 @@ def test_rounds_equal_those_taken_step_by_step(pair: Pair, seed: int, counted: l
         torch.testing.assert_close(own[:, :count], wanted_keys[:, :count])
     for engine in pair:
         engine.slots.check_integrity()
+
+
+only_plain = pytest.mark.parametrize("pair", ["plain"], indirect=True)
+
+
+@only_plain
+@pytest.mark.parametrize(
+    ("rules", "fields"),
+    [
+        (SamplingParams(temperature=0.8, seed=3, prompt_length=20), {}),
+        (SamplingParams(repetition_penalty=1.5, prompt_length=20), {}),
+        (None, {"num_logprobs": 1}),
+        (None, {"end": 4}),
+        (None, {"want_features": True}),
+    ],
+    ids=["sampled", "penalties", "log-probabilities", "prompt chunk", "features"],
+)
+def test_other_rounds_are_taken_step_by_step(
+    pair: Pair, counted: list[int], rules: SamplingParams | None, fields: dict[str, Any]
+) -> None:
+    rounds, own, of_round = carrying(pair), OwnDraftItem(3, 3), {}
+    if "want_features" in fields:
+        of_round = {"feature_layers": (1,), "feature_window": 4}
+    plain = Generation(1, tuple(random_tokens(20)))
+    rounds.send([(plain, plain.item(own))])
+    other = Generation(2, plain.prompt, rules, fields.pop("num_logprobs", None))
+    for _ in range(2):
+        rounds.send([(plain, plain.item(own)), (other, other.item(own, **fields))], **of_round)
+        if "end" in fields:
+            fields["end"] *= 2
+    assert counted == []
+    rounds.send([(plain, plain.item(own))])
+    assert counted == [1]
+
+
+@only_plain
+def test_sequences_without_drafts_join_a_round(pair: Pair, counted: list[int]) -> None:
+    rounds, both = carrying(pair), [Generation(i, tuple(random_tokens(20, seed=i))) for i in range(2)]
+    rounds.send([(each, each.item(OwnDraftItem(3, 3))) for each in both])
+    rounds.send([(both[0], both[0].item(OwnDraftItem(3, 3))), (both[1], both[1].item(None))])
+    assert counted == [2]
+    rounds.send([(each, each.item(OwnDraftItem(3, 3))) for each in both])
+    assert counted == [2], "the draft has to catch up"
+
+
+@only_plain
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_draft_that_is_not_finite_yields_no_tokens(
+    pair: Pair, counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds, generation, own = carrying(pair), Generation(1, tuple(random_tokens(20))), OwnDraftItem(3, 3)
+    rounds.send([(generation, generation.item(own))])
+    with monkeypatch.context() as patch:
+        patch.setattr(pair[1].forward_pass, "forward", spoiled(pair[1]))
+        rounds.send([(generation, generation.item(own))])
+    (verdict,) = rounds.send([(generation, generation.item(own))])
+    assert verdict.own_draft is not None
+    assert (verdict.own_draft.draft_token_ids, counted) == ((), [1, 1])
+
+    monkeypatch.setattr(pair[0].forward_pass, "forward", spoiled(pair[0]))
+    with pytest.raises(WorkerFailedError, match="logits are not finite"):
+        rounds.send([(generation, generation.item(own))])
+
+
+def spoiled(engine: Engine) -> Callable[[Any], torch.Tensor]:
+    """Return a pass of the engine whose logits are not finite."""
+    forward = engine.forward_pass.forward
+    return lambda batch: torch.full_like(forward(batch), torch.nan)
+
+
+@only_plain
+def test_a_draft_that_fails_costs_only_drafts(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(batch: Any) -> torch.Tensor:
+        raise RuntimeError("no kernel")
+
+    rounds, generation, own = carrying(pair), Generation(1, tuple(random_tokens(20))), OwnDraftItem(3, 3)
+    rounds.send([(generation, generation.item(own))])
+    with monkeypatch.context() as patch:
+        patch.setattr(pair[1].forward_pass, "forward", fail)
+        rounds.send([(generation, generation.item(own))])
+    assert "the round failed on the device (no kernel); taking it step by step" in caplog.messages
+    (verdict,) = rounds.send([(generation, generation.item(own))])
+    assert verdict.own_draft is not None
+    assert verdict.own_draft.draft_token_ids == ()
+    rounds.generate([generation], 3)

@@ -28,7 +28,7 @@ K = 4
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations by name. Views and empty tensors launch nothing."""
+    """Counts operations and GEMMs by name. Views and empty tensors launch nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,17 +42,21 @@ class Launches(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        was_paused, self.is_paused = self.is_paused, True
+    def as_one(self, name: str) -> Iterator[None]:
+        """Count all operations in this context as one launch."""
+        if self.is_paused:
+            yield
+            return
+        self.counts[name] += 1
+        self.is_paused = True
         yield
-        self.is_paused = was_paused
+        self.is_paused = False
 
     def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that counts as one launch."""
 
         def run(*args: Any) -> Any:
-            self.counts[name] += not self.is_paused
-            with self.paused():
+            with self.as_one(name):
                 return function(*args)
 
         return run
@@ -66,7 +70,6 @@ class CountedGraphs(FakeGraphs):
     def __call__(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
         CountedGraphs.num_captured += 1
         replay, result = super().__call__(run)
-
         return self.launches.counted("replay", replay), result
 
 
@@ -74,13 +77,13 @@ class CountedGraphs(FakeGraphs):
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A target, and a draft that reads its states. Their passes are captured."""
     imitate_kernels(monkeypatch)
+    counted = CountedGraphs.launches.counted
+    for module, name in ((gemm, "split_k_gemm"), (device_round, "accept")):
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, counted("wait", getattr(torch.Tensor, name)))
     monkeypatch.setattr(pass_selection, "CudaGraphs", CountedGraphs)
     monkeypatch.setattr(CapturedModel, "captured_rows", 64)
-    launches = CountedGraphs.launches
-    for module, name in ((gemm, "split_k_gemm"), (device_round, "accept")):
-        monkeypatch.setattr(module, name, launches.counted(name, getattr(module, name)))
-    for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"):
-        monkeypatch.setattr(torch.Tensor, name, launches.counted("wait", getattr(torch.Tensor, name)))
     target = save_model(tmp_path / "target", small_config("llama", num_hidden_layers=3))
     causal = save_model(tmp_path / "causal", small_config("llama", num_hidden_layers=1))
     return target, save_pair_draft(tmp_path / "draft", target, causal, (1, 2))
@@ -102,6 +105,6 @@ def test_launches_do_not_grow_with_the_sequences(folders: tuple[Path, Path]) -> 
         counts.append(CountedGraphs.launches.counts.copy())
         rounds.verifier.release("c", None)
     assert counts[0] == counts[1]
-    assert counts[0]["replay"] == 2 + 2, "the passes of both models, then two steps and one"
+    assert counts[0]["replay"] == 4, "both passes, and graphs of 2 steps and of 1"
     assert counts[0]["accept"] == counts[0]["wait"] == 1
     assert CountedGraphs.num_captured == captured > 0, "nothing is captured while serving"

@@ -269,8 +269,8 @@ class SequenceEngine:
         logits, own_states = self.engine.forward(list(spans.values())), self.engine.own_states
         if own_states is not None:
             counts = [span.num_logits for span in spans.values()]
-            for (key, span), states in zip(spans.items(), own_states.split(counts), strict=True):
-                self.keep_states(key, span.end, [*states.clone()])  # a view would keep those of all sequences
+            parts = zip(spans.items(), own_states.split(counts), strict=True)
+            self.keep_states({key: (span.end, [part]) for (key, span), part in parts if span.num_logits})
         return dict(zip(spans, rank_rows(logits, self._rows_of(spans, {}), self.engine.head, count), strict=True))
 
     def forced(self, key: SequenceKey, token_ids: Sequence[int], limit: int) -> tuple[int, ...]:
@@ -294,13 +294,20 @@ class SequenceEngine:
         slot = self.engine.slots[key]
         slot.next_token, slot.num_accepted = next_token, num_accepted
 
-    def keep_states(self, key: SequenceKey, end: int, states: Sequence[torch.Tensor]) -> None:
-        """Keep a feature draft's own states after each of the last positions up to `end`.
+    def keep_states(self, states: Mapping[SequenceKey, tuple[int, Sequence[torch.Tensor]]]) -> None:
+        """Keep a feature draft's own states [n, hidden] after each of the last positions up to the end of sequences.
 
         Those that the round began with stay, so that a repeated round gives the same draft.
         """
-        slot = self.engine.slots[key]
-        slot.own_states = {**dict(enumerate(states, end - len(states) + 1)), **slot.own_states}
+        if not states:
+            return
+        joined = torch.cat([part for _, parts in states.values() for part in parts])
+        sizes = [sum(map(len, parts)) for _, parts in states.values()]
+        copies = [joined.new_empty(size, joined.shape[1]) for size in sizes]
+        torch.split_with_sizes_copy(joined, sizes, out=copies)  # views would keep the states of all sequences
+        for (key, (end, _)), own in zip(states.items(), copies, strict=True):
+            slot = self.engine.slots[key]
+            slot.own_states = {**dict(enumerate(own, end - len(own) + 1)), **slot.own_states}
 
     def _rows_of(
         self, spans: Mapping[SequenceKey, Span], num_logprobs: Mapping[SequenceKey, int | None]

@@ -24,21 +24,22 @@ log = logging.getLogger(__name__)
 LARGEST_ID = (1 << 31) - 1
 
 
-def log_probabilities(logits: torch.Tensor, token_ids: list[int], num_top: int) -> Logprobs:
-    """Return the log-probability of a token in each row of logits [n, vocab_size], and of the `num_top` largest.
+def log_probabilities(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:
+    """Return the log-probability of a token [n] in each row of logits [n, vocab_size], and of the `num_top` largest.
 
-    The normalizer is a sum of integer masses, which does not depend on the order. The smaller token wins ties.
+    The normalizer is a sum of integer masses, which does not depend on the order. The smaller token wins ties. The host
+    waits once.
     """
     logits = logits.float()
     shifted = logits - logits.amax(-1, keepdim=True)
     total = masses(shifted).sum(-1, keepdim=True).double().float() * 2.0**-MASS_BITS
     logprobs = shifted + negative_log(total)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
     ids = torch.arange(logits.shape[1], device=logits.device)
     ranked = _order(logits).long() << 32 | (LARGEST_ID - ids)
     top_ids = LARGEST_ID - (ranked.topk(min(num_top, logits.shape[1])).values & LARGEST_ID)
-    rows = zip(chosen[:, 0].tolist(), top_ids.tolist(), logprobs.gather(1, top_ids).tolist(), strict=True)
-    return Logprobs.of(top_ids.shape[1], rows)
+    columns = logprobs.gather(1, token_ids[:, None]), logprobs.gather(1, top_ids), top_ids
+    rows, end = torch.cat([each.double() for each in columns], 1).tolist(), 1 + top_ids.shape[1]
+    return Logprobs.of(top_ids.shape[1], ((row[0], map(int, row[end:]), row[1:end]) for row in rows))
 
 
 def _order(x: torch.Tensor) -> torch.Tensor:
@@ -144,7 +145,9 @@ def _with_logprobs(known: torch.Tensor, sequences: Sequence[SequenceRows], chose
     for num_top, members in groups.items():
         places = [first + i for index, first in members for i in range(len(chosen[index].token_ids))]
         tokens = [token for index, _ in members for token in chosen[index].token_ids]
-        logprobs, at = log_probabilities(known[places], tokens, num_top), 0
+        numbers = torch.tensor([places, tokens], pin_memory=known.device.type == "cuda")
+        numbers = numbers.to(known.device, non_blocking=True)
+        logprobs, at = log_probabilities(known[numbers[0]], numbers[1], num_top), 0
         for index, _ in members:
             end = at + len(chosen[index].token_ids)
             chosen[index], at = replace(chosen[index], logprobs=logprobs[at:end]), end

@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 
 from specpool.engine.numerics.elementary import masses
 from specpool.engine.numerics.noise import argmax_with_noise
+from specpool.engine.sampling.change_kernel import change_rows
 from specpool.engine.sampling.kernel import has_kernels, sample_rows
+from specpool.engine.sampling.lexers import BITS
 from specpool.engine.sampling.rows import SequenceRows
-from specpool.engine.sampling.rules import Changes, Ids, SequenceRules
+from specpool.engine.sampling.rules import Changes, SequenceRules
 from specpool.protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -43,10 +45,8 @@ def choose_batch(logits: torch.Tensor, sequences: Sequence[SequenceRows]) -> tup
 
     `logits` is [n, vocab_size], in the order of the sequences. Also return whether each row's largest logit is finite.
     """
-    rows_changed, changed_logits = changed_rows(sequences), None
-    if rows_changed:
-        changed_logits = logits.to(torch.float32, copy=True)
-        change(changed_logits, rows_changed)
+    rows = [(each.params, changes) for each in sequences for changes in each.changes()]
+    changed_logits = change_rows(logits, rows) if any(changes is not None for _, changes in rows) else None
     rules = [(rows.params, length) for rows in sequences for length in rows.lengths]
     chosen, finite = sample_rows(logits, rules, changed_logits)
     row_tokens = iter(chosen)
@@ -58,15 +58,16 @@ def kernel_is_exact(device: torch.device, dtype: torch.dtype, vocab_size: int) -
     """Whether `choose_batch` works for such logits: test that a few rows get the same tokens as on the CPU."""
     if not has_kernels(device):
         return False
-    rows = 8
-    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 4
-    rules = [SamplingParams(0.9, seed=row) for row in range(rows // 2)]
-    rules += [SamplingParams(0.7, top_k=50, top_p=0.9, min_p=0.01, seed=row) for row in range(rows // 2)]
+    penalties: dict[str, Any] = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}
+    limits: list[dict[str, Any]] = [{}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}]
+    rules = [SamplingParams(0.8, seed=row, **limits[row // 4], **penalties) for row in range(8)]
+    logits = (torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
     try:
-        original = logits.to(dtype)
-        for read, penalized in ((original, None), (logits, logits.to(device))):  # rows with penalties are float32
-            chosen, finite = sample_rows(original.to(device), [(params, 1) for params in rules], penalized)
-            expected = [choose_token(row, params, [0]) for row, params in zip(read, rules, strict=True)]
+        for changes in (None, _trial_changes(vocab_size)):
+            given, rows = logits.to(device), [(params, changes) for params in rules]
+            changed_logits = None if changes is None else change_rows(given, rows)
+            chosen, finite = sample_rows(given, [(params, 1) for params in rules], changed_logits)
+            expected = [_choose(row, params, 1, changes) for row, params in zip(logits, rules, strict=True)]
             if chosen != expected or not all(finite):
                 log.warning("sampling kernel chose %s instead of %s; sampling row by row", chosen, expected)
                 return False
@@ -74,6 +75,13 @@ def kernel_is_exact(device: torch.device, dtype: torch.dtype, vocab_size: int) -
         log.warning("sampling kernel failed (%s); sampling row by row", error)
         return False
     return True
+
+
+def _trial_changes(vocab_size: int) -> Changes:
+    """Changes of every kind, of many tokens."""
+    ids = np.arange(vocab_size, dtype=np.int32)
+    allowed = np.full(-(-vocab_size // BITS), 0xBEEFCAFE, np.uint32)
+    return Changes(ids, (ids % 5).astype(np.float32), ids[3:4], allowed, ids, ids % 4 - 1)
 
 
 def largest(logits: torch.Tensor) -> torch.Tensor:
@@ -117,55 +125,28 @@ def _choose(logits: torch.Tensor, params: SamplingParams, length: int, changes: 
 
 
 def changed(logits: torch.Tensor, params: SamplingParams, changes: Changes | None) -> torch.Tensor:
-    """Apply the changes of a row to float32 logits [vocab_size]; copies them if anything changes."""
+    """Apply bias, masks and penalties to float32 logits [vocab_size]; copies them if anything changes."""
     if changes is None:
         return logits
-    rows = logits[None].clone()
-    change(rows, [(0, params, changes)])
-    return rows[0]
+    logits, device = logits.clone(), logits.device
 
+    def on_device(array: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
 
-ChangedRow = tuple[int, SamplingParams, Changes]
-"""The index of a row, its parameters, and the changes of its logits."""
-
-
-def changed_rows(sequences: Sequence[SequenceRows]) -> list[ChangedRow]:
-    """The rows whose logits change, given the sequences of a batch in order."""
-    rows = ((each.params, changes) for each in sequences for changes in each.changes())
-    return [
-        (index, params, changes)
-        for index, (params, changes) in enumerate(rows)
-        if params is not None and changes is not None
-    ]
-
-
-def change(logits: torch.Tensor, rows: Sequence[ChangedRow]) -> None:
-    """Apply bias, masks and penalties in place to float32 logits [n, vocab_size], all rows at once."""
-    device = logits.device
-
-    def gathered(arrays: list[NDArray[Any]]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(arrays)).to(device)
-
-    def places(ids: list[Ids]) -> tuple[torch.Tensor, torch.Tensor]:
-        lengths = [len(each) for each in ids]
-        return gathered([np.repeat([row for row, _, _ in rows], lengths)]), gathered(ids).long()
-
-    biased = places([changes.bias_ids for _, _, changes in rows])
-    logits[biased] += gathered([changes.biases for _, _, changes in rows])
-    logits[places([changes.masked_ids for _, _, changes in rows])] = -torch.inf
-    for row, _, changes in rows:
-        if changes.allowed is not None:
-            bits = torch.from_numpy(np.unpackbits(changes.allowed.view(np.uint8), bitorder="little")).to(device)
-            logits[row, bits[: logits.shape[1]] == 0] = -torch.inf
-    counted = places([changes.counted_ids for _, _, changes in rows])
-    counts, values = gathered([changes.counts for _, _, changes in rows]), logits[counted]
-    parameters = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for _, p, _ in rows]
-    lengths = [len(changes.counts) for _, _, changes in rows]
+    logits[on_device(changes.bias_ids)] += on_device(changes.biases)
+    logits[on_device(changes.masked_ids)] = -torch.inf
+    if changes.allowed is not None:
+        bits = on_device(np.unpackbits(changes.allowed.view(np.uint8), bitorder="little"))
+        logits[bits[: len(logits)] == 0] = -torch.inf
+    counted, counts = on_device(changes.counted_ids), on_device(changes.counts)
+    values = logits[counted]
+    penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
     # Dividing by a tensor rounds correctly. On a GPU, torch multiplies by the reciprocal of a number.
-    repetition, frequency, presence = gathered([np.repeat(np.array(parameters, np.float32), lengths, axis=0)]).unbind(1)
+    repetition, frequency, presence = on_device(np.array(penalties, np.float32))
     penalized = torch.where(values < 0, values * repetition, values / repetition)
     penalized = torch.where(counts > 0, penalized - (frequency * counts + presence), penalized)
     logits[counted] = torch.where(counts >= 0, penalized, values)
+    return logits
 
 
 def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
