@@ -121,7 +121,7 @@ def test_the_gpu_pass_is_measured_captured_and_eager(tmp_path: Path, monkeypatch
     assert all(row["ms"] > 0 and row["steps_ms"] > 0 and row["same_tokens"] for row in results["draft"]["drafts"])
     assert all(row["equal"] for row in results["round"]["exactness"])
     drafting = [row for row in results["round"]["rounds"] if row["way"] != "plain"]
-    assert all(row["on_device"] == ("device" in row["way"]) for row in drafting)
+    assert all(row["on_device"] == ("device" in row["way"]) and row["same_drafts"] == 1 for row in drafting)
     parts = ("prepare", "target", "choose", "draft", "steps", "copy", "launched", "synced", "reply")
     assert all(row[f"{name}_ms"] > 0 for row in drafting for name in parts)
 
