@@ -160,6 +160,8 @@ def add_rounds(findings: Findings, worker: Worker, settings: Settings, draft: st
             "tokens_per_s": round(speed, 1), "over_plain": round(speed * plain_ms / 1000 / batch, 3),
             "same_drafts": same_share(answers, way), **row,
         })  # fmt: skip
+        if settings.device != "cpu" and row["on_device"] != ("device" in way):
+            raise RuntimeError(f"{way}: rounds ran {'on the device' if row['on_device'] else 'step by step'}")
 
 
 def same_share(answers: Mapping[str, Sequence[Answer]], way: str) -> float | None:
