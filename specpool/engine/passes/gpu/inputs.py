@@ -1,6 +1,6 @@
 """The input of a model's layers on a GPU: embeddings of tokens, and for feature drafts, states beside them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,15 +24,14 @@ class GpuEmbedding(nn.Module):
 
     def __init__(self, fused: FusedModel) -> None:
         super().__init__()
-        first = fused.layers[0]
+        first: Any = fused.layers[0]
         self.group, self.weight, self.eps = fused.group, fused.dense_embedding, fused.eps
         self.reads_states, self.norms, self.norms_residual = fused.state_size > 0, None, False
         self.fc: Gemm | None = None
         if fused.fc is not None:
             self.fc, self.bias = Gemm(fused.fc.weight), fused.fc.bias
         elif isinstance(first, JoiningLayer):
-            self.norms = torch.stack([first.of_state, first.before_attention])
-            self.norms_residual = first.norms_residual
+            self.norms, self.norms_residual = first.norms.weight, first.norms_residual
 
     def forward(self, batch: PackedBatch) -> Inputs:
         """The input of the first layer. With `batch.logits_in_order`, `hidden` is the memory of the own states."""
