@@ -21,9 +21,12 @@ MAX_KERNELS = 10
 # A tile of attention may spill four registers.
 MAX_SPILLED_BYTES = 16
 KERNELS = {
-    "activate", "add_and_norm", "attend", "change_rows", "combine_splits", "find_min_logits", "finish_step",
-    "rank_next", "reduce_parts", "rotate_and_cache", "score", "split_k_gemm",
+    "activate", "add_and_norm", "attend", "combine_splits", "finish_step", "reduce_parts", "rotate_and_cache",
+    "split_k_gemm",
 }  # fmt: skip
+OF_MODELS, OF_HEADS = {"change_rows", "find_min_logits", "rank_next", "score"}, {"join_states"}
+# Kernels of a step of an EAGLE head.
+MAX_STEP_KERNELS = 15
 
 
 def compile_kernels(archs: list[str], dtypes: list[str], shapes: list[str], *options: str) -> list[dict[str, Any]]:
@@ -41,7 +44,9 @@ def assert_good(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         assert row["kernels_a_layer"] <= MAX_KERNELS
         assert not row["fused"], row
-        assert {kernel["kernel"] for kernel in row["kernels"]} == KERNELS
+        kernels = KERNELS | (OF_HEADS if "kernels_a_step" in row else OF_MODELS)
+        assert {kernel["kernel"] for kernel in row["kernels"]} == kernels
+        assert row.get("kernels_a_step", 0) <= MAX_STEP_KERNELS
         for kernel in row["kernels"]:
             assert kernel["spilled_bytes"] <= MAX_SPILLED_BYTES, row
             assert kernel["shared_bytes"] <= row["shared_limit"], row
@@ -60,6 +65,11 @@ def test_the_passes_use_every_tile_of_a_gemm() -> None:
 
     for outputs, wide in product((1024, 10_240, 24_576), (False, True)):
         assert tiles(map(sum, PASSES), outputs, wide) == tiles(range(8, 2049, 8), outputs, wide)
+
+
+@pytest.mark.slow
+def test_the_kernels_of_eagle_heads_compile() -> None:
+    assert_good(compile_kernels(["90"], ["bfloat16"], ["qwen3-8b eagle1", "qwen3-8b eagle3"], "--quick"))
 
 
 @pytest.mark.slow

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from feature_drafts import save_pair_draft
-from interpreted_kernels import FakeGraphs, imitate_kernels
+from interpreted_kernels import FakeGraphs, imitate_kernels, split_k_gemm
 from own_drafts import Generation, Rounds
 from tiny_models import load_engine, random_tokens, save_model, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draft_worker.proposer import Proposer
+from specpool.engine.passes.gpu import gemm
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.run import pass_selection
@@ -27,7 +28,7 @@ K = 4
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations by name. Views and empty tensors launch nothing."""
+    """Counts operations and GEMMs by name. Views and empty tensors launch nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,10 +42,19 @@ class Launches(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def as_one(self, name: str) -> Iterator[None]:
+        """Count all operations in this context as one launch."""
+        if self.is_paused:
+            yield
+            return
+        self.counts[name] += 1
         self.is_paused = True
         yield
         self.is_paused = False
+
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Tensor:
+        with self.as_one("gemm"):
+            return split_k_gemm(x, weight, split_k)
 
 
 class CountedGraphs(FakeGraphs):
@@ -57,8 +67,7 @@ class CountedGraphs(FakeGraphs):
         replay, result = super().__call__(run)
 
         def counted() -> None:
-            self.launches.counts["replay"] += 1
-            with self.launches.paused():
+            with self.launches.as_one("replay"):
                 replay()
 
         return counted, result
@@ -68,6 +77,7 @@ class CountedGraphs(FakeGraphs):
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A target, and a draft that reads its states. Their passes are captured."""
     imitate_kernels(monkeypatch)
+    monkeypatch.setattr(gemm, "split_k_gemm", CountedGraphs.launches.multiply)
     monkeypatch.setattr(pass_selection, "CudaGraphs", CountedGraphs)
     monkeypatch.setattr(CapturedModel, "captured_rows", 64)
     target = save_model(tmp_path / "target", small_config("llama", num_hidden_layers=3))
@@ -91,5 +101,5 @@ def test_launches_do_not_grow_with_the_sequences(folders: tuple[Path, Path]) -> 
         counts.append(CountedGraphs.launches.counts.copy())
         rounds.verifier.release("c", None)
     assert counts[0] == counts[1]
-    assert counts[0]["replay"] == 1 + K
+    assert counts[0]["replay"] == 4, "both passes, and graphs of 2 steps and of 1"
     assert CountedGraphs.num_captured == captured > 0, "nothing is captured while serving"

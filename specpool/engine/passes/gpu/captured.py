@@ -25,7 +25,7 @@ ROWS_PER_TILE = (4, 1)
 class CapturedModel(ForwardPass):
     """Replays passes that fit into a captured shape. Such passes differ only in the numbers and states of a batch.
 
-    All graphs record hidden states. A table on the device tells them after which layers.
+    The same graphs serve any choice of layers whose hidden states a batch needs. Feature drafts record none.
     """
 
     plans_attention = False
@@ -45,6 +45,7 @@ class CapturedModel(ForwardPass):
         self._draft_states: tuple[torch.Tensor, torch.Tensor] | None = None
         """Memory for the input and own states of a feature draft that all graphs share."""
         self._states: StateMemory | None = None
+        """Memory for the hidden states that graphs record; None if the model is a feature draft."""
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows, possibly followed by padding."""
@@ -122,10 +123,7 @@ class CapturedModel(ForwardPass):
                 each.enabled = True
 
     def _padding(self, arena: KVArena, shape: Shape, max_length: int) -> PackedBatch:
-        """A padding batch as the input of a graph, with the shared memory for states that the model reads or records.
-
-        Feature drafts read states, and record none.
-        """
+        """A padding batch as the input of a graph, with the shared memory for states to read or to record."""
         batch, device = PackedBatch.of_padding(arena, shape, max_length), arena.device
         if not self.state_size:
             if self._states is None:

@@ -26,8 +26,8 @@ from specpool.engine.passes.gpu.draft_loop import GpuDraftLoop
 from specpool.engine.passes.gpu.gemm import Gemm
 from specpool.engine.passes.gpu.graphs import Capture
 from specpool.engine.passes.gpu.inputs import GpuEmbedding
-from specpool.engine.passes.gpu.rows import Addend, Recorder, activate, add_and_norm, rotate_and_cache
-from specpool.engine.passes.gpu.states import slots_of
+from specpool.engine.passes.gpu.rows import Addend, activate, add_and_norm, rotate_and_cache
+from specpool.engine.passes.gpu.states import recorder_of, with_state_slots
 from specpool.engine.passes.packing import PackedBatch, Shape, pack
 from specpool.engine.sampling.head import Head
 from specpool.engine.sharding.shares import Dimension
@@ -78,14 +78,11 @@ class GpuModel(ForwardPass):
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows, padding included."""
-        if batch.states is not None and batch.state_slots is None:
-            device = batch.numbers.device
-            slots = slots_of(batch.state_layers, len(self.layers), device)
-            batch = replace(batch, state_slots=slots.to(device, non_blocking=True))
+        batch = with_state_slots(batch, len(self.layers))
         hidden, added, normed = self.embedding(batch)
         for layer in self.layers:
             added, normed = layer(hidden, added, batch, self.rotary, normed), None
-        normed = add_and_norm(hidden, added, self.norm, self.eps, _recorder(batch, len(self.layers)))
+        normed = add_and_norm(hidden, added, self.norm, self.eps, recorder_of(batch, len(self.layers)))
         own = normed if self.norms_output else hidden
         if not batch.logits_in_order:
             own, normed = own[batch.logit_rows], normed[batch.logit_rows]
@@ -180,7 +177,7 @@ class GpuLayer(nn.Module):
         """
         arena, positions, slots, offsets = batch.arena, batch.positions, batch.slots, batch.offsets
         if normed is None:
-            normed = add_and_norm(hidden, added, self.before_attention, self.eps, _recorder(batch, self.index))
+            normed = add_and_norm(hidden, added, self.before_attention, self.eps, recorder_of(batch, self.index))
         qkv = self.qkv(normed)
         query = rotate_and_cache(
             qkv, self.qkv_bias, self.head_norms, rotary, arena, self.index, positions, slots, offsets, self.heads,
@@ -216,10 +213,3 @@ class GpuLayer(nn.Module):
     def _gathered_bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The full bias of a branch. With whole sums, each rank holds a shard of it."""
         return bias if bias is None or self.group.in_parts else self.group.gather(bias.detach(), "hidden")
-
-
-def _recorder(batch: PackedBatch, num_layers: int) -> Recorder | None:
-    """The recorder of the hidden states after this number of layers; None if the batch has no memory for states."""
-    if batch.states is None or batch.state_slots is None:
-        return None
-    return Recorder(batch.states, batch.state_slots, num_layers)

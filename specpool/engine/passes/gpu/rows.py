@@ -63,7 +63,7 @@ def add_and_norm(
     eps: float,
     recorder: Recorder | None = None,
 ) -> torch.Tensor:
-    """Add a branch to the hidden states [rows, hidden] in place, and record them.
+    """Add a branch to the hidden states [rows, hidden] in place, and record them if `recorder` says so.
 
     Return them normalized with `weight`, if given.
     """

@@ -1,8 +1,12 @@
-"""Memory in which captured passes record hidden states, after layers that may change between replays."""
+"""Records the hidden states of passes. The layers to record may change between replays of a graph."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+
+from specpool.engine.passes.gpu.rows import Recorder
+from specpool.engine.passes.packing import PackedBatch
 
 MAX_STATE_LAYERS = 8
 """Passes that record the hidden states after more layers run eagerly."""
@@ -36,3 +40,19 @@ def slots_of(layers: Sequence[int], num_layers: int, device: torch.device) -> to
     """`PackedBatch.state_slots` of these layers, in host memory that `device` reads without waiting."""
     slots = [layers.index(layer) if layer in layers else -1 for layer in range(num_layers + 1)]
     return torch.tensor(slots, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def with_state_slots(batch: PackedBatch, num_layers: int) -> PackedBatch:
+    """The batch, with `state_slots` if it needs states. Graphs have a table of their own."""
+    if batch.states is None or batch.state_slots is not None:
+        return batch
+    device = batch.numbers.device
+    slots = slots_of(batch.state_layers, num_layers, device)
+    return replace(batch, state_slots=slots.to(device, non_blocking=True))
+
+
+def recorder_of(batch: PackedBatch, num_layers: int) -> Recorder | None:
+    """The recorder of the hidden states after this number of layers; None if the batch has no memory for states."""
+    if batch.states is None or batch.state_slots is None:
+        return None
+    return Recorder(batch.states, batch.state_slots, num_layers)

@@ -15,13 +15,23 @@ from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
 from specpool.engine.models.draft_parts import Features
 from specpool.engine.passes.fused import FusedModel
-from specpool.engine.passes.gpu.model import GpuModel
-from specpool.engine.run import sequences
+from specpool.engine.passes.gpu.model import GpuModel, try_kernels
+from specpool.engine.run import pass_selection, sequences
 from specpool.engine.sampling.head import Head
 from specpool.protocol.rounds import ProposeItem, ProposeRound
 
 LAYERS = 8
 LENGTH = 20
+FORMATS: dict[str, dict[str, Any]] = {
+    "1": {"version": 1},
+    "1, pickled": {"version": 1, "pickled": True},
+    "3": {"version": 3},
+    "3, pickled": {"version": 3, "pickled": True},
+    "3.1, speculator": {
+        "version": 3, "speculator": True, "norm_before_residual": True, "norm_before_fc": True, "norm_output": True,
+    },
+    "3.1, extended": {"version": 3, "eagle_config": {"fc_norm": True, "norm_output": True}},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -35,12 +45,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("llama"), small_config("llama", num_hidden_layers=LAYERS))
 
 
-@pytest.mark.parametrize(("version", "pickled"), [(1, False), (1, True), (3, False), (3, True)])
-def test_heads_draft_like_a_plain_implementation(tmp_path: Path, target: Path, version: int, pickled: bool) -> None:
-    head = save_eagle_head(tmp_path / "head", version, pickled=pickled)
+@pytest.mark.parametrize("name", FORMATS)
+def test_heads_draft_like_a_plain_implementation(tmp_path: Path, target: Path, name: str) -> None:
+    head = save_eagle_head(tmp_path / "head", **FORMATS[name])
     engine = load_engine(head, exact=False, target_model=str(target))
     assert isinstance(engine.forward_pass, FusedModel)
-    layers = (LAYERS,) if version == 1 else (2, 4, 5)
+    layers = (LAYERS,) if FORMATS[name]["version"] == 1 else (2, 4, 5)
     features = engine.loaded.features
     assert features == Features(layers, HIDDEN * len(layers))
     reference, tokens = ReferenceHead(head, target), random_tokens(LENGTH)
@@ -82,11 +92,11 @@ def test_steps_on_a_gpu_choose_the_same_tokens(tmp_path: Path, llama: Path, monk
         assert one.confidences == pytest.approx(other.confidences)
 
 
-@pytest.mark.parametrize("version", [1, 3])
-def test_kernels_run_heads(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+@pytest.mark.parametrize("name", ["1", "3", "3.1, speculator", "3.1, extended"])
+def test_kernels_run_heads(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Logits, own states and draft tokens are those of the fused pass."""
     pytest.importorskip("triton")
-    head = save_eagle_head(tmp_path / "head", version)
+    head = save_eagle_head(tmp_path / "head", **FORMATS[name])
     options = {"exact": False, "target_model": str(llama), "max_sequences": 3, "max_model_len": 32}
     fused, tokens = load_engine(head, **options), random_tokens(12)
     assert fused.loaded.features is not None
@@ -96,6 +106,7 @@ def test_kernels_run_heads(tmp_path: Path, llama: Path, monkeypatch: pytest.Monk
     expected, own_states = fused.forward(spans), fused.own_states
     ((proposal,),) = Proposer(fused).propose([ProposeRound("c", 1, [item])])
     run_by_kernels(monkeypatch)
+    monkeypatch.setattr(pass_selection, "why_no_kernels", try_kernels)  # raises if they cannot run
     engine = load_engine(head, cuda_graphs=False, **options)
     assert isinstance(engine.forward_pass, GpuModel)
     torch.testing.assert_close(engine.forward(spans), expected, atol=2e-5, rtol=1e-4)
@@ -122,6 +133,7 @@ def test_a_head_without_embeddings_takes_those_of_its_target(tmp_path: Path, lla
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}}, (1, 4, 7)),
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, (1, 3, 6)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2, 4, 5)),
+        ({"speculator": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, (1, 3, 6)),
     ],
 )
 def test_the_configuration_names_the_layers(
@@ -152,7 +164,15 @@ def test_other_models_ignore_the_target(llama: Path) -> None:
         (3, {"vocab_size": VOCAB + 1}, f"its vocabulary has {VOCAB + 1} tokens, but the target's has {VOCAB}"),
         (1, {"hidden_act": "gelu"}, "its activation is gelu, not silu"),
         (3, {"model_type": "gpt2"}, "EAGLE heads need the fused pass: gpt2 is not one of the families"),
-        (3, {"norm_before_residual": True}, "norm_before_residual are not supported"),
+        (1, {"norm_before_residual": True}, "norm_before_residual: only for EAGLE-3 heads"),
+        (3, {"norm_output": "yes"}, "norm_output is not true or false: 'yes'"),
+        (3, {"norm_before_fc": True, "fc_norm": True}, "both norm_before_fc and fc_norm are not supported"),
+        (3, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False are not supported"),
+        (
+            3,
+            {"speculator": True, "speculators_model_type": "dflash"},
+            "speculators_model_type is 'dflash'; only eagle3",
+        ),
         (
             3,
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9, 2]}},
@@ -176,6 +196,7 @@ def test_mismatched_heads_are_refused(
         (3, {"d2t": torch.full((100,), VOCAB)}, "d2t names tokens beyond the vocabulary"),
         (3, {"d2t": torch.zeros(7, dtype=torch.int64)}, "d2t has 7 tokens for 100 rows"),
         (3, {"norm.weight": None}, "the files lack 1 of the model's weights: norm.weight"),
+        (3, {"input_norm.weight": torch.ones(192)}, "the configured model does not use: input_norm.weight"),
         (1, {"extra.weight": torch.zeros(2)}, "the configured model does not use: extra.weight"),
         (1, {"embed_tokens.weight": torch.zeros(VOCAB, 32)}, "its hidden size is 64, but embeddings are [257, 32]"),
     ],
@@ -187,6 +208,13 @@ def test_damaged_heads_are_refused(
     tensors = {**load_file(head / "model.safetensors"), **changes}
     save_tensors(head, {name: tensor for name, tensor in tensors.items() if tensor is not None})
     assert reason in refusal(head, target_model=str(llama))
+
+
+def test_a_norm_that_the_configuration_asks_for_must_exist(tmp_path: Path, llama: Path) -> None:
+    head = save_eagle_head(tmp_path / "head", 3, fc_norm=True)
+    tensors = load_file(head / "model.safetensors")
+    save_tensors(head, {**tensors, "fc_norm.1.weight": torch.ones(3)})
+    assert "fc_norm.1.weight is of shape [3], but this head needs [64]" in refusal(head, target_model=str(llama))
 
 
 def test_a_target_of_another_size_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""Runs passes, draft loops and rounds of Qwen3-8B on the meta device, for a recorder of launches."""
+
+import re
+from argparse import ArgumentTypeError
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.gpu.launches import Launch, Recorder, TorchKernels, Work
+from benchmarks.kernels import draft, model_of, run
+from benchmarks.shapes import HEAD_SHAPES, SHAPES
+from specpool.engine.passes.gpu.choice import choose
+from specpool.engine.sampling.head import Head
+
+# Rows from which the engine chose cuBLAS on an H200, by outputs and inputs of the weight.
+CUBLAS_ROWS = {
+    (151_936, 4096): 128, (24_576, 4096): 128, (4096, 12_288): 128, (6144, 4096): 320, (4096, 4096): 320,
+    (151_936, 1024): 40,
+}  # fmt: skip
+TARGET, DRAFT, EAGLE = "qwen3-8b", "qwen3-0.6b", "qwen3-8b eagle3"
+STEP = re.compile(r"(?P<kind>draft|eagle|round)?(?P<sequences>[1-9]\d*)(x(?P<tokens>[1-9]\d*))?")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A pass of the target, a draft loop of Qwen3-0.6B or of an EAGLE-3 head, or a round with such a head."""
+
+    name: str
+    kind: str  # "" (a pass), draft, eagle or round
+    sequences: int
+    tokens: int  # of each sequence: new tokens of a pass, otherwise draft tokens
+
+
+def step_of(name: str) -> Step:
+    """Argument type: a step, such as 8, 8x5 or eagle8x4."""
+    if (match := STEP.fullmatch(name)) is None:
+        raise ArgumentTypeError(f"{name!r} is not a step such as 8, 8x5, draft8x4, eagle8x4 or round8x4")
+    return Step(name, match["kind"] or "", int(match["sequences"]), int(match["tokens"] or 1))
+
+
+class Rounds:
+    """The models of all steps. Use it while the recorder compiles."""
+
+    def __init__(self, recorder: Recorder, cached: int) -> None:
+        """`cached`: cached positions of each sequence."""
+        self._recorder, self._cached = recorder, cached
+        self._models = {
+            name: model_of(shape, torch.bfloat16, shape["num_hidden_layers"])
+            for name, shape in (SHAPES | HEAD_SHAPES).items()
+            if name in (TARGET, DRAFT, EAGLE)
+        }
+        for model in self._models.values():
+            for gemm in model.gemms():
+                gemm.cublas_rows = CUBLAS_ROWS.get((gemm.out_features, gemm.in_features))
+
+    @torch.inference_mode()
+    def launches(self, step: Step) -> list[Launch]:
+        """All launches of a step."""
+        self._recorder.launches = []
+        count, k = step.sequences, step.tokens
+        verified = Work(count, k + (step.kind in ("eagle", "round")), self._cached)
+        with TorchKernels(self._recorder):
+            if step.kind in ("", "round"):
+                self._run(TARGET, verified)
+            if step.kind == "round":
+                self._choose(TARGET, verified)
+                self._recorder.launches.append(Launch("accept", (count, 1, 1), {}, verified))
+            if step.kind in ("eagle", "round"):
+                self._draft(EAGLE, verified, k)
+            if step.kind == "draft":
+                self._draft(DRAFT, Work(count, 1, self._cached), k)
+        return self._recorder.launches
+
+    def _run(self, name: str, work: Work) -> None:
+        self._recorder.work = work
+        run(self._models[name], [work.tokens] * work.sequences, work.cached)
+
+    def _choose(self, name: str, work: Work) -> None:
+        outputs = self._models[name].head.out_features
+        choose(torch.empty(work.sequences * work.tokens, outputs, dtype=torch.bfloat16, device="meta"), Head(outputs))
+
+    def _draft(self, name: str, work: Work, tokens: int) -> None:
+        """A pass over the new tokens of each sequence, then steps of one token."""
+        self._run(name, work)
+        self._recorder.work = Work(work.sequences, 1, work.cached + work.tokens)
+        self._choose(name, self._recorder.work)
+        if tokens > 1:
+            model = self._models[name]
+            draft(model, model.padded_rows(work.sequences), self._recorder.work.cached, tokens - 1)

@@ -1,0 +1,97 @@
+"""What a launch moves and computes, from its own arguments: no rule of the engine is repeated here."""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.gpu.launches import GATHERING, Launch
+
+PARTIALS = torch.float32.itemsize
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes and operations of a launch."""
+
+    once: int  # bytes of weights and cache, each counted once
+    spilled: int  # bytes of activations that do not fit into the L2 cache
+    l2: int  # bytes that programs load and store
+    flop: int = 0  # of whole tiles, padding included
+    needed_flop: int = 0
+    programs: int = 1  # with work
+    chain: int = 0  # tiles of inputs, or blocks of positions, that a program handles one after the other
+    blocks: int = 0  # blocks of positions that all programs handle, in attention
+
+
+def traffic_of(launch: Launch, l2_bytes: int) -> Traffic:
+    """The traffic of a launch. `l2_bytes`: larger tensors do not stay in the L2 cache."""
+    if "TILE_N" in launch.arguments:
+        return _gemm(launch, l2_bytes)
+    if "HEIGHT" in launch.arguments:
+        return _attend(launch, l2_bytes)
+    return (_cublas if launch.name == "torch mm" else _rows)(launch, l2_bytes)
+
+
+def _gemm(launch: Launch, l2_bytes: int) -> Traffic:
+    """Each tile loads its part of the weight and its rows. Padding rows are masked, so they only cost operations."""
+    given = launch.arguments
+    weight, outputs, inputs, count = given["weight"], given["N"], given["K"], given["rows"]
+    row_tiles, output_tiles = -(-count // given["TILE_ROWS"]), -(-outputs // given["TILE_N"])
+    written = given["partials"].nbytes
+    return Traffic(
+        once=weight.nbytes,
+        spilled=_spill(written, l2_bytes),
+        l2=row_tiles * weight.nbytes + output_tiles * given["x"].nbytes + written,
+        flop=2 * row_tiles * given["TILE_ROWS"] * output_tiles * given["TILE_N"] * inputs,
+        needed_flop=2 * count * outputs * inputs,
+        programs=prod(launch.grid),
+        chain=-(-given["SPLIT_K"] // given["TILE_K"]),
+    )
+
+
+def _attend(launch: Launch, l2_bytes: int) -> Traffic:
+    """Each tile loads all keys and values of its sequence and KV head. Tiles of padding end at once."""
+    given, work = launch.arguments, launch.work
+    heads, groups, dim, height, block = (given[name] for name in ("HEADS", "GROUPS", "DIM", "HEIGHT", "BLOCK"))
+    kv_heads, size, length = heads // groups, given["keys"].itemsize, work.cached + work.tokens
+    tiles = work.sequences * -(-work.tokens // (height // groups)) * kv_heads
+    splits = 1 if given["SERIAL"] else -(-length // given["SPLIT"])
+    keys_and_values = 2 * length * dim * size
+    partials = 0 if given["SERIAL"] else work.sequences * work.tokens * splits * heads * (dim + 2) * PARTIALS
+    blocks = -(-length // block)
+    return Traffic(
+        once=work.sequences * kv_heads * keys_and_values,
+        spilled=_spill(partials, l2_bytes),
+        l2=tiles * keys_and_values + 2 * given["query"].nbytes + partials,
+        flop=4 * tiles * height * given["WIDTH"] * blocks * block,
+        needed_flop=4 * work.sequences * work.tokens * length * heads * dim,
+        programs=tiles * splits,
+        chain=blocks if given["SERIAL"] else -(-min(length, given["SPLIT"]) // block),
+        blocks=tiles * blocks,
+    )
+
+
+def _cublas(launch: Launch, l2_bytes: int) -> Traffic:
+    """cuBLAS's tiles are unknown: every matrix counts once."""
+    (x, weight, *_), (output,) = launch.arguments["inputs"], launch.arguments["outputs"]
+    flop, moved = 2 * len(x) * weight.numel(), x.nbytes + weight.nbytes + output.nbytes
+    return Traffic(weight.nbytes, _spill(output.nbytes, l2_bytes), moved, flop, flop, prod(launch.grid))
+
+
+def _rows(launch: Launch, l2_bytes: int) -> Traffic:
+    """Any other kernel moves its tensors once, of the cache the new positions, and of an embedding nearly nothing."""
+    given, work = launch.arguments, launch.work
+    gathers = launch.name.removeprefix("torch ") in GATHERING
+    found = given["outputs"] if gathers else tree_leaves({**given, "keys": 0, "values": 0, "embedding": 0})
+    sizes = {id(each): each.nbytes for each in found if isinstance(each, torch.Tensor)}.values()
+    cache = [given[name] for name in ("keys", "values") if name in given]
+    written = sum(work.sequences * work.tokens * each.nbytes // each.shape[1] for each in cache)
+    spilled = sum(_spill(size, l2_bytes) for size in sizes)
+    return Traffic(once=written, spilled=spilled, l2=sum(sizes) + written, programs=prod(launch.grid))
+
+
+def _spill(size: int, l2_bytes: int) -> int:
+    """Bytes of a tensor that pass through HBM."""
+    return size if size > l2_bytes else 0

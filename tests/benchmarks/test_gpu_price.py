@@ -1,0 +1,121 @@
+"""Prices follow from launches: bytes, tiles, waves and gaps. The prices of steps are near the measured times."""
+
+import json
+import os
+import subprocess
+import sys
+from argparse import ArgumentTypeError
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks.gpu.launches import Launch, Work
+from benchmarks.gpu.price import DEVICES, Price, kernel_rows, round_row
+from benchmarks.gpu.rounds import Step, step_of
+from benchmarks.gpu.traffic import Traffic, traffic_of
+from benchmarks.kernels import Compiled
+
+ROOT = Path(__file__).parents[2]
+H200 = DEVICES["h200"]
+# Milliseconds on an H200 (docs/kernels.md).
+MEASURED = {"1": 4.62, "8": 4.80, "8x5": 5.38, "64": 7.15, "64x5": 11.44, "draft8x4": 4.99}
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+
+def gemm(rows: int, tile_outputs: int = 64) -> Launch:
+    """The GEMM of gate and up in Qwen3-8B."""
+    arguments = {
+        "x": empty(rows, 4096), "weight": empty(24_576, 4096), "partials": empty(1, rows, 24_576), "rows": rows,
+        "N": 24_576, "K": 4096, "SPLIT_K": 4096, "TILE_N": tile_outputs, "TILE_ROWS": 128, "TILE_K": 64,
+    }  # fmt: skip
+    return Launch("split_k_gemm", (-(-rows // 128), 24_576 // tile_outputs, 1), arguments, Work(64, 5, 512))
+
+
+def attend(work: Work, serial: bool) -> Launch:
+    shape = {"HEADS": 32, "GROUPS": 4, "DIM": 128, "WIDTH": 128, "SPLIT": 256, "HEIGHT": 64, "BLOCK": 64}
+    query = empty(work.sequences * work.tokens, 32, 128)
+    return Launch("attend", (1, 8, 1), {"query": query, "keys": empty(8, 10_000, 128), **shape, "SERIAL": serial}, work)
+
+
+def price(traffic: Traffic, launch: Launch | None = None) -> Price:
+    return Price(launch or Launch("other", (1, 1, 1), {}, Work(1, 1, 0)), traffic, H200)
+
+
+def test_tiles_of_a_gemm_read_the_weight_once_for_each_tile_of_rows() -> None:
+    weight, x, written = 24_576 * 4096 * 2, 320 * 4096 * 2, 320 * 24_576 * 2
+    traffic = traffic_of(gemm(320), H200.l2_bytes)
+    assert (traffic.once, traffic.l2) == (weight, 3 * weight + 384 * x + written)
+    assert (traffic.flop, traffic.needed_flop) == (2 * 384 * 24_576 * 4096, 2 * 320 * 24_576 * 4096)
+    wide = traffic_of(gemm(320, tile_outputs=256), H200.l2_bytes)
+    assert traffic.l2 - wide.l2 == (384 - 96) * x
+    launch = replace(gemm(320), kernel=Compiled("gemm", 104, 0, 96 * 1024), warps=4, stages=4)
+    assert price(traffic, launch).chain == pytest.approx(5 * 64 * H200.latency / 3)  # 1,152 programs take 5 waves
+
+
+def test_attention_reads_keys_and_values_once_for_each_tile_of_a_sequence() -> None:
+    cache = 64 * 8 * 517 * 128 * 2 * 2
+    serial = traffic_of(attend(Work(64, 5, 512), serial=True), H200.l2_bytes)
+    assert (serial.once, serial.l2) == (cache, cache + 2 * 320 * 32 * 128 * 2)
+    assert (serial.programs, serial.chain, serial.blocks) == (64 * 8, 9, 64 * 8 * 9)
+    split = traffic_of(attend(Work(64, 5, 512), serial=False), H200.l2_bytes)
+    assert (split.programs, split.chain, split.blocks) == (3 * 64 * 8, 4, serial.blocks)
+    assert split.l2 == serial.l2 + 320 * 3 * 32 * 130 * 4
+
+
+def test_other_kernels_move_their_tensors_once() -> None:
+    hidden, keys = empty(320, 4096), empty(8, 10_000, 128)
+    given = {"hidden": hidden, "bias": hidden, "keys": keys, "values": empty(8, 10_000, 128)}
+    traffic = traffic_of(Launch("rotate_and_cache", (320, 48, 1), given, Work(64, 5, 512)), H200.l2_bytes)
+    assert (traffic.once, traffic.spilled) == (2 * 320 * 8 * 128 * 2, 0)
+    assert traffic.l2 == hidden.nbytes + traffic.once
+
+
+def test_the_longest_need_decides_and_gaps_are_added() -> None:
+    reading = price(Traffic(once=int(4.8e9), spilled=0, l2=int(4.8e9), programs=132))
+    assert reading.floor == pytest.approx(1e-3)
+    assert reading.seconds == pytest.approx(1e-3 / 0.9 + H200.gap + H200.ramp)
+    dependent = replace(reading, launch=replace(reading.launch, is_dependent=True))
+    assert reading.seconds - dependent.seconds == pytest.approx(H200.gap - H200.dependent_gap)
+    (row,) = kernel_rows([reading, reading])
+    assert (row["times"], row["bound"], row["registers"]) == (2, "hbm", None)
+
+
+def test_a_round_gains_the_expected_tokens() -> None:
+    one = round_row(step_of("round8x4"), round_ms=6.0, plain_ms=4.0, acceptance=1.0)
+    assert (one["expected_tokens"], one["speedup"]) == (5, 3.33)
+    assert round_row(step_of("round8x4"), round_ms=6.0, plain_ms=4.0, acceptance=0.0)["speedup"] == 0.67
+
+
+def test_names_of_steps() -> None:
+    assert step_of("64x5") == Step("64x5", "", 64, 5)
+    assert step_of("round8x4") == Step("round8x4", "round", 8, 4)
+    for name in ("", "0", "8x", "x5", "8x5x2", "draft"):
+        with pytest.raises(ArgumentTypeError, match="is not a step"):
+            step_of(name)
+
+
+@pytest.mark.slow
+def test_prices_are_near_the_measured_times_and_rounds_add_up() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.gpu.price", "--step", "eagle8x4"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    steps = {row["step"]: row for row in result["steps"]}
+    for name, row in steps.items():
+        assert 0 < row["floor_ms"] < row["estimate_ms"]
+        assert sum(kernel["times"] for kernel in result["kernels"][name]) == row["kernels"]
+    estimates = {name: row["estimate_ms"] for name, row in steps.items()}
+    assert {name: estimates[name] for name in MEASURED} == pytest.approx(MEASURED, rel=0.13)
+    assert estimates["eagle8x4"] < estimates["draft8x4"] / 3
+    assert estimates["8x5"] + estimates["eagle8x4"] < estimates["round8x4"]
+    assert [row["round"] for row in result["rounds"]] == ["round1x4", "round8x4", "round64x4"]
+    assert all(row["speedup"] > 1 for row in result["rounds"])
