@@ -165,14 +165,13 @@ class GpuDraftLoop:
         rows = self._padded(count)
         numbers = torch.zeros(REMAINING + 1, rows, dtype=torch.int64)
         numbers[BEGINS] = numbers[LOGIT_ROWS] = torch.arange(rows)
-        numbers[POSITIONS, :count] = torch.tensor([span.end for span in spans])
         numbers[PREFIX_LENGTHS, :count] = torch.tensor([span.prefix_length for span in spans])
         numbers[OFFSETS, :count] = torch.tensor([span.offset for span in spans])
         numbers[REMAINING, :count] = torch.tensor(remaining)
-        alive = numbers[REMAINING] > 0
-        numbers[SIZES] = alive
+        numbers[SIZES] = alive = numbers[REMAINING] > 0
         numbers[SLOTS] = -1
-        numbers[SLOTS, :count] = torch.where(alive[:count], torch.tensor([span.slot for span in spans]), -1)
+        numbers[SLOTS, alive] = torch.tensor([span.slot for span in spans])[alive[:count]]
+        numbers[POSITIONS, alive] = torch.tensor([span.end for span in spans])[alive[:count]]
         return self._upload(numbers)
 
     def _rules(self, drafts: Sequence[Draft]) -> torch.Tensor:
