@@ -33,9 +33,10 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.config.architectures import FEATURES
 from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.gpu.accept import accept
 from specpool.engine.passes.gpu.choice import REMAINING, choose
 from specpool.engine.passes.gpu.model import GpuModel
-from specpool.engine.passes.packing import pack
+from specpool.engine.passes.packing import PackedBatch, Shape, pack
 from specpool.engine.sampling.change_kernel import change_rows
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.kernel import FIELDS, sample_rows
@@ -269,6 +270,13 @@ def sample(vocab_size: int, dtype: torch.dtype) -> None:
             sample_rows(logits, [(params, 1)], changed)
 
 
+def accept_drafts(model: GpuModel) -> None:
+    """Accept draft tokens of a sequence."""
+    batch = PackedBatch.of_padding(arena_of(model, 1, 1), Shape(8, 8, 8), 1)
+    numbers = torch.empty(REMAINING + 1, 8, dtype=torch.int64, device="meta")
+    accept(torch.empty(2, 8, dtype=torch.float64, device="meta"), batch, batch, numbers, 1, model.rows_per_tile)
+
+
 def measure(
     arch: int, dtype: str, shape: str, ranks: int = 1, sums: Sums = "whole", passes: Sequence[list[int]] = PASSES
 ) -> Row:
@@ -288,6 +296,7 @@ def measure(
             step = {"kernels_a_step": len(compiler.launched) - before}
         else:
             sample(ALL_SHAPES[shape]["vocab_size"], getattr(torch, dtype))
+            accept_drafts(one)
     names = sorted({kernel.name for kernel in compiler.compiled})
     return {
         "sm": arch, "dtype": dtype, "shape": shape, "ranks": ranks, "sums": sums if ranks > 1 else "",

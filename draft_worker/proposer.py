@@ -12,12 +12,15 @@ import torch
 
 from draft_worker.branches import draft_branches, states_of
 from specpool.engine.cache.slots import SequenceKey
-from specpool.engine.passes.drafts import Draft, DraftRound
+from specpool.engine.passes.drafts import Draft, DraftRound, extend_drafts, read_choices
 from specpool.engine.run.sequences import SequenceEngine, own_items
 from specpool.protocol.rounds import MAX_ITEM_BRANCHES, ItemStatus, Proposal, ProposeItem, ProposeRound
 from specpool.protocol.worker_info import WorkerInfo
 
 log = logging.getLogger(__name__)
+
+Drafted = Mapping[SequenceKey, Sequence[Sequence[float]]]
+"""The draft tokens of sequences, and their probabilities."""
 
 
 class Proposer(SequenceEngine):
@@ -28,12 +31,16 @@ class Proposer(SequenceEngine):
         return replace(super().info(), max_branches=MAX_ITEM_BRANCHES if self.engine.supports_branches else 1)
 
     def propose(
-        self, rounds: Sequence[ProposeRound], target_states: Mapping[SequenceKey, torch.Tensor] | None = None
+        self,
+        rounds: Sequence[ProposeRound],
+        target_states: Mapping[SequenceKey, torch.Tensor] | None = None,
+        drafted: Drafted | None = None,
     ) -> list[list[Proposal]]:
         """Draft for rounds of different coordinators in common forward passes.
 
         `target_states`: the target's hidden states before the last tokens of sequences without branches,
-        [at most one per token, width]; they replace the items' `features`.
+        [at most one per token, width]; they replace the items' `features`. `drafted`: what a `DeviceRound` has already
+        drafted and cached after the items' tokens. If not empty, no pass runs.
 
         One proposal for each item, in item order. An error in one round fails all.
         """
@@ -55,7 +62,7 @@ class Proposer(SequenceEngine):
         drafts = [
             {key: self._draft_of(key, item, forced[key], given.get(key)) for key, item in own.items()} for own in plain
         ]
-        self._draft(rounds, drafts, given.keys())
+        self._draft(rounds, drafts, given.keys(), drafted or {})
         branching = {key: item for own in served for key, item in own.items() if item.num_branches}
         chances = {key: round_.chances for round_, own in zip(rounds, served, strict=True) for key in own}
         branches = draft_branches(self, branching, chances)
@@ -97,22 +104,30 @@ class Proposer(SequenceEngine):
         )
 
     def _draft(
-        self, rounds: Sequence[ProposeRound], drafts: Sequence[Mapping[SequenceKey, Draft]], given: Set[SequenceKey]
+        self,
+        rounds: Sequence[ProposeRound],
+        drafts: Sequence[Mapping[SequenceKey, Draft]],
+        given: Set[SequenceKey],
+        drafted: Drafted,
     ) -> None:
         """Extend the drafts of all rounds, and keep their own states.
 
-        `given`: sequences that need no own states, because those of the target come with every round.
+        `given`: sequences that need no own states, because those of the target come with every round. `drafted`: see
+        `propose`.
         """
         self.rows = ()
         if not any(drafts):
             return
         num_tokens = sum(len(draft.span.token_ids) for own in drafts for draft in own.values())
-        self.draft(
-            [
-                DraftRound([*own.values()], round_.chances, round_.step_cost)
-                for round_, own in zip(rounds, drafts, strict=True)
-            ]
-        )
+        draft_rounds = [
+            DraftRound([*own.values()], round_.chances, round_.step_cost)
+            for round_, own in zip(rounds, drafts, strict=True)
+        ]
+        if drafted:
+            found = {draft: drafted[key] for own in drafts for key, draft in own.items()}
+            extend_drafts(draft_rounds, read_choices(found))
+        else:
+            self.draft(draft_rounds)
         states, counts = dict[SequenceKey, tuple[int, Sequence[torch.Tensor]]](), list[int]()
         for key, draft in chain.from_iterable(own.items() for own in drafts):
             counts.append(len(draft.token_ids))

@@ -11,11 +11,12 @@ from functools import lru_cache
 
 import torch
 
-from draft_worker.proposer import Proposer
+from draft_worker.proposer import Drafted, Proposer
 from specpool.drafting.acceptance import agreement_length, known_tokens, likely_tokens
 from specpool.engine.cache.carried import KeptDraft
 from specpool.engine.cache.slots import SequenceKey, Slot
 from specpool.engine.passes.drafts import acceptance_chance
+from specpool.engine.run.device_round import SpanResult
 from specpool.engine.run.engine import Engine
 from specpool.protocol.rounds import (
     ItemStatus,
@@ -28,6 +29,7 @@ from specpool.protocol.rounds import (
     VerifyRound,
 )
 from specpool.worker.backend import describe, failure_of
+from target_worker.device_rounds import DeviceRounds
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +49,20 @@ class OwnDrafts:
 
     def __init__(self, target: Engine, proposer: Proposer) -> None:
         self.proposer = proposer
-        self.draft_ns = 0
-        """Nanoseconds spent on drafts so far, without realignment."""
+        self.device_rounds = DeviceRounds(target, proposer)
         self.rows: Sequence[int] = ()
         """Tokens run by each pass of the last draft. Empty if the draft only caught up, or did not run."""
         self._target = target
+        self._draft_ns = 0
+        """Nanoseconds that `draft` has taken so far, without realignment."""
         features = proposer.engine.loaded.features
         self.layers: tuple[int, ...] = () if features is None else features.layers
         """Layers of the target whose states the draft reads."""
+
+    @property
+    def draft_ns(self) -> int:
+        """Nanoseconds spent on drafts so far, without realignment."""
+        return self._draft_ns + self.device_rounds.draft_ns
 
     # --- Before the target's pass
 
@@ -105,10 +113,12 @@ class OwnDrafts:
         judged: Mapping[SequenceKey, VerifyItem],
         found: Mapping[SequenceKey, Found],
         num_tokens: int,
+        results: Mapping[SequenceKey, SpanResult],
     ) -> dict[SequenceKey, OwnDraft]:
         """Catch up with the committed tokens of sequences, and draft. Return the report on each sequence.
 
-        `judged`: the items with a valid verdict. `num_tokens`: tokens of the target's pass.
+        `judged`: the items with a valid verdict. `num_tokens`: tokens of the target's pass. `results`: of
+        `device_rounds`. If not empty, the device has already drafted.
         """
         self.rows = ()
         asked = {key: item.own_draft for key, item in judged.items() if item.own_draft is not None}
@@ -116,7 +126,8 @@ class OwnDrafts:
             return {}
         began, realigned = time.perf_counter_ns(), self.proposer.realign_ns
         items = self._next_items(asked, max(MIN_CATCHUP, num_tokens))
-        proposals = self._propose(rounds, items) if items else {}
+        drafted = {key: result.drafted for key, result in results.items()}
+        proposals = self._propose(rounds, items, drafted) if items else {}
         for key, proposal in proposals.items():
             if proposal.status is ItemStatus.OK:
                 self._take(key, items[key], proposal)
@@ -125,7 +136,7 @@ class OwnDrafts:
                 self._keep_rest(key, found[key][0])
             if self.layers:
                 self._drop_states(key, MAX_STATES)
-        self.draft_ns += time.perf_counter_ns() - began - (self.proposer.realign_ns - realigned)
+        self._draft_ns += time.perf_counter_ns() - began - (self.proposer.realign_ns - realigned)
         return {key: self._report(key, found.get(key), proposals.get(key)) for key in asked}
 
     def _next_items(self, asked: Mapping[SequenceKey, OwnDraftItem], room: int) -> dict[SequenceKey, ProposeItem]:
@@ -189,7 +200,7 @@ class OwnDrafts:
         )
 
     def _propose(
-        self, rounds: Sequence[VerifyRound], items: Mapping[SequenceKey, ProposeItem]
+        self, rounds: Sequence[VerifyRound], items: Mapping[SequenceKey, ProposeItem], drafted: Drafted
     ) -> dict[SequenceKey, Proposal]:
         """Draft for all rounds together. Return no proposals if the draft fails."""
         asked = []
@@ -199,7 +210,8 @@ class OwnDrafts:
             asked.append(ProposeRound(each.coordinator_id, each.round_id, own, each.chances, each.step_cost))
         states = {key: self._states_for(key, item) for key, item in items.items()} if self.layers else {}
         try:
-            proposals = self.proposer.propose(asked, {key: each for key, each in states.items() if each is not None})
+            given = {key: each for key, each in states.items() if each is not None}
+            proposals = self.proposer.propose(asked, given, drafted)
         except Exception as error:
             if failure_of(error) is not None:
                 raise

@@ -6,6 +6,7 @@ from dataclasses import replace
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
+from specpool.engine.run.device_round import SpanResult
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.sequences import Choices, SequenceEngine, own_items
 from specpool.protocol.errors import WorkerFailedError
@@ -29,6 +30,10 @@ def accept(draft: Sequence[int], choices: Iterable[int]) -> list[int]:
         if len(gained) > len(draft) or choice != draft[len(gained) - 1]:
             break
     return gained
+
+
+def _choices_of(result: SpanResult) -> Choices:
+    return Choices(result.choices, finite=result.is_finite, states=result.states)
 
 
 class Verifier(SequenceEngine):
@@ -69,14 +74,16 @@ class Verifier(SequenceEngine):
         windows = {key: round_.feature_window for key, round_ in asking.items()}
         spans = {key: self._span(key, item, forced[key], windows.get(key, 0)) for key, item in ready.items()}
         num_logprobs = {key: item.logprobs for key, item in ready.items()}
-        choices = self.choose(spans, num_logprobs=num_logprobs, state_layers=layers)
+        results = {} if self.drafts is None else self.drafts.device_rounds.run(rounds, ready, spans, layers)
+        choices = {key: _choices_of(result) for key, result in results.items()}
+        choices = choices or self.choose(spans, num_logprobs=num_logprobs, state_layers=layers)
         verdicts = {key: self._judge(key, item, choices[key], forced[key]) for key, item in ready.items()}
         add_features(asking, spans, ready, verdicts, choices, layers)
         if self.drafts is not None:
             judged = {key: item for key, item in ready.items() if verdicts[key].status is ItemStatus.OK}
             self._keep_states(self.drafts, judged, choices, layers)
             num_tokens = sum(len(span.token_ids) for span in spans.values())
-            for key, draft in self.drafts.draft(rounds, judged, found, num_tokens).items():
+            for key, draft in self.drafts.draft(rounds, judged, found, num_tokens, results).items():
                 verdicts[key].own_draft = draft
         return [
             [

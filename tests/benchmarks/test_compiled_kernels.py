@@ -24,7 +24,7 @@ KERNELS = {
     "activate", "add_and_norm", "attend", "combine_splits", "finish_step", "reduce_parts", "rotate_and_cache",
     "split_k_gemm",
 }  # fmt: skip
-OF_MODELS, OF_HEADS = {"change_rows", "find_min_logits", "rank_next", "score"}, {"join_states"}
+OF_MODELS, OF_HEADS = {"accept", "change_rows", "find_min_logits", "rank_next", "score"}, {"join_states"}
 # Kernels of a step of an EAGLE head.
 MAX_STEP_KERNELS = 15
 

@@ -17,6 +17,7 @@ from specpool.engine.passes.gpu.rows import Addend, Recorder
 from specpool.engine.passes.packing import INPUT_IDS, POSITIONS, SLOTS
 from specpool.engine.passes.rotary import rotate
 from specpool.engine.probes import kernels
+from specpool.engine.run import device_round
 from specpool.engine.run import pass_selection as forward
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.kernel import CONTEXT_LENGTH
@@ -67,6 +68,7 @@ def imitate_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kernels, "attend_pages", attend_pages)
     patch.setattr(gemm, "split_k_gemm", split_k_gemm)
     patch.setattr(draft_loop, "choose", choose)
+    patch.setattr(device_round, "choose", choose)
     patch.setattr(draft_loop, "kernel_is_exact", lambda *_: True)
 
 

@@ -1,4 +1,4 @@
-"""Kernel launches of a GPU in a round with own drafts, counted on a CPU."""
+"""Kernel launches of a GPU in a round with own drafts, and waits of the host, counted on a CPU."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from feature_drafts import save_pair_draft
-from interpreted_kernels import FakeGraphs, imitate_kernels, split_k_gemm
+from interpreted_kernels import FakeGraphs, imitate_kernels
 from own_drafts import Generation, Rounds
 from tiny_models import load_engine, random_tokens, save_model, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +18,7 @@ from draft_worker.proposer import Proposer
 from specpool.engine.passes.gpu import gemm
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.graphs import Run
-from specpool.engine.run import pass_selection
+from specpool.engine.run import device_round, pass_selection
 from specpool.protocol.rounds import OwnDraftItem
 from target_worker.verifier import Verifier
 
@@ -52,9 +52,14 @@ class Launches(TorchDispatchMode):
         yield
         self.is_paused = False
 
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Tensor:
-        with self.as_one("gemm"):
-            return split_k_gemm(x, weight, split_k)
+    def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that counts as one launch."""
+
+        def run(*args: Any) -> Any:
+            with self.as_one(name):
+                return function(*args)
+
+        return run
 
 
 class CountedGraphs(FakeGraphs):
@@ -65,19 +70,18 @@ class CountedGraphs(FakeGraphs):
     def __call__(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
         CountedGraphs.num_captured += 1
         replay, result = super().__call__(run)
-
-        def counted() -> None:
-            with self.launches.as_one("replay"):
-                replay()
-
-        return counted, result
+        return self.launches.counted("replay", replay), result
 
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A target, and a draft that reads its states. Their passes are captured."""
     imitate_kernels(monkeypatch)
-    monkeypatch.setattr(gemm, "split_k_gemm", CountedGraphs.launches.multiply)
+    counted = CountedGraphs.launches.counted
+    for module, name in ((gemm, "split_k_gemm"), (device_round, "accept")):
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, counted("wait", getattr(torch.Tensor, name)))
     monkeypatch.setattr(pass_selection, "CudaGraphs", CountedGraphs)
     monkeypatch.setattr(CapturedModel, "captured_rows", 64)
     target = save_model(tmp_path / "target", small_config("llama", num_hidden_layers=3))
@@ -102,4 +106,5 @@ def test_launches_do_not_grow_with_the_sequences(folders: tuple[Path, Path]) -> 
         rounds.verifier.release("c", None)
     assert counts[0] == counts[1]
     assert counts[0]["replay"] == 4, "both passes, and graphs of 2 steps and of 1"
+    assert counts[0]["accept"] == counts[0]["wait"] == 1
     assert CountedGraphs.num_captured == captured > 0, "nothing is captured while serving"

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -138,6 +138,23 @@ def extend_drafts(rounds: Sequence[DraftRound], choose: Choose) -> None:
         drafting = [round_.unfinished(own) for round_, own in zip(rounds, drafting, strict=True)]
         for draft in chain.from_iterable(drafting):
             draft.feed(draft.token_ids[-1:])
+
+
+def read_choices(found: Mapping[Draft, Sequence[Sequence[float]]]) -> Choose:
+    """Read choices that the device has already made. `found`: the tokens of each draft, and their probabilities."""
+
+    def read(drafts: Sequence[Draft]) -> list[Choice | None]:
+        return [_read_choice(draft, *found[draft]) for draft in drafts]
+
+    return read
+
+
+def _read_choice(draft: Draft, token_ids: Sequence[float], probabilities: Sequence[float]) -> Choice:
+    """The next of the tokens chosen for a draft."""
+    token_id, probability = int(token_ids[len(draft.token_ids)]), probabilities[len(draft.token_ids)]
+    if draft.rules is None:
+        return Choice(token_id, probability)
+    return Choice(token_id, is_finite=math.isfinite(probability))
 
 
 @dataclass(frozen=True)

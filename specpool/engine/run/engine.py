@@ -85,9 +85,10 @@ class Engine:
             self._ranks = leader.memory(str(facts.device), self.footprint)
             for report in leader.reports:
                 self._weight_kinds.update(report.weight_kinds)
-        self._draft_loop: DraftLoop | None = None
+        self.draft_loop: DraftLoop | None = None
+        """Runs all steps of drafts on the device; None if the pass has no such loop."""
         if not self.layout.is_padded:
-            self._draft_loop = forward_pass.draft_loop(self.layout.arena, self.head)
+            self.draft_loop = forward_pass.draft_loop(self.layout.arena, self.head)
         self.realign_ns = 0
         """Nanoseconds spent on realignment so far."""
         self.own_states: torch.Tensor | None = None
@@ -115,7 +116,7 @@ class Engine:
         """
         own_states = list[torch.Tensor]()
         chunks = _chunks(spans, self.max_num_batched_tokens)
-        logits = [self._pass(chunk, own_states=own_states).logits for chunk in chunks]
+        logits = [self.run_pass(chunk, own_states=own_states).logits for chunk in chunks]
         self.own_states = torch.cat(own_states) if len(own_states) > 1 else next(iter(own_states), None)
         return self._joined(logits)
 
@@ -127,7 +128,7 @@ class Engine:
         which to take them, at most `facts.layers`. The final norm is not applied. Requires `has_states`. On a GPU, the
         host does not wait for the pass.
         """
-        passes = [self._pass(chunk, layers) for chunk in _chunks(spans, self.max_num_batched_tokens)]
+        passes = [self.run_pass(chunk, layers) for chunk in _chunks(spans, self.max_num_batched_tokens)]
         states = [each.states for each in passes if each.states is not None]
         if len(states) != 1:
             size, device = len(layers) * self.facts.hidden_size, self.facts.device
@@ -174,11 +175,11 @@ class Engine:
     @property
     def passes(self) -> int:
         """Forward passes so far, including those of a draft in progress."""
-        return self._passes + (0 if self._draft_loop is None else self._draft_loop.passes_in_progress)
+        return self._passes + (0 if self.draft_loop is None else self.draft_loop.passes_in_progress)
 
     def can_draft(self, drafts: Sequence[Draft]) -> bool:
         """Whether `draft` can run all steps of these drafts on the device, and that is faster than single steps."""
-        loop, steps = self._draft_loop, max((draft.num_draft_tokens for draft in drafts), default=0)
+        loop, steps = self.draft_loop, max((draft.num_draft_tokens for draft in drafts), default=0)
         if loop is None or steps < loop.min_draft_tokens or len(drafts) > self.max_num_batched_tokens:
             return False
         return all(loop.can_draft(draft.rules) for draft in drafts)
@@ -189,14 +190,18 @@ class Engine:
 
         The host waits for the device once. The last token of a draft is not cached.
         """
-        assert self._draft_loop is not None
+        assert self.draft_loop is not None
         for each in drafts_of(rounds):
             self._grow(each.span, max(0, each.num_draft_tokens - 1))
         logits = self.forward([draft.span for draft in drafts_of(rounds)])
         rounds = [replace(each, drafts=[draft for draft in each.drafts if draft.num_draft_tokens]) for each in rounds]
         if not len(logits):
             return
-        passes, tokens = self._draft_loop(logits, rounds, self.own_states)
+        passes, tokens = self.draft_loop(logits, rounds, self.own_states)
+        self.count_passes(passes, tokens)
+
+    def count_passes(self, passes: int, tokens: int) -> None:
+        """Add passes that ran outside `run_pass`, and the tokens that they ran."""
         self._passes += passes
         self.tokens += tokens
 
@@ -274,7 +279,7 @@ class Engine:
         if self.facts.device.type == "cuda" and self.layout.is_padded:  # the other layout moves nothing
             torch.cuda.synchronize(self.facts.device)
 
-    def _pass(
+    def run_pass(
         self, spans: Sequence[Span], state_layers: tuple[int, ...] = (), own_states: list[torch.Tensor] | None = None
     ) -> PassResult:
         """Run spans that fit in one forward pass. `own_states`: gets those of a feature draft."""
@@ -289,8 +294,7 @@ class Engine:
         else:
             result = self.leader.run(self.runner, spans, state_layers)
         rows = sum(len(span.token_ids) for span in spans)
-        self._passes += 1
-        self.tokens += rows
+        self.count_passes(1, rows)
         self._watch_contention(spans, rows, time.perf_counter() - began)
         return result
 

@@ -21,6 +21,7 @@ class PassResult(NamedTuple):
 
     logits: torch.Tensor  # [R, rows of the head]
     states: torch.Tensor | None  # [sum of num_states, state layers * hidden]; None: no states were needed
+    batch: PackedBatch
 
 
 class PassRunner:
@@ -44,22 +45,25 @@ class PassRunner:
         `state_layers`: numbers of layers after which to return the hidden states of the spans' last `num_states`
         tokens. `own_states`: gets the states [R, hidden] of a feature draft for the rows of the logits.
         """
+        batch = self.batch_of(spans)
+        if state_layers and any(span.num_states for span in spans):
+            shape = batch.rows, len(state_layers), self._hidden_size
+            states = torch.empty(shape, dtype=torch.bfloat16, device=self.arena.device)
+            batch = replace(batch, state_layers=state_layers, states=states)
+        logits: torch.Tensor = self.forward_pass(batch)
+        if own_states is not None and batch.own_states is not None:
+            own_states.append(batch.own_states[: batch.num_logits])
+        return PassResult(logits[: batch.num_logits], _states_of(batch, spans), batch)
+
+    def batch_of(self, spans: Sequence[Span]) -> PackedBatch:
+        """Pack the input of a pass, and send it to the device. The host does not wait for the copies."""
         arena, forward_pass = self.arena, self.forward_pass
         arena.flush()
         planned = forward_pass.plans_attention
         batch = pack(spans, arena, self._padded, forward_pass.rows_per_tile, repeats=planned)
         if planned:
             batch = replace(batch, attention=plan_attention(spans, arena, self._tiles, self._query_groups))
-        if forward_pass.state_size:
-            batch = self._with_states(batch, spans)
-        if state_layers and any(span.num_states for span in spans):
-            shape = batch.rows, len(state_layers), self._hidden_size
-            states = torch.empty(shape, dtype=torch.bfloat16, device=arena.device)
-            batch = replace(batch, state_layers=state_layers, states=states)
-        logits: torch.Tensor = forward_pass(batch)
-        if own_states is not None and batch.own_states is not None:
-            own_states.append(batch.own_states[: batch.num_logits])
-        return PassResult(logits[: batch.num_logits], _states_of(batch, spans))
+        return self._with_states(batch, spans) if forward_pass.state_size else batch
 
     def _with_states(self, batch: PackedBatch, spans: Sequence[Span]) -> PackedBatch:
         """The batch with the input of a feature draft, and memory for its own states."""

@@ -1,6 +1,5 @@
 """The draft loop on the device: each step feeds the next one, and the host reads all tokens at once."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,7 +8,7 @@ import torch
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Span
-from specpool.engine.passes.drafts import Choice, Draft, DraftRound, drafts_of, extend_drafts
+from specpool.engine.passes.drafts import Draft, DraftRound, drafts_of, extend_drafts, read_choices
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.gpu.choice import BEGINS, LOGIT_ROWS, REMAINING, SIZES, choose
 from specpool.engine.passes.gpu.graphs import Capture, CapturedGraphs, Run
@@ -95,11 +94,7 @@ class GpuDraftLoop:
         chosen = choose(logits, self._head, rules=rules)
         chosen, states = self._run(chosen, spans, remaining, own_states, rules)
         found = dict(zip(drafts, chosen.permute(2, 1, 0).tolist(), strict=True))  # tokens, then probabilities
-
-        def read(drafting: Sequence[Draft]) -> list[Choice | None]:
-            return [_choice(draft, *found[draft]) for draft in drafting]
-
-        extend_drafts(rounds, read)
+        extend_drafts(rounds, read_choices(found))
         for draft, span, own in zip(drafts, spans, [] if states is None else states.unbind(1), strict=False):
             num_run = draft.span.end - span.end
             draft.own_states = [own[: num_run + 1]]
@@ -121,7 +116,7 @@ class GpuDraftLoop:
         if not any(remaining):
             return chosen[None], None if own_states is None else own_states[None]
         max_length = max(span.end + steps for span, steps in zip(spans, remaining, strict=True))
-        numbers = self._numbers(chosen, spans, remaining)
+        numbers = self.numbers(spans, remaining)
         return self.run_steps(numbers, chosen, max_length, max(remaining), own_states, rules)
 
     def run_steps(
@@ -136,13 +131,14 @@ class GpuDraftLoop:
         """Run steps after the choices [2, n] of n sequences, and own states [n, hidden] of a feature draft.
 
         Everything is on the device, and the host does not wait. `numbers`: of the first step, [REMAINING + 1, rows];
-        row i is sequence i, rows after n are padding. `max_length`: positions of the longest sequence after all steps.
-        `rules`: of all rows, see `choose`; None: all sequences are greedy. Return all choices [1 + steps, 2, n], and
-        all own states [1 + steps, n, hidden].
+        row i is sequence i, rows after n are padding, and input ids are unset. `max_length`: positions of the longest
+        sequence after all steps. `rules`: of all rows, see `choose`; None: all sequences are greedy. Return all
+        choices [1 + steps, 2, n], and all own states [1 + steps, n, hidden].
         """
         count, rows = chosen.shape[1], numbers.shape[1]
         memory = self._memory_of(rows)
         memory.numbers.copy_(numbers)
+        memory.numbers[INPUT_IDS, :count] = chosen[0]
         if rules is not None:
             memory.rules.copy_(rules)
         choices, states = chosen.new_empty(1 + steps, 2, count), None
@@ -162,23 +158,23 @@ class GpuDraftLoop:
                     memory.states[0] = memory.states[key.steps]
         return choices, states
 
-    def _numbers(self, chosen: torch.Tensor, spans: Sequence[Span], remaining: Sequence[int]) -> torch.Tensor:
-        """The numbers of the first step, on the device."""
+    def numbers(self, spans: Sequence[Span], remaining: Sequence[int]) -> torch.Tensor:
+        """The numbers of the first step after these spans, on the device, without input ids.
+
+        `remaining`: further tokens of each span.
+        """
         count = len(spans)
         rows = self._padded(count)
         numbers = torch.zeros(REMAINING + 1, rows, dtype=torch.int64)
         numbers[BEGINS] = numbers[LOGIT_ROWS] = torch.arange(rows)
-        numbers[POSITIONS, :count] = torch.tensor([span.end for span in spans])
         numbers[PREFIX_LENGTHS, :count] = torch.tensor([span.prefix_length for span in spans])
         numbers[OFFSETS, :count] = torch.tensor([span.offset for span in spans])
         numbers[REMAINING, :count] = torch.tensor(remaining)
-        alive = numbers[REMAINING] > 0
-        numbers[SIZES] = alive
+        numbers[SIZES] = alive = numbers[REMAINING] > 0
         numbers[SLOTS] = -1
-        numbers[SLOTS, :count] = torch.where(alive[:count], torch.tensor([span.slot for span in spans]), -1)
-        numbers = self._upload(numbers)
-        numbers[INPUT_IDS, :count] = chosen[0].long()
-        return numbers
+        numbers[SLOTS, alive] = torch.tensor([span.slot for span in spans])[alive[:count]]
+        numbers[POSITIONS, alive] = torch.tensor([span.end for span in spans])[alive[:count]]
+        return self._upload(numbers)
 
     def _rules(self, drafts: Sequence[Draft]) -> torch.Tensor:
         """The sampling rules of all rows after the spans of the drafts, [rows, FIELDS], on the device."""
@@ -233,11 +229,3 @@ class GpuDraftLoop:
         results = torch.zeros(steps, 2, rows, dtype=torch.float64, device=device)
         rules = torch.zeros(rows, FIELDS, dtype=torch.int32, device=device)
         return StepMemory(numbers, rules, results, None if self._states is None else self._states[:, :rows])
-
-
-def _choice(draft: Draft, token_ids: Sequence[float], probabilities: Sequence[float]) -> Choice:
-    """The next of the tokens chosen for a draft."""
-    token_id, probability = int(token_ids[len(draft.token_ids)]), probabilities[len(draft.token_ids)]
-    if draft.rules is None:
-        return Choice(token_id, probability)
-    return Choice(token_id, is_finite=math.isfinite(probability))

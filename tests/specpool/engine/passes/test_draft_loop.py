@@ -59,13 +59,13 @@ SOUND_TOKENS = 64
 
 def stepped_engine(folder: Path, **options: object) -> Engine:
     engine = load_engine(folder, exact=False, max_sequences=SLOTS, max_model_len=MAX_LENGTH, **options)
-    engine._draft_loop = None
+    engine.draft_loop = None
     return engine
 
 
 def looped_engine(folder: Path, **options: object) -> Engine:
     engine = load_engine(folder, exact=False, max_sequences=SLOTS, max_model_len=MAX_LENGTH, **options)
-    assert isinstance(engine._draft_loop, draft_loop.NativeDraftLoop)
+    assert isinstance(engine.draft_loop, draft_loop.NativeDraftLoop)
     return engine
 
 
@@ -260,7 +260,7 @@ def test_first_tokens_may_take_several_passes(engines: Engines, monkeypatch: pyt
 def test_passes_of_a_draft_in_progress_count(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog takes a worker for hanging if their number does not grow."""
     looped, seen = engines[0], list[int]()
-    loop: Any = looped._draft_loop
+    loop: Any = looped.draft_loop
 
     def run(reference: Any) -> None:
         for number in range(3):
@@ -282,7 +282,7 @@ def test_without_a_compiler_drafts_run_step_by_step(tiny_pair: tuple[Path, Path]
     with mock.patch.object(draft_loop, name, return_value=None):
         engine = load_engine(tiny_pair[1], exact=False)
     assert isinstance(engine.forward_pass, NativeModel)
-    assert engine._draft_loop is None
+    assert engine.draft_loop is None
 
 
 @pytest.fixture(autouse=True)
