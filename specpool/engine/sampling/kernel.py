@@ -118,7 +118,7 @@ if triton is not None:
         temperature, top_p, log_min_p = _float(numbers), _float(numbers + 1), _float(numbers + 2)
         top_k = tl.load(numbers + 3)
         limited = (log_min_p > float("-inf")) | (top_k > 0) | (top_p < 1)
-        limit = float("-inf")
+        limit = tl.full([], float("-inf"), tl.float32)
         if (temperature > 0) & limited:
             logits += row * vocab
             scratch += row * WIDTH

@@ -181,9 +181,8 @@ class GpuDraftLoop:
     def _rules(self, drafts: Sequence[Draft]) -> torch.Tensor:
         """The sampling rules of all rows after the spans of the drafts, [rows, FIELDS], on the device."""
         rules = torch.zeros(self._padded(len(drafts)), FIELDS, dtype=torch.int32)
-        for row, draft in zip(rules, drafts, strict=False):
-            if draft.rules is not None:
-                row.copy_(torch.tensor(numbers_of_row(draft.rules.params, draft.span.end, self._head.outputs)))
+        of_drafts = [numbers_of_row(draft.rows.params, draft.span.end, self._head.outputs) for draft in drafts]
+        rules[: len(drafts)] = torch.tensor(of_drafts, dtype=torch.int32)
         return self._upload(rules)
 
     def _upload(self, x: torch.Tensor) -> torch.Tensor:
