@@ -77,28 +77,28 @@ def _prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> to
     return device
 
 
-def successors_of_pair(vocab_size: int, acceptance: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Successors of each token in the target and in the draft, each [vocab_size, 2].
+def successors_of_pair(count: int, acceptance: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Successors of the first `count` tokens in the target and in the draft, each [count, 2].
 
     The draft guesses which of two successors the target takes, so at most half of such steps may be wrong. With an
     acceptance below a half, it also has wrong successors.
     """
     contested = min(1.0, 2 * (1 - acceptance))
-    successors = path_through(vocab_size, contested)
+    successors = path_through(count, contested)
     return successors, partly_wrong(successors, 1 - acceptance / (1 - contested / 2))
 
 
-def path_through(vocab_size: int, contested: float) -> torch.Tensor:
-    """[vocab_size, 2]: the successors of each token, on a random path through all tokens but end-of-sequence.
+def path_through(count: int, contested: float) -> torch.Tensor:
+    """[count, 2]: the successors of each token, on a random path through `count` tokens without end-of-sequence.
 
     A share of the steps is contested, and leads to one of two tokens, with the same successors. Others have equal ones.
     """
-    order = torch.randperm(vocab_size)
+    order = torch.randperm(count)
     order = order[order != EOS_TOKEN_ID]
     ends = (1 + (torch.rand(len(order)) < contested).long()).cumsum(0).clamp(max=len(order)).unique()
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     steps = torch.stack([order[starts], order[ends - 1]], 1)
-    successors = torch.full((vocab_size, 2), EOS_TOKEN_ID)
+    successors = torch.full((count, 2), EOS_TOKEN_ID)
     successors[order] = steps.roll(-1, 0).repeat_interleave(ends - starts, 0)
     return successors
 
@@ -120,7 +120,10 @@ def save_model(folder: Path, shape: str, successors: torch.Tensor, device: torch
 
 @torch.no_grad()
 def lead(model: PreTrainedModel, successors: torch.Tensor) -> None:
-    """Make a model choose a successor of the last token; its layers choose which."""
+    """Make a model choose a successor of the last token; its layers choose which.
+
+    `successors`: of the tokens with the lowest ids. The model may choose any token after others.
+    """
     body: Any = model.model
     led = model.config.hidden_size // 2  # features that layers read, but do not change
     for layer in body.layers:
@@ -128,12 +131,16 @@ def lead(model: PreTrainedModel, successors: torch.Tensor) -> None:
             weight.normal_(std=weight.shape[1] ** -0.5)
         layer.self_attn.o_proj.weight[:led] = layer.mlp.down_proj.weight[:led] = 0
     embeddings, head = body.embed_tokens.weight.normal_(), model.get_output_embeddings().weight.normal_()
+    add_successors(head[:, :led].zero_(), successors, embeddings[:, :led])
+    head[:, :led] *= _scale_of_path(body, led)
+
+
+def add_successors(head: torch.Tensor, successors: torch.Tensor, embeddings: torch.Tensor) -> None:
+    """Add the embedding of each token to the rows of its successors. Both have the same features."""
     first, second = successors.T
     contested = first != second
-    head[:, :led] = 0
-    head[:, :led].index_add_(0, first, embeddings[:, :led])
-    head[:, :led].index_add_(0, second[contested], embeddings[contested, :led])
-    head[:, :led] *= _scale_of_path(body, led)
+    head.index_add_(0, first, embeddings[: len(first)])
+    head.index_add_(0, second[contested], embeddings[: len(first)][contested])
 
 
 def _scale_of_path(body: Any, led: int) -> float:

@@ -1,6 +1,6 @@
-"""Measures everything about one GPU in one run: kernels, exactness, steps, drafts, and whole answers.
+"""Measures one GPU in one run: exactness, the parts of a round, whole answers, steps, and kernels.
 
-    python -m benchmarks.gpu --output FOLDER [--minutes 9] [--parts preflight,gemm,steps] [--resume]
+    python -m benchmarks.gpu --output FOLDER [--minutes 9] [--parts preflight,exactness,round] [--resume]
     python -m benchmarks.gpu --output FOLDER --rehearse     (a dry run on a CPU, with tiny models)
 
 For a machine that is available for minutes only. Without pip and network, `make gpu-bundle` in another checkout
@@ -10,15 +10,23 @@ Each part is a process with a time limit. It writes its findings to FOLDER at on
 is taken away: FOLDER/report.json holds the parts that ended, FOLDER/PART.json the running one. A part is skipped if
 too little time is left. `--resume` keeps the results of FOLDER and runs what is missing.
 
-Models are random, with well-known shapes; the draft of the pair that answers prompts agrees on 70% of tokens. Times
-are medians of work captured as CUDA graphs. On a CPU, kernels are interpreted, which tests them but says nothing about
-their speed.
+Models are random, with well-known shapes. The draft model and the EAGLE-3 head agree with their target on 70% of
+tokens. On a CPU, kernels are interpreted, which tests them but says nothing about their speed.
 
-Parts, most important first: `preflight`: packages, graph capture, bandwidth, GEMM rate; `gemm`, `attention`, `rows`,
-`sampling`: errors of kernels against float64, and batch invariance; `exactness`: tokens of speculation and of plain
-decoding; `steps`: steps of the target, beside the time to read weights and cache once; `draft`: drafts of 4 tokens;
-`pair`: answers of the whole service, with a target worker that carries the draft and with a draft worker. A table of at
-most 60 lines comes last. Exits with status 1 if a part failed.
+Parts, most important first:
+
+preflight  packages, graph capture, bandwidth, GEMM rate
+exactness  bits of logits and hidden states in all kinds of passes, launched and replayed
+round      parts of the rounds of a target worker that carries a head or a draft model, on the device and by the
+           clock of the host; its answers beside those of plain decoding
+pair       answers of the whole service: a carried head, a carried draft model, and a separate draft worker
+generate   the same target with `generate` of transformers
+rows, sampling, attention, gemm   errors of kernels against float64, batch invariance, and times of GEMMs
+steps      steps of the target, beside the time to read weights and cache once
+draft      drafts of 4 tokens
+
+The times of kernels and GEMMs are medians of work captured as CUDA graphs. A table of at most 60 lines comes last.
+Exits with status 1 if a part failed.
 """
 
 import argparse
@@ -40,12 +48,11 @@ from specpool.engine.config.devices import pick_device
 from specpool.engine.config.sources import UnsupportedModelError
 
 DTYPES = ("bfloat16", "float16", "float32")
-# The minimum and maximum seconds of each part: it is skipped below the first, and stopped after the second. On an H200,
-# the parts up to `draft` take about 5 minutes.
+# The minimum and maximum seconds of each part: it is skipped below the first, and stopped after the second.
 PARTS = {
-    "preflight": (10, 30), "gemm": (20, 60), "attention": (15, 45), "rows": (15, 40), "sampling": (15, 40),
-    "exactness": (30, 110), "steps": (20, 60), "draft": (15, 50),
-    "pair": (60, 360),
+    "preflight": (10, 25), "exactness": (30, 90), "round": (40, 140), "pair": (60, 250), "generate": (15, 40),
+    "rows": (15, 40), "sampling": (15, 40), "attention": (15, 45), "steps": (20, 60), "draft": (15, 50),
+    "gemm": (20, 60),
 }  # fmt: skip
 assert list(PARTS) == list(MEASURES)
 

@@ -1,19 +1,16 @@
-"""Answers of the whole service, for a pair whose draft agrees on about 70% of tokens."""
+"""Answers of the whole service, with drafts that are right in about 70% of the tokens."""
 
 import asyncio
-import gc
 import json
 import operator
 import time
 from itertools import cycle, islice
 from pathlib import Path
 
-import torch
 from google.protobuf.json_format import MessageToDict
 
+from benchmarks.gpu.folders import ACCEPTANCE, make_models
 from benchmarks.gpu.part import Findings, Row, Settings
-from benchmarks.pair import save_model, successors_of_pair
-from benchmarks.shapes import SHAPES
 from benchmarks.throughput import ARRANGEMENTS, PLAIN, Load, run, summary
 from benchmarks.throughput import KINDS as OPTIONS
 from specpool.cli.up import running
@@ -21,21 +18,26 @@ from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
 from specpool.client.prompts import own_prompts
 from specpool.client.requests import GenerateOptions
-from specpool.engine.config.devices import pick_device
 from specpool.v1 import common_pb2
 
-ACCEPTANCE = 0.7
 Logprobs = list[common_pb2.TokenLogprobs]
 KINDS = [PLAIN, "k2", "k4", "adaptive"]
 # Kinds whose log-probabilities are compared, and the most probable tokens of each position to compare.
 COMPARED, TOP_LOGPROBS = [PLAIN, "k4"], 5
-MEASURED = ["colocated", "separate"]
+SERVICES = {
+    "colocated head": ("colocated", "head"),
+    "colocated": ("colocated", "draft"),
+    "separate": ("separate", "draft"),
+}
+"""The arrangement and the draft's folder of each service, most important first."""
+SEPARATE_BYTES = 2**34
+"""Memory for each cache of separate workers, which must be given if they share a GPU."""
 # Minimum seconds left to start another service, and another run.
 SERVICE_SECONDS, RUN_SECONDS = 40, 10
 
 
 def measure_pair(settings: Settings, findings: Findings) -> None:
-    folder = make_pair(settings)
+    folder = make_models(settings)
     findings.add(acceptance=ACCEPTANCE, max_tokens=settings.sizes.max_tokens, prompts_per_request=settings.sizes.load)
     asyncio.run(serve(settings, findings, folder))
     rows = [*findings.result.get("runs", ()), *findings.result.get("logprobs", ())]
@@ -43,33 +45,17 @@ def measure_pair(settings: Settings, findings: Findings) -> None:
         raise RuntimeError("some answers differ from plain decoding")
 
 
-def make_pair(settings: Settings) -> Path:
-    """The folder of both models. The first part that needs them creates them."""
-    folder, done = Path(settings.scratch), Path(settings.scratch) / "made"
-    if not done.exists():
-        device = pick_device(settings.device)
-        torch.manual_seed(0)
-        target, draft = successors_of_pair(SHAPES[settings.target]["vocab_size"], ACCEPTANCE)
-        save_model(folder / "target", settings.target, target, device, settings.torch_dtype)
-        save_model(folder / "draft", settings.draft, draft, device, settings.torch_dtype)
-        done.touch()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the workers need it
-    return folder
-
-
 async def serve(settings: Settings, findings: Findings, folder: Path) -> None:
-    """Measure a service whose target worker carries the draft, then one with a draft worker."""
+    """Measure services whose target worker carries the draft, then one with a draft worker."""
     truth: dict[str, list[int]] = {}
     probabilities: dict[str, Logprobs] = {}
-    for arrangement in MEASURED:
-        if findings.fits(settings, arrangement, SERVICE_SECONDS):
-            await serve_one(arrangement, settings, findings, folder, truth, probabilities)
+    for service in SERVICES:
+        if findings.fits(settings, service, SERVICE_SECONDS):
+            await serve_one(service, settings, findings, folder, truth, probabilities)
 
 
 async def serve_one(
-    arrangement: str,
+    service: str,
     settings: Settings,
     findings: Findings,
     folder: Path,
@@ -77,19 +63,22 @@ async def serve_one(
     probabilities: dict[str, Logprobs],
 ) -> None:
     """Measure all concurrencies of one service. `truth`, `probabilities`: of the plain answers so far."""
+    arrangement, draft = SERVICES[service]
+    is_separate = ARRANGEMENTS[arrangement]
+    memory = SEPARATE_BYTES if is_separate and settings.device != "cpu" else None
     up = UpSettings(
         port=0, log_level="warning", drain_seconds=1, prefix_caching=False, max_num_seqs=max(settings.sizes.batches),
-        target=str(folder / "target"), draft=str(folder / "draft"), target_device=(settings.device,),
-        draft_device=(settings.device,), separate=ARRANGEMENTS[arrangement],
+        target=str(folder / "target"), draft=str(folder / draft), target_device=(settings.device,),
+        draft_device=(settings.device,), separate=is_separate, target_kv_memory=memory, draft_kv_memory=memory,
     )  # fmt: skip
-    began, named = time.perf_counter(), {"arrangement": arrangement}
+    began, named = time.perf_counter(), {"arrangement": service}
     async with running(up) as address, AsyncClient(address) as client:
         findings.add_row("services", {**named, "started_s": round(time.perf_counter() - began, 1)})
         info = await client.model_info()
         for name, model in (("target", info.target), ("draft", info.draft)):
             findings.add(**{name: MessageToDict(model, preserving_proto_field_name=True)})
         for concurrency in settings.sizes.batches:
-            if findings.fits(settings, f"{concurrency} at a time, {arrangement}", RUN_SECONDS):
+            if findings.fits(settings, f"{concurrency} at a time, {service}", RUN_SECONDS):
                 for row in await rows_of(client, settings, concurrency, truth):
                     findings.add_row("runs", {**named, **row})
                 for row in await logprobs_rows(client, settings, concurrency, probabilities):

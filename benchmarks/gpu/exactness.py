@@ -8,12 +8,14 @@ import gc
 import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
 
 import torch
 
 from benchmarks.gpu.engines import is_captured, start
+from benchmarks.gpu.head import eagle_layers
 from benchmarks.gpu.part import Findings, Row, Settings
 from benchmarks.gpu.steps import draft_by_loop, draft_by_steps
 from specpool.engine.cache.spans import Span
@@ -50,6 +52,9 @@ def measure_exactness(settings: Settings, findings: Findings) -> None:
         for cached in positions:
             compare = partial(compare_passes, findings, engine, settings, shape, cached)
             findings.attempt(settings, f"{shape}, passes after {cached} positions", SECONDS, compare)
+            if shape == settings.target:
+                compare = partial(compare_states, findings, engine, settings, shape, cached)
+                findings.attempt(settings, f"{shape}, states after {cached} positions", SECONDS, compare)
         for cached, batch in product(positions if shape == settings.draft else (), settings.sizes.batches):
             compare = partial(compare_drafts, findings, engine, settings, shape, cached, batch)
             findings.attempt(settings, f"{shape}, {batch} drafts after {cached} positions", SECONDS, compare)
@@ -60,6 +65,11 @@ def measure_exactness(settings: Settings, findings: Findings) -> None:
         gc.collect()
         if torch.device(settings.device).type == "cuda":
             torch.cuda.empty_cache()
+    check_all_equal(findings)
+
+
+def check_all_equal(findings: Findings) -> None:
+    """DifferentBitsError if a comparison found a difference."""
     if different := [row for row in findings.result.get("exactness", ()) if not row["equal"]]:
         raise DifferentBitsError(f"{len(different)} comparisons found different bits")
 
@@ -118,8 +128,12 @@ def run_repeatedly(engine: Engine, passes: Callable[[], Sequence[Sequence[Span]]
 
 
 def logits_of(engine: Engine, spans: Sequence[Span]) -> Rows:
-    places = [(span.slot, at) for span in spans for at in range(span.end - span.num_logits, span.end)]
-    return dict(zip(places, engine.forward(spans), strict=True))
+    return dict(zip(places_of(spans), engine.forward(spans), strict=True))
+
+
+def places_of(spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """Slot and position of each row of logits."""
+    return [(span.slot, at) for span in spans for at in range(span.end - span.num_logits, span.end)]
 
 
 def add_row(findings: Findings, facts: Row, reference: Rows, runs: Sequence[Rows]) -> None:
@@ -131,6 +145,41 @@ def add_row(findings: Findings, facts: Row, reference: Rows, runs: Sequence[Rows
     different = sum(not torch.equal(*pair) for pair in pairs)
     equal = not different and facts.get("same_cache", True)
     findings.add_row("exactness", {**facts, "rows": len(pairs), "different": different, "equal": equal})
+
+
+# --- Hidden states
+
+
+def compare_states(findings: Findings, engine: Engine, settings: Settings, shape: str, cached: int) -> None:
+    """Compare logits and states of verifications, for two choices of layers in turn, with each sequence alone.
+
+    The layers are those of EAGLE-3 and EAGLE-1.
+    """
+    count, rng = engine.facts.layers, random.Random(cached)
+    choices: tuple[tuple[int, ...], ...] = (tuple(eagle_layers(count)), (count,))
+    texts = [[rng.randrange(engine.vocab_size) for _ in range(TOKENS)] for _ in range(max(settings.sizes.batches))]
+    referred = range(min(MAX_REFERENCES, len(texts)))
+    references: dict[tuple[int, ...], Rows] = {layers: {} for layers in choices}
+    with engine.forward_pass.eager():
+        for layers, slot in product(choices, referred):
+            references[layers] |= states_of(engine, verification([slot], texts, cached)[0], layers)
+    for batch, how in product(settings.sizes.batches, hows(engine)):
+        (spans,) = verification(range(batch), texts, cached)
+        runs: dict[tuple[int, ...], list[Rows]] = {layers: [] for layers in choices}
+        with engine.forward_pass.eager() if how == "launched" else nullcontext():
+            for _, layers in product(range(REPEATS), choices):
+                runs[layers].append(states_of(engine, spans, layers))
+        for layers, found in runs.items():
+            what = f"states after layers {', '.join(map(str, layers))}"
+            facts = {"model": shape, "what": what, "sequences": batch, "positions": cached, "how": how}
+            add_row(findings, facts, references[layers], found)
+
+
+def states_of(engine: Engine, spans: Sequence[Span], layers: tuple[int, ...]) -> Rows:
+    """Logits and states of spans, joined."""
+    spans = [replace(span, num_states=span.num_logits) for span in spans]
+    joined = torch.cat([each.float() for each in engine.forward_with_states(spans, layers)], 1)
+    return dict(zip(places_of(spans), joined, strict=True))
 
 
 # --- Prefills

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import torch
 
+from benchmarks.report import machine
 from benchmarks.shapes import SHAPES
 from specpool.engine.config.sources import first_line
 from specpool.engine.numerics.triton_compat import triton
@@ -25,10 +26,10 @@ from specpool.engine.probes.kernels import TIMED_ROWS
 Row = dict[str, Any]
 
 MEASURES = {
-    "preflight": "preflight:measure_preflight", "gemm": "gemms:measure_gemms", "attention": "kernels:measure_attention",
-    "rows": "kernels:measure_rows", "sampling": "kernels:measure_sampling", "exactness": "exactness:measure_exactness",
-    "steps": "steps:measure_steps", 
-    "draft": "steps:measure_drafts", "pair": "answers:measure_pair",
+    "preflight": "preflight:measure_preflight", "exactness": "exactness:measure_exactness",
+    "round": "worker_rounds:measure_rounds", "pair": "answers:measure_pair", "generate": "generate:measure_generate",
+    "rows": "kernels:measure_rows", "sampling": "kernels:measure_sampling", "attention": "kernels:measure_attention",
+    "steps": "steps:measure_steps", "draft": "steps:measure_drafts", "gemm": "gemms:measure_gemms",
 }  # fmt: skip
 """The function of each part, most important first."""
 BROKEN = 3
@@ -63,15 +64,18 @@ class Sizes:
     """Tiles beside a probed row; with this many, a program handles all splits of a tile."""
     sampled: int = 64
     # Answers of whole services.
-    load: int = 4
+    load: int = 3
     """Prompts of a run, per request in flight."""
     max_tokens: int = 64
     runs: int = 3
+    rounds: int = 16
+    """Rounds of each sequence after its prefill."""
 
 
 REHEARSED = Sizes(
     batches=(1, 2), lengths=(24,), repeats=2, in_a_row=1, weights=1, timed_rows=(3,), moved_bytes=2**20, gemm=64,
     rows=3, positions=(0, 20, 300), beside=3, sampled=1, load=1, max_tokens=6, runs=1,
+    rounds=4,
 )  # fmt: skip
 _TINY = {"vocab_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 TINY_SHAPES: dict[str, dict[str, Any]] = {
@@ -164,6 +168,11 @@ class Findings:
         return True
 
 
+def device_name(device: str) -> str:
+    """Such as "NVIDIA H100 80GB HBM3"."""
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else machine()
+
+
 def is_broken(device: str) -> bool:
     """Whether an earlier CUDA error fails every later call."""
     if torch.device(device).type != "cuda":
@@ -184,6 +193,7 @@ def describe(error: Exception) -> str:
 def run(name: str, settings: Settings) -> int:
     """Measure a part. Return the exit status: 0, BROKEN, or 1 if any of it failed; the result says why."""
     findings = Findings(Path(settings.output) / f"{name}.json")
+    findings.add(device=device_name(settings.device))
     try:
         pkgutil.resolve_name(f"benchmarks.gpu.{MEASURES[name]}")(settings, findings)
     except BrokenDeviceError:

@@ -1,6 +1,6 @@
 """Prints the results of all parts in one short table."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu.part import Row
@@ -10,6 +10,11 @@ Results = Mapping[str, Mapping[str, Any]]
 MAX_LINES, MAX_WIDTH = 60, 160
 # Lines of one list of rows, and of all failures.
 ROWS, FAILURES = 6, 8
+ROUND = (
+    "draft", "sequences", "way", "reply_ms", "over_plain", "tokens_a_round", "prepare_ms", "target_ms", "choose_ms",
+    "draft_ms", "steps_ms", "copy_ms", "launched_ms", "synced_ms", "waits",
+)  # fmt: skip
+"""Columns of the table of rounds."""
 
 
 def print_summary(results: Results) -> None:
@@ -57,15 +62,26 @@ def row_lines(results: Results) -> Iterator[str]:
     facts = results.get("preflight", {})
     names = ("name", "torch", "triton", "captures", "captures_after_failure", "read_gb_s", "copy_gb_s", "gemm_tflops")
     yield from _lines("machine", [facts] if facts else [], names)
-    compared = rows("exactness", "exactness")
+    compared = [*rows("exactness", "exactness"), *rows("round", "exactness")]
     different = [row for row in compared if not row["equal"]]
     if compared:
         yield f"exact   {len(compared) - len(different)} of {len(compared)} comparisons by bits are equal"
     yield from _lines("differs", different)
-    yield from step_lines(rows("steps", "steps"))
-    yield from gemm_lines(rows("gemm", "gemm"))
-    yield from _lines("draft", rows("draft", "drafts"))
+    yield from table_lines([row for row in rows("round", "rounds") if "eager" not in row["way"]], ROUND)
     yield from answer_lines(rows("pair", "runs"))
+    yield from _lines("library", rows("generate", "generate"))
+    yield from step_lines(rows("steps", "steps"))
+    yield from _lines("draft", rows("draft", "drafts"))
+    yield from gemm_lines(rows("gemm", "gemm"))
+
+
+def table_lines(rows: Sequence[Row], columns: Sequence[str]) -> Iterator[str]:
+    """A table with a line of headings, in which missing values are blank."""
+    headings = [name.removesuffix("_ms").replace("_", " ") for name in columns]
+    cells = [["" if row.get(name) is None else str(row[name]) for name in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
+    for line in [headings, *cells] if rows else []:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
 
 
 def step_lines(rows: Iterable[Row]) -> Iterator[str]:

@@ -15,18 +15,20 @@ from interpreted_kernels import FakeGraphs, imitate_kernels, make_dot_batch_inva
 from benchmarks import shapes
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import part, preflight, processes, steps
+from benchmarks.gpu.answers import SERVICES
 from benchmarks.gpu.gemms import counts_that_differ, row_counts
 from benchmarks.gpu.part import BROKEN, Findings, Settings
 from benchmarks.gpu.summary import MAX_LINES, print_summary
+from benchmarks.report import machine
 from specpool.engine.run import pass_selection as forward
 
 pytest.importorskip("triton")
 
 # Lists of rows that each part finds.
 ROWS = {
-    "gemm": ("gemm",), "attention": ("kernels",), "rows": ("kernels",), "sampling": ("kernels",),
-    "exactness": ("exactness",), "steps": ("steps",),
-    "draft": ("drafts",), "pair": ("runs",),
+    "exactness": ("exactness",), "round": ("rounds", "exactness"), "pair": ("runs", "logprobs"),
+    "generate": ("generate",), "rows": ("kernels",), "sampling": ("kernels",), "attention": ("kernels",),
+    "steps": ("steps",), "draft": ("drafts",), "gemm": ("gemm",),
 }  # fmt: skip
 
 
@@ -81,6 +83,7 @@ def test_a_rehearsal_measures_all_parts(
     for name, result in results.items():
         assert not {"error", "failed", "left_out", "skipped"} & result.keys(), result
         assert all(result[rows] for rows in ROWS.get(name, ()))
+        assert result["device"] == machine()
     assert results["preflight"].keys() > {"torch", "triton", "read_gb_s", "copy_gb_s", "gemm_tflops"}
     assert results["preflight"]["missing"] == []
     kernels = [row for name in ("attention", "rows", "sampling") for row in results[name]["kernels"]]
@@ -89,11 +92,14 @@ def test_a_rehearsal_measures_all_parts(
     assert len(ours) == 10
     assert all(row["near"] and row["exact"] for row in ours)
     assert all(row["equal"] for row in results["exactness"]["exactness"])
+    assert all(row["equal"] for row in results["round"]["exactness"])
+    rounds = {(row["draft"], row["sequences"], row["way"]) for row in results["round"]["rounds"]}
+    assert rounds == {*product(("head", "draft"), (1, 2), ("plain", "host", "host, eager"))}
     assert results["steps"]["bitwise"]
     assert [row["rows"] for row in results["steps"]["steps"]] == [1, 5, 2, 10]
     assert all(row["limit_ms"] > 0 and row["same_tokens"] is not False for row in results["draft"]["drafts"])
     runs = [(row["arrangement"], row["concurrency"], row["kind"]) for row in results["pair"]["runs"]]
-    assert runs == [*product(("colocated", "separate"), (1, 2), ("plain", "k2", "k4", "adaptive"))]
+    assert runs == [*product(SERVICES, (1, 2), ("plain", "k2", "k4", "adaptive"))]
     assert all(row["exact_match"] == 1 for row in results["pair"]["runs"])
     assert "checks  14 of 14 kernels passed" in capsys.readouterr().out
 
@@ -105,13 +111,17 @@ def test_the_gpu_pass_is_measured_captured_and_eager(tmp_path: Path, monkeypatch
     monkeypatch.setattr(forward, "CudaGraphs", FakeGraphs)
     settings = settings_for(tmp_path)
     results = {}
-    for name in ("steps", "draft"):
+    for name in ("steps", "draft", "round"):
         assert part.run(name, settings) == 0
         results[name] = json.loads((tmp_path / f"{name}.json").read_text())
     assert all(row["captured"] for row in results["steps"]["steps"])
     assert len(results["steps"]["gemm_backends"]) == 5
     assert [row["rows"] for row in results["steps"]["steps"]] == [1, 5, 2, 10]
     assert all(row["ms"] > 0 and row["steps_ms"] > 0 and row["same_tokens"] for row in results["draft"]["drafts"])
+    assert all(row["equal"] for row in results["round"]["exactness"])
+    drafting = [row for row in results["round"]["rounds"] if row["way"] != "plain"]
+    parts = ("prepare", "target", "choose", "draft", "steps", "copy", "launched", "synced", "reply")
+    assert all(row[f"{name}_ms"] > 0 for row in drafting for name in parts)
 
 
 # --- Failures
@@ -269,11 +279,17 @@ def test_the_summary_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     runs = [{**case, "ratio": 1.5, "tokens_per_s": 1.0, "round_ms": 9.5, "exact_match": 1.0}] * 40
     results: dict[str, Any] = {name: {"failed": failed, "error": "50 measurements failed"} for name in gpu.PARTS}
     results["gemm"]["gemm"], results["pair"]["runs"] = gemms, runs
+    results["round"]["rounds"] = [{"draft": "head", "sequences": 8, "way": "host", "reply_ms": 7.25, "waits": 1}]
     print_summary(results)
     text = capsys.readouterr().out
     lines = text.splitlines()
     assert len(lines) <= MAX_LINES
     assert len(text) < 12_000
+    assert [line.split() for line in lines if "reply" in line or "head" in line] == [
+        ["draft", "sequences", "way", "reply", "over", "plain", "tokens", "a", "round", "prepare", "target", "choose",
+         "draft", "steps", "copy", "launched", "synced", "waits"],
+        ["head", "8", "host", "7.25", "1"],
+    ]  # fmt: skip
     assert "gemm    shape 0, us: triton exact 12.5 12.5 12.5 12.5; triton exact OTHER BITS 12.5 12.5 12.5 12.5" in lines
 
 

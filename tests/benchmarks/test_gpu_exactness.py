@@ -14,6 +14,7 @@ from benchmarks.gpu import engines, exactness, part, steps
 from benchmarks.gpu.part import Findings, Settings
 from specpool.engine.passes.gpu import draft_loop, model
 from specpool.engine.passes.gpu.graphs import Run
+from specpool.engine.passes.gpu.states import StateMemory
 from specpool.engine.run import pass_selection as forward
 from specpool.engine.run.engine import Engine
 
@@ -54,6 +55,19 @@ def _replay_stale_results(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(exactness, "start", start)
 
 
+def _record_the_same_layers(patch: pytest.MonkeyPatch) -> None:
+    """Make graphs record the layers that the self-test chose last."""
+    choose = StateMemory.choose
+
+    def start(*arguments: Any, **options: Any) -> Engine:
+        patch.setattr(StateMemory, "choose", choose)
+        engine = engines.start(*arguments, **options)
+        patch.setattr(StateMemory, "choose", lambda *_: None)
+        return engine
+
+    patch.setattr(exactness, "start", start)
+
+
 def _draft_at_one_position(patch: pytest.MonkeyPatch) -> None:
     """Make the draft loop start all drafts at position 0."""
     patch.setattr(draft_loop, "POSITIONS", draft_loop.PREFIX_LENGTHS)
@@ -78,7 +92,9 @@ def test_exact_passes_have_equal_bits(settings: Settings) -> None:
     rows = findings.result["exactness"]
     assert all(row["equal"] and row["rows"] for row in rows)
     assert {(row["what"], row["how"]) for row in rows} >= {
-        (what, how) for what in ("step", "verification", "ragged") for how in ("launched", "replayed")
+        (what, how)
+        for what in ("step", "verification", "ragged", "states after layers 1, 2", "states after layers 2")
+        for how in ("launched", "replayed")
     }
     assert {row["positions"] for row in rows} == set(exactness.REHEARSED_POSITIONS)
     assert {row["what"] for row in rows if row["model"] == settings.draft} > {"draft loop", "single steps"}
@@ -90,6 +106,7 @@ def test_exact_passes_have_equal_bits(settings: Settings) -> None:
     [
         (_round_otherwise_in_batches, {"verification"}),
         (_replay_stale_results, {"step", "ragged"}),
+        (_record_the_same_layers, {"states after layers 2"}),
         (_draft_at_one_position, {"draft loop"}),
     ],
 )
