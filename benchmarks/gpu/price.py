@@ -167,8 +167,8 @@ def main() -> None:
         }
     rows, rounds = [step_row(step, prices[step]) for step in dict.fromkeys(steps)], []
     for step, one in plain.items():
-        milliseconds_each = (options.host_ms + milliseconds_of(prices[each]) for each in (step, one))
-        rounds.append(round_row(step, *milliseconds_each, options.acceptance))
+        ms, plain_ms = (options.host_ms + milliseconds_of(prices[each]) for each in (step, one))
+        rounds.append(round_row(step, ms, plain_ms, options.acceptance))
     show(f"{options.device}, {options.cached} cached", rows)
     show(f"rounds, {options.host_ms} ms of the host, acceptance {options.acceptance}", rounds)
     kernels = {step.name: kernel_rows(prices[step]) for step in steps}

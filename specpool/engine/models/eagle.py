@@ -162,11 +162,13 @@ class _Builder:
         names = [FC_NORM.format(part) for part in range(len(self.format.layers))]
         if self.format.norm_before_fc:
             names = [INPUT_NORM]
-        weights, size = [self.tensors.pop(name, None) for name in names], self.features.width // len(names)
-        for name, weight in zip(names, weights, strict=True):
+        weights, size = list[torch.Tensor](), self.features.width // len(names)
+        for name in names:
+            weight = self.tensors.pop(name, None)
             if weight is None or tuple(weight.shape) != (size,):
                 found = "missing" if weight is None else f"of shape {[*weight.shape]}"
                 raise UnsupportedModelError(f"{name} is {found}, but this head needs [{size}]")
+            weights.append(weight)
         return StateNorm(torch.stack(weights), self.config.rms_norm_eps)
 
     def _embedding(self) -> nn.Module:

@@ -14,7 +14,7 @@ from torch.nn.functional import rms_norm, silu
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from specpool.engine.passes.attention import attend
-from specpool.engine.passes.features import FeatureEmbedding
+from specpool.engine.passes.features import FeatureEmbedding, StateNorm
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.modules import in_chunks
 from specpool.engine.passes.packing import PackedBatch
@@ -206,13 +206,13 @@ class JoiningLayer(FusedLayer):
 
     def __init__(self, layer: Any, index: int, order: torch.Tensor, group: SingleRank) -> None:
         super().__init__(layer, index, order, group)
-        self.of_state, self.norms_residual = layer.hidden_norm.weight, layer.norms_residual
+        self.norms = StateNorm(torch.stack([layer.hidden_norm.weight, layer.input_layernorm.weight]), self.eps)
+        self.norms_residual: bool = layer.norms_residual
 
     def _inputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        state, embedded = hidden.chunk(2, dim=-1)
-        normed = self._normed(state, self.of_state)
-        joined = torch.cat([normed, self._normed(embedded, self.before_attention)], -1)
-        return normed if self.norms_residual else state, joined
+        joined: torch.Tensor = self.norms(hidden)
+        state, _ = (joined if self.norms_residual else hidden).chunk(2, dim=-1)
+        return state, joined
 
 
 def _reordered(linear: nn.Linear, order: torch.Tensor) -> nn.Linear:

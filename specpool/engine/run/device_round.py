@@ -31,6 +31,16 @@ class RoundSpan:
     and all steps. -1: the round does not draft after the sequence."""
     num_draft_tokens: int = 0
 
+    def draft_span(self, states: torch.Tensor | None) -> Span:
+        """The draft's span if all draft tokens are accepted. Without a draft, it only takes up rows.
+
+        `states`: of the target after each token of the span.
+        """
+        token_ids = [0] * len(self.span.token_ids)  # not known yet
+        if self.draft_slot < 0:
+            return Span(-1, 0, token_ids, 1)
+        return Span(self.draft_slot, self.span.start + 1, token_ids, 1, states=states)
+
 
 class SpanResult(NamedTuple):
     """What a round yields for a sequence."""
@@ -60,12 +70,9 @@ class DeviceRound:
     @classmethod
     def of(cls, target: Engine, draft: Engine) -> Self | None:
         """The rounds of a pair; None if a pass does not run on kernels, or the models are on different devices."""
-        runs_kernels = isinstance(target.draft_loop, GpuDraftLoop) and target.facts.device == draft.facts.device
-        return (
-            cls(target, draft, draft.draft_loop)
-            if runs_kernels and isinstance(draft.draft_loop, GpuDraftLoop)
-            else None
-        )
+        if target.facts.device != draft.facts.device or not isinstance(target.draft_loop, GpuDraftLoop):
+            return None
+        return cls(target, draft, draft.draft_loop) if isinstance(draft.draft_loop, GpuDraftLoop) else None
 
     @property
     def max_tokens(self) -> int:
@@ -91,16 +98,7 @@ class DeviceRound:
     def _launch_draft(self, parts: Sequence[RoundSpan], verified: PassResult, choices: torch.Tensor) -> torch.Tensor:
         """Launch the draft after the accepted tokens. Return its choices [1 + steps, 2, parts]."""
         states = _states_of(parts, verified) if self._draft.forward_pass.state_size else [None] * len(parts)
-        spans = [
-            Span(
-                part.draft_slot,
-                part.span.start + 1,
-                [0] * len(part.span.token_ids),
-                num_logits=1,
-                states=own if part.draft_slot >= 0 else None,
-            )
-            for part, own in zip(parts, states, strict=True)
-        ]  # as if all draft tokens were accepted
+        spans = [part.draft_span(own) for part, own in zip(parts, states, strict=True)]
         batch = self._draft.runner.batch_of(spans)
         remaining = [max(0, part.num_draft_tokens - 1) for part in parts]
         numbers = self._loop.numbers(spans, remaining)
@@ -142,7 +140,8 @@ class Stopwatch:
         """Nanoseconds between the points. The device must have finished the work."""
         if self._events is None:
             return self._ended - self._began
-        return round(self._events[0].elapsed_time(self._events[1]) * 1e6)
+        milliseconds: float = self._events[0].elapsed_time(self._events[1])
+        return round(milliseconds * 1e6)
 
 
 def _states_of(parts: Sequence[RoundSpan], verified: PassResult) -> list[torch.Tensor | None]:

@@ -7,7 +7,7 @@ chosen there. Rows after the accepted draft tokens become padding.
 import torch
 
 from specpool.engine.numerics.triton_compat import gdc_wait, launch_options, power_of_two, tl, triton
-from specpool.engine.passes.packing import POSITIONS, PackedBatch
+from specpool.engine.passes.packing import POSITIONS, SLOTS, PackedBatch
 
 
 def accept(
@@ -22,7 +22,8 @@ def accept(
     """
     _accept[(spans,)](
         choices, target.input_ids, target.tile_begins, target.tile_sizes,
-        draft.input_ids, draft.positions, draft.slots, draft.tile_sizes, draft.logit_rows, numbers[POSITIONS],
+        draft.input_ids, draft.positions, draft.slots, draft.tile_sizes, draft.logit_rows,
+        numbers[SLOTS], numbers[POSITIONS],
         WIDTH=power_of_two(max_rows), **launch_options(choices.device), num_warps=1,
     )  # fmt: skip
 
@@ -31,7 +32,7 @@ if triton is not None:
 
     @triton.jit
     def _accept(
-        choices, target_ids, begins, sizes, ids, positions, slots, draft_sizes, logit_rows, next_positions,
+        choices, target_ids, begins, sizes, ids, positions, slots, draft_sizes, logit_rows, next_slots, next_positions,
         WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         if OVERLAP:
@@ -47,4 +48,4 @@ if triton is not None:
         tl.store(slots + row, -1, mask=mask & (index > accepted))
         tl.store(draft_sizes + span, tl.where(is_drafted, accepted + 1, 0))
         tl.store(logit_rows + span, last)
-        tl.store(next_positions + span, tl.load(positions + last) + 1)
+        tl.store(next_positions + span, tl.load(positions + last) + 1, mask=tl.load(next_slots + span) >= 0)

@@ -10,7 +10,10 @@ from specpool.engine.numerics.triton_compat import gdc_wait, launch_options, pow
 from specpool.engine.passes.packing import INPUT_IDS, NUMBERS_PER_ROW, POSITIONS, SLOTS, TILE_BEGINS, TILE_SIZES
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.kernel import CONTEXT_LENGTH, FIELDS, FINITE_BIT, LARGEST_ID, best_scores
-from specpool.engine.sampling.ranking_kernel import PART, join_parts, reduce_parts
+from specpool.engine.sampling.ranking_kernel import PART
+
+if triton is not None:
+    from specpool.engine.sampling.ranking_kernel import join_parts, reduce_parts
 
 # Rows of the numbers of a step [REMAINING + 1, rows]: the arrays of a packed batch in which each row is a tile and has
 # logits, then the number of tokens that each row still needs.

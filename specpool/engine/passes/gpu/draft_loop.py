@@ -15,6 +15,7 @@ from specpool.engine.passes.gpu.graphs import Capture, CapturedGraphs, Run
 from specpool.engine.passes.packing import INPUT_IDS, OFFSETS, POSITIONS, PREFIX_LENGTHS, SLOTS, PackedBatch, Shape
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.kernel import FIELDS, numbers_of_row
+from specpool.engine.sampling.ranking_kernel import rank_greedy
 from specpool.engine.sampling.rules import SequenceRules
 from specpool.engine.sampling.sampler import kernel_is_exact
 
@@ -74,10 +75,11 @@ class GpuDraftLoop:
         if self._samples:
             kinds += [(steps, True) for steps in SAMPLED_STEPS]
         self.graphs.capture_all([StepKey(rows, *kind) for rows in lengths for kind in kinds], prepare)
-        # Compile the choice of the first tokens, which no graph holds.
+        # Compile the choice of the first tokens, and their ranking, which no graph holds.
         logits = torch.zeros(1, self._head.outputs, dtype=self._model.compute_dtype, device=self._arena.device)
         for samples in {samples for _, samples in kinds}:
             choose(logits, self._head, rules=self._memory_of(self._padded(1)).rules if samples else None)
+        rank_greedy(logits, self._head, count=2)
 
     def __call__(
         self,
@@ -165,14 +167,13 @@ class GpuDraftLoop:
         rows = self._padded(count)
         numbers = torch.zeros(REMAINING + 1, rows, dtype=torch.int64)
         numbers[BEGINS] = numbers[LOGIT_ROWS] = torch.arange(rows)
-        numbers[POSITIONS, :count] = torch.tensor([span.end for span in spans])
         numbers[PREFIX_LENGTHS, :count] = torch.tensor([span.prefix_length for span in spans])
         numbers[OFFSETS, :count] = torch.tensor([span.offset for span in spans])
         numbers[REMAINING, :count] = torch.tensor(remaining)
-        alive = numbers[REMAINING] > 0
-        numbers[SIZES] = alive
+        numbers[SIZES] = alive = numbers[REMAINING] > 0
         numbers[SLOTS] = -1
-        numbers[SLOTS, :count] = torch.where(alive[:count], torch.tensor([span.slot for span in spans]), -1)
+        numbers[SLOTS, alive] = torch.tensor([span.slot for span in spans])[alive[:count]]
+        numbers[POSITIONS, alive] = torch.tensor([span.end for span in spans])[alive[:count]]
         return self._upload(numbers)
 
     def _rules(self, drafts: Sequence[Draft]) -> torch.Tensor:

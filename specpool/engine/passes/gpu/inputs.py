@@ -1,14 +1,18 @@
 """The input of a model's layers on a GPU: embeddings of tokens, and for feature drafts, states beside them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from specpool.engine.numerics.triton_compat import gdc_wait, launch_options, power_of_two, tl, triton
 from specpool.engine.passes.fused import FusedModel, JoiningLayer
 from specpool.engine.passes.gpu.gemm import Gemm
-from specpool.engine.passes.gpu.rows import Addend, join
+from specpool.engine.passes.gpu.rows import Addend, warps_of
 from specpool.engine.passes.packing import PackedBatch
+
+if triton is not None:
+    from specpool.engine.passes.gpu.rows import normalized
 
 
 class Inputs(NamedTuple):
@@ -24,15 +28,14 @@ class GpuEmbedding(nn.Module):
 
     def __init__(self, fused: FusedModel) -> None:
         super().__init__()
-        first = fused.layers[0]
+        first: Any = fused.layers[0]
         self.group, self.weight, self.eps = fused.group, fused.dense_embedding, fused.eps
         self.reads_states, self.norms, self.norms_residual = fused.state_size > 0, None, False
         self.fc: Gemm | None = None
         if fused.fc is not None:
             self.fc, self.bias = Gemm(fused.fc.weight), fused.fc.bias
         elif isinstance(first, JoiningLayer):
-            self.norms = torch.stack([first.of_state, first.before_attention])
-            self.norms_residual = first.norms_residual
+            self.norms, self.norms_residual = first.norms.weight, first.norms_residual
 
     def forward(self, batch: PackedBatch) -> Inputs:
         """The input of the first layer. With `batch.logits_in_order`, `hidden` is the memory of the own states."""
@@ -48,3 +51,60 @@ class GpuEmbedding(nn.Module):
         if self.fc is None:
             return Inputs(hidden, None, joined)
         return Inputs(hidden, Addend(self.fc(joined), self.bias, None))
+
+
+def join(
+    token_ids: torch.Tensor,  # [rows]
+    embedding: torch.Tensor,  # [vocab_size, hidden]
+    states: torch.Tensor,  # [rows, hidden]
+    norms: torch.Tensor | None,  # [2, hidden] weights of the norms of states and embeddings
+    residual: torch.Tensor,  # output, [rows, hidden]; may be `states`
+    norms_residual: bool,
+    eps: float,
+) -> torch.Tensor:
+    """Concatenate the states and embeddings of rows, [rows, 2 * hidden], normalized with `norms` if given.
+
+    `residual` gets zeros without norms, normalized states with `norms_residual`, and otherwise the states.
+    """
+    rows, size = states.shape
+    joined = torch.empty(rows, 2 * size, dtype=states.dtype, device=states.device)
+    _join_states[(rows, 2)](
+        token_ids, embedding, states, joined if norms is None else norms, residual, joined, eps,
+        SIZE=size, WIDTH=power_of_two(size), NORMED=norms is not None, NORMS_RESIDUAL=norms_residual,
+        **launch_options(states.device), num_warps=warps_of(size),
+    )  # fmt: skip
+    return joined
+
+
+if triton is not None:
+
+    @triton.jit
+    def _join_states(
+        token_ids, embedding, states, norms, residual, joined, eps,
+        SIZE: tl.constexpr, WIDTH: tl.constexpr, NORMED: tl.constexpr, NORMS_RESIDUAL: tl.constexpr,
+        OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        """The state of a row, or its embedding."""
+        row, embeds, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
+        mask = feature < SIZE
+        if NORMED:
+            factors = tl.load(norms + embeds * SIZE + feature, mask=mask, other=0.0)
+        if OVERLAP:
+            gdc_wait()
+        if embeds == 1:
+            token_id = tl.load(token_ids + row).to(tl.int64)
+            x = tl.load(embedding + token_id * SIZE + feature, mask=mask, other=0.0)
+        else:
+            x = tl.load(states + row * SIZE + feature, mask=mask, other=0.0)
+        result = x
+        if NORMED:
+            result = normalized(x.to(tl.float32), factors, eps, SIZE).to(joined.dtype.element_ty)
+        tl.store(joined + (2 * row + embeds) * SIZE + feature, result, mask=mask)
+        if embeds == 0:
+            if not NORMED:
+                kept = tl.zeros_like(x)
+            elif NORMS_RESIDUAL:
+                kept = result
+            else:
+                kept = x
+            tl.store(residual + row * SIZE + feature, kept, mask=mask)

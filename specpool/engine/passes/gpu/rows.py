@@ -24,29 +24,6 @@ class Addend:
     norm: torch.Tensor | None  # [hidden] weight of the branch's own norm
 
 
-def join(
-    token_ids: torch.Tensor,  # [rows]
-    embedding: torch.Tensor,  # [vocab_size, hidden]
-    states: torch.Tensor,  # [rows, hidden]
-    norms: torch.Tensor | None,  # [2, hidden] weights of the norms of states and embeddings
-    residual: torch.Tensor,  # output, [rows, hidden]; may be `states`
-    norms_residual: bool,
-    eps: float,
-) -> torch.Tensor:
-    """Concatenate the states and embeddings of rows, [rows, 2 * hidden], normalized with `norms` if given.
-
-    `residual` gets zeros without norms, normalized states with `norms_residual`, and otherwise the states.
-    """
-    rows, size = states.shape
-    joined = torch.empty(rows, 2 * size, dtype=states.dtype, device=states.device)
-    _join_states[(rows, 2)](
-        token_ids, embedding, states, joined if norms is None else norms, residual, joined, eps,
-        SIZE=size, WIDTH=power_of_two(size), NORMED=norms is not None, NORMS_RESIDUAL=norms_residual,
-        **launch_options(states.device), num_warps=_warps(size),
-    )  # fmt: skip
-    return joined
-
-
 @dataclass(frozen=True)
 class Recorder:
     """Memory for hidden states, and the index of those of a layer, which a graph may change between replays."""
@@ -76,7 +53,7 @@ def add_and_norm(
         recorded.states, recorded.slots, eps, rows, recorded.num_layers, recorded.states.shape[1],
         SIZE=size, WIDTH=power_of_two(size), SPLITS=0 if partials is None else len(partials), BIASED=bias is not None,
         INNER=norm is not None, NORMED=weight is not None, RECORDED=recorder is not None,
-        **launch_options(hidden.device), num_warps=_warps(size),
+        **launch_options(hidden.device), num_warps=warps_of(size),
     )  # fmt: skip
     return normed
 
@@ -127,7 +104,7 @@ def activate(
     return activated
 
 
-def _warps(size: int) -> int:
+def warps_of(size: int) -> int:
     """Warps of a program that handles a row of hidden states."""
     return min(16, max(1, power_of_two(size) // FEATURES_PER_WARP))
 
@@ -158,40 +135,9 @@ if triton is not None:
         return tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
 
     @triton.jit
-    def _normed(x, weight, eps, SIZE: tl.constexpr):
+    def normalized(x, weight, eps, SIZE: tl.constexpr):
         """The RMSNorm of a row, whose masked features are 0."""
         return x * _scale(x, eps, SIZE) * weight.to(tl.float32)
-
-    @triton.jit
-    def _join_states(
-        token_ids, embedding, states, norms, residual, joined, eps,
-        SIZE: tl.constexpr, WIDTH: tl.constexpr, NORMED: tl.constexpr, NORMS_RESIDUAL: tl.constexpr,
-        OVERLAP: tl.constexpr,
-    ):  # fmt: skip
-        """The state of a row, or its embedding."""
-        row, embeds, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
-        mask = feature < SIZE
-        if NORMED:
-            factors = tl.load(norms + embeds * SIZE + feature, mask=mask, other=0.0)
-        if OVERLAP:
-            gdc_wait()
-        if embeds == 1:
-            token_id = tl.load(token_ids + row).to(tl.int64)
-            x = tl.load(embedding + token_id * SIZE + feature, mask=mask, other=0.0)
-        else:
-            x = tl.load(states + row * SIZE + feature, mask=mask, other=0.0)
-        result = x
-        if NORMED:
-            result = _normed(x.to(tl.float32), factors, eps, SIZE).to(joined.dtype.element_ty)
-        tl.store(joined + (2 * row + embeds) * SIZE + feature, result, mask=mask)
-        if embeds == 0:
-            if not NORMED:
-                kept = tl.zeros_like(x)
-            elif NORMS_RESIDUAL:
-                kept = result
-            else:
-                kept = x
-            tl.store(residual + row * SIZE + feature, kept, mask=mask)
 
     @triton.jit(do_not_specialize=["rows", "num_layers", "num_slots"])
     def _add_and_norm(
@@ -214,12 +160,12 @@ if triton is not None:
         if SPLITS > 0:
             added = _summed(partials, bias, row, feature, mask, rows, SIZE, SPLITS, BIASED)
             if INNER:
-                added = _normed(added, inner_factors, eps, SIZE)
+                added = normalized(added, inner_factors, eps, SIZE)
             rounded = (x + added).to(hidden.dtype.element_ty)
             tl.store(own, rounded, mask=mask)
             x = rounded.to(tl.float32)
         if NORMED:
-            result = _normed(x, factors, eps, SIZE)
+            result = normalized(x, factors, eps, SIZE)
             tl.store(normed + row * SIZE + feature, result.to(normed.dtype.element_ty), mask=mask)
         if RECORDED:
             place = states + (row * num_slots + slot) * SIZE + feature

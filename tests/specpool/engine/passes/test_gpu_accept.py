@@ -11,7 +11,7 @@ from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.gpu.accept import accept
 from specpool.engine.passes.gpu.choice import REMAINING
-from specpool.engine.passes.packing import POSITIONS, PackedBatch, Shape, pack
+from specpool.engine.passes.packing import POSITIONS, SLOTS, PackedBatch, Shape, pack
 from target_worker.verifier import accept as accept_on_host
 
 ROWS_PER_TILE = 8
@@ -40,6 +40,7 @@ def test_the_device_accepts_the_tokens_of_the_host(spans: list[tuple[list[int], 
         ]
     )
     numbers = torch.zeros(REMAINING + 1, 8, dtype=torch.int64)
+    numbers[SLOTS, : len(spans)] = torch.tensor([i if drafts else -1 for i, (_, _, drafts) in enumerate(spans)])
     chosen = [choice for _, choices, _ in spans for choice in choices]
     accept(torch.tensor([chosen, chosen]).double(), target, draft, numbers, len(spans), ROWS_PER_TILE)
     begin = 0
@@ -51,7 +52,7 @@ def test_the_device_accepts_the_tokens_of_the_host(spans: list[tuple[list[int], 
         assert draft.slots[begin:end].tolist() == [i if drafts and j < count else -1 for j in range(len(choices))]
         assert (draft.tile_begins[i], draft.tile_sizes[i]) == (begin, count if drafts else 0)
         assert draft.logit_rows[i] == begin + count - 1
-        assert numbers[POSITIONS, i] == starts[i] + 1 + count
+        assert numbers[POSITIONS, i] == (starts[i] + 1 + count if drafts else 0)
         begin = end
     assert draft.slots[begin:].tolist() == [-1] * (draft.rows - begin)
 
