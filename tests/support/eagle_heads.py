@@ -59,7 +59,8 @@ def save_eagle_head(
     else:
         shapes |= {f"{layer}.{name}.weight": (HIDDEN,) for name in ("input_layernorm", "hidden_norm")}
         shapes |= {"fc.weight": (HIDDEN, 3 * width), "norm.weight": (HIDDEN,), "lm_head.weight": (ROWS, HIDDEN)}
-        flags = {**config, **config.get("eagle_config", {})}
+        extended = config.get("eagle_config")
+        flags = {**config, **extended} if isinstance(extended, dict) else config
         if flags.get("norm_before_fc"):
             shapes["input_norm.weight"] = (3 * width,)
         if flags.get("fc_norm"):

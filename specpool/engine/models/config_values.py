@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from specpool.engine.config.sources import UnsupportedModelError
 
@@ -41,7 +41,7 @@ GGUF_LIMITS: Mapping[str, int] = MappingProxyType(
 class _Rope(BaseModel, strict=True):
     factor: float | None = None
     original_max_position_embeddings: int | None = None
-    rope_theta: float | None = None
+    rope_theta: float | None = Field(None, gt=0, allow_inf_nan=False)
     rope_type: str | None = None
 
 
@@ -52,6 +52,7 @@ class _Types(BaseModel, from_attributes=True, strict=True):
     is_encoder_decoder: bool | None = None
     layer_types: list[str] | None = None
     model_type: str | None = None
+    rms_norm_eps: float | None = Field(None, ge=0, allow_inf_nan=False)
     rope_parameters: _Rope | None = None
     sliding_window: int | None = None
     use_sliding_window: bool | None = None

@@ -1,11 +1,10 @@
 """Builds EAGLE heads of others: one decoder layer that reads hidden states, with the embeddings of its target.
 
 EAGLE-1 and 2 (Li et al., arXiv 2401.15077 and 2406.16858) read the target's last states after its final norm, and
-choose tokens with its output head. EAGLE-3 (arXiv 2503.01840) reads the states after three layers, and has an output
-head of its own. EAGLE-3.1 adds norms (see `EagleFormat`).
+choose tokens with its output head. EAGLE-3 (arXiv 2503.01840) reads the states after three layers, and usually has an
+output head of its own. EAGLE-3.1 adds norms (see `EagleFormat`).
 """
 
-from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +12,22 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.config.sources import UnsupportedModelError, first_line
+from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.config import load_config
 from specpool.engine.models.draft_parts import Features, features_of
+from specpool.engine.models.eagle_files import (
+    D2T,
+    EAGLE3_LAYER,
+    FC,
+    FIRST_LAYER,
+    UNUSED,
+    read_tensors,
+    why_no_head,
+)
 from specpool.engine.models.eagle_format import format_of
 from specpool.engine.models.stored_weights import EMBEDDING, HEAD
 from specpool.engine.models.weights import check_all_used, check_complete, read_weight
@@ -29,14 +35,13 @@ from specpool.engine.passes.features import FeatureEmbedding, StateNorm
 from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.weights.quantized import as_tensor, linear_of
 
-SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
-FC, EAGLE3_LAYER, FIRST_LAYER = "fc.weight", "midlayer.", "layers.0."
 HIDDEN_NORM, INPUT_NORM, FC_NORM = FIRST_LAYER + "hidden_norm.weight", "input_norm.weight", "fc_norm.{}.weight"
-UNUSED = ("t2d", "rotary_emb.inv_freq")
-"""Tensors that follow from others."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 JOINED = tuple(f"self_attn.{name}.weight" for name in PROJECTIONS)
 """Weights of the layer of EAGLE-3, for embeddings and then states."""
+INTEGERS = (torch.int64, torch.int32)
+TOKENIZERS = ("tokenizer*", "vocab*", "*.gguf")
+"""Files of folders with a tokenizer. EAGLE heads need none."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +54,21 @@ class EagleHead:
 
 
 def is_eagle_head(options: EngineOptions) -> bool:
-    """Whether a model is a folder with an EAGLE head. UnsupportedModelError: it is one, but its target is not named."""
+    """Whether a model is a folder with an EAGLE head.
+
+    UnsupportedModelError: its target is not named, or it is named and the folder has neither a head nor a tokenizer.
+    """
     folder = Path(options.model)
-    names = _names(folder) if folder.is_dir() else set()
-    if FC not in names or not any(name.startswith((EAGLE3_LAYER, FIRST_LAYER)) for name in names):
+    if not folder.is_dir():
         return False
-    if options.target_model is None:
+    reason = why_no_head(folder)
+    if reason is None and options.target_model is None:
         raise UnsupportedModelError(
             f"{options.model} is an EAGLE head, which needs the embeddings of its target: set target_model"
         )
-    return True
+    if reason is not None and options.target_model is not None and not any(map(any, map(folder.glob, TOKENIZERS))):
+        raise UnsupportedModelError(f"it has no tokenizer and is no EAGLE head: {reason}")
+    return reason is None
 
 
 def features_of_draft(options: EngineOptions) -> Features | None:
@@ -76,7 +86,7 @@ def build_eagle_head(
 
 def _builder_of(options: EngineOptions, config: PreTrainedConfig) -> "_Builder":
     assert options.target_model is not None
-    return _Builder(config, _read(Path(options.model)), EngineOptions(model=options.target_model))
+    return _Builder(config, read_tensors(Path(options.model)), EngineOptions(model=options.target_model))
 
 
 class _Builder:
@@ -84,23 +94,25 @@ class _Builder:
         if (reason := why_not_fusable(config)) is not None:
             raise UnsupportedModelError(f"EAGLE heads need the fused pass: {reason}")
         self.config, self.target, self.target_config = config, target, load_config(target)
+        tokens, expected = config.vocab_size, self.target_config.vocab_size
+        if tokens != expected:
+            raise UnsupportedModelError(f"its vocabulary has {tokens} tokens, but the target's has {expected}")
         self.tensors = {
             FIRST_LAYER + name.removeprefix(EAGLE3_LAYER) if name.startswith(EAGLE3_LAYER) else name: tensor
             for name, tensor in tensors.items()
             if not name.endswith(UNUSED)
         }
-        is_eagle3 = HIDDEN_NORM in self.tensors
+        is_eagle3 = HIDDEN_NORM in self.tensors or any(name.startswith(EAGLE3_LAYER) for name in tensors)
         self.format = format_of(config, is_eagle3, int(self.target_config.num_hidden_layers))
         layers = self.format.layers
         self.features = Features(layers, len(layers) * self.target_config.hidden_size)
 
     def build(self, dtype: torch.dtype, device: torch.device) -> EagleHead:
         hidden, width = self.config.hidden_size, self.features.width
-        model, output_ids = self._empty_model(), self._output_ids()
+        output_ids = self._output_ids()
+        model = self._empty_model(self._output_rows(output_ids))
         embedding = FeatureEmbedding(self._embedding(), *self._input(hidden, width), self.format.norm_output)
         self._fill(model)
-        if not self.format.is_eagle3:
-            model.lm_head = linear_of(as_tensor(self._of_target(HEAD)), None)
         model.set_input_embeddings(embedding)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
@@ -108,19 +120,19 @@ class _Builder:
         ids = None if output_ids is None else output_ids.to(device)
         return EagleHead(model.to(device), self.features, ids)
 
-    def _empty_model(self) -> Any:
-        """The layers without weights, in the modules that the head has."""
+    def _empty_model(self, rows: int) -> Any:
+        """The layers, and an output head with `rows`, without weights, in the modules that the head has."""
         with init_empty_weights(include_buffers=False):
             if self.format.is_eagle3:
-                rows = self.tensors["lm_head.weight"].shape[0] if "lm_head.weight" in self.tensors else 1
                 return eagle3_modules(self.config, rows, self.format.norm_before_residual)
             return eagle1_modules(self.config)
 
     def _fill(self, model: Any) -> None:
-        """Give the layers, and the norm and output head of EAGLE-3, their weights."""
+        """Give the layers, the output head, and the norm of EAGLE-3 their weights."""
         modules = {f"layers.{index}.": layer for index, layer in enumerate(model.model.layers)}
+        modules["lm_head."] = model.lm_head
         if self.format.is_eagle3:
-            modules |= {"norm.": model.model.norm, "lm_head.": model.lm_head}
+            modules["norm."] = model.model.norm
         expected = {
             prefix + name: weight.shape
             for prefix, module in modules.items()
@@ -147,9 +159,11 @@ class _Builder:
     def _input(self, hidden: int, width: int) -> tuple[nn.Module | None, nn.Module | None, StateNorm | None]:
         """The layers `fc`, `project` and `state_norm` of `FeatureEmbedding`."""
         weight, bias = self.tensors.pop(FC), self.tensors.pop("fc.bias", None)
-        expected = (hidden, width if self.format.is_eagle3 else hidden + width)
-        if tuple(weight.shape) != expected:
-            raise UnsupportedModelError(f"{FC} has the shape {list(weight.shape)}, but this target needs {[*expected]}")
+        if not self.format.is_eagle3 and hidden != width:
+            raise UnsupportedModelError(f"its hidden size is {hidden}, but the target's is {width}")
+        _check_shape(FC, weight, hidden, width if self.format.is_eagle3 else hidden + width)
+        if bias is not None:
+            _check_shape("fc.bias", bias, hidden)
         if self.format.is_eagle3:
             return None, linear_of(weight, bias), self._state_norm()
         norm = StateNorm(as_tensor(self._of_target("model.norm.weight"))[None], self.target_config.rms_norm_eps)
@@ -165,9 +179,7 @@ class _Builder:
         weights, size = list[torch.Tensor](), self.features.width // len(names)
         for name in names:
             weight = self.tensors.pop(name, None)
-            if weight is None or tuple(weight.shape) != (size,):
-                found = "missing" if weight is None else f"of shape {[*weight.shape]}"
-                raise UnsupportedModelError(f"{name} is {found}, but this head needs [{size}]")
+            _check_shape(name, weight, size)
             weights.append(weight)
         return StateNorm(torch.stack(weights), self.config.rms_norm_eps)
 
@@ -175,27 +187,34 @@ class _Builder:
         weight = self.tensors.pop("embed_tokens.weight", None)
         if weight is None:
             weight = as_tensor(self._of_target(EMBEDDING))
-        tokens, hidden = self.config.vocab_size, self.config.hidden_size
-        if tokens != self.target_config.vocab_size:
-            raise UnsupportedModelError(
-                f"its vocabulary has {tokens} tokens, but the target's has {self.target_config.vocab_size}"
-            )
-        if weight.dim() != 2 or weight.shape[1] != hidden:
-            raise UnsupportedModelError(f"its hidden size is {hidden}, but embeddings are {[*weight.shape]}")
+        _check_shape("embed_tokens.weight", weight, self.config.vocab_size, self.config.hidden_size)
         embedding: nn.Module = nn.Embedding.from_pretrained(weight)
         return embedding
 
     def _output_ids(self) -> torch.Tensor | None:
         """The token of each row of the head. `d2t` has its distance from the row."""
-        distances = self.tensors.pop("d2t", None)
+        distances = self.tensors.pop(D2T, None)
         if distances is None:
             return None
+        if distances.dtype not in INTEGERS:
+            raise UnsupportedModelError(f"d2t has the type {distances.dtype}, not int64 or int32")
         ids = distances.long().flatten() + torch.arange(distances.numel())
         if not len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < self.config.vocab_size:
             raise UnsupportedModelError("d2t names tokens beyond the vocabulary")
-        if "lm_head.weight" in self.tensors and len(self.tensors["lm_head.weight"]) != len(ids):
-            raise UnsupportedModelError(f"d2t has {len(ids)} tokens for {len(self.tensors['lm_head.weight'])} rows")
+        if len(ids.unique()) < len(ids):
+            raise UnsupportedModelError("d2t names a token for several rows")
         return ids
+
+    def _output_rows(self, output_ids: torch.Tensor | None) -> int:
+        """The rows of the output head, which is the target's for these tokens if the files have none."""
+        rows, source = (self.config.vocab_size, "the vocabulary") if output_ids is None else (len(output_ids), D2T)
+        if "lm_head.weight" not in self.tensors:
+            head = as_tensor(self._of_target(HEAD))
+            self.tensors["lm_head.weight"] = head if output_ids is None else head[output_ids]
+        shape = [*self.tensors["lm_head.weight"].shape]
+        if shape[:1] != [rows]:
+            raise UnsupportedModelError(f"lm_head.weight has the shape {shape}, but {source} has {rows} tokens")
+        return rows
 
     def _of_target(self, name: str) -> Any:
         return read_weight(self.target, self.target_config, name)
@@ -221,28 +240,7 @@ def eagle3_modules(config: PreTrainedConfig, outputs: int, norm_before_residual:
     return model
 
 
-def _names(folder: Path) -> set[str]:
-    """Names of the tensors of a folder with a single file."""
-    try:
-        if (folder / SAFETENSORS).is_file():
-            with safe_open(folder / SAFETENSORS, framework="pt") as file:
-                return set(file.keys())
-        if (folder / PICKLED).is_file() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.gguf")):
-            return set(_read_pickled(folder / PICKLED))
-    except Exception:  # loading explains what is wrong with the file
-        return set()
-    return set()
-
-
-def _read(folder: Path) -> dict[str, torch.Tensor]:
-    file = folder / SAFETENSORS
-    try:
-        return load_file(file) if file.is_file() else _read_pickled(folder / PICKLED)
-    except Exception as error:  # the file may contain anything
-        raise UnsupportedModelError(f"{file} cannot be read: {first_line(error)}") from error
-
-
-def _read_pickled(file: Path) -> dict[str, torch.Tensor]:
-    """Tensors of a file that could contain code, none of which is run."""
-    content: Mapping[str, torch.Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    return {name: tensor for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}
+def _check_shape(name: str, weight: torch.Tensor | None, *expected: int) -> None:
+    if weight is None or tuple(weight.shape) != expected:
+        found = "is missing" if weight is None else f"has the shape {[*weight.shape]}"
+        raise UnsupportedModelError(f"{name} {found}, but this head and its target need {[*expected]}")

@@ -47,16 +47,20 @@ class EagleFormat:
 def format_of(config: Any, is_eagle3: bool, num_layers: int) -> EagleFormat:
     """The format of a head for a target with `num_layers` layers. UnsupportedModelError."""
     stated = getattr(config, "eagle_config", None)
-    extended: Mapping[str, Any] = stated if isinstance(stated, dict) else {}
+    extended: Mapping[str, Any] = {} if stated is None else stated
+    if not isinstance(extended, dict):
+        raise UnsupportedModelError(f"eagle_config is no object: {stated!r}"[:200])
 
     def read(name: str) -> Any:
         value = getattr(config, name, None)
         return extended.get(name) if value is None else value
 
-    flags = {name: read(name) or False for name in FLAGS}
-    for name, flag in flags.items():
-        if type(flag) is not bool:
+    flags = dict[str, bool]()
+    for name in FLAGS:
+        flag = read(name)
+        if flag is not None and type(flag) is not bool:
             raise UnsupportedModelError(f"{name} is not true or false: {flag!r}"[:200])
+        flags[name] = flag is True
     if not is_eagle3:
         if any(flags.values()):
             raise UnsupportedModelError(f"{', '.join(name for name in FLAGS if flags[name])}: only for EAGLE-3 heads")
@@ -68,31 +72,33 @@ def format_of(config: Any, is_eagle3: bool, num_layers: int) -> EagleFormat:
         raise UnsupportedModelError("EAGLE-3 heads with both norm_before_fc and fc_norm are not supported")
     layers = _layers_of(config, extended, num_layers)
     if not all(0 < layer <= num_layers for layer in layers):
-        raise UnsupportedModelError(f"it reads layers {[*layers]} of a target with {num_layers} layers")
+        raise UnsupportedModelError(f"it reads layers {[*layers]} of a target with {num_layers} layers"[:200])
     return EagleFormat(True, layers, **flags)
 
 
 def _layers_of(config: Any, extended: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     ids, after = extended.get(STATE_LAYERS), 1  # layers whose outputs are read, counted from 0
-    if not ids:  # layers whose inputs are read, as in the speculators library
+    if ids is None or ids == []:  # layers whose inputs are read, as in the speculators library
         ids, after = getattr(config, STATE_LAYERS, None), 0
-    if not ids:
+    if ids is None or ids == []:
         return 2, num_layers // 2, num_layers - 3
     if not isinstance(ids, list) or not all(type(number) is int for number in ids):
         raise UnsupportedModelError(f"{STATE_LAYERS} is no list of layers: {ids!r}"[:200])
     return tuple(number + after for number in ids)
 
 
-def flattened(config: dict[str, Any]) -> dict[str, Any]:
+def flattened(config: dict[str, Any], where: str) -> dict[str, Any]:
     """The configuration of a head's layers with its own settings, if it is in the format of the speculators library.
 
-    Others are returned unchanged. UnsupportedModelError: it is no EAGLE-3 head.
+    Others are returned unchanged. `where`: the beginning of messages. UnsupportedModelError: it is no EAGLE-3 head.
     """
-    layers = config.get(SPECULATOR_LAYERS)
-    if not isinstance(layers, dict):
+    if SPECULATOR not in config and SPECULATOR_LAYERS not in config:
         return config
     if (kind := config.get(SPECULATOR)) != "eagle3":
-        raise UnsupportedModelError(f"{SPECULATOR} is {kind!r}; only eagle3 is supported"[:200])
-    own = (SPECULATOR, STATE_LAYERS, "dtype", "torch_dtype", *FLAGS, *REQUIRED)
+        raise UnsupportedModelError(f"{where}: {SPECULATOR} is {kind!r}; only eagle3 is supported"[:400])
+    layers = config.get(SPECULATOR_LAYERS)
+    if not isinstance(layers, dict) or "model_type" not in layers:
+        raise UnsupportedModelError(f"{where}: {SPECULATOR_LAYERS} is no object with a model_type: {layers!r}"[:400])
+    own = (SPECULATOR, STATE_LAYERS, "eagle_config", "dtype", "torch_dtype", *FLAGS, *REQUIRED)
     settings = {name: config[name] for name in own if config.get(name) is not None}
     return {name: value for name, value in layers.items() if name != "architectures"} | settings

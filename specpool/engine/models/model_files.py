@@ -26,7 +26,7 @@ def read_config_file(model: str, revision: str | None) -> dict[str, Any]:
         from specpool.engine.config.hub import hub_config  # takes a while to import
 
         file = hub_config(model, revision)
-    config = flattened(read_json(file, MAX_CONFIG_BYTES))
+    config = flattened(read_json(file, MAX_CONFIG_BYTES), str(file))
     check_types(config, str(file))
     check_sizes(config, str(file))
     for other in sorted(file.parent.iterdir()):

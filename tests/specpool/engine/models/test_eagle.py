@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_heads import HIDDEN, VOCAB, ReferenceHead, save_eagle_head, save_tensors
+from eagle_heads import HIDDEN, ROWS, VOCAB, ReferenceHead, save_eagle_head, save_tensors
 from feature_drafts import encoded_states, random_states
 from interpreted_kernels import choose, run_by_kernels
 from safetensors.torch import load_file
@@ -127,6 +127,29 @@ def test_a_head_without_embeddings_takes_those_of_its_target(tmp_path: Path, lla
     torch.testing.assert_close(rows, reference(tokens, reference.states(given))[0], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_head_may_have_its_own_outputs_or_those_of_its_target(tmp_path: Path, llama: Path, version: int) -> None:
+    head, other = save_eagle_head(tmp_path / "head", version), save_eagle_head(tmp_path / "other", version)
+    tensors = load_file(head / "model.safetensors")
+    rows = torch.arange(ROWS) + tensors["d2t"] if version == 3 else torch.arange(VOCAB)
+    outputs = load_file(llama / "model.safetensors")["lm_head.weight"][rows]
+    save_tensors(head, {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"})
+    save_tensors(other, {**tensors, "lm_head.weight": outputs})
+    one, same = (load_engine(each, exact=False, target_model=str(llama)) for each in (head, other))
+    span = Span(0, 0, random_tokens(5), 5)
+    torch.testing.assert_close(one.forward([span]), same.forward([span]), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, llama: Path, name: str) -> None:
+    head = save_eagle_head(tmp_path / "head", 3)
+    (head / "model.safetensors").unlink()
+    torch.save({"fc.weight": Path()}, head / name)
+    assert f"it has no tokenizer and is no EAGLE head: {head / name} cannot be read: " in refusal(
+        head, target_model=str(llama)
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "layers"),
     [
@@ -159,13 +182,18 @@ def test_other_models_ignore_the_target(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "options", "reason"),
     [
-        (3, {"width": 128}, "fc.weight has the shape [64, 384], but this target needs [64, 192]"),
+        (3, {"width": 128}, "fc.weight has the shape [64, 384], but this head and its target need [64, 192]"),
         (1, {"vocab_size": VOCAB + 1}, f"its vocabulary has {VOCAB + 1} tokens, but the target's has {VOCAB}"),
         (3, {"vocab_size": VOCAB + 1}, f"its vocabulary has {VOCAB + 1} tokens, but the target's has {VOCAB}"),
         (1, {"hidden_act": "gelu"}, "its activation is gelu, not silu"),
         (3, {"model_type": "gpt2"}, "EAGLE heads need the fused pass: gpt2 is not one of the families"),
         (1, {"norm_before_residual": True}, "norm_before_residual: only for EAGLE-3 heads"),
         (3, {"norm_output": "yes"}, "norm_output is not true or false: 'yes'"),
+        (3, {"norm_output": 0}, "norm_output is not true or false: 0"),
+        (3, {"eagle_config": "x"}, "eagle_config is no object: 'x'"),
+        (3, {"speculator": True, "transformer_layer_config": None}, "transformer_layer_config is no object with"),
+        (3, {"rope_theta": -5.0}, "rope_theta is -5.0: Input should be greater than 0"),
+        (3, {"rms_norm_eps": float("inf")}, "rms_norm_eps is inf: Input should be a finite number"),
         (3, {"norm_before_fc": True, "fc_norm": True}, "both norm_before_fc and fc_norm are not supported"),
         (3, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False are not supported"),
         (
@@ -194,11 +222,24 @@ def test_mismatched_heads_are_refused(
     ("version", "changes", "reason"),
     [
         (3, {"d2t": torch.full((100,), VOCAB)}, "d2t names tokens beyond the vocabulary"),
-        (3, {"d2t": torch.zeros(7, dtype=torch.int64)}, "d2t has 7 tokens for 100 rows"),
+        (3, {"d2t": torch.zeros(7, dtype=torch.int64)}, "lm_head.weight has the shape [100, 64], but d2t has 7 tokens"),
+        (3, {"d2t": None}, "lm_head.weight has the shape [100, 64], but the vocabulary has 257 tokens"),
+        (3, {"d2t": torch.zeros(100)}, "d2t has the type torch.float32, not int64 or int32"),
+        (3, {"d2t": -torch.arange(100)}, "d2t names a token for several rows"),
+        (3, {"lm_head.weight": torch.tensor(1.0)}, "lm_head.weight has the shape [], but d2t has 100 tokens"),
+        (3, {"lm_head.weight": torch.zeros(100, 64).char()}, "lm_head.weight has the type torch.int8"),
+        (3, {"fc.bias": torch.zeros(3)}, "fc.bias has the shape [3], but this head and its target need [64]"),
+        (3, {"embed_tokens.weight": torch.zeros(200, 64)}, "[200, 64], but this head and its target need [257, 64]"),
+        (
+            3,
+            {"midlayer.hidden_norm.weight": None},
+            "the files lack 1 of the model's weights: layers.0.hidden_norm.weight",
+        ),
+        (3, {"fc.weight": None}, "no tokenizer and is no EAGLE head: "),
         (3, {"norm.weight": None}, "the files lack 1 of the model's weights: norm.weight"),
         (3, {"input_norm.weight": torch.ones(192)}, "the configured model does not use: input_norm.weight"),
         (1, {"extra.weight": torch.zeros(2)}, "the configured model does not use: extra.weight"),
-        (1, {"embed_tokens.weight": torch.zeros(VOCAB, 32)}, "its hidden size is 64, but embeddings are [257, 32]"),
+        (1, {"embed_tokens.weight": torch.zeros(VOCAB, 32)}, "[257, 32], but this head and its target need [257, 64]"),
     ],
 )
 def test_damaged_heads_are_refused(
@@ -214,13 +255,15 @@ def test_a_norm_that_the_configuration_asks_for_must_exist(tmp_path: Path, llama
     head = save_eagle_head(tmp_path / "head", 3, fc_norm=True)
     tensors = load_file(head / "model.safetensors")
     save_tensors(head, {**tensors, "fc_norm.1.weight": torch.ones(3)})
-    assert "fc_norm.1.weight is of shape [3], but this head needs [64]" in refusal(head, target_model=str(llama))
+    assert "fc_norm.1.weight has the shape [3], but this head and its target need [64]" in refusal(
+        head, target_model=str(llama)
+    )
 
 
 def test_a_target_of_another_size_is_refused(tmp_path: Path) -> None:
     wide = save_model(tmp_path / "target", small_config("llama", hidden_size=128, num_hidden_layers=LAYERS))
     head = save_eagle_head(tmp_path / "head", 1)
-    assert "fc.weight has the shape [64, 128], but this target needs [64, 192]" in refusal(head, target_model=str(wide))
+    assert "its hidden size is 64, but the target's is 128" in refusal(head, target_model=str(wide))
 
 
 @pytest.mark.parametrize("options", [{"fused": False}, {"activations": "int8"}])
