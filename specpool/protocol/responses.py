@@ -77,9 +77,9 @@ def read_evicted_pages(response: target_worker_pb2.VerifyResponse) -> list[bytes
 
 
 def drops_features(response: target_worker_pb2.VerifyResponse, verdicts: Iterable[Verdict]) -> bool:
-    """Whether `read_verdicts` has dropped any features."""
+    """Whether `read_verdicts` has dropped features of a sequence that continued."""
     pairs = zip(response.results, verdicts, strict=True)
-    return any(len(result.features) != len(verdict.features) for result, verdict in pairs)
+    return any(each.num_cached_tokens and len(result.features) != len(each.features) for result, each in pairs)
 
 
 def _read_verdict(result: Any, status: ItemStatus, item: VerifyItem, vocab_size: int) -> Verdict:

@@ -9,6 +9,7 @@ from specpool.protocol.features import FeatureSpec, WantedFeatures
 from specpool.protocol.prefixes import MAX_EVICTED_PAGES
 from specpool.protocol.responses import (
     InvalidResponseError,
+    drops_features,
     read_evicted_pages,
     read_proposals,
     read_verdicts,
@@ -93,6 +94,14 @@ def test_features_of_a_cached_prefix_are_missing() -> None:
         response = target_worker_pb2.VerifyResponse(round_id=3, results=[result])
         (read,) = read_verdicts(response, 3, (item,), VOCAB, features)
         assert read.features == states
+
+
+def test_nobody_waits_for_the_features_of_a_sequence_that_has_ended() -> None:
+    features = WantedFeatures(FeatureSpec((1,), 4), 3)
+    ended = VerifyItem(1, 0, (), want_features=True)
+    states = bytes(features.spec.row_bytes)
+    response = target_worker_pb2.VerifyResponse(round_id=3, results=[verdict(features=states)])
+    assert not drops_features(response, read_verdicts(response, 3, (ended,), VOCAB, features))
 
 
 def test_a_verdict_may_end_early_with_an_accepted_draft_token() -> None:
