@@ -56,8 +56,9 @@ def add_feature_input(model: PreTrainedModel, features: Features, file: Path) ->
     if project is not None or features.width != hidden:
         _check_shape(file, "project", project, (hidden, features.width))
     assert fc is not None
-    projecting = None if project is None else _linear(project, model.dtype)
-    model.set_input_embeddings(FeatureEmbedding(model.get_input_embeddings(), _linear(fc, model.dtype), projecting))
+    projecting = None if project is None else _linear(file, project, model.dtype)
+    joining = _linear(file, fc, model.dtype)
+    model.set_input_embeddings(FeatureEmbedding(model.get_input_embeddings(), joining, projecting))
 
 
 def _check_shape(file: Path, name: str, weight: Weight | None, expected: tuple[int, int]) -> None:
@@ -66,8 +67,12 @@ def _check_shape(file: Path, name: str, weight: Weight | None, expected: tuple[i
         raise UnsupportedModelError(f"{file} has {actual} for {name}, not {list(expected)}")
 
 
-def _linear(weight: Weight, dtype: torch.dtype) -> nn.Module:
-    return QuantizedLinear([weight]) if isinstance(weight, Quantized) else linear_of(weight.to(dtype), None)
+def _linear(file: Path, weight: Weight, dtype: torch.dtype) -> nn.Module:
+    if isinstance(weight, Quantized):
+        return QuantizedLinear([weight])
+    if not weight.is_floating_point():
+        raise UnsupportedModelError(f"{file} has a weight of the type {weight.dtype}, which is no float")
+    return linear_of(weight.to(dtype), None)
 
 
 OUTPUT_HEAD = "output_head.safetensors"
@@ -80,7 +85,7 @@ def replace_output_head(model: PreTrainedModel, file: Path) -> torch.Tensor | No
         return None
     try:
         stored = load_file(file, device=str(model.device))  # where every pass needs them
-        weight, output_ids = find_named(stored, "weight"), stored["output_ids"].long()
+        weight, output_ids = find_named(stored, "weight"), stored["output_ids"]
         if weight is None:
             raise KeyError("weight")
     except KeyError as error:
@@ -88,11 +93,13 @@ def replace_output_head(model: PreTrainedModel, file: Path) -> torch.Tensor | No
     except Exception as error:  # the file may contain anything
         raise UnsupportedModelError(f"{file} cannot be read: {first_line(error)}") from error
     config: Any = model.config
-    tokens = output_ids.numel()
+    if output_ids.dtype not in (torch.int32, torch.int64):
+        raise UnsupportedModelError(f"{file} has output_ids of the type {output_ids.dtype}, not int32 or int64")
+    tokens, output_ids = output_ids.numel(), output_ids.long()
     fits = output_ids.dim() == 1 and tokens > 0 and tuple(weight.shape) == (tokens, config.hidden_size)
     if not fits or not 0 <= int(output_ids.min()) <= int(output_ids.max()) < config.vocab_size:
         raise UnsupportedModelError(f"{file} has a head of {tuple(weight.shape)} for {tokens} tokens")
-    model.set_output_embeddings(
-        QuantizedLinear([weight]) if isinstance(weight, Quantized) else linear_of(weight.to(model.dtype), None)
-    )
+    if len(output_ids.unique()) < tokens:
+        raise UnsupportedModelError(f"{file} has several rows for a token")
+    model.set_output_embeddings(_linear(file, weight, model.dtype))
     return output_ids

@@ -64,7 +64,7 @@ def is_eagle_head(options: EngineOptions) -> bool:
     reason = why_no_head(folder)
     if reason is None and options.target_model is None:
         raise UnsupportedModelError(
-            f"{options.model} is an EAGLE head, which needs the embeddings of its target: set target_model"
+            f"{options.model} is an EAGLE head, a draft that needs the embeddings of its target: set target_model"
         )
     if reason is not None and options.target_model is not None and not any(map(any, map(folder.glob, TOKENIZERS))):
         raise UnsupportedModelError(f"it has no tokenizer and is no EAGLE head: {reason}")
@@ -161,9 +161,9 @@ class _Builder:
         weight, bias = self.tensors.pop(FC), self.tensors.pop("fc.bias", None)
         if not self.format.is_eagle3 and hidden != width:
             raise UnsupportedModelError(f"its hidden size is {hidden}, but the target's is {width}")
-        _check_shape(FC, weight, hidden, width if self.format.is_eagle3 else hidden + width)
+        _shaped(FC, weight, hidden, width if self.format.is_eagle3 else hidden + width)
         if bias is not None:
-            _check_shape("fc.bias", bias, hidden)
+            _shaped("fc.bias", bias, hidden)
         if self.format.is_eagle3:
             return None, linear_of(weight, bias), self._state_norm()
         norm = StateNorm(as_tensor(self._of_target("model.norm.weight"))[None], self.target_config.rms_norm_eps)
@@ -178,16 +178,14 @@ class _Builder:
             names = [INPUT_NORM]
         weights, size = list[torch.Tensor](), self.features.width // len(names)
         for name in names:
-            weight = self.tensors.pop(name, None)
-            _check_shape(name, weight, size)
-            weights.append(weight)
+            weights.append(_shaped(name, self.tensors.pop(name, None), size))
         return StateNorm(torch.stack(weights), self.config.rms_norm_eps)
 
     def _embedding(self) -> nn.Module:
         weight = self.tensors.pop("embed_tokens.weight", None)
         if weight is None:
             weight = as_tensor(self._of_target(EMBEDDING))
-        _check_shape("embed_tokens.weight", weight, self.config.vocab_size, self.config.hidden_size)
+        _shaped("embed_tokens.weight", weight, self.config.vocab_size, self.config.hidden_size)
         embedding: nn.Module = nn.Embedding.from_pretrained(weight)
         return embedding
 
@@ -240,7 +238,9 @@ def eagle3_modules(config: PreTrainedConfig, outputs: int, norm_before_residual:
     return model
 
 
-def _check_shape(name: str, weight: torch.Tensor | None, *expected: int) -> None:
+def _shaped(name: str, weight: torch.Tensor | None, *expected: int) -> torch.Tensor:
+    """The weight, which must have this shape. UnsupportedModelError."""
     if weight is None or tuple(weight.shape) != expected:
         found = "is missing" if weight is None else f"has the shape {[*weight.shape]}"
         raise UnsupportedModelError(f"{name} {found}, but this head and its target need {[*expected]}")
+    return weight

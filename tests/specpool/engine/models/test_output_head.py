@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny_models import load_engine, random_tokens, refusal, save_model, save_output_head
 from tiny_pair import tiny_config
 
@@ -63,3 +64,19 @@ def test_mismatched_output_heads_are_refused(tmp_path: Path, output_ids: list[in
     folder = save_model(tmp_path, tiny_config(hidden_size=96))
     save_output_head(folder, output_ids, torch.zeros(shape))
     assert f"{OUTPUT_HEAD} has a head of {shape} for 2 tokens" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("output_ids", "weight", "reason"),
+    [
+        ([3, 3], torch.zeros(2, 96), "has several rows for a token"),
+        ([3.5, 4.5], torch.zeros(2, 96), "has output_ids of the type torch.float32, not int32 or int64"),
+        ([3, 4], torch.zeros(2, 96, dtype=torch.int32), "has a weight of the type torch.int32, which is no float"),
+    ],
+)
+def test_output_heads_of_wrong_types_are_refused(
+    tmp_path: Path, output_ids: list[float], weight: torch.Tensor, reason: str
+) -> None:
+    folder = save_model(tmp_path, tiny_config(hidden_size=96))
+    save_file({"weight": weight, "output_ids": torch.tensor(output_ids)}, folder / OUTPUT_HEAD)
+    assert f"{OUTPUT_HEAD} {reason}" in refusal(folder)
