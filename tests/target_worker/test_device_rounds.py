@@ -1,4 +1,4 @@
-"""Rounds that the device runs as a whole equal the same rounds taken step by step."""
+"""Rounds that the device runs as a whole equal the same rounds run step by step."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -202,7 +202,7 @@ def test_a_draft_that_fails_costs_only_drafts(
     with monkeypatch.context() as patch:
         patch.setattr(pair[1].forward_pass, "forward", fail)
         rounds.send([(generation, generation.item(own))])
-    assert "the round failed on the device (no such kernel); taking it step by step" in caplog.messages
+    assert "the round failed on the device (no such kernel); running it step by step" in caplog.messages
     (verdict,) = rounds.send([(generation, generation.item(own))])
     assert verdict.own_draft is not None
     assert verdict.own_draft.draft_token_ids == ()
