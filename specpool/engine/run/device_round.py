@@ -70,9 +70,9 @@ class DeviceRound:
     @classmethod
     def of(cls, target: Engine, draft: Engine) -> Self | None:
         """The rounds of a pair; None if a pass does not run on kernels, or the models are on different devices."""
-        if target.facts.device != draft.facts.device or not isinstance(target.draft_loop, GpuDraftLoop):
+        if not isinstance(target.draft_loop, GpuDraftLoop) or not isinstance(draft.draft_loop, GpuDraftLoop):
             return None
-        return cls(target, draft, draft.draft_loop) if isinstance(draft.draft_loop, GpuDraftLoop) else None
+        return cls(target, draft, draft.draft_loop) if target.facts.device == draft.facts.device else None
 
     @property
     def max_tokens(self) -> int:
