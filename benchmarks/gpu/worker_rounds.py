@@ -131,7 +131,7 @@ def load(settings: Settings, model: Path, exact: bool, target: Path | None = Non
 
 
 def add_rounds(findings: Findings, worker: Worker, settings: Settings, draft: str, batch: int) -> None:
-    """Add a row for plain rounds, and for rounds of each way to draft."""
+    """Add a row for plain rounds, and one for each way to draft."""
     sizes, rng = settings.sizes, random.Random(batch)
     k, cached = sizes.num_draft_tokens, sizes.lengths[0]
     prompts = [[rng.randrange(num_generated_tokens(settings)) for _ in range(cached)] for _ in range(batch)]
@@ -165,7 +165,7 @@ def add_rounds(findings: Findings, worker: Worker, settings: Settings, draft: st
 
 
 def same_share(answers: Mapping[str, Sequence[Answer]], way: str) -> float | None:
-    """Share of equal drafts after as many tokens in the first way. A draft's bits may depend on the shape of a pass."""
+    """Share of drafts equal to those of the first way. A draft's bits may depend on the shape of a pass."""
     if way not in answers:
         return None
     first = next(iter(answers.values()))

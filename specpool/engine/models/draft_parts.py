@@ -71,7 +71,7 @@ def _linear(file: Path, weight: Weight, dtype: torch.dtype) -> nn.Module:
     if isinstance(weight, Quantized):
         return QuantizedLinear([weight])
     if not weight.is_floating_point():
-        raise UnsupportedModelError(f"{file} has a weight of the type {weight.dtype}, which is no float")
+        raise UnsupportedModelError(f"{file} has a weight of the type {weight.dtype}, which is not a float")
     return linear_of(weight.to(dtype), None)
 
 

@@ -38,7 +38,7 @@ from specpool.engine.weights.quantized import as_tensor, linear_of
 HIDDEN_NORM, INPUT_NORM, FC_NORM = FIRST_LAYER + "hidden_norm.weight", "input_norm.weight", "fc_norm.{}.weight"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 JOINED = tuple(f"self_attn.{name}.weight" for name in PROJECTIONS)
-"""Weights of the layer of EAGLE-3, for embeddings and then states."""
+"""Weights of EAGLE-3's first layer. Their columns read embeddings, then states."""
 INTEGERS = (torch.int64, torch.int32)
 TOKENIZERS = ("tokenizer*", "vocab*", "*.gguf")
 """Files of folders with a tokenizer. EAGLE heads need none."""
@@ -67,7 +67,7 @@ def is_eagle_head(options: EngineOptions) -> bool:
             f"{options.model} is an EAGLE head, a draft that needs the embeddings of its target: set target_model"
         )
     if reason is not None and options.target_model is not None and not any(map(any, map(folder.glob, TOKENIZERS))):
-        raise UnsupportedModelError(f"it has no tokenizer and is no EAGLE head: {reason}")
+        raise UnsupportedModelError(f"it has no tokenizer and is not an EAGLE head: {reason}")
     return reason is None
 
 

@@ -145,7 +145,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, llama: Path, name: 
     head = save_eagle_head(tmp_path / "head", 3)
     (head / "model.safetensors").unlink()
     torch.save({"fc.weight": Path()}, head / name)
-    assert f"it has no tokenizer and is no EAGLE head: {head / name} cannot be read: " in refusal(
+    assert f"it has no tokenizer and is not an EAGLE head: {head / name} cannot be read: " in refusal(
         head, target_model=str(llama)
     )
 
@@ -190,8 +190,8 @@ def test_other_models_ignore_the_target(llama: Path) -> None:
         (1, {"norm_before_residual": True}, "norm_before_residual: only for EAGLE-3 heads"),
         (3, {"norm_output": "yes"}, "norm_output is not true or false: 'yes'"),
         (3, {"norm_output": 0}, "norm_output is not true or false: 0"),
-        (3, {"eagle_config": "x"}, "eagle_config is no object: 'x'"),
-        (3, {"speculator": True, "transformer_layer_config": None}, "transformer_layer_config is no object with"),
+        (3, {"eagle_config": "x"}, "eagle_config is not an object: 'x'"),
+        (3, {"speculator": True, "transformer_layer_config": None}, "transformer_layer_config is not an object with"),
         (3, {"rope_theta": -5.0}, "rope_theta is -5.0: Input should be greater than 0"),
         (3, {"rms_norm_eps": float("inf")}, "rms_norm_eps is inf: Input should be a finite number"),
         (3, {"norm_before_fc": True, "fc_norm": True}, "both norm_before_fc and fc_norm are not supported"),
@@ -206,7 +206,7 @@ def test_other_models_ignore_the_target(llama: Path) -> None:
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9, 2]}},
             "it reads layers [2, 10, 3] of a target",
         ),
-        (3, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": "all"}}, "is no list of layers: 'all'"),
+        (3, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": "all"}}, "is not a list of layers: 'all'"),
         (1, {"num_hidden_layers": 2}, "the files lack 9 of the model's weights"),
         (1, {"intermediate_size": 112}, "the files lack 3 of the model's weights"),
     ],
@@ -235,7 +235,7 @@ def test_mismatched_heads_are_refused(
             {"midlayer.hidden_norm.weight": None},
             "the files lack 1 of the model's weights: layers.0.hidden_norm.weight",
         ),
-        (3, {"fc.weight": None}, "no tokenizer and is no EAGLE head: "),
+        (3, {"fc.weight": None}, "no tokenizer and is not an EAGLE head: "),
         (3, {"norm.weight": None}, "the files lack 1 of the model's weights: norm.weight"),
         (3, {"input_norm.weight": torch.ones(192)}, "the configured model does not use: input_norm.weight"),
         (1, {"extra.weight": torch.zeros(2)}, "the configured model does not use: extra.weight"),

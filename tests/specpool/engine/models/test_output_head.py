@@ -71,7 +71,7 @@ def test_mismatched_output_heads_are_refused(tmp_path: Path, output_ids: list[in
     [
         ([3, 3], torch.zeros(2, 96), "has several rows for a token"),
         ([3.5, 4.5], torch.zeros(2, 96), "has output_ids of the type torch.float32, not int32 or int64"),
-        ([3, 4], torch.zeros(2, 96, dtype=torch.int32), "has a weight of the type torch.int32, which is no float"),
+        ([3, 4], torch.zeros(2, 96, dtype=torch.int32), "has a weight of the type torch.int32, which is not a float"),
     ],
 )
 def test_output_heads_of_wrong_types_are_refused(
