@@ -18,6 +18,7 @@ from tiny_models import load_engine, random_tokens, rows_that_differ, transforme
 
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
+from specpool.engine.config.options import EngineOptions
 from specpool.engine.passes.drafts import Draft, DraftRound
 from specpool.engine.passes.gpu import attention, gemm, graphs, model
 from specpool.engine.passes.gpu.captured import CapturedModel
@@ -28,6 +29,7 @@ from specpool.engine.run import pass_selection as forward
 from specpool.engine.run.engine import Engine
 from specpool.protocol.rounds import Proposal, ProposeItem, ProposeRound
 from specpool.protocol.sampling import SamplingParams
+from target_worker.loading import load_target
 
 pytest.importorskip("triton")
 
@@ -189,6 +191,13 @@ def test_passes_are_captured_at_start_only(
     assert [replays(33), replays(30, 2, 1)] == [0, 0]
     assert [replays(1, 3, cached=cached) for cached in (60, 64, 100, 127, 128)] == [1] * 5  # more and more splits
     assert fake_graphs.captured == 16
+    assert not engine.notes
+
+
+def test_a_target_captures_no_steps_of_drafts(tmp_path: Path, fake_graphs: FakeGraphs) -> None:
+    options = EngineOptions(model=str(save_random(tmp_path, *VARIANTS["llama"])), native=False, max_sequences=2)
+    engine = load_target(options, False, lambda phase: None)
+    assert fake_graphs.captured == 4 * 2
     assert not engine.notes
 
 
