@@ -85,6 +85,7 @@ class CapturedModel(ForwardPass):
 
         self._graphs.capture_all(shapes, prepare)
         self.notes += self._graphs.notes
+        self.model.compile_projection(sizes)
         loop = self._draft_loop
         if loop is not None and len(self._graphs):
             counts = {self.model.padded_rows(count) for count in range(1, min(max_drafts, MAX_CAPTURED_ROWS) + 1)}

@@ -1,7 +1,7 @@
 """The GPU pass on a CPU: interpreted kernels, CUDA graph replay, and the draft loop."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, pairwise
@@ -443,6 +443,24 @@ def test_kernels_run_feature_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert isinstance(engine.forward_pass, GpuModel)
     torch.testing.assert_close(engine.forward(spans), logits, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(engine.own_states, expected.own_states, atol=2e-5, rtol=1e-4)
+
+
+def test_the_projection_of_states_is_compiled_at_start(
+    tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    projected, project = list[int](), GpuModel.project
+
+    def record(own: GpuModel, states: torch.Tensor) -> torch.Tensor:
+        projected.append(len(states))
+        return project(own, states)
+
+    def tiles(sizes: Iterable[int]) -> set[gemm.GemmTile]:
+        return {gemm.tile_of(rows, outputs=4096, split_k=2, wide=False, arch=gemm.HOPPER) for rows in sizes}
+
+    monkeypatch.setattr(GpuModel, "project", record)
+    monkeypatch.setattr(CapturedModel, "captured_rows", 72)
+    load_engine(save_feature_draft(tmp_path), False, native=False, max_sequences=2, max_model_len=64)
+    assert tiles(projected) == tiles(range(1, 2049))
 
 
 def test_replayed_feature_drafts_read_their_own_states(tmp_path: Path, fake_graphs: FakeGraphs) -> None:
