@@ -20,7 +20,7 @@ from specpool.protocol.worker_info import WorkerInfo
 log = logging.getLogger(__name__)
 
 Drafted = Mapping[SequenceKey, Sequence[Sequence[float]]]
-"""The draft tokens of sequences, and their probabilities."""
+"""Draft tokens and their probabilities, by sequence."""
 
 
 class Proposer(SequenceEngine):
@@ -39,8 +39,8 @@ class Proposer(SequenceEngine):
         """Draft for rounds of different coordinators in common forward passes.
 
         `target_states`: the target's hidden states before the last tokens of sequences without branches,
-        [at most one per token, width]; they replace the items' `features`. `drafted`: what a `DeviceRound` has already
-        drafted and cached after the items' tokens. If not empty, no pass runs.
+        [at most one per token, width]; they replace the items' `features`. `drafted`: tokens that a `DeviceRound` has
+        already drafted and cached after the items' tokens. If not empty, no pass runs.
 
         One proposal for each item, in item order. An error in one round fails all.
         """
@@ -112,7 +112,7 @@ class Proposer(SequenceEngine):
     ) -> None:
         """Extend the drafts of all rounds, and keep their own states.
 
-        `given`: sequences that need no own states, because those of the target come with every round. `drafted`: see
+        `given`: sequences that need no own states, because the target's come with every round. `drafted`: see
         `propose`.
         """
         self.rows = ()

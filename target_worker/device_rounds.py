@@ -1,7 +1,7 @@
-"""Rounds that the device runs as a whole: verification, acceptance and the own drafts for the next round.
+"""Rounds that the device runs as a whole: verification, acceptance, and drafting for the next round.
 
 All sequences of such a round decode greedily, and the draft is up to date with each sequence that it drafts for. The
-caller takes any other round step by step.
+caller runs any other round step by step.
 """
 
 import logging
@@ -39,7 +39,7 @@ class DeviceRounds:
         spans: Mapping[SequenceKey, Span],
         state_layers: tuple[int, ...],
     ) -> dict[SequenceKey, SpanResult]:
-        """Verify realigned items and draft after them. Return no results if the round must be taken step by step.
+        """Verify realigned items and draft after them. Return no results if the round must run step by step.
 
         `state_layers`: numbers of layers after which to take the target's states.
         """
@@ -122,4 +122,4 @@ def _item_of(key: SequenceKey, part: RoundSpan) -> ProposeItem:
 @lru_cache(1)
 def _warn(reason: str) -> None:
     """Warn once, not in every round."""
-    log.warning("the round failed on the device (%s); taking it step by step", reason)
+    log.warning("the round failed on the device (%s); running it step by step", reason)

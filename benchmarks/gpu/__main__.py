@@ -17,8 +17,8 @@ Parts, most important first:
 
 preflight  packages, graph capture, bandwidth, GEMM rate
 exactness  bits of logits and hidden states in all kinds of passes, launched and replayed
-round      parts of the rounds of a target worker that carries a head or a draft model, on the device and by the
-           clock of the host; its answers beside those of plain decoding
+round      parts of the rounds of a target worker that carries a head or a draft model, by device and host
+           clocks; its answers beside those of plain decoding
 pair       answers of the whole service: a carried head, a carried draft model, and a separate draft worker
 generate   the same target with `generate` of transformers
 rows, sampling, attention, gemm   errors of kernels against float64, batch invariance, and times of GEMMs

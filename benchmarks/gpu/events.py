@@ -39,13 +39,13 @@ class Mark:
 
 
 class Recorder:
-    """Marks the begin and end of the parts of a round, and of waits, without changing what runs."""
+    """Marks the start and end of the parts of a round, and of waits, without changing what runs."""
 
     def __init__(self, device: str) -> None:
         self._is_gpu = torch.device(device).type == "cuda"
         self._marks: list[Mark] = []
         self._is_inside = False
-        """Whether a part is running. Parts inside it do not count by themselves."""
+        """Whether a part is running. Parts inside it are not marked."""
 
     @contextmanager
     def recording(self, calls: Iterable[Call]) -> Iterator[None]:
@@ -97,7 +97,7 @@ def times_of(marks: Sequence[Mark]) -> Row:
     """Milliseconds of each part on the device, and of the host since the round began.
 
     `choose`: from the target's last pass to the draft's first one. `copy`: from the end of the last part until the host
-    has read the result, provided that the device was idle at the begin.
+    has read the result, provided that the device was idle at the start.
     """
     begin, *rest, reply = marks
     parts = [mark for mark in rest if mark.part != WAIT]

@@ -14,7 +14,7 @@ from specpool.engine.config.devices import pick_device
 ACCEPTANCE = 0.7
 """Share of tokens that the draft model and the head get right."""
 OUTPUTS = 32_000
-"""Maximum tokens that the head can draft, as many as published ones. The target generates no others."""
+"""Maximum tokens that the head can draft, as many as published heads. The target generates no others."""
 DRAFTS = ("head", "draft")
 """Folders of drafts."""
 

@@ -1,4 +1,4 @@
-"""Speed of `generate` of transformers, with the target of the pair."""
+"""Speed of transformers' `generate`, with the target of the pair."""
 
 import statistics
 from functools import partial
@@ -27,7 +27,7 @@ def measure_generate(settings: Settings, findings: Findings) -> None:
 
 
 def add_speed(findings: Findings, model: Any, settings: Settings, batch: int) -> None:
-    """Add a row: tokens per second of prompts that are as long as those of the rounds."""
+    """Add a row: tokens per second after prompts as long as those of the rounds."""
     sizes = settings.sizes
     prompts = torch.arange(3, 3 + batch * sizes.lengths[0], device=settings.device).view(batch, -1)
     generate = partial(

@@ -26,7 +26,7 @@ SHARPNESS = 6.0
 RANDOM_STATES, RANDOM_MLP = 0.1, 0.5
 """Magnitudes of the random features, relative to the leading ones."""
 CARRIED = 0.64
-"""Magnitude of the head's state, to subtract the leading features of the token before after the state's norm."""
+"""Magnitude of the head's state. Scales the normalized state to subtract the previous token's leading features."""
 
 Tensors = dict[str, torch.Tensor]
 

@@ -13,7 +13,7 @@ from benchmarks.kernels import Compiled, Compiler
 # Operations of torch that launch nothing, or only at start, and those that read only as many rows as they return.
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "zeros", "lift_fresh", "_unsafe_view"}
 GATHERING = {"embedding", "index"}
-# torch's kernels have unknown grids. This one occupies all SMs.
+# Grids of torch's kernels are unknown. Assume that they occupy all SMs.
 EVEN = (132, 1, 1)
 
 
@@ -42,7 +42,7 @@ class Launch:
 
 @dataclass
 class Recorder(Compiler):
-    """A compiler for sm_90 that keeps the launches."""
+    """A compiler for sm_90 that records launches."""
 
     arch: int = 90
     work: Work = Work(1, 1, 0)
@@ -77,7 +77,7 @@ class TorchKernels(TorchDispatchMode):
         result, name = func(*args, **kwargs), func.overloadpacket.__name__
         tensors = [each for each in tree_leaves((args, result)) if isinstance(each, torch.Tensor)]
         outputs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-        # Copies from the host count as time of the host.
+        # Copies from the host count as host time.
         if outputs and all(each.is_meta for each in tensors) and not func.is_view and name not in ALLOCATIONS:
             arguments = {"inputs": args, "outputs": outputs}
             self._recorder.launches.append(Launch(f"torch {name}", EVEN, arguments, self._recorder.work))

@@ -5,8 +5,9 @@
 
 A step is sequences x new tokens, such as 8x5. "draft8x4" is a draft loop of 4 tokens for 8 sequences on Qwen3-0.6B,
 "eagle8x4" the same on an EAGLE-3 head that reads the 8x5 rows of a verification, and "round8x4" a verification and
-the next drafts of such a head. The floor reads weights and cache once, or computes. The estimate adds what tiles read
-again, uneven work, latencies, and gaps between kernels. --step prints the kernels of a step. The last line is JSON.
+the next drafts of such a head. The floor is the time to read weights and cache once, or to compute. The estimate
+adds repeated reads, uneven work, latencies, and gaps between kernels. --step prints the kernels of a step. The last
+line is JSON.
 """
 
 from collections.abc import Sequence
@@ -78,7 +79,7 @@ class Price:
 
     @property
     def chain(self) -> float:
-        """Seconds of the steps that an SM takes one after the other."""
+        """Seconds of the work that an SM does in sequence."""
         device, traffic, launch, kernel = self.device, self.traffic, self.launch, self.launch.kernel
         if traffic.blocks:
             return max(traffic.chain, traffic.blocks / device.sms) * launch.warps * device.block
@@ -118,7 +119,7 @@ def step_row(step: Step, prices: Sequence[Price]) -> Row:
 
 
 def round_row(step: Step, round_ms: float, plain_ms: float, acceptance: float) -> Row:
-    """The speedup of a round over plain decoding. `acceptance`: probability of each draft token, given the earlier."""
+    """The speedup of a round over plain decoding. `acceptance`: of a draft token whose predecessors are accepted."""
     expected = sum(acceptance**count for count in range(step.tokens + 1))
     return {
         "round": step.name, "round_ms": round(round_ms, 2), "plain_ms": round(plain_ms, 2),
@@ -152,8 +153,8 @@ def main() -> None:
     parser.add_argument("--cached", type=whole(0, MAX_CACHED), default=512, help="cached positions of each sequence")
     parser.add_argument("--steps", type=step_of, nargs="+", default=[step_of(name) for name in STEPS])
     parser.add_argument("--step", type=step_of, help="print the kernels of this step")
-    parser.add_argument("--host-ms", type=milliseconds, default=0.04, help="of the host between two rounds")
-    parser.add_argument("--acceptance", type=chance, default=0.7, help="probability of a draft token")
+    parser.add_argument("--host-ms", type=milliseconds, default=0.04, help="host time between two rounds")
+    parser.add_argument("--acceptance", type=chance, default=0.7, help="probability that a draft token is accepted")
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
     device, steps = DEVICES[options.device], [*options.steps, *([options.step] if options.step else [])]
@@ -170,7 +171,7 @@ def main() -> None:
         ms, plain_ms = (options.host_ms + milliseconds_of(prices[each]) for each in (step, one))
         rounds.append(round_row(step, ms, plain_ms, options.acceptance))
     show(f"{options.device}, {options.cached} cached", rows)
-    show(f"rounds, {options.host_ms} ms of the host, acceptance {options.acceptance}", rounds)
+    show(f"rounds, {options.host_ms} ms on the host, acceptance {options.acceptance}", rounds)
     kernels = {step.name: kernel_rows(prices[step]) for step in steps}
     show(options.step.name if options.step else "", kernels[options.step.name] if options.step else [])
     named = {"name": options.device, **asdict(device)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu.launches import Launch, Recorder, TorchKernels, Work
-from benchmarks.kernels import draft, model_of, run
+from benchmarks.kernels import accept_drafts, draft, model_of, run
 from benchmarks.shapes import HEAD_SHAPES, SHAPES
 from specpool.engine.passes.gpu.choice import choose
 from specpool.engine.sampling.head import Head
@@ -59,21 +59,21 @@ class Rounds:
         self._recorder.launches = []
         count, k = step.sequences, step.tokens
         verified = Work(count, k + (step.kind in ("eagle", "round")), self._cached)
-        with TorchKernels(self._recorder):
-            if step.kind in ("", "round"):
-                self._run(TARGET, verified)
-            if step.kind == "round":
-                self._choose(TARGET, verified)
-                self._recorder.launches.append(Launch("accept", (count, 1, 1), {}, verified))
-            if step.kind in ("eagle", "round"):
-                self._draft(EAGLE, verified, k)
-            if step.kind == "draft":
-                self._draft(DRAFT, Work(count, 1, self._cached), k)
+        if step.kind in ("", "round"):
+            self._run(TARGET, verified)
+        if step.kind == "round":
+            self._choose(TARGET, verified)
+            accept_drafts(self._models[TARGET])
+        if step.kind in ("eagle", "round"):
+            self._draft(EAGLE, verified, k)
+        if step.kind == "draft":
+            self._draft(DRAFT, Work(count, 1, self._cached), k)
         return self._recorder.launches
 
     def _run(self, name: str, work: Work) -> None:
         self._recorder.work = work
-        run(self._models[name], [work.tokens] * work.sequences, work.cached)
+        with TorchKernels(self._recorder):
+            run(self._models[name], [work.tokens] * work.sequences, work.cached)
 
     def _choose(self, name: str, work: Work) -> None:
         outputs = self._models[name].head.out_features
@@ -84,6 +84,6 @@ class Rounds:
         self._run(name, work)
         self._recorder.work = Work(work.sequences, 1, work.cached + work.tokens)
         self._choose(name, self._recorder.work)
-        if tokens > 1:
-            model = self._models[name]
+        model = self._models[name]
+        with TorchKernels(self._recorder):
             draft(model, model.padded_rows(work.sequences), self._recorder.work.cached, tokens - 1)

@@ -1,4 +1,4 @@
-"""What a launch moves and computes, from its own arguments: no rule of the engine is repeated here."""
+"""Bytes and operations of a launch, from its arguments alone, so that no rule of the engine is repeated here."""
 
 from dataclasses import dataclass
 from math import prod
@@ -81,7 +81,7 @@ def _cublas(launch: Launch, l2_bytes: int) -> Traffic:
 
 
 def _rows(launch: Launch, l2_bytes: int) -> Traffic:
-    """Any other kernel moves its tensors once, of the cache the new positions, and of an embedding nearly nothing."""
+    """Any other kernel moves its tensors once, but only new positions of the cache, and hardly any of an embedding."""
     given, work = launch.arguments, launch.work
     gathers = launch.name.removeprefix("torch ") in GATHERING
     found = given["outputs"] if gathers else tree_leaves({**given, "keys": 0, "values": 0, "embedding": 0})

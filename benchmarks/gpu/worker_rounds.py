@@ -5,11 +5,12 @@ Rounds run in this process, without gRPC, one at a time. Drafts are right in abo
 
 import gc
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 from benchmarks.gpu.engines import WARM_UPS
 from benchmarks.gpu.events import Call, Recorder, medians
@@ -22,11 +23,14 @@ from specpool.engine.passes.gpu.draft_loop import GpuDraftLoop
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup.loading import load_unproven_engine
 from specpool.protocol.rounds import OwnDraftItem, Verdict, VerifyItem, VerifyRound
+from target_worker.device_rounds import DeviceRounds
 from target_worker.verifier import Verifier
 
 CASE_SECONDS = 10
 """Minimum seconds left to start the rounds of a draft for a number of sequences."""
 COORDINATOR = "benchmark"
+WAYS = ("device", "host", "device, eager", "host, eager")
+"""How rounds run: as a whole on the device or step by step, with or without CUDA graphs."""
 
 
 @dataclass
@@ -69,9 +73,14 @@ class Worker:
         return answers, times[1 + min(WARM_UPS, rounds - 1) :]
 
     @contextmanager
-    def eager(self) -> Iterator[None]:
-        """Launch all passes within this context, instead of replaying graphs."""
-        with self.target.forward_pass.eager(), self.draft.forward_pass.eager():
+    def running(self, way: str) -> Iterator[None]:
+        """Run rounds in one of `WAYS` within this context."""
+        with ExitStack() as stack:
+            if "host" in way:
+                stack.enter_context(patch.object(DeviceRounds, "run", lambda *_: {}))
+            if "eager" in way:
+                stack.enter_context(self.target.forward_pass.eager())
+                stack.enter_context(self.draft.forward_pass.eager())
             yield
 
     def _round(self, answers: Sequence[Answer], own: OwnDraftItem | None) -> Row:
@@ -81,10 +90,17 @@ class Worker:
             for index, each in enumerate(answers)
         ]
         asked = [VerifyRound(COORDINATOR, self._round_id, items)]
+        before = self._device_ns
         (verdicts,), times = self.recorder.round(lambda: self.verifier.verify(asked))
+        times["on_device"] = self._device_ns > before
         for answer, verdict in zip(answers, verdicts, strict=True):
             answer.take(verdict)
         return times
+
+    @property
+    def _device_ns(self) -> int:
+        """Time spent on drafts in rounds that ran as a whole on the device."""
+        return 0 if self.verifier.drafts is None else self.verifier.drafts.device_rounds.draft_ns
 
 
 def measure_rounds(settings: Settings, findings: Findings) -> None:
@@ -115,20 +131,20 @@ def load(settings: Settings, model: Path, exact: bool, target: Path | None = Non
 
 
 def add_rounds(findings: Findings, worker: Worker, settings: Settings, draft: str, batch: int) -> None:
-    """Add a row for plain rounds, and for rounds of each way to draft."""
+    """Add a row for plain rounds, and one for each way to draft."""
     sizes, rng = settings.sizes, random.Random(batch)
     k, cached = sizes.num_draft_tokens, sizes.lengths[0]
     prompts = [[rng.randrange(num_generated_tokens(settings)) for _ in range(cached)] for _ in range(batch)]
     own = OwnDraftItem(k, k, worker.target.max_model_len)
     truth, _ = worker.generate(prompts, sizes.rounds * (1 + k), None)
-    runs = {way: list[Row]() for way in ("plain", *ways(worker))}
+    runs = {way: list[Row]() for way in ("plain", *WAYS)}
     answers = dict[str, list[Answer]]()
     for repeat in range(sizes.runs):
         runs["plain"] += worker.generate(prompts, sizes.rounds, None)[1]
-        for way, context in ways(worker).items():
+        for way in WAYS:
             if repeat and "eager" in way:
                 continue  # only its answers matter
-            with context():
+            with worker.running(way):
                 answers[way], times = worker.generate(prompts, sizes.rounds, own)
             runs[way] += times
             compare(findings, {"model": draft, "sequences": batch, "how": way}, answers[way], truth)
@@ -144,15 +160,12 @@ def add_rounds(findings: Findings, worker: Worker, settings: Settings, draft: st
             "tokens_per_s": round(speed, 1), "over_plain": round(speed * plain_ms / 1000 / batch, 3),
             "same_drafts": same_share(answers, way), **row,
         })  # fmt: skip
-
-
-def ways(worker: Worker) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-    """How rounds may run, by name."""
-    return {"host": nullcontext, "host, eager": worker.eager}
+        if settings.device != "cpu" and row["on_device"] != ("device" in way):
+            raise RuntimeError(f"{way}: rounds ran {'on the device' if row['on_device'] else 'step by step'}")
 
 
 def same_share(answers: Mapping[str, Sequence[Answer]], way: str) -> float | None:
-    """Share of equal drafts after as many tokens in the first way. A draft's bits may depend on the shape of a pass."""
+    """Share of drafts equal to those of the first way. A draft's bits may depend on the shape of a pass."""
     if way not in answers:
         return None
     first = next(iter(answers.values()))

@@ -19,6 +19,7 @@ from benchmarks.gpu.answers import SERVICES
 from benchmarks.gpu.gemms import counts_that_differ, row_counts
 from benchmarks.gpu.part import BROKEN, Findings, Settings
 from benchmarks.gpu.summary import MAX_LINES, print_summary
+from benchmarks.gpu.worker_rounds import WAYS
 from benchmarks.report import machine
 from specpool.engine.run import pass_selection as forward
 
@@ -94,7 +95,7 @@ def test_a_rehearsal_measures_all_parts(
     assert all(row["equal"] for row in results["exactness"]["exactness"])
     assert all(row["equal"] for row in results["round"]["exactness"])
     rounds = {(row["draft"], row["sequences"], row["way"]) for row in results["round"]["rounds"]}
-    assert rounds == {*product(("head", "draft"), (1, 2), ("plain", "host", "host, eager"))}
+    assert rounds == {*product(("head", "draft"), (1, 2), ("plain", *WAYS))}
     assert results["steps"]["bitwise"]
     assert [row["rows"] for row in results["steps"]["steps"]] == [1, 5, 2, 10]
     assert all(row["limit_ms"] > 0 and row["same_tokens"] is not False for row in results["draft"]["drafts"])
@@ -120,6 +121,7 @@ def test_the_gpu_pass_is_measured_captured_and_eager(tmp_path: Path, monkeypatch
     assert all(row["ms"] > 0 and row["steps_ms"] > 0 and row["same_tokens"] for row in results["draft"]["drafts"])
     assert all(row["equal"] for row in results["round"]["exactness"])
     drafting = [row for row in results["round"]["rounds"] if row["way"] != "plain"]
+    assert all(row["on_device"] == ("device" in row["way"]) and row["same_drafts"] == 1 for row in drafting)
     parts = ("prepare", "target", "choose", "draft", "steps", "copy", "launched", "synced", "reply")
     assert all(row[f"{name}_ms"] > 0 for row in drafting for name in parts)
 

@@ -1,4 +1,4 @@
-"""Rounds that the device runs as a whole equal the same rounds taken step by step."""
+"""Rounds that the device runs as a whole equal the same rounds run step by step."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -204,14 +204,14 @@ def test_a_draft_that_fails_costs_only_drafts(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(batch: Any) -> torch.Tensor:
-        raise RuntimeError("no kernel")
+        raise RuntimeError("no such kernel")
 
     rounds, generation, own = carrying(pair), Generation(1, tuple(random_tokens(20))), OwnDraftItem(3, 3)
     rounds.send([(generation, generation.item(own))])
     with monkeypatch.context() as patch:
         patch.setattr(pair[1].forward_pass, "forward", fail)
         rounds.send([(generation, generation.item(own))])
-    assert "the round failed on the device (no kernel); taking it step by step" in caplog.messages
+    assert "the round failed on the device (no such kernel); running it step by step" in caplog.messages
     (verdict,) = rounds.send([(generation, generation.item(own))])
     assert verdict.own_draft is not None
     assert verdict.own_draft.draft_token_ids == ()

@@ -1,7 +1,7 @@
-"""Reads what kind of EAGLE head a configuration describes. Imports no torch.
+"""Reads the kind of an EAGLE head from its configuration. Imports no torch.
 
-The configuration is that of the head's authors, which NVIDIA extends by `eagle_config`, or that of the speculators
-library, which keeps the sizes of the layers in `transformer_layer_config`.
+Formats are that of the EAGLE authors, NVIDIA's extension of it (`eagle_config`), and that of the speculators library,
+which keeps the sizes of the layers in `transformer_layer_config`.
 """
 
 from collections.abc import Mapping
@@ -24,28 +24,28 @@ REQUIRED: Mapping[str, object] = MappingProxyType(
         "parallel_draft_step": 1,
     }
 )
-"""Values of settings that have no alternative here, if they are set."""
+"""Settings that must have these values if they are present."""
 
 
 @dataclass(frozen=True)
 class EagleFormat:
-    """What a head reads, and where it normalizes. All flags are those of EAGLE-3.1."""
+    """The states that a head reads, and where it applies norms. The flags of norms are EAGLE-3.1's."""
 
     is_eagle3: bool
     layers: tuple[int, ...]
     """The head reads the target's states after this many layers."""
     norm_before_residual: bool = False
-    """The first layer adds its branches to normalized states."""
+    """The first layer adds its branches to the normalized states, not to the states."""
     norm_before_fc: bool = False
     """One norm of all the target's states together, before they are projected."""
     fc_norm: bool = False
     """A norm of the states after each layer, before they are projected."""
     norm_output: bool = False
-    """The head continues its own states after its final norm."""
+    """The head's own states are those after its final norm."""
 
 
 def format_of(config: Any, is_eagle3: bool, num_layers: int) -> EagleFormat:
-    """The format of a head for a target with `num_layers` layers. UnsupportedModelError."""
+    """The format of a head for a target with `num_layers` layers. Raises UnsupportedModelError."""
     stated = getattr(config, "eagle_config", None)
     extended: Mapping[str, Any] = stated if isinstance(stated, dict) else {}
 
@@ -79,14 +79,14 @@ def _layers_of(config: Any, extended: Mapping[str, Any], num_layers: int) -> tup
     if not ids:
         return 2, num_layers // 2, num_layers - 3
     if not isinstance(ids, list) or not all(type(number) is int for number in ids):
-        raise UnsupportedModelError(f"{STATE_LAYERS} is no list of layers: {ids!r}"[:200])
+        raise UnsupportedModelError(f"{STATE_LAYERS} is not a list of layers: {ids!r}"[:200])
     return tuple(number + after for number in ids)
 
 
 def flattened(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a head's layers with its own settings, if it is in the format of the speculators library.
+    """Merge the layers' and the head's settings of a configuration in the format of the speculators library.
 
-    Others are returned unchanged. UnsupportedModelError: it is no EAGLE-3 head.
+    Other configurations are returned unchanged. UnsupportedModelError: it is not an EAGLE-3 head.
     """
     layers = config.get(SPECULATOR_LAYERS)
     if not isinstance(layers, dict):

@@ -18,8 +18,7 @@ MAX_NESTED = 32
 def read_config_file(model: str, revision: str | None) -> dict[str, Any]:
     """Return the config.json of a model in a folder or on the hub, and check the sizes of the files beside it.
 
-    The configuration of a speculator is flattened.
-    Raises UnsupportedModelError, also for sizes beyond their limits.
+    Speculators are flattened (see `flattened`). Raises UnsupportedModelError, also for sizes beyond their limits.
     """
     file = Path(model) / CONFIG
     if not file.is_file():

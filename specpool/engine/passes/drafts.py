@@ -141,7 +141,7 @@ def extend_drafts(rounds: Sequence[DraftRound], choose: Choose) -> None:
 
 
 def read_choices(found: Mapping[Draft, Sequence[Sequence[float]]]) -> Choose:
-    """Read choices that the device has already made. `found`: the tokens of each draft, and their probabilities."""
+    """Return a function that reads choices already made on the device. `found`: tokens and probabilities by draft."""
 
     def read(drafts: Sequence[Draft]) -> list[Choice | None]:
         return [_read_choice(draft, *found[draft]) for draft in drafts]

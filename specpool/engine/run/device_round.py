@@ -1,6 +1,6 @@
 """A round of greedy sequences on the device: the target's pass, acceptance, then the carried draft's pass and loop.
 
-The host launches everything at once, and waits once. Launches run ahead of the device, so it never idles in between.
+The host launches everything, then waits once. Launches run ahead of the device, so the device does not idle.
 """
 
 import math
@@ -28,7 +28,7 @@ class RoundSpan:
     """The target's committed token and draft tokens, with logits after each."""
     draft_slot: int = -1
     """The sequence's slot in the draft's cache. It has the same tokens up to the committed one, and pages for the pass
-    and all steps. -1: the round does not draft after the sequence."""
+    and all steps. -1: the round does not draft for the sequence."""
     num_draft_tokens: int = 0
 
     def draft_span(self, states: torch.Tensor | None) -> Span:
@@ -43,14 +43,14 @@ class RoundSpan:
 
 
 class SpanResult(NamedTuple):
-    """What a round yields for a sequence."""
+    """The results of a round for a sequence."""
 
     choices: list[int]
     """The target's choice after each token of the span."""
     is_finite: bool
     """Whether the largest logit after each token is finite."""
     drafted: list[list[float]]
-    """Tokens drafted after the accepted ones, and their probabilities. Without a draft, they mean nothing."""
+    """Tokens drafted after the accepted ones, and their probabilities. Meaningless without a draft."""
     states: torch.Tensor | None
     """The target's states after the span's last `num_states` tokens; see `PassResult`."""
 
@@ -70,9 +70,9 @@ class DeviceRound:
     @classmethod
     def of(cls, target: Engine, draft: Engine) -> Self | None:
         """The rounds of a pair; None if a pass does not run on kernels, or the models are on different devices."""
-        if target.facts.device != draft.facts.device or not isinstance(target.draft_loop, GpuDraftLoop):
+        if not isinstance(target.draft_loop, GpuDraftLoop) or not isinstance(draft.draft_loop, GpuDraftLoop):
             return None
-        return cls(target, draft, draft.draft_loop) if isinstance(draft.draft_loop, GpuDraftLoop) else None
+        return cls(target, draft, draft.draft_loop) if target.facts.device == draft.facts.device else None
 
     @property
     def max_tokens(self) -> int:
@@ -111,7 +111,7 @@ class DeviceRound:
         return self._loop.run_steps(numbers, choose(logits, self._draft.head), max_length, steps, own_states)[0]
 
     def _compile(self) -> None:
-        """Compile the kernel that no pass uses, before serving."""
+        """Compile `accept`, which is not part of any pass, before serving."""
         target, draft = (
             PackedBatch.of_padding(engine.layout.arena, Shape(8, 8, 8), 1) for engine in (self._target, self._draft)
         )

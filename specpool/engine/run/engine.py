@@ -205,7 +205,7 @@ class Engine:
         self.count_passes(passes, tokens)
 
     def count_passes(self, passes: int, tokens: int) -> None:
-        """Add passes that ran outside `run_pass`, and the tokens that they ran."""
+        """Count forward passes, and the tokens that they ran."""
         self._passes += passes
         self.tokens += tokens
 

@@ -295,9 +295,10 @@ class SequenceEngine:
         slot.next_token, slot.num_accepted = next_token, num_accepted
 
     def keep_states(self, states: Mapping[SequenceKey, tuple[int, Sequence[torch.Tensor]]]) -> None:
-        """Keep a feature draft's own states [n, hidden] after each of the last positions up to the end of sequences.
+        """Keep a feature draft's own states.
 
-        Those that the round began with stay, so that a repeated round gives the same draft.
+        `states`: the end of each sequence, and parts [n, hidden] of the states after its last positions. Earlier states
+        that the round began with stay, so that a repeated round gives the same draft.
         """
         if not states:
             return

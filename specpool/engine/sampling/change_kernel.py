@@ -1,6 +1,6 @@
 """A Triton kernel that applies bias, masks and penalties to the logits of a batch, after one copy to the device.
 
-Its bits are those of `specpool.engine.sampling.sampler.changed`. A program handles a part of a row: it copies the
+Results have the bits of `specpool.engine.sampling.sampler.changed`. A program handles a part of a row: it copies the
 logits that the grammar allows, then reads all other changes of the row and applies those to tokens in its part.
 """
 
@@ -63,7 +63,7 @@ def _pack(rows: Sequence[RowChanges], pin_memory: bool) -> torch.Tensor:
         )  # fmt: skip
         penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         row[9:] = np.array(penalties, np.float32).view(np.int32)
-    # Fresh memory: the copy may still be reading that of the last round.
+    # New memory: the last round's copy may still be in progress.
     table = torch.empty(size, dtype=torch.int32, pin_memory=pin_memory)
     np.concatenate(arrays, out=table.numpy())
     return table

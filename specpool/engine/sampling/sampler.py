@@ -78,7 +78,7 @@ def kernel_is_exact(device: torch.device, dtype: torch.dtype, vocab_size: int) -
 
 
 def _trial_changes(vocab_size: int) -> Changes:
-    """Changes of every kind, of many tokens."""
+    """Changes of every kind, for many tokens."""
     ids = np.arange(vocab_size, dtype=np.int32)
     allowed = np.full(-(-vocab_size // BITS), 0xBEEFCAFE, np.uint32)
     return Changes(ids, (ids % 5).astype(np.float32), ids[3:4], allowed, ids, ids % 4 - 1)

@@ -185,13 +185,13 @@ def _long_passes_agree(engine: Engine) -> bool:
 
 
 def _states_agree(engine: Engine) -> bool:
-    """Whether replayed passes record the states of eager ones, after two choices of layers."""
+    """Whether replayed passes record the same hidden states as eager ones, for two choices of layers."""
     if not isinstance(engine.forward_pass, CapturedModel):
         return True
     last = engine.facts.layers
     tokens = _random_tokens(engine, min(SHORT_PASS, engine.max_model_len), seed=3)
     span = Span(0, 0, tokens, 1, num_states=len(tokens))
-    with _eager(engine):  # the graphs record no more than `MAX_STATE_LAYERS`, also on other ranks
+    with _eager(engine):  # with more than `MAX_STATE_LAYERS` layers, ranks run eagerly, too
         states = engine.forward_with_states([span], tuple(range(1, last + 1)))[1]
     expected = states.view(len(tokens), last, -1)
     for layers in ((last,), tuple(sorted({1, (last + 1) // 2, last}))):

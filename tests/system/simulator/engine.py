@@ -38,7 +38,7 @@ class ToyEngine:
     supports_branches = True
     vocab_size, max_num_batched_tokens = VOCAB_SIZE, 256
     realign_ns = 0
-    has_states, facts = False, SimpleNamespace(layers=0, hidden_size=0)
+    has_states, facts, draft_loop = False, SimpleNamespace(layers=0, hidden_size=0), None
     loaded, own_states = SimpleNamespace(features=None), None
     """Neither a feature draft nor a target for one."""
 

@@ -1,7 +1,7 @@
 """Acceptance on the device, for greedy sequences: it decides which rows the carried draft runs after the target.
 
-The draft's pass has the rows of the target's pass, one position later. Each row runs the token that the target has
-chosen there. Rows after the accepted draft tokens become padding.
+The draft's pass has the rows of the target's pass, one position later. Each row runs the token that the target chose
+there. Rows after the accepted draft tokens become padding.
 """
 
 import torch
@@ -15,10 +15,10 @@ def accept(
 ) -> None:
     """Accept the longest prefix of each span's draft tokens that agrees with the target's choices.
 
-    `choices`: the target's choices after each row, [2, tokens], as of `choose`. `draft`: the draft's batch as if all
-    draft tokens were accepted. `numbers`: the numbers of the draft loop's first step, likewise. Both are corrected in
-    place. In both batches, tile i is span i, with at most `max_rows` rows. A span whose slot in `draft` is -1 is not
-    drafted.
+    `choices`: the target's choices after each row, [2, tokens], as returned by `choose`. `draft`: the draft's batch as
+    if all draft tokens were accepted. `numbers`: the numbers of the draft loop's first step, likewise. Both are
+    corrected in place. In both batches, tile i is span i, with at most `max_rows` rows. A span whose slot in `draft` is
+    -1 is not drafted.
     """
     _accept[(spans,)](
         choices, target.input_ids, target.tile_begins, target.tile_sizes,

@@ -32,8 +32,8 @@ def choose(
 
     The token is the smallest of the most probable ones, or a sampled one. The probability of a sampled token is 1, or
     NaN if the largest logit is not finite. `numbers`: the numbers of a step, [REMAINING + 1, n], which move on to the
-    next step. `rules`: the `numbers_of_row` of at least n rows, int32 [rows, FIELDS], which move on, too; None: all
-    rows are greedy. `chosen`: receives the result.
+    next step. `rules`: the `numbers_of_row` of at least n rows, int32 [rows, FIELDS], which also move on; None: all
+    rows are greedy. `chosen`: memory for the result.
     """
     logits = logits.contiguous()
     rows, outputs = logits.shape

@@ -26,7 +26,7 @@ SAMPLED_STEPS = (1,)
 
 
 class StepKey(NamedTuple):
-    """The work of a graph."""
+    """Identifies the work of a graph."""
 
     rows: int  # padded number of sequences
     steps: int
@@ -52,7 +52,7 @@ class GpuDraftLoop:
         """`capture`: captures steps; None: they run eagerly."""
         self._model, self._arena, self._head = model, arena, head
         self.graphs: CapturedGraphs[StepKey, int] = CapturedGraphs(capture)
-        """Captured steps. Their input is the maximum positions of a sequence."""
+        """Captured steps. The input of a graph is the maximum number of positions of a sequence."""
         self._memory: dict[int, StepMemory] = {}
         """Memory by padded number of sequences."""
         self._states: torch.Tensor | None = None
@@ -65,7 +65,7 @@ class GpuDraftLoop:
         return rules is None or (self._samples and rules.params.leaves_logits)
 
     def capture_graphs(self, lengths: Mapping[int, int]) -> None:
-        """Capture steps. `lengths`: maximum positions of a sequence by padded number of sequences, most first."""
+        """Capture steps. `lengths`: maximum positions of a sequence by padded number of sequences, largest first."""
 
         def prepare(key: StepKey) -> tuple[int, Run]:
             max_length = lengths[key.rows]
@@ -193,7 +193,7 @@ class GpuDraftLoop:
         return self._model.padded_shape(Shape(count, count, count)).rows
 
     def _next_steps(self, needed: StepKey, max_length: int) -> tuple[StepKey, Callable[[], object]]:
-        """The most of the needed steps to run at once, and the function that runs them."""
+        """The largest number of needed steps that can run at once, and the function that runs them."""
         sizes = SAMPLED_STEPS if needed.samples else GRAPH_STEPS
         keys = [needed._replace(steps=size) for size in sizes if size <= needed.steps]
         for key in keys:

@@ -84,7 +84,7 @@ if triton is not None:
         SIZE: tl.constexpr, WIDTH: tl.constexpr, NORMED: tl.constexpr, NORMS_RESIDUAL: tl.constexpr,
         OVERLAP: tl.constexpr,
     ):  # fmt: skip
-        """The state of a row, or its embedding."""
+        """Store the state of a row, or its embedding."""
         row, embeds, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
         mask = feature < SIZE
         if NORMED:

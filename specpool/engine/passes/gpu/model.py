@@ -85,10 +85,10 @@ class GpuModel(ForwardPass):
             added, normed = layer(hidden, added, batch, self.rotary, normed), None
         normed = add_and_norm(hidden, added, self.norm, self.eps, recorder_of(batch, len(self.layers)))
         own = normed if self.norms_output else hidden
-        if not batch.logits_in_order:
-            own, normed = own[batch.logit_rows], normed[batch.logit_rows]
         if batch.own_states is not None and batch.own_states is not own:
-            batch.own_states.copy_(own)
+            batch.own_states.copy_(own if batch.logits_in_order else own[batch.logit_rows])
+        if not batch.logits_in_order:
+            normed = normed[batch.logit_rows]
         logits: torch.Tensor = self.head(normed)[0]
         return self.group.gather(logits, "tokens")
 

@@ -26,7 +26,7 @@ class Addend:
 
 @dataclass(frozen=True)
 class Recorder:
-    """Memory for hidden states, and the index of those of a layer, which a graph may change between replays."""
+    """Memory for hidden states, and the table of layers to record, which the host may change between replays."""
 
     states: torch.Tensor  # [rows, slots, hidden]
     slots: torch.Tensor  # [layers + 1] index in `states` by number of layers; -1: not recorded

@@ -104,7 +104,7 @@ class NativeDraftLoop:
         self._in_progress: Loop | None = None
 
     def can_draft(self, rules: SequenceRules | None) -> bool:
-        """Whether the loop can choose tokens by these rules: by all of them."""
+        """Return True: the loop supports all rules."""
         return True
 
     @property

@@ -178,7 +178,7 @@ def test_other_models_ignore_the_target(llama: Path) -> None:
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9, 2]}},
             "it reads layers [2, 10, 3] of a target",
         ),
-        (3, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": "all"}}, "is no list of layers: 'all'"),
+        (3, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": "all"}}, "is not a list of layers: 'all'"),
         (1, {"num_hidden_layers": 2}, "the files lack 9 of the model's weights"),
         (1, {"intermediate_size": 112}, "the files lack 3 of the model's weights"),
     ],

@@ -1,4 +1,4 @@
-"""Acceptance on the device, on an interpreted kernel, against the rule of the target worker."""
+"""The accept kernel, interpreted, follows the rule of the target worker."""
 
 import pytest
 import torch

@@ -99,7 +99,7 @@ def test_outputs_of_a_reduced_head_become_tokens() -> None:
 def test_sampled_steps_choose_the_tokens_of_the_sampler(
     params: list[SamplingParams | None], length: int, outputs: list[int] | None, ties: bool, seed: int
 ) -> None:
-    """Greedy and sampled rows mix, and a head may know some tokens only."""
+    """Greedy and sampled rows mix, and a head may have outputs for some tokens only."""
     head = Head(80, None if outputs is None else torch.tensor(outputs))
     generator = torch.Generator().manual_seed(seed)
     rules = torch.tensor([numbers_of_row(each, length, head.outputs) for each in params], dtype=torch.int32)

@@ -174,7 +174,7 @@ def test_eager_passes_and_drafts_replay_nothing(tmp_path: Path, fake_graphs: Fak
 def test_passes_are_captured_at_start_only(
     tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each number of rows with two numbers of tiles; each number of drafts with 4, 2, 1 greedy and 1 sampled steps."""
+    """Passes of each size are captured twice; the draft loop captures 4, 2 and 1 greedy steps, and 1 sampled step."""
     caplog.set_level("INFO")
     monkeypatch.setattr(attention, "SPLIT", 64)
     engine = load_captured(tmp_path, exact=False, max_sequences=12, max_model_len=160)
