@@ -28,6 +28,9 @@ class DeviceRounds:
         """Nanoseconds that the device has spent on drafts so far."""
         self._target, self._proposer, self._draft = target, proposer, proposer.engine
         self._round = DeviceRound.of(target, proposer.engine)
+        features = proposer.engine.loaded.features
+        self._layers: tuple[int, ...] = () if features is None else features.layers
+        """Layers of the target whose states the draft reads."""
 
     def run(
         self,
@@ -41,6 +44,8 @@ class DeviceRounds:
         `state_layers`: numbers of layers after which to take the target's states.
         """
         if self._round is None or any(round_.feature_layers for round_ in rounds):
+            return {}
+        if state_layers and state_layers != self._layers:  # the draft reads them in another order, or some twice
             return {}
         parts = self._parts(self._round, ready, spans)
         if not parts or not self._reserve(rounds, ready, parts):

@@ -20,7 +20,7 @@ def load_target(
     options: EngineOptions, startup_cache: bool, report: Report, limit_cache: LimitCache | None = None
 ) -> Engine:
     """Load a target and report the phases. Raises UnsupportedModelError."""
-    engine = load_engine(EngineOptions.of(options), True, startup_cache, report, limit_cache)
+    engine = load_engine(EngineOptions.of(options), True, startup_cache, report, limit_cache, drafts=False)
     if engine.loaded.features is not None:
         raise UnsupportedModelError(f"{options.model} is a draft that reads hidden states, not a target")
     return engine

@@ -80,7 +80,8 @@ def start(
     began = time.perf_counter()
     loaded = random_loaded(shape, settings.device, settings.torch_dtype)
     made = time.perf_counter()
-    engine = start_engine(replace(loaded, max_model_len=max_length), options, exact)
+    loaded, drafts = replace(loaded, max_model_len=max_length), shape == settings.draft
+    engine = start_engine(loaded, options, exact, drafts=drafts)
     model = gpu_model(engine)
     gemms = {} if model is None else {f"{g.out_features} x {g.in_features}": g.backends for g in model.gemms()}
     findings.add(

@@ -29,6 +29,7 @@ pytest.importorskip("triton")
 SLOTS = 4
 MAX_DRAFT_LENGTH = 64
 """Positions of the longest sequence."""
+FEATURE_LAYERS = {"states": (1, 2), "states in another order": (2, 1), "states twice": (1, 2, 2)}
 Pair = tuple[Engine, Engine]
 
 
@@ -42,8 +43,8 @@ def pair(
     options: dict[str, Any] = {"exact": False, "native": False, "max_sequences": SLOTS}
     with pytest.MonkeyPatch.context() as patch:
         imitate_kernels(patch)
-        if kind == "states":
-            draft = save_pair_draft(folder / "draft", *tiny_pair, (1, 2))
+        if kind in FEATURE_LAYERS:
+            draft = save_pair_draft(folder / "draft", *tiny_pair, FEATURE_LAYERS[kind])
         elif kind == "EAGLE-3":
             target = save_model(folder / "target", small_config("llama", num_hidden_layers=8))
             draft = save_eagle_head(folder / "head", 3)
@@ -153,6 +154,14 @@ def test_other_rounds_are_taken_step_by_step(
     assert counted == []
     rounds.send([(plain, plain.item(own))])
     assert counted == [1]
+
+
+@pytest.mark.parametrize("pair", ["states in another order", "states twice"], indirect=True)
+def test_a_draft_that_reads_layers_in_another_order_runs_step_by_step(pair: Pair, counted: list[int]) -> None:
+    rounds, generation = carrying(pair), Generation(1, tuple(random_tokens(20)))
+    for _ in range(3):
+        rounds.send([(generation, generation.item(OwnDraftItem(3, 3)))])
+    assert (generation.num_verified, counted) == (6, [])
 
 
 @only_plain

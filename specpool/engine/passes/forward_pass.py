@@ -81,10 +81,11 @@ class ForwardPass(nn.Module, ABC):
         """
         return needed
 
-    def capture_graphs(self, arena: KVArena, sizes: Sequence[int], max_length: int, max_sequences: int) -> int:
+    def capture_graphs(self, arena: KVArena, sizes: Sequence[int], max_length: int, max_drafts: int) -> int:
         """Capture passes on this cache, before serving. Return the number of graphs. Failures become `notes`.
 
-        `sizes`: padded numbers of rows. `max_length`: positions of a sequence. `max_sequences`: sequences of a draft.
+        `sizes`: padded numbers of rows. `max_length`: positions of a sequence. `max_drafts`: sequences of a
+        draft; 0: capture no steps of drafts.
         """
         return 0
 

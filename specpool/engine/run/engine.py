@@ -158,9 +158,13 @@ class Engine:
         return torch.cat(rows) if rows else torch.empty(0, self.facts.outputs, device=self.facts.device)
 
     @torch.inference_mode()
-    def capture_graphs(self) -> int:
-        """Capture the passes that CUDA graphs can hold, before serving. Return the number of graphs."""
-        sizes, known = (self.max_num_batched_tokens, self.max_model_len, self.slots.total), len(self.forward_pass.notes)
+    def capture_graphs(self, drafts: bool = True) -> int:
+        """Capture the passes that CUDA graphs can hold, before serving. Return the number of graphs.
+
+        `drafts`: capture the steps of drafts, too.
+        """
+        max_drafts, known = self.slots.total if drafts else 0, len(self.forward_pass.notes)
+        sizes = self.max_num_batched_tokens, self.max_model_len, max_drafts
         if self.leader is not None:
             self.leader.tell_to_capture(*sizes)
         count = self.runner.capture_graphs(*sizes)

@@ -74,11 +74,11 @@ class PassRunner:
         own_states = torch.empty(batch.shape.logits, size, dtype=dtype, device=device)
         return replace(batch, input_states=states, own_states=own_states)
 
-    def capture_graphs(self, max_rows: int, max_length: int, max_sequences: int) -> int:
+    def capture_graphs(self, max_rows: int, max_length: int, max_drafts: int) -> int:
         """Capture passes of up to `max_rows` rows, before serving; see `ForwardPass.capture_graphs`."""
         counts = range(1, min(max_rows, self.forward_pass.captured_rows) + 1)
         sizes = sorted({self._padded(Shape(count, 1, 0)).rows for count in counts})
-        return self.forward_pass.capture_graphs(self.arena, sizes, max_length, max_sequences)
+        return self.forward_pass.capture_graphs(self.arena, sizes, max_length, max_drafts)
 
     def _padded(self, needed: Shape) -> Shape:
         rows, logits = self._tiles.rows(needed.rows), self._tiles.rows(needed.logits) if needed.logits else 0

@@ -39,12 +39,14 @@ def load_engine(
     startup_cache: bool = False,
     report: Callable[[str], None] = log.info,
     limit_cache: LimitCache | None = None,
+    drafts: bool = True,
 ) -> Engine:
     """Load a model and prepare it for serving. UnsupportedModelError: the model cannot be served.
 
     `exact`: make every token's logits independent of its batch, and prove it on this device. `startup_cache`: on a
     CPU, reuse the self-test result and step times of an earlier start, and let only one worker measure at a time.
-    `report`: called with each phase, such as "loading weights". `limit_cache`: see `Engine`.
+    `report`: called with each phase, such as "loading weights". `limit_cache`: see `Engine`. `drafts`: prepare for
+    drafting.
     """
     models = {"model": options.model, "target_model": options.target_model}
     found = {name: local_model(model, report) for name, model in models.items() if model is not None}
@@ -59,7 +61,7 @@ def load_engine(
         if startup_cache and loaded.model.device.type == "cpu":
             engine = _load_cached(loaded, options, exact, report, limit_cache)
         else:
-            engine = start_engine(loaded, options, exact, report, limit_cache=limit_cache)
+            engine = start_engine(loaded, options, exact, report, limit_cache=limit_cache, drafts=drafts)
             _measure(engine, report)
     engine.forget_all()  # the tests above touched much of the cache
     return_freed_memory()
@@ -81,11 +83,12 @@ def start_engine(
     report: Callable[[str], None] = log.info,
     fingerprint: str = "",
     limit_cache: LimitCache | None = None,
+    drafts: bool = True,
 ) -> Engine:
     """Build an engine from a loaded model, whose weights it takes over. Step times are not measured yet.
 
     `report`: called with each phase. `fingerprint`: fingerprint of the loaded weights; empty: compute it.
-    `limit_cache`: see `Engine`.
+    `limit_cache`: see `Engine`. `drafts`: prepare for drafting.
     """
     # The library's model cannot run once a forward pass has taken its weights.
     facts, fingerprint = read_facts(loaded), fingerprint or weights_fingerprint(loaded)
@@ -95,7 +98,7 @@ def start_engine(
     report(COMPILING)
     forward_pass, tiles = build_exact_pass(loaded, facts, options, exact)
     engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), options, limit_cache=limit_cache)
-    capture_graphs(engine, report)
+    capture_graphs(engine, report, drafts)
     if exact:
         report(TESTING)
     refuse_other_logits(engine, expected)
@@ -107,7 +110,7 @@ def start_engine(
 def load_unproven_engine(options: EngineOptions, exact: bool) -> Engine:
     """Load a model for measurements alone: without a self-test, fingerprints, and step times by rows.
 
-    `exact`: choose batch-invariant shapes, as for serving. UnsupportedModelError.
+    `exact`: choose batch-invariant shapes, as for serving a target, which does not draft. UnsupportedModelError.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -117,7 +120,7 @@ def load_unproven_engine(options: EngineOptions, exact: bool) -> Engine:
         restrict_cublas()
     forward_pass, tiles = build_exact_pass(loaded, facts, options, exact)
     engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), options)
-    capture_graphs(engine)
+    capture_graphs(engine, drafts=not exact)
     _log_notes(engine)
     return engine
 

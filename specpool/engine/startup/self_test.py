@@ -23,13 +23,16 @@ from specpool.engine.run.engine import Engine
 log = logging.getLogger(__name__)
 
 
-def capture_graphs(engine: Engine, report: Callable[[str], None] = log.info) -> None:
-    """Capture the passes of an engine, unless its pass captures none. `report`: called before."""
+def capture_graphs(engine: Engine, report: Callable[[str], None] = log.info, drafts: bool = True) -> None:
+    """Capture the passes of an engine, unless its pass captures none.
+
+    `report`: called before. `drafts`: capture the steps of drafts, too.
+    """
     if not engine.forward_pass.captured_rows:
         return
     report("capturing CUDA graphs")
     began = time.perf_counter()
-    count = engine.capture_graphs()
+    count = engine.capture_graphs(drafts)
     log.info("captured %d CUDA graphs in %.1f s", count, time.perf_counter() - began)
 
 

@@ -74,7 +74,7 @@ class CapturedModel(ForwardPass):
         fitting = (shape for shape in _shapes(rows) if needed.tiles <= shape.tiles and self._graphs.find(shape))
         return next(fitting, self.model.padded_shape(needed))
 
-    def capture_graphs(self, arena: KVArena, sizes: Sequence[int], max_length: int, max_sequences: int) -> int:
+    def capture_graphs(self, arena: KVArena, sizes: Sequence[int], max_length: int, max_drafts: int) -> int:
         """Capture passes of these sizes, largest first, then the steps of drafts."""
         shapes = [shape for rows in sorted(sizes, reverse=True) for shape in reversed(_shapes(rows))]
         length_of = self.model.captured_length
@@ -85,9 +85,10 @@ class CapturedModel(ForwardPass):
 
         self._graphs.capture_all(shapes, prepare)
         self.notes += self._graphs.notes
+        self.model.compile_projection(sizes)
         loop = self._draft_loop
         if loop is not None and len(self._graphs):
-            counts = {self.model.padded_rows(count) for count in range(1, min(max_sequences, MAX_CAPTURED_ROWS) + 1)}
+            counts = {self.model.padded_rows(count) for count in range(1, min(max_drafts, MAX_CAPTURED_ROWS) + 1)}
             rows_of = sorted(counts, reverse=True)
             loop.capture_graphs({rows: length_of(Shape(rows, rows, rows), max_length) for rows in rows_of})
             self.notes += loop.graphs.notes

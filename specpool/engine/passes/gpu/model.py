@@ -7,6 +7,7 @@ A rank of a sharded model holds its shard of the weights, and gathers the result
 the terms of other ranks are further partial sums, so the sum over ranks takes no extra kernel.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu import attention
 from specpool.engine.passes.gpu.attention import attend_pages, num_splits
 from specpool.engine.passes.gpu.draft_loop import GpuDraftLoop
-from specpool.engine.passes.gpu.gemm import Gemm
+from specpool.engine.passes.gpu.gemm import MANY_ROWS, Gemm
 from specpool.engine.passes.gpu.graphs import Capture
 from specpool.engine.passes.gpu.inputs import GpuEmbedding
 from specpool.engine.passes.gpu.rows import Addend, activate, add_and_norm, rotate_and_cache
@@ -99,6 +100,12 @@ class GpuModel(ForwardPass):
             return states
         projected = states.new_zeros(len(states), self.state_size)
         return add_and_norm(projected, Addend(self.projection(states), self.projection_bias, None), None, self.eps)
+
+    def compile_projection(self, sizes: Sequence[int]) -> None:
+        """Compile the projection of states, which no graph holds, for these numbers of rows and for long prompts."""
+        if self.projection is not None:
+            for rows in (*sizes, MANY_ROWS + 1):
+                self.project(self.projection.weight.new_zeros(rows, self.projection.in_features))
 
     def gemms(self) -> list[Gemm]:
         """All GEMMs, in the order of the pass."""

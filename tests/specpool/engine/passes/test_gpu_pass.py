@@ -1,7 +1,7 @@
 """The GPU pass on a CPU: interpreted kernels, CUDA graph replay, and the draft loop."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, pairwise
@@ -18,6 +18,7 @@ from tiny_models import load_engine, random_tokens, rows_that_differ, transforme
 
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
+from specpool.engine.config.options import EngineOptions
 from specpool.engine.passes.drafts import Draft, DraftRound
 from specpool.engine.passes.gpu import attention, gemm, graphs, model
 from specpool.engine.passes.gpu.captured import CapturedModel
@@ -28,6 +29,7 @@ from specpool.engine.run import pass_selection as forward
 from specpool.engine.run.engine import Engine
 from specpool.protocol.rounds import Proposal, ProposeItem, ProposeRound
 from specpool.protocol.sampling import SamplingParams
+from target_worker.loading import load_target
 
 pytest.importorskip("triton")
 
@@ -189,6 +191,13 @@ def test_passes_are_captured_at_start_only(
     assert [replays(33), replays(30, 2, 1)] == [0, 0]
     assert [replays(1, 3, cached=cached) for cached in (60, 64, 100, 127, 128)] == [1] * 5  # more and more splits
     assert fake_graphs.captured == 16
+    assert not engine.notes
+
+
+def test_a_target_captures_no_steps_of_drafts(tmp_path: Path, fake_graphs: FakeGraphs) -> None:
+    options = EngineOptions(model=str(save_random(tmp_path, *VARIANTS["llama"])), native=False, max_sequences=2)
+    engine = load_target(options, False, lambda phase: None)
+    assert fake_graphs.captured == 4 * 2
     assert not engine.notes
 
 
@@ -434,6 +443,24 @@ def test_kernels_run_feature_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert isinstance(engine.forward_pass, GpuModel)
     torch.testing.assert_close(engine.forward(spans), logits, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(engine.own_states, expected.own_states, atol=2e-5, rtol=1e-4)
+
+
+def test_the_projection_of_states_is_compiled_at_start(
+    tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    projected, project = list[int](), GpuModel.project
+
+    def record(own: GpuModel, states: torch.Tensor) -> torch.Tensor:
+        projected.append(len(states))
+        return project(own, states)
+
+    def tiles(sizes: Iterable[int]) -> set[gemm.GemmTile]:
+        return {gemm.tile_of(rows, outputs=4096, split_k=2, wide=False, arch=gemm.HOPPER) for rows in sizes}
+
+    monkeypatch.setattr(GpuModel, "project", record)
+    monkeypatch.setattr(CapturedModel, "captured_rows", 72)
+    load_engine(save_feature_draft(tmp_path), False, native=False, max_sequences=2, max_model_len=64)
+    assert tiles(projected) == tiles(range(1, 2049))
 
 
 def test_replayed_feature_drafts_read_their_own_states(tmp_path: Path, fake_graphs: FakeGraphs) -> None:
