@@ -119,6 +119,7 @@ class Gemm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply the rows of `x` by the weight."""
+        assert x.shape[1] == self.in_features, "a row would be read with the wrong stride"
         if self.cublas_rows is not None and len(x) >= self.cublas_rows:
             return cublas_gemm(x, self.weight, self.split_k)
         return split_k_gemm(x, self.weight, self.split_k)
