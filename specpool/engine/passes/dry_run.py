@@ -26,12 +26,14 @@ class _Calls(Counter[int]):
 
     def __init__(self, kv_heads: int, head_dim: int) -> None:
         super().__init__()
-        # The cache copies a single KV head to all of its heads.
-        self._shapes = (kv_heads, head_dim), (1, head_dim)
+        # The cache copies a single KV head to all of its heads, and fills up smaller heads with zeros.
+        self._kv_heads, self._head_dim = (1, kv_heads), head_dim
 
     def record(self, module: Any, key: torch.Tensor, value: torch.Tensor, mask: object, features: Any) -> None:
         reason = why_not_packed(module, mask, features)
-        if reason is None and any((each.shape[1], each.shape[-1]) not in self._shapes for each in (key, value)):
+        if reason is None and any(
+            each.shape[1] not in self._kv_heads or each.shape[-1] > self._head_dim for each in (key, value)
+        ):
             reason = "key and value heads whose number or size differs from its configuration"
         if reason is not None:
             raise UnsupportedAttentionError(reason)
