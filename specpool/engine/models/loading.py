@@ -104,9 +104,9 @@ def _check_feature_draft(options: EngineOptions, config: PreTrainedConfig) -> No
     """Refuse a feature draft that no pass supports. UnsupportedModelError."""
     if features_of(config) is None:
         return
-    reason = why_not_fusable(config, resolve_max_model_len(config, options)) or (
-        None if options.fused else "the fused pass is switched off"
-    )
+    reason = why_not_fusable(config, resolve_max_model_len(config, options))
+    if reason is None and not options.fused:
+        reason = "the fused pass is switched off"
     if options.tensor_parallel > 1:
         reason = "a feature draft is not sharded (tensor_parallel)"
     if reason is not None:

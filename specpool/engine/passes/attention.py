@@ -39,6 +39,9 @@ class AttentionKind(NamedTuple):
     """Maximum of a score, by softcap * tanh(score / softcap); None: there is none."""
 
 
+FULL_ATTENTION = AttentionKind()
+
+
 def why_not_packed(module: torch.nn.Module, attention_mask: object, features: Mapping[str, Any]) -> str | None:
     """Return the feature of this attention call that packed batches do not support; None if there is none."""
     if attention_mask is not None:
@@ -83,7 +86,7 @@ def attend(
     key: torch.Tensor,  # [rows, kv_heads, dim]
     value: torch.Tensor,  # [rows, kv_heads, dim]
     scaling: float,
-    kind: AttentionKind = AttentionKind(),
+    kind: AttentionKind = FULL_ATTENTION,
 ) -> torch.Tensor:
     """Cache the new tokens' keys and values, then attend. Return [rows, heads, dim]."""
     arena, plan = batch.arena, batch.attention

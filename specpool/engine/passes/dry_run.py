@@ -1,6 +1,7 @@
 """Runs a model without weights, so that unsupported kinds of attention are refused before a download."""
 
 from collections import Counter
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
 from specpool.engine.passes.attention import why_not_packed
+from specpool.engine.passes.fused import window_of
 from specpool.engine.sharding.shares import head_dim_of
 
 DRY_RUN = "specpool_dry_run"
@@ -24,8 +26,10 @@ class UnsupportedAttentionError(Exception):
 class _Calls(Counter[int]):
     """Counts attention calls by layer. Raises UnsupportedAttentionError for unsupported calls."""
 
-    def __init__(self, kv_heads: int, head_dim: int) -> None:
+    def __init__(self, kv_heads: int, head_dim: int, windows: Sequence[bool]) -> None:
+        """`windows`: whether each layer has a sliding window; empty if the configuration does not tell."""
         super().__init__()
+        self._windows = windows
         # The cache copies a single KV head to all of its heads, and fills up smaller heads with zeros.
         self._kv_heads, self._head_dim = (1, kv_heads), head_dim
 
@@ -35,6 +39,8 @@ class _Calls(Counter[int]):
             each.shape[1] not in self._kv_heads or each.shape[-1] > self._head_dim for each in (key, value)
         ):
             reason = "key and value heads whose number or size differs from its configuration"
+        if reason is None and self._windows and self._windows[module.layer_idx] and not features.get("sliding_window"):
+            reason = "a sliding window that its attention is not told"
         if reason is not None:
             raise UnsupportedAttentionError(reason)
         self[module.layer_idx] += 1
@@ -50,7 +56,9 @@ def unsupported_attention(config: PreTrainedConfig) -> str | None:
     layers, heads = sizes.num_hidden_layers, sizes.num_attention_heads
     if layers > MAX_LAYERS:
         return None
-    calls = _Calls(getattr(sizes, "num_key_value_heads", None) or heads, head_dim_of(config))
+    types = (getattr(sizes, "layer_types", None) or []) if window_of(config) else []
+    windows = [kind == "sliding_attention" for kind in types]
+    calls = _Calls(getattr(sizes, "num_key_value_heads", None) or heads, head_dim_of(config), windows)
     try:
         with torch.device("meta"):
             # Building a model changes its configuration. Other implementations of experts read tensor values, which the

@@ -13,7 +13,7 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.config import load_config
 
-WINDOW = 32
+WINDOW, LENGTH = 32, 80
 FEW_EXPERTS = {
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 2),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "n_group", "topk_group", "n_shared_experts"), 1),
@@ -77,22 +77,22 @@ def refused_by_config(folder: Path, config: PreTrainedConfig, architecture: str)
     config.architectures = [architecture]
     config.save_pretrained(folder)
     try:
-        load_config(EngineOptions(model=str(folder), max_model_len=WINDOW))
+        load_config(EngineOptions(model=str(folder), max_model_len=LENGTH))
     except UnsupportedModelError as error:
         return str(error)
     return None
 
 
 def check_logits(folder: Path, config: PreTrainedConfig) -> None:
-    """Compare the engine's logits of a random model, up to the length of its window, with those of transformers."""
+    """Compare the engine's logits of a random model, beyond its window, with those of transformers."""
     save_model(folder, config)
     generator = torch.Generator().manual_seed(1)
     with edited_weights(folder) as weights:
         for weight in weights.values():  # norms, biases and other vectors
             if weight.dim() < 2 and weight.is_floating_point():
                 weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
-    engine = load_engine(folder, exact=False, max_model_len=WINDOW, max_sequences=1)
-    tokens = random_tokens(WINDOW)
+    engine = load_engine(folder, exact=False, max_model_len=LENGTH, max_sequences=1)
+    tokens = random_tokens(LENGTH)
     actual, expected = decode_alone(engine, tokens), transformers_logits(folder, tokens)
     torch.testing.assert_close(actual, expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-4)
 
