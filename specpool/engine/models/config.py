@@ -124,8 +124,9 @@ def _why_never_served(config: PreTrainedConfig, options: EngineOptions) -> str |
     if not read("num_attention_heads"):
         return unsupported(model_type, "no attention")
     # Drafts that read hidden states need the fused pass, which reports a more specific error.
-    is_plain = not is_fusable(config, MIN_MODEL_LEN) and options.target_model is None
-    feature = unsupported_attention(config) if is_plain else None
+    max_model_len = resolve_max_model_len(config, options)
+    is_plain = not is_fusable(config, max_model_len) and options.target_model is None
+    feature = unsupported_attention(config, max_model_len) if is_plain else None
     return None if feature is None else unsupported(model_type, feature)
 
 

@@ -22,7 +22,9 @@ FEW_EXPERTS = {
 SIZES = {**SMALL, **FEW_EXPERTS, "sliding_window": WINDOW}
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 MIXED = ["sliding_attention", "full_attention"]
+LATENT = {"head_dim": 64, "num_key_value_heads": 4}
 CHANGES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("axk1", "deepseek_v3", "longcat_flash", "youtu"), LATENT),
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"layer_types": MIXED, "rope_parameters": dict.fromkeys(MIXED, ROPE)},
     "dots3_note_text": {"num_key_value_heads": 4},
@@ -40,17 +42,18 @@ UNBUILT = {"dbrx", "gemma4_assistant"}
 """Families whose class rejects its own defaults, or loads a different model from a saved configuration."""
 OPTIONAL = ("pad_token_id", "bos_token_id", "head_dim", "num_hidden_layers")
 SERVED = """
-afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm dots1
+afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm
+deepseek_v2 deepseek_v3 dots1 gemma2 glm4_moe_lite gpt_oss granite_swa
 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma3_text gemma3n_text glm glm4 glm4_moe gpt-sw3
 gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3
 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama mellum minimax_m2 minimax_m3_vl_text ministral
-ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe
+ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3
 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2
 """
 """Families that must not be refused."""
 VARIANTS = [
     ("falcon", {"alibi": True}, "position biases (ALiBi)"),
-    ("gemma2", {"attn_logit_softcapping": None}, None),
+    ("phimoe", {"sliding_window": None}, None),
     ("gemma3n_text", {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": MIXED * 2}, None),
     ("granitemoehybrid", {"layer_types": ["attention", "attention"]}, None),
     ("lfm2", {"layer_types": ["full_attention", "full_attention"]}, None),

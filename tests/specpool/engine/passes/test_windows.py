@@ -7,7 +7,6 @@ import pytest
 import torch
 from tiny_models import (
     decode_alone,
-    edited_weights,
     load_engine,
     random_tokens,
     rows_that_differ,
@@ -17,7 +16,6 @@ from tiny_models import (
 )
 
 from specpool.engine.passes.attention import LibraryModel
-from specpool.engine.passes.explicit_attention import attend_explicitly
 
 WINDOW: dict[str, Any] = {"sliding_window": 24, "num_hidden_layers": 4}
 LATENT: dict[str, Any] = {
