@@ -14,8 +14,7 @@ MODELS_PAGE = "docs/models.md lists the supported models"
 _MODALITIES = ("vision_config", "audio_config", "audio_encoder_config", "audio_encoder", "vq_config", "text_config")
 _FEATURES: Mapping[str, str] = MappingProxyType(
     {
-        "kv_lora_rank": "latent attention (MLA)",
-        "attn_logit_softcapping": "soft caps on attention scores",
+        "index_topk": "sparse attention",
         "alibi": "position biases (ALiBi)",
         "is_heterogeneous": "layers of different sizes",
     }
@@ -29,7 +28,6 @@ _TYPES: Mapping[str, str] = MappingProxyType(
         "mpt": "position biases (ALiBi)",
         "rwkv": "recurrent layers without attention",
         "xlstm": "recurrent layers without attention",
-        "gpt_oss": "attention sinks",
         "diffllama": "differential attention",
         "jetmoe": "mixtures of attention heads",
         "reformer": "local and hashed attention",
@@ -73,8 +71,9 @@ def why_layers_not_supported(read: Callable[[str], object]) -> str | None:
     names = sorted(set(types) - SUPPORTED_LAYERS) if isinstance(types, list | tuple) else []
     if not names:
         return None
-    kinds = ["state-space", *names] if any(map(read, _STATE_SPACE)) else names
-    return unsupported(read("model_type"), f"{', '.join(kinds)} layers")
+    if any(map(read, _STATE_SPACE)):  # transformers calls them hybrid or linear attention
+        names = ["state-space", *(name for name in names if name not in ("hybrid", "linear_attention"))]
+    return unsupported(read("model_type"), f"{', '.join(names)} layers")
 
 
 def unsupported(model_type: object, feature: str) -> str:

@@ -16,11 +16,11 @@ from specpool.engine.models.gguf_keys import config_fields
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.model_files import read_config_file
 from specpool.engine.passes.dry_run import unsupported_attention
-from specpool.engine.passes.fused import is_fusable
+from specpool.engine.passes.fused import is_fusable, window_of
 
 UNSTATED_MAX_MODEL_LEN = 4096
 """Maximum positions of a model that states none. No default is shorter, except the model's own limit."""
-ROTARY, WINDOW = "rotary embedding", "sliding window"
+ROTARY, WINDOW = "rotary embedding", "sliding window, beyond which it is slower (--max-model-len)"
 
 
 def load_config(options: EngineOptions) -> PreTrainedConfig:
@@ -54,8 +54,8 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
 def resolve_max_model_len(config: PreTrainedConfig, options: EngineOptions) -> int:
     """Return the maximum positions of a sequence before memory is considered.
 
-    By default, these are all positions of the model that have full attention. Raises UnsupportedModelError if the model
-    has fewer positions than the options ask for.
+    By default, these are all positions of the model, or those that the fused pass can run. Raises
+    UnsupportedModelError if the model has fewer positions than the options ask for.
     """
     limit = _own_max_model_len(config)
     if options.max_model_len is not None:
@@ -67,7 +67,7 @@ def resolve_max_model_len(config: PreTrainedConfig, options: EngineOptions) -> i
     if options.kv_layout == "padded":  # every sequence takes the columns of the longest
         return min(limit, UNSTATED_MAX_MODEL_LEN)
     # Serving fewer positions than this must be asked for.
-    return min(limit, max(UNSTATED_MAX_MODEL_LEN, min(_attention_limits(config).values(), default=limit)))
+    return min(limit, max(UNSTATED_MAX_MODEL_LEN, min(_default_limits(config).values(), default=limit)))
 
 
 def explain_max_model_len(config: PreTrainedConfig, options: EngineOptions, chosen: int) -> str:
@@ -78,7 +78,7 @@ def explain_max_model_len(config: PreTrainedConfig, options: EngineOptions, chos
     if chosen < resolved:
         return f"the model has {own}; limited by KV memory"
     if chosen < own:
-        limits = _attention_limits(config)
+        limits = _default_limits(config)
         reason = "padded layout" if options.kv_layout == "padded" else min(limits, key=limits.__getitem__)
         return f"the model has {own}; limited by its {reason}"
     return "all positions of the model"
@@ -124,21 +124,17 @@ def _why_never_served(config: PreTrainedConfig, options: EngineOptions) -> str |
     if not read("num_attention_heads"):
         return unsupported(model_type, "no attention")
     # Drafts that read hidden states need the fused pass, which reports a more specific error.
-    is_plain = not is_fusable(config) and options.target_model is None
-    feature = unsupported_attention(config) if is_plain else None
+    max_model_len = resolve_max_model_len(config, options)
+    is_plain = not is_fusable(config, max_model_len) and options.target_model is None
+    feature = unsupported_attention(config, max_model_len) if is_plain else None
     return None if feature is None else unsupported(model_type, feature)
 
 
 def _why_not_at_length(config: PreTrainedConfig, max_model_len: int) -> str | None:
-    limits = _attention_limits(config)
-    cause = min(limits, key=limits.__getitem__, default=None)
-    if cause is None or limits[cause] >= max_model_len:
+    limit = _rotary_limit(config)
+    if limit is None or limit >= max_model_len:
         return None
-    limit = limits[cause]
-    feature = {
-        ROTARY: f"re-encodes the positions of a whole batch once one exceeds {limit}",
-        WINDOW: f"has a sliding window of {limit} positions",
-    }[cause]
+    feature = f"re-encodes the positions of a whole batch once one exceeds {limit}"
     if limit < MIN_MODEL_LEN:
         return f"this {config.model_type} model {feature}, fewer than the minimum of {MIN_MODEL_LEN}; {MODELS_PAGE}"
     return f"this {config.model_type} model {feature}; serve it with --max-model-len {limit} (see docs/models.md)"
@@ -148,10 +144,16 @@ def _own_max_model_len(config: PreTrainedConfig) -> int:
     return getattr(config, "max_position_embeddings", None) or UNSTATED_MAX_MODEL_LEN
 
 
-def _attention_limits(config: PreTrainedConfig) -> dict[str, int]:
-    """Return the lengths from which attention is no longer full, or changes for a whole batch, by their cause."""
+def _rotary_limit(config: PreTrainedConfig) -> int | None:
+    """Return the length from which the rotary embedding changes for a whole batch; None if it never does."""
     ropes = rope_variants(config)
     switches = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    limits = {ROTARY: min(switches, default=None), WINDOW: window}
+    return min(switches, default=None)
+
+
+def _default_limits(config: PreTrainedConfig) -> dict[str, int]:
+    """Return the lengths that limit `--max-model-len` by default, by their cause."""
+    window = window_of(config)
+    fast = window is not None and is_fusable(config, window)
+    limits = {ROTARY: _rotary_limit(config), WINDOW: window if fast else None}
     return {cause: limit for cause, limit in limits.items() if limit is not None}

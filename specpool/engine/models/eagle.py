@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
-from specpool.engine.models.config import load_config
+from specpool.engine.models.config import load_config, resolve_max_model_len
 from specpool.engine.models.draft_parts import Features, features_of
 from specpool.engine.models.eagle_files import (
     D2T,
@@ -86,13 +86,13 @@ def build_eagle_head(
 
 def _builder_of(options: EngineOptions, config: PreTrainedConfig) -> "_Builder":
     assert options.target_model is not None
+    if (reason := why_not_fusable(config, resolve_max_model_len(config, options))) is not None:
+        raise UnsupportedModelError(f"EAGLE heads need the fused pass: {reason}")
     return _Builder(config, read_tensors(Path(options.model)), EngineOptions(model=options.target_model))
 
 
 class _Builder:
     def __init__(self, config: Any, tensors: dict[str, torch.Tensor], target: EngineOptions) -> None:
-        if (reason := why_not_fusable(config)) is not None:
-            raise UnsupportedModelError(f"EAGLE heads need the fused pass: {reason}")
         self.config, self.target, self.target_config = config, target, load_config(target)
         tokens, expected = config.vocab_size, self.target_config.vocab_size
         if tokens != expected:

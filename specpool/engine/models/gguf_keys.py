@@ -217,10 +217,13 @@ def _optional(family: Family) -> Mapping[str, str]:
 
 
 def _window(file: GgufFile, family: Family, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the window that limits the length of sequences. A window of 0 means none."""
+    """Return the fields of the sliding window. A window of 0 means none."""
     window = keys.get(WINDOW, 0)
     if type(window) is not int or window < 0:
         raise refusal(file, WINDOW, "it must be a whole number, at least 0")
     if not window and file.architecture == "qwen2moe":  # otherwise transformers builds a mask that no layer uses
         return {"use_sliding_window": False}
-    return {"sliding_window": window or None, "use_sliding_window": window > 0}
+    fields = {"sliding_window": window or None, "use_sliding_window": window > 0}
+    if window and file.architecture.startswith("qwen"):  # its class lists the layers before it knows the window
+        fields["layer_types"] = ["sliding_attention"] * keys["block_count"]
+    return fields

@@ -96,7 +96,7 @@ def _check_activations(options: EngineOptions, config: PreTrainedConfig, device:
         return
     if device.type != "cpu":
         raise Int8RefusedError(f"a CPU, but the device is {device}")
-    if (reason := why_not_fusable(config)) is not None:
+    if (reason := why_not_fusable(config, resolve_max_model_len(config, options))) is not None:
         raise Int8RefusedError(f"the compiled pass, which cannot run this model: {reason}")
 
 
@@ -104,7 +104,9 @@ def _check_feature_draft(options: EngineOptions, config: PreTrainedConfig) -> No
     """Refuse a feature draft that no pass supports. UnsupportedModelError."""
     if features_of(config) is None:
         return
-    reason = why_not_fusable(config) or (None if options.fused else "the fused pass is switched off")
+    reason = why_not_fusable(config, resolve_max_model_len(config, options))
+    if reason is None and not options.fused:
+        reason = "the fused pass is switched off"
     if options.tensor_parallel > 1:
         reason = "a feature draft is not sharded (tensor_parallel)"
     if reason is not None:
@@ -196,7 +198,8 @@ def _can_stay_quantized(
     options: EngineOptions, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> bool:
     """Whether a compiled pass may compute with the weights as stored."""
-    compiled = options.native and (options.fused or options.tensor_parallel > 1) and is_fusable(config)
+    compiled = options.native and (options.fused or options.tensor_parallel > 1)
+    compiled = compiled and is_fusable(config, resolve_max_model_len(config, options))
     return compiled and options.weights == "auto" and device.type == "cpu" and dtype == torch.float32
 
 

@@ -12,12 +12,13 @@ from transformers import PreTrainedConfig
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import gguf_file_of
 from specpool.engine.models.checkpoint_quantization import DRAFT_METHOD, method_of
+from specpool.engine.models.config import resolve_max_model_len
 from specpool.engine.models.draft_weights import find_named
 from specpool.engine.models.gguf_keys import check_config
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.gguf_rope import ROPE_TENSORS
 from specpool.engine.models.weight_files import check_layers, stored_sizes
-from specpool.engine.passes.fused import why_not_fusable
+from specpool.engine.passes.fused import is_fusable
 from specpool.engine.weights.quantized import Quantized, Weight
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -104,7 +105,9 @@ def stored_weights(options: EngineOptions, config: PreTrainedConfig) -> StoredWe
     if gguf is not None:
         file = GgufFile(gguf)
         check_layers(config, len(file.tensors))
-        supported = file.architecture in GGUF_ARCHITECTURES and why_not_fusable(config) is None
+        supported = file.architecture in GGUF_ARCHITECTURES and is_fusable(
+            config, resolve_max_model_len(config, options)
+        )
         return GgufWeights(file, config) if supported else None
     stored = stored_sizes(options)
     if stored is not None:

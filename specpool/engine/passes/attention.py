@@ -2,16 +2,19 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from math import sqrt
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from specpool.engine.passes.attention_plan import AttentionCall
+from specpool.engine.passes.explicit_attention import attend_explicitly
 from specpool.engine.passes.forward_pass import ForwardPass
+from specpool.engine.passes.modules import ChunkedFunctions
 from specpool.engine.passes.packing import PackedBatch
 
 PACKED_ATTENTION = "specpool_packed"
@@ -19,12 +22,24 @@ PACKED_ATTENTION = "specpool_packed"
 # Attention features that packed batches do not support, by the argument that requests them.
 _FEATURES: Mapping[str, str] = MappingProxyType(
     {
-        "softcap": "soft caps on attention scores",
-        "s_aux": "attention sinks",
-        "sinks": "attention sinks",
+        "sinks": "attention sinks that depend on the token",
         "position_bias": "position biases",
     }
 )
+
+
+class AttentionKind(NamedTuple):
+    """How a layer weighs the positions of a sequence."""
+
+    window: int | None = None
+    """Positions that a row sees, its own included; None: all positions up to its own."""
+    sinks: torch.Tensor | None = None
+    """Scores [heads] of a further position without a value, which takes part of the weight; None: there is none."""
+    softcap: float | None = None
+    """Maximum of a score, by softcap * tanh(score / softcap); None: there is none."""
+
+
+FULL_ATTENTION = AttentionKind()
 
 
 def why_not_packed(module: torch.nn.Module, attention_mask: object, features: Mapping[str, Any]) -> str | None:
@@ -54,12 +69,14 @@ def packed_attention(
     reason = why_not_packed(module, attention_mask, features)
     if reason is not None:
         raise NotImplementedError(f"it has {reason}")
-    window = features.get("sliding_window")
-    if window is not None and window < packed_batch.max_length:
-        raise NotImplementedError(f"attention with sliding_window {window} at position {packed_batch.max_length}")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    return attend(packed_batch, layer, query, key, value, scaling)[None], None
+    size, width = packed_batch.arena.keys[layer].shape[-1], value.shape[-1]
+    if scaling is None:
+        scaling = 1 / sqrt(query.shape[-1])
+    # Zeros fill up heads smaller than those of the cache, such as the values of latent attention.
+    query, key, value = (pad(each[0].transpose(0, 1), (0, size - each.shape[-1])) for each in (query, key, value))
+    kind = AttentionKind(features.get("sliding_window"), features.get("s_aux"), features.get("softcap"))
+    return attend(packed_batch, layer, query, key, value, scaling, kind)[None, ..., :width], None
 
 
 def attend(
@@ -68,18 +85,24 @@ def attend(
     query: torch.Tensor,  # [rows, heads, dim]
     key: torch.Tensor,  # [rows, kv_heads, dim]
     value: torch.Tensor,  # [rows, kv_heads, dim]
-    scaling: float | None,
+    scaling: float,
+    kind: AttentionKind = FULL_ATTENTION,
 ) -> torch.Tensor:
     """Cache the new tokens' keys and values, then attend. Return [rows, heads, dim]."""
     arena, plan = batch.arena, batch.attention
     assert plan is not None
     arena.write(layer, plan.columns, key, value)
-    results = [_attend(call, query, arena.keys[layer], arena.values[layer], scaling) for call in plan.calls]
+    results = [_attend(call, query, arena.keys[layer], arena.values[layer], scaling, kind) for call in plan.calls]
     return torch.cat(results)[plan.result_rows]
 
 
 def _attend(
-    call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+    call: AttentionCall,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    kind: AttentionKind,
 ) -> torch.Tensor:
     """The result of one call, [B * Q, heads, dim]."""
     _, heads, dim = query.shape
@@ -89,7 +112,16 @@ def _attend(
     q = query[call.query_index].transpose(1, 2)  # [B, heads, Q, dim]
     q = q.reshape(batch, kv_heads, heads // kv_heads * length, dim)
     k, v = call.attended(keys), call.attended(values)
-    attended = scaled_dot_product_attention(q, k, v, attn_mask=call.mask, scale=scaling)
+    mask = call.visible(kind.window)
+    if kind.sinks is None and kind.softcap is None:
+        attended = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+    else:
+        sinks = query.new_full((heads,), -torch.inf) if kind.sinks is None else kind.sinks
+        sinks = sinks.view(kv_heads, -1, 1).expand(batch, -1, -1, length).flatten(2).float()  # [B, kv_heads, rows]
+        if mask is None:
+            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
+        visible = mask.expand(batch, 1, q.shape[2], call.kv_length)
+        attended = attend_explicitly(q, k, v, visible, scaling, sinks, kind.softcap)
     return attended.reshape(batch, heads, length, dim).transpose(1, 2).reshape(batch * length, heads, dim)
 
 
@@ -108,7 +140,7 @@ class LibraryModel(ForwardPass):
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows, padding included."""
-        with self._recording(batch):
+        with self._recording(batch), ChunkedFunctions():
             output = self.model(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.positions[None],

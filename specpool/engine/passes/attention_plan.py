@@ -1,7 +1,7 @@
 """The attention calls of a packed batch, for passes that attend with torch operations."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,6 +21,18 @@ class AttentionCall:
     columns: torch.Tensor  # [sequences * kv_length] columns of the cache that hold the logical columns
     query_index: torch.Tensor  # [B, Q] packed index of each query row; padding repeats the sequence's first
     mask: torch.Tensor | None  # [B or 1, 1, groups * Q, kv_length] True where visible; None: everywhere
+    last_seen: torch.Tensor  # [B or 1, 1, groups * Q, 1] logical column of each query row
+    _windowed: dict[int, torch.Tensor] = field(default_factory=dict)  # mask by window
+
+    def visible(self, window: int | None) -> torch.Tensor | None:
+        """The mask of a layer whose rows see this many columns, their own included; None: without limit."""
+        if window is None or window >= self.kv_length:
+            return self.mask
+        if window not in self._windowed:
+            column = torch.arange(self.kv_length, device=self.last_seen.device)
+            inside = column > self.last_seen - window
+            self._windowed[window] = inside if self.mask is None else inside & self.mask
+        return self._windowed[window]
 
     def attended(self, cache: torch.Tensor) -> torch.Tensor:
         """Gather [B, kv_heads, kv_length, dim] from keys or values [kv_heads, columns, dim]."""
@@ -145,20 +157,25 @@ def _attention_call(run: _Run, query_groups: int, arena: KVArena) -> AttentionCa
     if run.tiles.by_row:
         query_index = [[row] for rows in query_index for row in rows]
     columns = [column for each in run.members for column in arena.columns_of(each.span.slot, run.left, kv_length)]
+    mask, last_seen = _mask(run, query_groups, device)
     return AttentionCall(
         kv_length=kv_length,
         columns=torch.tensor(columns, device=device),
         query_index=torch.tensor(query_index, device=device),
-        mask=_mask(run, query_groups, device),
+        mask=mask,
+        last_seen=last_seen,
     )
 
 
-def _mask(run: _Run, query_groups: int, device: torch.device) -> torch.Tensor | None:
-    """The columns that each query row sees. Sequences that see the same columns share one mask, or need none."""
+def _mask(run: _Run, query_groups: int, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The columns that each query row sees, and the last of them.
+
+    Sequences that see the same columns share one mask, or need none.
+    """
     query_rows, kv_length, left = run.query_rows, run.kv_length, run.left
     alike = len({(member.start, member.span.start, member.span.end) for member in run.members}) == 1
     if alike and query_rows == 1 and kv_length == run.members[0].span.end:
-        return None
+        return None, torch.full((1, 1, 1, 1), kv_length - 1, device=device)
     starts: list[int] = []
     last_seen: list[list[int]] = []
     for member in run.members[:1] if alike else run.members:
@@ -170,8 +187,9 @@ def _mask(run: _Run, query_groups: int, device: torch.device) -> torch.Tensor | 
         starts = [start for start, rows in zip(starts, last_seen, strict=True) for _ in rows]
         last_seen, query_rows = [[last] for rows in last_seen for last in rows], 1
     column = torch.arange(kv_length, device=device)
-    visible = column <= torch.tensor(last_seen, device=device)[..., None]  # [B or 1, Q, kv_length]
+    last = torch.tensor(last_seen, device=device)[..., None]
+    visible = column <= last  # [B or 1, Q, kv_length]
     if any(starts):
         visible &= column >= torch.tensor(starts, device=device)[:, None, None]
-    mask = visible[:, None, None].expand(len(starts), 1, query_groups, query_rows, kv_length)
-    return mask.reshape(len(starts), 1, query_groups * query_rows, kv_length)
+    by_head = [each[:, None, None].expand(-1, 1, query_groups, -1, -1).flatten(2, 3) for each in (visible, last)]
+    return by_head[0], by_head[1]

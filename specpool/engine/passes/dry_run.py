@@ -1,19 +1,23 @@
 """Runs a model without weights, so that unsupported kinds of attention are refused before a download."""
 
 from collections import Counter
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
+from specpool.engine.config.sources import first_line
 from specpool.engine.passes.attention import why_not_packed
+from specpool.engine.passes.fused import window_of
 from specpool.engine.sharding.shares import head_dim_of
 
 DRY_RUN = "specpool_dry_run"
 # Models with more layers would take seconds to build.
 MAX_LAYERS = 256
 TOKENS = 8
+MISMATCH = "must match the size of tensor"  # torch
 FOREIGN = "attention outside transformers' attention interface"
 
 
@@ -24,31 +28,41 @@ class UnsupportedAttentionError(Exception):
 class _Calls(Counter[int]):
     """Counts attention calls by layer. Raises UnsupportedAttentionError for unsupported calls."""
 
-    def __init__(self, kv_heads: int, head_dim: int) -> None:
+    def __init__(self, kv_heads: int, head_dim: int, windows: Sequence[int | None]) -> None:
+        """`windows`: the sliding window of each layer, if sequences exceed it."""
         super().__init__()
-        # The cache copies a single KV head to all of its heads.
-        self._shapes = (kv_heads, head_dim), (1, head_dim)
+        self._windows = windows
+        # The cache copies a single KV head to all of its heads, and fills up smaller heads with zeros.
+        self._kv_heads, self._head_dim = (1, kv_heads), head_dim
 
     def record(self, module: Any, key: torch.Tensor, value: torch.Tensor, mask: object, features: Any) -> None:
         reason = why_not_packed(module, mask, features)
-        if reason is None and any((each.shape[1], each.shape[-1]) not in self._shapes for each in (key, value)):
+        if reason is None and any(
+            each.shape[1] not in self._kv_heads or each.shape[-1] > self._head_dim for each in (key, value)
+        ):
             reason = "key and value heads whose number or size differs from its configuration"
+        if reason is None and self._windows[module.layer_idx] and not features.get("sliding_window"):
+            reason = f"a sliding window of {self._windows[module.layer_idx]} positions that its attention ignores"
         if reason is not None:
             raise UnsupportedAttentionError(reason)
         self[module.layer_idx] += 1
 
 
 @torch.inference_mode()
-def unsupported_attention(config: PreTrainedConfig) -> str | None:
+def unsupported_attention(config: PreTrainedConfig, max_model_len: int) -> str | None:
     """Return the kind of attention that packed batches do not support; None if there is none, or only weights can tell.
 
-    Builds and runs the model on the meta device, which takes no memory.
+    Builds and runs the model on the meta device, which takes no memory. `max_model_len`: maximum positions of a
+    sequence.
     """
     sizes: Any = config
     layers, heads = sizes.num_hidden_layers, sizes.num_attention_heads
     if layers > MAX_LAYERS:
         return None
-    calls = _Calls(getattr(sizes, "num_key_value_heads", None) or heads, head_dim_of(config))
+    window, types = window_of(config), getattr(sizes, "layer_types", None) or ["sliding_attention"] * layers
+    exceeded = window if window is not None and window < max_model_len else None
+    windows = [exceeded if kind == "sliding_attention" else None for kind in types]
+    calls = _Calls(getattr(sizes, "num_key_value_heads", None) or heads, head_dim_of(config), windows)
     try:
         with torch.device("meta"):
             # Building a model changes its configuration. Other implementations of experts read tensor values, which the
@@ -65,6 +79,8 @@ def unsupported_attention(config: PreTrainedConfig) -> str | None:
     except UnsupportedAttentionError as error:
         return str(error)
     except Exception as error:  # model code may raise anything; loading the model reports it
+        if MISMATCH in str(error):
+            return f"sizes that do not fit together: {first_line(error)}"
         return FOREIGN if isinstance(error, KeyError) and error.args == (DRY_RUN,) else None
     if not calls:
         return FOREIGN

@@ -37,13 +37,24 @@ INTERLEAVED = {"glm", "glm4"}
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
 
 
-def is_fusable(config: PreTrainedConfig) -> bool:
+def window_of(config: PreTrainedConfig) -> int | None:
+    """Positions that a layer sees at least, its own included; None: all layers see all positions."""
+    types = getattr(config, "layer_types", None)
+    if not getattr(config, "use_sliding_window", True) or (types and "sliding_attention" not in types):
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def is_fusable(config: PreTrainedConfig, max_model_len: int) -> bool:
     """Whether `FusedModel` can run this configuration."""
-    return why_not_fusable(config) is None
+    return why_not_fusable(config, max_model_len) is None
 
 
-def why_not_fusable(config: PreTrainedConfig) -> str | None:
-    """Why `FusedModel` cannot run this configuration; None if it can."""
+def why_not_fusable(config: PreTrainedConfig, max_model_len: int) -> str | None:
+    """Why `FusedModel` cannot run this configuration; None if it can.
+
+    `max_model_len`: maximum positions of a sequence, because the pass has no windows.
+    """
     if config.model_type not in FAMILIES:
         return f"{config.model_type} is not one of the families {', '.join(sorted(FAMILIES))}"
     if config.hidden_act != "silu":
@@ -54,6 +65,9 @@ def why_not_fusable(config: PreTrainedConfig) -> str | None:
     # These types encode a position differently in a longer batch, so a table cannot hold them.
     if rope.get("rope_type", "default") in ("dynamic", "longrope"):
         return f"its rotary embedding has the type {rope['rope_type']}"
+    window = window_of(config)
+    if window is not None and window < max_model_len:
+        return f"its sliding window is shorter than --max-model-len {max_model_len}; {window} would be fast"
     return None
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers.activations import ACT2CLS
 
 # Torch uses threads from this many elements on. Its vectors are at most this long.
@@ -50,6 +52,23 @@ def chunk_activations(module: nn.Module) -> None:
             setattr(module, name, ChunkedActivation(child))
         else:
             chunk_activations(child)
+
+
+_FUNCTIONS = {torch.tanh, torch.Tensor.tanh, torch.sigmoid, torch.Tensor.sigmoid, functional.sigmoid, functional.tanh}
+_FUNCTIONS |= {functional.silu, functional.gelu, functional.softplus}
+
+
+class ChunkedFunctions(TorchFunctionMode):
+    """Applies activation functions in chunks while it is active, for code that calls them without a module."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the function."""
+        kwargs = kwargs or {}
+        if func not in _FUNCTIONS or not args or args[0].dim() == 0:
+            return func(*args, **kwargs)
+        return in_chunks(lambda x: func(x, *args[1:], **kwargs), args[0].contiguous())
 
 
 class PrepackedLinear(nn.Module):

@@ -25,7 +25,13 @@ CANDIDATES = 4096
 # An operation works row by row if equal rows give results within this share of the largest value.
 ROUNDING = 0.02
 # Attention rows see different positions, and uninitialized memory is arbitrary: neither can be probed.
-_NOT_PROBED = {"aten::scaled_dot_product_attention", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+_NOT_PROBED = {
+    "aten::scaled_dot_product_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::empty_like",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+}
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -44,7 +44,7 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Singl
     """
     device, dtype = loaded.model.device, loaded.model.dtype
     forward_pass: ForwardPass = LibraryModel(loaded.model)
-    if (options.fused or group is not SINGLE_RANK) and is_fusable(loaded.config):
+    if (options.fused or group is not SINGLE_RANK) and is_fusable(loaded.config, loaded.max_model_len):
         forward_pass = fused = FusedModel(loaded.model, group)
         if options.native and device.type == "cpu":
             pass_class = NativeModel if group is SINGLE_RANK else ShardedNativeModel

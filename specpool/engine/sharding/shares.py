@@ -7,7 +7,7 @@ With partial sums ("parts"), o_proj and down_proj are sharded by inputs instead.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
@@ -90,6 +90,10 @@ def shard(config: PreTrainedConfig, ranks: int, sums: Sums) -> Sharding:
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:
+    """The size of a head in the cache. That of latent attention is the larger one of its keys and values."""
+    sizes: Any = config
+    if getattr(config, "qk_nope_head_dim", None):
+        return int(max(sizes.qk_nope_head_dim + sizes.qk_rope_head_dim, sizes.v_head_dim))
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 

@@ -14,8 +14,8 @@ from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.run.engine import Engine
 
 PROBE_TOKENS = 8
-# Maximum tokens of a probe that tests a window or scaled positions, by device type.
-MAX_PROBE_TOKENS = {"cpu": 512, "cuda": 2048}
+# Maximum tokens of a probe that tests scaled positions, and of one that tests a window, by device type.
+MAX_PROBE_TOKENS, MAX_WINDOW_PROBE_TOKENS = {"cpu": 512, "cuda": 2048}, {"cpu": 1040, "cuda": 2048}
 # Tokens of the second of two passes, which attends to the cache of the first, and how many of its logits to compare.
 SECOND_PASS, COMPARED = 5, 4
 WINDOWS = (
@@ -31,12 +31,15 @@ WINDOWS = (
 
 def probe_lengths(config: PreTrainedConfig, facts: ModelFacts) -> tuple[int, ...]:
     """Return probe lengths in tokens: a short one, and one at which a window or scaled positions affect the logits."""
-    longest = min(facts.max_model_len, MAX_PROBE_TOKENS.get(facts.device.type, PROBE_TOKENS))
+    longest, longest_of_window = (
+        min(facts.max_model_len, limits.get(facts.device.type, PROBE_TOKENS))
+        for limits in (MAX_PROBE_TOKENS, MAX_WINDOW_PROBE_TOKENS)
+    )
     windows = [size for name in WINDOWS if isinstance(size := getattr(config, name, None), int)]
-    needed = [size + PROBE_TOKENS for size in windows if size + COMPARED < longest]
+    needed = [min(longest_of_window, size + PROBE_TOKENS) for size in windows if size + COMPARED < longest_of_window]
     # Scaling affects high positions most, so a longer probe reveals more even if it does not reach them all.
-    needed += [size + PROBE_TOKENS for size in _scaled_from(config)]
-    return tuple(sorted({PROBE_TOKENS, min(longest, max(needed, default=PROBE_TOKENS))}))
+    needed += [min(longest, size + PROBE_TOKENS) for size in _scaled_from(config)]
+    return tuple(sorted({PROBE_TOKENS, max(needed, default=PROBE_TOKENS)}))
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Span
 from specpool.engine.models.facts import ModelFacts
 from specpool.engine.passes.forward_pass import ForwardPass
+from specpool.engine.passes.fused import window_of
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.probes.kernels import attention_agrees
@@ -159,6 +160,9 @@ def _rounds_agree(engine: Engine) -> bool:
 def _prompt_lengths(engine: Engine, max_length: int) -> list[int]:
     """Lengths of prompts around a tile of the cache. Those of kernels also take several splits of attention."""
     lengths = [3, 17, max(2, engine.tiles.kv - 2), engine.tiles.kv + 40]
+    window = window_of(engine.loaded.config)
+    if window is not None and window <= LONG_PROMPTS[-1]:
+        lengths.append(window + SHORT_PASS)
     if _runs_kernels(engine.forward_pass):
         lengths += sorted({min(length, max_length) for length in LONG_PROMPTS})
     return [n for n in lengths if n <= max_length]

@@ -11,7 +11,7 @@ from specpool.engine.config.devices import pick_rank_devices
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of
 from specpool.engine.models.checkpoint_quantization import dequantization_arguments
-from specpool.engine.models.config import load_config
+from specpool.engine.models.config import load_config, resolve_max_model_len
 from specpool.engine.models.draft_parts import OUTPUT_HEAD
 from specpool.engine.models.facts import ModelFacts, read_facts, weights_fingerprint
 from specpool.engine.models.loading import LoadedModel, load_model
@@ -109,7 +109,7 @@ def load_share(
 def load_sharding(options: EngineOptions, sums: Sums) -> Sharding:
     """How to shard a model. UnsupportedModelError if that is impossible, before any weight is read."""
     config = load_config(options)
-    reason = why_not_fusable(config)
+    reason = why_not_fusable(config, resolve_max_model_len(config, options))
     if _needs_whole_weights(options, config):
         reason = "its quantized weights cannot be read in shards"
     elif (Path(options.model) / OUTPUT_HEAD).is_file():

@@ -107,7 +107,7 @@ def test_every_family_is_tested() -> None:
     ],
 )
 def test_other_models_are_not_fusable(architecture: str, changes: dict[str, Any]) -> None:
-    assert not is_fusable(small_config(architecture, **changes))
+    assert not is_fusable(small_config(architecture, **changes), 64)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 import torch
 from tiny_models import load_engine, refusal, save_model, small_config
 
-from specpool.engine.models import config
 from specpool.engine.passes import fused
 from specpool.engine.passes.rotary import RotaryTables
 from specpool.engine.startup import library_logits
@@ -28,9 +27,9 @@ class UnscaledTables(RotaryTables):
 
 def test_a_pass_that_ignores_a_window_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path, small_config("mistral", sliding_window=WINDOW))
-    monkeypatch.setattr(config, "_attention_limits", lambda _: {})
+    monkeypatch.setattr(fused, "window_of", lambda _: None)
     assert OTHER_LOGITS.format("mistral") in refusal(folder, max_model_len=2 * WINDOW)
-    monkeypatch.setattr(library_logits, "MAX_PROBE_TOKENS", {})  # a few tokens
+    monkeypatch.setattr(library_logits, "MAX_WINDOW_PROBE_TOKENS", {})  # a few tokens
     assert load_engine(folder, max_model_len=2 * WINDOW)
 
 

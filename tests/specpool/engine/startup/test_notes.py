@@ -36,18 +36,20 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
             "its rotary embedding has the type dynamic",
         ),
         ("llama", {}, None),
+        ("mistral", {"sliding_window": 64}, None),
+        ("mistral", {"sliding_window": 48}, "its sliding window is shorter than --max-model-len 64; 48 would be fast"),
     ],
 )
 def test_why_a_model_has_no_fused_pass(architecture: str, changes: dict[str, Any], reason: str | None) -> None:
     config = small_config(architecture, **changes)
-    assert why_not_fusable(config) == reason
-    assert is_fusable(config) == (reason is None)
+    assert why_not_fusable(config, 64) == reason
+    assert is_fusable(config, 64) == (reason is None)
 
 
 def test_a_rotary_embedding_without_theta_is_not_fused() -> None:
     config: PreTrainedConfig = small_config("llama")
     config.rope_parameters = None  # type: ignore[attr-defined]
-    assert why_not_fusable(config) == "its rotary embedding has no rope_theta"
+    assert why_not_fusable(config, 64) == "its rotary embedding has no rope_theta"
 
 
 def test_a_fast_model_has_no_notes(tiny_pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
