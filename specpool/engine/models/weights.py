@@ -24,7 +24,7 @@ from specpool.engine.config.hub import cached_file
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of, source_of
 from specpool.engine.models.checkpoint_quantization import HINT, format_of, is_scale, without_quantization
-from specpool.engine.models.config import load_config
+from specpool.engine.models.config import NO_SAFETENSORS, load_config
 from specpool.engine.models.packed_formats import PackedFormat
 from specpool.engine.models.packed_weights import packed_weights
 from specpool.engine.models.stored_model import build_stored_model, dequantize_model
@@ -139,7 +139,10 @@ def _read_packed(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Read a quantized model, of which transformers sees only dequantized weights."""
     download_weights(options, lambda phase: None)
-    weights = packed_weights(safetensors_files(options), packed)
+    files = safetensors_files(options)
+    if not files:
+        raise UnsupportedModelError(NO_SAFETENSORS)
+    weights = packed_weights(files, packed)
     built: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # AutoModelForCausalLM wants a folder
     plain = without_quantization(config)
     model, report = built.from_pretrained(None, config=plain, state_dict=weights, **arguments)

@@ -106,3 +106,5 @@ def test_weights_that_contradict_the_configuration_are_refused(tmp_path: Path) -
     with edited_weights(quantized) as weights:
         weights[scale.removesuffix("_scale")] = torch.zeros(96, 64)
     assert "mlp.up_proj.weight has .weight_packed, but is stored as F32" in refusal(quantized)
+    (quantized / "model.safetensors").unlink()
+    assert "it has no model.safetensors" in refusal(quantized)
