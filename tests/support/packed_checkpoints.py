@@ -55,11 +55,18 @@ def awq(weight: torch.Tensor) -> Packed:
     return parts, unrounded(numbers, zero, scale)
 
 
-def gptq(weight: torch.Tensor, bits: int = 4, offset: int = 1, act_order: bool = False) -> Packed:
+def gptq(
+    weight: torch.Tensor,
+    bits: int = 4,
+    offset: int = 1,
+    act_order: bool = False,
+    symmetric: bool = False,
+    size: int = GROUP,
+) -> Packed:
     inputs = weight.shape[1]
-    groups = (torch.randperm(inputs) if act_order else torch.arange(inputs)) // GROUP  # of each input
+    groups = (torch.randperm(inputs) if act_order else torch.arange(inputs)) // size  # of each input
     by_group = groups.argsort(stable=True)
-    numbers, zero, scale = round_groups(weight[:, by_group], bits, GROUP, symmetric=False)
+    numbers, zero, scale = round_groups(weight[:, by_group], bits, size, symmetric)
     dense = unrounded(numbers, zero, scale)[:, by_group.argsort()]
     stored = numbers[:, by_group.argsort()]
     zeros = pack_words((zero - offset).T & (2**bits - 1), bits, 1)
@@ -162,6 +169,19 @@ FORMATS = {
         compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
     ),
 }
+INTEGERS = {
+    "gptq": PackedFormat(lambda weight: gptq(weight, symmetric=True, size=32), {**GPTQ, "group_size": 32, "sym": True}),
+    "w4a16": PackedFormat(
+        lambda weight: packed_integers(weight, size=64), compressed("pack-quantized", **{**GROUPS, "group_size": 64})
+    ),
+    "w8a16-groups": PackedFormat(
+        lambda weight: packed_integers(weight, bits=8, size=32),
+        compressed("pack-quantized", **{**GROUPS, "group_size": 32, "num_bits": 8}),
+    ),
+    "w8a16": FORMATS["w8a16"],
+    "int8": FORMATS["int8"],
+}
+"""Formats whose weights compiled passes can multiply."""
 
 
 def save_packed(

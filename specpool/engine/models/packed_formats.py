@@ -36,13 +36,33 @@ class Parts(dict[str, torch.Tensor]):
 
 
 @dataclass(frozen=True)
+class Numbers:
+    """A weight [outputs, inputs] before its multiplication: (codes - zeros) * scale."""
+
+    codes: torch.Tensor  # [outputs, inputs]
+    scale: torch.Tensor
+    """One number, one per output [outputs] or [outputs, 1], or one per block; `zeros` has the same shapes."""
+    zeros: torch.Tensor | None = None
+    block: Block = (1, 1)
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the weight in float32. ValueError if the number of blocks is wrong."""
+        dense = self.codes.float()
+        if self.zeros is not None:
+            dense -= spread(self.zeros.float(), self.block, dense.shape)
+        return dense.mul_(spread(self.scale.float(), self.block, dense.shape))
+
+
+@dataclass(frozen=True)
 class PackedFormat:
     endings: tuple[str, ...]
     """Endings of the names of the tensors that replace or complete a weight."""
-    decode: Callable[[Parts], torch.Tensor]
-    """Return the weight in float32, `[outputs, inputs]`. ValueError."""
+    decode: Callable[[Parts], Numbers | torch.Tensor]
+    """Unpack a weight, or dequantize it to float32. ValueError."""
     packing: int = 1
     """Maximum number of weights in a stored number."""
+    integers: bool = True
+    """Whether compiled passes can multiply some of these weights as they are."""
     suffix: str = ".weight"
     """What replaces an ending in the name of the weight."""
 
@@ -87,14 +107,14 @@ def _fp8_format(fields: dict[str, Any]) -> PackedFormat:
     _require("fmt", fields.get("fmt", "e4m3"), ("e4m3",))
     block = fields.get("weight_block_size")
     decode = partial(_decode_compressed, block=(0, 0) if block is None else _sides("weight_block_size", block))
-    return PackedFormat((".weight_scale_inv", ".weight_scale"), decode)
+    return PackedFormat((".weight_scale_inv", ".weight_scale"), decode, integers=False)
 
 
 def _compressed_format(fields: dict[str, Any]) -> PackedFormat:
     for field in ("sparsity_config", "transform_config"):
         if fields.get(field) and (fields[field] or {}).get("format") != "dense":
             raise ValueError(f"{field} {fields[field]!r}")
-    blocks, packing = set(), 1
+    blocks, packing, integers = set(), 1, False
     groups = fields.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights")
@@ -106,6 +126,7 @@ def _compressed_format(fields: dict[str, Any]) -> PackedFormat:
         strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
         _require("strategy", strategy, STRATEGIES)
         blocks.add(_compressed_block(strategy, weights))
+        integers |= weights["type"] == "int"
         if name.endswith("pack-quantized"):
             packing = 8
     sides = blocks - {(0, 0)} or blocks
@@ -114,7 +135,7 @@ def _compressed_format(fields: dict[str, Any]) -> PackedFormat:
     endings = ("packed", "scale", "zero_point", "shape", "g_idx", "global_scale")
     (block,) = sides
     decode = partial(_decode_compressed, block=block)
-    return PackedFormat(tuple(f".weight_{ending}" for ending in endings), decode, packing)
+    return PackedFormat(tuple(f".weight_{ending}" for ending in endings), decode, packing, integers)
 
 
 def _compressed_block(strategy: str, weights: dict[str, Any]) -> Block:
@@ -134,49 +155,46 @@ PACKED_FORMATS: dict[str, Callable[[dict[str, Any]], PackedFormat]] = {
     "compressed-tensors": _compressed_format,
     "fp8": _fp8_format,
     "gptq": _gptq_format,
-    "mxfp4": lambda fields: PackedFormat(("_blocks", "_scales"), _decode_mxfp4, packing=2, suffix=""),
+    "mxfp4": lambda fields: PackedFormat(("_blocks", "_scales"), _decode_mxfp4, packing=2, integers=False, suffix=""),
 }
 """The format that a `quantization_config` describes, by its method. ValueError: the field that is not supported."""
 
 
-def _decode_awq(parts: Parts, group_size: int) -> torch.Tensor:
+def _decode_awq(parts: Parts, group_size: int) -> Numbers:
     outputs = torch.tensor(AWQ_ORDER).argsort()
-    weight, zeros = (
-        _unpack(parts[name], 4, 1).unflatten(1, (-1, 8))[..., outputs].flatten(1) for name in (".qweight", ".qzeros")
+    codes, zeros = (
+        _unpack(parts[name], 4, 1).unflatten(1, (-1, 8))[..., outputs].flatten(1).T for name in (".qweight", ".qzeros")
     )
-    return _scaled(weight, parts[".scales"], zeros, (group_size, 1)).T
+    return Numbers(codes, parts[".scales"].T, zeros, (1, group_size))
 
 
-def _decode_gptq(parts: Parts, bits: int, offset: int, group_size: int) -> torch.Tensor:
-    weight, scales = _unpack(parts[".qweight"], bits, 0), parts[".scales"]
-    zeros = (_unpack(parts[".qzeros"], bits, 1) + offset) & (2**bits - 1)
-    if ".g_idx" in parts:  # the group of each input
-        groups = parts[".g_idx"].long()
-        scales, zeros, group_size = scales[groups], zeros[groups], 1
-    return _scaled(weight, scales, zeros, (group_size, 1)).T
+def _decode_gptq(parts: Parts, bits: int, offset: int, group_size: int) -> Numbers:
+    codes, scale = _unpack(parts[".qweight"], bits, 0).T, parts[".scales"].T
+    zeros = ((_unpack(parts[".qzeros"], bits, 1) + offset) & (2**bits - 1)).T
+    return _by_group(Numbers(codes, scale, zeros, (1, group_size)), parts.get(".g_idx"))
 
 
-def _decode_compressed(parts: Parts, block: Block) -> torch.Tensor:
+def _decode_compressed(parts: Parts, block: Block) -> Numbers:
     """Decode a weight of compressed-tensors, or of `fp8`."""
-    scale = parts[".weight_scale_inv" if ".weight_scale_inv" in parts else ".weight_scale"].float()
+    scale = parts[".weight_scale_inv" if ".weight_scale_inv" in parts else ".weight_scale"]
     zeros = parts.get(".weight_zero_point")
     if ".weight_packed" not in parts:
-        return _scaled(parts[".weight"], scale, zeros, block)
+        return Numbers(parts[".weight"], scale, zeros, block)
     packed = parts[".weight_packed"]
     if packed.dtype == torch.uint8:
-        return _scaled(_unpack_fp4(packed), scale / parts[".weight_global_scale"].float(), None, block)
+        return Numbers(_unpack_fp4(packed), scale.float() / parts[".weight_global_scale"].float(), None, block)
     rows, columns = parts[".weight_shape"].tolist()
     bits = 4 if packed.shape[1] == ceil(columns / 8) else 8
-    weight = _unpack(packed, bits, 1)[:, :columns]
+    codes = _unpack(packed, bits, 1)[:, :columns]
     if zeros is None:
         zeros = torch.full((1, 1), 2 ** (bits - 1))
     else:  # both are stored with this offset
-        zeros = _unpack(zeros, bits, 0)[:rows] if zeros.dtype == torch.int32 else zeros + 2 ** (bits - 1)
+        zeros = (
+            _unpack(zeros, bits, 0)[:rows] if zeros.dtype == torch.int32 else zeros.to(torch.int16) + 2 ** (bits - 1)
+        )
     groups = parts.get(".weight_g_idx")
-    if groups is not None and bool((groups >= 0).all()):
-        scale, zeros = (_by_input(numbers, groups.long()) for numbers in (scale, zeros))
-        block = (1, 1)
-    return _scaled(weight, scale, zeros, block)
+    in_order = groups is None or bool((groups < 0).any())
+    return _by_group(Numbers(codes, scale, zeros, block), None if in_order else groups)
 
 
 def _decode_mxfp4(parts: Parts) -> torch.Tensor:
@@ -198,19 +216,18 @@ def _unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
     return torch.tensor(FP4)[codes.int()]
 
 
-def _by_input(numbers: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    return numbers if numbers.shape[1] == 1 else numbers[:, groups]
+def _by_group(numbers: Numbers, groups: torch.Tensor | None) -> Numbers:
+    """Apply the group of each input, unless all groups are in order."""
+    inputs, size = numbers.codes.shape[1], numbers.block[1]
+    if groups is None or (size and torch.equal(groups.long(), torch.arange(inputs) // size)):
+        return numbers
+    per_group = (numbers.scale, numbers.zeros)
+    scale, zeros = (each if each is None or each.shape[1] == 1 else each[:, groups.long()] for each in per_group)
+    assert scale is not None
+    return Numbers(numbers.codes, scale, zeros)
 
 
-def _scaled(weight: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None, block: Block) -> torch.Tensor:
-    """Return (weight - zeros) * scale. `weight`: numbers of any type, `[rows, columns]`."""
-    dense = weight.float()
-    if zeros is not None:
-        dense -= _spread(zeros.float(), block, dense.shape)
-    return dense.mul_(_spread(scale.float(), block, dense.shape))
-
-
-def _spread(numbers: torch.Tensor, block: Block, shape: torch.Size) -> torch.Tensor:
+def spread(numbers: torch.Tensor, block: Block, shape: torch.Size) -> torch.Tensor:
     """Repeat the number of each block for its rows and columns. Single numbers are left to broadcasting."""
     if numbers.dim() < 2:  # for the whole weight, or one per row
         numbers = numbers.reshape(-1, 1)

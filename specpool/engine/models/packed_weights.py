@@ -1,6 +1,7 @@
 """Weights of quantized safetensors files, each dequantized when it is read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -9,7 +10,9 @@ import torch
 from safetensors import safe_open
 
 from specpool.engine.config.sources import UnsupportedModelError
-from specpool.engine.models.packed_formats import PackedFormat, Parts
+from specpool.engine.models.packed_formats import Numbers, PackedFormat, Parts
+from specpool.engine.models.repacking import as_quantized
+from specpool.engine.weights.quantized import Weight
 
 # Name endings of tensors that quantize activations, which Specpool does not do.
 ACTIVATIONS = tuple(
@@ -29,8 +32,26 @@ class PackedWeight:
         self._name, self._packed, self._parts = name, packed, parts
 
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
+        with self._naming():
+            numbers = self._decode()
+            return (numbers.dequantized() if isinstance(numbers, Numbers) else numbers).contiguous()
+
+    def read(self) -> Weight:
+        """Return the weight with its bits: quantized for a compiled pass, or in float32."""
+        with self._naming():
+            numbers = self._decode()
+            if not isinstance(numbers, Numbers):
+                return numbers
+            quantized = as_quantized(numbers)
+            return numbers.dequantized().contiguous() if quantized is None else quantized
+
+    def _decode(self) -> Numbers | torch.Tensor:
+        return self._packed.decode(Parts({ending: part[...] for ending, part in self._parts.items()}))
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
         try:
-            return self._packed.decode(Parts({ending: part[...] for ending, part in self._parts.items()})).contiguous()
+            yield
         except (ValueError, RuntimeError, IndexError) as error:  # RuntimeError: shapes that do not match
             raise UnsupportedModelError(f"{self._name}: {error}") from error
 

@@ -13,7 +13,6 @@ from huggingface_hub import snapshot_download
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
-    GenerationConfig,
     GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -28,7 +27,7 @@ from specpool.engine.models.config import NO_SAFETENSORS, load_config
 from specpool.engine.models.packed_formats import PackedFormat
 from specpool.engine.models.packed_weights import packed_weights
 from specpool.engine.models.stored_model import build_stored_model, dequantize_model
-from specpool.engine.models.stored_weights import EMBEDDING, HEAD, stored_weights
+from specpool.engine.models.stored_weights import EMBEDDING, HEAD, read_generation_config, stored_weights
 from specpool.engine.models.weight_files import check_weights, read_tensor, safetensors_files
 from specpool.engine.weights.quantized import Weight
 
@@ -146,8 +145,7 @@ def _read_packed(
     built: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # AutoModelForCausalLM wants a folder
     plain = without_quantization(config)
     model, report = built.from_pretrained(None, config=plain, state_dict=weights, **arguments)
-    with suppress(OSError):  # the file is optional
-        model.generation_config = GenerationConfig.from_pretrained(options.model, revision=options.revision or "main")
+    model.generation_config = read_generation_config(options) or model.generation_config
     return model.to(device), report
 
 

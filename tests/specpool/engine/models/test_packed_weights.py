@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from packed_checkpoints import FORMATS, mxfp4, save_packed
+from packed_checkpoints import FORMATS, INTEGERS, PackedFormat, mxfp4, save_packed
 from safetensors.torch import save_file
 from tiny_models import edited_weights, load_engine, random_tokens, refusal, small_config
 from transformers import AutoModelForCausalLM
@@ -18,6 +18,7 @@ from specpool.engine.models.weights import read_weight, read_with_transformers
 from specpool.engine.sharding.shares import Share, shard
 
 EXPERTS = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+LARGER = {"hidden_size": 128, "intermediate_size": 256}
 UNEVEN = {"intermediate_size": 112}  # not a multiple of an FP8 block
 
 
@@ -35,7 +36,7 @@ def test_weights_are_dequantized_bit_for_bit(
     tmp_path: Path, name: str, architecture: str, changes: dict[str, Any], dtype: torch.dtype
 ) -> None:
     quantized, plain = save_packed(tmp_path, architecture, FORMATS[name], "layers.0.self_attn.o_proj.weight", **changes)
-    options = {"device": "cpu", "dtype": str(dtype).removeprefix("torch.")}
+    options = {"device": "cpu", "dtype": str(dtype).removeprefix("torch."), "weights": "float32"}
     loaded = load_model(EngineOptions(model=str(quantized), **options))
     expected = load_model(EngineOptions(model=str(plain), **options)).model
     weights = loaded.model.state_dict()
@@ -75,14 +76,29 @@ def test_ranks_cut_dequantized_weights(tmp_path: Path, name: str) -> None:
     assert all(torch.equal(quantized[each], weight) for each, weight in plain.items())
 
 
-def test_logits_are_those_of_the_dequantized_model(tmp_path: Path) -> None:
-    folders = save_packed(tmp_path, "llama", FORMATS["w4a16-zeros"], hidden_size=128, intermediate_size=256)
-    quantized, plain = (load_engine(folder) for folder in folders)
+@pytest.mark.parametrize(
+    ("packed", "kind"),
+    [
+        (INTEGERS["gptq"], "Q4_0"),
+        (INTEGERS["w4a16"], "Q4_0"),
+        (INTEGERS["w8a16-groups"], "Q8_0"),
+        (INTEGERS["w8a16"], "int8"),
+        (INTEGERS["int8"], "int8"),
+        (FORMATS["w4a16-zeros"], "float32"),
+    ],
+    ids=["gptq", "w4a16", "w8a16-groups", "w8a16", "int8", "w4a16-zeros"],
+)
+def test_logits_are_those_of_the_dequantized_model(tmp_path: Path, packed: PackedFormat, kind: str) -> None:
+    folders = save_packed(tmp_path, "llama", packed, **LARGER)
+    quantized, plain = (load_engine(folder, activations="float32") for folder in folders)
     span = [Span(0, 0, random_tokens(9), 9)]
     assert quantized.bitwise
     assert torch.equal(quantized.forward(span), plain.forward(span))
     assert quantized.weights_fingerprint == plain.weights_fingerprint
     assert quantized.numerics_fingerprint == plain.numerics_fingerprint
+    assert quantized.info().weight_kinds.keys() == {kind, "bfloat16"}
+    note = "compressed-tensors weights (tensors: 14) were dequantized to float32: 4 bytes each"
+    assert quantized.notes == ([note] if kind == "float32" else [])
 
 
 def test_quantized_output_heads_are_read_alone(tmp_path: Path) -> None:
