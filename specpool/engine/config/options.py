@@ -94,8 +94,8 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     )
     weights: Literal["auto", "float32"] = Field(
         "auto",
-        description='"auto": keep the quantized weights of a GGUF file or trained draft if the pass is compiled and '
-        'dtype is float32; "float32": always dequantize them',
+        description='"auto": keep weights quantized if the pass is compiled and supports their format, and dtype is '
+        'float32; "float32": always dequantize them',
     )
     activations: Activations = Field(
         "auto",

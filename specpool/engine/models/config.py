@@ -20,6 +20,7 @@ from specpool.engine.passes.fused import is_fusable, window_of
 
 UNSTATED_MAX_MODEL_LEN = 4096
 """Maximum positions of a model that states none. No default is shorter, except the model's own limit."""
+NO_SAFETENSORS = "it has no model.safetensors; only safetensors and GGUF files are read, because others can run code"
 ROTARY, WINDOW = "rotary embedding", "sliding window, beyond which it is slower (--max-model-len)"
 
 
@@ -90,7 +91,7 @@ def explain(error: Exception) -> str:
     if "contains custom code" in reason:
         return f"it needs its own code, which is never run; {MODELS_PAGE}"
     if "no file named model.safetensors" in reason or "a file named model.safetensors" in reason:
-        return "it has no model.safetensors; only safetensors and GGUF files are read, because others can run code"
+        return NO_SAFETENSORS
     return f"unknown or missing key {reason}" if isinstance(error, KeyError) else reason
 
 

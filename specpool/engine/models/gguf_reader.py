@@ -1,7 +1,6 @@
 """Reads the tensors of GGUF files. Errors name the file and the tensor."""
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +55,7 @@ class GgufFile:
         return torch.from_numpy(np.array(numbers, np.float32)).view(tensor.shape)
 
     @property
-    def dequantized(self) -> Mapping[str, int]:
+    def dequantized(self) -> Counter[str]:
         """Number of tensors by quantization type, for types that are not in QUANTIZATION_TYPES."""
         types = [tensor.qtype for tensor in self.tensors.values()]
         return Counter(

@@ -125,10 +125,11 @@ def _load(
     tokenizer = load_tokenizer(options.model, options.revision)
     download_weights(options, report)
     report("loading weights")
-    stored = stored_weights(options, config)
+    can_stay_quantized = _can_stay_quantized(options, config, device, dtype)
+    stored = stored_weights(options, config, can_stay_quantized)
     model = _load_weights(options, config, stored, shard, device, dtype)
     files = tokenizer_files(tokenizer, model)
-    keeps_quantized = stored is not None and _can_stay_quantized(options, config, device, dtype)
+    keeps_quantized = stored is not None and can_stay_quantized
     output_ids, features = replace_output_head(model, Path(options.model) / OUTPUT_HEAD), features_of(config)
     if features is not None:
         add_feature_input(model, features, Path(options.model) / FEATURE_INPUT)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.stored_weights import EMBEDDING, HEAD, StoredWeights
@@ -36,8 +36,7 @@ def build_stored_model(
     with init_empty_weights(include_buffers=False):  # buffers are computed, not stored
         model: Any = AutoModelForCausalLM.from_config(config, **arguments)
     model.tie_weights()  # init_empty_weights has untied them
-    if (stored.folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(stored.folder)
+    model.generation_config = stored.generation_config() or model.generation_config
     report: dict[str, Any] = {"missing_keys": [], "mismatched_keys": []}
     for name, expected in list(model.named_parameters()):
         weight = stored.find(name)

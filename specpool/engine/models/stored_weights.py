@@ -1,23 +1,27 @@
-"""Weights as stored in GGUF files and trained drafts, quantized or not."""
+"""Weights as stored in GGUF files, trained drafts and checkpoints of packed integers, quantized or not."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 from safetensors import safe_open
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import gguf_file_of
-from specpool.engine.models.checkpoint_quantization import DRAFT_METHOD, method_of
+from specpool.engine.models.checkpoint_quantization import DRAFT_METHOD, format_of, method_of
 from specpool.engine.models.config import resolve_max_model_len
 from specpool.engine.models.draft_weights import find_named
 from specpool.engine.models.gguf_keys import check_config
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.gguf_rope import ROPE_TENSORS
-from specpool.engine.models.weight_files import check_layers, stored_sizes
+from specpool.engine.models.packed_weights import PackedWeight, packed_weights
+from specpool.engine.models.weight_files import check_layers, safetensors_files, stored_sizes
 from specpool.engine.passes.fused import is_fusable
 from specpool.engine.weights.quantized import Quantized, Weight
 
@@ -36,12 +40,17 @@ class StoredWeights(ABC):
     def __init__(self, names: Collection[str]) -> None:
         """`names`: tensors in the file."""
         self._unread = set(names)
-        self.dequantized: Mapping[str, int] = {}
+        self.dequantized: Counter[str] = Counter()
         """Number of weights by quantization type, for types that are dequantized when read."""
 
     @abstractmethod
     def find(self, name: str) -> Weight | None:
         """Return a weight; None if it is missing. Raises ValueError if it cannot be read."""
+
+    def generation_config(self) -> GenerationConfig | None:
+        if not (self.folder / GENERATION_CONFIG_NAME).is_file():
+            return None
+        return GenerationConfig.from_pretrained(self.folder)
 
     @property
     def unread(self) -> list[str]:
@@ -96,10 +105,43 @@ class DraftWeights(StoredWeights):
         return find_named({key: self._file.get_tensor(key) for key in stored}, name)
 
 
-def stored_weights(options: EngineOptions, config: PreTrainedConfig) -> StoredWeights | None:
+class IntegerWeights(StoredWeights):
+    """The weights of a checkpoint of packed integers, quantized where compiled passes can multiply them."""
+
+    def __init__(self, options: EngineOptions, config: PreTrainedConfig, weights: Mapping[str, Any]) -> None:
+        """`weights`: see `packed_weights`."""
+        super().__init__(())  # as with transformers, unused weights do no harm
+        self.method, self.dequantized = str(method_of(config)), Counter()
+        self._options, self._weights = options, weights
+
+    def find(self, name: str) -> Weight | None:
+        found = self._weights.get(name)
+        if not isinstance(found, PackedWeight):
+            return None if found is None else found[...]
+        weight = found.read()
+        if not isinstance(weight, Quantized):
+            self.dequantized[self.method] += 1
+        return weight
+
+    def generation_config(self) -> GenerationConfig | None:
+        return read_generation_config(self._options)
+
+
+def read_generation_config(options: EngineOptions) -> GenerationConfig | None:
+    """Read an optional file of a model in a folder or on the hub."""
+    try:
+        return GenerationConfig.from_pretrained(options.model, revision=options.revision or "main")
+    except OSError:
+        return None
+
+
+def stored_weights(
+    options: EngineOptions, config: PreTrainedConfig, keeps_quantized: bool = False
+) -> StoredWeights | None:
     """Open weights that can stay as stored; None if transformers must read them.
 
-    Raises UnsupportedModelError, ValueError or OSError.
+    `keeps_quantized`: whether the pass can multiply quantized weights. Raises UnsupportedModelError, ValueError or
+    OSError.
     """
     gguf = gguf_file_of(options.model)
     if gguf is not None:
@@ -112,6 +154,10 @@ def stored_weights(options: EngineOptions, config: PreTrainedConfig) -> StoredWe
     stored = stored_sizes(options)
     if stored is not None:
         check_layers(config, stored.tensors)
+    packed = format_of(config)
+    if keeps_quantized and packed is not None and packed.integers:
+        weights = packed_weights(safetensors_files(options), packed)
+        return IntegerWeights(options, config, weights) if EMBEDDING in weights else None
     return DraftWeights(Path(options.model) / "model.safetensors") if method_of(config) == DRAFT_METHOD else None
 
 

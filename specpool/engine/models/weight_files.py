@@ -13,8 +13,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line, gguf_file_of
+from specpool.engine.models.checkpoint_quantization import format_of
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.model_files import find_file, read_json
+from specpool.engine.models.packed_weights import packed_weights
 
 MAX_HEADER_BYTES, MAX_INDEX_BYTES = 2**24, 2**25
 MAX_MISSING = 2
@@ -26,7 +28,7 @@ class StoredSizes:
     """What a model's files contain."""
 
     tensors: int
-    weights: int
+    weights: int  # numbers, of which each may hold several quantized weights
 
 
 def stored_sizes(options: EngineOptions) -> StoredSizes | None:
@@ -38,16 +40,19 @@ def stored_sizes(options: EngineOptions) -> StoredSizes | None:
     if gguf is not None:
         shapes = [tensor.shape for tensor in GgufFile(gguf).tensors.values()]
     else:
-        files = _safetensors_files(options)
+        files = safetensors_files(options)
         if not files:
             return None
         shapes = [shape for file in files for shape in _read_shapes(file)]
     return StoredSizes(len(shapes), sum(map(prod, shapes)))
 
 
-def read_tensor(options: EngineOptions, name: str) -> torch.Tensor | None:
-    """Read one tensor of a model's safetensors files; None if they have none of this name. UnsupportedModelError."""
-    for path in _safetensors_files(options):
+def read_tensor(options: EngineOptions, config: PreTrainedConfig, name: str) -> torch.Tensor | None:
+    """Read one weight of a model's safetensors files; None if they have none of this name. UnsupportedModelError."""
+    if (packed := format_of(config)) is not None:
+        weight = packed_weights(safetensors_files(options), packed).get(name)
+        return None if weight is None else weight[...]
+    for path in safetensors_files(options):
         with safe_open(path, framework="pt") as file:
             if name in file.keys():  # noqa: SIM118
                 tensor: torch.Tensor = file.get_tensor(name)
@@ -70,14 +75,15 @@ def check_weights(options: EngineOptions, config: PreTrainedConfig) -> None:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     configured = sum(weight.numel() for weight in model.parameters())
-    if configured > MAX_MISSING * stored.weights:
+    packed = format_of(config)
+    if configured > MAX_MISSING * stored.weights * (1 if packed is None else packed.packing):
         raise UnsupportedModelError(
             f"the configured model has {configured:,} weights, but the files have {stored.weights:,}"
         )
 
 
-def _safetensors_files(options: EngineOptions) -> list[Path]:
-    """Return the files that transformers reads: one, or those in an index."""
+def safetensors_files(options: EngineOptions) -> list[Path]:
+    """Return the files that transformers reads: one, or those in an index. UnsupportedModelError."""
     single = find_file(options.model, options.revision, SAFE_WEIGHTS_NAME)
     if single is not None:
         return [single]

@@ -10,17 +10,25 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from specpool.engine.config.hub import cached_file
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of, source_of
-from specpool.engine.models.checkpoint_quantization import HINT, dequantization_arguments, is_scale
-from specpool.engine.models.config import load_config
+from specpool.engine.models.checkpoint_quantization import HINT, format_of, is_scale, without_quantization
+from specpool.engine.models.config import NO_SAFETENSORS, load_config
+from specpool.engine.models.packed_formats import PackedFormat
+from specpool.engine.models.packed_weights import packed_weights
 from specpool.engine.models.stored_model import build_stored_model, dequantize_model
-from specpool.engine.models.stored_weights import EMBEDDING, HEAD, stored_weights
-from specpool.engine.models.weight_files import check_weights, read_tensor
+from specpool.engine.models.stored_weights import EMBEDDING, HEAD, read_generation_config, stored_weights
+from specpool.engine.models.weight_files import check_weights, read_tensor, safetensors_files
 from specpool.engine.weights.quantized import Weight
 
 FILES = [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, "model-*-of-*.safetensors"]
@@ -81,11 +89,11 @@ def read_embeddings(options: EngineOptions) -> Weight:
 
 
 def read_weight(options: EngineOptions, config: PreTrainedConfig, name: str) -> Weight:
-    """Read one weight of a model that is not quantized or whose weights can stay as stored. UnsupportedModelError."""
+    """Read one weight of a safetensors model, or of one whose weights can stay as stored. UnsupportedModelError."""
     stored = stored_weights(options, config)
     names = [name, EMBEDDING] if name == HEAD and config.tie_word_embeddings else [name]
     for each in names:
-        weight = read_tensor(options, each) if stored is None else stored.find(each)
+        weight = read_tensor(options, config, each) if stored is None else stored.find(each)
         if weight is not None:
             return weight
     raise UnsupportedModelError(f"{options.model} has no {name} that can be read by itself")
@@ -96,24 +104,48 @@ def read_with_transformers(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Read a model onto a device with transformers, and its loading report."""
     check_weights(options, config)
-    source, gguf = source_of(options.model, options.revision), gguf_file_of(options.model)
-    if gguf is not None:
-        source = {**source, "gguf_file": gguf.name, "config": config}
-    quantization = dequantization_arguments(config, source)
     # With a device map, transformers reads onto a GPU tensor by tensor, so the host never holds the whole model. Shards
     # are cut on the host from mapped files, whose other parts are never read.
     placement = {"device_map": {"": device}} if device.type == "cuda" and "quantization_config" not in arguments else {}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        **{**source, **quantization, **placement, **arguments},
-        dtype=dtype,
-        output_loading_info=True,
-        use_safetensors=True,  # checkpoints in pickle format can run code
-        ignore_mismatched_sizes=True,  # check_complete refuses them; transformers would only warn
-    )
+    arguments = {
+        **placement,
+        **arguments,
+        "dtype": dtype,
+        "output_loading_info": True,
+        "use_safetensors": True,  # checkpoints in pickle format can run code
+        "ignore_mismatched_sizes": True,  # check_complete refuses them; transformers would only warn
+    }
+    packed, gguf = format_of(config), gguf_file_of(options.model)
+    if packed is not None:
+        return _read_packed(options, config, packed, device, arguments)
+    source = source_of(options.model, options.revision)
+    if gguf is not None:  # with quantized kernels, transformers would keep the weights quantized
+        source |= {"gguf_file": gguf.name, "config": config, "quantization_config": GgufConfig(dequantize=True)}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(**{**source, **arguments})
     model, report = loaded
-    if quantization:
+    if gguf is not None:
         for weight in model.parameters():  # dequantization leaves other weights in their stored dtype
             weight.data = weight.data.to(dtype)
+    return model.to(device), report
+
+
+def _read_packed(
+    options: EngineOptions,
+    config: PreTrainedConfig,
+    packed: PackedFormat,
+    device: torch.device,
+    arguments: dict[str, Any],
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Read a quantized model, of which transformers sees only dequantized weights."""
+    download_weights(options, lambda phase: None)
+    files = safetensors_files(options)
+    if not files:
+        raise UnsupportedModelError(NO_SAFETENSORS)
+    weights = packed_weights(files, packed)
+    built: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # AutoModelForCausalLM wants a folder
+    plain = without_quantization(config)
+    model, report = built.from_pretrained(None, config=plain, state_dict=weights, **arguments)
+    model.generation_config = read_generation_config(options) or model.generation_config
     return model.to(device), report
 
 

@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig
 from specpool.engine.config.devices import pick_rank_devices
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of
-from specpool.engine.models.checkpoint_quantization import dequantization_arguments
 from specpool.engine.models.config import load_config, resolve_max_model_len
 from specpool.engine.models.draft_parts import OUTPUT_HEAD
 from specpool.engine.models.facts import ModelFacts, read_facts, weights_fingerprint
@@ -123,9 +122,9 @@ def load_sharding(options: EngineOptions, sums: Sums) -> Sharding:
 
 
 def _needs_whole_weights(options: EngineOptions, config: PreTrainedConfig) -> bool:
-    """Whether transformers has to unpack the weights, which takes whole tensors."""
+    """Whether transformers unpacks a GGUF file, which takes whole tensors."""
     if gguf_file_of(options.model) is None:
-        return bool(dequantization_arguments(config, {}))
+        return False
     try:
         return stored_weights(options, config) is None
     except ValueError as error:

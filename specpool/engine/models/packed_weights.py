@@ -1,0 +1,78 @@
+"""Weights of quantized safetensors files, each dequantized when it is read."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import EllipsisType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.models.packed_formats import Numbers, PackedFormat, Parts
+from specpool.engine.models.repacking import as_quantized
+from specpool.engine.weights.quantized import Weight
+
+# Name endings of tensors that quantize activations, which Specpool does not do.
+ACTIVATIONS = tuple(
+    f"{part}_{kind}"
+    for part in ("input", "output", "activation", ".q", ".k", ".v")
+    for kind in ("scale", "zero_point", "global_scale")
+)
+STORED_TYPES = ("I8", "F8_E4M3")
+"""Types of a quantized weight that is stored by its own name."""
+
+
+class PackedWeight:
+    """A quantized weight that is dequantized to float32 when it is read by `weight[...]`, as transformers does."""
+
+    def __init__(self, name: str, packed: PackedFormat, parts: Mapping[str, Any]) -> None:
+        """`parts`: slices of safetensors files by the endings of their names."""
+        self._name, self._packed, self._parts = name, packed, parts
+
+    def __getitem__(self, index: EllipsisType) -> torch.Tensor:
+        with self._naming():
+            numbers = self._decode()
+            return (numbers.dequantized() if isinstance(numbers, Numbers) else numbers).contiguous()
+
+    def read(self) -> Weight:
+        """Return the weight with its bits: quantized for a compiled pass, or in float32."""
+        with self._naming():
+            numbers = self._decode()
+            if not isinstance(numbers, Numbers):
+                return numbers
+            quantized = as_quantized(numbers)
+            return numbers.dequantized().contiguous() if quantized is None else quantized
+
+    def _decode(self) -> Numbers | torch.Tensor:
+        return self._packed.decode(Parts({ending: part[...] for ending, part in self._parts.items()}))
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, RuntimeError, IndexError) as error:  # RuntimeError: shapes that do not match
+            raise UnsupportedModelError(f"{self._name}: {error}") from error
+
+
+def packed_weights(files: Sequence[Path], packed: PackedFormat) -> dict[str, Any]:
+    """Return all weights of a quantized checkpoint by name, to be read by `weight[...]`. UnsupportedModelError."""
+    opened = [safe_open(file, framework="pt") for file in files]
+    tensors = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
+    weights: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        ending = next((ending for ending in packed.endings if name.endswith(ending)), None)
+        if ending is not None:
+            parts.setdefault(name.removesuffix(ending) + packed.suffix, {})[ending] = tensor
+        elif not name.endswith(ACTIVATIONS):
+            weights[name] = tensor
+    for name, its_parts in parts.items():
+        if name in weights:
+            stored = weights[name].get_dtype()
+            if stored not in STORED_TYPES:
+                raise UnsupportedModelError(f"{name} has {min(its_parts)}, but is stored as {stored}")
+            its_parts[packed.suffix] = weights[name]
+        weights[name] = PackedWeight(name, packed, its_parts)
+    return weights

@@ -1,0 +1,126 @@
+"""Weights of quantized checkpoints are dequantized when read, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packed_checkpoints import FORMATS, INTEGERS, PackedFormat, mxfp4, save_packed
+from safetensors.torch import save_file
+from tiny_models import edited_weights, load_engine, random_tokens, refusal, small_config
+from transformers import AutoModelForCausalLM
+
+from specpool.engine.cache.spans import Span
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.config import load_config
+from specpool.engine.models.loading import load_model
+from specpool.engine.models.weights import read_weight, read_with_transformers
+from specpool.engine.sharding.shares import Share, shard
+
+EXPERTS = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+LARGER = {"hidden_size": 128, "intermediate_size": 256}
+UNEVEN = {"intermediate_size": 112}  # not a multiple of an FP8 block
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "changes", "dtype"),
+    [
+        *((name, "llama", {}, torch.float32) for name in FORMATS),
+        ("w4a16-zeros", "qwen3_moe", EXPERTS, torch.bfloat16),
+        ("fp8-block", "qwen3_moe", EXPERTS, torch.float32),
+        ("fp8-block", "glm4", UNEVEN, torch.bfloat16),
+        ("awq", "qwen2", {"tie_word_embeddings": True}, torch.bfloat16),
+    ],
+)
+def test_weights_are_dequantized_bit_for_bit(
+    tmp_path: Path, name: str, architecture: str, changes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    quantized, plain = save_packed(tmp_path, architecture, FORMATS[name], "layers.0.self_attn.o_proj.weight", **changes)
+    options = {"device": "cpu", "dtype": str(dtype).removeprefix("torch."), "weights": "float32"}
+    loaded = load_model(EngineOptions(model=str(quantized), **options))
+    expected = load_model(EngineOptions(model=str(plain), **options)).model
+    weights = loaded.model.state_dict()
+    assert weights.keys() == expected.state_dict().keys()
+    assert {weight.dtype for weight in weights.values()} == {dtype}
+    assert all(torch.equal(weights[each], weight) for each, weight in expected.state_dict().items())
+    assert loaded.model.generation_config.eos_token_id == expected.generation_config.eos_token_id
+    method = FORMATS[name].quantization["quant_method"]
+    assert loaded.notes == (f"{method} weights were dequantized to {options['dtype']}: {dtype.itemsize} bytes each",)
+
+
+def test_experts_of_gpt_oss_are_dequantized(tmp_path: Path) -> None:
+    config = small_config("gpt_oss", num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"] * 2)
+    dense = AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict()
+    stored = dict(dense)
+    for name in [name for name in dense if name.endswith("up_proj") or name.endswith("down_proj")]:
+        parts, dense[name] = mxfp4(stored.pop(name))
+        stored.update({name + ending: part for ending, part in parts.items()})
+    save_file({name: weight.contiguous() for name, weight in stored.items()}, tmp_path / "model.safetensors")
+    config.save_pretrained(tmp_path)
+    config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    options = EngineOptions(model=str(tmp_path))
+    model, report = read_with_transformers(options, config, torch.device("cpu"), torch.float32)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert all(torch.equal(weight, dense[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["gptq-act-order", "fp8-block"])
+def test_ranks_cut_dequantized_weights(tmp_path: Path, name: str) -> None:
+    shards = []
+    for folder in save_packed(tmp_path, "llama", FORMATS[name]):
+        options = EngineOptions(model=str(folder), device="cpu")
+        shards.append(load_model(options, Share(shard(load_config(options), 2, "whole"), 1)).model.state_dict())
+    quantized, plain = shards
+    assert quantized["model.layers.0.mlp.up_proj.weight"].shape == (48, 64)
+    assert all(torch.equal(quantized[each], weight) for each, weight in plain.items())
+
+
+@pytest.mark.parametrize(
+    ("packed", "kind"),
+    [
+        (INTEGERS["gptq"], "Q4_0"),
+        (INTEGERS["w4a16"], "Q4_0"),
+        (INTEGERS["w8a16-groups"], "Q8_0"),
+        (INTEGERS["w8a16"], "int8"),
+        (INTEGERS["int8"], "int8"),
+        (FORMATS["w4a16-zeros"], "float32"),
+    ],
+    ids=["gptq", "w4a16", "w8a16-groups", "w8a16", "int8", "w4a16-zeros"],
+)
+def test_logits_are_those_of_the_dequantized_model(tmp_path: Path, packed: PackedFormat, kind: str) -> None:
+    folders = save_packed(tmp_path, "llama", packed, **LARGER)
+    quantized, plain = (load_engine(folder, activations="float32") for folder in folders)
+    span = [Span(0, 0, random_tokens(9), 9)]
+    assert quantized.bitwise
+    assert torch.equal(quantized.forward(span), plain.forward(span))
+    assert quantized.weights_fingerprint == plain.weights_fingerprint
+    assert quantized.numerics_fingerprint == plain.numerics_fingerprint
+    assert quantized.info().weight_kinds.keys() == {kind, "bfloat16"}
+    note = "compressed-tensors weights (tensors: 14) were dequantized to float32: 4 bytes each"
+    assert quantized.notes == ([note] if kind == "float32" else [])
+
+
+def test_quantized_output_heads_are_read_alone(tmp_path: Path) -> None:
+    quantized, plain = save_packed(tmp_path, "llama", FORMATS["fp8-channel"])
+    weights = []
+    for folder in (quantized, plain):
+        options = EngineOptions(model=str(folder))
+        weights.append(read_weight(options, load_config(options), "model.layers.0.mlp.up_proj.weight"))
+    assert torch.equal(*weights)  # type: ignore[arg-type]
+
+
+def test_weights_that_contradict_the_configuration_are_refused(tmp_path: Path) -> None:
+    quantized, _ = save_packed(tmp_path, "llama", FORMATS["w4a16"])
+    scale = "model.layers.0.mlp.up_proj.weight_scale"
+    with edited_weights(quantized) as weights:
+        weights[scale] = weights[scale][:, :3].contiguous()
+    assert "[96, 3] scales for [96, 64] weights do not match the group or block size" in refusal(quantized)
+    with edited_weights(quantized) as weights:
+        del weights[scale]
+    assert "a quantized weight has no .weight_scale, only .weight_packed" in refusal(quantized)
+    with edited_weights(quantized) as weights:
+        weights[scale.removesuffix("_scale")] = torch.zeros(96, 64)
+    assert "mlp.up_proj.weight has .weight_packed, but is stored as F32" in refusal(quantized)
+    (quantized / "model.safetensors").unlink()
+    assert "it has no model.safetensors" in refusal(quantized)
