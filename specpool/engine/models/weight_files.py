@@ -15,6 +15,7 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line, gguf_file_of
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.model_files import find_file, read_json
+from specpool.engine.models.vision_language import text_name
 
 MAX_HEADER_BYTES, MAX_INDEX_BYTES = 2**24, 2**25
 MAX_MISSING = 2
@@ -49,9 +50,10 @@ def read_tensor(options: EngineOptions, name: str) -> torch.Tensor | None:
     """Read one tensor of a model's safetensors files; None if they have none of this name. UnsupportedModelError."""
     for path in _safetensors_files(options):
         with safe_open(path, framework="pt") as file:
-            if name in file.keys():  # noqa: SIM118
-                tensor: torch.Tensor = file.get_tensor(name)
-                return tensor
+            for stored in file.keys():  # noqa: SIM118
+                if text_name(stored) == name:
+                    tensor: torch.Tensor = file.get_tensor(stored)
+                    return tensor
     return None
 
 

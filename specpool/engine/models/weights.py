@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -20,6 +21,7 @@ from specpool.engine.models.checkpoint_quantization import HINT, dequantization_
 from specpool.engine.models.config import load_config
 from specpool.engine.models.stored_model import build_stored_model, dequantize_model
 from specpool.engine.models.stored_weights import EMBEDDING, HEAD, stored_weights
+from specpool.engine.models.vision_language import RENAMED, WRAPPER
 from specpool.engine.models.weight_files import check_weights, read_tensor
 from specpool.engine.weights.quantized import Weight
 
@@ -99,6 +101,8 @@ def read_with_transformers(
     source, gguf = source_of(options.model, options.revision), gguf_file_of(options.model)
     if gguf is not None:
         source = {**source, "gguf_file": gguf.name, "config": config}
+    if hasattr(config, WRAPPER):  # other weights than those of the text part are never read
+        source = {**source, "config": config, "key_mapping": {f"^{re.escape(old)}": new for old, new in RENAMED.items()}}
     quantization = dequantization_arguments(config, source)
     # With a device map, transformers reads onto a GPU tensor by tensor, so the host never holds the whole model. Shards
     # are cut on the host from mapped files, whose other parts are never read.
@@ -111,6 +115,8 @@ def read_with_transformers(
         ignore_mismatched_sizes=True,  # check_complete refuses them; transformers would only warn
     )
     model, report = loaded
+    if hasattr(config, WRAPPER):  # the files decide
+        model.config.tie_word_embeddings = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if quantization:
         for weight in model.parameters():  # dequantization leaves other weights in their stored dtype
             weight.data = weight.data.to(dtype)
