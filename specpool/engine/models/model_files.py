@@ -19,7 +19,8 @@ MAX_NESTED = 32
 def read_config_file(model: str, revision: str | None) -> dict[str, Any]:
     """Return the config.json of a model in a folder or on the hub, and check the sizes of the files beside it.
 
-    Speculators are flattened (see `flattened`), and vision-language models reduced to their text part. Raises UnsupportedModelError, also for sizes beyond their limits.
+    Speculators are flattened (see `flattened`), and vision-language models reduced to their text part. Raises
+    UnsupportedModelError, also for sizes beyond their limits.
     """
     file = Path(model) / CONFIG
     if not file.is_file():

@@ -54,6 +54,11 @@ def text_name(name: str) -> str:
     return RENAMED.get(prefix, "") + name.removeprefix(prefix)
 
 
+def is_text_weight(name: str) -> bool:
+    """Whether a weight with this stored name belongs to the text part."""
+    return text_name(name).startswith(("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm."))
+
+
 def _plain_rope(rope: Any) -> Any:
     if not isinstance(rope, dict):
         return rope

@@ -1,10 +1,11 @@
 """Downloads and reads a model's weights, as stored or with transformers, and refuses incomplete checkpoints."""
 
 import json
+import logging
 import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from specpool.engine.models.checkpoint_quantization import HINT, dequantization_
 from specpool.engine.models.config import load_config
 from specpool.engine.models.stored_model import build_stored_model, dequantize_model
 from specpool.engine.models.stored_weights import EMBEDDING, HEAD, stored_weights
-from specpool.engine.models.vision_language import RENAMED, WRAPPER
+from specpool.engine.models.vision_language import RENAMED, WRAPPER, is_text_weight
 from specpool.engine.models.weight_files import check_weights, read_tensor
 from specpool.engine.weights.quantized import Weight
 
@@ -101,21 +102,26 @@ def read_with_transformers(
     source, gguf = source_of(options.model, options.revision), gguf_file_of(options.model)
     if gguf is not None:
         source = {**source, "gguf_file": gguf.name, "config": config}
-    if hasattr(config, WRAPPER):  # other weights than those of the text part are never read
-        source = {**source, "config": config, "key_mapping": {f"^{re.escape(old)}": new for old, new in RENAMED.items()}}
+    is_text_part = hasattr(config, WRAPPER)
+    if is_text_part:
+        renamed = {f"^{re.escape(old)}": new for old, new in RENAMED.items()}
+        source = {**source, "config": config, "key_mapping": renamed}
     quantization = dequantization_arguments(config, source)
     # With a device map, transformers reads onto a GPU tensor by tensor, so the host never holds the whole model. Shards
     # are cut on the host from mapped files, whose other parts are never read.
     placement = {"device_map": {"": device}} if device.type == "cuda" and "quantization_config" not in arguments else {}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        **{**source, **quantization, **placement, **arguments},
-        dtype=dtype,
-        output_loading_info=True,
-        use_safetensors=True,  # checkpoints in pickle format can run code
-        ignore_mismatched_sizes=True,  # check_complete refuses them; transformers would only warn
-    )
+    with _muted() if is_text_part else nullcontext():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            **{**source, **quantization, **placement, **arguments},
+            dtype=dtype,
+            output_loading_info=True,
+            use_safetensors=True,  # checkpoints in pickle format can run code
+            ignore_mismatched_sizes=True,  # check_complete refuses them; transformers would only warn
+        )
     model, report = loaded
-    if hasattr(config, WRAPPER):  # the files decide
+    if is_text_part:
+        report["unexpected_keys"] = [name for name in report["unexpected_keys"] if is_text_weight(name)]
+        # The configuration need not say whether the files have an output head.
         model.config.tie_word_embeddings = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if quantization:
         for weight in model.parameters():  # dequantization leaves other weights in their stored dtype
@@ -148,6 +154,21 @@ def check_all_used(report: dict[str, Any]) -> None:
         raise UnsupportedModelError(
             f"the files have {len(unused)} weights that the configured model does not use: {_join(unused)}"
         )
+
+
+@contextmanager
+def _muted() -> Iterator[None]:
+    """Keep transformers from listing every weight of a vision tower that is left out."""
+    log, show = logging.getLogger("transformers.modeling_utils"), partial(_lacks, "UNEXPECTED")
+    log.addFilter(show)
+    try:
+        yield
+    finally:
+        log.removeFilter(show)
+
+
+def _lacks(word: str, record: logging.LogRecord) -> bool:
+    return word not in record.getMessage()
 
 
 def _join(names: list[str]) -> str:
