@@ -30,6 +30,10 @@ def _message(name: str, message: Any) -> pb.ChatMessage:
     given = _given(name, message, {*TEXTS, "tool_calls"})
     calls = given.pop("tool_calls", [])
     required = {"role"} if calls else {"role", "content"}
+    content = given.get("content")
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, Mapping) and part.get("type", "text") != "text":  # "image", "image_url", "input_audio", ...
+            raise TypeError(f"{name}: content has a part of type {part['type']!r}; only text is supported")
     for key in TEXTS:
         if (key in given or key in required) and not isinstance(given.get(key), str):
             raise TypeError(f"{name}: {key} must be a string")

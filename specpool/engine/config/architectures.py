@@ -51,7 +51,7 @@ def why_not_supported(read: Callable[[str], object]) -> str | None:
         return f"{model} is an encoder-decoder; only decoder-only models are served; {MODELS_PAGE}"
     modalities = ", ".join(key for key in _MODALITIES if read(key))
     if modalities:
-        return f"{model} is multimodal ({modalities}); only language models are served; {MODELS_PAGE}"
+        return f"{model} is multimodal ({modalities}), of a kind whose text part is not served either; {MODELS_PAGE}"
     features = (feature for key, feature in _FEATURES.items() if read(key))
     feature = _TYPES.get(str(model_type)) or next(features, None)
     if feature is not None:

@@ -15,6 +15,7 @@ from specpool.engine.models.gguf_header import GgufError
 from specpool.engine.models.gguf_keys import config_fields
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.model_files import read_config_file
+from specpool.engine.models.vision_language import WRAPPER, text_part
 from specpool.engine.passes.dry_run import unsupported_attention
 from specpool.engine.passes.fused import is_fusable, window_of
 
@@ -34,6 +35,8 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
             config = AutoConfig.for_model(stated["model_type"]).from_dict(stated)
         else:
             config = AutoConfig.from_pretrained(**source)
+            if WRAPPER in stated:
+                config = _text_config(config, stated)
         if "gguf_file" in source:  # transformers drops some fields
             for name, value in stated.items():
                 setattr(config, name, value)
@@ -99,6 +102,15 @@ def rope_variants(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """Return `rope_parameters`, and those of each layer type if it has several."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return [rope, *(part for part in rope.values() if isinstance(part, dict))]
+
+
+def _text_config(wrapper: PreTrainedConfig, stated: dict[str, Any]) -> PreTrainedConfig:
+    """Return the configuration of a language model with the layers of a vision-language model's text part."""
+    text = wrapper.get_text_config(decoder=True).to_dict()
+    values = text_part({**stated, "model_type": wrapper.model_type}, text)
+    config: PreTrainedConfig = AutoConfig.for_model(values.pop("model_type"), **values)
+    config._commit_hash = getattr(wrapper, "_commit_hash", None)  # loading reads the same revision
+    return config
 
 
 def _read_files(options: EngineOptions, is_gguf: bool) -> dict[str, Any]:

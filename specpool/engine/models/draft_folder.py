@@ -15,6 +15,7 @@ from specpool.engine.models.draft_parts import FEATURE_INPUT, OUTPUT_HEAD
 from specpool.engine.models.draft_weights import save_named
 from specpool.engine.models.stored_weights import EMBEDDING, HEAD
 from specpool.engine.models.tokenizer import load_tokenizer
+from specpool.engine.models.vision_language import WRAPPER
 from specpool.engine.models.weights import read_embeddings
 from specpool.engine.weights.quantized import Weight, as_tensor
 
@@ -25,6 +26,7 @@ def count_layers(trained: Mapping[str, Weight]) -> int:
 
 def draft_config(target: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     values = {**target.to_dict(), "num_hidden_layers": layers, "tie_word_embeddings": True}
+    values.pop(WRAPPER, None)
     if values.get("layer_types"):
         values["layer_types"] = values["layer_types"][:layers]
     return type(target)(**values)

@@ -26,6 +26,7 @@ from specpool.engine.models.eagle import build_eagle_head, is_eagle_head
 from specpool.engine.models.stored_model import build_stored_model, dequantize_model
 from specpool.engine.models.stored_weights import StoredWeights, stored_weights
 from specpool.engine.models.tokenizer import load_tokenizer, tokenizer_files
+from specpool.engine.models.vision_language import TEXT_NOTE, WRAPPER
 from specpool.engine.models.weights import check_all_used, check_complete, download_weights, read_with_transformers
 from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.passes.features import FeatureEmbedding
@@ -137,6 +138,8 @@ def _load(
         model = dequantize_model(model, device, dtype)
         output_ids = None if output_ids is None else output_ids.to(device)
     notes = _dequantization_notes(stored, method_of(config), None if keeps_quantized else dtype)
+    if hasattr(config, WRAPPER):
+        notes = (TEXT_NOTE, *notes)
     checksums: Mapping[str, bytes] = {}
     if shard is not None:
         checksums = checksums_of(model) if stored is None else shard.checksums

@@ -7,6 +7,7 @@ from typing import Any
 from specpool.engine.config.sources import CONFIG, UnsupportedModelError
 from specpool.engine.models.config_values import check_sizes, check_types
 from specpool.engine.models.eagle_format import flattened
+from specpool.engine.models.vision_language import text_part
 
 MAX_CONFIG_BYTES, MAX_FILE_BYTES = 2**22, 2**26
 """Maximum size of config.json, and of any other file that is read into memory, such as tokenizer.json."""
@@ -18,14 +19,15 @@ MAX_NESTED = 32
 def read_config_file(model: str, revision: str | None) -> dict[str, Any]:
     """Return the config.json of a model in a folder or on the hub, and check the sizes of the files beside it.
 
-    Speculators are flattened (see `flattened`). Raises UnsupportedModelError, also for sizes beyond their limits.
+    Speculators are flattened (see `flattened`), and vision-language models reduced to their text part. Raises
+    UnsupportedModelError, also for sizes beyond their limits.
     """
     file = Path(model) / CONFIG
     if not file.is_file():
         from specpool.engine.config.hub import hub_config  # takes a while to import
 
         file = hub_config(model, revision)
-    config = flattened(read_json(file, MAX_CONFIG_BYTES), str(file))
+    config = text_part(flattened(read_json(file, MAX_CONFIG_BYTES), str(file)))
     check_types(config, str(file))
     check_sizes(config, str(file))
     for other in sorted(file.parent.iterdir()):

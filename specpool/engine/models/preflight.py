@@ -17,6 +17,7 @@ from specpool.engine.config.sources import CONFIG, GGUF_MAGIC, UnsupportedModelE
 from specpool.engine.config.target_options import TargetOptions
 from specpool.engine.models.embedded_pair import draft_weights, existing_model
 from specpool.engine.models.model_files import MAX_CONFIG_BYTES, find_file, read_config_file, read_json
+from specpool.engine.models.vision_language import text_part
 from specpool.protocol.worker_info import WorkerInfo, why_not_a_pair
 
 TOKENIZER = "tokenizer.json"
@@ -131,7 +132,7 @@ def _local_config(options: EngineOptions) -> dict[str, Any]:
     """Return the configuration of a local model; empty if the model has no config file."""
     model = existing_model(options.model)
     file = None if model is None else find_file(model, options.revision, CONFIG)
-    return {} if file is None else read_json(file, MAX_CONFIG_BYTES)
+    return {} if file is None else text_part(read_json(file, MAX_CONFIG_BYTES))
 
 
 def _check_length(options: EngineOptions, config: dict[str, Any]) -> None:

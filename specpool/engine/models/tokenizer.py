@@ -1,15 +1,20 @@
 """A model's tokenizer, and its files for the coordinator."""
 
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from specpool.engine.config.sources import UnsupportedModelError, source_of
 from specpool.engine.models.config import explain
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.gguf_tokenizer import END_IDS, gguf_tokenizer
+from specpool.engine.models.model_files import MAX_FILE_BYTES, read_json
 from specpool.protocol.tokenizer import TokenizerFiles
+
+PROCESSOR_TEMPLATE = "chat_template.json"
 
 
 def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -19,6 +24,10 @@ def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokeniz
         if "gguf_file" in source:
             return gguf_tokenizer(GgufFile(Path(model)))
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**source)
+        if tokenizer.chat_template is None:  # older vision-language models keep it beside the image processor
+            optional: Any = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+            if (file := cached_file(model, PROCESSOR_TEMPLATE, **optional)) is not None:
+                tokenizer.chat_template = read_json(Path(file), MAX_FILE_BYTES).get("chat_template")
     except Exception as error:  # the files may contain anything
         raise UnsupportedModelError(f"its tokenizer cannot be read: {explain(error)}") from error
     return tokenizer

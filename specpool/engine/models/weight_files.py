@@ -17,6 +17,7 @@ from specpool.engine.models.checkpoint_quantization import format_of
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.model_files import find_file, read_json
 from specpool.engine.models.packed_weights import packed_weights
+from specpool.engine.models.vision_language import text_name
 
 MAX_HEADER_BYTES, MAX_INDEX_BYTES = 2**24, 2**25
 MAX_MISSING = 2
@@ -54,9 +55,10 @@ def read_tensor(options: EngineOptions, config: PreTrainedConfig, name: str) -> 
         return None if weight is None else weight[...]
     for path in safetensors_files(options):
         with safe_open(path, framework="pt") as file:
-            if name in file.keys():  # noqa: SIM118
-                tensor: torch.Tensor = file.get_tensor(name)
-                return tensor
+            for stored in file.keys():  # noqa: SIM118
+                if text_name(stored) == name:
+                    tensor: torch.Tensor = file.get_tensor(stored)
+                    return tensor
     return None
 
 

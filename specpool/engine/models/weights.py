@@ -1,9 +1,11 @@
 """Downloads and reads a model's weights, as stored or with transformers, and refuses incomplete checkpoints."""
 
 import json
+import logging
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from specpool.engine.models.packed_formats import PackedFormat
 from specpool.engine.models.packed_weights import packed_weights
 from specpool.engine.models.stored_model import build_stored_model, dequantize_model
 from specpool.engine.models.stored_weights import EMBEDDING, HEAD, read_generation_config, stored_weights
+from specpool.engine.models.vision_language import RENAMED, WRAPPER, is_text_weight
 from specpool.engine.models.weight_files import check_weights, read_tensor, safetensors_files
 from specpool.engine.weights.quantized import Weight
 
@@ -115,14 +118,23 @@ def read_with_transformers(
         "use_safetensors": True,  # checkpoints in pickle format can run code
         "ignore_mismatched_sizes": True,  # check_complete refuses them; transformers would only warn
     }
-    packed, gguf = format_of(config), gguf_file_of(options.model)
-    if packed is not None:
-        return _read_packed(options, config, packed, device, arguments)
+    packed, gguf, is_text_part = format_of(config), gguf_file_of(options.model), hasattr(config, WRAPPER)
+    if is_text_part:
+        renamed = {f"^{re.escape(old)}": new for old, new in RENAMED.items()}
+        arguments |= {"config": config, "key_mapping": renamed}
     source = source_of(options.model, options.revision)
     if gguf is not None:  # with quantized kernels, transformers would keep the weights quantized
         source |= {"gguf_file": gguf.name, "config": config, "quantization_config": GgufConfig(dequantize=True)}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(**{**source, **arguments})
-    model, report = loaded
+    with _muted() if is_text_part else nullcontext():
+        if packed is not None:
+            model, report = _read_packed(options, config, packed, arguments)
+        else:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(**{**source, **arguments})
+            model, report = loaded
+    if is_text_part:
+        report["unexpected_keys"] = [name for name in report["unexpected_keys"] if is_text_weight(name)]
+        # The configuration need not say whether the files have an output head.
+        model.config.tie_word_embeddings = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if gguf is not None:
         for weight in model.parameters():  # dequantization leaves other weights in their stored dtype
             weight.data = weight.data.to(dtype)
@@ -133,7 +145,6 @@ def _read_packed(
     options: EngineOptions,
     config: PreTrainedConfig,
     packed: PackedFormat,
-    device: torch.device,
     arguments: dict[str, Any],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Read a quantized model, of which transformers sees only dequantized weights."""
@@ -143,10 +154,10 @@ def _read_packed(
         raise UnsupportedModelError(NO_SAFETENSORS)
     weights = packed_weights(files, packed)
     built: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # AutoModelForCausalLM wants a folder
-    plain = without_quantization(config)
-    model, report = built.from_pretrained(None, config=plain, state_dict=weights, **arguments)
+    plain = {"config": without_quantization(config), "state_dict": weights}
+    model, report = built.from_pretrained(None, **{**arguments, **plain})
     model.generation_config = read_generation_config(options) or model.generation_config
-    return model.to(device), report
+    return model, report
 
 
 def check_complete(report: dict[str, Any]) -> None:
@@ -174,6 +185,21 @@ def check_all_used(report: dict[str, Any]) -> None:
         raise UnsupportedModelError(
             f"the files have {len(unused)} weights that the configured model does not use: {_join(unused)}"
         )
+
+
+@contextmanager
+def _muted() -> Iterator[None]:
+    """Keep transformers from listing every weight of a vision tower that is left out."""
+    log, show = logging.getLogger("transformers.modeling_utils"), partial(_lacks, "UNEXPECTED")
+    log.addFilter(show)
+    try:
+        yield
+    finally:
+        log.removeFilter(show)
+
+
+def _lacks(word: str, record: logging.LogRecord) -> bool:
+    return word not in record.getMessage()
 
 
 def _join(names: list[str]) -> str:

@@ -53,6 +53,10 @@ def calling(**changes: Any) -> dict[str, Any]:
         ([USER, {"role": "user"}], "message 1: content must be a string"),
         ([{"role": "user", "content": None}], "message 0: content must be a string"),
         ([{"role": "user", "content": ["hi"]}], "message 0: content must be a string"),
+        (
+            [USER, {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}],
+            "message 1: content has a part of type 'image_url'; only text is supported",
+        ),
         ([USER | {"nme": "x", 5: "y"}], "message 0: unknown key 'nme', 5"),
         ([USER | {"name": 5}], "message 0: name must be a string"),
         ([USER | {"tool_calls": {}}], "message 0: tool_calls must be a list"),

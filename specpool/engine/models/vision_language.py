@@ -1,0 +1,66 @@
+"""The text part of vision-language checkpoints: its configuration and the names of its weights. Imports no torch."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+WRAPPER = "specpool_wrapper"
+"""Key in a text part's configuration: the model type of the whole checkpoint."""
+TEXT_NOTE = "serves the text part; images are not supported"
+TEXT_TYPES: Mapping[str, str] = MappingProxyType(
+    {"mistral3": "mistral", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "gemma3": "gemma3_text"}
+)
+"""Language model with the same layers as the text part, by the model type of the checkpoint."""
+RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "model.language_model.": "model.",
+        "language_model.model.": "model.",
+        "language_model.lm_head.": "lm_head.",
+    }
+)
+"""Prefixes of text weights, and those in a language model. Some checkpoints use the latter."""
+_SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "dtype", "torch_dtype")
+
+
+def text_part(config: dict[str, Any], text: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the configuration of a vision-language checkpoint's text part; others are returned unchanged.
+
+    `text`: what the library makes of the text part, including its defaults; None: as stated.
+    """
+    wrapper = config.get("model_type")
+    if not isinstance(wrapper, str) or wrapper not in TEXT_TYPES:
+        return config
+    stated = config.get("text_config")
+    if text is None:  # older checkpoints have no `text_config`
+        text = stated if isinstance(stated, dict) else {key: config[key] for key in config if key != "vision_config"}
+    kind = text.get("model_type", wrapper)
+    # Language models encode equal positions in all sections as plain rotary embeddings.
+    ropes = {key: _plain_rope(text[key]) for key in ("rope_parameters", "rope_scaling") if text.get(key)}
+    shared = {key: config[key] for key in _SHARED if config.get(key) is not None}
+    return {
+        **{key: value for key, value in text.items() if key != "architectures"},
+        **ropes,
+        **shared,
+        # The library ties the head unless the files have another one.
+        "tie_word_embeddings": config.get("tie_word_embeddings", True),
+        "model_type": TEXT_TYPES[wrapper] if not isinstance(kind, str) or kind.startswith(wrapper) else kind,
+        WRAPPER: wrapper,
+    }
+
+
+def text_name(name: str) -> str:
+    """Return the name of a stored weight in the language model; names without a prefix of text weights stay."""
+    prefix = next(filter(name.startswith, RENAMED), "")
+    return RENAMED.get(prefix, "") + name.removeprefix(prefix)
+
+
+def is_text_weight(name: str) -> bool:
+    """Whether a weight with this stored name belongs to the text part."""
+    return text_name(name).startswith(("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm."))
+
+
+def _plain_rope(rope: Any) -> Any:
+    if not isinstance(rope, dict):
+        return rope
+    plain = {key: value for key, value in rope.items() if not key.startswith("mrope")}
+    return {key: "default" if value == "mrope" else value for key, value in plain.items()}
