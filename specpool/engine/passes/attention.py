@@ -11,7 +11,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from specpool.engine.passes.attention_plan import AttentionCall
+from specpool.engine.passes.experts import replace_experts
 from specpool.engine.passes.forward_pass import ForwardPass
+from specpool.engine.passes.modules import ChunkedFunctions
 from specpool.engine.passes.packing import PackedBatch
 
 PACKED_ATTENTION = "specpool_packed"
@@ -94,12 +96,13 @@ def _attend(
 
 
 class LibraryModel(ForwardPass):
-    """Runs packed batches through the modules of transformers, for any architecture."""
+    """Runs packed batches through the modules of transformers, for any architecture. Replaces their experts."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model, self.compute_dtype = model, model.dtype
         self._layers = _decoder_layers(model)
+        replace_experts(model)
 
     @property
     def has_states(self) -> bool:
@@ -108,7 +111,7 @@ class LibraryModel(ForwardPass):
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows, padding included."""
-        with self._recording(batch):
+        with self._recording(batch), ChunkedFunctions():
             output = self.model(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.positions[None],

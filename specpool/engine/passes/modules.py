@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers.activations import ACT2CLS
 
 # Torch uses threads from this many elements on. Its vectors are at most this long.
@@ -50,6 +52,25 @@ def chunk_activations(module: nn.Module) -> None:
             setattr(module, name, ChunkedActivation(child))
         else:
             chunk_activations(child)
+
+
+_FUNCTIONS = {
+    *(functional.gelu, functional.silu, functional.softplus),
+    *(torch.sigmoid, torch.Tensor.sigmoid, torch.tanh, torch.Tensor.tanh),
+}
+
+
+class ChunkedFunctions(TorchFunctionMode):
+    """Applies activation functions that are called without a module in chunks."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the function. `func`: a function of torch."""
+        kwargs = kwargs or {}
+        if func in _FUNCTIONS and args[0].dim() > 1:
+            return in_chunks(lambda x: func(x, *args[1:], **kwargs), args[0].contiguous())
+        return func(*args, **kwargs)
 
 
 class PrepackedLinear(nn.Module):
