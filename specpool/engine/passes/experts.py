@@ -90,8 +90,8 @@ def _take_linears(source: Any, name: str) -> nn.ModuleList:
     for taken in (name, f"{name}_bias") if source.has_bias else (name,):
         delattr(source, taken)
     linears = nn.ModuleList()
-    for index, weight in enumerate(weights):
-        weight = weight.T.contiguous() if source.is_transposed else weight
+    for index in range(len(weights)):
+        weight = weights[index].T.contiguous() if source.is_transposed else weights[index]
         linear = nn.Linear(weight.shape[1], weight.shape[0], biases is not None, device="meta")
         linear.weight = nn.Parameter(weight, requires_grad=False)
         if biases is not None:
