@@ -12,6 +12,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from specpool.engine.passes.attention_plan import AttentionCall
+from specpool.engine.passes.experts import replace_experts
 from specpool.engine.passes.explicit_attention import attend_explicitly
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.modules import ChunkedFunctions
@@ -126,12 +127,13 @@ def _attend(
 
 
 class LibraryModel(ForwardPass):
-    """Runs packed batches through the modules of transformers, for any architecture."""
+    """Runs packed batches through the modules of transformers, for any architecture. Replaces their experts."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model, self.compute_dtype = model, model.dtype
         self._layers = _decoder_layers(model)
+        replace_experts(model)
 
     @property
     def has_states(self) -> bool:

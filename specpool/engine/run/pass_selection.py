@@ -12,6 +12,7 @@ from specpool.engine.models.facts import ModelFacts
 from specpool.engine.models.loading import LoadedModel
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.attention import LibraryModel
+from specpool.engine.passes.experts import set_expert_tiles
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused import FusedModel, is_fusable
 from specpool.engine.passes.gpu.captured import CapturedModel
@@ -103,4 +104,6 @@ def _tiles(forward_pass: ForwardPass, facts: ModelFacts, options: EngineOptions,
         return Tiles()
     chunk_activations(forward_pass)
     attention = (facts.kv_heads, facts.query_groups, facts.head_dim)
-    return choose_tiles(forward_pass, attention if forward_pass.plans_attention else None)
+    tiles = choose_tiles(forward_pass, attention if forward_pass.plans_attention else None)
+    set_expert_tiles(forward_pass, tiles or Tiles())
+    return tiles

@@ -1,5 +1,6 @@
 """Measures the seconds of a forward pass by its new tokens and cached positions, on which draft lengths depend."""
 
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -88,13 +89,17 @@ def _slots(engine: Engine, sequences: int, rows: int = 1, cached: int = STEP_CAC
 
 
 def _spans(engine: Engine, slots: Sequence[Slot], rows: int) -> list[Span]:
-    """Spans of `rows` new tokens spread over the slots; none if a slot is too small for its part."""
+    """Spans of `rows` new tokens spread over the slots; none if a slot is too small for its part.
+
+    Tokens are random, because equal ones would all choose the same experts.
+    """
     counts = [rows // len(slots) + (i < rows % len(slots)) for i in range(len(slots))]
     room = min(engine.max_model_len, *map(engine.slots.capacity, slots))
     if max(counts) > room:
         return []
+    rng, vocabulary = random.Random(0), range(engine.vocab_size)
     return [
-        Span(slot.index, min(STEP_CACHED, room - count), [0] * count, count)
+        Span(slot.index, min(STEP_CACHED, room - count), rng.choices(vocabulary, k=count), count)
         for slot, count in zip(slots, counts, strict=True)
         if count
     ]

@@ -1,0 +1,124 @@
+"""Batch-invariant mixtures of experts, for every family whose experts have the layout of transformers.
+
+The experts of transformers multiply all rows at once, in kernels whose bits depend on how many rows chose each expert.
+Here each expert is a pair of linear layers, which `specpool.engine.probes.batch_invariance` probes like all others.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from specpool.engine.numerics.tiles import Tiles
+
+ROUTER_ROWS = 16
+"""Rows of each call of a router. A router multiplies without a linear layer, so its tiles cannot be probed."""
+ROUTERS = ("gate", "router")
+"""Names of routers beside their experts."""
+
+
+class Experts(nn.Module):
+    """Replaces the experts of a layer, and takes over their weights. Memory never holds the experts of a model twice.
+
+    An expert computes all rows that chose it together. Each row adds its experts in the order of its own choice.
+    """
+
+    def __init__(self, source: Any) -> None:
+        """`source`: an experts module of transformers, which cannot run afterwards."""
+        super().__init__()
+        self.tiles = Tiles()
+        """Padding of the rows of each expert."""
+        up = "gate_up_proj" if source.has_gate else "up_proj"
+        self.ups, self.downs = _take_linears(source, up), _take_linears(source, "down_proj")
+        self.source = source  # its activation function
+
+    def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """Weighted sums [rows, features] of the chosen experts.
+
+        `hidden`: [rows, features]. `top_k_index`, `top_k_weights`: experts of each row and their weights, [rows, k].
+        """
+        rows, choices = top_k_index.shape
+        order = top_k_index.flatten().argsort(stable=True)  # choices grouped by expert
+        counts = top_k_index.flatten().bincount(minlength=len(self.ups)).tolist()
+        weights = top_k_weights.reshape(-1, 1)
+        dtype = torch.promote_types(hidden.dtype, weights.dtype)
+        results = hidden.new_empty(rows * choices, hidden.shape[-1], dtype=dtype)
+        for index, chosen in enumerate(order.split(counts)):
+            if count := len(chosen):
+                padded = _padded(hidden[chosen // choices], self.tiles.rows(count))
+                results[chosen] = self._expert(index, padded)[:count] * weights[chosen]
+        first, *others = results.view(rows, choices, -1).unbind(1)
+        for other in others:
+            first = first + other
+        return first.to(hidden.dtype)
+
+    def _expert(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        inner = self.ups[index](x)
+        inner = self.source._apply_gate(inner) if self.source.has_gate else self.source.act_fn(inner)
+        output: torch.Tensor = self.downs[index](inner)
+        return output
+
+
+def replace_experts(module: nn.Module) -> None:
+    """Replace all experts below `module`, and run their routers on tiles of `ROUTER_ROWS` rows."""
+    for name, child in list(module.named_children()):
+        if not _is_replaceable(child):
+            replace_experts(child)
+            continue
+        setattr(module, name, Experts(child))
+        for router in (getattr(module, each, None) for each in ROUTERS):
+            if isinstance(router, nn.Module):
+                router.forward = _Tiled(router.forward)  # type: ignore[method-assign]
+
+
+def set_expert_tiles(module: nn.Module, tiles: Tiles) -> None:
+    for child in module.modules():
+        if isinstance(child, Experts):
+            child.tiles = tiles
+
+
+def _is_replaceable(module: Any) -> bool:
+    """Whether a module has the layout of transformers' `use_experts_implementation`."""
+    has_layout = hasattr(module, "is_transposed") and hasattr(module, "down_proj")
+    return has_layout and not getattr(module, "has_post_expert_norm", False)
+
+
+def _take_linears(source: Any, name: str) -> nn.ModuleList:
+    """Move a parameter [experts, outputs, inputs] out of a module, as linear layers."""
+    weights = getattr(source, name).detach()
+    biases = getattr(source, f"{name}_bias").detach() if source.has_bias else None
+    for taken in (name, f"{name}_bias") if source.has_bias else (name,):
+        delattr(source, taken)
+    linears = nn.ModuleList()
+    for index in range(len(weights)):
+        weight = weights[index].T.contiguous() if source.is_transposed else weights[index]
+        linear = nn.Linear(weight.shape[1], weight.shape[0], biases is not None, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        if biases is not None:
+            linear.bias = nn.Parameter(biases[index], requires_grad=False)
+        linears.append(linear)
+    return linears
+
+
+class _Tiled:
+    """Calls a router on tiles of `ROUTER_ROWS` rows."""
+
+    def __init__(self, route: Any) -> None:
+        self._route = route
+
+    def __call__(self, hidden: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+        """Results of the router for `hidden` [..., rows, features], concatenated by rows."""
+        parts = []
+        for tile in hidden.split(ROUTER_ROWS, dim=-2):
+            results = self._route(_padded(tile, ROUTER_ROWS), *others)
+            parts.append([result[: tile.shape[-2]] for result in results])
+        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+
+def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Pad `x` [..., n, features] to this many rows with copies of its first row."""
+    missing = rows - x.shape[-2]
+    if not missing:
+        return x
+    shape = (*x.shape[:-2], missing, x.shape[-1])
+    return torch.cat([x, x[..., :1, :].expand(shape)], dim=-2)

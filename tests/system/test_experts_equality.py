@@ -1,0 +1,50 @@
+"""Exactness of a mixture of experts, with a draft that is often wrong."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from mixes import MAX_TOKENS, Case, assert_equal, make_prompt, make_request, play
+from pair_service import LogitsTap, serving_pair
+from tiny_models import edited_weights, save_model, small_config
+
+from specpool.v1.common_pb2 import EQUIVALENCE_BITWISE
+
+KINDS = ((20, 4, None), (1, 3, None), (63, 2, 5), (64, 0, None), (17, 8, None), (130, 3, None), (40, None, 0))
+"""Length of the prompt, k, and number of tokens before the client cancels."""
+MIX = [
+    Case(make_prompt((seed % 3, length)), MAX_TOKENS - seed, k, True, seed, cancelled)
+    for seed, (length, k, cancelled) in enumerate(KINDS)
+]
+
+
+def save_pair(folder: Path) -> tuple[Path, Path]:
+    """Save a mixture, and a draft with nearly the same weights."""
+    sizes = {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": None}
+    target, draft = save_model(folder / "target", small_config("mixtral", **sizes)), folder / "draft"
+    shutil.copytree(target, draft)
+    with edited_weights(draft) as weights:
+        for weight in weights.values():
+            weight.add_(torch.randn(weight.shape), alpha=0.004)
+    return target, draft
+
+
+@pytest.mark.slow
+async def test_tokens_and_logits_are_those_of_plain_decoding(tmp_path: Path) -> None:
+    worker = {"max_sequences": 5, "max_model_len": 256, "threads": 1}
+    async with serving_pair(*save_pair(tmp_path), worker=worker, max_num_seqs=5, max_batch_size=4) as service:
+        stub, tap = service.client.stub, LogitsTap(service.target.backend.engine)
+        assert (await service.client.model_info()).target.equivalence == EQUIVALENCE_BITWISE
+        expected = []
+        for case in MIX:
+            alone = make_request(Case(case.prompt, case.max_tokens, 0, case.ignore_eos, 0, None))
+            expected.append(list((await stub.Generate(alone)).token_ids))
+        drafted = await stub.Generate(make_request(Case(MIX[0].prompt, MAX_TOKENS, 4, True, 0, None)))
+        assert 0.05 < drafted.speculative_decoding.draft_acceptance_rate < 0.95
+        for _ in range(2):
+            got = await asyncio.gather(*(play(service.client, case) for case in MIX))
+            assert_equal(MIX, got, expected)
+        assert tap.compared > MAX_TOKENS
+        assert not tap.different
