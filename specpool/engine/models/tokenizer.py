@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from specpool.engine.config.sources import UnsupportedModelError, source_of
 from specpool.engine.models.config import explain
