@@ -145,7 +145,8 @@ def activation_bytes(config: Any, dtype: torch.dtype, vocab_size: int, rows: int
     intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     if isinstance(intermediate, list):  # one size per layer
         intermediate = max(intermediate)
-    per_row = HIDDEN_COPIES * config.hidden_size + INTERMEDIATE_COPIES * intermediate
+    experts = getattr(config, "num_experts_per_tok", None) or 0  # each has a result of its own
+    per_row = (HIDDEN_COPIES + experts) * config.hidden_size + INTERMEDIATE_COPIES * intermediate
     row_bytes: int = per_row * dtype.itemsize + LOGIT_COPIES * vocab_size * torch.float32.itemsize
     return rows * row_bytes
 

@@ -68,7 +68,7 @@ def replace_experts(module: nn.Module) -> None:
         setattr(module, name, Experts(child))
         for router in (getattr(module, each, None) for each in ROUTERS):
             if isinstance(router, nn.Module):
-                router.forward = _Tiled(router.forward)  # type: ignore[method-assign]
+                router.forward = _Tiled(router.forward)
 
 
 def set_expert_tiles(module: nn.Module, tiles: Tiles) -> None:

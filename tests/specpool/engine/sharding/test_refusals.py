@@ -23,6 +23,7 @@ from specpool.engine.sharding.shares import Share, shard
         ("llama", {"tensor_parallel": 3}, "tensor_parallel 3 is more than the 2 KV heads"),
         ("llama", {"device": "cpu,cpu,cpu"}, "device names 3 devices for 2 ranks"),
         ("gemma2", {}, "gemma2"),
+        ("mixtral", {}, "cannot be sharded: mixtral is not one of the families"),
     ],
 )
 def test_unsupported_models_and_options_are_refused_before_ranks_start(
