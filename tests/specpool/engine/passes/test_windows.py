@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_models import (
     decode_alone,
+    edited_weights,
     load_engine,
     random_tokens,
     rows_that_differ,
