@@ -3,12 +3,15 @@
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mixes import MAX_TOKENS, Case, assert_equal, cases, make_prompt, make_request, play
 from pair_service import ARRANGEMENTS, LogitsTap, PairService, running_arrangement
+from tiny_models import edited_weights, save_model, small_config
 
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1.common_pb2 import EQUIVALENCE_BITWISE
@@ -79,3 +82,36 @@ def test_verified_logits_were_compared(mixes: Mixes) -> None:
     mixes.runner.run(mixes.check(mix, []))
     assert mixes.tap.compared - before > 5 * MAX_TOKENS
     assert not mixes.tap.different
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gemma2", {"attn_logit_softcapping": 5.0}),
+        ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}),
+        ("granite_swa", {}),
+        ("mistral", {}),
+    ],
+)
+def test_windows_equal_plain_decoding(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    """Sequences are longer than the window. The draft is a noisy copy of the target."""
+    config = small_config(family, sliding_window=16, **changes)
+    target, draft = save_model(tmp_path / "target", config), save_model(tmp_path / "draft", config)
+    generator = torch.Generator().manual_seed(0)
+    with edited_weights(draft) as weights:
+        for weight in weights.values():
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.01)
+    mix = [Case(make_prompt((seed, 20)), MAX_TOKENS, 4, True, 0, None) for seed in range(6)]
+    options = {"max_num_seqs": 5, "max_batch_size": 4, "prefill_tokens": 16}
+    with running_arrangement("chosen drafts", target, draft, **options) as (runner, service):
+        mixes = Mixes(runner, service, LogitsTap(service.target.backend.engine))
+        runner.run(mixes.check(mix, [3]))
+        assert mixes.tap.compared > 2 * MAX_TOKENS
+        assert not mixes.tap.different
+        response = runner.run(_generate(service, mix[0]))
+        assert 0 < response.speculative_decoding.draft_acceptance_rate < 1
+
+
+async def _generate(service: PairService, case: Case) -> pb.GenerateResponse:
+    return await service.client.stub.Generate(make_request(case))

@@ -17,7 +17,6 @@ DRY_RUN = "specpool_dry_run"
 # Models with more layers would take seconds to build.
 MAX_LAYERS = 256
 TOKENS = 8
-MISMATCH = "must match the size of tensor"  # torch
 FOREIGN = "attention outside transformers' attention interface"
 
 
@@ -79,8 +78,8 @@ def unsupported_attention(config: PreTrainedConfig, max_model_len: int) -> str |
     except UnsupportedAttentionError as error:
         return str(error)
     except Exception as error:  # model code may raise anything; loading the model reports it
-        if MISMATCH in str(error):
-            return f"sizes that do not fit together: {first_line(error)}"
+        if "broadcast" in str(error):
+            return f"sizes that contradict each other in its configuration ({first_line(error)})"
         return FOREIGN if isinstance(error, KeyError) and error.args == (DRY_RUN,) else None
     if not calls:
         return FOREIGN

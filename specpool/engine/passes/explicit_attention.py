@@ -42,7 +42,9 @@ def _attend_with_sinks(
         query, key, value, attn_mask=bias, scale=scaling
     )
     # The softmax of the scores and the sink: exp(total) / (exp(total) + exp(sink)).
-    return (attended * in_chunks(torch.sigmoid, _vectors(total - sinks))[..., :1]).to(query.dtype)
+    share = in_chunks(torch.sigmoid, _vectors(total - sinks))[..., :1]
+    weighted: torch.Tensor = (attended * share).to(query.dtype)
+    return weighted
 
 
 def _attend_by_tiles(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_models import (
     decode_alone,
+    edited_weights,
     load_engine,
     random_tokens,
     rows_that_differ,
@@ -14,8 +15,13 @@ from tiny_models import (
     small_config,
     transformers_logits,
 )
+from transformers import PreTrainedConfig
 
+from specpool.engine.cache.spans import Span
+from specpool.engine.passes import explicit_attention
 from specpool.engine.passes.attention import LibraryModel
+from specpool.engine.passes.explicit_attention import attend_explicitly
+from specpool.engine.run.engine import Engine
 
 WINDOW: dict[str, Any] = {"sliding_window": 24, "num_hidden_layers": 4}
 LATENT: dict[str, Any] = {
@@ -26,9 +32,10 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 2,
 }
 MIXED = ["sliding_attention", "full_attention"] * 2
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 SLOW = pytest.mark.slow
 FAMILIES = [
-    ("mistral", WINDOW),
+    pytest.param("mistral", WINDOW, marks=SLOW),
     pytest.param("qwen2", {**WINDOW, "use_sliding_window": True, "max_window_layers": 2}, marks=SLOW),
     pytest.param("ministral", {**WINDOW, "layer_types": MIXED}, marks=SLOW),
     ("gemma2", {**WINDOW, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
@@ -38,24 +45,74 @@ FAMILIES = [
     pytest.param("olmo3", WINDOW, marks=SLOW),
     pytest.param("smollm3", {}, marks=SLOW),
     pytest.param("seed_oss", {}, marks=SLOW),
-    ("deepseek_v2", LATENT),  # values are smaller than keys
+    pytest.param("granite_swa", WINDOW, marks=SLOW),  # attention sinks
+    pytest.param("deepseek_v2", LATENT, marks=SLOW),  # values are smaller than keys
     pytest.param("deepseek_v3", LATENT, marks=SLOW),
     pytest.param("glm4_moe_lite", {**LATENT, "mlp_layer_types": ["dense"] * 2, "v_head_dim": 32}, marks=SLOW),
 ]
 
 
-def check_logits(folder: Path, count: int = 150) -> None:
-    """The engine is bitwise, and near transformers on the same weights."""
-    engine = load_engine(folder)
+def save_random(folder: Path, config: PreTrainedConfig) -> Path:
+    """Save a model with random sinks, norms and biases, too."""
+    generator = torch.Generator().manual_seed(1)
+    with edited_weights(save_model(folder, config)) as weights:
+        for weight in weights.values():
+            if weight.dim() < 2:
+                weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.3)
+    return folder
+
+
+def check_logits(engine: Engine, folder: Path, count: int = 150) -> None:
+    """Compare logits beyond the window with those of transformers on the same weights."""
     assert isinstance(engine.forward_pass, LibraryModel)
-    assert engine.bitwise
     tokens = random_tokens(count)
     expected = transformers_logits(folder, tokens)
     largest = float(expected.abs().max())
-    torch.testing.assert_close(decode_alone(engine, tokens), expected, atol=1e-4 * largest, rtol=1e-4)
-    assert rows_that_differ(engine) == 0
+    for logits in (decode_alone(engine, tokens[:60]), engine.forward([Span(1, 0, tokens, count)])):
+        torch.testing.assert_close(logits, expected[: len(logits)], atol=1e-4 * largest, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("family", "changes"), FAMILIES)
 def test_a_family_is_exact_beyond_its_window(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
-    check_logits(save_model(tmp_path, small_config(family, **changes)))
+    folder = save_random(tmp_path, small_config(family, **changes))
+    engine = load_engine(folder)
+    assert engine.bitwise
+    check_logits(engine, folder)
+    assert rows_that_differ(engine) == 0
+
+
+@pytest.mark.slow
+def test_the_sinks_of_gpt_oss_match_transformers(tmp_path: Path) -> None:
+    folder = save_random(tmp_path, small_config("gpt_oss", **WINDOW, **EXPERTS))
+    check_logits(load_engine(folder), folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "changes"), [("gemma2", {"attn_logit_softcapping": 5.0}), ("granite_swa", {})])
+def test_a_window_may_hide_many_tiles(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    config = small_config(family, sliding_window=20, max_position_embeddings=2048, **changes)
+    engine = load_engine(save_random(tmp_path, config))
+    assert engine.bitwise
+    check_logits(engine, tmp_path, count=1300)
+
+
+def test_rows_have_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(5, 2, size, 16, generator=generator) for size in (3, 128, 128))
+    visible = torch.rand(5, 1, 3, 128, generator=generator) < 0.5
+    sinks = torch.randn(5, 2, 3, generator=generator)
+    for softcap in (None, 5.0):
+        inputs = (query, key, value, visible, 0.25, sinks, softcap)
+        together = attend_explicitly(*inputs)
+        scores = query @ key.transpose(2, 3) * 0.25
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        scores = torch.cat([scores.masked_fill(~visible, -torch.inf), sinks[..., None]], -1)
+        torch.testing.assert_close(together, scores.softmax(-1)[..., :-1] @ value)
+        alone = [
+            attend_explicitly(*(each[i : i + 1] for each in inputs[:4]), 0.25, sinks[i : i + 1], softcap)
+            for i in range(5)
+        ]
+        assert torch.equal(torch.cat(alone), together)
+        with monkeypatch.context() as patch:
+            patch.setattr(explicit_attention, "MAX_ELEMENTS", 0)  # row by row
+            assert torch.equal(attend_explicitly(*inputs), together)
