@@ -51,7 +51,8 @@ def stored_sizes(options: EngineOptions) -> StoredSizes | None:
 def read_tensor(options: EngineOptions, config: PreTrainedConfig, name: str) -> torch.Tensor | None:
     """Read one weight of a model's safetensors files; None if they have none of this name. UnsupportedModelError."""
     if (packed := format_of(config)) is not None:
-        weight = packed_weights(safetensors_files(options), packed).get(name)
+        weights = packed_weights(safetensors_files(options), packed)
+        weight = next((weight for stored, weight in weights.items() if text_name(stored) == name), None)
         return None if weight is None else weight[...]
     for path in safetensors_files(options):
         with safe_open(path, framework="pt") as file:

@@ -1,5 +1,6 @@
 """Weights of quantized checkpoints are dequantized when read, bit for bit."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,15 @@ import pytest
 import torch
 from packed_checkpoints import FORMATS, INTEGERS, PackedFormat, mxfp4, save_packed
 from safetensors.torch import save_file
-from tiny_models import edited_weights, load_engine, random_tokens, refusal, small_config
+from tiny_models import edit_json, edited_weights, load_engine, random_tokens, refusal, small_config
 from transformers import AutoModelForCausalLM
+from vision_language import save_vision_language
 
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.config import load_config
 from specpool.engine.models.loading import load_model
+from specpool.engine.models.vision_language import is_text_weight
 from specpool.engine.models.weights import read_weight, read_with_transformers
 from specpool.engine.sharding.shares import Share, shard
 
@@ -124,3 +127,24 @@ def test_weights_that_contradict_the_configuration_are_refused(tmp_path: Path) -
     assert "mlp.up_proj.weight has .weight_packed, but is stored as F32" in refusal(quantized)
     (quantized / "model.safetensors").unlink()
     assert "it has no model.safetensors" in refusal(quantized)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("qwen2_5_vl", "awq"), ("mistral3", "fp8-channel")])
+def test_text_parts_are_dequantized(tmp_path: Path, kind: str, name: str) -> None:
+    save_vision_language(tmp_path / "plain", kind, tie_word_embeddings=False)
+    packed, stored = FORMATS[name], dict[str, torch.Tensor]()
+    with edited_weights(tmp_path / "plain") as weights:
+        for each, weight in weights.items():
+            if is_text_weight(each) and each.endswith("proj.weight"):
+                parts, dense = packed.pack(weight)
+                weights[each] = dense.contiguous()
+                stored.update({each.removesuffix(".weight") + ending: part for ending, part in parts.items()})
+            else:
+                stored[each] = weight
+        stored = {each: weight.contiguous().clone() for each, weight in stored.items()}
+    shutil.copytree(tmp_path / "plain", tmp_path / "packed")
+    save_file(stored, tmp_path / "packed" / "model.safetensors", metadata={"format": "pt"})
+    edit_json(tmp_path / "packed", quantization_config=packed.quantization)
+    span = [Span(0, 0, random_tokens(9), 9)]
+    quantized, plain = (load_engine(tmp_path / each, max_model_len=256) for each in ("packed", "plain"))
+    assert torch.equal(quantized.forward(span), plain.forward(span))
