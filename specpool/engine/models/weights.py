@@ -5,7 +5,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,35 +98,60 @@ def read_with_transformers(
     options: EngineOptions, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, **arguments: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Read a model onto a device with transformers, and its loading report."""
+    if not hasattr(config, WRAPPER):
+        return _read(options, config, device, dtype, arguments)
+    renamed = {f"^{re.escape(old)}": new for old, new in RENAMED.items()}
+    with _muted():
+        model, report = _read(options, config, device, dtype, {**arguments, "config": config, "key_mapping": renamed})
+    report["unexpected_keys"] = [name for name in report["unexpected_keys"] if is_text_weight(name)]
+    # The configuration need not say whether the files have an output head.
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    model.config.tie_word_embeddings = ends[0].weight is ends[1].weight
+    return model, report
+
+
+def _read(
+    options: EngineOptions,
+    config: PreTrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    arguments: dict[str, Any],
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     check_weights(options, config)
     source, gguf = source_of(options.model, options.revision), gguf_file_of(options.model)
     if gguf is not None:
         source = {**source, "gguf_file": gguf.name, "config": config}
-    is_text_part = hasattr(config, WRAPPER)
-    if is_text_part:
-        renamed = {f"^{re.escape(old)}": new for old, new in RENAMED.items()}
-        source = {**source, "config": config, "key_mapping": renamed}
     quantization = dequantization_arguments(config, source)
     # With a device map, transformers reads onto a GPU tensor by tensor, so the host never holds the whole model. Shards
     # are cut on the host from mapped files, whose other parts are never read.
     placement = {"device_map": {"": device}} if device.type == "cuda" and "quantization_config" not in arguments else {}
-    with _muted() if is_text_part else nullcontext():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            **{**source, **quantization, **placement, **arguments},
-            dtype=dtype,
-            output_loading_info=True,
-            use_safetensors=True,  # checkpoints in pickle format can run code
-            ignore_mismatched_sizes=True,  # check_complete refuses them; transformers would only warn
-        )
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        **{**source, **quantization, **placement, **arguments},
+        dtype=dtype,
+        output_loading_info=True,
+        use_safetensors=True,  # checkpoints in pickle format can run code
+        ignore_mismatched_sizes=True,  # check_complete refuses them; transformers would only warn
+    )
     model, report = loaded
-    if is_text_part:
-        report["unexpected_keys"] = [name for name in report["unexpected_keys"] if is_text_weight(name)]
-        # The configuration need not say whether the files have an output head.
-        model.config.tie_word_embeddings = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if quantization:
         for weight in model.parameters():  # dequantization leaves other weights in their stored dtype
             weight.data = weight.data.to(dtype)
     return model.to(device), report
+
+
+@contextmanager
+def _muted() -> Iterator[None]:
+    """Keep transformers from listing every weight of a vision tower that is left out."""
+    log, show = logging.getLogger("transformers.modeling_utils"), partial(_lacks, "UNEXPECTED")
+    log.addFilter(show)
+    try:
+        yield
+    finally:
+        log.removeFilter(show)
+
+
+def _lacks(word: str, record: logging.LogRecord) -> bool:
+    return word not in record.getMessage()
 
 
 def check_complete(report: dict[str, Any]) -> None:
@@ -154,21 +179,6 @@ def check_all_used(report: dict[str, Any]) -> None:
         raise UnsupportedModelError(
             f"the files have {len(unused)} weights that the configured model does not use: {_join(unused)}"
         )
-
-
-@contextmanager
-def _muted() -> Iterator[None]:
-    """Keep transformers from listing every weight of a vision tower that is left out."""
-    log, show = logging.getLogger("transformers.modeling_utils"), partial(_lacks, "UNEXPECTED")
-    log.addFilter(show)
-    try:
-        yield
-    finally:
-        log.removeFilter(show)
-
-
-def _lacks(word: str, record: logging.LogRecord) -> bool:
-    return word not in record.getMessage()
 
 
 def _join(names: list[str]) -> str:
