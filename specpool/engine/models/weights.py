@@ -5,7 +5,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,25 @@ def read_with_transformers(
     options: EngineOptions, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, **arguments: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Read a model onto a device with transformers, and its loading report."""
+    if not hasattr(config, WRAPPER):
+        return _read(options, config, device, dtype, arguments)
+    renamed = {f"^{re.escape(old)}": new for old, new in RENAMED.items()}
+    with _muted():
+        model, report = _read(options, config, device, dtype, {**arguments, "config": config, "key_mapping": renamed})
+    report["unexpected_keys"] = [name for name in report["unexpected_keys"] if is_text_weight(name)]
+    # The configuration need not say whether the files have an output head.
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    model.config.tie_word_embeddings = ends[0].weight is ends[1].weight
+    return model, report
+
+
+def _read(
+    options: EngineOptions,
+    config: PreTrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    arguments: dict[str, Any],
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     check_weights(options, config)
     # With a device map, transformers reads onto a GPU tensor by tensor, so the host never holds the whole model. Shards
     # are cut on the host from mapped files, whose other parts are never read.
@@ -118,23 +137,14 @@ def read_with_transformers(
         "use_safetensors": True,  # checkpoints in pickle format can run code
         "ignore_mismatched_sizes": True,  # check_complete refuses them; transformers would only warn
     }
-    packed, gguf, is_text_part = format_of(config), gguf_file_of(options.model), hasattr(config, WRAPPER)
-    if is_text_part:
-        renamed = {f"^{re.escape(old)}": new for old, new in RENAMED.items()}
-        arguments |= {"config": config, "key_mapping": renamed}
+    packed, gguf = format_of(config), gguf_file_of(options.model)
+    if packed is not None:
+        return _read_packed(options, config, packed, device, arguments)
     source = source_of(options.model, options.revision)
     if gguf is not None:  # with quantized kernels, transformers would keep the weights quantized
         source |= {"gguf_file": gguf.name, "config": config, "quantization_config": GgufConfig(dequantize=True)}
-    with _muted() if is_text_part else nullcontext():
-        if packed is not None:
-            model, report = _read_packed(options, config, packed, arguments)
-        else:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(**{**source, **arguments})
-            model, report = loaded
-    if is_text_part:
-        report["unexpected_keys"] = [name for name in report["unexpected_keys"] if is_text_weight(name)]
-        # The configuration need not say whether the files have an output head.
-        model.config.tie_word_embeddings = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    loaded: Any = AutoModelForCausalLM.from_pretrained(**{**source, **arguments})
+    model, report = loaded
     if gguf is not None:
         for weight in model.parameters():  # dequantization leaves other weights in their stored dtype
             weight.data = weight.data.to(dtype)
@@ -145,6 +155,7 @@ def _read_packed(
     options: EngineOptions,
     config: PreTrainedConfig,
     packed: PackedFormat,
+    device: torch.device,
     arguments: dict[str, Any],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Read a quantized model, of which transformers sees only dequantized weights."""
@@ -157,7 +168,22 @@ def _read_packed(
     plain = {"config": without_quantization(config), "state_dict": weights}
     model, report = built.from_pretrained(None, **{**arguments, **plain})
     model.generation_config = read_generation_config(options) or model.generation_config
-    return model, report
+    return model.to(device), report
+
+
+@contextmanager
+def _muted() -> Iterator[None]:
+    """Keep transformers from listing every weight of a vision tower that is left out."""
+    log, show = logging.getLogger("transformers.modeling_utils"), partial(_lacks, "UNEXPECTED")
+    log.addFilter(show)
+    try:
+        yield
+    finally:
+        log.removeFilter(show)
+
+
+def _lacks(word: str, record: logging.LogRecord) -> bool:
+    return word not in record.getMessage()
 
 
 def check_complete(report: dict[str, Any]) -> None:
@@ -185,21 +211,6 @@ def check_all_used(report: dict[str, Any]) -> None:
         raise UnsupportedModelError(
             f"the files have {len(unused)} weights that the configured model does not use: {_join(unused)}"
         )
-
-
-@contextmanager
-def _muted() -> Iterator[None]:
-    """Keep transformers from listing every weight of a vision tower that is left out."""
-    log, show = logging.getLogger("transformers.modeling_utils"), partial(_lacks, "UNEXPECTED")
-    log.addFilter(show)
-    try:
-        yield
-    finally:
-        log.removeFilter(show)
-
-
-def _lacks(word: str, record: logging.LogRecord) -> bool:
-    return word not in record.getMessage()
 
 
 def _join(names: list[str]) -> str:

@@ -28,6 +28,8 @@ def render(source: str, max_characters: float = math.inf, **special_tokens: str)
         "{{ '{0.__class__}'.format(1) }}{{ dict.__class__ }}{{ [none, true, 1.5] | tojson }}",
         "{{ messages[0] | tojson(sort_keys=True, separators=(',', ':')) }}{% set a | upper %}b{% endset %}{{ a }}",
         "{{ '<b>' }}{{ missing }}{{ missing is defined }}{{ namespace(self=2).self }}{{ cycler('x', 'y').next() }}",
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+        "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}{% endfor %}",
         "  {% if true %}\n  kept\n  {% endif %}\n{# note #}\n{{ 'é' ~ 3 }}",
         "{% macro show(m) %}<{{ m.role }}>{% endmacro %}{{ show(messages[0]) }}{{ [1, 2] * 2 }}{{ 2 ** 0.5 }}",
     ],
