@@ -81,12 +81,14 @@ class DeviceRounds:
         is_plain = self._target.slots[key].sampling is None and item.logprobs is None and not item.prefill_only
         if not is_plain or len(item.token_ids) != 1:
             return None
-        own = item.own_draft
-        if own is None or not own.num_draft_tokens:
+        own, slot, max_length = item.own_draft, self._draft.slots.find(key), self._draft.max_model_len
+        num_draft_tokens = 0
+        if own is not None:
+            room = min(own.max_length, self._target.max_model_len, max_length) - (span.start + 2)
+            num_draft_tokens = min(own.num_draft_tokens, room)
+        if num_draft_tokens <= 0:
             return RoundSpan(span)
-        slot, max_length = self._draft.slots.find(key), self._draft.max_model_len
-        room = min(own.max_length, self._target.max_model_len, max_length) - (span.start + 2)
-        part = RoundSpan(span, -1 if slot is None else slot.index, max(0, min(own.num_draft_tokens, room)))
+        part = RoundSpan(span, -1 if slot is None else slot.index, num_draft_tokens)
         fits = _item_of(key, part).end <= max_length
         return part if slot is not None and fits and _is_current(slot, self._target.slots[key].carried, item) else None
 

@@ -125,8 +125,9 @@ class OwnDrafts:
         if not asked:
             return {}
         began, realigned = time.perf_counter_ns(), self.proposer.realign_ns
-        items = self._next_items(asked, max(MIN_CATCHUP, num_tokens))
-        drafted = {key: result.drafted for key, result in results.items()}
+        drafted = {key: result.drafted for key, result in results.items() if result.drafted is not None}
+        following = {key: own for key, own in asked.items() if key in drafted or not results}
+        items = self._next_items(following, max(MIN_CATCHUP, num_tokens))
         proposals = self._propose(rounds, items, drafted) if items else {}
         for key, proposal in proposals.items():
             if proposal.status is ItemStatus.OK:

@@ -20,8 +20,9 @@ from specpool.engine.run import pass_selection
 from specpool.engine.run.device_round import DeviceRound
 from specpool.engine.run.engine import Engine
 from specpool.protocol.errors import WorkerFailedError
-from specpool.protocol.rounds import OwnDraftItem, Verdict
+from specpool.protocol.rounds import ItemStatus, OwnDraftItem, Verdict
 from specpool.protocol.sampling import SamplingParams
+from target_worker import own_draft
 from target_worker.verifier import Verifier
 
 pytest.importorskip("triton")
@@ -172,6 +173,24 @@ def test_sequences_without_drafts_join_a_round(pair: Pair, counted: list[int]) -
     assert counted == [2]
     rounds.send([(each, each.item(OwnDraftItem(3, 3))) for each in both])
     assert counted == [2], "the draft has to catch up"
+
+
+@only_plain
+def test_sequences_without_room_for_drafts_join_a_round(
+    pair: Pair, counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds, own = carrying(pair), OwnDraftItem(3, 3)
+    short, long = Generation(1, tuple(random_tokens(20))), Generation(2, tuple(random_tokens(MAX_DRAFT_LENGTH + 1)))
+    rounds.send([(each, each.item(own)) for each in (short, long)])
+    monkeypatch.setattr(own_draft, "MIN_CATCHUP", 4)  # the draft has no time for the long sequence
+    (_, verdict) = rounds.send([(each, each.item(own)) for each in (short, long)])
+    assert counted == [2]
+    assert verdict.own_draft is not None
+    assert (verdict.own_draft.status, verdict.own_draft.draft_token_ids) == (ItemStatus.CACHE_MISS, ())
+
+    passes, last = pair[1].passes, own._replace(max_length=len(short.token_ids) + 1)
+    rounds.send([(short, short.item(last))])
+    assert (counted, pair[1].passes) == ([2], passes), "there is nothing to draft"
 
 
 @only_plain

@@ -49,8 +49,8 @@ class SpanResult(NamedTuple):
     """The target's choice after each token of the span."""
     is_finite: bool
     """Whether the largest logit after each token is finite."""
-    drafted: list[list[float]]
-    """Tokens drafted after the accepted ones, and their probabilities. Meaningless without a draft."""
+    drafted: list[list[float]] | None
+    """Tokens drafted after the accepted ones, and their probabilities. None without a draft."""
     states: torch.Tensor | None
     """The target's states after the span's last `num_states` tokens; see `PassResult`."""
 
@@ -157,7 +157,9 @@ def _split(parts: Sequence[RoundSpan], verified: PassResult, numbers: list[float
     tokens, probabilities, drafted = numbers[:rows], numbers[rows : 2 * rows], numbers[2 * rows :]
     for index, (part, states) in enumerate(zip(parts, _states_of(parts, verified), strict=True)):
         end = begin + len(part.span.token_ids)
-        own = [drafted[index + which * count :: 2 * count] for which in range(2)]
+        own = None
+        if part.draft_slot >= 0:
+            own = [drafted[index + which * count :: 2 * count] for which in range(2)]
         is_finite = all(map(math.isfinite, probabilities[begin:end]))
         results.append(SpanResult([*map(int, tokens[begin:end])], is_finite, own, states))
         begin = end
