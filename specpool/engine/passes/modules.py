@@ -54,23 +54,21 @@ def chunk_activations(module: nn.Module) -> None:
             chunk_activations(child)
 
 
-_FUNCTIONS = {
-    *(functional.gelu, functional.silu, functional.softplus),
-    *(torch.sigmoid, torch.Tensor.sigmoid, torch.tanh, torch.Tensor.tanh),
-}
+_FUNCTIONS = {torch.tanh, torch.Tensor.tanh, torch.sigmoid, torch.Tensor.sigmoid, functional.sigmoid, functional.tanh}
+_FUNCTIONS |= {functional.silu, functional.gelu, functional.softplus}
 
 
 class ChunkedFunctions(TorchFunctionMode):
-    """Applies activation functions that are called without a module in chunks."""
+    """Applies activation functions in chunks while it is active, for code that calls them without a module."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function. `func`: a function of torch."""
+        """Call the function."""
         kwargs = kwargs or {}
-        if func in _FUNCTIONS and args[0].dim() > 1:
-            return in_chunks(lambda x: func(x, *args[1:], **kwargs), args[0].contiguous())
-        return func(*args, **kwargs)
+        if func not in _FUNCTIONS or not args or args[0].dim() == 0:
+            return func(*args, **kwargs)
+        return in_chunks(lambda x: func(x, *args[1:], **kwargs), args[0].contiguous())
 
 
 class PrepackedLinear(nn.Module):
