@@ -142,13 +142,16 @@ def weight_bytes(model: nn.Module) -> int:
 
 def activation_bytes(config: Any, dtype: torch.dtype, vocab_size: int, rows: int) -> int:
     """Return an upper estimate of the activation bytes of a pass with `rows` rows that all need logits."""
-    intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    if isinstance(intermediate, list):  # one size per layer
-        intermediate = max(intermediate)
-    experts = getattr(config, "num_experts_per_tok", None) or 0  # each has a result of its own
+    intermediate = _largest(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    experts = _largest(getattr(config, "num_experts_per_tok", None) or 0)  # each has a result of its own
     per_row = (HIDDEN_COPIES + experts) * config.hidden_size + INTERMEDIATE_COPIES * intermediate
     row_bytes: int = per_row * dtype.itemsize + LOGIT_COPIES * vocab_size * torch.float32.itemsize
     return rows * row_bytes
+
+
+def _largest(size: int | list[int]) -> int:
+    """Return the largest size of a layer. `size`: of all layers, or of each."""
+    return max(size) if isinstance(size, list) else size
 
 
 def process_memory(device: torch.device) -> tuple[int, int]:

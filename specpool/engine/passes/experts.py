@@ -67,7 +67,7 @@ def replace_experts(module: nn.Module) -> None:
             continue
         setattr(module, name, Experts(child))
         for router in (getattr(module, each, None) for each in ROUTERS):
-            if isinstance(router, nn.Module):
+            if router is not None and type(router) is not nn.Linear:  # linear layers are probed
                 router.forward = _Tiled(router.forward)
 
 

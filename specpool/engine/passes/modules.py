@@ -54,10 +54,8 @@ def chunk_activations(module: nn.Module) -> None:
             chunk_activations(child)
 
 
-_FUNCTIONS = {
-    *(functional.gelu, functional.silu, functional.softplus),
-    *(torch.sigmoid, torch.Tensor.sigmoid, functional.sigmoid, torch.tanh, torch.Tensor.tanh, functional.tanh),
-}
+_FUNCTIONS = {torch.tanh, torch.Tensor.tanh, torch.sigmoid, torch.Tensor.sigmoid, functional.sigmoid, functional.tanh}
+_FUNCTIONS |= {functional.silu, functional.gelu, functional.softplus}
 
 
 class ChunkedFunctions(TorchFunctionMode):

@@ -34,7 +34,7 @@ EXPERTS: dict[str, Any] = {
 }
 ROUTERS = ("gate.weight", "router.weight", "gate.wg.weight", "router.gate.weight")
 FAMILIES = """
-afmoe aria_text cohere2_moe dots1 ernie4_5_moe exaone_moe flex_olmo granitemoe granitemoeshared hunyuan_v1_moe hy_v3
+afmoe cohere2_moe dots1 ernie4_5_moe exaone_moe flex_olmo granitemoe granitemoeshared hunyuan_v1_moe hy_v3
 laguna mellum minimax_m2 minimax_m3_vl_text mixtral olmoe phimoe qwen2_moe qwen3_moe solar_open
 """
 FIRST = "glm4_moe"  # shared experts, groups, and a sigmoid in the router
