@@ -40,8 +40,9 @@ class _Calls(Counter[int]):
             each.shape[1] not in self._kv_heads or each.shape[-1] > self._head_dim for each in (key, value)
         ):
             reason = "key and value heads whose number or size differs from its configuration"
-        if reason is None and self._windows[module.layer_idx] and not features.get("sliding_window"):
-            reason = f"a sliding window of {self._windows[module.layer_idx]} positions that its attention ignores"
+        window = self._windows[module.layer_idx]
+        if reason is None and window is not None and not features.get("sliding_window"):
+            reason = f"a sliding window of {window} positions that its attention ignores (try --max-model-len {window})"
         if reason is not None:
             raise UnsupportedAttentionError(reason)
         self[module.layer_idx] += 1
