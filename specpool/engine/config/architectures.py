@@ -29,6 +29,7 @@ _TYPES: Mapping[str, str] = MappingProxyType(
         "rwkv": "recurrent layers without attention",
         "xlstm": "recurrent layers without attention",
         "diffllama": "differential attention",
+        "longcat_flash": "decoder layers that attend twice",
         "jetmoe": "mixtures of attention heads",
         "reformer": "local and hashed attention",
         "xlnet": "two-stream attention",

@@ -1,7 +1,7 @@
 """Runs a model without weights, so that unsupported kinds of attention are refused before a download."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -27,8 +27,8 @@ class UnsupportedAttentionError(Exception):
 class _Calls(Counter[int]):
     """Counts attention calls by layer. Raises UnsupportedAttentionError for unsupported calls."""
 
-    def __init__(self, kv_heads: int, head_dim: int, windows: Sequence[int | None]) -> None:
-        """`windows`: the sliding window of each layer, if sequences exceed it."""
+    def __init__(self, kv_heads: int, head_dim: int, windows: Mapping[int, int]) -> None:
+        """`windows`: the sliding windows that sequences exceed, by layer."""
         super().__init__()
         self._windows = windows
         # The cache copies a single KV head to all of its heads, and fills up smaller heads with zeros.
@@ -40,8 +40,9 @@ class _Calls(Counter[int]):
             each.shape[1] not in self._kv_heads or each.shape[-1] > self._head_dim for each in (key, value)
         ):
             reason = "key and value heads whose number or size differs from its configuration"
-        if reason is None and self._windows[module.layer_idx] and not features.get("sliding_window"):
-            reason = f"a sliding window of {self._windows[module.layer_idx]} positions that its attention ignores"
+        window = self._windows.get(module.layer_idx)
+        if reason is None and window is not None and not features.get("sliding_window"):
+            reason = f"a sliding window of {window} positions that its attention ignores (try --max-model-len {window})"
         if reason is not None:
             raise UnsupportedAttentionError(reason)
         self[module.layer_idx] += 1
@@ -59,8 +60,8 @@ def unsupported_attention(config: PreTrainedConfig, max_model_len: int) -> str |
     if layers > MAX_LAYERS:
         return None
     window, types = window_of(config), getattr(sizes, "layer_types", None) or ["sliding_attention"] * layers
-    exceeded = window if window is not None and window < max_model_len else None
-    windows = [exceeded if kind == "sliding_attention" else None for kind in types]
+    sliding = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
+    windows = dict.fromkeys(sliding, window) if window is not None and window < max_model_len else {}
     calls = _Calls(getattr(sizes, "num_key_value_heads", None) or heads, head_dim_of(config), windows)
     try:
         with torch.device("meta"):

@@ -24,7 +24,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 MIXED = ["sliding_attention", "full_attention"]
 LATENT = {"head_dim": 64, "num_key_value_heads": 4}
 CHANGES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("axk1", "deepseek_v3", "longcat_flash", "youtu"), LATENT),
+    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), LATENT),
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"layer_types": MIXED, "rope_parameters": dict.fromkeys(MIXED, ROPE)},
     "dots3_note_text": {"num_key_value_heads": 4},
