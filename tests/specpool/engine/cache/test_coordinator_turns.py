@@ -110,13 +110,13 @@ async def passes_of(service: PairService, work: Any) -> tuple[Any, int]:
 def slow_down(host: WorkerHost, seconds: float) -> None:
     """Make passes take as long as those of a large model."""
     engine = host.backend.engine
-    run = engine._pass
+    run = engine.run_pass
 
     def run_slowly(*args: Any, **kwargs: Any) -> Any:
         time.sleep(seconds)
         return run(*args, **kwargs)
 
-    engine._pass = run_slowly
+    engine.run_pass = run_slowly
 
 
 async def one_after_the_other(*clients: AsyncClient) -> list[list[list[int]]]:
