@@ -1,4 +1,4 @@
-"""Packs the weights of small models in the published formats of quantized checkpoints, and says what they mean."""
+"""Packs the weights of small models in published quantized formats, and returns the weights they represent."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from tiny_models import edit_json, save_model, small_config
 
 from specpool.engine.models.packed_formats import AWQ_ORDER, FP4
 
-GROUP, BLOCK = 16, 32  # inputs per scale, and rows and columns per scale
+GROUP, BLOCK = 16, 32  # inputs per group scale; rows and columns per block scale
 Packed = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """`pack`: weight [outputs, inputs] to tensors by the endings of their names, and the weight that they stand for."""
+    """`pack`: maps a weight [outputs, inputs] to tensors keyed by name ending, and to the weight they represent."""
 
     pack: Callable[[torch.Tensor], Packed]
     quantization: dict[str, Any]
@@ -90,7 +90,7 @@ def int8_channels(weight: torch.Tensor) -> Packed:
 
 
 def fp8(weight: torch.Tensor, rows: int, columns: int, name: str = ".weight_scale") -> Packed:
-    """Quantize to FP8 with a bfloat16 scale per block of rows and columns. 0: all of them."""
+    """Quantize to FP8 with a bfloat16 scale per block of rows and columns; 0 means all of them."""
     height, width = weight.shape
     rows, columns = rows or height, columns or width
     padded = torch.nn.functional.pad(weight, (0, -width % columns, 0, -height % rows))
@@ -102,7 +102,7 @@ def fp8(weight: torch.Tensor, rows: int, columns: int, name: str = ".weight_scal
 
 
 def to_fp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the nearest FP4 numbers, two in a byte, and their values."""
+    """Return the nearest FP4 numbers, packed two per byte, and their values."""
     codes = weight.unsqueeze(-1).sub(torch.tensor(FP4)).abs().argmin(-1)
     packed = codes[..., 0::2] | codes[..., 1::2] << 4
     return packed.to(torch.uint8), torch.tensor(FP4)[codes]
@@ -181,7 +181,7 @@ INTEGERS = {
     "w8a16": FORMATS["w8a16"],
     "int8": FORMATS["int8"],
 }
-"""Formats whose weights compiled passes can multiply."""
+"""Formats whose weights compiled passes can use without dequantizing them."""
 
 
 def save_packed(

@@ -1,4 +1,4 @@
-"""Random vision-language checkpoints, as the library saves them."""
+"""Saves random vision-language checkpoints, as transformers does."""
 
 import re
 from pathlib import Path
@@ -29,7 +29,7 @@ NEW_NAMES = {
     r"^visual\.": "model.visual.",
     r"^(vision_tower|multi_modal_projector)\.": r"model.\1.",
 }
-"""Patterns of names in old checkpoints, and their replacements in new ones."""
+"""Patterns of weight names in old checkpoints, and their replacements in new ones."""
 
 
 @torch.no_grad()
@@ -54,7 +54,7 @@ def save_vision_language(folder: Path, kind: str, noise: float = 0.0, **changes:
 
 
 def use_new_names(folder: Path) -> None:
-    """Rename the weights of a checkpoint to the names that the library's models have since 2025."""
+    """Rename the weights of a checkpoint to the names that transformers models have used since 2025."""
     with edited_weights(folder) as weights:
         for name in list(weights):
             new = name

@@ -21,7 +21,7 @@ MIX = [
 
 
 def save_pair(folder: Path) -> tuple[Path, Path]:
-    """Save a mixture, and a draft with nearly the same weights."""
+    """Save a mixture of experts, and a draft with nearly the same weights."""
     sizes = {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": None}
     target, draft = save_model(folder / "target", small_config("mixtral", **sizes)), folder / "draft"
     shutil.copytree(target, draft)

@@ -143,14 +143,14 @@ def weight_bytes(model: nn.Module) -> int:
 def activation_bytes(config: Any, dtype: torch.dtype, vocab_size: int, rows: int) -> int:
     """Return an upper estimate of the activation bytes of a pass with `rows` rows that all need logits."""
     intermediate = _largest(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-    experts = _largest(getattr(config, "num_experts_per_tok", None) or 0)  # each has a result of its own
+    experts = _largest(getattr(config, "num_experts_per_tok", None) or 0)  # every chosen expert's output is kept
     per_row = (HIDDEN_COPIES + experts) * config.hidden_size + INTERMEDIATE_COPIES * intermediate
     row_bytes: int = per_row * dtype.itemsize + LOGIT_COPIES * vocab_size * torch.float32.itemsize
     return rows * row_bytes
 
 
 def _largest(size: int | list[int]) -> int:
-    """Return the largest size of a layer. `size`: of all layers, or of each."""
+    """Return the largest size in any layer. `size`: one for all layers, or one per layer."""
     return max(size) if isinstance(size, list) else size
 
 

@@ -29,7 +29,7 @@ _TYPES: Mapping[str, str] = MappingProxyType(
         "rwkv": "recurrent layers without attention",
         "xlstm": "recurrent layers without attention",
         "diffllama": "differential attention",
-        "longcat_flash": "decoder layers that attend twice",
+        "longcat_flash": "two attention blocks per decoder layer",
         "jetmoe": "mixtures of attention heads",
         "reformer": "local and hashed attention",
         "xlnet": "two-stream attention",
@@ -52,7 +52,7 @@ def why_not_supported(read: Callable[[str], object]) -> str | None:
         return f"{model} is an encoder-decoder; only decoder-only models are served; {MODELS_PAGE}"
     modalities = ", ".join(key for key in _MODALITIES if read(key))
     if modalities:
-        return f"{model} is multimodal ({modalities}), of a kind whose text part is not served either; {MODELS_PAGE}"
+        return f"{model} is multimodal ({modalities}), and its text part is not supported; {MODELS_PAGE}"
     features = (feature for key, feature in _FEATURES.items() if read(key))
     feature = _TYPES.get(str(model_type)) or next(features, None)
     if feature is not None:
@@ -72,7 +72,7 @@ def why_layers_not_supported(read: Callable[[str], object]) -> str | None:
     names = sorted(set(types) - SUPPORTED_LAYERS) if isinstance(types, list | tuple) else []
     if not names:
         return None
-    if any(map(read, _STATE_SPACE)):  # transformers calls them hybrid or linear attention
+    if any(map(read, _STATE_SPACE)):  # transformers labels state-space layers so
         names = ["state-space", *(name for name in names if name not in ("hybrid", "linear_attention"))]
     return unsupported(read("model_type"), f"{', '.join(names)} layers")
 

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: which ones are supported."""
+"""Decides which quantized checkpoints are supported."""
 
 from copy import deepcopy
 from typing import Any
@@ -23,7 +23,10 @@ def why_unsupported_quantization(config: PreTrainedConfig) -> str | None:
 
 
 def format_of(config: PreTrainedConfig) -> PackedFormat | None:
-    """Return the format of a model's quantized weights; None if they are not, or are a trained draft's. ValueError."""
+    """Return the packed format of a model; None if it is not quantized or is a trained draft.
+
+    Raises ValueError, naming the unsupported method or field.
+    """
     quantization, method = _quantization(config), method_of(config)
     if quantization is None or method in (None, DRAFT_METHOD):
         return None

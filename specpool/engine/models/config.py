@@ -22,7 +22,7 @@ from specpool.engine.passes.fused import is_fusable, window_of
 UNSTATED_MAX_MODEL_LEN = 4096
 """Maximum positions of a model that states none. No default is shorter, except the model's own limit."""
 NO_SAFETENSORS = "it has no model.safetensors; only safetensors and GGUF files are read, because others can run code"
-ROTARY, WINDOW = "rotary embedding", "sliding window, beyond which it is slower (--max-model-len)"
+ROTARY, WINDOW = "rotary embedding", "sliding window (a longer --max-model-len is slower)"
 
 
 def load_config(options: EngineOptions) -> PreTrainedConfig:
@@ -58,8 +58,9 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
 def resolve_max_model_len(config: PreTrainedConfig, options: EngineOptions) -> int:
     """Return the maximum positions of a sequence before memory is considered.
 
-    By default, these are all positions of the model, or those that the fused pass can run. Raises
-    UnsupportedModelError if the model has fewer positions than the options ask for.
+    The default is all positions of the model, or as many as the fused pass can run, but not fewer than
+    UNSTATED_MAX_MODEL_LEN if the model has them. Raises UnsupportedModelError if the model has fewer positions than the
+    options ask for.
     """
     limit = _own_max_model_len(config)
     if options.max_model_len is not None:
@@ -105,11 +106,11 @@ def rope_variants(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def _text_config(wrapper: PreTrainedConfig, stated: dict[str, Any]) -> PreTrainedConfig:
-    """Return the configuration of a language model with the layers of a vision-language model's text part."""
+    """Return a vision-language model's text part as the configuration of a language model."""
     text = wrapper.get_text_config(decoder=True).to_dict()
     values = text_part({**stated, "model_type": wrapper.model_type}, text)
     config: PreTrainedConfig = AutoConfig.for_model(values.pop("model_type"), **values)
-    config._commit_hash = getattr(wrapper, "_commit_hash", None)  # loading reads the same revision
+    config._commit_hash = getattr(wrapper, "_commit_hash", None)  # so that loading reads the same revision
     return config
 
 
@@ -158,14 +159,14 @@ def _own_max_model_len(config: PreTrainedConfig) -> int:
 
 
 def _rotary_limit(config: PreTrainedConfig) -> int | None:
-    """Return the length from which the rotary embedding changes for a whole batch; None if it never does."""
+    """Return the length beyond which the rotary embedding changes for a whole batch; None if it never does."""
     ropes = rope_variants(config)
     switches = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]
     return min(switches, default=None)
 
 
 def _default_limits(config: PreTrainedConfig) -> dict[str, int]:
-    """Return the lengths that limit `--max-model-len` by default, by their cause."""
+    """Return the limits on the default of `--max-model-len`, keyed by cause."""
     window = window_of(config)
     fast = window is not None and is_fusable(config, window)
     limits = {ROTARY: _rotary_limit(config), WINDOW: window if fast else None}

@@ -224,6 +224,6 @@ def _window(file: GgufFile, family: Family, keys: Mapping[str, Any]) -> dict[str
     if not window and file.architecture == "qwen2moe":  # otherwise transformers builds a mask that no layer uses
         return {"use_sliding_window": False}
     fields: dict[str, Any] = {"sliding_window": window or None, "use_sliding_window": window > 0}
-    if window and file.architecture.startswith("qwen"):  # its class lists the layers before it knows the window
+    if window and file.architecture.startswith("qwen"):  # transformers derives layer_types before it knows the window
         fields["layer_types"] = ["sliding_attention"] * keys["block_count"]
     return fields

@@ -1,6 +1,6 @@
-"""Storage formats of quantized checkpoints: which configurations are supported, and how a weight is dequantized.
+"""Parses the storage formats of quantized checkpoints, and unpacks their weights.
 
-The arithmetic is in float32. The reference packages (AutoAWQ, AutoGPTQ, compressed-tensors) define the layouts.
+The arithmetic is float32. The reference packages (AutoAWQ, AutoGPTQ, compressed-tensors) define the layouts.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The output in each 4-bit number of a word, from the least significant bits."""
+"""Output index of each 4-bit number in a word, starting with the least significant bits."""
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 COMPRESSED = {
     "pack-quantized": (("int", 4), ("int", 8)),
@@ -21,15 +21,15 @@ COMPRESSED = {
     "naive-quantized": (("int", 8), ("float", 8)),
     "nvfp4-pack-quantized": (("float", 4),),
 }
-"""Types and bits of the supported formats of compressed-tensors."""
+"""Supported types and bit widths by compressed-tensors format."""
 STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 
 Block = tuple[int, int]
-"""Rows and columns that share a scale. 0: all of them."""
+"""Rows and columns that share a scale; 0 means all of them."""
 
 
 class Parts(dict[str, torch.Tensor]):
-    """The stored tensors of one weight, by the endings of their names."""
+    """The stored tensors of one weight, keyed by name ending."""
 
     def __missing__(self, ending: str) -> torch.Tensor:
         raise ValueError(f"a quantized weight has no {ending}, only {', '.join(sorted(self))}")
@@ -37,16 +37,16 @@ class Parts(dict[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class Numbers:
-    """A weight [outputs, inputs] before its multiplication: (codes - zeros) * scale."""
+    """An unpacked weight [outputs, inputs] that is not scaled yet. Its value is (codes - zeros) * scale."""
 
     codes: torch.Tensor  # [outputs, inputs]
     scale: torch.Tensor
-    """One number, one per output [outputs] or [outputs, 1], or one per block; `zeros` has the same shapes."""
+    """One scale, one per output ([outputs] or [outputs, 1]) or one per block. `zeros` may have the same shapes."""
     zeros: torch.Tensor | None = None
     block: Block = (1, 1)
 
     def dequantized(self) -> torch.Tensor:
-        """Return the weight in float32. ValueError if the number of blocks is wrong."""
+        """Return the weight in float32. Raises ValueError if the number of blocks is wrong."""
         dense = self.codes.float()
         if self.zeros is not None:
             dense -= spread(self.zeros.float(), self.block, dense.shape)
@@ -56,15 +56,15 @@ class Numbers:
 @dataclass(frozen=True)
 class PackedFormat:
     endings: tuple[str, ...]
-    """Endings of the names of the tensors that replace or complete a weight."""
+    """Name endings of the tensors that replace or complete a weight."""
     decode: Callable[[Parts], Numbers | torch.Tensor]
-    """Unpack a weight, or dequantize it to float32. ValueError."""
+    """Unpacks a weight, or dequantizes it to float32. Raises ValueError."""
     packing: int = 1
-    """Maximum number of weights in a stored number."""
+    """Maximum number of weights packed into one stored element."""
     integers: bool = True
-    """Whether compiled passes can multiply some of these weights as they are."""
+    """Whether compiled passes can use some of these weights without dequantizing them."""
     suffix: str = ".weight"
-    """What replaces an ending in the name of the weight."""
+    """Replaces the ending to form the name of the weight."""
 
 
 def _require(field: str, value: object, supported: tuple[object, ...]) -> None:
@@ -73,7 +73,7 @@ def _require(field: str, value: object, supported: tuple[object, ...]) -> None:
 
 
 def _group_size(fields: dict[str, Any]) -> int:
-    """Return the number of inputs that share a scale; 0: all of them."""
+    """Return the number of inputs that share a scale; 0 means all of them."""
     size = fields.get("group_size")
     if type(size) is not int or size < -1 or size == 0:
         raise ValueError(f"group_size {size!r}")
@@ -96,9 +96,9 @@ def _gptq_format(fields: dict[str, Any]) -> PackedFormat:
     _require("checkpoint_format", version, ("gptq", "gptq_v2"))
     _require("is_marlin_format", fields.get("is_marlin_format", False), (False,))
     overrides = fields.get("dynamic") or {}
-    if any(not str(pattern).startswith("-:") for pattern in overrides):  # these exclude modules
+    if any(not str(pattern).startswith("-:") for pattern in overrides):  # "-:" excludes modules
         raise ValueError(f"dynamic {overrides!r}")
-    offset = 1 if version == "gptq" else 0  # the first version stores zero points minus 1
+    offset = 1 if version == "gptq" else 0  # version 1 stores zero points minus 1
     decode = partial(_decode_gptq, bits=fields["bits"], offset=offset, group_size=_group_size(fields))
     return PackedFormat((".qweight", ".qzeros", ".scales", ".g_idx"), decode, packing=32 // fields["bits"])
 
@@ -130,7 +130,7 @@ def _compressed_format(fields: dict[str, Any]) -> PackedFormat:
         if name.endswith("pack-quantized"):
             packing = 8
     sides = blocks - {(0, 0)} or blocks
-    if len(sides) != 1:  # the files do not say which group a weight belongs to
+    if len(sides) != 1:  # the files do not say which config group a weight belongs to
         raise ValueError(f"config_groups with {len(sides)} group sizes")
     endings = ("packed", "scale", "zero_point", "shape", "g_idx", "global_scale")
     (block,) = sides
@@ -157,7 +157,7 @@ PACKED_FORMATS: dict[str, Callable[[dict[str, Any]], PackedFormat]] = {
     "gptq": _gptq_format,
     "mxfp4": lambda fields: PackedFormat(("_blocks", "_scales"), _decode_mxfp4, packing=2, integers=False, suffix=""),
 }
-"""The format that a `quantization_config` describes, by its method. ValueError: the field that is not supported."""
+"""Parsers of `quantization_config` by method. They raise ValueError, naming the unsupported field."""
 
 
 def _decode_awq(parts: Parts, group_size: int) -> Numbers:
@@ -175,7 +175,7 @@ def _decode_gptq(parts: Parts, bits: int, offset: int, group_size: int) -> Numbe
 
 
 def _decode_compressed(parts: Parts, block: Block) -> Numbers:
-    """Decode a weight of compressed-tensors, or of `fp8`."""
+    """Decode a compressed-tensors or `fp8` weight."""
     scale = parts[".weight_scale_inv" if ".weight_scale_inv" in parts else ".weight_scale"]
     zeros = parts.get(".weight_zero_point")
     if ".weight_packed" not in parts:
@@ -188,7 +188,7 @@ def _decode_compressed(parts: Parts, block: Block) -> Numbers:
     codes = _unpack(packed, bits, 1)[:, :columns]
     if zeros is None:
         zeros = torch.full((1, 1), 2 ** (bits - 1))
-    else:  # both are stored with this offset
+    else:  # packed zero points include the offset of the codes, int8 ones do not
         zeros = (
             _unpack(zeros, bits, 0)[:rows] if zeros.dtype == torch.int32 else zeros.to(torch.int16) + 2 ** (bits - 1)
         )
@@ -198,14 +198,14 @@ def _decode_compressed(parts: Parts, block: Block) -> Numbers:
 
 
 def _decode_mxfp4(parts: Parts) -> torch.Tensor:
-    """Decode the experts of gpt-oss, `[experts, inputs, outputs]`."""
+    """Decode the experts of gpt-oss. Return [experts, inputs, outputs]."""
     numbers = _unpack_fp4(parts["_blocks"])  # [experts, outputs, blocks, 32]
     exponents = parts["_scales"].to(torch.int32) - 127
     return torch.ldexp(numbers, exponents[..., None]).flatten(2).transpose(1, 2)
 
 
 def _unpack(words: torch.Tensor, bits: int, dimension: int) -> torch.Tensor:
-    """Unpack unsigned numbers from 32-bit words along a dimension, starting with the least significant bits."""
+    """Unpack unsigned integers from 32-bit words along a dimension, least significant bits first."""
     words = words.movedim(dimension, -1)
     numbers = [(words >> shift & (2**bits - 1)).to(torch.uint8) for shift in range(0, 32, bits)]
     return torch.stack(numbers, -1).flatten(-2).movedim(-1, dimension)
@@ -217,7 +217,7 @@ def _unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _by_group(numbers: Numbers, groups: torch.Tensor | None) -> Numbers:
-    """Apply the group of each input, unless all groups are in order."""
+    """Give each input the scale and zero point of its group, unless the groups are in order."""
     inputs, size = numbers.codes.shape[1], numbers.block[1]
     if groups is None or (size and torch.equal(groups.long(), torch.arange(inputs) // size)):
         return numbers
@@ -228,8 +228,8 @@ def _by_group(numbers: Numbers, groups: torch.Tensor | None) -> Numbers:
 
 
 def spread(numbers: torch.Tensor, block: Block, shape: torch.Size) -> torch.Tensor:
-    """Repeat the number of each block for its rows and columns. Single numbers are left to broadcasting."""
-    if numbers.dim() < 2:  # for the whole weight, or one per row
+    """Repeat each block's number over its rows and columns. Dimensions of size 1 are left to broadcasting."""
+    if numbers.dim() < 2:  # one for the whole weight, or one per row
         numbers = numbers.reshape(-1, 1)
     for dimension, (side, size) in enumerate(zip(block, shape, strict=True)):
         stored = numbers.shape[dimension]

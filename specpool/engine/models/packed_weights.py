@@ -1,4 +1,4 @@
-"""Weights of quantized safetensors files, each dequantized when it is read."""
+"""Dequantizes the weights of quantized safetensors files as they are read."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,21 +14,21 @@ from specpool.engine.models.packed_formats import Numbers, PackedFormat, Parts
 from specpool.engine.models.repacking import as_quantized
 from specpool.engine.weights.quantized import Weight
 
-# Name endings of tensors that quantize activations, which Specpool does not do.
+# Name endings of activation scales and zero points. They are ignored: Specpool does not use them.
 ACTIVATIONS = tuple(
     f"{part}_{kind}"
     for part in ("input", "output", "activation", ".q", ".k", ".v")
     for kind in ("scale", "zero_point", "global_scale")
 )
 STORED_TYPES = ("I8", "F8_E4M3")
-"""Types of a quantized weight that is stored by its own name."""
+"""Data types of quantized weights that are stored under the weight's own name."""
 
 
 class PackedWeight:
-    """A quantized weight that is dequantized to float32 when it is read by `weight[...]`, as transformers does."""
+    """A quantized weight that is dequantized to float32 when transformers reads it as `weight[...]`."""
 
     def __init__(self, name: str, packed: PackedFormat, parts: Mapping[str, Any]) -> None:
-        """`parts`: slices of safetensors files by the endings of their names."""
+        """`parts`: slices of safetensors files, keyed by name ending."""
         self._name, self._packed, self._parts = name, packed, parts
 
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
@@ -37,7 +37,7 @@ class PackedWeight:
             return (numbers.dequantized() if isinstance(numbers, Numbers) else numbers).contiguous()
 
     def read(self) -> Weight:
-        """Return the weight with its bits: quantized for a compiled pass, or in float32."""
+        """Return the weight: quantized if a compiled pass can use it exactly, otherwise in float32."""
         with self._naming():
             numbers = self._decode()
             if not isinstance(numbers, Numbers):
@@ -52,12 +52,12 @@ class PackedWeight:
     def _naming(self) -> Iterator[None]:
         try:
             yield
-        except (ValueError, RuntimeError, IndexError) as error:  # RuntimeError: shapes that do not match
+        except (ValueError, RuntimeError, IndexError) as error:  # RuntimeError: mismatched shapes
             raise UnsupportedModelError(f"{self._name}: {error}") from error
 
 
 def packed_weights(files: Sequence[Path], packed: PackedFormat) -> dict[str, Any]:
-    """Return all weights of a quantized checkpoint by name, to be read by `weight[...]`. UnsupportedModelError."""
+    """Return all weights of a quantized checkpoint by name; read each as `weight[...]`. UnsupportedModelError."""
     opened = [safe_open(file, framework="pt") for file in files]
     tensors = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
     weights: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Repacks quantized weights in the types that compiled passes multiply, where that keeps their bits."""
+"""Repacks quantized weights into the types that compiled passes support, if that is exact."""
 
 import torch
 
@@ -10,7 +10,10 @@ Q4_0, Q8_0 = QUANTIZATION_TYPES["Q4_0"], QUANTIZATION_TYPES["Q8_0"]
 
 
 def as_quantized(numbers: Numbers) -> Quantized | None:
-    """Return the same weight as Q4_0, Q8_0 or INT8; None if no type can hold it. ValueError: see `Numbers`."""
+    """Return the same weight as Q4_0, Q8_0 or INT8; None if none of them represents it exactly.
+
+    Raises ValueError like `Numbers.dequantized`.
+    """
     codes = _signed(numbers)
     if codes is None:
         return None
@@ -29,7 +32,7 @@ def as_quantized(numbers: Numbers) -> Quantized | None:
 
 
 def _signed(numbers: Numbers) -> torch.Tensor | None:
-    """Return the codes minus their zero point in int8; None if it is not the same for all, or they do not fit."""
+    """Return the codes minus their zero point in int8; None if zero points differ or a code does not fit."""
     if numbers.codes.is_floating_point():
         return None
     zero = 0
@@ -43,7 +46,7 @@ def _signed(numbers: Numbers) -> torch.Tensor | None:
 
 
 def _block_scales(scale: torch.Tensor, block: tuple[int, int], rows: int, columns: int) -> torch.Tensor | None:
-    """Return the bytes of a float16 scale per block of Q4_0 or Q8_0 [rows, blocks, 2]; None if that is not exact."""
+    """Return a float16 scale per Q4_0 or Q8_0 block, as bytes [rows, blocks, 2]; None if that is not exact."""
     size, stored = Q4_0.block, scale.half()
     grouped = scale.shape[1] == 1 or (block[0] == 1 and block[1] and block[1] % size == 0)
     if columns % size or not grouped or not torch.equal(stored.float(), scale):

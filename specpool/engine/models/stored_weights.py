@@ -1,4 +1,4 @@
-"""Weights as stored in GGUF files, trained drafts and checkpoints of packed integers, quantized or not."""
+"""Reads weights as stored, quantized or not, from GGUF files, trained drafts and packed-integer checkpoints."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -106,11 +106,11 @@ class DraftWeights(StoredWeights):
 
 
 class IntegerWeights(StoredWeights):
-    """The weights of a checkpoint of packed integers, quantized where compiled passes can multiply them."""
+    """Weights of a packed-integer checkpoint. They stay quantized if compiled passes can use them."""
 
     def __init__(self, options: EngineOptions, config: PreTrainedConfig, weights: Mapping[str, Any]) -> None:
         """`weights`: see `packed_weights`."""
-        super().__init__(())  # as with transformers, unused weights do no harm
+        super().__init__(())  # unused weights are accepted, as in transformers
         self.method, self.dequantized = str(method_of(config)), Counter()
         self._options, self._weights = options, weights
 
@@ -128,7 +128,7 @@ class IntegerWeights(StoredWeights):
 
 
 def read_generation_config(options: EngineOptions) -> GenerationConfig | None:
-    """Read an optional file of a model in a folder or on the hub."""
+    """Return a model's generation_config.json, from a folder or the hub; None if it has none."""
     try:
         return GenerationConfig.from_pretrained(options.model, revision=options.revision or "main")
     except OSError:
@@ -140,7 +140,7 @@ def stored_weights(
 ) -> StoredWeights | None:
     """Open weights that can stay as stored; None if transformers must read them.
 
-    `keeps_quantized`: whether the pass can multiply quantized weights. Raises UnsupportedModelError, ValueError or
+    `keeps_quantized`: whether the pass supports quantized weights. Raises UnsupportedModelError, ValueError or
     OSError.
     """
     gguf = gguf_file_of(options.model)

@@ -24,7 +24,7 @@ def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokeniz
         if "gguf_file" in source:
             return gguf_tokenizer(GgufFile(Path(model)))
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**source)
-        if tokenizer.chat_template is None:  # older vision-language models keep it beside the image processor
+        if tokenizer.chat_template is None:  # older vision-language models store it in a file of its own
             optional: Any = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
             if (file := cached_file(model, PROCESSOR_TEMPLATE, **optional)) is not None:
                 tokenizer.chat_template = read_json(Path(file), MAX_FILE_BYTES).get("chat_template")

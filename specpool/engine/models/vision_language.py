@@ -1,16 +1,16 @@
-"""The text part of vision-language checkpoints: its configuration and the names of its weights. Imports no torch."""
+"""Extracts the text part of vision-language checkpoints: its configuration and weight names. Imports no torch."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 WRAPPER = "specpool_wrapper"
-"""Key in a text part's configuration: the model type of the whole checkpoint."""
+"""Configuration key of a text part that holds the model type of the whole checkpoint."""
 TEXT_NOTE = "serves the text part; images are not supported"
 TEXT_TYPES: Mapping[str, str] = MappingProxyType(
     {"mistral3": "mistral", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "gemma3": "gemma3_text"}
 )
-"""Language model with the same layers as the text part, by the model type of the checkpoint."""
+"""Model type of the language model with the same layers as the text part, by checkpoint model type."""
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "model.language_model.": "model.",
@@ -18,14 +18,14 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "language_model.lm_head.": "lm_head.",
     }
 )
-"""Prefixes of text weights, and those in a language model. Some checkpoints use the latter."""
+"""Prefixes of text weights, mapped to those of a language model. Some checkpoints already use the latter."""
 _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "dtype", "torch_dtype")
 
 
 def text_part(config: dict[str, Any], text: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the configuration of a vision-language checkpoint's text part; others are returned unchanged.
+    """Return the text part of a vision-language configuration. Other configurations are returned unchanged.
 
-    `text`: what the library makes of the text part, including its defaults; None: as stated.
+    `text`: the text part with transformers' defaults; None: the text part as stated in `config`.
     """
     wrapper = config.get("model_type")
     if not isinstance(wrapper, str) or wrapper not in TEXT_TYPES:
@@ -34,14 +34,14 @@ def text_part(config: dict[str, Any], text: Mapping[str, Any] | None = None) -> 
     if text is None:  # older checkpoints have no `text_config`
         text = stated if isinstance(stated, dict) else {key: config[key] for key in config if key != "vision_config"}
     kind = text.get("model_type", wrapper)
-    # Language models encode equal positions in all sections as plain rotary embeddings.
+    # For text, all mrope sections have equal positions, which is a plain rotary embedding.
     ropes = {key: _plain_rope(text[key]) for key in ("rope_parameters", "rope_scaling") if text.get(key)}
     shared = {key: config[key] for key in _SHARED if config.get(key) is not None}
     return {
         **{key: value for key, value in text.items() if key != "architectures"},
         **ropes,
         **shared,
-        # The library ties the head unless the files have another one.
+        # transformers ties the head unless the files contain a separate one.
         "tie_word_embeddings": config.get("tie_word_embeddings", True),
         "model_type": TEXT_TYPES[wrapper] if not isinstance(kind, str) or kind.startswith(wrapper) else kind,
         WRAPPER: wrapper,
@@ -49,7 +49,7 @@ def text_part(config: dict[str, Any], text: Mapping[str, Any] | None = None) -> 
 
 
 def text_name(name: str) -> str:
-    """Return the name of a stored weight in the language model; names without a prefix of text weights stay."""
+    """Map the name of a stored text weight to the language model. Other names are returned unchanged."""
     prefix = next(filter(name.startswith, RENAMED), "")
     return RENAMED.get(prefix, "") + name.removeprefix(prefix)
 

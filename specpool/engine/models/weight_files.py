@@ -29,7 +29,7 @@ class StoredSizes:
     """What a model's files contain."""
 
     tensors: int
-    weights: int  # numbers, of which each may hold several quantized weights
+    weights: int  # stored elements; each may pack several quantized weights
 
 
 def stored_sizes(options: EngineOptions) -> StoredSizes | None:
@@ -49,7 +49,7 @@ def stored_sizes(options: EngineOptions) -> StoredSizes | None:
 
 
 def read_tensor(options: EngineOptions, config: PreTrainedConfig, name: str) -> torch.Tensor | None:
-    """Read one weight of a model's safetensors files; None if they have none of this name. UnsupportedModelError."""
+    """Read one weight from a model's safetensors files; None if it is missing. UnsupportedModelError."""
     if (packed := format_of(config)) is not None:
         weights = packed_weights(safetensors_files(options), packed)
         weight = next((weight for stored, weight in weights.items() if text_name(stored) == name), None)
@@ -86,7 +86,7 @@ def check_weights(options: EngineOptions, config: PreTrainedConfig) -> None:
 
 
 def safetensors_files(options: EngineOptions) -> list[Path]:
-    """Return the files that transformers reads: one, or those in an index. UnsupportedModelError."""
+    """Return the safetensors files of a model: a single one, or those in its index. UnsupportedModelError."""
     single = find_file(options.model, options.revision, SAFE_WEIGHTS_NAME)
     if single is not None:
         return [single]

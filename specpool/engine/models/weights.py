@@ -92,7 +92,7 @@ def read_embeddings(options: EngineOptions) -> Weight:
 
 
 def read_weight(options: EngineOptions, config: PreTrainedConfig, name: str) -> Weight:
-    """Read one weight of a safetensors model, or of one whose weights can stay as stored. UnsupportedModelError."""
+    """Read one weight of a safetensors model, or of a model whose weights can stay as stored. UnsupportedModelError."""
     stored = stored_weights(options, config)
     names = [name, EMBEDDING] if name == HEAD and config.tie_word_embeddings else [name]
     for each in names:
@@ -112,7 +112,7 @@ def read_with_transformers(
     with _muted():
         model, report = _read(options, config, device, dtype, {**arguments, "config": config, "key_mapping": renamed})
     report["unexpected_keys"] = [name for name in report["unexpected_keys"] if is_text_weight(name)]
-    # The configuration need not say whether the files have an output head.
+    # The configuration may not say whether the files contain an output head.
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     model.config.tie_word_embeddings = ends[0].weight is ends[1].weight
     return model, report
@@ -158,13 +158,13 @@ def _read_packed(
     device: torch.device,
     arguments: dict[str, Any],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Read a quantized model, of which transformers sees only dequantized weights."""
+    """Read a quantized model. transformers sees only the dequantized weights."""
     download_weights(options, lambda phase: None)
     files = safetensors_files(options)
     if not files:
         raise UnsupportedModelError(NO_SAFETENSORS)
     weights = packed_weights(files, packed)
-    built: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # AutoModelForCausalLM wants a folder
+    built: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # AutoModelForCausalLM requires a folder
     plain = {"config": without_quantization(config), "state_dict": weights}
     model, report = built.from_pretrained(None, **{**arguments, **plain})
     model.generation_config = read_generation_config(options) or model.generation_config
@@ -173,7 +173,7 @@ def _read_packed(
 
 @contextmanager
 def _muted() -> Iterator[None]:
-    """Keep transformers from listing every weight of a vision tower that is left out."""
+    """Suppress the transformers warning that lists every unused weight of a vision tower."""
     log, show = logging.getLogger("transformers.modeling_utils"), partial(_lacks, "UNEXPECTED")
     log.addFilter(show)
     try:

@@ -23,21 +23,21 @@ PACKED_ATTENTION = "specpool_packed"
 # Attention features that packed batches do not support, by the argument that requests them.
 _FEATURES: Mapping[str, str] = MappingProxyType(
     {
-        "sinks": "attention sinks that depend on the token",
+        "sinks": "token-dependent attention sinks",
         "position_bias": "position biases",
     }
 )
 
 
 class AttentionKind(NamedTuple):
-    """How a layer weighs the positions of a sequence."""
+    """A layer's kind of attention."""
 
     window: int | None = None
-    """Positions that a row sees, its own included; None: all positions up to its own."""
+    """Number of positions that a row attends to, including its own; None: all positions up to its own."""
     sinks: torch.Tensor | None = None
-    """Scores [heads] of a further position without a value, which takes part of the weight; None: there is none."""
+    """Logits [heads] added to the softmax denominator, without a value; None: no sinks."""
     softcap: float | None = None
-    """Maximum of a score, by softcap * tanh(score / softcap); None: there is none."""
+    """Bound on scores, applied as softcap * tanh(score / softcap); None: no bound."""
 
 
 FULL_ATTENTION = AttentionKind()
@@ -74,7 +74,7 @@ def packed_attention(
     size, width = packed_batch.arena.keys[layer].shape[-1], value.shape[-1]
     if scaling is None:
         scaling = 1 / sqrt(query.shape[-1])
-    # Zeros fill up heads smaller than those of the cache, such as the values of latent attention.
+    # Zero-pad heads smaller than those of the cache, such as the values of latent attention.
     query, key, value = (pad(each[0].transpose(0, 1), (0, size - each.shape[-1])) for each in (query, key, value))
     kind = AttentionKind(features.get("sliding_window"), features.get("s_aux"), features.get("softcap"))
     return attend(packed_batch, layer, query, key, value, scaling, kind)[None, ..., :width], None
@@ -127,7 +127,7 @@ def _attend(
 
 
 class LibraryModel(ForwardPass):
-    """Runs packed batches through the modules of transformers, for any architecture. Replaces their experts."""
+    """Runs packed batches through the modules of transformers, with their experts replaced (see `experts.py`)."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

@@ -25,7 +25,10 @@ class AttentionCall:
     _windowed: dict[int, torch.Tensor] = field(default_factory=dict)  # mask by window
 
     def visible(self, window: int | None) -> torch.Tensor | None:
-        """The mask of a layer whose rows see this many columns, their own included; None: without limit."""
+        """Return the mask for a sliding window that includes the row's own column; None: everything is visible.
+
+        `window`: its size in columns; None: no window.
+        """
         if window is None or window >= self.kv_length:
             return self.mask
         if window not in self._windowed:
@@ -168,7 +171,7 @@ def _attention_call(run: _Run, query_groups: int, arena: KVArena) -> AttentionCa
 
 
 def _mask(run: _Run, query_groups: int, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The columns that each query row sees, and the last of them.
+    """Return the mask of the columns that each query row sees, and the last of these columns.
 
     Sequences that see the same columns share one mask, or need none.
     """

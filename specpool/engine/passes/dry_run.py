@@ -28,10 +28,10 @@ class _Calls(Counter[int]):
     """Counts attention calls by layer. Raises UnsupportedAttentionError for unsupported calls."""
 
     def __init__(self, kv_heads: int, head_dim: int, windows: Mapping[int, int]) -> None:
-        """`windows`: the sliding windows that sequences exceed, by layer."""
+        """`windows`: by layer, the sliding windows that are shorter than the longest sequence."""
         super().__init__()
         self._windows = windows
-        # The cache copies a single KV head to all of its heads, and fills up smaller heads with zeros.
+        # The cache copies a single KV head to all of its heads, and zero-pads smaller heads.
         self._kv_heads, self._head_dim = (1, kv_heads), head_dim
 
     def record(self, module: Any, key: torch.Tensor, value: torch.Tensor, mask: object, features: Any) -> None:
@@ -80,7 +80,7 @@ def unsupported_attention(config: PreTrainedConfig, max_model_len: int) -> str |
         return str(error)
     except Exception as error:  # model code may raise anything; loading the model reports it
         if "broadcast" in str(error):
-            return f"sizes that contradict each other in its configuration ({first_line(error)})"
+            return f"inconsistent sizes in its configuration ({first_line(error)})"
         return FOREIGN if isinstance(error, KeyError) and error.args == (DRY_RUN,) else None
     if not calls:
         return FOREIGN

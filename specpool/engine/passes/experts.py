@@ -1,7 +1,7 @@
-"""Batch-invariant mixtures of experts, for every family whose experts have the layout of transformers.
+"""Batch-invariant mixtures of experts, for families whose experts have the standard layout of transformers.
 
-The experts of transformers multiply all rows at once, in kernels whose bits depend on how many rows chose each expert.
-Here each expert is a pair of linear layers, which `specpool.engine.probes.batch_invariance` probes like all others.
+transformers multiplies all rows at once, in kernels whose bits depend on how many rows chose each expert. Here each
+expert is a pair of linear layers, which `specpool.engine.probes.batch_invariance` probes like any other.
 """
 
 from typing import Any
@@ -12,28 +12,28 @@ from torch import nn
 from specpool.engine.numerics.tiles import Tiles
 
 ROUTER_ROWS = 16
-"""Rows of each call of a router. A router multiplies without a linear layer, so its tiles cannot be probed."""
+"""Rows per router call. Routers that multiply outside linear layers cannot be probed for their tiles."""
 ROUTERS = ("gate", "router")
-"""Names of routers beside their experts."""
+"""Attribute names of the router beside a layer's experts."""
 
 
 class Experts(nn.Module):
-    """Replaces the experts of a layer, and takes over their weights. Memory never holds the experts of a model twice.
+    """Replaces the experts of a layer and takes over their weights, so that memory never holds a model's experts twice.
 
-    An expert computes all rows that chose it together. Each row adds its experts in the order of its own choice.
+    An expert computes all rows that chose it together. Each row sums its experts in the order of its own choices.
     """
 
     def __init__(self, source: Any) -> None:
-        """`source`: an experts module of transformers, which cannot run afterwards."""
+        """`source`: an experts module of transformers. It cannot run afterwards."""
         super().__init__()
         self.tiles = Tiles()
-        """Padding of the rows of each expert."""
+        """Tile sizes to which the rows of each expert are padded."""
         up = "gate_up_proj" if source.has_gate else "up_proj"
         self.ups, self.downs = _take_linears(source, up), _take_linears(source, "down_proj")
-        self.source = source  # its activation function
+        self.source = source  # provides the activation function
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Weighted sums [rows, features] of the chosen experts.
+        """Return the weighted sum of each row's chosen experts, [rows, features].
 
         `hidden`: [rows, features]. `top_k_index`, `top_k_weights`: experts of each row and their weights, [rows, k].
         """
@@ -60,7 +60,7 @@ class Experts(nn.Module):
 
 
 def replace_experts(module: nn.Module) -> None:
-    """Replace all experts below `module`, and run their routers on tiles of `ROUTER_ROWS` rows."""
+    """Replace all experts below `module`, and run routers that are not linear layers in tiles of `ROUTER_ROWS` rows."""
     for name, child in list(module.named_children()):
         if not _is_replaceable(child):
             replace_experts(child)
@@ -78,13 +78,13 @@ def set_expert_tiles(module: nn.Module, tiles: Tiles) -> None:
 
 
 def _is_replaceable(module: Any) -> bool:
-    """Whether a module has the layout of transformers' `use_experts_implementation`."""
+    """Whether a module has the layout that `use_experts_implementation` of transformers requires."""
     has_layout = hasattr(module, "is_transposed") and hasattr(module, "down_proj")
     return has_layout and not getattr(module, "has_post_expert_norm", False)
 
 
 def _take_linears(source: Any, name: str) -> nn.ModuleList:
-    """Move a parameter [experts, outputs, inputs] out of a module, as linear layers."""
+    """Move a parameter [experts, outputs, inputs] (or transposed) out of a module, as one linear layer per expert."""
     weights = getattr(source, name).detach()
     biases = getattr(source, f"{name}_bias").detach() if source.has_bias else None
     for taken in (name, f"{name}_bias") if source.has_bias else (name,):
@@ -101,13 +101,13 @@ def _take_linears(source: Any, name: str) -> nn.ModuleList:
 
 
 class _Tiled:
-    """Calls a router on tiles of `ROUTER_ROWS` rows."""
+    """Calls a router in tiles of `ROUTER_ROWS` rows."""
 
     def __init__(self, route: Any) -> None:
         self._route = route
 
     def __call__(self, hidden: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
-        """Results of the router for `hidden` [..., rows, features], concatenated by rows."""
+        """Return the router's results for `hidden` [..., rows, features], concatenated along the rows."""
         parts = []
         for tile in hidden.split(ROUTER_ROWS, dim=-2):
             results = self._route(_padded(tile, ROUTER_ROWS), *others)
@@ -116,7 +116,7 @@ class _Tiled:
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Pad `x` [..., n, features] to this many rows with copies of its first row."""
+    """Pad `x` [..., n, features] to `rows` rows with copies of its first row."""
     missing = rows - x.shape[-2]
     if not missing:
         return x

@@ -1,4 +1,4 @@
-"""Attention with sinks or soft caps, which torch's attention lacks. A row has the same bits in every batch.
+"""Batch-invariant attention with sinks or soft caps, which torch's attention does not support.
 
 Masked positions add zeros, so a row's sums do not depend on the positions attended by other rows.
 """
@@ -8,9 +8,9 @@ import torch
 from specpool.engine.passes.modules import VECTOR_ELEMENTS, in_chunks
 
 TILE = 64
-"""Columns of a tile. Rows of this many scores fill whole vectors."""
+"""Columns of a tile. A row of this many scores fills whole vectors."""
 MAX_ELEMENTS = 2**22
-"""Maximum elements of the products of one tile."""
+"""Maximum number of elements in the products of one tile."""
 
 
 def attend_explicitly(
@@ -19,10 +19,10 @@ def attend_explicitly(
     value: torch.Tensor,  # [B, kv_heads, columns, dim]
     visible: torch.Tensor,  # [B, 1, rows, columns]
     scaling: float,
-    sinks: torch.Tensor,  # [B, kv_heads, rows] float32; -inf: none
+    sinks: torch.Tensor,  # [B, kv_heads, rows] float32; -inf: no sink
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attend with a sink for each row, or with capped scores. Return [B, kv_heads, rows, dim]."""
+    """Attend with sinks, capped scores or both. Return [B, kv_heads, rows, dim]."""
     if softcap is None and query.device.type == "cpu":
         return _attend_with_sinks(query, key, value, visible, scaling, sinks)
     return _attend_by_tiles(query, key, value, visible, scaling, sinks, softcap)
@@ -36,12 +36,12 @@ def _attend_with_sinks(
     scaling: float,
     sinks: torch.Tensor,
 ) -> torch.Tensor:
-    """Attend with torch's kernel for CPUs, and rescale by its log-sum-exp."""
+    """Attend with torch's CPU kernel, and rescale the result by its log-sum-exp."""
     bias = torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(~visible, -torch.inf)
     attended, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, attn_mask=bias, scale=scaling
     )
-    # The softmax of the scores and the sink: exp(total) / (exp(total) + exp(sink)).
+    # Share of the softmax that is left beside the sink: exp(total) / (exp(total) + exp(sink)).
     share = in_chunks(torch.sigmoid, _vectors(total - sinks))[..., :1]
     weighted: torch.Tensor = (attended * share).to(query.dtype)
     return weighted
@@ -58,7 +58,7 @@ def _attend_by_tiles(
 ) -> torch.Tensor:
     """Attend tile by tile, in float32.
 
-    Tiles of one shape are added in order. Elementwise products and sums along one axis keep their bits in any batch,
+    Equally shaped tiles are added in order. Elementwise products and sums along one axis keep their bits in any batch,
     unlike a batched GEMM.
     """
     axis = 0 if len(query) > 1 else 2
@@ -98,5 +98,5 @@ def _attend_at_once(
 
 
 def _vectors(x: torch.Tensor) -> torch.Tensor:
-    """Repeat each number, so that functions compute it in a whole vector and never in a tail."""
+    """Repeat each number to fill a vector, so that no function computes it in a scalar tail."""
     return x[..., None].expand(*x.shape, VECTOR_ELEMENTS).contiguous()

@@ -38,7 +38,7 @@ FAMILIES = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
 
 
 def window_of(config: PreTrainedConfig) -> int | None:
-    """Positions that a layer sees at least, its own included; None: all layers see all positions."""
+    """Return the sliding window in positions, including the row's own; None if no layer has one."""
     types = getattr(config, "layer_types", None)
     if not getattr(config, "use_sliding_window", True) or (types and "sliding_attention" not in types):
         return None
@@ -53,7 +53,7 @@ def is_fusable(config: PreTrainedConfig, max_model_len: int) -> bool:
 def why_not_fusable(config: PreTrainedConfig, max_model_len: int) -> str | None:
     """Why `FusedModel` cannot run this configuration; None if it can.
 
-    `max_model_len`: maximum positions of a sequence, because the pass has no windows.
+    `max_model_len`: maximum positions of a sequence. The pass supports no windows, so none may be shorter.
     """
     if config.model_type not in FAMILIES:
         return f"{config.model_type} is not one of the families {', '.join(sorted(FAMILIES))}"
@@ -67,7 +67,7 @@ def why_not_fusable(config: PreTrainedConfig, max_model_len: int) -> str | None:
         return f"its rotary embedding has the type {rope['rope_type']}"
     window = window_of(config)
     if window is not None and window < max_model_len:
-        return f"its sliding window is shorter than --max-model-len {max_model_len}; {window} would be fast"
+        return f"its sliding window is shorter than --max-model-len {max_model_len}; up to {window} is fast"
     return None
 
 

@@ -59,12 +59,12 @@ _FUNCTIONS |= {functional.silu, functional.gelu, functional.softplus}
 
 
 class ChunkedFunctions(TorchFunctionMode):
-    """Applies activation functions in chunks while it is active, for code that calls them without a module."""
+    """While active, applies activation functions in chunks, for code that calls them without a module."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function."""
+        """Call `func`, in chunks if it is an activation function."""
         kwargs = kwargs or {}
         if func not in _FUNCTIONS or not args or args[0].dim() == 0:
             return func(*args, **kwargs)

@@ -90,7 +90,7 @@ def shard(config: PreTrainedConfig, ranks: int, sums: Sums) -> Sharding:
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:
-    """The size of a head in the cache. That of latent attention is the larger one of its keys and values."""
+    """Return the size of a head in the cache. With latent attention, it is the larger of the key and value sizes."""
     sizes: Any = config
     if getattr(config, "qk_nope_head_dim", None):
         return int(max(sizes.qk_nope_head_dim + sizes.qk_rope_head_dim, sizes.v_head_dim))

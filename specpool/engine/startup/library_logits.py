@@ -14,7 +14,7 @@ from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.run.engine import Engine
 
 PROBE_TOKENS = 8
-# Maximum tokens of a probe that tests scaled positions, and of one that tests a window, by device type.
+# Maximum tokens of the probes for scaled positions and for windows, by device type.
 MAX_PROBE_TOKENS, MAX_WINDOW_PROBE_TOKENS = {"cpu": 512, "cuda": 2048}, {"cpu": 1040, "cuda": 2048}
 # Tokens of the second of two passes, which attends to the cache of the first, and how many of its logits to compare.
 SECOND_PASS, COMPARED = 5, 4

@@ -122,7 +122,7 @@ def load_sharding(options: EngineOptions, sums: Sums) -> Sharding:
 
 
 def _needs_whole_weights(options: EngineOptions, config: PreTrainedConfig) -> bool:
-    """Whether transformers unpacks a GGUF file, which takes whole tensors."""
+    """Whether transformers must dequantize a GGUF file, which requires whole tensors."""
     if gguf_file_of(options.model) is None:
         return False
     try:

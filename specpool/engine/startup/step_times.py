@@ -89,9 +89,9 @@ def _slots(engine: Engine, sequences: int, rows: int = 1, cached: int = STEP_CAC
 
 
 def _spans(engine: Engine, slots: Sequence[Slot], rows: int) -> list[Span]:
-    """Spans of `rows` new tokens spread over the slots; none if a slot is too small for its part.
+    """Return spans of `rows` new tokens in total, spread over the slots; none if a slot is too small for its share.
 
-    Tokens are random, because equal ones would all choose the same experts.
+    Tokens are random, because equal tokens would all choose the same experts.
     """
     counts = [rows // len(slots) + (i < rows % len(slots)) for i in range(len(slots))]
     room = min(engine.max_model_len, *map(engine.slots.capacity, slots))

@@ -43,7 +43,7 @@ def save_config(folder: Path, config: PreTrainedConfig, **changes: Any) -> Path:
         ("lfm2", "Lfm2ForCausalLM", {"layer_types": ["conv"] * 32}, "conv layers"),
         ("gemma4_text", "Gemma4ForCausalLM", {}, "layers of different sizes"),
         ("glm_moe_dsa", "GlmMoeDsaForCausalLM", {}, "sparse attention"),
-        ("deepseek_v3", "DeepseekV3ForCausalLM", {"head_dim": 16}, "sizes that contradict each other"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", {"head_dim": 16}, "inconsistent sizes"),
         (
             "phimoe",
             "PhimoeForCausalLM",

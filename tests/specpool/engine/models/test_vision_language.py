@@ -88,7 +88,7 @@ def test_shards_have_the_weights_of_one_device(tmp_path: Path) -> None:
 
 
 def test_older_configurations_state_the_text_part_beside_the_vision_part(tmp_path: Path) -> None:
-    """Such as that of Qwen2.5-VL-7B-Instruct, whose multimodal rotary embedding is a type of its own."""
+    """Old configurations, such as Qwen2.5-VL-7B-Instruct's, give the multimodal rotary embedding its own type."""
     expected = text_logits(save_vision_language(tmp_path, "qwen2_5_vl", eos_token_id=[3, EOS_TOKEN_ID]))
     config = json.loads((tmp_path / "config.json").read_text())
     text = config.pop("text_config")

@@ -1,4 +1,4 @@
-"""Mixtures of experts are batch-invariant, and have the logits of transformers."""
+"""Mixtures of experts are batch-invariant, and their logits match transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ def _output(block: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def test_timed_rows_choose_different_experts(tmp_path: Path) -> None:
-    """Otherwise rows of a round would seem as cheap as in a dense model."""
+    """With equal tokens, rows of a round would seem as cheap as in a dense model."""
     engine = load_engine(save_mixture(tmp_path, "mixtral"), exact=False, max_model_len=MAX_LENGTH)
     experts = next(module for module in engine.forward_pass.modules() if isinstance(module, Experts))
     used = set[int]()

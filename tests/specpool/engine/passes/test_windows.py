@@ -1,4 +1,4 @@
-"""Sliding windows, attention sinks, soft caps and latent attention, beyond the window of every layer."""
+"""Sliding windows, attention sinks, soft caps and latent attention match transformers beyond every window."""
 
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ FAMILIES = [
 
 
 def save_random(folder: Path, config: PreTrainedConfig) -> Path:
-    """Save a model with random sinks, norms and biases, too."""
+    """Save a model whose sinks, norms and biases are random too."""
     generator = torch.Generator().manual_seed(1)
     with edited_weights(save_model(folder, config)) as weights:
         for weight in weights.values():
@@ -68,7 +68,7 @@ def save_random(folder: Path, config: PreTrainedConfig) -> Path:
 
 
 def check_logits(engine: Engine, folder: Path, count: int = 150) -> None:
-    """Compare logits beyond the window with those of transformers on the same weights."""
+    """Compare logits beyond the window with those of transformers for the same weights."""
     assert isinstance(engine.forward_pass, LibraryModel)
     tokens = random_tokens(count)
     expected = transformers_logits(folder, tokens)
