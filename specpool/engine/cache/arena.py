@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from specpool.engine.cache.memory import return_pages, zeros
+from specpool.engine.numerics.uploads import upload
 
 SPARE_COLUMNS = 17
 """Unused columns after each head on a CPU. If the distance between heads were a multiple of a memory page, passes over
@@ -76,7 +77,7 @@ class KVArena:
             return
         entries = [(first + i, page) for first, pages in self._unsent for i, page in enumerate(pages)]
         self._unsent.clear()
-        latest = torch.tensor([*dict(entries).items()]).T.contiguous().pin_memory().to(self.device, non_blocking=True)
+        latest = upload(torch.tensor([*dict(entries).items()]).T.contiguous(), self.device)
         self.tables.view(-1)[latest[0]] = latest[1].int()
 
     def columns_of(self, slot: int, first: int, count: int) -> list[int]:

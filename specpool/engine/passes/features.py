@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.functional import rms_norm
 
 from specpool.engine.cache.spans import Span
+from specpool.engine.numerics.uploads import upload
 from specpool.engine.weights.quantized import Weight
 
 Project = Callable[[torch.Tensor], torch.Tensor]
@@ -81,5 +82,5 @@ def fill_states(states: torch.Tensor, spans: Sequence[Span], project: Project) -
         filled.append(torch.stack([*own.values()]))
     if filled:
         rows = [row for first, each in given.items() for row in range(first, first + len(each))]
-        index = torch.tensor([*rows, *own], dtype=torch.int64, pin_memory=states.device.type == "cuda")
-        states.index_copy_(0, index.to(states.device, non_blocking=True), torch.cat(filled).to(states.dtype))
+        index = upload(torch.tensor([*rows, *own], dtype=torch.int64), states.device)
+        states.index_copy_(0, index, torch.cat(filled).to(states.dtype))

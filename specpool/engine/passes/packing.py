@@ -9,6 +9,7 @@ import torch
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Span
+from specpool.engine.numerics.uploads import upload
 from specpool.engine.passes.attention_plan import AttentionPlan
 
 # Order of the arrays in `PackedBatch.numbers`: one number per row, then one per tile of attention.
@@ -161,8 +162,6 @@ def pack(
     logit_rows += (logit_rows[:1] or [0]) * (logits - num_logits)
     of_rows = array("q", input_ids + positions + slots) + _branches(spans, rows)
     packed = torch.frombuffer(of_rows + array("q", begins + sizes + logit_rows), dtype=torch.int64)
-    if arena.device.type == "cuda":
-        packed = packed.pin_memory()
     return PackedBatch(
         arena=arena,
         tokens=tokens,
@@ -170,7 +169,7 @@ def pack(
         tiles=tiles,
         max_length=max(span.end for span in spans),
         num_logits=num_logits,
-        numbers=packed.to(arena.device, non_blocking=True),
+        numbers=upload(packed, arena.device),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from specpool.engine.numerics.elementary import MASS_BITS, masses, negative_log
 from specpool.engine.numerics.noise import gumbel
+from specpool.engine.numerics.uploads import upload
 from specpool.engine.sampling.compiled import NativeSampler, compile_sampler, noise
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.rows import Chosen, SequenceRows
@@ -145,8 +146,7 @@ def _with_logprobs(known: torch.Tensor, sequences: Sequence[SequenceRows], chose
     for num_top, members in groups.items():
         places = [first + i for index, first in members for i in range(len(chosen[index].token_ids))]
         tokens = [token for index, _ in members for token in chosen[index].token_ids]
-        numbers = torch.tensor([places, tokens], pin_memory=known.device.type == "cuda")
-        numbers = numbers.to(known.device, non_blocking=True)
+        numbers = upload(torch.tensor([places, tokens]), known.device)
         logprobs, at = log_probabilities(known[numbers[0]], numbers[1], num_top), 0
         for index, _ in members:
             end = at + len(chosen[index].token_ids)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from specpool.engine.numerics.triton_compat import UNFUSED, tl, triton
+from specpool.engine.numerics.uploads import upload
 from specpool.engine.sampling.lexers import BITS
 from specpool.engine.sampling.rules import Changes
 from specpool.protocol.sampling import SamplingParams
@@ -31,7 +32,7 @@ def change_rows(logits: torch.Tensor, rows: Sequence[RowChanges]) -> torch.Tenso
     logits = logits.contiguous()
     vocab = logits.shape[1]
     changed = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    table = _pack(rows, pin_memory=logits.device.type == "cuda").to(logits.device, non_blocking=True)
+    table = upload(_pack(rows, pin_memory=logits.device.type == "cuda"), logits.device)
     _change_rows[(len(rows), triton.cdiv(vocab, PART))](
         logits, changed, table, vocab,
         FIELDS=FIELDS, BITS=BITS, PART=PART, BLOCK=BLOCK, num_warps=WARPS, **UNFUSED,

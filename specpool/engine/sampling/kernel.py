@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from specpool.engine.numerics.triton_compat import gdc_wait, launch_options, tl, triton
+from specpool.engine.numerics.uploads import upload
 from specpool.protocol.sampling import SamplingParams
 
 if triton is not None:
@@ -43,10 +44,8 @@ def sample_rows(
     """
     if not rules:
         return [], []
-    numbers = torch.tensor(
-        [numbers_of_row(params, length, logits.shape[1]) for params, length in rules],
-        dtype=torch.int32, pin_memory=logits.device.type == "cuda",
-    ).to(logits.device, non_blocking=True)  # fmt: skip
+    of_rows = [numbers_of_row(params, length, logits.shape[1]) for params, length in rules]
+    numbers = upload(torch.tensor(of_rows, dtype=torch.int32), logits.device)
     has_limits = any(params is not None and _has_limits(params) for params, _ in rules)
     chosen: list[int] = best_scores(logits, numbers, has_limits, changed=changed).amax(1).tolist()
     return [LARGEST_ID - (each & LARGEST_ID) for each in chosen], [bool(each >> FINITE_BIT & 1) for each in chosen]

@@ -8,6 +8,7 @@ import torch
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Span
+from specpool.engine.numerics.uploads import upload
 from specpool.engine.passes.drafts import Draft, DraftRound, drafts_of, extend_drafts, read_choices
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.gpu.choice import BEGINS, LOGIT_ROWS, REMAINING, SIZES, choose
@@ -174,20 +175,14 @@ class GpuDraftLoop:
         numbers[SLOTS] = -1
         numbers[SLOTS, alive] = torch.tensor([span.slot for span in spans])[alive[:count]]
         numbers[POSITIONS, alive] = torch.tensor([span.end for span in spans])[alive[:count]]
-        return self._upload(numbers)
+        return upload(numbers, self._arena.device)
 
     def _rules(self, drafts: Sequence[Draft]) -> torch.Tensor:
         """The sampling rules of all rows after the spans of the drafts, [rows, FIELDS], on the device."""
         rules = torch.zeros(self._padded(len(drafts)), FIELDS, dtype=torch.int32)
         of_drafts = [numbers_of_row(draft.rows.params, draft.span.end, self._head.outputs) for draft in drafts]
         rules[: len(drafts)] = torch.tensor(of_drafts, dtype=torch.int32)
-        return self._upload(rules)
-
-    def _upload(self, x: torch.Tensor) -> torch.Tensor:
-        """Copy to the device without waiting."""
-        if self._arena.device.type == "cuda":
-            x = x.pin_memory()
-        return x.to(self._arena.device, non_blocking=True)
+        return upload(rules, self._arena.device)
 
     def _padded(self, count: int) -> int:
         return self._model.padded_shape(Shape(count, count, count)).rows

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from specpool.engine.numerics.uploads import upload
 from specpool.engine.passes.gpu.rows import Recorder
 from specpool.engine.passes.packing import PackedBatch
 
@@ -19,7 +20,7 @@ class StateMemory:
         shape = rows, MAX_STATE_LAYERS, hidden_size
         self.states = torch.empty(shape, dtype=torch.bfloat16, device=device)
         """States of the last pass, [rows, up to `MAX_STATE_LAYERS` chosen layers, hidden]."""
-        self.slots = slots_of((), num_layers, device).to(device)
+        self.slots = slots_of((), num_layers, device)
         """See `PackedBatch.state_slots`."""
         self._num_layers = num_layers
         self._layers: tuple[int, ...] = ()
@@ -32,23 +33,21 @@ class StateMemory:
     def choose(self, layers: tuple[int, ...]) -> None:
         """Record the states after these layers, at most `MAX_STATE_LAYERS`, from the next pass on."""
         if layers != self._layers:
-            self.slots.copy_(slots_of(layers, self._num_layers, self.slots.device), non_blocking=True)
+            self.slots.copy_(slots_of(layers, self._num_layers, self.slots.device))
             self._layers = layers
 
 
 def slots_of(layers: Sequence[int], num_layers: int, device: torch.device) -> torch.Tensor:
-    """`PackedBatch.state_slots` of these layers, in host memory that `device` reads without waiting."""
+    """`PackedBatch.state_slots` of these layers, on the device. The host does not wait for the copy."""
     slots = [layers.index(layer) if layer in layers else -1 for layer in range(num_layers + 1)]
-    return torch.tensor(slots, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return upload(torch.tensor(slots, dtype=torch.int32), device)
 
 
 def with_state_slots(batch: PackedBatch, num_layers: int) -> PackedBatch:
     """The batch, with `state_slots` if it needs states. Graphs have a table of their own."""
     if batch.states is None or batch.state_slots is not None:
         return batch
-    device = batch.numbers.device
-    slots = slots_of(batch.state_layers, num_layers, device)
-    return replace(batch, state_slots=slots.to(device, non_blocking=True))
+    return replace(batch, state_slots=slots_of(batch.state_layers, num_layers, batch.numbers.device))
 
 
 def recorder_of(batch: PackedBatch, num_layers: int) -> Recorder | None:
