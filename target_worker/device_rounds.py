@@ -23,14 +23,12 @@ log = logging.getLogger(__name__)
 class DeviceRounds:
     """Selects the rounds that the device can run as a whole, and runs them."""
 
-    def __init__(self, target: Engine, proposer: Proposer) -> None:
+    def __init__(self, target: Engine, proposer: Proposer, layers: tuple[int, ...]) -> None:
+        """`layers`: layers of the target whose states the draft reads."""
         self.draft_ns = 0
         """Nanoseconds that the device has spent on drafts so far."""
         self._target, self._proposer, self._draft = target, proposer, proposer.engine
-        self._round = DeviceRound.of(target, proposer.engine)
-        features = proposer.engine.loaded.features
-        self._layers: tuple[int, ...] = () if features is None else features.layers
-        """Layers of the target whose states the draft reads."""
+        self._round, self._layers = DeviceRound.of(target, proposer.engine), layers
 
     def run(
         self,

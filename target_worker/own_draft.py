@@ -49,7 +49,6 @@ class OwnDrafts:
 
     def __init__(self, target: Engine, proposer: Proposer) -> None:
         self.proposer = proposer
-        self.device_rounds = DeviceRounds(target, proposer)
         self.rows: Sequence[int] = ()
         """Tokens run by each pass of the last draft. Empty if the draft only caught up, or did not run."""
         self._target = target
@@ -58,6 +57,7 @@ class OwnDrafts:
         features = proposer.engine.loaded.features
         self.layers: tuple[int, ...] = () if features is None else features.layers
         """Layers of the target whose states the draft reads."""
+        self.device_rounds = DeviceRounds(target, proposer, self.layers)
 
     @property
     def draft_ns(self) -> int:

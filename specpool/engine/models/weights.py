@@ -174,16 +174,16 @@ def _read_packed(
 @contextmanager
 def _muted() -> Iterator[None]:
     """Suppress the transformers warning that lists every unused weight of a vision tower."""
-    log, show = logging.getLogger("transformers.modeling_utils"), partial(_lacks, "UNEXPECTED")
-    log.addFilter(show)
+    log = logging.getLogger("transformers.modeling_utils")
+    log.addFilter(_lists_no_unused)
     try:
         yield
     finally:
-        log.removeFilter(show)
+        log.removeFilter(_lists_no_unused)
 
 
-def _lacks(word: str, record: logging.LogRecord) -> bool:
-    return word not in record.getMessage()
+def _lists_no_unused(record: logging.LogRecord) -> bool:
+    return "UNEXPECTED" not in record.getMessage()
 
 
 def check_complete(report: dict[str, Any]) -> None:

@@ -25,7 +25,13 @@ def attend_explicitly(
     """Attend with sinks, capped scores or both. Return [B, kv_heads, rows, dim]."""
     if softcap is None and query.device.type == "cpu":
         return _attend_with_sinks(query, key, value, visible, scaling, sinks)
-    return _attend_by_tiles(query, key, value, visible, scaling, sinks, softcap)
+    axis = 0 if len(query) > 1 else 2
+    if query.numel() * TILE <= MAX_ELEMENTS or query.shape[axis] == 1:
+        return _attend_by_tiles(query, key, value, visible, scaling, sinks, softcap)
+    by_sequence = [each.chunk(2) if axis == 0 else (each, each) for each in (key, value)]
+    parts = zip(query.chunk(2, axis), *by_sequence, visible.chunk(2, axis), sinks.chunk(2, axis), strict=True)
+    halves = [attend_explicitly(q, k, v, seen, scaling, sink, softcap) for q, k, v, seen, sink in parts]
+    return torch.cat(halves, axis)
 
 
 def _attend_with_sinks(
@@ -61,24 +67,6 @@ def _attend_by_tiles(
     Equally shaped tiles are added in order. Elementwise products and sums along one axis keep their bits in any batch,
     unlike a batched GEMM.
     """
-    axis = 0 if len(query) > 1 else 2
-    if query.numel() * TILE <= MAX_ELEMENTS or query.shape[axis] == 1:
-        return _attend_at_once(query, key, value, visible, scaling, sinks, softcap)
-    by_sequence = [each.chunk(2) if axis == 0 else (each, each) for each in (key, value)]
-    parts = zip(query.chunk(2, axis), *by_sequence, visible.chunk(2, axis), sinks.chunk(2, axis), strict=True)
-    halves = [_attend_by_tiles(q, k, v, seen, scaling, sink, softcap) for q, k, v, seen, sink in parts]
-    return torch.cat(halves, axis)
-
-
-def _attend_at_once(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible: torch.Tensor,
-    scaling: float,
-    sinks: torch.Tensor,
-    softcap: float | None,
-) -> torch.Tensor:
     tiles = [slice(first, first + TILE) for first in range(0, key.shape[2], TILE)]
     q = query.float().contiguous()[:, :, :, None]
     scores = []
