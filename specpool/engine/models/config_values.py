@@ -62,6 +62,7 @@ class _JsonTypes(_Types):
     """Further types in config.json, which transformers converts."""
 
     dtype: str | None = None
+    quantization_config: dict[str, Any] | None = None
     rope_scaling: _Rope | None = None
     torch_dtype: str | None = None
 

@@ -72,6 +72,12 @@ def _require(field: str, value: object, supported: tuple[object, ...]) -> None:
         raise ValueError(f"{field} {value!r}")
 
 
+def _mapping(field: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{field} {value!r}")
+    return value
+
+
 def _group_size(fields: dict[str, Any]) -> int:
     """Return the number of inputs that share a scale; 0 means all of them."""
     size = fields.get("group_size")
@@ -95,11 +101,13 @@ def _gptq_format(fields: dict[str, Any]) -> PackedFormat:
     version = fields.get("checkpoint_format") or "gptq"
     _require("checkpoint_format", version, ("gptq", "gptq_v2"))
     _require("is_marlin_format", fields.get("is_marlin_format", False), (False,))
-    overrides = fields.get("dynamic") or {}
+    overrides = _mapping("dynamic", fields.get("dynamic") or {})
     if any(not str(pattern).startswith("-:") for pattern in overrides):  # "-:" excludes modules
         raise ValueError(f"dynamic {overrides!r}")
     offset = 1 if version == "gptq" else 0  # version 1 stores zero points minus 1
-    decode = partial(_decode_gptq, bits=fields["bits"], offset=offset, group_size=_group_size(fields))
+    size = _group_size(fields)
+    reordered = bool(fields.get("desc_act")) and size > 0
+    decode = partial(_decode_gptq, bits=fields["bits"], offset=offset, group_size=size, reordered=reordered)
     return PackedFormat((".qweight", ".qzeros", ".scales", ".g_idx"), decode, packing=32 // fields["bits"])
 
 
@@ -112,14 +120,15 @@ def _fp8_format(fields: dict[str, Any]) -> PackedFormat:
 
 def _compressed_format(fields: dict[str, Any]) -> PackedFormat:
     for field in ("sparsity_config", "transform_config"):
-        if fields.get(field) and (fields[field] or {}).get("format") != "dense":
+        if fields.get(field) and _mapping(field, fields[field]).get("format") != "dense":
             raise ValueError(f"{field} {fields[field]!r}")
     blocks, packing, integers = set(), 1, False
     groups = fields.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights")
+    for key, group in _mapping("config_groups", groups).items():
+        weights = _mapping(f"config_groups.{key}", group).get("weights")
         if weights is None:
             continue
+        weights = _mapping(f"config_groups.{key}.weights", weights)
         name = str(group.get("format") or fields.get("format"))
         _require("format", name, tuple(COMPRESSED))
         _require("type and num_bits", (weights.get("type"), weights.get("num_bits")), COMPRESSED[name])
@@ -168,10 +177,12 @@ def _decode_awq(parts: Parts, group_size: int) -> Numbers:
     return Numbers(codes, parts[".scales"].T, zeros, (1, group_size))
 
 
-def _decode_gptq(parts: Parts, bits: int, offset: int, group_size: int) -> Numbers:
+def _decode_gptq(parts: Parts, bits: int, offset: int, group_size: int, reordered: bool) -> Numbers:
     codes, scale = _unpack(parts[".qweight"], bits, 0).T, parts[".scales"].T
     zeros = ((_unpack(parts[".qzeros"], bits, 1) + offset) & (2**bits - 1)).T
-    return _by_group(Numbers(codes, scale, zeros, (1, group_size)), parts.get(".g_idx"))
+    return _by_group(
+        Numbers(codes, scale, zeros, (1, group_size)), parts[".g_idx"] if reordered else parts.get(".g_idx")
+    )
 
 
 def _decode_compressed(parts: Parts, block: Block) -> Numbers:
@@ -221,6 +232,8 @@ def _by_group(numbers: Numbers, groups: torch.Tensor | None) -> Numbers:
     inputs, size = numbers.codes.shape[1], numbers.block[1]
     if groups is None or (size and torch.equal(groups.long(), torch.arange(inputs) // size)):
         return numbers
+    if bool((groups < 0).any()):
+        raise ValueError("g_idx has negative groups")
     per_group = (numbers.scale, numbers.zeros)
     scale, zeros = (each if each is None or each.shape[1] == 1 else each[:, groups.long()] for each in per_group)
     assert scale is not None

@@ -75,4 +75,7 @@ def packed_weights(files: Sequence[Path], packed: PackedFormat) -> dict[str, Any
                 raise UnsupportedModelError(f"{name} has {min(its_parts)}, but is stored as {stored}")
             its_parts[packed.suffix] = weights[name]
         weights[name] = PackedWeight(name, packed, its_parts)
+    for name, weight in weights.items():
+        if not isinstance(weight, PackedWeight) and weight.get_dtype() in STORED_TYPES:
+            raise UnsupportedModelError(f"{name} is stored as {weight.get_dtype()}, but has no scale")
     return weights

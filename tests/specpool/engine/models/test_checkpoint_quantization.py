@@ -32,9 +32,13 @@ def format_with(name: str, **fields: Any) -> dict[str, Any]:
         (format_with("gptq", checkpoint_format="marlin"), "gptq with checkpoint_format 'marlin'"),
         (format_with("gptq", group_size="128"), "gptq with group_size '128'"),
         (format_with("gptq", dynamic={"+:.*up_proj": {"bits": 8}}), "gptq with dynamic {"),
+        (format_with("gptq", dynamic=3), "gptq with dynamic 3"),
         (format_with("fp8-block", weight_block_size=[128, 0]), "fp8 with weight_block_size [128, 0]"),
         (format_with("fp8-block", fmt="e5m2"), "fp8 with fmt 'e5m2'"),
         (format_with("w4a16", format="marlin-24"), "compressed-tensors with format 'marlin-24'"),
+        (format_with("w4a16", sparsity_config="2:4"), "compressed-tensors with sparsity_config '2:4'"),
+        (format_with("w4a16", config_groups=[4]), "compressed-tensors with config_groups [4]"),
+        (format_with("w4a16", config_groups={"a": "W4A16"}), "compressed-tensors with config_groups.a 'W4A16'"),
         (format_with("w4a16", config_groups={}), "compressed-tensors with config_groups with 0 group sizes"),
         (format_with("w4a16", sparsity_config={"format": "24"}), "compressed-tensors with sparsity_config {"),
         (weights_with("w4a16", num_bits=2), "compressed-tensors with type and num_bits ('int', 2)"),
@@ -51,6 +55,23 @@ def test_unsupported_fields_are_refused_before_weights_are_read(
     message = refusal(edit_json(tmp_path, quantization_config=quantization))
     assert message.startswith(f"this qwen3 model is quantized by {reason}")
     assert message.endswith(f", which is not supported; {HINT}")
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "reason"),
+    [
+        ("fp8-block", ".weight_scale_inv", "is stored as F8_E4M3, but has no scale"),
+        ("int8", ".weight_scale", "is stored as I8, but has no scale"),
+        ("gptq-act-order", ".g_idx", "a quantized weight has no .g_idx"),
+    ],
+)
+def test_weights_without_a_required_part_are_refused(tmp_path: Path, name: str, part: str, reason: str) -> None:
+    quantized, _ = save_packed(tmp_path, "llama", FORMATS[name])
+    with edited_weights(quantized) as weights:
+        weights.pop(f"model.layers.0.mlp.down_proj{part}")
+    message = refusal(quantized)
+    assert "model.layers.0.mlp.down_proj.weight" in message
+    assert reason in message
 
 
 NAMED = ("fbgemm_fp8", "modelopt", "torchao", "a future method")
