@@ -22,6 +22,7 @@ from specpool.engine.passes.fused import is_fusable, window_of
 UNSTATED_MAX_MODEL_LEN = 4096
 """Maximum positions of a model that states none. No default is shorter, except the model's own limit."""
 NO_SAFETENSORS = "it has no model.safetensors; only safetensors and GGUF files are read, because others can run code"
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 ROTARY, WINDOW = "rotary embedding", "sliding window (a longer --max-model-len is slower)"
 
 
@@ -137,11 +138,24 @@ def _why_never_served(config: PreTrainedConfig, options: EngineOptions) -> str |
     check_sizes({name: read(name) for name in LIMITS}, options.model)  # all architectures use these names
     if not read("num_attention_heads"):
         return unsupported(model_type, "no attention")
+    if (invalid := _invalid_layers(config)) is not None:
+        return f"this {model_type} model has {invalid}; {MODELS_PAGE}"
     # Drafts that read hidden states need the fused pass, which reports a more specific error.
     max_model_len = resolve_max_model_len(config, options)
     is_plain = not is_fusable(config, max_model_len) and options.target_model is None
     feature = unsupported_attention(config, max_model_len) if is_plain else None
     return None if feature is None else unsupported(model_type, feature)
+
+
+def _invalid_layers(config: PreTrainedConfig) -> str | None:
+    """Return a size of windows or experts that no layer can have; None if there is none."""
+    window, chosen = window_of(config), getattr(config, "num_experts_per_tok", None)
+    if window is not None and window < 1:
+        return f"sliding_window {window}; it must be at least 1"
+    experts = next((size for name in EXPERTS if isinstance(size := getattr(config, name, None), int)), 0)
+    if experts and isinstance(chosen, int) and not 1 <= chosen <= experts:
+        return f"num_experts_per_tok {chosen}; it must be from 1 to its {experts} experts"
+    return None
 
 
 def _why_not_at_length(config: PreTrainedConfig, max_model_len: int) -> str | None:

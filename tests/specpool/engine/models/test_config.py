@@ -50,6 +50,8 @@ def save_config(folder: Path, config: PreTrainedConfig, **changes: Any) -> Path:
             {"sliding_window": 64},
             "a sliding window of 64 positions that its attention ignores",
         ),
+        ("mistral", "MistralForCausalLM", {"sliding_window": -1}, "sliding_window -1; it must be at least 1"),
+        ("mixtral", "MixtralForCausalLM", {"num_experts_per_tok": 9}, "num_experts_per_tok 9; it must be from 1 to"),
         ("bloom", "BloomForCausalLM", {}, "position biases (ALiBi)"),
         ("diffllama", "DiffLlamaForCausalLM", {}, "differential attention"),
         ("doge", "DogeForCausalLM", {}, "custom attention masks"),
