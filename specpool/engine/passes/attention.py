@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import sqrt
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -15,6 +15,7 @@ from specpool.engine.passes.attention_plan import AttentionCall
 from specpool.engine.passes.experts import replace_experts
 from specpool.engine.passes.explicit_attention import attend_explicitly
 from specpool.engine.passes.forward_pass import ForwardPass
+from specpool.engine.passes.kinds import FULL_ATTENTION, AttentionKind
 from specpool.engine.passes.modules import ChunkedFunctions
 from specpool.engine.passes.packing import PackedBatch
 
@@ -27,20 +28,6 @@ _FEATURES: Mapping[str, str] = MappingProxyType(
         "position_bias": "position biases",
     }
 )
-
-
-class AttentionKind(NamedTuple):
-    """A layer's kind of attention."""
-
-    window: int | None = None
-    """Number of positions that a row attends to, including its own; None: all positions up to its own."""
-    sinks: torch.Tensor | None = None
-    """Logits [heads] added to the softmax denominator, without a value; None: no sinks."""
-    softcap: float | None = None
-    """Bound on scores, applied as softcap * tanh(score / softcap); None: no bound."""
-
-
-FULL_ATTENTION = AttentionKind()
 
 
 def why_not_packed(module: torch.nn.Module, attention_mask: object, features: Mapping[str, Any]) -> str | None:
