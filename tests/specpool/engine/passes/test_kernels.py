@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from interpreted_kernels import attended_row
 from torch.nn.functional import gelu, silu
 
 from specpool.engine.cache.arena import KVArena
@@ -89,15 +90,10 @@ class Cache:
     def expected(self, sequence: int, position: int, kind: AttentionKind = FULL_ATTENTION) -> torch.Tensor:
         """The result in float64."""
         first = 0 if kind.window is None else max(0, position + 1 - kind.window)
-        query, columns = self.query[sequence, position, :, None].double(), self.columns(sequence, position + 1)[first:]
+        query, columns = self.query[sequence, position].double(), self.columns(sequence, position + 1)[first:]
         caches = (self.arena.keys[0], self.arena.values[0])
         k, v = (cache[:, columns].repeat_interleave(len(query) // len(cache), 0).double() for cache in caches)
-        scores = query @ k.mT * query.shape[-1] ** -0.5
-        if kind.softcap is not None:
-            scores = kind.softcap * torch.tanh(scores / kind.softcap)
-        if kind.sinks is not None:
-            scores = torch.cat([scores, kind.sinks.double()[:, None, None]], -1)
-        return (scores.softmax(-1)[..., : len(columns)] @ v)[:, 0]
+        return attended_row(query, k, v, query.shape[-1] ** -0.5, kind)
 
     def columns(self, sequence: int, count: int) -> list[int]:
         return self.arena.columns_of(sequence, 0, count)
