@@ -28,7 +28,8 @@ class BranchEnd(nn.Module):
         """`norm`: weight of the branch's own norm."""
         super().__init__()
         self.group, self.inputs, self.norm = group, inputs, norm
-        self.gemm, self.bias = gemm_of(linear, "hidden", group), linear.bias
+        self.gemm = gemm_of(linear, "hidden", group)
+        self.bias: torch.Tensor | None = linear.bias
         if self.bias is not None and not group.in_parts:  # with whole sums, each rank holds a shard of the bias
             self.bias = group.gather(self.bias.detach(), "hidden")
 
