@@ -29,9 +29,8 @@ class BranchEnd(nn.Module):
         super().__init__()
         self.group, self.inputs, self.norm = group, inputs, norm
         self.gemm = gemm_of(linear, "hidden", group)
-        self.bias: torch.Tensor | None = linear.bias
-        if self.bias is not None and not group.in_parts:  # with whole sums, each rank holds a shard of the bias
-            self.bias = group.gather(self.bias.detach(), "hidden")
+        gathers = linear.bias is not None and not group.in_parts  # with whole sums, each rank holds a shard of the bias
+        self.bias = group.gather(linear.bias.detach(), "hidden") if gathers else linear.bias
 
     def forward(self, x: torch.Tensor) -> Addend:
         """The branch. `x`: this rank's share of the inputs, [rows, features]."""

@@ -131,7 +131,7 @@ def load_captured(tmp_path: Path, name: str = "llama", **options: object) -> Eng
     return engine
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_replayed_passes_are_batch_invariant(tmp_path: Path, fake_graphs: FakeGraphs, name: str) -> None:
     engine = load_captured(tmp_path, name, max_sequences=6, max_model_len=128)
     assert engine.bitwise
