@@ -45,8 +45,8 @@ def num_splits(length: int) -> int:
 
 
 def visible_splits(splits: int, window: int | None) -> int:
-    """Maximum splits that a row with this window sees, of `splits` splits of its sequence."""
-    return splits if window is None else min(splits, 1 - (1 - window) // SPLIT)
+    """Maximum splits that the rows of a tile see, of `splits` splits of their sequence. A tile has up to SPLIT rows."""
+    return splits if window is None else min(splits, 2 - (1 - window) // SPLIT)
 
 
 def tile_height(dtype: torch.dtype, groups: int) -> int:
@@ -164,9 +164,12 @@ if triton is not None:
     LOWEST = tl.constexpr(-1e30)
 
     @triton.jit
-    def _first_split(position, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
-        """The first split that a row at this position sees. Its partial results begin there."""
-        return tl.maximum(position - WINDOW + 1, 0) // SPLIT
+    def _place_of(split, splits, WINDOW: tl.constexpr):
+        """The place of a split's partial results. With a window, places of splits that no row sees are used again."""
+        place = split
+        if WINDOW > 0:
+            place = split % splits
+        return place
 
     @triton.jit
     def _attend_split(
@@ -201,9 +204,11 @@ if triton is not None:
             score = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
             if SOFTCAP is not None:
                 score = softcapped(score, SOFTCAP)
-            is_visible = position[None, :] <= visible[:, None]
             if WINDOW > 0:
-                is_visible &= position[None, :] > visible[:, None] - WINDOW
+                distance = visible[:, None] - position[None, :]
+                is_visible = distance.to(tl.uint32, bitcast=True) < WINDOW
+            else:
+                is_visible = position[None, :] <= visible[:, None]
             score = tl.where(is_visible, score, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(score, 1))
             rescale = tl.exp(peak - new_peak)
@@ -272,15 +277,11 @@ if triton is not None:
                         q, keys, values, table, prefix, shift, begin, end, visible, scaling, DIM, WIDTH, HEIGHT, BLOCK,
                         PAGE, WINDOW, SOFTCAP,
                     )  # fmt: skip
-                    number, is_stored = split, own < count
-                    if WINDOW > 0:
-                        number = split - _first_split(visible, WINDOW, SPLIT)
-                        is_stored &= (number >= 0) & (number < splits)
-                    index = ((row + own) * splits + number) * HEADS + head
-                    tl.store(partials + index[:, None] * DIM + feature[None, :], acc, mask=mask & is_stored[:, None])
-                    tl.store(stats + index, peak, mask=is_stored)
+                    index = ((row + own) * splits + _place_of(split, splits, WINDOW)) * HEADS + head
+                    tl.store(partials + index[:, None] * DIM + feature[None, :], acc, mask=mask)
+                    tl.store(stats + index, peak, mask=own < count)
                     denominators = stats + rows.to(tl.int64) * splits * HEADS
-                    tl.store(denominators + index, denominator, mask=is_stored)
+                    tl.store(denominators + index, denominator, mask=own < count)
 
     @triton.jit(do_not_specialize=["splits"])
     def _combine_splits(
@@ -299,9 +300,9 @@ if triton is not None:
             acc = tl.zeros([WIDTH], tl.float32)
             position, first_split = tl.load(positions + row).to(tl.int32), 0
             if WINDOW > 0:
-                first_split = _first_split(position, WINDOW, SPLIT)
-            for split in range(0, position // SPLIT + 1 - first_split):
-                index = (row * splits + split) * HEADS + head
+                first_split = tl.maximum(position - WINDOW + 1, 0) // SPLIT
+            for split in range(first_split, position // SPLIT + 1):
+                index = (row * splits + _place_of(split, splits, WINDOW)) * HEADS + head
                 split_peak = tl.load(stats + index)
                 new_peak = tl.maximum(peak, split_peak)
                 rescale, split_rescale = tl.exp(peak - new_peak), tl.exp(split_peak - new_peak)
