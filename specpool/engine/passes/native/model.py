@@ -120,6 +120,11 @@ class NativeModel(ForwardPass):
         """The compiled draft loop; None if this machine cannot run it."""
         return compile_draft_loop(self._library, self._model, self._prepare, arena, head)
 
+    def scratch_bytes(self, rows: int, length: int) -> int:
+        """Scratch bytes, beyond activations, of a pass of `rows` rows: gates and ups of the chosen experts."""
+        routing = self._model.routing
+        return 3 * routing.size * routing.top_k * rows * torch.float32.itemsize
+
     @property
     def activations(self) -> str:
         """Format of the activations in GEMMs with quantized weights."""
