@@ -123,7 +123,8 @@ class NativeModel(ForwardPass):
     def scratch_bytes(self, rows: int, length: int) -> int:
         """Scratch bytes, beyond activations, of a pass of `rows` rows: gates and ups of the chosen experts."""
         routing = self._model.routing
-        return 3 * routing.size * routing.top_k * rows * torch.float32.itemsize
+        floats: int = 3 * routing.size * routing.top_k * rows
+        return floats * torch.float32.itemsize
 
     @property
     def activations(self) -> str:
