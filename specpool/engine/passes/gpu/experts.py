@@ -1,0 +1,56 @@
+"""A mixture of experts in seven kernels, on passes of any shape: the host never learns which experts rows chose."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from specpool.engine.passes.gpu.gemm import split_k_gemm, split_k_of
+from specpool.engine.passes.gpu.grouped_gemm import GroupedGemm, group
+from specpool.engine.passes.gpu.routing import choose_experts, combine
+from specpool.engine.passes.gpu.rows import Addend, activate
+
+
+class GpuExperts(nn.Module):
+    """The experts of a layer, and the MLP that all rows share."""
+
+    def __init__(self, fused: Any, shared: nn.Module | None) -> None:
+        """`fused`: the `FusedExperts` whose weights it takes over. `shared`: the MLP of its `shared`, on kernels."""
+        super().__init__()
+        self.routing, self.activation, self.correction, self.shared = (
+            fused.routing, fused.activation, fused.correction, shared,
+        )  # fmt: skip
+        router = fused.router.weight
+        self.router, self.router_bias = nn.Parameter(router.contiguous(), requires_grad=False), fused.router.bias
+        self.router_splits = split_k_of(*router.shape)
+        self.gate_up, self.down = (
+            _grouped(fused.gate_ups, self.routing.top_k),
+            _grouped(fused.downs, self.routing.top_k),
+        )
+
+    def forward(self, normed: torch.Tensor, slots: torch.Tensor) -> Addend:
+        """Return the branch of normalized rows [rows, hidden]. `slots`: [rows]; -1: the row is padding."""
+        # Logits stay in float32: rounded ones would tie.
+        logits = split_k_gemm(normed, self.router, self.router_splits, torch.float32)
+        chosen, weights = choose_experts(logits, self.router_bias, self.correction, slots, self.routing)
+        groups = group(chosen, self.gate_up.experts, self.gate_up.tile(chosen.numel(), normed).rows)
+        gate_up = self.gate_up(normed, groups, choices_per_row=self.routing.top_k)
+        activated = activate(gate_up, None, normed.dtype)
+        outputs = self.down(activated, groups, choices_per_row=1)
+        shared = None if self.shared is None else self.shared(normed)
+        return Addend(combine(outputs, chosen, weights, shared), None, None)
+
+    def scratch_bytes(self, rows: int) -> int:
+        """Bytes of the intermediate results of `rows` rows, the shared MLP's excluded."""
+        choices, dtype = rows * self.routing.top_k, self.gate_up.weight.dtype
+        activated = choices * self.down.in_features * dtype.itemsize
+        combined = rows * self.down.out_features * torch.float32.itemsize
+        results = self.gate_up.scratch_bytes(choices, dtype) + self.down.scratch_bytes(choices, dtype)
+        return results + activated + combined
+
+
+def _grouped(linears: Any, top_k: int) -> GroupedGemm:
+    """The GEMM of one linear layer per expert."""
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    weight = torch.stack([linear.weight.detach() for linear in linears])
+    return GroupedGemm(weight, torch.stack(biases).detach() if biases else None, top_k)
