@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specpool.engine.passes.gpu.gemm import split_k_gemm, split_k_of
+from specpool.engine.passes.gpu.gemm import MAX_SPLIT_K, MIN_SPLIT_INPUTS, split_k_gemm
 from specpool.engine.passes.gpu.grouped_gemm import GroupedGemm, group
 from specpool.engine.passes.gpu.routing import choose_experts, combine
 from specpool.engine.passes.gpu.rows import Addend, activate
@@ -22,7 +22,8 @@ class GpuExperts(nn.Module):
         )  # fmt: skip
         router = fused.router.weight
         self.router, self.router_bias = nn.Parameter(router.contiguous(), requires_grad=False), fused.router.bias
-        self.router_splits = split_k_of(*router.shape)
+        # A router has too few outputs to occupy the GPU, so it is split even where splits differ in size.
+        self.router_splits = max(1, min(MAX_SPLIT_K, router.shape[1] // MIN_SPLIT_INPUTS))
         self.gate_up, self.down = (
             _grouped(fused.gate_ups, self.routing.top_k),
             _grouped(fused.downs, self.routing.top_k),
@@ -35,7 +36,7 @@ class GpuExperts(nn.Module):
         chosen, weights = choose_experts(logits, self.router_bias, self.correction, slots, self.routing)
         groups = group(chosen, self.gate_up.experts, self.gate_up.tile(chosen.numel(), normed).rows)
         gate_up = self.gate_up(normed, groups, choices_per_row=self.routing.top_k)
-        activated = activate(gate_up, None, normed.dtype)
+        activated = activate(gate_up, None, normed.dtype, self.activation)
         outputs = self.down(activated, groups, choices_per_row=1)
         shared = None if self.shared is None else self.shared(normed)
         return Addend(combine(outputs, chosen, weights, shared), None, None)
@@ -45,7 +46,7 @@ class GpuExperts(nn.Module):
         choices, dtype = rows * self.routing.top_k, self.gate_up.weight.dtype
         activated = choices * self.down.in_features * dtype.itemsize
         combined = rows * self.down.out_features * torch.float32.itemsize
-        results = self.gate_up.scratch_bytes(choices, dtype) + self.down.scratch_bytes(choices, dtype)
+        results: int = self.gate_up.scratch_bytes(choices, dtype) + self.down.scratch_bytes(choices, dtype)
         return results + activated + combined
 
 

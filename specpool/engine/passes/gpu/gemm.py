@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from specpool.engine.numerics.tiles import round_up
 from specpool.engine.numerics.triton_compat import (
     HOPPER,
     architecture,
@@ -141,6 +142,11 @@ def split_k_of(outputs: int, inputs: int) -> int:
     return splits
 
 
+def split_size(inputs: int, split_k: int) -> int:
+    """Inputs of a split, a multiple of every tile's. The last splits may have fewer inputs, or none."""
+    return inputs if split_k == 1 else round_up(-(-inputs // split_k), MIN_SPLIT_INPUTS)
+
+
 def cublas_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Tensor:
     """The partial sums of `split_k_gemm`, by cuBLAS, which may add terms in another order."""
     if split_k == 1:
@@ -166,7 +172,7 @@ def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int, dtype: tor
     # Row tiles vary fastest: programs that share a part of the weight run together and read it once.
     _split_k_gemm[(-(-rows // tile.rows), -(-outputs // tile.outputs), split_k)](
         x.contiguous(), weight, partials, rows,
-        N=outputs, K=inputs, SPLIT_K=-(-inputs // split_k),
+        N=outputs, K=inputs, SPLIT_K=split_size(inputs, split_k),
         TILE_N=tile.outputs, TILE_ROWS=tile.rows, TILE_K=tile.inputs,
         **launch_options(x.device), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -186,7 +192,7 @@ if triton is not None:
         for start in range(split * SPLIT_K, split * SPLIT_K + SPLIT_K, TILE_K):
             inputs = start + tl.arange(0, TILE_K)
             weight_mask, row_mask = (output < N)[:, None], (index < end)[None, :]
-            if SPLIT_K % TILE_K != 0:
+            if SPLIT_K % TILE_K != 0 or K % SPLIT_K != 0:
                 weight_mask, row_mask = weight_mask & (inputs < K)[None, :], row_mask & (inputs < K)[:, None]
             a = tl.load(weight + output[:, None] * K + inputs[None, :], mask=weight_mask, other=0.0)
             b = tl.load(x + row[None, :] * K + inputs[:, None], mask=row_mask, other=0.0)

@@ -20,7 +20,7 @@ from specpool.engine.numerics.triton_compat import (
     tl,
     triton,
 )
-from specpool.engine.passes.gpu.gemm import GemmTile, accumulated, split_k_of, tile_of
+from specpool.engine.passes.gpu.gemm import GemmTile, accumulated, split_k_of, split_size, tile_of
 
 # Choices that a program of `group` reads at a time.
 GROUPED = 1024
@@ -57,7 +57,7 @@ class GroupedGemm(nn.Module):
         # Row tiles vary fastest: the tiles of an expert run together and read its weight once.
         _grouped_gemm[(groups.tiles.shape[1], -(-self.out_features // tile.outputs), self.split_k)](
             x, self.weight, self.bias, partials, groups.order, groups.tiles, choices,
-            N=self.out_features, K=self.in_features, SPLIT_K=-(-self.in_features // self.split_k),
+            N=self.out_features, K=self.in_features, SPLIT_K=split_size(self.in_features, self.split_k),
             CHOICES_PER_ROW=choices_per_row, TILE_N=tile.outputs, TILE_ROWS=tile.rows, TILE_K=tile.inputs,
             **launch_options(x.device), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

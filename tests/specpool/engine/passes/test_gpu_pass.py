@@ -44,11 +44,17 @@ def shuffle_pages(engine: Engine) -> None:
     [
         pytest.param("qwen3", marks=pytest.mark.slow),
         "glm4, biased",
+        pytest.param("mistral, window", marks=pytest.mark.slow),
+        pytest.param("gemma", marks=pytest.mark.slow),
+        "gemma2",
+        pytest.param("gemma3_text", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_match_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     run_by_kernels(monkeypatch)
-    folder = save_random(tmp_path, *VARIANTS[name])
+    family, changes = VARIANTS[name]
+    window = {"sliding_window": 6} if changes.get("sliding_window") else {}
+    folder = save_random(tmp_path, family, {**changes, **window})
     engine = load_engine(folder, False, native=False, cuda_graphs=False, max_sequences=3, max_model_len=26)
     assert isinstance(engine.forward_pass, GpuModel)
     assert not engine.notes
