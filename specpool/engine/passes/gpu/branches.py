@@ -28,9 +28,10 @@ class BranchEnd(nn.Module):
         """`norm`: weight of the branch's own norm."""
         super().__init__()
         self.group, self.inputs, self.norm = group, inputs, norm
-        self.gemm, self.bias = gemm_of(linear, "hidden", group), linear.bias
-        if self.bias is not None and not group.in_parts:  # with whole sums, each rank holds a shard of the bias
-            self.bias = group.gather(self.bias.detach(), "hidden")
+        bias: torch.Tensor | None = linear.bias
+        if bias is not None and not group.in_parts:  # with whole sums, each rank holds a shard of the bias
+            bias = group.gather(bias.detach(), "hidden")
+        self.gemm, self.bias = gemm_of(linear, "hidden", group), bias
 
     def forward(self, x: torch.Tensor) -> Addend:
         """The branch. `x`: this rank's share of the inputs, [rows, features]."""
