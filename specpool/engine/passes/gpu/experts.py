@@ -5,41 +5,40 @@ from typing import Any
 import torch
 from torch import nn
 
+from specpool.engine.passes.gpu.branches import GpuMlp
 from specpool.engine.passes.gpu.gemm import MAX_SPLIT_K, MIN_SPLIT_INPUTS, split_k_gemm
-from specpool.engine.passes.gpu.grouped_gemm import GroupedGemm, group
+from specpool.engine.passes.gpu.grouped_gemm import GroupedGemm, group_choices
 from specpool.engine.passes.gpu.routing import choose_experts, combine
 from specpool.engine.passes.gpu.rows import Addend, activate
+from specpool.engine.sharding.group import SingleRank
 
 
 class GpuExperts(nn.Module):
     """The experts of a layer, and the MLP that all rows share."""
 
-    def __init__(self, fused: Any, shared: nn.Module | None) -> None:
-        """`fused`: the `FusedExperts` whose weights it takes over. `shared`: the MLP of its `shared`, on kernels."""
+    def __init__(self, fused: Any, norm: torch.Tensor | None, group: SingleRank) -> None:
+        """`fused`: the `FusedExperts` whose weights it takes over. `norm`: weight of the branch's own norm."""
         super().__init__()
-        self.routing, self.activation, self.correction, self.shared = (
-            fused.routing, fused.activation, fused.correction, shared,
+        self.routing, self.activation, self.correction, self.norm = (
+            fused.routing, fused.activation, fused.correction, norm,
         )  # fmt: skip
-        router = fused.router.weight
-        self.router, self.router_bias = nn.Parameter(router.contiguous(), requires_grad=False), fused.router.bias
+        self.router, self.router_bias = nn.Parameter(fused.router.weight, requires_grad=False), fused.router.bias
         # A router has too few outputs to occupy the GPU, so it is split even where splits differ in size.
-        self.router_splits = max(1, min(MAX_SPLIT_K, router.shape[1] // MIN_SPLIT_INPUTS))
-        self.gate_up, self.down = (
-            _grouped(fused.gate_ups, self.routing.top_k),
-            _grouped(fused.downs, self.routing.top_k),
-        )
+        self.router_splits = max(1, min(MAX_SPLIT_K, fused.router.in_features // MIN_SPLIT_INPUTS))
+        self.gate_up, self.down = (_grouped(linears, self.routing.top_k) for linears in (fused.gate_ups, fused.downs))
+        self.shared = None if fused.shared is None else GpuMlp(fused.shared, None, group)
 
     def forward(self, normed: torch.Tensor, slots: torch.Tensor) -> Addend:
         """Return the branch of normalized rows [rows, hidden]. `slots`: [rows]; -1: the row is padding."""
         # Logits stay in float32: rounded ones would tie.
         logits = split_k_gemm(normed, self.router, self.router_splits, torch.float32)
         chosen, weights = choose_experts(logits, self.router_bias, self.correction, slots, self.routing)
-        groups = group(chosen, self.gate_up.experts, self.gate_up.tile(chosen.numel(), normed).rows)
+        groups = group_choices(chosen, self.gate_up.experts, self.gate_up.tile(chosen.numel(), normed).rows)
         gate_up = self.gate_up(normed, groups, choices_per_row=self.routing.top_k)
         activated = activate(gate_up, None, normed.dtype, self.activation)
         outputs = self.down(activated, groups, choices_per_row=1)
         shared = None if self.shared is None else self.shared(normed)
-        return Addend(combine(outputs, chosen, weights, shared), None, None)
+        return Addend(combine(outputs, chosen, weights, shared), None, self.norm)
 
     def scratch_bytes(self, rows: int) -> int:
         """Bytes of the intermediate results of `rows` rows, the shared MLP's excluded."""

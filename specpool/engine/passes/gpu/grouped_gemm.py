@@ -22,7 +22,7 @@ from specpool.engine.numerics.triton_compat import (
 )
 from specpool.engine.passes.gpu.gemm import GemmTile, accumulated, split_k_of, split_size, tile_of
 
-# Choices that a program of `group` reads at a time.
+# Choices that a program of `group_choices` reads at a time.
 GROUPED = 1024
 
 
@@ -76,7 +76,7 @@ class GroupedGemm(nn.Module):
         return dtype if self.split_k == 1 else torch.float32
 
 
-def group(chosen: torch.Tensor, experts: int, tile_rows: int) -> Groups:
+def group_choices(chosen: torch.Tensor, experts: int, tile_rows: int) -> Groups:
     """Group the choices [rows, top_k] of `experts` experts, with at most `tile_rows` rows in a tile.
 
     Tiles are as many as any choices may need. Choices of -1 are left out.
@@ -85,7 +85,7 @@ def group(chosen: torch.Tensor, experts: int, tile_rows: int) -> Groups:
     num_tiles = min(choices, experts) + choices // tile_rows
     order = torch.empty(choices, dtype=torch.int32, device=chosen.device)
     tiles = torch.empty(3, num_tiles, dtype=torch.int32, device=chosen.device)
-    _group[(experts,)](
+    _group_choices[(experts,)](
         chosen, order, tiles, choices, num_tiles,
         EXPERTS=experts, WIDTH=power_of_two(experts), TILE_ROWS=tile_rows, BLOCK=GROUPED,
         **launch_options(chosen.device), num_warps=4,
@@ -96,7 +96,7 @@ def group(chosen: torch.Tensor, experts: int, tile_rows: int) -> Groups:
 if triton is not None:
 
     @triton.jit(do_not_specialize=["choices", "num_tiles"])
-    def _group(
+    def _group_choices(
         chosen, order, tiles, choices, num_tiles,
         EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
