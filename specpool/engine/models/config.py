@@ -17,7 +17,7 @@ from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.model_files import read_config_file
 from specpool.engine.models.vision_language import WRAPPER, text_part
 from specpool.engine.passes.dry_run import unsupported_attention
-from specpool.engine.passes.families import why_not_shardable, window_of
+from specpool.engine.passes.families import WINDOWED, why_not_shardable, window_of
 
 UNSTATED_MAX_MODEL_LEN = 4096
 """Maximum positions of a model that states none. No default is shorter, except the model's own limit."""
@@ -139,8 +139,9 @@ def _why_never_served(config: PreTrainedConfig, options: EngineOptions) -> str |
     if (invalid := _invalid_layers(config)) is not None:
         return f"this {model_type} model has {invalid}; {MODELS_PAGE}"
     # Drafts that read hidden states need the fused pass, which reports a more specific error.
-    is_plain = why_not_shardable(config) is not None and options.target_model is None
-    feature = unsupported_attention(config, resolve_max_model_len(config, options)) if is_plain else None
+    ignores_window = window_of(config) is not None and model_type not in WINDOWED
+    is_tried = (ignores_window or why_not_shardable(config) is not None) and options.target_model is None
+    feature = unsupported_attention(config, resolve_max_model_len(config, options)) if is_tried else None
     return None if feature is None else unsupported(model_type, feature)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from specpool.engine.passes.kinds import SILU, Activation
@@ -14,6 +15,8 @@ INTERLEAVED = {"glm", "glm4"}
 GEMMA = {"gemma", "gemma2", "gemma3_text"}
 # Vicuna and SmolLM are Llamas too. Norms, windows and experts are detected by name.
 SHARDABLE = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
+# Families whose layers may have windows. The others ignore the field.
+WINDOWED = {"mistral", "ministral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss"}
 MIXTURES = {"gpt_oss", "mixtral", "qwen3_moe", "glm4_moe"}
 FAMILIES = SHARDABLE | GEMMA | MIXTURES | {"ministral", "seed_oss"}
 
@@ -29,6 +32,12 @@ def window_of(config: PreTrainedConfig) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
+def embedding_scale(config: PreTrainedConfig, dtype: torch.dtype) -> float:
+    """The factor of embeddings, rounded to the dtype of a model."""
+    scale = config.hidden_size**0.5 if config.model_type in GEMMA else 1.0
+    return torch.tensor(scale, dtype=dtype).item()
+
+
 def activation_of(config: PreTrainedConfig) -> Activation | None:
     """The activation of all MLPs; None if the fused pass does not have it."""
     if config.model_type == "gpt_oss":
@@ -39,7 +48,8 @@ def activation_of(config: PreTrainedConfig) -> Activation | None:
 def rotary_types(config: PreTrainedConfig) -> list[str | None]:
     """The types of layers that have rotary embeddings of their own; [None] if all layers share one."""
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    return [name for name, each in rope.items() if isinstance(each, dict)] or [None]
+    used = getattr(config, "layer_types", None) or ()
+    return [name for name, each in rope.items() if isinstance(each, dict) and name in used] or [None]
 
 
 def is_fusable(config: PreTrainedConfig) -> bool:

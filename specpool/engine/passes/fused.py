@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specpool.engine.passes.families import GEMMA, INTERLEAVED, rotary_types
+from specpool.engine.passes.families import GEMMA, INTERLEAVED, embedding_scale, rotary_types
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused_experts import FusedExperts
@@ -49,8 +49,7 @@ class FusedModel(ForwardPass):
         self.eps: float = config.rms_norm_eps
         self.head_dim: int = inner.layers[0].self_attn.head_dim
         self.embedding: Weight = embedding.weight
-        scale = getattr(embedding, "embed_scale", torch.ones(()))
-        self.embedding_scale: float = scale.to(model.dtype).item()
+        self.embedding_scale = embedding_scale(config, model.dtype)
         """Factor of embeddings."""
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         """Bound on logits, applied as softcap * tanh(logit / softcap); None: no bound."""

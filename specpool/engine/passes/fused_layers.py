@@ -9,7 +9,7 @@ from torch.nn.functional import rms_norm
 from transformers import PreTrainedConfig
 
 from specpool.engine.passes.attention import attend
-from specpool.engine.passes.families import GEMMA, activation_of, rotary_types
+from specpool.engine.passes.families import GEMMA, WINDOWED, activation_of, rotary_types, window_of
 from specpool.engine.passes.features import StateNorm
 from specpool.engine.passes.fused_experts import FusedExperts
 from specpool.engine.passes.kinds import Activation, AttentionKind
@@ -60,7 +60,7 @@ class FusedLayer(nn.Module):
         self.eps: float = config.rms_norm_eps
         self.attention = _attention_kind(source, config)
         types = rotary_types(config)
-        self.rotary = types.index(config.layer_types[index]) if len(types) > 1 else 0
+        self.rotary = 0 if types == [None] else types.index(config.layer_types[index])
         """Index of the layer's rotary tables."""
         query, key = _reordered(source.q_proj, order), _reordered(source.k_proj, order)
         self.kv_heads = key.out_features // self.head_dim
@@ -169,8 +169,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Te
 
 def _attention_kind(attention: Any, config: PreTrainedConfig) -> AttentionKind:
     """The window, sinks and soft cap of a layer. Some families keep their window in the configuration."""
-    has_window = config.model_type in {"mistral", "mixtral"}
-    window = getattr(attention, "sliding_window", config.sliding_window if has_window else None)
+    window = getattr(attention, "sliding_window", window_of(config)) if config.model_type in WINDOWED else None
     sinks = getattr(attention, "sinks", None)
     softcap = config.attn_logit_softcapping if config.model_type == "gemma2" else None
     return AttentionKind(window, None if sinks is None else sinks.detach().float(), softcap)

@@ -14,6 +14,7 @@ from specpool.engine.passes.gpu.attention import attend_pages, num_splits
 from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, Gemm, GemmBackend, cublas_rows_of
 from specpool.engine.passes.gpu.graphs import Capture
 from specpool.engine.passes.gpu.model import GpuModel
+from specpool.engine.passes.kinds import FULL_ATTENTION, AttentionKind
 from specpool.engine.probes.inputs import ProbeInputs
 
 log = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 @torch.inference_mode()
-def attention_agrees(arena: KVArena, query_groups: int, max_length: int) -> bool:
+def attention_agrees(arena: KVArena, query_groups: int, max_length: int, kind: AttentionKind = FULL_ATTENTION) -> bool:
     """Return whether a row gets the same bits alone, beside others, in every tile and split, and on any pages.
 
     `arena`: the cache to imitate, left unchanged. `query_groups`: query heads per KV head. `max_length`: maximum
@@ -175,7 +176,9 @@ def attention_agrees(arena: KVArena, query_groups: int, max_length: int) -> bool
         tiled = [torch.tensor(numbers, device=cache.device) for numbers in (begins, sizes, row_positions)]
         tile_begins, tile_sizes, own = tiled
         slots, none = torch.full_like(own, slot), torch.zeros_like(own)
-        attended = attend_pages(query, probed, 0, tile_begins, tile_sizes, own, slots, none, none, dim**-0.5, splits)
+        attended = attend_pages(
+            query, probed, 0, tile_begins, tile_sizes, own, slots, none, none, dim**-0.5, splits, kind
+        )
         return attended[index]
 
     def agrees(row: torch.Tensor, position: int) -> bool:

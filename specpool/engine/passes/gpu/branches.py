@@ -28,10 +28,9 @@ class BranchEnd(nn.Module):
         """`norm`: weight of the branch's own norm."""
         super().__init__()
         self.group, self.inputs, self.norm = group, inputs, norm
-        bias: torch.Tensor | None = linear.bias
-        if bias is not None and not group.in_parts:  # with whole sums, each rank holds a shard of the bias
-            bias = group.gather(bias.detach(), "hidden")
-        self.gemm, self.bias = gemm_of(linear, "hidden", group), bias
+        self.gemm = gemm_of(linear, "hidden", group)
+        gathers = linear.bias is not None and not group.in_parts  # with whole sums, each rank holds a shard of the bias
+        self.bias = group.gather(linear.bias.detach(), "hidden") if gathers else linear.bias
 
     def forward(self, x: torch.Tensor) -> Addend:
         """The branch. `x`: this rank's share of the inputs, [rows, features]."""

@@ -22,6 +22,7 @@ from specpool.engine.numerics.triton_compat import triton
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.fused_experts import FusedExperts
+from specpool.engine.passes.fused_layers import FusedLayer
 from specpool.engine.passes.gpu import attention
 from specpool.engine.passes.gpu.attention import attend_pages, num_splits
 from specpool.engine.passes.gpu.branches import BranchEnd, GpuMlp, gemm_of
@@ -51,7 +52,9 @@ def try_kernels(fused: FusedModel) -> None:
     batch = pack([Span(0, 0, [0], 1)], arena, lambda needed: needed)
     states = weight.new_zeros(rows, fused.state_size) if fused.state_size else None
     hidden, added, normed = GpuEmbedding(fused)(replace(batch, input_states=states))
-    for layer in {_kind_of(layer): layer for layer in reversed(fused.layers)}.values():
+    layers: Any = fused.layers
+    kinds = [_kind_of(layer) for layer in layers]
+    for layer in (layers[kinds.index(kind)] for kind in dict.fromkeys(kinds)):
         rotary = fused.rotaries[layer.rotary](rows)
         added, normed = GpuLayer(layer, 0)(hidden, added, batch, rotary, normed), None
     add_and_norm(hidden, added, None, fused.eps).sum().item()
@@ -72,8 +75,11 @@ class GpuModel(ForwardPass):
         self.heads, self.kv_heads, self.head_dim = first.heads, first.kv_heads, first.head_dim
         self.rows_per_tile = attention.rows_per_tile(self.compute_dtype, self.heads // self.kv_heads)
         self.rotaries, self.softcap = [rotary(max_length) for rotary in fused.rotaries], fused.softcap
-        windows = [layer.attention.window for layer in fused.layers]
-        self.window = None if None in windows else max(windows)
+        layers: Any = fused.layers
+        kinds: list[AttentionKind] = [layer.attention for layer in layers]
+        self.attention_kinds = tuple({_flags_of(kind): kind for kind in kinds}.values())
+        windows = [kind.window for kind in kinds if kind.window is not None]
+        self.window = max(windows) if len(windows) == len(kinds) else None
         """The longest window of all layers; None: some layer attends to all positions."""
         self.embedding, self.norm = GpuEmbedding(fused), fused.norm
         self.head = Gemm(fused.head.weight, split=False)
@@ -91,7 +97,8 @@ class GpuModel(ForwardPass):
         """Logits [R, rows of the head] of the requested rows, padding included."""
         batch = with_state_slots(batch, len(self.layers))
         hidden, added, normed = self.embedding(batch)
-        for layer in self.layers:
+        layers: Any = self.layers
+        for layer in layers:
             added, normed = layer(hidden, added, batch, self.rotaries[layer.rotary], normed), None
         normed = add_and_norm(hidden, added, self.norm, self.eps, recorder_of(batch, len(self.layers)))
         own = normed if self.norms_output else hidden
@@ -217,7 +224,10 @@ class GpuLayer(nn.Module):
         return branch
 
 
-def _kind_of(layer: Any) -> tuple[Any, ...]:
+def _kind_of(layer: FusedLayer) -> tuple[Any, ...]:
     """Equal for layers that run the same kernels."""
-    kind: AttentionKind = layer.attention
-    return kind._replace(sinks=kind.sinks is not None), type(layer.mlp), layer.mlp.activation
+    return _flags_of(layer.attention), type(layer.mlp), layer.mlp.activation
+
+
+def _flags_of(kind: AttentionKind) -> tuple[Any, ...]:
+    return kind.window, kind.sinks is not None, kind.softcap

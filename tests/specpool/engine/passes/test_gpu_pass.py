@@ -135,8 +135,9 @@ def load_captured(tmp_path: Path, name: str = "llama", **options: object) -> Eng
     return engine
 
 
-def test_replayed_passes_are_batch_invariant(tmp_path: Path, fake_graphs: FakeGraphs) -> None:
-    engine = load_captured(tmp_path, "qwen3", max_sequences=6, max_model_len=128)
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_replayed_passes_are_batch_invariant(tmp_path: Path, fake_graphs: FakeGraphs, name: str) -> None:
+    engine = load_captured(tmp_path, name, max_sequences=6, max_model_len=128)
     assert engine.bitwise
     assert rows_that_differ(engine, lengths=(2, 9, 40), drafts=3) == 0
     assert fake_graphs.replayed > 3 * fake_graphs.captured > 0
