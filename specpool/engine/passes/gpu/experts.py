@@ -43,10 +43,10 @@ class GpuExperts(nn.Module):
     def scratch_bytes(self, rows: int) -> int:
         """Bytes of the intermediate results of `rows` rows, the shared MLP's excluded."""
         choices, dtype = rows * self.routing.top_k, self.gate_up.weight.dtype
-        activated = choices * self.down.in_features * dtype.itemsize
-        combined = rows * self.down.out_features * torch.float32.itemsize
         results: int = self.gate_up.scratch_bytes(choices, dtype) + self.down.scratch_bytes(choices, dtype)
-        return results + activated + combined
+        activated = choices * self.down.in_features * dtype.itemsize
+        sums = rows * (self.router_splits * len(self.router) + self.down.out_features)  # logits, and the branch
+        return results + activated + sums * torch.float32.itemsize
 
 
 def _grouped(linears: Any, top_k: int) -> GroupedGemm:

@@ -1,5 +1,6 @@
 """Experts on interpreted GPU kernels: close to float64, and batch-invariant."""
 
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,10 @@ from specpool.engine.passes.gpu.experts import GpuExperts
 from specpool.engine.passes.gpu.gemm import split_k_gemm
 from specpool.engine.passes.gpu.grouped_gemm import group_choices
 from specpool.engine.passes.gpu.routing import choose_experts
+from specpool.engine.passes.gpu.rows import Addend
 from specpool.engine.passes.kinds import SILU, Activation, Routing
 from specpool.engine.passes.modules import activated
+from specpool.engine.probes.kernels import experts_agree
 from specpool.engine.sharding.group import SINGLE_RANK
 
 EXPERTS, HIDDEN, SIZE, ROWS = 12, 60, 24, 16
@@ -120,6 +123,19 @@ def test_long_passes_are_batch_invariant(dtype: torch.dtype) -> None:
     together = run(experts, rows)
     for part in (slice(0, 1), slice(150, 170), slice(299, 300)):
         assert torch.equal(run(experts, rows[part]), together[part])
+
+
+def test_experts_whose_bits_depend_on_other_rows_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, _, _ = alone_and_together()
+    assert experts_agree(experts, (2, 5))
+    run_experts = GpuExperts.forward
+
+    def depend(experts: GpuExperts, normed: torch.Tensor, slots: torch.Tensor) -> Addend:
+        branch = run_experts(experts, normed, slots)
+        return replace(branch, partials=branch.partials * (1 + 1e-6 * (len(normed) == 2)))
+
+    monkeypatch.setattr(GpuExperts, "forward", depend)
+    assert not experts_agree(experts, (2, 5))
 
 
 def test_the_last_split_may_be_short() -> None:
