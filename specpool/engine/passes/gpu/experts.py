@@ -24,7 +24,7 @@ class GpuExperts(nn.Module):
         )  # fmt: skip
         self.router, self.router_bias = nn.Parameter(fused.router.weight, requires_grad=False), fused.router.bias
         # A router has too few outputs to occupy the GPU, so it is split even where splits differ in size.
-        self.router_splits = max(1, min(MAX_SPLIT_K, fused.router.in_features // MIN_SPLIT_INPUTS))
+        self.router_splits: int = max(1, min(MAX_SPLIT_K, fused.router.in_features // MIN_SPLIT_INPUTS))
         self.gate_up, self.down = (_grouped(linears, self.routing.top_k) for linears in (fused.gate_ups, fused.downs))
         self.shared = None if fused.shared is None else GpuMlp(fused.shared, None, group)
 
@@ -44,8 +44,8 @@ class GpuExperts(nn.Module):
         """Bytes of the intermediate results of `rows` rows, the shared MLP's excluded."""
         choices, dtype = rows * self.routing.top_k, self.gate_up.weight.dtype
         results: int = self.gate_up.scratch_bytes(choices, dtype) + self.down.scratch_bytes(choices, dtype)
-        activated = choices * self.down.in_features * dtype.itemsize
-        sums = rows * (self.router_splits * len(self.router) + self.down.out_features)  # logits, and the branch
+        activated: int = choices * self.down.in_features * dtype.itemsize
+        sums: int = rows * (self.router_splits * len(self.router) + self.down.out_features)  # logits, and the branch
         return results + activated + sums * torch.float32.itemsize
 
 

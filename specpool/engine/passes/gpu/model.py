@@ -160,7 +160,8 @@ class GpuModel(ForwardPass):
 
     def scratch_bytes(self, rows: int, length: int) -> int:
         """Bytes of partial results of attention and GEMM, and of the tensors that ranks exchange."""
-        partials = max(each.scratch_bytes(rows) for each in (*self.gemms(), *self.experts()))
+        parts: list[Gemm | GpuExperts] = [*self.gemms(), *self.experts()]
+        partials = max(each.scratch_bytes(rows) for each in parts)
         partials += attention.scratch_bytes(
             rows, length, self.heads, self.kv_heads, self.head_dim, self.rows_per_tile, self.window
         )
