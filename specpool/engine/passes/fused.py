@@ -45,6 +45,12 @@ def window_of(config: PreTrainedConfig) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
+def longest_window(config: PreTrainedConfig) -> int | None:
+    """Return the longest window of all layers, as `window_of`; None if a layer attends to all positions."""
+    types = getattr(config, "layer_types", None) or ()
+    return window_of(config) if {*types} <= {"sliding_attention"} else None
+
+
 def is_fusable(config: PreTrainedConfig, max_model_len: int) -> bool:
     """Whether `FusedModel` can run this configuration."""
     return why_not_fusable(config, max_model_len) is None
