@@ -17,13 +17,12 @@ from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.model_files import read_config_file
 from specpool.engine.models.vision_language import WRAPPER, text_part
 from specpool.engine.passes.dry_run import unsupported_attention
-from specpool.engine.passes.fused import is_fusable, window_of
+from specpool.engine.passes.families import WINDOWED, why_not_shardable, window_of
 
 UNSTATED_MAX_MODEL_LEN = 4096
 """Maximum positions of a model that states none. No default is shorter, except the model's own limit."""
 NO_SAFETENSORS = "it has no model.safetensors; only safetensors and GGUF files are read, because others can run code"
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-ROTARY, WINDOW = "rotary embedding", "sliding window (a longer --max-model-len is slower)"
 
 
 def load_config(options: EngineOptions) -> PreTrainedConfig:
@@ -59,7 +58,7 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
 def resolve_max_model_len(config: PreTrainedConfig, options: EngineOptions) -> int:
     """Return the maximum positions of a sequence before memory is considered.
 
-    The default is all positions of the model, or as many as the fused pass can run, but not fewer than
+    The default is all positions of the model, or as many as its rotary embedding allows, but not fewer than
     UNSTATED_MAX_MODEL_LEN if the model has them. Raises UnsupportedModelError if the model has fewer positions than the
     options ask for.
     """
@@ -73,7 +72,7 @@ def resolve_max_model_len(config: PreTrainedConfig, options: EngineOptions) -> i
     if options.kv_layout == "padded":  # every sequence takes the columns of the longest
         return min(limit, UNSTATED_MAX_MODEL_LEN)
     # Serving fewer positions than this must be asked for.
-    return min(limit, max(UNSTATED_MAX_MODEL_LEN, min(_default_limits(config).values(), default=limit)))
+    return min(limit, max(UNSTATED_MAX_MODEL_LEN, _rotary_limit(config) or limit))
 
 
 def explain_max_model_len(config: PreTrainedConfig, options: EngineOptions, chosen: int) -> str:
@@ -84,8 +83,7 @@ def explain_max_model_len(config: PreTrainedConfig, options: EngineOptions, chos
     if chosen < resolved:
         return f"the model has {own}; limited by KV memory"
     if chosen < own:
-        limits = _default_limits(config)
-        reason = "padded layout" if options.kv_layout == "padded" else min(limits, key=limits.__getitem__)
+        reason = "padded layout" if options.kv_layout == "padded" else "rotary embedding"
         return f"the model has {own}; limited by its {reason}"
     return "all positions of the model"
 
@@ -141,9 +139,9 @@ def _why_never_served(config: PreTrainedConfig, options: EngineOptions) -> str |
     if (invalid := _invalid_layers(config)) is not None:
         return f"this {model_type} model has {invalid}; {MODELS_PAGE}"
     # Drafts that read hidden states need the fused pass, which reports a more specific error.
-    max_model_len = resolve_max_model_len(config, options)
-    is_plain = not is_fusable(config, max_model_len) and options.target_model is None
-    feature = unsupported_attention(config, max_model_len) if is_plain else None
+    ignores_window = window_of(config) is not None and model_type not in WINDOWED
+    is_tried = (ignores_window or why_not_shardable(config) is not None) and options.target_model is None
+    feature = unsupported_attention(config, resolve_max_model_len(config, options)) if is_tried else None
     return None if feature is None else unsupported(model_type, feature)
 
 
@@ -177,11 +175,3 @@ def _rotary_limit(config: PreTrainedConfig) -> int | None:
     ropes = rope_variants(config)
     switches = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]
     return min(switches, default=None)
-
-
-def _default_limits(config: PreTrainedConfig) -> dict[str, int]:
-    """Return the limits on the default of `--max-model-len`, keyed by cause."""
-    window = window_of(config)
-    fast = window is not None and is_fusable(config, window)
-    limits = {ROTARY: _rotary_limit(config), WINDOW: window if fast else None}
-    return {cause: limit for cause, limit in limits.items() if limit is not None}

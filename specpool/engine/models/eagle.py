@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
-from specpool.engine.models.config import load_config, resolve_max_model_len
+from specpool.engine.models.config import load_config
 from specpool.engine.models.draft_parts import Features, features_of
 from specpool.engine.models.eagle_files import (
     D2T,
@@ -31,8 +31,8 @@ from specpool.engine.models.eagle_files import (
 from specpool.engine.models.eagle_format import format_of
 from specpool.engine.models.stored_weights import EMBEDDING, HEAD
 from specpool.engine.models.weights import check_all_used, check_complete, read_weight
+from specpool.engine.passes.families import why_not_fusable
 from specpool.engine.passes.features import FeatureEmbedding, StateNorm
-from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.weights.quantized import as_tensor, linear_of
 
 HIDDEN_NORM, INPUT_NORM, FC_NORM = FIRST_LAYER + "hidden_norm.weight", "input_norm.weight", "fc_norm.{}.weight"
@@ -86,7 +86,7 @@ def build_eagle_head(
 
 def _builder_of(options: EngineOptions, config: PreTrainedConfig) -> "_Builder":
     assert options.target_model is not None
-    if (reason := why_not_fusable(config, resolve_max_model_len(config, options))) is not None:
+    if (reason := why_not_fusable(config)) is not None:
         raise UnsupportedModelError(f"EAGLE heads need the fused pass: {reason}")
     return _Builder(config, read_tensors(Path(options.model)), EngineOptions(model=options.target_model))
 

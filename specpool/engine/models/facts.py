@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specpool.engine.models.loading import LoadedModel
-from specpool.engine.passes.fused import longest_window
+from specpool.engine.passes.families import longest_window
 from specpool.engine.sharding.shares import head_dim_of
 from specpool.engine.weights.checksums import checksum
 from specpool.engine.weights.quantized import Quantized, QuantizedEmbedding, QuantizedLinear, Weight, map_on_threads

@@ -29,8 +29,8 @@ from specpool.engine.models.tokenizer import load_tokenizer, tokenizer_files
 from specpool.engine.models.vision_language import TEXT_NOTE, WRAPPER
 from specpool.engine.models.weights import check_all_used, check_complete, download_weights, read_with_transformers
 from specpool.engine.passes.attention import PACKED_ATTENTION
+from specpool.engine.passes.families import MIXTURES, is_fusable, why_not_fusable
 from specpool.engine.passes.features import FeatureEmbedding
-from specpool.engine.passes.fused import is_fusable, why_not_fusable
 from specpool.engine.sharding.shares import Share
 from specpool.engine.sharding.weights import ShardConfig, checksums_of
 from specpool.protocol.tokenizer import TokenizerFiles
@@ -97,7 +97,7 @@ def _check_activations(options: EngineOptions, config: PreTrainedConfig, device:
         return
     if device.type != "cpu":
         raise Int8RefusedError(f"a CPU, but the device is {device}")
-    if (reason := why_not_fusable(config, resolve_max_model_len(config, options))) is not None:
+    if (reason := why_not_fusable(config)) is not None:
         raise Int8RefusedError(f"the compiled pass, which cannot run this model: {reason}")
 
 
@@ -105,7 +105,7 @@ def _check_feature_draft(options: EngineOptions, config: PreTrainedConfig) -> No
     """Refuse a feature draft that no pass supports. UnsupportedModelError."""
     if features_of(config) is None:
         return
-    reason = why_not_fusable(config, resolve_max_model_len(config, options))
+    reason = why_not_fusable(config)
     if reason is None and not options.fused:
         reason = "the fused pass is switched off"
     if options.tensor_parallel > 1:
@@ -203,7 +203,7 @@ def _can_stay_quantized(
 ) -> bool:
     """Whether a compiled pass may compute with the weights as stored."""
     compiled = options.native and (options.fused or options.tensor_parallel > 1)
-    compiled = compiled and is_fusable(config, resolve_max_model_len(config, options))
+    compiled = compiled and is_fusable(config) and config.model_type not in MIXTURES
     return compiled and options.weights == "auto" and device.type == "cpu" and dtype == torch.float32
 
 

@@ -15,14 +15,13 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import gguf_file_of
 from specpool.engine.models.checkpoint_quantization import DRAFT_METHOD, format_of, method_of
-from specpool.engine.models.config import resolve_max_model_len
 from specpool.engine.models.draft_weights import find_named
 from specpool.engine.models.gguf_keys import check_config
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.gguf_rope import ROPE_TENSORS
 from specpool.engine.models.packed_weights import PackedWeight, packed_weights
 from specpool.engine.models.weight_files import check_layers, safetensors_files, stored_sizes
-from specpool.engine.passes.fused import is_fusable
+from specpool.engine.passes.families import is_fusable
 from specpool.engine.weights.quantized import Quantized, Weight
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -147,9 +146,7 @@ def stored_weights(
     if gguf is not None:
         file = GgufFile(gguf)
         check_layers(config, len(file.tensors))
-        supported = file.architecture in GGUF_ARCHITECTURES and is_fusable(
-            config, resolve_max_model_len(config, options)
-        )
+        supported = file.architecture in GGUF_ARCHITECTURES and is_fusable(config)
         return GgufWeights(file, config) if supported else None
     stored = stored_sizes(options)
     if stored is not None:

@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 
 from specpool.engine.config.sources import first_line
 from specpool.engine.passes.attention import why_not_packed
-from specpool.engine.passes.fused import window_of
+from specpool.engine.passes.families import window_of
 from specpool.engine.sharding.shares import head_dim_of
 
 DRY_RUN = "specpool_dry_run"

@@ -4,12 +4,15 @@ transformers multiplies all rows at once, in kernels whose bits depend on how ma
 expert is a pair of linear layers, which `specpool.engine.probes.batch_invariance` probes like any other.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from specpool.engine.numerics.tiles import Tiles
+
+Activate = Callable[[torch.Tensor], torch.Tensor]
 
 ROUTER_ROWS = 16
 """Rows per router call. Routers that multiply outside linear layers cannot be probed for their tiles."""
@@ -18,19 +21,26 @@ ROUTERS = ("gate", "router")
 
 
 class Experts(nn.Module):
-    """Replaces the experts of a layer and takes over their weights, so that memory never holds a model's experts twice.
+    """The experts of a layer, as a pair of linear layers each.
 
     An expert computes all rows that chose it together. Each row sums its experts in the order of its own choices.
     """
 
-    def __init__(self, source: Any) -> None:
-        """`source`: an experts module of transformers. It cannot run afterwards."""
+    def __init__(self, ups: nn.ModuleList, downs: nn.ModuleList, activate: Activate) -> None:
+        """`activate`: maps the outputs of `ups` to the inputs of `downs`."""
         super().__init__()
         self.tiles = Tiles()
         """Tile sizes to which the rows of each expert are padded."""
-        up = "gate_up_proj" if source.has_gate else "up_proj"
-        self.ups, self.downs = _take_linears(source, up), _take_linears(source, "down_proj")
-        self.source = source  # provides the activation function
+        self.ups, self.downs, self.activate = ups, downs, activate
+
+    @classmethod
+    def taken_from(cls, source: Any, activate: Activate | None = None) -> "Experts":
+        """Take over the weights of an experts module of transformers, so that memory never holds them twice.
+
+        `activate`: default: that of `source`.
+        """
+        up, own = ("gate_up_proj", source._apply_gate) if source.has_gate else ("up_proj", source.act_fn)
+        return cls(_take_linears(source, up), _take_linears(source, "down_proj"), activate or own)
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each row's chosen experts, [rows, features].
@@ -46,17 +56,12 @@ class Experts(nn.Module):
         for index, chosen in enumerate(order.split(counts)):
             if count := len(chosen):
                 padded = _padded(hidden[chosen // choices], self.tiles.rows(count))
-                results[chosen] = self._expert(index, padded)[:count] * weights[chosen]
+                output = self.downs[index](self.activate(self.ups[index](padded)))
+                results[chosen] = output[:count] * weights[chosen]
         first, *others = results.view(rows, choices, -1).unbind(1)
         for other in others:
             first = first + other
         return first.to(hidden.dtype)
-
-    def _expert(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        inner = self.ups[index](x)
-        inner = self.source._apply_gate(inner) if self.source.has_gate else self.source.act_fn(inner)
-        output: torch.Tensor = self.downs[index](inner)
-        return output
 
 
 def replace_experts(module: nn.Module) -> None:
@@ -65,7 +70,7 @@ def replace_experts(module: nn.Module) -> None:
         if not _is_replaceable(child):
             replace_experts(child)
             continue
-        setattr(module, name, Experts(child))
+        setattr(module, name, Experts.taken_from(child))
         for router in (getattr(module, each, None) for each in ROUTERS):
             if router is not None and type(router) is not nn.Linear:  # linear layers are probed
                 router.forward = _Tiled(router.forward)

@@ -9,6 +9,7 @@ batch-invariant at every row count. `specpool.engine.probes.batch_invariance` fi
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers.activations import ACT2CLS
+
+from specpool.engine.passes.kinds import Activation
 
 # Torch uses threads from this many elements on. Its vectors are at most this long.
 THREADED_ELEMENTS, VECTOR_ELEMENTS = 32_768, 64
@@ -31,6 +34,18 @@ def in_chunks(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor)
         return function(x)
     chunks = x.reshape(-1, features).split(rows)
     return torch.cat([function(chunk) for chunk in chunks]).view(x.shape)
+
+
+def activated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Apply the activation to gate and up [rows, 2 * size]. Return [rows, size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    if activation.function == "gelu_tanh":
+        return in_chunks(partial(functional.gelu, approximate="tanh"), gate) * up
+    if activation.alpha == 1:
+        return in_chunks(functional.silu, gate) * (up + activation.shift if activation.shift else up)
+    return gate * in_chunks(torch.sigmoid, gate * activation.alpha) * (up + activation.shift)
 
 
 class ChunkedActivation(nn.Module):

@@ -12,9 +12,16 @@ shapes, and the bits of a position must not depend on the longest sequence."""
 class RotaryTables:
     """Cosines and signed sines by position; 1 and 0 for features that are not rotated."""
 
-    def __init__(self, rotary_embedding: Any, head_dim: int, like: torch.Tensor) -> None:
-        """`rotary_embedding`: the module of transformers. Tables have the dtype and device of `like`."""
+    def __init__(self, rotary_embedding: Any, head_dim: int, like: torch.Tensor, layer_type: str | None = None) -> None:
+        """`rotary_embedding`: the module of transformers. Tables have the dtype and device of `like`.
+
+        `layer_type`: of the layers that use the tables, if the module distinguishes types.
+        """
         self._rotary_embedding, self._head_dim, self._like = rotary_embedding, head_dim, torch.empty(0).to(like)
+        self._layer_type = layer_type
+        name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+        self.angles = len(getattr(rotary_embedding, name))
+        """Number of rotary pairs in a head."""
         self._positions = BLOCK
         self._tables = self._compute(0)
 
@@ -29,13 +36,14 @@ class RotaryTables:
 
     def in_float32(self) -> "RotaryTables":
         """The same tables, computed in float32."""
-        return RotaryTables(self._rotary_embedding, self._head_dim, self._like.float())
+        return RotaryTables(self._rotary_embedding, self._head_dim, self._like.float(), self._layer_type)
 
     def _compute(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Both tables for a block of positions."""
         positions = torch.arange(first, first + BLOCK, device=self._like.device)
-        cos, sin = self._rotary_embedding(self._like, positions[None])
-        angles = cos.shape[-1] // 2  # transformers repeats each angle for both members of a pair
+        layer_type = () if self._layer_type is None else (self._layer_type,)
+        cos, sin = self._rotary_embedding(self._like, positions[None], *layer_type)
+        angles = self.angles  # most families repeat each angle for both members of a pair
         unrotated = (BLOCK, self._head_dim // 2 - angles)
         cos = torch.cat([cos[0, :, :angles], torch.ones(unrotated).to(cos)], -1)
         sin = torch.cat([sin[0, :, :angles], torch.zeros(unrotated).to(sin)], -1)

@@ -18,8 +18,8 @@ from specpool.engine.models.loading import LoadedModel
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.attention import LibraryModel
 from specpool.engine.passes.drafts import Draft, DraftRound, drafts_of
+from specpool.engine.passes.families import why_not_fusable
 from specpool.engine.passes.forward_pass import DraftLoop, ForwardPass
-from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.run.contention import ContentionMonitor
 from specpool.engine.run.leader import Leader
 from specpool.engine.run.reservation import LimitCache, ReservedCache, footprint_of, reserve_cache
@@ -60,7 +60,7 @@ class Engine:
         self.notes: list[str] = [*loaded.notes, *forward_pass.notes]
         """What an operator should know, one sentence each."""
         if isinstance(forward_pass, LibraryModel):
-            reason = why_not_fusable(loaded.config, loaded.max_model_len) or "the fused pass is switched off"
+            reason = why_not_fusable(loaded.config) or "the fused pass is switched off"
             self.notes.append(f"runs slowly on the modules of transformers, because {reason}")
         self.vocab_size, self.tiles, self.native = facts.vocab_size, tiles, options.native
         self.head = Head(self.vocab_size, loaded.output_ids)

@@ -13,8 +13,9 @@ from specpool.engine.models.loading import LoadedModel
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.attention import LibraryModel
 from specpool.engine.passes.experts import set_expert_tiles
+from specpool.engine.passes.families import is_fusable
 from specpool.engine.passes.forward_pass import ForwardPass
-from specpool.engine.passes.fused import FusedModel, is_fusable
+from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.graphs import CudaGraphs
 from specpool.engine.passes.gpu.model import GpuModel, try_kernels
@@ -44,8 +45,10 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Singl
     run the GPU kernels, but others may; or the pass does not support the required activations.
     """
     device, dtype = loaded.model.device, loaded.model.dtype
-    forward_pass: ForwardPass = LibraryModel(loaded.model)
-    if (options.fused or group is not SINGLE_RANK) and is_fusable(loaded.config, loaded.max_model_len):
+    forward_pass: ForwardPass
+    if not is_fusable(loaded.config) or not (options.fused or group is not SINGLE_RANK):
+        forward_pass = LibraryModel(loaded.model)
+    else:
         forward_pass = fused = FusedModel(loaded.model, group)
         if options.native and device.type == "cpu":
             pass_class = NativeModel if group is SINGLE_RANK else ShardedNativeModel

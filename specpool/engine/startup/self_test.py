@@ -12,8 +12,8 @@ import torch
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Span
 from specpool.engine.models.facts import ModelFacts
+from specpool.engine.passes.families import window_of
 from specpool.engine.passes.forward_pass import ForwardPass
-from specpool.engine.passes.fused import window_of
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.probes.kernels import attention_agrees

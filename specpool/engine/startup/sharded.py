@@ -10,13 +10,13 @@ from transformers import PreTrainedConfig
 from specpool.engine.config.devices import pick_rank_devices
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of
-from specpool.engine.models.config import load_config, resolve_max_model_len
+from specpool.engine.models.config import load_config
 from specpool.engine.models.draft_parts import OUTPUT_HEAD
 from specpool.engine.models.facts import ModelFacts, read_facts, weights_fingerprint
 from specpool.engine.models.loading import LoadedModel, load_model
 from specpool.engine.models.stored_weights import stored_weights
 from specpool.engine.numerics.tiles import Tiles, common_tiles
-from specpool.engine.passes.fused import why_not_fusable
+from specpool.engine.passes.families import why_not_shardable
 from specpool.engine.passes.gpu.gemm import restrict_cublas
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.leader import Leader
@@ -108,7 +108,7 @@ def load_share(
 def load_sharding(options: EngineOptions, sums: Sums) -> Sharding:
     """How to shard a model. UnsupportedModelError if that is impossible, before any weight is read."""
     config = load_config(options)
-    reason = why_not_fusable(config, resolve_max_model_len(config, options))
+    reason = why_not_shardable(config)
     if _needs_whole_weights(options, config):
         reason = "its quantized weights cannot be read in shards"
     elif (Path(options.model) / OUTPUT_HEAD).is_file():

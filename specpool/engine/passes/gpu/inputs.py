@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from specpool.engine.numerics.triton_compat import gdc_wait, launch_options, power_of_two, tl, triton
-from specpool.engine.passes.fused import FusedModel, JoiningLayer
+from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.fused_layers import JoiningLayer
 from specpool.engine.passes.gpu.gemm import Gemm
 from specpool.engine.passes.gpu.rows import Addend, warps_of
 from specpool.engine.passes.packing import PackedBatch

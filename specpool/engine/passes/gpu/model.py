@@ -41,6 +41,8 @@ def try_kernels(fused: FusedModel) -> None:
     """Run the kernels of one layer with one row, on all ranks at once. Raise if they cannot run this model."""
     if triton is None:
         raise RuntimeError("Triton is not installed")
+    if not fused.is_plain:
+        raise RuntimeError("no kernels for windows, sinks, soft caps, experts or the activation of this model")
     embedding, layer, rows = GpuEmbedding(fused), GpuLayer(fused.layers[0], 0), 1
     weight, kv_heads = fused.dense_embedding, fused.kv_heads
     columns = page_size_of(weight.device)
@@ -49,7 +51,7 @@ def try_kernels(fused: FusedModel) -> None:
     batch = pack([Span(0, 0, [0], 1)], arena, lambda needed: needed)
     states = weight.new_zeros(rows, fused.state_size) if fused.state_size else None
     inputs = embedding(replace(batch, input_states=states))
-    layer(inputs.hidden, inputs.added, batch, fused.rotary(rows), inputs.normed).partials.sum().item()
+    layer(inputs.hidden, inputs.added, batch, fused.rotaries[0](rows), inputs.normed).partials.sum().item()
 
 
 class GpuModel(ForwardPass):
@@ -64,7 +66,7 @@ class GpuModel(ForwardPass):
         self.group, self.compute_dtype, self.eps = fused.group, fused.compute_dtype, fused.eps
         self.heads, self.kv_heads, self.head_dim = first.heads, first.kv_heads, first.head_dim
         self.rows_per_tile = attention.rows_per_tile(self.compute_dtype, self.heads // self.kv_heads)
-        self.rotary = fused.rotary(max_length)
+        self.rotary = fused.rotaries[0](max_length)
         self.embedding, self.norm = GpuEmbedding(fused), fused.norm
         self.head = Gemm(fused.head.weight, split=False)
         self.hidden_size: int = fused.dense_embedding.shape[1]
@@ -162,10 +164,10 @@ class GpuLayer(nn.Module):
         super().__init__()
         self.group = fused.group
         self.index, self.heads, self.scaling, self.eps = index, fused.heads, fused.scaling, fused.eps
-        self.qkv, self.gate_up = self._gemm(fused.qkv, "attended"), self._gemm(fused.gate_up, "intermediate")
-        self.out, self.down = self._gemm(fused.out, "hidden"), self._gemm(fused.down, "hidden")
-        self.qkv_bias, self.gate_up_bias = fused.qkv.bias, fused.gate_up.bias
-        self.out_bias, self.down_bias = self._gathered_bias(fused.out.bias), self._gathered_bias(fused.down.bias)
+        self.qkv, self.gate_up = self._gemm(fused.qkv, "attended"), self._gemm(fused.mlp.gate_up, "intermediate")
+        self.out, self.down = self._gemm(fused.out, "hidden"), self._gemm(fused.mlp.down, "hidden")
+        self.qkv_bias, self.gate_up_bias = fused.qkv.bias, fused.mlp.gate_up.bias
+        self.out_bias, self.down_bias = self._gathered_bias(fused.out.bias), self._gathered_bias(fused.mlp.down.bias)
         self.before_attention, self.after_attention = fused.before_attention, fused.after_attention
         self.before_mlp, self.after_mlp, self.head_norms = fused.before_mlp, fused.after_mlp, fused.head_norms
 

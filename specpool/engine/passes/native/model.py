@@ -69,11 +69,11 @@ class NativeModel(ForwardPass):
         self._library, self._forward = library, library.forward
         self._workspace_floats = library.workspace_floats
         self._workspace_floats.restype = c_int64
-        linears = (first.qkv, first.out, first.gate_up, first.down, fused.head, fused.fc, fused.projection)
+        linears = (*first.linears.values(), fused.head, fused.fc, fused.projection)
         self.gemm_inputs = {linear.in_features for linear in linears if linear is not None}
         """The distinct input sizes of the pass's GEMMs."""
         self.state_size = fused.state_size
-        self._rotary, self._outputs = fused.rotary.in_float32(), fused.head.out_features
+        self._rotary, self._outputs = fused.rotaries[0].in_float32(), fused.head.out_features
         self._workspace = torch.empty(0)
         self._arena: KVArena | None = None
         self._layers = (Layer * len(fused.layers))()
@@ -84,7 +84,7 @@ class NativeModel(ForwardPass):
             layers=self._layers,
             num_layers=len(fused.layers),
             hidden=fused.norm.numel(),
-            intermediate=first.gate_up.out_features // 2,
+            intermediate=first.mlp.gate_up.out_features // 2,
             kv_heads=first.kv_heads,
             norm=self._packed.numbers(fused.norm),
             embedding=head if embedding is None else self._packed.linear(embedding, None, NEVER),
@@ -249,7 +249,7 @@ class NativeModel(ForwardPass):
 
     def _pack_layer(self, panels: Mapping[str, Any], layer: Any) -> Layer:
         return Layer(
-            **{name: self._packed.linear(panels[name], getattr(layer, name).bias, NEVER) for name in LINEARS},
+            **{name: self._packed.linear(panels[name], layer.linears[name].bias, NEVER) for name in LINEARS},
             **{name: self._packed.numbers(getattr(layer, name)) for name in NORMS},
         )
 
@@ -287,13 +287,12 @@ def _size_problem(fused: FusedModel) -> str | None:
     if fused.is_eagle_head:
         return "cannot run the layers of EAGLE heads"
     layers: list[Any] = list(fused.layers)
+    if not fused.is_plain:
+        return "cannot run windows, sinks, soft caps, experts or the activation of this model"
     # The size in the unsharded model, so all ranks agree.
-    intermediate = fused.group.full_size(layers[0].gate_up.out_features // 2, "intermediate")
+    intermediate = fused.group.full_size(layers[0].mlp.gate_up.out_features // 2, "intermediate")
     sizes = {"head_dim": layers[0].head_dim, "hidden size": fused.norm.numel(), "intermediate size": intermediate}
-    shapes = {
-        tuple((getattr(layer, name).out_features, getattr(layer, name).in_features) for name in LINEARS)
-        for layer in layers
-    }
+    shapes = {tuple((linear.out_features, linear.in_features) for linear in layer.linears.values()) for layer in layers}
     for name, size in sizes.items():
         if size % LANES:
             return f"needs sizes that are multiples of {LANES}, and this model's {name} is {size}"

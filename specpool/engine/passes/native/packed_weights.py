@@ -56,7 +56,7 @@ def panels_of(fused: FusedModel) -> ModelPanels:
     layers: list[Any] = list(fused.layers)
     tied = shares_memory(fused.embedding, fused.head)
     return ModelPanels(
-        [{name: segments_of(parts_of(getattr(layer, name))) for name in LINEARS} for layer in layers],
+        [{name: segments_of(parts_of(layer.linears[name])) for name in LINEARS} for layer in layers],
         segments_of(parts_of(fused.head)),
         None if tied else segments_of([fused.embedding]),
         *(() if layer is None else segments_of(parts_of(layer)) for layer in (fused.fc, fused.projection)),
@@ -111,7 +111,7 @@ def bytes_of(fused: FusedModel, panels: ModelPanels) -> int:
     """Bytes that the panels, norms and biases of a model take when packed."""
     layers: list[Any] = list(fused.layers)
     norms = [fused.norm, *(getattr(layer, name) for layer in layers for name in NORMS)]
-    biases = [getattr(layer, name).bias for layer in layers for name in LINEARS] + [fused.head.bias]
+    biases = [linear.bias for layer in layers for linear in layer.linears.values()] + [fused.head.bias]
     biases += [layer.bias for layer in (fused.fc, fused.projection) if layer is not None]
     float_bytes = [4 * (PANEL + numbers.numel()) for numbers in norms + biases if numbers is not None]
     panel_bytes = [segment.total_bytes for segment in panels.segments]

@@ -124,11 +124,10 @@ def test_the_refusal_suggests_the_lowest_limit_of_a_model(tmp_path: Path) -> Non
         (tiny_config(max_position_embeddings=40_960), None, 40_960, 40_960),
         (tiny_config(max_position_embeddings=9_999), 5_000, 9_999, 5_000),
         (small_config("qwen2", sliding_window=64, use_sliding_window=False), None, MAX_MODEL_LEN, MAX_MODEL_LEN),
-        (small_config("mistral", sliding_window=5_000, max_position_embeddings=9_999), None, 9_999, 5_000),
-        (small_config("phi3", sliding_window=5_000, max_position_embeddings=9_999), None, 9_999, 9_999),
+        (small_config("mistral", sliding_window=5_000, max_position_embeddings=9_999), None, 9_999, 9_999),
         (tiny_config(rope_parameters=LONGROPE_4096, max_position_embeddings=9_999), None, 9_999, 4096),
     ],
-    ids=["short", "long", "option", "no window", "fast window", "slow window", "longrope"],
+    ids=["short", "long", "option", "no window", "window", "longrope"],
 )
 def test_max_model_len_defaults_to_the_models_limit(
     tmp_path: Path, config: PreTrainedConfig, option: int | None, limit: int, expected: int

@@ -110,9 +110,8 @@ def draft_of(architecture: str, folder: Path) -> Path:
     return folder / "draft"
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text", "olmo2"])
-def test_drafts_of_other_architectures_are_dequantized(tmp_path: Path, architecture: str) -> None:
-    loaded = load(draft_of(architecture, tmp_path))
+def test_drafts_of_other_architectures_are_dequantized(tmp_path: Path) -> None:
+    loaded = load(draft_of("olmo2", tmp_path))
     assert not any(isinstance(module, QuantizedLinear | QuantizedEmbedding) for module in loaded.model.modules())
     by_library: Any = AutoModelForCausalLM.from_config(loaded.config).model.eval()
     ours: Any = loaded.model.model

@@ -80,7 +80,7 @@ def check_logits(engine: Engine, folder: Path, count: int = 150) -> None:
 @pytest.mark.parametrize(("family", "changes"), FAMILIES)
 def test_a_family_is_exact_beyond_its_window(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     folder = save_random(tmp_path, small_config(family, **changes))
-    engine = load_engine(folder)
+    engine = load_engine(folder, fused=False)
     assert engine.bitwise
     check_logits(engine, folder)
     assert rows_that_differ(engine) == 0
@@ -90,7 +90,7 @@ def test_a_family_is_exact_beyond_its_window(tmp_path: Path, family: str, change
 @pytest.mark.parametrize(("family", "changes"), [("gemma2", {"attn_logit_softcapping": 5.0}), ("granite_swa", {})])
 def test_a_window_may_hide_many_tiles(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     config = small_config(family, sliding_window=20, max_position_embeddings=2048, **changes)
-    engine = load_engine(save_random(tmp_path, config))
+    engine = load_engine(save_random(tmp_path, config), fused=False)
     assert engine.bitwise
     check_logits(engine, tmp_path, count=1300)
 

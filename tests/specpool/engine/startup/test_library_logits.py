@@ -8,7 +8,8 @@ import pytest
 import torch
 from tiny_models import load_engine, refusal, save_model, small_config
 
-from specpool.engine.passes import fused
+from specpool.engine.passes import fused, fused_layers
+from specpool.engine.passes.kinds import FULL_ATTENTION
 from specpool.engine.passes.rotary import RotaryTables
 from specpool.engine.startup import library_logits
 
@@ -19,7 +20,7 @@ OTHER_LOGITS = "packed batches do not give this {} model's own logits"
 class UnscaledTables(RotaryTables):
     """Rotary tables without scaling."""
 
-    def __init__(self, rotary_embedding: Any, head_dim: int, like: torch.Tensor) -> None:
+    def __init__(self, rotary_embedding: Any, head_dim: int, like: torch.Tensor, layer_type: str | None) -> None:
         unscaled = deepcopy(rotary_embedding)
         unscaled.inv_freq = THETA ** -(torch.arange(0, head_dim, 2) / head_dim)
         super().__init__(unscaled, head_dim, like)
@@ -27,7 +28,7 @@ class UnscaledTables(RotaryTables):
 
 def test_a_pass_that_ignores_a_window_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path, small_config("mistral", sliding_window=WINDOW))
-    monkeypatch.setattr(fused, "window_of", lambda _: None)
+    monkeypatch.setattr(fused_layers, "AttentionKind", lambda *_: FULL_ATTENTION)
     assert OTHER_LOGITS.format("mistral") in refusal(folder, max_model_len=2 * WINDOW)
     monkeypatch.setattr(library_logits, "MAX_WINDOW_PROBE_TOKENS", {})  # a few tokens
     assert load_engine(folder, max_model_len=2 * WINDOW)

@@ -18,7 +18,7 @@ from specpool.engine.config.options import Activations, EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.loading import load_model
 from specpool.engine.numerics.tiles import Tiles
-from specpool.engine.passes import fused
+from specpool.engine.passes import fused_layers, modules
 from specpool.engine.passes.gpu import attention as gpu_attention
 from specpool.engine.passes.gpu import gemm as gpu_gemm
 from specpool.engine.passes.gpu import model
@@ -73,14 +73,14 @@ def different_rows(engine: Engine, length: int = 500) -> int:
 
 
 def _no_chunks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fused, "in_chunks", lambda function, x: function(x))
+    patch.setattr(modules, "in_chunks", lambda function, x: function(x))
 
 
 def _fused_rotation(patch: pytest.MonkeyPatch) -> None:
     def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
-    patch.setattr(fused, "rotate", rotate)
+    patch.setattr(fused_layers, "rotate", rotate)
 
 
 def _no_prepacked_gemms(patch: pytest.MonkeyPatch) -> None:

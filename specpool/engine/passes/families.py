@@ -1,0 +1,93 @@
+"""The model families of the fused pass, and what their configurations say about it."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from specpool.engine.passes.kinds import SILU, Activation
+
+# Families that rotate pairs of adjacent features. The others pair features half a head apart.
+INTERLEAVED = {"glm", "glm4"}
+# Families whose norms multiply by 1 + weight.
+GEMMA = {"gemma", "gemma2", "gemma3_text"}
+# Vicuna and SmolLM are Llamas too. Norms, windows and experts are detected by name.
+SHARDABLE = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
+# Families whose layers may have windows. The others ignore the field.
+WINDOWED = {"mistral", "ministral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss"}
+MIXTURES = {"gpt_oss", "mixtral", "qwen3_moe", "glm4_moe"}
+FAMILIES = SHARDABLE | GEMMA | MIXTURES | {"ministral", "seed_oss"}
+
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({"silu": SILU, "gelu_pytorch_tanh": Activation("gelu_tanh")})
+"""Activations of the fused pass, by their name in transformers."""
+
+
+def window_of(config: PreTrainedConfig) -> int | None:
+    """Return the sliding window in positions, including the row's own; None if no layer has one."""
+    types = getattr(config, "layer_types", None)
+    if not getattr(config, "use_sliding_window", True) or (types and "sliding_attention" not in types):
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def longest_window(config: PreTrainedConfig) -> int | None:
+    """Return the longest window of all layers, as `window_of`; None if a layer attends to all positions."""
+    types = getattr(config, "layer_types", None) or ()
+    if config.model_type in FAMILIES - WINDOWED or not {*types} <= {"sliding_attention"}:
+        return None
+    return window_of(config)
+
+
+def embedding_scale(config: PreTrainedConfig, dtype: torch.dtype) -> float:
+    """The factor of embeddings, rounded to the dtype of a model."""
+    scale = config.hidden_size**0.5 if config.model_type in GEMMA else 1.0
+    return torch.tensor(scale, dtype=dtype).item()
+
+
+def activation_of(config: PreTrainedConfig) -> Activation | None:
+    """The activation of all MLPs; None if the fused pass does not have it."""
+    if config.model_type == "gpt_oss":
+        return Activation("silu", config.swiglu_alpha, config.swiglu_limit, shift=1.0)
+    return ACTIVATIONS.get(_activation_name(config))
+
+
+def rotary_types(config: PreTrainedConfig) -> list[str | None]:
+    """The types of layers that have rotary embeddings of their own; [None] if all layers share one."""
+    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    used = getattr(config, "layer_types", None) or ()
+    return [name for name, each in rope.items() if isinstance(each, dict) and name in used] or [None]
+
+
+def is_fusable(config: PreTrainedConfig) -> bool:
+    """Whether `FusedModel` can run this configuration."""
+    return why_not_fusable(config) is None
+
+
+def why_not_fusable(config: PreTrainedConfig) -> str | None:
+    """Why `FusedModel` cannot run this configuration; None if it can."""
+    if config.model_type not in FAMILIES:
+        return f"{config.model_type} is not one of the families {', '.join(sorted(FAMILIES))}"
+    if activation_of(config) is None:
+        return f"its activation is {_activation_name(config)}, not {' or '.join(ACTIVATIONS)}"
+    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    for each in [rope[name] for name in rotary_types(config) if name] or [rope]:
+        if "rope_theta" not in each:
+            return "its rotary embedding has no rope_theta"
+        # These types encode a position differently in a longer batch, so a table cannot hold them.
+        if each.get("rope_type", "default") in ("dynamic", "longrope"):
+            return f"its rotary embedding has the type {each['rope_type']}"
+    return None
+
+
+def why_not_shardable(config: PreTrainedConfig) -> str | None:
+    """Why the ranks of a group cannot share this model; None if they can."""
+    if (reason := why_not_fusable(config)) is not None or config.model_type in SHARDABLE:
+        return reason
+    return f"{config.model_type} is not one of the families {', '.join(sorted(SHARDABLE))}"
+
+
+def _activation_name(config: PreTrainedConfig) -> str:
+    name: str = getattr(config, "hidden_activation", None) or config.hidden_act
+    return name
