@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specpool.engine.native.compiler import POOL, VECTORS, compile_library
 
-LINEARS = ("qkv", "out", "gate_up", "down")
+LINEARS = ("qkv", "out", "gate_up", "down", "router", "gate_ups", "downs")
 NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp", "head_norms")
 
 
@@ -29,7 +29,20 @@ class Linear(Structure):
 class Layer(Structure):
     """A decoder layer."""
 
-    _fields_ = (*((name, Linear) for name in LINEARS), *((name, c_void_p) for name in (*NORMS, "keys", "values")))
+    _fields_ = (
+        *((name, Linear) for name in LINEARS),
+        *((name, c_void_p) for name in ("correction", *NORMS, "keys", "values")),
+    )
+
+
+class Routing(Structure):
+    """How layers choose experts."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("experts", "top_k", "groups", "top_groups", "is_sigmoid", "renormalizes")),
+        ("size", c_int64),
+        ("scale", c_float),
+    )
 
 
 class Model(Structure):
@@ -46,6 +59,7 @@ class Model(Structure):
         ("fc", Linear),
         ("eps", c_float),
         ("scaling", c_float),
+        ("routing", Routing),
     )
 
 
@@ -77,7 +91,8 @@ FOLDER = Path(__file__).parent
 ROUNDED_FLAGS = ("-ffp-contract=off",)
 """No fused multiply-adds, so rounded activations give the same bits on every processor."""
 SOURCES = (
-    *(FOLDER / name for name in ("decoder.c", "rows.h", "gemm.h", "tiles.h", "rounded.h", "dots.h", "panels.h")),
+    *(FOLDER / name for name in ("decoder.c", "experts.h", "rows.h")),
+    *(FOLDER / name for name in ("gemm.h", "tiles.h", "rounded.h", "dots.h", "panels.h")),
     POOL,
     VECTORS,
 )

@@ -2,6 +2,12 @@
 
 #include "gemm.h"
 
+/* Kinds of stages. */
+enum { GEMM, ATTENTION, ROWS };
+
+/* The minimum rows that a thread claims: moving fewer to another core takes longer. */
+#define ROW_GRAIN 4
+
 /* Vectors of a head that are accumulated together, for all query heads of a KV head. */
 #define WIDTH (SUMS / GROUPS == 0 ? 1 : SUMS / GROUPS < HEAD_DIM / WIDE ? SUMS / GROUPS : HEAD_DIM / WIDE)
 
@@ -9,8 +15,19 @@
 #define PREFETCHED 32
 #define LINE 16
 
+/* How layers choose experts, and the weights of their outputs. */
 typedef struct {
-    Linear query_key_value, out, gate_up, down;
+    int64_t experts, top_k, groups, top_groups; /* no experts: all layers are dense */
+    int64_t is_sigmoid, renormalizes;
+    int64_t size; /* intermediate size of an expert */
+    float scale;
+} Routing;
+
+typedef struct {
+    Linear query_key_value, out;
+    Linear gate_up, down;            /* of the MLP for all rows; without panels if all are experts */
+    Linear router, gate_ups, downs;  /* of the experts, whose outputs follow each other; without panels if there are none */
+    const float *correction;         /* of the scores that choose experts, [experts], or null */
     const float *before_attention, *before_mlp; /* norm weights, [hidden] */
     const float *after_attention, *after_mlp;   /* norm weights, [hidden], or null */
     const float *head_norms;                    /* [heads + kv_heads, HEAD_DIM], or null */
@@ -19,7 +36,7 @@ typedef struct {
 
 typedef struct {
     const Layer *layers;
-    int64_t num_layers, hidden, intermediate, kv_heads, columns;
+    int64_t num_layers, hidden, intermediate, kv_heads, columns; /* `intermediate`: of the largest MLP */
     const int32_t *tables;         /* [slots, table_size]: pages with a sequence's logical columns, in order */
     int64_t table_size, page_size; /* columns of a page: a multiple of LANES */
     const float *cosines, *sines; /* [positions, HEAD_DIM]; sines of the first half of a head negated */
@@ -27,6 +44,7 @@ typedef struct {
     Linear embedding, head; /* [vocabulary, hidden]; a tied head has the panels of the embedding */
     Linear fc;              /* [hidden, 2 * hidden], for a state and an embedding; without panels: reads no states */
     float eps, scaling;
+    Routing routing;
 } Model;
 
 typedef struct {
