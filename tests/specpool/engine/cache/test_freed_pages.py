@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from mixes import Case, assert_equal, make_prompt, play
 from pair_service import LogitsTap, serving_pair
 from tiny_models import load_engine, random_tokens, save_model, small_config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from specpool.engine.cache.pages import PageTables
 from specpool.engine.cache.slots import SequenceKey, SlotTable
+from specpool.engine.passes.families import FAMILIES, WINDOWED, longest_window
+from specpool.engine.passes.fused import FusedModel
 from specpool.engine.run.sequences import SequenceEngine
 from specpool.protocol.rounds import ItemStatus, SequenceItem
 from specpool.protocol.sampling import Logprobs
@@ -131,3 +134,16 @@ def _keep(table: SlotTable, held: list[int], key: SequenceKey, num_cached_tokens
     """Call `keep`, and record the pages of the sequence."""
     SlotTable.keep(table, key, num_cached_tokens)
     held.append(len(table.tables.held[table[key].index]))
+
+
+@pytest.mark.parametrize("uses_windows", [True, False])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_longest_window_is_that_of_all_layers(family: str, uses_windows: bool) -> None:
+    known = AutoConfig.for_model(family)
+    layers = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": uses_windows}
+    changes = {name: value for name, value in layers.items() if hasattr(known, name)}
+    config = small_config(family, sliding_window=WINDOW if uses_windows else None, **changes)
+    model = FusedModel(AutoModelForCausalLM.from_config(config))
+    windows = [layer.attention.window for layer in model.layers]
+    assert longest_window(config) == (None if None in windows else max(windows))
+    assert (None in windows) == (not uses_windows or family not in WINDOWED)
