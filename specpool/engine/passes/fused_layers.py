@@ -88,10 +88,13 @@ class FusedLayer(nn.Module):
         return hidden + self._normed(self.mlp(self._normed(hidden, self.before_mlp)), self.after_mlp)
 
     @property
-    def linears(self) -> dict[str, Any]:
-        """The linear layers of attention and of a dense MLP, by name."""
-        mlp = {} if isinstance(self.mlp, FusedExperts) else {"gate_up": self.mlp.gate_up, "down": self.mlp.down}
-        return {"qkv": self.qkv, "out": self.out, **mlp}
+    def linears(self) -> dict[str, list[Any]]:
+        """The linear layers by name: one for all rows, or one for each expert."""
+        linears, mlp = {"qkv": [self.qkv], "out": [self.out]}, self.mlp
+        if isinstance(mlp, FusedExperts):
+            linears |= {"router": [mlp.router], "gate_ups": list(mlp.gate_ups), "downs": list(mlp.downs)}
+            mlp = mlp.shared
+        return linears if mlp is None else {**linears, "gate_up": [mlp.gate_up], "down": [mlp.down]}
 
     def dequantize(self) -> None:
         """Dequantize all weights."""

@@ -27,6 +27,7 @@ from specpool.engine.passes.gpu import attention
 from specpool.engine.passes.gpu.attention import attend_pages, num_splits
 from specpool.engine.passes.gpu.branches import BranchEnd, GpuMlp, gemm_of
 from specpool.engine.passes.gpu.draft_loop import GpuDraftLoop
+from specpool.engine.passes.gpu.experts import GpuExperts
 from specpool.engine.passes.gpu.gemm import MANY_ROWS, Gemm
 from specpool.engine.passes.gpu.graphs import Capture
 from specpool.engine.passes.gpu.inputs import GpuEmbedding
@@ -129,6 +130,10 @@ class GpuModel(ForwardPass):
         """All GEMMs, in the order of the pass."""
         return [module for module in self.modules() if isinstance(module, Gemm)]
 
+    def experts(self) -> list[GpuExperts]:
+        """All mixtures of experts, in the order of the pass."""
+        return [module for module in self.modules() if isinstance(module, GpuExperts)]
+
     def padded_rows(self, count: int) -> int:
         """Round up to one of a few sizes: multiples of 8, coarser for large batches."""
         return round_up(count, 8 if count <= 64 else 32 if count <= 256 else 64)
@@ -155,7 +160,8 @@ class GpuModel(ForwardPass):
 
     def scratch_bytes(self, rows: int, length: int) -> int:
         """Bytes of partial results of attention and GEMM, and of the tensors that ranks exchange."""
-        partials = max(gemm.scratch_bytes(rows) for gemm in self.gemms())
+        parts: list[Gemm | GpuExperts] = [*self.gemms(), *self.experts()]
+        partials = max(each.scratch_bytes(rows) for each in parts)
         partials += attention.scratch_bytes(
             rows, length, self.heads, self.kv_heads, self.head_dim, self.rows_per_tile, self.window
         )
@@ -184,7 +190,8 @@ class GpuLayer(nn.Module):
         """Index of the layer's rotary tables."""
         self.qkv, self.qkv_bias = gemm_of(fused.qkv, "attended", fused.group), fused.qkv.bias
         self.out = BranchEnd(fused.out, "attended", fused.after_attention, fused.group)
-        self.mlp = GpuMlp(fused.mlp, fused.after_mlp, fused.group)
+        mlp_class = GpuExperts if isinstance(fused.mlp, FusedExperts) else GpuMlp
+        self.mlp = mlp_class(fused.mlp, fused.after_mlp, fused.group)
         self.before_attention, self.before_mlp = fused.before_attention, fused.before_mlp
         self.head_norms = fused.head_norms
 
@@ -213,16 +220,14 @@ class GpuLayer(nn.Module):
             query, arena, self.index, batch.tile_begins, batch.tile_sizes, positions, slots,
             batch.prefix_lengths, offsets, self.scaling, num_splits(batch.max_length), self.attention,
         )  # fmt: skip
-        added = self.out(attended.flatten(1))
-        branch: Addend = self.mlp(add_and_norm(hidden, added, self.before_mlp, self.eps))
+        normed = add_and_norm(hidden, self.out(attended.flatten(1)), self.before_mlp, self.eps)
+        branch: Addend = self.mlp(normed, slots) if isinstance(self.mlp, GpuExperts) else self.mlp(normed)
         return branch
 
 
 def _kind_of(layer: FusedLayer) -> tuple[Any, ...]:
     """Equal for layers that run the same kernels."""
-    if isinstance(layer.mlp, FusedExperts):
-        raise RuntimeError("no kernels for experts")
-    return _flags_of(layer.attention), layer.mlp.activation
+    return _flags_of(layer.attention), type(layer.mlp), layer.mlp.activation
 
 
 def _flags_of(kind: AttentionKind) -> tuple[Any, ...]:

@@ -131,7 +131,7 @@ def _or(tensor: torch.Tensor | None, unread: torch.Tensor) -> torch.Tensor:
 if triton is not None:
 
     @triton.jit
-    def _summed(
+    def summed(
         partials, bias, row, feature, mask, rows, SIZE: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr
     ):
         """Features of a GEMM's row: its partial sums added in order, then the bias."""
@@ -172,7 +172,7 @@ if triton is not None:
         own = hidden + row * SIZE + feature
         x = tl.load(own, mask=mask, other=0.0).to(tl.float32)
         if SPLITS > 0:
-            added = _summed(partials, bias, row, feature, mask, rows, SIZE, SPLITS, BIASED)
+            added = summed(partials, bias, row, feature, mask, rows, SIZE, SPLITS, BIASED)
             if INNER:
                 added = normalized(added, inner_factors, eps, SIZE)
             rounded = (x + added).to(hidden.dtype.element_ty)
@@ -200,11 +200,11 @@ if triton is not None:
         is_cached = (head >= HEADS) & (slot >= 0)
         logical = position + tl.load(offsets + row, mask=is_cached, other=0)
         page = tl.load(tables + slot * pages + logical // PAGE, mask=is_cached, other=0).to(tl.int64)
-        x = _summed(partials, bias, row, head * DIM + feature, mask, rows, size, SPLITS, BIASED)
+        x = summed(partials, bias, row, head * DIM + feature, mask, rows, size, SPLITS, BIASED)
         if head < HEADS + KV_HEADS:
             # The other member of a rotary pair is half a head away and shares the head's norm.
             partner = (feature + DIM // 2) % DIM
-            y = _summed(partials, bias, row, head * DIM + partner, mask, rows, size, SPLITS, BIASED)
+            y = summed(partials, bias, row, head * DIM + partner, mask, rows, size, SPLITS, BIASED)
             if NORMED:
                 scale = _scale(x, eps, DIM)
                 x = x * scale * tl.load(norms + head * DIM + feature, mask=mask, other=0.0).to(tl.float32)
@@ -236,8 +236,8 @@ if triton is not None:
             gdc_wait()
         row, feature = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
         mask = feature < SIZE
-        gate = _summed(partials, bias, row, feature, mask, rows, 2 * SIZE, SPLITS, BIASED)
-        up = _summed(partials, bias, row, SIZE + feature, mask, rows, 2 * SIZE, SPLITS, BIASED)
+        gate = summed(partials, bias, row, feature, mask, rows, 2 * SIZE, SPLITS, BIASED)
+        up = summed(partials, bias, row, SIZE + feature, mask, rows, 2 * SIZE, SPLITS, BIASED)
         combined = activated(gate, up, GELU, ALPHA, LIMIT, SHIFT)
         tl.store(result + row * SIZE + feature, combined.to(result.dtype.element_ty), mask=mask)
 

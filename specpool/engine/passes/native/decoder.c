@@ -8,12 +8,7 @@
    ROUND_ACTIVATIONS (1: quantized panels take activations rounded to 8 bits).
    structs.py mirrors the structs. */
 
-#include "rows.h"
-
-#include <string.h>
-
-/* Kinds of stages. */
-enum { GEMM, ATTENTION, ROWS };
+#include "experts.h"
 
 /* --- The stages of a pass. `forward` runs them all; the ranks of a sharded model exchange results in between. Each stage
    is compiled once, so both give the same bits. */
@@ -41,11 +36,14 @@ static int64_t rounded_floats(const Model *model, int64_t rows) {
 int64_t workspace_floats(const Model *model, int64_t rows) {
     const Layer *layer = model->layers;
     int64_t per_row = 2 * model->hidden + layer->query_key_value.outputs + attended_stride(model) +
-                      layer->out.outputs + layer->gate_up.outputs + model->intermediate + joined_stride(model);
-    return rows * per_row + rounded_floats(model, rows);
+                      layer->out.outputs + 3 * model->intermediate + joined_stride(model);
+    Mixture mixture;
+    int64_t of_experts = lay_out_mixture(&mixture, model, rows, 0, 0) - (float *)0;
+    return rows * per_row + rounded_floats(model, rows) + of_experts;
 }
 
-Activations activations_of(const Model *model, const Batch *batch) {
+/* `mixture`: set to the activations of experts. */
+static Activations lay_out(const Model *model, const Batch *batch, Mixture *mixture) {
     const Layer *layer = model->layers;
     Activations acts;
     acts.hidden = batch->workspace;
@@ -54,15 +52,18 @@ Activations activations_of(const Model *model, const Batch *batch) {
     acts.attended = acts.heads + batch->rows * layer->query_key_value.outputs;
     acts.branch = acts.attended + batch->rows * attended_stride(model);
     acts.gate_up = acts.branch + batch->rows * layer->out.outputs;
-    acts.gated = acts.gate_up + batch->rows * layer->gate_up.outputs;
+    acts.gated = acts.gate_up + batch->rows * 2 * model->intermediate;
     acts.joined = acts.gated + batch->rows * model->intermediate;
     acts.rounded = (RoundedPart *)(acts.joined + batch->rows * joined_stride(model));
-    acts.scores = (float *)acts.rounded + rounded_floats(model, batch->rows);
+    float *end = (float *)acts.rounded + rounded_floats(model, batch->rows);
+    acts.scores = lay_out_mixture(mixture, model, batch->rows, acts.normed, end);
     return acts;
 }
 
-/* The minimum rows that a thread claims: moving fewer to another core takes longer. */
-#define ROW_GRAIN 4
+Activations activations_of(const Model *model, const Batch *batch) {
+    Mixture mixture;
+    return lay_out(model, batch, &mixture);
+}
 
 /* Arguments of all stages. `branch`: what to add to the hidden states, rows of `stride` floats. */
 typedef struct {
@@ -71,17 +72,27 @@ typedef struct {
     Activations acts;
     float *branch;
     int64_t stride;
+    Mixture mixture;
 } Pass;
 
 static Pass pass_of(const Model *model, const Batch *batch) {
-    Activations acts = activations_of(model, batch);
-    return (Pass){model, batch, acts, acts.branch, model->layers->out.outputs};
+    Pass pass = {.model = model, .batch = batch, .stride = model->layers->out.outputs};
+    pass.acts = lay_out(model, batch, &pass.mixture);
+    pass.branch = pass.acts.branch;
+    return pass;
+}
+
+/* The scaled embedding of a row's token. */
+static void embed_row(const Pass *pass, int64_t row, float *out) {
+    const Model *model = pass->model;
+    embedding_row(&model->embedding, pass->batch->token_ids[row], out);
+    if (model->embedding_scale != 1)
+        for (int64_t i = 0; i < model->hidden; i += WIDE) put(out + i, 0, at(out + i, 0) * model->embedding_scale);
 }
 
 static ONE_COPY void embed(const Stage *stage, int64_t row, int64_t end) {
     const Pass *pass = stage->pass;
-    for (; row < end; row++)
-        embedding_row(&pass->model->embedding, pass->batch->token_ids[row], stage->out + row * pass->model->hidden);
+    for (; row < end; row++) embed_row(pass, row, stage->out + row * pass->model->hidden);
 }
 
 /* hidden += norm(branch) */
@@ -117,7 +128,7 @@ static ONE_COPY void join(const Stage *stage, int64_t row, int64_t end) {
     for (; row < end; row++) {
         float *joined = pass->acts.joined + row * 2 * hidden;
         memcpy(joined, pass->batch->input_states + row * hidden, hidden * sizeof(float));
-        embedding_row(&pass->model->embedding, pass->batch->token_ids[row], joined + hidden);
+        embed_row(pass, row, joined + hidden);
         round_input(pass, joined, 2 * hidden, row, stage->units);
     }
 }
@@ -165,6 +176,7 @@ static void add_mlp(const Stage *stage, int64_t row, int64_t end) {
     const Pass *pass = stage->pass;
     const Layer *layer = stage->item, *last = pass->model->layers + pass->model->num_layers - 1;
     for (; row < end; row++) {
+        if (layer->gate_ups.panels) combine(&pass->mixture, layer, row, pass->branch + row * pass->stride);
         add(pass, row, layer->after_mlp);
         record_states(pass, row, layer - pass->model->layers + 1);
         if (layer < last) normalize(pass, row, layer[1].before_attention, row, stage->units);
@@ -205,12 +217,12 @@ static ONE_COPY void attend_tasks(const Stage *stage, int64_t task, int64_t end)
         int64_t head = task / rows, row = task % rows, first = head * model->columns * HEAD_DIM;
         /* Threads take tasks roughly in turn. */
         int64_t next = task + batch->threads < rows * model->kv_heads ? task + batch->threads : task;
-        const Places places = places_of(model, batch, row), after = places_of(model, batch, next % rows);
-        int64_t after_first = next / rows * model->columns + column_of(&after, 0);
+        const Places places = places_of(model, layer, batch, row), after = places_of(model, layer, batch, next % rows);
+        int64_t after_first = next / rows * model->columns + column_of(&after, after.first);
         int64_t begin = row * stride + head * GROUPS * HEAD_DIM;
         attend(pass->acts.heads + row * heads_stride + head * GROUPS * HEAD_DIM, layer->keys + first,
-               layer->values + first, &places, blocks, find_blocks(&places, blocks), model->scaling, scores,
-               batch->scores, layer->keys + after_first * HEAD_DIM, pass->acts.attended + begin);
+               layer->values + first, &places, blocks, find_blocks(&places, blocks), model->scaling, layer->softcap,
+               layer->sinks ? layer->sinks + head * GROUPS : 0, scores, batch->scores, layer->keys + after_first * HEAD_DIM, pass->acts.attended + begin);
         if (ROUNDS_HEADS)
             round_row(pass->acts.attended + begin, GROUPS * HEAD_DIM, row, rows,
                       pass->acts.rounded + head * GROUPS * HEAD_DIM / PART * rows);
@@ -226,10 +238,10 @@ static void round_attended(const Stage *stage, int64_t row, int64_t end) {
 static ONE_COPY void gate_rows(const Stage *stage, int64_t row, int64_t end) {
     const Pass *pass = stage->pass;
     const Layer *layer = stage->item;
-    int64_t stride = layer->gate_up.outputs, size = pass->model->intermediate;
+    int64_t stride = layer->gate_up.outputs, size = layer->down.inputs;
     for (; row < end; row++) {
         float *gated = pass->acts.gated + row * size;
-        gate(pass->acts.gate_up + row * stride, size, gated);
+        gate(&pass->model->activation, pass->acts.gate_up + row * stride, size, gated);
         round_input(pass, gated, size, row, stage->units);
     }
 }
@@ -277,22 +289,32 @@ static Stage *attend_stages(Stage *to, const Pass *pass, const Layer *layer) {
     return to;
 }
 
-/* Stages that add the attention branch and run gate and up. Result: `gated`. */
-#define GATE_STAGES 3
+/* Stages that add the attention branch and run the router, gate and up. Result: `gated`. */
+#define GATE_STAGES 4
 static Stage *gate_stages(Stage *to, const Pass *pass, const Layer *layer) {
     int64_t rows = pass->batch->rows;
     *to++ = rows_stage(add_attention, pass, layer, rows);
+    *to++ = pass_gemm(&layer->router, pass, rows, pass->acts.normed, pass->mixture.logits);
     *to++ = pass_gemm(&layer->gate_up, pass, rows, pass->acts.normed, pass->acts.gate_up);
-    *to++ = rows_stage(gate_rows, pass, layer, rows);
+    *to++ = rows_stage(gate_rows, pass, layer, layer->gate_up.panels ? rows : 0);
     return to;
 }
 
+static void cap_logits(const Stage *stage, int64_t result, int64_t end) {
+    const Pass *pass = stage->pass;
+    int64_t outputs = pass->model->head.outputs;
+    wide cap = (wide){0} + pass->model->softcap;
+    for (float *x = pass->batch->logits + result * outputs; x < pass->batch->logits + end * outputs; x += WIDE)
+        put(x, 0, hyperbolic_tangent(at(x, 0) / cap) * cap);
+}
+
 /* Stages that compute the logits of the result rows. */
-#define LOGITS_STAGES 2
+#define LOGITS_STAGES 3
 static Stage *logits_stages(Stage *to, const Pass *pass) {
     int64_t results = pass->batch->results;
     *to++ = rows_stage(normalize_results, pass, 0, results);
     *to++ = pass_gemm(&pass->model->head, pass, results, pass->acts.normed, pass->batch->logits);
+    *to++ = rows_stage(cap_logits, pass, 0, pass->model->softcap ? results : 0);
     return to;
 }
 
@@ -300,13 +322,14 @@ static Stage *logits_stages(Stage *to, const Pass *pass) {
 void forward(const Model *model, const Batch *batch) {
     const Pass pass = pass_of(model, batch);
     int64_t rows = batch->rows, threads = batch->threads;
-    Stage stages[INPUT_STAGES + model->num_layers * (ATTEND_STAGES + GATE_STAGES + 3) + LOGITS_STAGES];
+    Stage stages[INPUT_STAGES + model->num_layers * (ATTEND_STAGES + GATE_STAGES + EXPERT_STAGES + 3) + LOGITS_STAGES];
     Stage *to = input_stages(stages, &pass);
     for (const Layer *layer = model->layers; layer < model->layers + model->num_layers; layer++) {
         to = attend_stages(to, &pass, layer);
         *to++ = pass_gemm(&layer->out, &pass, rows, pass.acts.attended, pass.branch);
         to = gate_stages(to, &pass, layer);
         *to++ = pass_gemm(&layer->down, &pass, rows, pass.acts.gated, pass.branch);
+        to = expert_stages(to, &pass.mixture, layer, threads);
         *to++ = rows_stage(add_mlp, &pass, layer, rows);
     }
     run_stages(stages, logits_stages(to, &pass), threads);

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specpool.engine.native.compiler import POOL, VECTORS, compile_library
 
-LINEARS = ("qkv", "out", "gate_up", "down")
+LINEARS = ("qkv", "out", "gate_up", "down", "router", "gate_ups", "downs")
 NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp", "head_norms")
 
 
@@ -29,7 +29,35 @@ class Linear(Structure):
 class Layer(Structure):
     """A decoder layer."""
 
-    _fields_ = (*((name, Linear) for name in LINEARS), *((name, c_void_p) for name in (*NORMS, "keys", "values")))
+    _fields_ = (
+        *((name, Linear) for name in LINEARS),
+        *((name, c_void_p) for name in ("correction", *NORMS, "sinks")),
+        *((name, c_int64) for name in ("window", "rotary")),
+        ("softcap", c_float),
+        *((name, c_void_p) for name in ("keys", "values")),
+    )
+
+
+class Routing(Structure):
+    """How layers choose experts."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("experts", "top_k", "groups", "top_groups", "is_sigmoid", "renormalizes")),
+        ("size", c_int64),
+        ("scale", c_float),
+    )
+
+
+class Activation(Structure):
+    """How MLPs combine gate and up."""
+
+    _fields_ = (("is_gelu", c_int64), *((name, c_float) for name in ("alpha", "limit", "shift")))
+
+
+class Rotary(Structure):
+    """Rotary tables."""
+
+    _fields_ = (("cosines", c_void_p), ("sines", c_void_p))
 
 
 class Model(Structure):
@@ -40,12 +68,17 @@ class Model(Structure):
         *((name, c_int64) for name in ("num_layers", "hidden", "intermediate", "kv_heads", "columns")),
         ("tables", c_void_p),
         *((name, c_int64) for name in ("table_size", "page_size")),
-        *((name, c_void_p) for name in ("cosines", "sines", "norm")),
+        ("rotaries", POINTER(Rotary)),
+        ("norm", c_void_p),
         ("embedding", Linear),
         ("head", Linear),
         ("fc", Linear),
         ("eps", c_float),
         ("scaling", c_float),
+        ("embedding_scale", c_float),
+        ("softcap", c_float),
+        ("routing", Routing),
+        ("activation", Activation),
     )
 
 
@@ -77,7 +110,8 @@ FOLDER = Path(__file__).parent
 ROUNDED_FLAGS = ("-ffp-contract=off",)
 """No fused multiply-adds, so rounded activations give the same bits on every processor."""
 SOURCES = (
-    *(FOLDER / name for name in ("decoder.c", "rows.h", "gemm.h", "tiles.h", "rounded.h", "dots.h", "panels.h")),
+    *(FOLDER / name for name in ("decoder.c", "experts.h", "rows.h")),
+    *(FOLDER / name for name in ("gemm.h", "tiles.h", "rounded.h", "dots.h", "panels.h")),
     POOL,
     VECTORS,
 )

@@ -207,23 +207,27 @@ static INLINE int quantized_panels(int kind, const Panel *panels, int count, con
     }
 KINDS(OF_KIND)
 
-/* Panels of out [rows, outputs] = W x + b, for x [rows, inputs]. `pass`: the same rows, rounded. Compiled once: probes
+/* Panels `next` to `end` of to [rows, outputs] = W x + b, for x [rows, inputs]. `rounded`: the same rows, rounded. Compiled once: probes
    run the same code as a pass. */
-static ONE_COPY void gemm(const Stage *stage, int64_t next, int64_t end) {
-    const Linear *linear = stage->item;
+static ONE_COPY void gemm_panels(const Linear *linear, int64_t next, int64_t end, int64_t rows, const float *x,
+                                 const RoundedPart *rounded, float *to) {
     while (next < end) {
         const Panel *first = linear->panels + next;
         const float *bias = linear->bias ? linear->bias + next * PANEL : 0;
-        float *out = stage->out + next * PANEL;
+        float *out = to + next * PANEL;
         int count = 1;
         while (count < ABREAST && next + count < end && first[count].kind == first->kind) count++;
         switch (first->kind) {
 #define WITH_KIND(kind) \
-        case kind: next += panels_##kind(first, count, linear, stage->rows, stage->x, stage->pass, bias, out); break;
+        case kind: next += panels_##kind(first, count, linear, rows, x, rounded, bias, out); break;
             KINDS(WITH_KIND)
         default: __builtin_trap(); /* not compiled */
         }
     }
+}
+
+static void gemm(const Stage *stage, int64_t next, int64_t end) {
+    gemm_panels(stage->item, next, end, stage->rows, stage->x, stage->pass, stage->out);
 }
 
 /* The weights of one output, [inputs]. */

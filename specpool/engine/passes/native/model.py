@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import CDLL, byref, c_double, c_int64, c_void_p
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -16,7 +17,17 @@ from specpool.engine.native.compiler import compiler_problem
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.passes.forward_pass import DraftLoop, ForwardPass
 from specpool.engine.passes.fused import FusedModel
-from specpool.engine.passes.native.decoder import LINEARS, NORMS, Batch, Layer, Linear, Model, compile_decoder
+from specpool.engine.passes.native.decoder import (
+    LINEARS,
+    NORMS,
+    Activation,
+    Batch,
+    Layer,
+    Linear,
+    Model,
+    Rotary,
+    compile_decoder,
+)
 from specpool.engine.passes.native.draft_loop import compile_draft_loop
 from specpool.engine.passes.native.packed_weights import (
     ModelPanels,
@@ -25,15 +36,16 @@ from specpool.engine.passes.native.packed_weights import (
     gemm_kinds,
     panels_of,
     resolve_activations,
+    stacked_bias,
 )
 from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, KIND_NUMBERS, PART, segments_of
+from specpool.engine.passes.native.shapes import LANES, gemm_inputs_of, largest_intermediate, routing_of, shape_problem
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.sampling.head import Head
 from specpool.engine.weights.quantization_types import INT8, QUANTIZATION_TYPES
 from specpool.engine.weights.quantized import Weight
 
 # As in decoder.c.
-LANES = 16
 STAGES = ("gemm", "attention", "rows and cache")
 NEVER = 1 << 30
 ROUNDED_BYTES = 48
@@ -61,6 +73,7 @@ class NativeModel(ForwardPass):
         super().__init__()
         self._activations = activations
         first: Any = fused.layers[0]
+        activation = first.mlp.activation
         self._groups, self._compile = first.heads // first.kv_heads, compiler
         self.kinds: Mapping[str, int] = panels.kinds
         """Bytes of GEMM weights by kind, as named in panels.h."""
@@ -69,11 +82,10 @@ class NativeModel(ForwardPass):
         self._library, self._forward = library, library.forward
         self._workspace_floats = library.workspace_floats
         self._workspace_floats.restype = c_int64
-        linears = (*first.linears.values(), fused.head, fused.fc, fused.projection)
-        self.gemm_inputs = {linear.in_features for linear in linears if linear is not None}
+        self.gemm_inputs = gemm_inputs_of(fused)
         """The distinct input sizes of the pass's GEMMs."""
         self.state_size = fused.state_size
-        self._rotary, self._outputs = fused.rotaries[0].in_float32(), fused.head.out_features
+        self._rotaries, self._outputs = [tables.in_float32() for tables in fused.rotaries], fused.head.out_features
         self._workspace = torch.empty(0)
         self._arena: KVArena | None = None
         self._layers = (Layer * len(fused.layers))()
@@ -84,13 +96,20 @@ class NativeModel(ForwardPass):
             layers=self._layers,
             num_layers=len(fused.layers),
             hidden=fused.norm.numel(),
-            intermediate=first.mlp.gate_up.out_features // 2,
+            intermediate=largest_intermediate(fused),
             kv_heads=first.kv_heads,
+            rotaries=(Rotary * len(fused.rotaries))(),  # the struct keeps the array alive
             norm=self._packed.numbers(fused.norm),
             embedding=head if embedding is None else self._packed.linear(embedding, None, NEVER),
             head=head,
             eps=fused.eps,
             scaling=first.scaling,
+            embedding_scale=fused.embedding_scale,
+            softcap=fused.softcap or 0,
+            routing=routing_of(fused),
+            activation=Activation(
+                activation.function == "gelu_tanh", activation.alpha, activation.limit or inf, activation.shift
+            ),
         )
         if fused.fc is not None:
             self._model.fc = self._packed.linear(panels.fc, fused.fc.bias, NEVER)
@@ -118,6 +137,12 @@ class NativeModel(ForwardPass):
     def draft_loop(self, arena: KVArena, head: Head) -> DraftLoop | None:
         """The compiled draft loop; None if this machine cannot run it."""
         return compile_draft_loop(self._library, self._model, self._prepare, arena, head)
+
+    def scratch_bytes(self, rows: int, length: int) -> int:
+        """Scratch bytes, beyond activations, of a pass of `rows` rows: gates and ups of the chosen experts."""
+        routing = self._model.routing
+        floats: int = 3 * routing.size * routing.top_k * rows
+        return floats * torch.float32.itemsize
 
     @property
     def activations(self) -> str:
@@ -172,8 +197,8 @@ class NativeModel(ForwardPass):
     def _prepare(self, batch: PackedBatch) -> tuple[Batch, torch.Tensor]:
         """The arguments of a pass, and the logits [R, padded rows of the head] that it will write."""
         self._point_to(batch.arena)
-        tables = self._rotary(batch.max_length)
-        self._model.cosines, self._model.sines = (table.data_ptr() for table in tables)
+        for index, tables in enumerate(self._rotaries):
+            self._model.rotaries[index] = Rotary(*(table.data_ptr() for table in tables(batch.max_length)))
         threads, scores = torch.get_num_threads(), round_up(batch.max_length, LANES)
         floats = self._workspace_floats(byref(self._model), c_int64(batch.tokens))
         floats += threads * (self._groups * scores + scores // LANES)
@@ -232,7 +257,7 @@ class NativeModel(ForwardPass):
     def _best_widened_from(self) -> int:
         """Find the row count from which it is faster to widen a panel once, into the cache, than per tile of rows, in
         registers. Both give the same bits."""
-        linears = [getattr(self._layers[0], name) for name in LINEARS]
+        linears = [linear for name in LINEARS if (linear := getattr(self._layers[0], name)).panels]
         quantized = [linear for linear in linears if linear.panels[0].kind not in DENSE]
         smallest = min(quantized or linears, key=lambda linear: int(linear.outputs * linear.inputs))
         for rows in TIMED_ROWS:
@@ -249,8 +274,13 @@ class NativeModel(ForwardPass):
 
     def _pack_layer(self, panels: Mapping[str, Any], layer: Any) -> Layer:
         return Layer(
-            **{name: self._packed.linear(panels[name], layer.linears[name].bias, NEVER) for name in LINEARS},
+            **{name: self._packed.linear(panels[name], stacked_bias(layer.linears[name]), NEVER) for name in panels},
+            correction=self._packed.numbers(getattr(layer.mlp, "correction", None)),
             **{name: self._packed.numbers(getattr(layer, name)) for name in NORMS},
+            sinks=self._packed.numbers(layer.attention.sinks),
+            window=layer.attention.window or 0,
+            rotary=layer.rotary,
+            softcap=layer.attention.softcap or 0,
         )
 
 
@@ -259,7 +289,7 @@ def compile_pass(fused: FusedModel, pass_class: type[NativeModel], activations: 
 
     `activations`: the option. Int8RefusedError: it is int8, but the weights do not suit it, or nothing is compiled.
     """
-    if (problem := _size_problem(fused)) is not None:
+    if (problem := shape_problem(fused)) is not None:
         _refuse_int8(activations, problem)
         return None
     layer: Any = fused.layers[0]
@@ -280,24 +310,3 @@ def compile_pass(fused: FusedModel, pass_class: type[NativeModel], activations: 
 def _refuse_int8(activations: Activations, problem: str, remedy: str = "") -> None:
     if activations == "int8":
         raise Int8RefusedError(f"the compiled pass, which {problem}", remedy)
-
-
-def _size_problem(fused: FusedModel) -> str | None:
-    """Say what rules out the compiled pass for this model, as a predicate; None if nothing does."""
-    if fused.is_eagle_head:
-        return "cannot run the layers of EAGLE heads"
-    layers: list[Any] = list(fused.layers)
-    if not fused.is_plain:
-        return "cannot run windows, sinks, soft caps, experts or the activation of this model"
-    # The size in the unsharded model, so all ranks agree.
-    intermediate = fused.group.full_size(layers[0].mlp.gate_up.out_features // 2, "intermediate")
-    sizes = {"head_dim": layers[0].head_dim, "hidden size": fused.norm.numel(), "intermediate size": intermediate}
-    shapes = {tuple((linear.out_features, linear.in_features) for linear in layer.linears.values()) for layer in layers}
-    for name, size in sizes.items():
-        if size % LANES:
-            return f"needs sizes that are multiples of {LANES}, and this model's {name} is {size}"
-    if len(shapes) > 1:
-        return "needs layers of equal shapes, and this model's differ"
-    if fused.norm.device.type != "cpu" or fused.norm.dtype not in (torch.float32, torch.bfloat16):
-        return "runs only on CPUs, with float32 or bfloat16 weights"
-    return None

@@ -13,7 +13,7 @@ from specpool.engine.cache.memory import zeros
 from specpool.engine.config.options import FLOAT32, INT8, Activations, Int8RefusedError
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.passes.fused import FusedModel
-from specpool.engine.passes.native.decoder import LINEARS, NORMS, Linear, Panel
+from specpool.engine.passes.native.decoder import NORMS, Linear, Panel
 from specpool.engine.passes.native.panels import KIND_NUMBERS, PANEL, Segment, segments_of
 from specpool.engine.sharding.group import SINGLE_RANK, SingleRank
 from specpool.engine.weights.quantization_types import QUANTIZATION_TYPES
@@ -56,11 +56,22 @@ def panels_of(fused: FusedModel) -> ModelPanels:
     layers: list[Any] = list(fused.layers)
     tied = shares_memory(fused.embedding, fused.head)
     return ModelPanels(
-        [{name: segments_of(parts_of(layer.linears[name])) for name in LINEARS} for layer in layers],
+        [{name: _stacked(linears) for name, linears in layer.linears.items()} for layer in layers],
         segments_of(parts_of(fused.head)),
         None if tied else segments_of([fused.embedding]),
         *(() if layer is None else segments_of(parts_of(layer)) for layer in (fused.fc, fused.projection)),
     )
+
+
+def _stacked(linears: Sequence[Any]) -> list[Segment]:
+    """The panels of all these linear layers. No panel spans two layers."""
+    return [segment for linear in linears for segment in segments_of(parts_of(linear))]
+
+
+def stacked_bias(linears: Sequence[Any]) -> torch.Tensor | None:
+    """The biases of linear layers, each padded to whole panels; None if they have none."""
+    biases = [pad(linear.bias, (0, -len(linear.bias) % PANEL)) for linear in linears if linear.bias is not None]
+    return torch.cat(biases) if biases else None
 
 
 class PackedWeights:
@@ -81,8 +92,9 @@ class PackedWeights:
         for segment in segments:
             packed = self._take(segment.total_bytes).view(segment.panels, -1)
             segment.write(packed)
-            for panel in packed:
-                panels[index] = Panel(weight=panel.data_ptr(), kind=KIND_NUMBERS[segment.kind])
+            for panel in range(segment.panels):
+                weight = packed.data_ptr() + panel * segment.panel_bytes
+                panels[index] = Panel(weight=weight, kind=KIND_NUMBERS[segment.kind])
                 index += 1
         return Linear(
             panels=panels,
@@ -111,7 +123,8 @@ def bytes_of(fused: FusedModel, panels: ModelPanels) -> int:
     """Bytes that the panels, norms and biases of a model take when packed."""
     layers: list[Any] = list(fused.layers)
     norms = [fused.norm, *(getattr(layer, name) for layer in layers for name in NORMS)]
-    biases = [linear.bias for layer in layers for linear in layer.linears.values()] + [fused.head.bias]
+    norms += [each for layer in layers for each in (getattr(layer.mlp, "correction", None), layer.attention.sinks)]
+    biases = [stacked_bias(linears) for layer in layers for linears in layer.linears.values()] + [fused.head.bias]
     biases += [layer.bias for layer in (fused.fc, fused.projection) if layer is not None]
     float_bytes = [4 * (PANEL + numbers.numel()) for numbers in norms + biases if numbers is not None]
     panel_bytes = [segment.total_bytes for segment in panels.segments]

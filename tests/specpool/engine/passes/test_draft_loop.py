@@ -251,6 +251,14 @@ def test_a_head_without_all_tokens(tmp_path: Path) -> None:
         run_rounds(pair, seed)
 
 
+def test_drafts_of_a_mixture_of_experts(tmp_path: Path) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+    folder = save_model(tmp_path, small_config("qwen3_moe", **experts))
+    pair = looped_engine(folder), stepped_engine(folder)
+    for seed in range(5):
+        run_rounds(pair, seed)
+
+
 def test_first_tokens_may_take_several_passes(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     for engine in engines:
         monkeypatch.setattr(engine, "max_num_batched_tokens", SLOTS * 4)

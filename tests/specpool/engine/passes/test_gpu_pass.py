@@ -48,6 +48,10 @@ def shuffle_pages(engine: Engine) -> None:
         pytest.param("gemma", marks=pytest.mark.slow),
         "gemma2",
         pytest.param("gemma3_text", marks=pytest.mark.slow),
+        pytest.param("mixtral", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe, not renormalized", marks=pytest.mark.slow),
+        pytest.param("glm4_moe", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_match_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
