@@ -98,8 +98,8 @@ def attend_pages(
     _attend[(tiles, kv_heads, programs)](
         query, keys, values, tables, tile_begins, tile_sizes, positions, slots, prefix_lengths, offsets,
         partials, stats, sinks, scaling, columns, tables.shape[1], splits, rows,
-        **shape, SOFTCAP=kind.softcap, HEIGHT=height, BLOCK=_block(query.dtype, width), PAGE=arena.page_size,
-        SERIAL=serial, **options, num_warps=warps or _warps(query.dtype, dim, architecture(query.device)),
+        **shape, SOFTCAP=kind.softcap, HEIGHT=height, BLOCK=_block(query.dtype, width, kind), PAGE=arena.page_size,
+        SERIAL=serial, **options, num_warps=warps or _warps(query.dtype, dim, architecture(query.device), kind),
         num_stages=_stages(query.dtype, width),
     )  # fmt: skip
     if not serial:
@@ -142,17 +142,22 @@ def _partial_bytes(rows: int, splits: int, heads: int, dim: int) -> int:
     return rows * splits * heads * (dim + 2) * torch.float32.itemsize
 
 
-def _warps(dtype: torch.dtype, dim: int, arch: int) -> int:
+def _warps(dtype: torch.dtype, dim: int, arch: int, kind: AttentionKind) -> int:
     """Warps of a program: as few as its registers allow, so that more programs share an SM.
 
-    On sm_90, they allow 4 for heads of 128, but not for smaller ones padded to 128.
+    On sm_90, they allow 4 for heads of 128, but not for smaller ones padded to 128, nor with a soft cap. Before, they
+    allow 4 for heads of 64, but not with sinks.
     """
-    few = dim <= 64 or (arch == HOPPER and dim == MAX_SERIAL_WIDTH)
-    return 4 if few and not is_wide(dtype) else 8
+    if is_wide(dtype) or kind.softcap is not None or (arch < HOPPER and kind.sinks is not None):
+        return 8
+    return 4 if dim <= 64 or (arch == HOPPER and dim == MAX_SERIAL_WIDTH) else 8
 
 
-def _block(dtype: torch.dtype, width: int) -> int:
-    return min(BLOCK, max(16, 2048 // width)) if is_wide(dtype) else BLOCK
+def _block(dtype: torch.dtype, width: int, kind: AttentionKind) -> int:
+    if is_wide(dtype):
+        return min(BLOCK, max(16, 2048 // width))
+    # Registers do not suffice for large blocks of large heads with a soft cap.
+    return BLOCK // 2 if width > MAX_SERIAL_WIDTH and kind.softcap is not None else BLOCK
 
 
 def _stages(dtype: torch.dtype, width: int) -> int:
