@@ -231,7 +231,7 @@ static void round_attended(const Stage *stage, int64_t row, int64_t end) {
 static ONE_COPY void gate_rows(const Stage *stage, int64_t row, int64_t end) {
     const Pass *pass = stage->pass;
     const Layer *layer = stage->item;
-    int64_t stride = layer->gate_up.outputs, size = layer->down.inputs;
+    int64_t stride = layer->gate_up.outputs, size = stride / 2;
     for (; row < end; row++) {
         float *gated = pass->acts.gated + row * size;
         gate(pass->acts.gate_up + row * stride, size, gated);
