@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
+from torch.nn.functional import linear
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.passes.gpu import attention, draft_loop, gemm, inputs, model
+from specpool.engine.passes.gpu import attention, branches, draft_loop, gemm, inputs, model
 from specpool.engine.passes.gpu.choice import REMAINING, SIZES
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.rows import Addend, Recorder
+from specpool.engine.passes.kinds import FULL_ATTENTION, SILU, Activation, AttentionKind
+from specpool.engine.passes.modules import activated
 from specpool.engine.passes.packing import INPUT_IDS, POSITIONS, SLOTS
 from specpool.engine.passes.rotary import rotate
 from specpool.engine.probes import kernels
@@ -62,8 +64,9 @@ def make_dot_batch_invariant(patch: pytest.MonkeyPatch) -> None:
 def imitate_kernels(patch: pytest.MonkeyPatch) -> None:
     """Replace the kernels with torch operations, row by row, for tests of the code around them."""
     run_by_kernels(patch)
-    for name in ("attend_pages", "rotate_and_cache", "add_and_norm", "activate"):
+    for name in ("attend_pages", "rotate_and_cache", "add_and_norm", "cap_logits"):
         patch.setattr(model, name, globals()[name])
+    patch.setattr(branches, "activate", activate)
     patch.setattr(inputs, "join", join)
     patch.setattr(kernels, "attend_pages", attend_pages)
     patch.setattr(gemm, "split_k_gemm", split_k_gemm)
@@ -148,23 +151,41 @@ def rotate_and_cache(
 def attend_pages(
     query: torch.Tensor, arena: KVArena, layer: int, tile_begins: torch.Tensor, tile_sizes: torch.Tensor,
     positions: torch.Tensor, slots: torch.Tensor, prefix_lengths: torch.Tensor, offsets: torch.Tensor,
-    scaling: float, splits: int,
+    scaling: float, splits: int, kind: AttentionKind = FULL_ATTENTION,
 ) -> torch.Tensor:  # fmt: skip
     groups = query.shape[1] // len(arena.keys[layer])
     for begin, size in zip(tile_begins.tolist(), tile_sizes.tolist(), strict=True):
         for row in range(begin, begin + size):
-            seen = torch.arange(int(positions[row]) + 1)
+            end = int(positions[row]) + 1
+            seen = torch.arange(0 if kind.window is None else max(0, end - kind.window), end)
             seen += torch.where(seen < prefix_lengths[row], 0, offsets[row])
             columns = _columns(arena, slots[row], seen)
             caches = (arena.keys[layer], arena.values[layer])
             k, v = (cache[:, columns].repeat_interleave(groups, 0) for cache in caches)
-            query[row] = scaled_dot_product_attention(query[row, :, None], k, v, scale=scaling)[:, 0]
+            query[row] = attended_row(query[row], k, v, scaling, kind)
     return query
 
 
-def activate(partials: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    gate, up = _summed(partials, bias).chunk(2, -1)
-    return torch.cat([silu(row) for row in gate.split(1)]) * up
+def attended_row(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, kind: AttentionKind
+) -> torch.Tensor:
+    """Attend with one row [heads, dim] to all keys and values [heads, columns, dim], in any dtype."""
+    scores = query[:, None] @ keys.mT * scaling
+    if kind.softcap is not None:
+        scores = kind.softcap * torch.tanh(scores / kind.softcap)
+    if kind.sinks is not None:
+        scores = torch.cat([scores, kind.sinks.to(scores)[:, None, None]], -1)
+    return (scores.softmax(-1)[..., : keys.shape[1]] @ values)[:, 0]
+
+
+def activate(
+    partials: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, activation: Activation = SILU
+) -> torch.Tensor:
+    return torch.cat([activated(row, activation) for row in _summed(partials, bias).split(1)])
+
+
+def cap_logits(logits: torch.Tensor, softcap: float) -> torch.Tensor:
+    return torch.cat([softcap * torch.tanh(row / softcap) for row in logits.split(1)])
 
 
 def choose(

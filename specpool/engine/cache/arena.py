@@ -43,7 +43,7 @@ class KVArena:
         self.keys, self.values = list(self._storage[:, 0]), list(self._storage[:, 1])
         self._host_tables = np.zeros(tables, np.int32)
         self.tables = torch.from_numpy(self._host_tables)
-        """Pages of each sequence, int32 [slots, pages], on the device. Entries beyond a sequence's pages are stale."""
+        """Pages of each sequence, int32 [slots, pages], on the device. Other entries are stale pages."""
         self._unsent: list[tuple[int, Sequence[int]]] = []
         """Entries not yet on the device: index of the first entry, and the pages."""
         if device.type != "cpu":

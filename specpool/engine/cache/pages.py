@@ -114,6 +114,8 @@ class PageTables:
         self.page_size, self.max_length = page_size, max_length
         self.pool = PagePool(columns // page_size)
         self.held: list[list[int]] = [[] for _ in range(slots)]
+        self._freed = [0] * slots
+        """Leading pages that each slot has given back. Their table entries are stale, but still name pages."""
         self.assign: Callable[[int, int, Sequence[int]], None] = lambda slot, first, pages: None
         """Called with a slot, an entry of its table, and the pages to write from that entry on."""
 
@@ -129,11 +131,29 @@ class PageTables:
 
     def missing(self, slot: int, columns: int) -> int:
         """Number of pages that a slot lacks for this many columns."""
-        return max(0, self._pages_for(columns) - len(self.held[slot]))
+        return max(0, self._pages_for(columns) - self._entries(slot))
 
     def fits(self, slot: int, columns: int) -> bool:
-        """Whether a slot holds exactly the pages for this many columns."""
-        return len(self.held[slot]) == self._pages_for(columns)
+        """Whether a slot's table ends with the page of the last of this many columns."""
+        return self._entries(slot) == self._pages_for(columns)
+
+    def capacity(self, slot: int) -> int:
+        """Columns up to the end of a slot's last page."""
+        return self._entries(slot) * self.page_size
+
+    def first(self, slot: int) -> int:
+        """First column of a slot whose page has not been freed."""
+        return self._freed[slot] * self.page_size
+
+    def pages(self, slot: int, first: int, end: int) -> list[int]:
+        """Return the pages in entries `first` to `end` - 1 of a slot's table, none of which may have been freed."""
+        freed = self._freed[slot]
+        assert first >= freed, "a freed page is used"
+        return self.held[slot][first - freed : end - freed]
+
+    def _entries(self, slot: int) -> int:
+        """Length of a slot's table, with entries of freed pages."""
+        return self._freed[slot] + len(self.held[slot])
 
     def _pages_for(self, columns: int) -> int:
         """Number of pages that hold this many columns."""
@@ -146,26 +166,37 @@ class PageTables:
 
     def grow(self, slot: int, columns: int) -> bool:
         """Give a slot pages for this many columns. Return False and change nothing if too few are free."""
-        missing, held = self.missing(slot, columns), self.held[slot]
+        missing = self.missing(slot, columns)
         if missing > self.pool.free:
             return False
         if missing:
             self.add(slot, [self.pool.take() for _ in range(missing)])
-        assert len(held) * self.page_size <= self.max_length, "a sequence is longer than its table"
+        assert self.capacity(slot) <= self.max_length, "a sequence is longer than its table"
         return True
 
     def add(self, slot: int, pages: Sequence[int]) -> None:
         """Append pages to a slot's table."""
         if pages:
-            self.assign(slot, len(self.held[slot]), pages)
+            self.assign(slot, self._entries(slot), pages)
             self.held[slot] += pages
 
     def truncate(self, slot: int, columns: int) -> None:
         """Take back the pages not needed for this many columns."""
         count, held = self._pages_for(columns), self.held[slot]
-        if count < len(held):
-            self.pool.drop(held[count:])
-            del held[count:]
+        if count < self._entries(slot):
+            kept = max(0, count - self._freed[slot])
+            self.pool.drop(held[kept:])
+            del held[kept:]
+            self._freed[slot] = min(self._freed[slot], count)
+
+    def free_before(self, slot: int, column: int) -> None:
+        """Take back the pages wholly before this column, which the slot no longer reads."""
+        held = self.held[slot]
+        count = min(column // self.page_size - self._freed[slot], len(held))
+        if count > 0:
+            self.pool.drop(held[:count])
+            del held[:count]
+            self._freed[slot] += count
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a page is lost or miscounted."""

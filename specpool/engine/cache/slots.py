@@ -52,8 +52,13 @@ class Slot:
 class SlotTable:
     """The slots of all coordinators. A coordinator that stays silent loses its slots."""
 
-    def __init__(self, slots: int, tables: PageTables | None = None) -> None:
-        """`tables`: page tables of the slots. Default: one page of one column per slot."""
+    def __init__(self, slots: int, tables: PageTables | None = None, window: int | None = None) -> None:
+        """`tables`: page tables of the slots. Default: one page of one column per slot.
+
+        `window`: number of positions that a row attends to, including its own; None: all positions up to its own.
+        Pages before the windows of a round's rows are freed once the round has run.
+        """
+        self._window = window
         self.total, self.tables = slots, tables or PageTables(slots, max_length=1, columns=slots, page_size=1)
         self.tables.pool.on_evict = self._record_eviction
         self._free = list(range(slots - 1, -1, -1))
@@ -81,7 +86,7 @@ class SlotTable:
             slot = self.take(key, columns=0)
             if slot is None:
                 return ItemStatus.NO_SLOT
-        if slot is None or slot.num_cached_tokens < item.base_length or not self._cut(slot, item):
+        if slot is None or not self._holds(slot, item.base_length) or not self._cut(slot, item):
             return ItemStatus.CACHE_MISS
         slot.num_cached_tokens, slot.next_token, slot.continued = item.base_length, None, None
         slot.carried.realign(item.base_length)
@@ -91,6 +96,15 @@ class SlotTable:
         elif is_new:
             self._evict(key)
         return status
+
+    def _holds(self, slot: Slot, base_length: int) -> bool:
+        """Whether the cache holds all of the first `base_length` positions that later rows attend to."""
+        first = self.tables.first(slot.index) if base_length else 0  # a sequence that restarts reads none
+        return base_length <= slot.num_cached_tokens and first <= self._first_read(base_length)
+
+    def _first_read(self, start: int) -> int:
+        """The first position that rows from `start` on attend to."""
+        return 0 if self._window is None else max(0, start + 1 - self._window)
 
     def _cut(self, slot: Slot, item: SequenceItem) -> bool:
         """Protect cached pages from being overwritten after the base. Return False if the first one is shared."""
@@ -103,7 +117,7 @@ class SlotTable:
             if item.cache_namespace is not None:
                 slot.digests = PageDigests(item.cache_namespace, tables.page_size)
         elif slot.digests is not None and slot.num_digested_pages > whole:
-            if rest and not tables.pool.uncache(tables.held[slot.index][whole]):
+            if rest and not tables.pool.uncache(*tables.pages(slot.index, whole, whole + 1)):
                 return False
             tables.truncate(slot.index, base)
             slot.digests.truncate(whole)
@@ -134,15 +148,19 @@ class SlotTable:
         return ItemStatus.OK if self.grow(key, columns) else ItemStatus.NO_SLOT
 
     def keep(self, key: SequenceKey, num_cached_tokens: int) -> None:
-        """Mark the first positions of a sequence as valid, and add its full pages to the prefix cache."""
+        """Mark the first positions of a sequence as valid, and add its full pages to the prefix cache.
+
+        Free the pages that neither this round, if it is repeated, nor later ones can read.
+        """
         slot, tables = self._slots[key], self.tables
-        slot.num_cached_tokens = num_cached_tokens
+        start, slot.num_cached_tokens = slot.num_cached_tokens, num_cached_tokens
         first, count = slot.num_digested_pages, num_cached_tokens // tables.page_size
         if slot.digests is not None and count > first:
             digests = slot.digests.first(count, slot.token_ids)
-            for page, digest in zip(tables.held[slot.index][first:count], digests[first:], strict=True):
+            for page, digest in zip(tables.pages(slot.index, first, count), digests[first:], strict=True):
                 tables.pool.cache(page, digest)
             slot.num_digested_pages = count
+        tables.free_before(slot.index, self._first_read(start))
 
     def _share(self, slot: Slot, item: SequenceItem) -> list[int]:
         """Share the cached pages of the item's leading tokens, at most `max_prefix_length` tokens."""
@@ -196,7 +214,7 @@ class SlotTable:
 
     def capacity(self, slot: Slot) -> int:
         """Return the columns that a slot's pages hold."""
-        return len(self.tables.held[slot.index]) * self.tables.page_size
+        return self.tables.capacity(slot.index)
 
     def __getitem__(self, key: SequenceKey) -> Slot:
         return self._slots[key]
@@ -302,6 +320,7 @@ class SlotTable:
             if slot.digests is None:
                 continue
             slot.digests.truncate(0)
-            digests = slot.digests.first(count, slot.token_ids)
-            for page, digest in zip(self.tables.held[slot.index][:count], digests, strict=True):
+            first = min(count, self.tables.first(slot.index) // self.tables.page_size)
+            digests = slot.digests.first(count, slot.token_ids)[first:]
+            for page, digest in zip(self.tables.pages(slot.index, first, count), digests, strict=True):
                 assert self.tables.pool.digest_of(page) in (None, digest), "a page is cached as another one"

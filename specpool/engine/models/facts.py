@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specpool.engine.models.loading import LoadedModel
+from specpool.engine.passes.families import longest_window
 from specpool.engine.sharding.shares import head_dim_of
 from specpool.engine.weights.checksums import checksum
 from specpool.engine.weights.quantized import Quantized, QuantizedEmbedding, QuantizedLinear, Weight, map_on_threads
@@ -30,6 +31,8 @@ class ModelFacts:
     head_dim: int
     dtype: torch.dtype  # dtype of the weights as loaded
     device: torch.device
+    window: int | None = None
+    """Number of positions that a row attends to, including its own, at most; None: all positions up to its own."""
 
     @property
     def query_groups(self) -> int:
@@ -61,6 +64,7 @@ def read_facts(loaded: LoadedModel) -> ModelFacts:
         head_dim=head_dim_of(config),
         dtype=loaded.model.dtype,
         device=loaded.model.device,
+        window=longest_window(config),
     )
 
 

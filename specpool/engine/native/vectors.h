@@ -81,3 +81,16 @@ static INLINE wide exponential(wide x) {
     iwide power = (__builtin_convertvector(n, iwide) + 127) << 23;
     return p * (wide)power;
 }
+
+/* tanh(x), accurate to about two units in the last place: an odd polynomial near 0, exponentials elsewhere. */
+static INLINE wide hyperbolic_tangent(wide x) {
+    wide square = x * x, size = larger(x, (wide){0} - x);
+    wide p = -5.70498872745e-3f * square + 2.06390887954e-2f;
+    p = p * square - 5.37397155531e-2f;
+    p = p * square + 1.33314422036e-1f;
+    p = p * square - 3.33332819422e-1f;
+    wide near = p * square * x + x, far = 1.0f - 2.0f / (exponential(size + size) + 1.0f);
+    iwide is_far = size >= 0.625f, is_negative = x < 0.0f; /* NaN is not far, and stays NaN */
+    far = (wide)(((iwide)far & ~is_negative) | ((iwide)((wide){0} - far) & is_negative));
+    return (wide)(((iwide)far & is_far) | ((iwide)near & ~is_far));
+}

@@ -41,7 +41,7 @@ class _Calls(Counter[int]):
         ):
             reason = "key and value heads whose number or size differs from its configuration"
         window = self._windows.get(module.layer_idx)
-        if reason is None and window is not None and not features.get("sliding_window"):
+        if reason is None and window is not None and features.get("sliding_window") != window:
             reason = f"a sliding window of {window} positions that its attention ignores (try --max-model-len {window})"
         if reason is not None:
             raise UnsupportedAttentionError(reason)

@@ -32,6 +32,14 @@ def window_of(config: PreTrainedConfig) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
+def longest_window(config: PreTrainedConfig) -> int | None:
+    """Return the longest window of all layers, as `window_of`; None if a layer attends to all positions."""
+    types = getattr(config, "layer_types", None) or ()
+    if config.model_type in FAMILIES - WINDOWED or not {*types} <= {"sliding_attention"}:
+        return None
+    return window_of(config)
+
+
 def embedding_scale(config: PreTrainedConfig, dtype: torch.dtype) -> float:
     """The factor of embeddings, rounded to the dtype of a model."""
     scale = config.hidden_size**0.5 if config.model_type in GEMMA else 1.0

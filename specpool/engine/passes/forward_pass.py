@@ -12,6 +12,7 @@ from torch import nn
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.memory import weights_of
 from specpool.engine.passes.drafts import DraftRound
+from specpool.engine.passes.kinds import FULL_ATTENTION, AttentionKind
 from specpool.engine.passes.packing import PackedBatch, Shape
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.rules import SequenceRules
@@ -56,6 +57,8 @@ class ForwardPass(nn.Module, ABC):
     """Whether the pass is batch-invariant without padding, so no tiles need to be chosen."""
     rows_per_tile: int = 1
     """Maximum rows of a sequence that share a tile of attention, in a pass without an attention plan."""
+    attention_kinds: Sequence[AttentionKind] = (FULL_ATTENTION,)
+    """The kinds of attention of all layers, in a pass without an attention plan."""
     state_size: int = 0
     """Size of the states that a feature draft reads beside the tokens, after projection; 0: it reads none."""
     captured_rows: int = 0

@@ -11,9 +11,11 @@ import torch
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.gpu import attention
 from specpool.engine.passes.gpu.attention import attend_pages, num_splits
+from specpool.engine.passes.gpu.experts import GpuExperts
 from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, Gemm, GemmBackend, cublas_rows_of
 from specpool.engine.passes.gpu.graphs import Capture
 from specpool.engine.passes.gpu.model import GpuModel
+from specpool.engine.passes.kinds import FULL_ATTENTION, AttentionKind
 from specpool.engine.probes.inputs import ProbeInputs
 
 log = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ POSITIONS = (0, 3, 70, 1100)
 def choose_gemms(
     model: GpuModel, max_rows: int, exact: bool, preferred: GemmBackend | None = None, capture: Capture | None = None
 ) -> bool:
-    """Set the backends of every GEMM. Return False if `exact` and some GEMM has no batch-invariant backend.
+    """Set the backends of every GEMM. Return False if `exact` and a GEMM has no batch-invariant backend, or experts.
 
     Where both backends give a row the same bits, cuBLAS multiplies from the number of rows from which it is faster.
 
@@ -69,7 +71,26 @@ def choose_gemms(
             "GEMM with %d outputs, %d inputs: %s, of %s",
             outputs, inputs, gemms[0].backends, ", ".join(allowed) or "none",
         )  # fmt: skip
-    return all_found
+    return all_found and not (exact and any(not experts_agree(experts, sizes) for experts in _by_size(model)))
+
+
+def experts_agree(experts: GpuExperts, sizes: Sequence[int]) -> bool:
+    """Return whether a row has the same bits in passes of these sizes, which also compiles the kernels of each."""
+    x = ProbeInputs(experts.gate_up.weight).normal(sizes[-1], experts.gate_up.in_features)
+    slots = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+    try:
+        reference = experts(x, slots).partials
+        return all(
+            torch.equal(experts(x[-size:].clone(), slots[-size:]).partials, reference[:, -size:]) for size in sizes[:-1]
+        )
+    except Exception as error:  # the compiler for this GPU may raise anything
+        log.warning("experts failed: %s", error)
+        return False
+
+
+def _by_size(model: GpuModel) -> list[GpuExperts]:
+    """One mixture of experts of each size."""
+    return list({(each.gate_up.weight.shape, each.shared is None): each for each in model.experts()}.values())
 
 
 def _by_shape(model: GpuModel) -> dict[tuple[int, int, int], list[Gemm]]:
@@ -149,7 +170,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 @torch.inference_mode()
-def attention_agrees(arena: KVArena, query_groups: int, max_length: int) -> bool:
+def attention_agrees(arena: KVArena, query_groups: int, max_length: int, kind: AttentionKind = FULL_ATTENTION) -> bool:
     """Return whether a row gets the same bits alone, beside others, in every tile and split, and on any pages.
 
     `arena`: the cache to imitate, left unchanged. `query_groups`: query heads per KV head. `max_length`: maximum
@@ -175,7 +196,9 @@ def attention_agrees(arena: KVArena, query_groups: int, max_length: int) -> bool
         tiled = [torch.tensor(numbers, device=cache.device) for numbers in (begins, sizes, row_positions)]
         tile_begins, tile_sizes, own = tiled
         slots, none = torch.full_like(own, slot), torch.zeros_like(own)
-        attended = attend_pages(query, probed, 0, tile_begins, tile_sizes, own, slots, none, none, dim**-0.5, splits)
+        attended = attend_pages(
+            query, probed, 0, tile_begins, tile_sizes, own, slots, none, none, dim**-0.5, splits, kind
+        )
         return attended[index]
 
     def agrees(row: torch.Tensor, position: int) -> bool:

@@ -131,7 +131,7 @@ def reserve_cache(
         ) from error
     tables = PageTables(options.max_sequences, longest, columns, page_size)
     tables.assign = arena.assign
-    slots = SlotTable(options.max_sequences, tables)
+    slots = SlotTable(options.max_sequences, tables, facts.window)
     return ReservedCache(slots, layout(arena), footprint, length, grammar_bytes)
 
 

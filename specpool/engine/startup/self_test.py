@@ -112,7 +112,9 @@ def attention_suits(forward_pass: ForwardPass, arena: KVArena, facts: ModelFacts
 
     `facts`: of the model, or of a rank's shard.
     """
-    return not _runs_kernels(forward_pass) or attention_agrees(arena, facts.query_groups, facts.max_model_len)
+    return not _runs_kernels(forward_pass) or all(
+        attention_agrees(arena, facts.query_groups, facts.max_model_len, kind) for kind in forward_pass.attention_kinds
+    )
 
 
 @contextmanager
@@ -161,7 +163,7 @@ def _prompt_lengths(engine: Engine, max_length: int) -> list[int]:
     """Lengths of prompts around a tile of the cache. Those of kernels also take several splits of attention."""
     lengths = [3, 17, max(2, engine.tiles.kv - 2), engine.tiles.kv + 40]
     window = window_of(engine.loaded.config)
-    if window is not None and window <= LONG_PROMPTS[-1]:
+    if window is not None and window <= max(LONG_PROMPTS, default=0):
         lengths.append(window + SHORT_PASS)
     if _runs_kernels(engine.forward_pass):
         lengths += sorted({min(length, max_length) for length in LONG_PROMPTS})

@@ -34,7 +34,7 @@ class CapturedModel(ForwardPass):
     def __init__(self, model: GpuModel, capture: Capture) -> None:
         super().__init__()
         self.model, self.compute_dtype, self.rows_per_tile = model, model.compute_dtype, model.rows_per_tile
-        self.state_size = model.state_size
+        self.state_size, self.attention_kinds = model.state_size, model.attention_kinds
         self.capture = capture
         """The capture function of the device."""
         self._graphs: CapturedGraphs[Shape, PackedBatch] = CapturedGraphs(capture, model.group.any_rank)

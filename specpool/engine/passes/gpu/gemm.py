@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from specpool.engine.numerics.tiles import round_up
 from specpool.engine.numerics.triton_compat import (
     HOPPER,
     architecture,
@@ -141,6 +142,11 @@ def split_k_of(outputs: int, inputs: int) -> int:
     return splits
 
 
+def split_size(inputs: int, split_k: int) -> int:
+    """Inputs of a split, a multiple of every tile's. The last splits may have fewer inputs, or none."""
+    return inputs if split_k == 1 else round_up(-(-inputs // split_k), MIN_SPLIT_INPUTS)
+
+
 def cublas_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Tensor:
     """The partial sums of `split_k_gemm`, by cuBLAS, which may add terms in another order."""
     if split_k == 1:
@@ -154,15 +160,19 @@ def cublas_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Te
     return partials
 
 
-def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Tensor:
-    """Partial sums [split_k, n, outputs] of rows [n, inputs] times a weight [outputs, inputs]."""
+def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Partial sums [split_k, n, outputs] of rows [n, inputs] times a weight [outputs, inputs].
+
+    `dtype`: of the result. The default is float32 if split_k > 1, and the dtype of the rows otherwise.
+    """
     (rows, inputs), outputs, wide = x.shape, len(weight), is_wide(x.dtype)
     tile = tile_of(rows, outputs, split_k, wide, architecture(x.device))
-    partials = torch.empty(split_k, rows, outputs, dtype=x.dtype if split_k == 1 else torch.float32, device=x.device)
+    dtype = dtype or (x.dtype if split_k == 1 else torch.float32)
+    partials = torch.empty(split_k, rows, outputs, dtype=dtype, device=x.device)
     # Row tiles vary fastest: programs that share a part of the weight run together and read it once.
     _split_k_gemm[(-(-rows // tile.rows), -(-outputs // tile.outputs), split_k)](
         x.contiguous(), weight, partials, rows,
-        N=outputs, K=inputs, SPLIT_K=-(-inputs // split_k),
+        N=outputs, K=inputs, SPLIT_K=split_size(inputs, split_k),
         TILE_N=tile.outputs, TILE_ROWS=tile.rows, TILE_K=tile.inputs,
         **launch_options(x.device), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -170,6 +180,24 @@ def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.T
 
 
 if triton is not None:
+
+    @triton.jit
+    def accumulated(
+        x, row, index, end, weight, output, split,
+        N: tl.constexpr, K: tl.constexpr, SPLIT_K: tl.constexpr,
+        TILE_N: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_K: tl.constexpr,
+    ):  # fmt: skip
+        """The products [TILE_N, TILE_ROWS] of outputs with rows of `x` whose index is below `end`, over one split."""
+        acc = tl.zeros([TILE_N, TILE_ROWS], tl.float32)
+        for start in range(split * SPLIT_K, split * SPLIT_K + SPLIT_K, TILE_K):
+            inputs = start + tl.arange(0, TILE_K)
+            weight_mask, row_mask = (output < N)[:, None], (index < end)[None, :]
+            if SPLIT_K % TILE_K != 0 or K % SPLIT_K != 0:
+                weight_mask, row_mask = weight_mask & (inputs < K)[None, :], row_mask & (inputs < K)[:, None]
+            a = tl.load(weight + output[:, None] * K + inputs[None, :], mask=weight_mask, other=0.0)
+            b = tl.load(x + row[None, :] * K + inputs[:, None], mask=row_mask, other=0.0)
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+        return acc
 
     @triton.jit(do_not_specialize=["rows"])
     def _split_k_gemm(
@@ -184,15 +212,7 @@ if triton is not None:
         split = tl.program_id(2)
         if OVERLAP:
             gdc_wait()
-        acc = tl.zeros([TILE_N, TILE_ROWS], tl.float32)
-        for start in range(split * SPLIT_K, split * SPLIT_K + SPLIT_K, TILE_K):
-            inputs = start + tl.arange(0, TILE_K)
-            weight_mask, row_mask = (output < N)[:, None], (row < rows)[None, :]
-            if SPLIT_K % TILE_K != 0:
-                weight_mask, row_mask = weight_mask & (inputs < K)[None, :], row_mask & (inputs < K)[:, None]
-            a = tl.load(weight + output[:, None] * K + inputs[None, :], mask=weight_mask, other=0.0)
-            b = tl.load(x + row[None, :] * K + inputs[:, None], mask=row_mask, other=0.0)
-            acc = tl.dot(a, b, acc, input_precision="ieee")
+        acc = accumulated(x, row, row, rows, weight, output, split, N, K, SPLIT_K, TILE_N, TILE_ROWS, TILE_K)
         if OVERLAP:
             gdc_launch_dependents()
         place = partials + (split * rows.to(tl.int64) + row)[None, :] * N + output[:, None]

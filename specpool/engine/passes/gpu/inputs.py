@@ -31,6 +31,7 @@ class GpuEmbedding(nn.Module):
         super().__init__()
         first: Any = fused.layers[0]
         self.group, self.weight, self.eps = fused.group, fused.dense_embedding, fused.eps
+        self.scale = fused.embedding_scale
         self.reads_states, self.norms, self.norms_residual = fused.state_size > 0, None, False
         self.fc: Gemm | None = None
         if fused.fc is not None:
@@ -41,7 +42,8 @@ class GpuEmbedding(nn.Module):
     def forward(self, batch: PackedBatch) -> Inputs:
         """The input of the first layer. With `batch.logits_in_order`, `hidden` is the memory of the own states."""
         if not self.reads_states:
-            return Inputs(self.group.embed(self.weight, batch.input_ids), None)
+            embedded = self.group.embed(self.weight, batch.input_ids)
+            return Inputs(embedded if self.scale == 1 else embedded * self.scale, None)
         assert batch.input_states is not None
         hidden = batch.own_states if batch.logits_in_order else None
         if hidden is None:

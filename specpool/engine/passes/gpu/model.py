@@ -21,37 +21,45 @@ from specpool.engine.numerics.tiles import round_up
 from specpool.engine.numerics.triton_compat import triton
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.fused_experts import FusedExperts
+from specpool.engine.passes.fused_layers import FusedLayer
 from specpool.engine.passes.gpu import attention
 from specpool.engine.passes.gpu.attention import attend_pages, num_splits
+from specpool.engine.passes.gpu.branches import BranchEnd, GpuMlp, gemm_of
 from specpool.engine.passes.gpu.draft_loop import GpuDraftLoop
+from specpool.engine.passes.gpu.experts import GpuExperts
 from specpool.engine.passes.gpu.gemm import MANY_ROWS, Gemm
 from specpool.engine.passes.gpu.graphs import Capture
 from specpool.engine.passes.gpu.inputs import GpuEmbedding
-from specpool.engine.passes.gpu.rows import Addend, activate, add_and_norm, rotate_and_cache
+from specpool.engine.passes.gpu.rows import Addend, add_and_norm, cap_logits, rotate_and_cache
 from specpool.engine.passes.gpu.states import recorder_of, with_state_slots
+from specpool.engine.passes.kinds import AttentionKind
 from specpool.engine.passes.packing import PackedBatch, Shape, pack
 from specpool.engine.sampling.head import Head
-from specpool.engine.sharding.shares import Dimension
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 @torch.inference_mode()
 def try_kernels(fused: FusedModel) -> None:
-    """Run the kernels of one layer with one row, on all ranks at once. Raise if they cannot run this model."""
+    """Run one row through a layer of each kind, on all ranks at once. Raise if the kernels cannot run this model."""
     if triton is None:
         raise RuntimeError("Triton is not installed")
-    if not fused.is_plain:
-        raise RuntimeError("no kernels for windows, sinks, soft caps, experts or the activation of this model")
-    embedding, layer, rows = GpuEmbedding(fused), GpuLayer(fused.layers[0], 0), 1
-    weight, kv_heads = fused.dense_embedding, fused.kv_heads
+    weight, kv_heads, rows = fused.dense_embedding, fused.kv_heads, 1
     columns = page_size_of(weight.device)
     arena = KVArena.of_one_sequence(1, kv_heads, columns, fused.head_dim, weight.dtype, weight.device)
     arena.flush()
     batch = pack([Span(0, 0, [0], 1)], arena, lambda needed: needed)
     states = weight.new_zeros(rows, fused.state_size) if fused.state_size else None
-    inputs = embedding(replace(batch, input_states=states))
-    layer(inputs.hidden, inputs.added, batch, fused.rotaries[0](rows), inputs.normed).partials.sum().item()
+    hidden, added, normed = GpuEmbedding(fused)(replace(batch, input_states=states))
+    layers: Any = fused.layers
+    kinds = [_kind_of(layer) for layer in layers]
+    for layer in (layers[kinds.index(kind)] for kind in dict.fromkeys(kinds)):
+        rotary = fused.rotaries[layer.rotary](rows)
+        added, normed = GpuLayer(layer, 0)(hidden, added, batch, rotary, normed), None
+    add_and_norm(hidden, added, None, fused.eps).sum().item()
+    if fused.softcap is not None:
+        cap_logits(hidden, fused.softcap).sum().item()
 
 
 class GpuModel(ForwardPass):
@@ -66,7 +74,13 @@ class GpuModel(ForwardPass):
         self.group, self.compute_dtype, self.eps = fused.group, fused.compute_dtype, fused.eps
         self.heads, self.kv_heads, self.head_dim = first.heads, first.kv_heads, first.head_dim
         self.rows_per_tile = attention.rows_per_tile(self.compute_dtype, self.heads // self.kv_heads)
-        self.rotary = fused.rotaries[0](max_length)
+        self.rotaries, self.softcap = [rotary(max_length) for rotary in fused.rotaries], fused.softcap
+        layers: Any = fused.layers
+        kinds: list[AttentionKind] = [layer.attention for layer in layers]
+        self.attention_kinds = tuple({_flags_of(kind): kind for kind in kinds}.values())
+        windows = [kind.window for kind in kinds if kind.window is not None]
+        self.window = max(windows) if len(windows) == len(kinds) else None
+        """The longest window of all layers; None: some layer attends to all positions."""
         self.embedding, self.norm = GpuEmbedding(fused), fused.norm
         self.head = Gemm(fused.head.weight, split=False)
         self.hidden_size: int = fused.dense_embedding.shape[1]
@@ -83,8 +97,9 @@ class GpuModel(ForwardPass):
         """Logits [R, rows of the head] of the requested rows, padding included."""
         batch = with_state_slots(batch, len(self.layers))
         hidden, added, normed = self.embedding(batch)
-        for layer in self.layers:
-            added, normed = layer(hidden, added, batch, self.rotary, normed), None
+        layers: Any = self.layers
+        for layer in layers:
+            added, normed = layer(hidden, added, batch, self.rotaries[layer.rotary], normed), None
         normed = add_and_norm(hidden, added, self.norm, self.eps, recorder_of(batch, len(self.layers)))
         own = normed if self.norms_output else hidden
         if batch.own_states is not None and batch.own_states is not own:
@@ -92,6 +107,8 @@ class GpuModel(ForwardPass):
         if not batch.logits_in_order:
             normed = normed[batch.logit_rows]
         logits: torch.Tensor = self.head(normed)[0]
+        if self.softcap is not None:
+            logits = cap_logits(logits, self.softcap)
         return self.group.gather(logits, "tokens")
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
@@ -113,6 +130,10 @@ class GpuModel(ForwardPass):
         """All GEMMs, in the order of the pass."""
         return [module for module in self.modules() if isinstance(module, Gemm)]
 
+    def experts(self) -> list[GpuExperts]:
+        """All mixtures of experts, in the order of the pass."""
+        return [module for module in self.modules() if isinstance(module, GpuExperts)]
+
     def padded_rows(self, count: int) -> int:
         """Round up to one of a few sizes: multiples of 8, coarser for large batches."""
         return round_up(count, 8 if count <= 64 else 32 if count <= 256 else 64)
@@ -129,7 +150,7 @@ class GpuModel(ForwardPass):
         rows, tiles, _ = shape
         groups = self.heads // self.kv_heads
         return min(
-            attention.captured_length(rows, tiles, length, groups * kv_heads, kv_heads, self.head_dim)
+            attention.captured_length(rows, tiles, length, groups * kv_heads, kv_heads, self.head_dim, self.window)
             for kv_heads in self.group.kv_heads_of_ranks(self.kv_heads)
         )
 
@@ -139,11 +160,12 @@ class GpuModel(ForwardPass):
 
     def scratch_bytes(self, rows: int, length: int) -> int:
         """Bytes of partial results of attention and GEMM, and of the tensors that ranks exchange."""
-        return (
-            max(gemm.scratch_bytes(rows) for gemm in self.gemms())
-            + attention.scratch_bytes(rows, length, self.heads, self.kv_heads, self.head_dim, self.rows_per_tile)
-            + self._exchanged_bytes(rows)
+        parts: list[Gemm | GpuExperts] = [*self.gemms(), *self.experts()]
+        partials = max(each.scratch_bytes(rows) for each in parts)
+        partials += attention.scratch_bytes(
+            rows, length, self.heads, self.kv_heads, self.head_dim, self.rows_per_tile, self.window
         )
+        return partials + self._exchanged_bytes(rows)
 
     def _exchanged_bytes(self, rows: int) -> int:
         if self.group.ranks == 1:
@@ -162,14 +184,16 @@ class GpuLayer(nn.Module):
     def __init__(self, fused: Any, index: int) -> None:
         """`fused`: the `FusedLayer` whose weights it takes over."""
         super().__init__()
-        self.group = fused.group
         self.index, self.heads, self.scaling, self.eps = index, fused.heads, fused.scaling, fused.eps
-        self.qkv, self.gate_up = self._gemm(fused.qkv, "attended"), self._gemm(fused.mlp.gate_up, "intermediate")
-        self.out, self.down = self._gemm(fused.out, "hidden"), self._gemm(fused.mlp.down, "hidden")
-        self.qkv_bias, self.gate_up_bias = fused.qkv.bias, fused.mlp.gate_up.bias
-        self.out_bias, self.down_bias = self._gathered_bias(fused.out.bias), self._gathered_bias(fused.mlp.down.bias)
-        self.before_attention, self.after_attention = fused.before_attention, fused.after_attention
-        self.before_mlp, self.after_mlp, self.head_norms = fused.before_mlp, fused.after_mlp, fused.head_norms
+        self.attention: AttentionKind = fused.attention
+        self.rotary: int = fused.rotary
+        """Index of the layer's rotary tables."""
+        self.qkv, self.qkv_bias = gemm_of(fused.qkv, "attended", fused.group), fused.qkv.bias
+        self.out = BranchEnd(fused.out, "attended", fused.after_attention, fused.group)
+        mlp_class = GpuExperts if isinstance(fused.mlp, FusedExperts) else GpuMlp
+        self.mlp = mlp_class(fused.mlp, fused.after_mlp, fused.group)
+        self.before_attention, self.before_mlp = fused.before_attention, fused.before_mlp
+        self.head_norms = fused.head_norms
 
     def forward(
         self,
@@ -194,31 +218,17 @@ class GpuLayer(nn.Module):
         )  # fmt: skip
         attended = attend_pages(
             query, arena, self.index, batch.tile_begins, batch.tile_sizes, positions, slots,
-            batch.prefix_lengths, offsets, self.scaling, num_splits(batch.max_length),
+            batch.prefix_lengths, offsets, self.scaling, num_splits(batch.max_length), self.attention,
         )  # fmt: skip
-        added = self._addend(self.out, attended.flatten(1), "attended", self.out_bias, self.after_attention)
-        gate_up = self.gate_up(add_and_norm(hidden, added, self.before_mlp, self.eps))
-        activated = activate(gate_up, self.gate_up_bias, hidden.dtype)
-        return self._addend(self.down, activated, "intermediate", self.down_bias, self.after_mlp)
+        normed = add_and_norm(hidden, self.out(attended.flatten(1)), self.before_mlp, self.eps)
+        branch: Addend = self.mlp(normed, slots) if isinstance(self.mlp, GpuExperts) else self.mlp(normed)
+        return branch
 
-    def _addend(
-        self, gemm: Gemm, x: torch.Tensor, inputs: Dimension, bias: torch.Tensor | None, norm: torch.Tensor | None
-    ) -> Addend:
-        """The branch that ends with this GEMM."""
-        if not self.group.in_parts or bias is None:
-            return Addend(self.group.project_terms(gemm, x, inputs), bias, norm)
-        # Only one rank holds the bias, so it travels within that rank's term.
-        return Addend(self.group.project_terms(lambda x: gemm(x).add_(bias), x, inputs), None, norm)
 
-    def _gemm(self, linear: nn.Linear, outputs: Dimension) -> Gemm:
-        """The GEMM of this rank's shard of the outputs.
+def _kind_of(layer: FusedLayer) -> tuple[Any, ...]:
+    """Equal for layers that run the same kernels."""
+    return _flags_of(layer.attention), type(layer.mlp), layer.mlp.activation
 
-        With whole sums, split-K is that of the unsharded weight, so bits are the same as on one device. With sums
-        in parts, each rank sends one term, rounded to the model's dtype, and the sum rounds once.
-        """
-        split = not (self.group.in_parts and outputs == "hidden")
-        return Gemm(linear.weight, split, self.group.unsharded_outputs(len(linear.weight), outputs))
 
-    def _gathered_bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """The full bias of a branch. With whole sums, each rank holds a shard of it."""
-        return bias if bias is None or self.group.in_parts else self.group.gather(bias.detach(), "hidden")
+def _flags_of(kind: AttentionKind) -> tuple[Any, ...]:
+    return kind.window, kind.sinks is not None, kind.softcap

@@ -10,6 +10,10 @@ import torch
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.numerics.triton_compat import gdc_wait, launch_options, power_of_two, tl, triton
+from specpool.engine.passes.kinds import SILU, Activation
+
+if triton is not None:
+    from specpool.engine.passes.gpu.functions import activated, options_of, softcapped
 
 # Features of the intermediate state that one program computes, and of the hidden states that one warp computes.
 ACTIVATED, FEATURES_PER_WARP = 1024, 256
@@ -92,16 +96,26 @@ def activate(
     partials: torch.Tensor,  # [splits, rows, 2 * size]: gate and up
     bias: torch.Tensor | None,  # [2 * size]
     dtype: torch.dtype,
+    activation: Activation = SILU,
 ) -> torch.Tensor:
-    """silu(gate) * up, [rows, size], in `dtype`."""
+    """Combine gate and up. Return [rows, size] in `dtype`."""
     rows, size = partials.shape[1], partials.shape[2] // 2
-    activated = torch.empty(rows, size, dtype=dtype, device=partials.device)
+    result = torch.empty(rows, size, dtype=dtype, device=partials.device)
     _activate[(rows, -(-size // ACTIVATED))](
-        partials, _or(bias, partials), activated, rows,
-        SIZE=size, WIDTH=ACTIVATED, SPLITS=len(partials), BIASED=bias is not None,
+        partials, _or(bias, partials), result, rows,
+        SIZE=size, WIDTH=ACTIVATED, SPLITS=len(partials), BIASED=bias is not None, **options_of(activation),
         **launch_options(partials.device), num_warps=4,
     )  # fmt: skip
-    return activated
+    return result
+
+
+def cap_logits(logits: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Apply softcap * tanh(logit / softcap) in place. Return `logits` [rows, outputs]."""
+    rows, size = logits.shape
+    _cap_logits[(rows, -(-size // ACTIVATED))](
+        logits, SIZE=size, WIDTH=ACTIVATED, SOFTCAP=softcap, **launch_options(logits.device), num_warps=4
+    )
+    return logits
 
 
 def warps_of(size: int) -> int:
@@ -117,7 +131,7 @@ def _or(tensor: torch.Tensor | None, unread: torch.Tensor) -> torch.Tensor:
 if triton is not None:
 
     @triton.jit
-    def _summed(
+    def summed(
         partials, bias, row, feature, mask, rows, SIZE: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr
     ):
         """Features of a GEMM's row: its partial sums added in order, then the bias."""
@@ -158,7 +172,7 @@ if triton is not None:
         own = hidden + row * SIZE + feature
         x = tl.load(own, mask=mask, other=0.0).to(tl.float32)
         if SPLITS > 0:
-            added = _summed(partials, bias, row, feature, mask, rows, SIZE, SPLITS, BIASED)
+            added = summed(partials, bias, row, feature, mask, rows, SIZE, SPLITS, BIASED)
             if INNER:
                 added = normalized(added, inner_factors, eps, SIZE)
             rounded = (x + added).to(hidden.dtype.element_ty)
@@ -186,11 +200,11 @@ if triton is not None:
         is_cached = (head >= HEADS) & (slot >= 0)
         logical = position + tl.load(offsets + row, mask=is_cached, other=0)
         page = tl.load(tables + slot * pages + logical // PAGE, mask=is_cached, other=0).to(tl.int64)
-        x = _summed(partials, bias, row, head * DIM + feature, mask, rows, size, SPLITS, BIASED)
+        x = summed(partials, bias, row, head * DIM + feature, mask, rows, size, SPLITS, BIASED)
         if head < HEADS + KV_HEADS:
             # The other member of a rotary pair is half a head away and shares the head's norm.
             partner = (feature + DIM // 2) % DIM
-            y = _summed(partials, bias, row, head * DIM + partner, mask, rows, size, SPLITS, BIASED)
+            y = summed(partials, bias, row, head * DIM + partner, mask, rows, size, SPLITS, BIASED)
             if NORMED:
                 scale = _scale(x, eps, DIM)
                 x = x * scale * tl.load(norms + head * DIM + feature, mask=mask, other=0.0).to(tl.float32)
@@ -214,14 +228,24 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["rows"])
     def _activate(
-        partials, bias, activated, rows,
-        SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, OVERLAP: tl.constexpr,
+        partials, bias, result, rows,
+        SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, GELU: tl.constexpr,
+        ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         if OVERLAP:
             gdc_wait()
         row, feature = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
         mask = feature < SIZE
-        gate = _summed(partials, bias, row, feature, mask, rows, 2 * SIZE, SPLITS, BIASED)
-        up = _summed(partials, bias, row, SIZE + feature, mask, rows, 2 * SIZE, SPLITS, BIASED)
-        result = gate / (1 + tl.exp(-gate)) * up
-        tl.store(activated + row * SIZE + feature, result.to(activated.dtype.element_ty), mask=mask)
+        gate = summed(partials, bias, row, feature, mask, rows, 2 * SIZE, SPLITS, BIASED)
+        up = summed(partials, bias, row, SIZE + feature, mask, rows, 2 * SIZE, SPLITS, BIASED)
+        combined = activated(gate, up, GELU, ALPHA, LIMIT, SHIFT)
+        tl.store(result + row * SIZE + feature, combined.to(result.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _cap_logits(logits, SIZE: tl.constexpr, WIDTH: tl.constexpr, SOFTCAP: tl.constexpr, OVERLAP: tl.constexpr):
+        if OVERLAP:
+            gdc_wait()
+        row, feature = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+        place, mask = logits + row * SIZE + feature, feature < SIZE
+        capped = softcapped(tl.load(place, mask=mask, other=0.0).to(tl.float32), SOFTCAP)
+        tl.store(place, capped.to(logits.dtype.element_ty), mask=mask)

@@ -82,10 +82,17 @@ static Pass pass_of(const Model *model, const Batch *batch) {
     return pass;
 }
 
+/* The scaled embedding of a row's token. */
+static void embed_row(const Pass *pass, int64_t row, float *out) {
+    const Model *model = pass->model;
+    embedding_row(&model->embedding, pass->batch->token_ids[row], out);
+    if (model->embedding_scale != 1)
+        for (int64_t i = 0; i < model->hidden; i += WIDE) put(out + i, 0, at(out + i, 0) * model->embedding_scale);
+}
+
 static ONE_COPY void embed(const Stage *stage, int64_t row, int64_t end) {
     const Pass *pass = stage->pass;
-    for (; row < end; row++)
-        embedding_row(&pass->model->embedding, pass->batch->token_ids[row], stage->out + row * pass->model->hidden);
+    for (; row < end; row++) embed_row(pass, row, stage->out + row * pass->model->hidden);
 }
 
 /* hidden += norm(branch) */
@@ -121,7 +128,7 @@ static ONE_COPY void join(const Stage *stage, int64_t row, int64_t end) {
     for (; row < end; row++) {
         float *joined = pass->acts.joined + row * 2 * hidden;
         memcpy(joined, pass->batch->input_states + row * hidden, hidden * sizeof(float));
-        embedding_row(&pass->model->embedding, pass->batch->token_ids[row], joined + hidden);
+        embed_row(pass, row, joined + hidden);
         round_input(pass, joined, 2 * hidden, row, stage->units);
     }
 }
@@ -210,12 +217,12 @@ static ONE_COPY void attend_tasks(const Stage *stage, int64_t task, int64_t end)
         int64_t head = task / rows, row = task % rows, first = head * model->columns * HEAD_DIM;
         /* Threads take tasks roughly in turn. */
         int64_t next = task + batch->threads < rows * model->kv_heads ? task + batch->threads : task;
-        const Places places = places_of(model, batch, row), after = places_of(model, batch, next % rows);
-        int64_t after_first = next / rows * model->columns + column_of(&after, 0);
+        const Places places = places_of(model, layer, batch, row), after = places_of(model, layer, batch, next % rows);
+        int64_t after_first = next / rows * model->columns + column_of(&after, after.first);
         int64_t begin = row * stride + head * GROUPS * HEAD_DIM;
         attend(pass->acts.heads + row * heads_stride + head * GROUPS * HEAD_DIM, layer->keys + first,
-               layer->values + first, &places, blocks, find_blocks(&places, blocks), model->scaling, scores,
-               batch->scores, layer->keys + after_first * HEAD_DIM, pass->acts.attended + begin);
+               layer->values + first, &places, blocks, find_blocks(&places, blocks), model->scaling, layer->softcap,
+               layer->sinks ? layer->sinks + head * GROUPS : 0, scores, batch->scores, layer->keys + after_first * HEAD_DIM, pass->acts.attended + begin);
         if (ROUNDS_HEADS)
             round_row(pass->acts.attended + begin, GROUPS * HEAD_DIM, row, rows,
                       pass->acts.rounded + head * GROUPS * HEAD_DIM / PART * rows);
@@ -234,7 +241,7 @@ static ONE_COPY void gate_rows(const Stage *stage, int64_t row, int64_t end) {
     int64_t stride = layer->gate_up.outputs, size = stride / 2;
     for (; row < end; row++) {
         float *gated = pass->acts.gated + row * size;
-        gate(pass->acts.gate_up + row * stride, size, gated);
+        gate(&pass->model->activation, pass->acts.gate_up + row * stride, size, gated);
         round_input(pass, gated, size, row, stage->units);
     }
 }
@@ -293,12 +300,21 @@ static Stage *gate_stages(Stage *to, const Pass *pass, const Layer *layer) {
     return to;
 }
 
+static void cap_logits(const Stage *stage, int64_t result, int64_t end) {
+    const Pass *pass = stage->pass;
+    int64_t outputs = pass->model->head.outputs;
+    wide cap = (wide){0} + pass->model->softcap;
+    for (float *x = pass->batch->logits + result * outputs; x < pass->batch->logits + end * outputs; x += WIDE)
+        put(x, 0, hyperbolic_tangent(at(x, 0) / cap) * cap);
+}
+
 /* Stages that compute the logits of the result rows. */
-#define LOGITS_STAGES 2
+#define LOGITS_STAGES 3
 static Stage *logits_stages(Stage *to, const Pass *pass) {
     int64_t results = pass->batch->results;
     *to++ = rows_stage(normalize_results, pass, 0, results);
     *to++ = pass_gemm(&pass->model->head, pass, results, pass->acts.normed, pass->batch->logits);
+    *to++ = rows_stage(cap_logits, pass, 0, pass->model->softcap ? results : 0);
     return to;
 }
 

@@ -31,7 +31,10 @@ class Layer(Structure):
 
     _fields_ = (
         *((name, Linear) for name in LINEARS),
-        *((name, c_void_p) for name in ("correction", *NORMS, "keys", "values")),
+        *((name, c_void_p) for name in ("correction", *NORMS, "sinks")),
+        *((name, c_int64) for name in ("window", "rotary")),
+        ("softcap", c_float),
+        *((name, c_void_p) for name in ("keys", "values")),
     )
 
 
@@ -45,6 +48,18 @@ class Routing(Structure):
     )
 
 
+class Activation(Structure):
+    """How MLPs combine gate and up."""
+
+    _fields_ = (("is_gelu", c_int64), *((name, c_float) for name in ("alpha", "limit", "shift")))
+
+
+class Rotary(Structure):
+    """Rotary tables."""
+
+    _fields_ = (("cosines", c_void_p), ("sines", c_void_p))
+
+
 class Model(Structure):
     """A model, or a rank's shard of it."""
 
@@ -53,13 +68,17 @@ class Model(Structure):
         *((name, c_int64) for name in ("num_layers", "hidden", "intermediate", "kv_heads", "columns")),
         ("tables", c_void_p),
         *((name, c_int64) for name in ("table_size", "page_size")),
-        *((name, c_void_p) for name in ("cosines", "sines", "norm")),
+        ("rotaries", POINTER(Rotary)),
+        ("norm", c_void_p),
         ("embedding", Linear),
         ("head", Linear),
         ("fc", Linear),
         ("eps", c_float),
         ("scaling", c_float),
+        ("embedding_scale", c_float),
+        ("softcap", c_float),
         ("routing", Routing),
+        ("activation", Activation),
     )
 
 

@@ -13,6 +13,7 @@
 /* Activations of the experts of a layer. */
 typedef struct {
     const Routing *routing;
+    const Activation *activation;
     int64_t rows, hidden;
     const float *normed; /* [rows, hidden] */
     float *logits;       /* of the router, [rows, padded experts] */
@@ -38,7 +39,7 @@ static float *take(float **workspace, int64_t count) {
 static float *lay_out_mixture(Mixture *mix, const Model *model, int64_t rows, const float *normed, float *workspace) {
     const Routing *routing = &model->routing;
     int64_t experts = routing->experts, choices = rows * routing->top_k;
-    *mix = (Mixture){routing, rows, model->hidden, normed};
+    *mix = (Mixture){routing, &model->activation, rows, model->hidden, normed};
     if (!experts) return workspace;
     mix->logits = take(&workspace, rows * round_up(experts, PANEL));
     mix->weights = take(&workspace, choices);
@@ -170,7 +171,7 @@ static void expert_gemm(const Stage *stage, int64_t unit, int64_t end) {
 static void gate_places(const Stage *stage, int64_t place, int64_t end) {
     const Mixture *mix = stage->pass;
     int64_t size = mix->routing->size;
-    for (; place < end; place++) gate(mix->gate_up + place * 2 * size, size, mix->gated + place * size);
+    for (; place < end; place++) gate(mix->activation, mix->gate_up + place * 2 * size, size, mix->gated + place * size);
 }
 
 /* branch = the weighted sum of the experts of a row, plus the branch if all rows share an MLP. */

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import CDLL, byref, c_double, c_int64, c_void_p
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -16,7 +17,17 @@ from specpool.engine.native.compiler import compiler_problem
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.passes.forward_pass import DraftLoop, ForwardPass
 from specpool.engine.passes.fused import FusedModel
-from specpool.engine.passes.native.decoder import LINEARS, NORMS, Batch, Layer, Linear, Model, compile_decoder
+from specpool.engine.passes.native.decoder import (
+    LINEARS,
+    NORMS,
+    Activation,
+    Batch,
+    Layer,
+    Linear,
+    Model,
+    Rotary,
+    compile_decoder,
+)
 from specpool.engine.passes.native.draft_loop import compile_draft_loop
 from specpool.engine.passes.native.packed_weights import (
     ModelPanels,
@@ -62,6 +73,7 @@ class NativeModel(ForwardPass):
         super().__init__()
         self._activations = activations
         first: Any = fused.layers[0]
+        activation = first.mlp.activation
         self._groups, self._compile = first.heads // first.kv_heads, compiler
         self.kinds: Mapping[str, int] = panels.kinds
         """Bytes of GEMM weights by kind, as named in panels.h."""
@@ -73,7 +85,7 @@ class NativeModel(ForwardPass):
         self.gemm_inputs = gemm_inputs_of(fused)
         """The distinct input sizes of the pass's GEMMs."""
         self.state_size = fused.state_size
-        self._rotary, self._outputs = fused.rotaries[0].in_float32(), fused.head.out_features
+        self._rotaries, self._outputs = [tables.in_float32() for tables in fused.rotaries], fused.head.out_features
         self._workspace = torch.empty(0)
         self._arena: KVArena | None = None
         self._layers = (Layer * len(fused.layers))()
@@ -86,12 +98,18 @@ class NativeModel(ForwardPass):
             hidden=fused.norm.numel(),
             intermediate=largest_intermediate(fused),
             kv_heads=first.kv_heads,
+            rotaries=(Rotary * len(fused.rotaries))(),  # the struct keeps the array alive
             norm=self._packed.numbers(fused.norm),
             embedding=head if embedding is None else self._packed.linear(embedding, None, NEVER),
             head=head,
             eps=fused.eps,
             scaling=first.scaling,
+            embedding_scale=fused.embedding_scale,
+            softcap=fused.softcap or 0,
             routing=routing_of(fused),
+            activation=Activation(
+                activation.function == "gelu_tanh", activation.alpha, activation.limit or inf, activation.shift
+            ),
         )
         if fused.fc is not None:
             self._model.fc = self._packed.linear(panels.fc, fused.fc.bias, NEVER)
@@ -179,8 +197,8 @@ class NativeModel(ForwardPass):
     def _prepare(self, batch: PackedBatch) -> tuple[Batch, torch.Tensor]:
         """The arguments of a pass, and the logits [R, padded rows of the head] that it will write."""
         self._point_to(batch.arena)
-        tables = self._rotary(batch.max_length)
-        self._model.cosines, self._model.sines = (table.data_ptr() for table in tables)
+        for index, tables in enumerate(self._rotaries):
+            self._model.rotaries[index] = Rotary(*(table.data_ptr() for table in tables(batch.max_length)))
         threads, scores = torch.get_num_threads(), round_up(batch.max_length, LANES)
         floats = self._workspace_floats(byref(self._model), c_int64(batch.tokens))
         floats += threads * (self._groups * scores + scores // LANES)
@@ -259,6 +277,10 @@ class NativeModel(ForwardPass):
             **{name: self._packed.linear(panels[name], stacked_bias(layer.linears[name]), NEVER) for name in panels},
             correction=self._packed.numbers(getattr(layer.mlp, "correction", None)),
             **{name: self._packed.numbers(getattr(layer, name)) for name in NORMS},
+            sinks=self._packed.numbers(layer.attention.sinks),
+            window=layer.attention.window or 0,
+            rotary=layer.rotary,
+            softcap=layer.attention.softcap or 0,
         )
 
 

@@ -123,7 +123,7 @@ def bytes_of(fused: FusedModel, panels: ModelPanels) -> int:
     """Bytes that the panels, norms and biases of a model take when packed."""
     layers: list[Any] = list(fused.layers)
     norms = [fused.norm, *(getattr(layer, name) for layer in layers for name in NORMS)]
-    norms += [getattr(layer.mlp, "correction", None) for layer in layers]
+    norms += [each for layer in layers for each in (getattr(layer.mlp, "correction", None), layer.attention.sinks)]
     biases = [stacked_bias(linears) for layer in layers for linears in layer.linears.values()] + [fused.head.bias]
     biases += [layer.bias for layer in (fused.fc, fused.projection) if layer is not None]
     float_bytes = [4 * (PANEL + numbers.numel()) for numbers in norms + biases if numbers is not None]

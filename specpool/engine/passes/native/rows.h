@@ -23,6 +23,17 @@ typedef struct {
     float scale;
 } Routing;
 
+/* How MLPs combine gate and up. */
+typedef struct {
+    int64_t is_gelu;           /* the tanh approximation of GELU; otherwise gate * sigmoid(alpha * gate) */
+    float alpha, limit, shift; /* `limit`: of the magnitudes, or infinite */
+} Activation;
+
+/* Tables [positions, HEAD_DIM]. Sines of the first half of a head are negated. */
+typedef struct {
+    const float *cosines, *sines;
+} Rotary;
+
 typedef struct {
     Linear query_key_value, out;
     Linear gate_up, down;            /* of the MLP for all rows; without panels if all are experts */
@@ -31,6 +42,10 @@ typedef struct {
     const float *before_attention, *before_mlp; /* norm weights, [hidden] */
     const float *after_attention, *after_mlp;   /* norm weights, [hidden], or null */
     const float *head_norms;                    /* [heads + kv_heads, HEAD_DIM], or null */
+    const float *sinks;                         /* [heads], or null */
+    int64_t window;                             /* visible positions of a row, its own included; 0: all */
+    int64_t rotary;                             /* index of the rotary tables */
+    float softcap;                              /* bound on scores; 0: none */
     float *keys, *values;                        /* [kv_heads, columns, HEAD_DIM] */
 } Layer;
 
@@ -39,12 +54,14 @@ typedef struct {
     int64_t num_layers, hidden, intermediate, kv_heads, columns; /* `intermediate`: of the largest MLP */
     const int32_t *tables;         /* [slots, table_size]: pages with a sequence's logical columns, in order */
     int64_t table_size, page_size; /* columns of a page: a multiple of LANES */
-    const float *cosines, *sines; /* [positions, HEAD_DIM]; sines of the first half of a head negated */
+    const Rotary *rotaries;
     const float *norm;
     Linear embedding, head; /* [vocabulary, hidden]; a tied head has the panels of the embedding */
     Linear fc;              /* [hidden, 2 * hidden], for a state and an embedding; without panels: reads no states */
     float eps, scaling;
+    float embedding_scale, softcap; /* `softcap`: bound on logits; 0: none */
     Routing routing;
+    Activation activation;
 } Model;
 
 typedef struct {
@@ -83,15 +100,16 @@ static void rotate(const float *cosines, const float *sines, float *head) {
     }
 }
 
-/* Where a row's visible positions are cached. The last one is its own. */
+/* Where a row's visible positions are cached, from `first` up to its own, the last of `count`. */
 typedef struct {
     const int32_t *pages; /* of its sequence */
-    int64_t page_size, count, prefix, offset;
+    int64_t page_size, first, count, prefix, offset;
 } Places;
 
-static Places places_of(const Model *model, const Batch *batch, int64_t row) {
+static Places places_of(const Model *model, const Layer *layer, const Batch *batch, int64_t row) {
     int64_t count = batch->positions[row] + 1, offset = batch->offsets[row];
-    return (Places){model->tables + batch->slots[row] * model->table_size, model->page_size, count,
+    return (Places){model->tables + batch->slots[row] * model->table_size, model->page_size,
+                    layer->window && layer->window < count ? count - layer->window : 0, count,
                     offset ? batch->prefix_lengths[row] : count, offset};
 }
 
@@ -101,12 +119,12 @@ static int64_t column_of(const Places *places, int64_t position) {
     return places->pages[logical / places->page_size] * places->page_size + logical % places->page_size;
 }
 
-/* Finds the first column of each block of LANES positions; -1 if the block's columns are not contiguous. Returns the
-   number of blocks. */
+/* Finds the first column of each block of LANES positions, from that of the first visible one; -1 if the block's columns
+   are not contiguous. Returns the number of blocks, counted from position 0. */
 static int64_t find_blocks(const Places *places, int32_t *blocks) {
-    int64_t size = places->page_size, count = places->count, prefix = places->prefix, number = 0;
-    int64_t page = 0, within = 0; /* of the block, if it precedes the branch */
-    for (int64_t i = 0; i < count; i += LANES, number++) {
+    int64_t size = places->page_size, count = places->count, prefix = places->prefix, number = places->first / LANES;
+    int64_t page = number * LANES / size, within = number * LANES % size; /* of the block, if it precedes the branch */
+    for (int64_t i = number * LANES; i < count; i += LANES, number++) {
         int64_t end = i + LANES < count ? i + LANES : count;
         if (end <= prefix) {
             blocks[number] = places->pages[page] * size + within;
@@ -123,13 +141,14 @@ static int64_t find_blocks(const Places *places, int32_t *blocks) {
 static void cache(const Model *model, const Layer *layer, const Batch *batch, int64_t row, float *heads) {
     int64_t rotated = HEADS(model) + model->kv_heads;
     int64_t position = batch->positions[row] * HEAD_DIM;
+    const Rotary *rotary = model->rotaries + layer->rotary;
     for (int64_t h = 0; h < rotated; h++) {
         float *head = heads + h * HEAD_DIM;
         if (layer->head_norms) rms_norm(head, layer->head_norms + h * HEAD_DIM, HEAD_DIM, model->eps, head);
-        rotate(model->cosines + position, model->sines + position, head);
+        rotate(rotary->cosines + position, rotary->sines + position, head);
     }
     const float *key = heads + HEADS(model) * HEAD_DIM, *value = heads + rotated * HEAD_DIM;
-    const Places places = places_of(model, batch, row);
+    const Places places = places_of(model, layer, batch, row);
     int64_t column = column_of(&places, batch->positions[row]);
     for (int64_t h = 0; h < model->kv_heads; h++) {
         int64_t to = (h * model->columns + column) * HEAD_DIM;
@@ -194,13 +213,14 @@ static INLINE void weighted_mean(int width, const float *values, const Places *p
     wide sums[GROUPS][WIDTH];
     for (int g = 0; g < GROUPS; g++)
         for (int v = 0; v < width; v++) sums[g][v] = (wide){0};
-    for (int64_t b = 0, i = 0; b < number; b++, i += LANES) {
+    for (int64_t b = places->first / LANES, i = places->first; b < number; i = ++b * LANES) {
         const float *fetched = prefetch_at(values, blocks, b, number, after);
-        int64_t count = places->count - i < LANES ? places->count - i : LANES;
+        int64_t end = (b + 1) * LANES < places->count ? (b + 1) * LANES : places->count;
         if (blocks[b] >= 0)
-            add_values(width, sums, values + blocks[b] * (int64_t)HEAD_DIM, count, scores + i, stride, fetched);
+            add_values(width, sums, values + (blocks[b] + i - b * LANES) * (int64_t)HEAD_DIM, end - i, scores + i, stride,
+                       fetched);
         else
-            for (int64_t k = i; k < i + count; k++)
+            for (int64_t k = i; k < end; k++)
                 add_values(width, sums, values + column_of(places, k) * HEAD_DIM, 1, scores + k, stride, fetched);
     }
     for (int g = 0; g < GROUPS; g++)
@@ -216,13 +236,41 @@ static void scattered_scores(const float *query, const float *keys, const Places
         dot_scores(query + g * HEAD_DIM, keys, scattered, count, scaling, out + g * stride);
 }
 
-/* Attention of the query heads of one KV head over the cached positions. `keys`, `values`: of the head. `scores`:
-   [GROUPS, stride] floats. `blocks`: of the positions. `after`: the keys that this thread probably reads next. */
+/* Turns the scores of `count` positions from `begin` on, of which those from `first` on are visible, into weights. Returns
+   their sum. The sink, if there is one, adds to the sum alone. */
+static INLINE float weigh(float *weights, int64_t begin, int64_t first, int64_t count, int64_t end, float softcap,
+                          const float *sink) {
+    if (softcap)
+        for (int64_t i = begin; i < count; i += WIDE)
+            put(weights + i, 0, hyperbolic_tangent(at(weights + i, 0) / softcap) * softcap);
+    for (int64_t i = begin; i < first; i++) weights[i] = -INFINITY;
+    for (int64_t i = count; i < end; i++) weights[i] = -INFINITY;
+    wide peaks[SLICES], sum[SLICES] = {{0}};
+    for (int s = 0; s < SLICES; s++) peaks[s] = at(weights + begin, s);
+    for (int64_t i = begin + LANES; i < count; i += LANES)
+        for (int s = 0; s < SLICES; s++) peaks[s] = larger(peaks[s], at(weights + i, s));
+    float largest = folded(peaks, 1);
+    if (sink && *sink > largest) largest = *sink;
+    for (int64_t i = begin; i < count; i += LANES) {
+        for (int s = 0; s < SLICES; s++) put(weights + i, s, exponential(at(weights + i, s) - largest));
+        /* exp() of what is not visible is tiny but not zero. */
+        for (int64_t k = i; k < first; k++) weights[k] = 0;
+        if (i + LANES > count)
+            for (int64_t k = count; k < i + LANES; k++) weights[k] = 0;
+        for (int s = 0; s < SLICES; s++) sum[s] += at(weights + i, s);
+    }
+    float total = folded(sum, 0);
+    return sink ? total + exponential((wide){0} + (*sink - largest))[0] : total;
+}
+
+/* Attention of the query heads of one KV head over the visible positions. `keys`, `values`: of the head. `sinks`: of the
+   query heads, or null. `scores`: [GROUPS, stride] floats. `blocks`: of the positions. `after`: the keys that this thread
+   probably reads next. */
 static void attend(const float *query, const float *keys, const float *values, const Places *places,
-                   const int32_t *blocks, int64_t number, float scaling, float *scores, int64_t stride,
-                   const float *after, float *out) {
-    int64_t count = places->count;
-    for (int64_t b = 0; b < number; b++) {
+                   const int32_t *blocks, int64_t number, float scaling, float softcap, const float *sinks, float *scores,
+                   int64_t stride, const float *after, float *out) {
+    int64_t count = places->count, begin = places->first / LANES;
+    for (int64_t b = begin; b < number; b++) {
         const float *fetched = prefetch_at(keys, blocks, b, number, values);
         for (int k = 0; k < LANES * HEAD_DIM; k += LINE) __builtin_prefetch(fetched + k, 0, 2);
         const float *block = keys + blocks[b] * (int64_t)HEAD_DIM;
@@ -238,23 +286,9 @@ static void attend(const float *query, const float *keys, const float *values, c
             }
     }
     float total[GROUPS];
-    for (int g = 0; g < GROUPS; g++) {
-        float *weights = scores + g * stride;
-        for (int64_t i = count; i < number * LANES; i++) weights[i] = -INFINITY;
-        wide peaks[SLICES], sum[SLICES] = {{0}};
-        for (int s = 0; s < SLICES; s++) peaks[s] = at(weights, s);
-        for (int64_t i = LANES; i < count; i += LANES)
-            for (int s = 0; s < SLICES; s++) peaks[s] = larger(peaks[s], at(weights + i, s));
-        float largest = folded(peaks, 1);
-        for (int64_t i = 0; i < count; i += LANES) {
-            for (int s = 0; s < SLICES; s++) put(weights + i, s, exponential(at(weights + i, s) - largest));
-            /* exp() of the padding is tiny but not zero. */
-            if (i + LANES > count)
-                for (int64_t k = count; k < i + LANES; k++) weights[k] = 0;
-            for (int s = 0; s < SLICES; s++) sum[s] += at(weights + i, s);
-        }
-        total[g] = folded(sum, 0);
-    }
+    for (int g = 0; g < GROUPS; g++)
+        total[g] = weigh(scores + g * stride, begin * LANES, places->first, count, number * LANES, softcap,
+                         sinks ? sinks + g : 0);
     int64_t done = 0;
     for (; done + WIDTH * WIDE <= HEAD_DIM; done += WIDTH * WIDE)
         weighted_mean(WIDTH, values + done, places, blocks, number, scores, stride, total, after + done, out + done);
@@ -263,10 +297,17 @@ static void attend(const float *query, const float *keys, const float *values, c
                       after + done, out + done);
 }
 
-/* silu(gate) * up */
-static void gate(const float *gate_up, int64_t size, float *out) {
+/* activation(gate) * (up + shift) */
+static void gate(const Activation *activation, const float *gate_up, int64_t size, float *out) {
+    wide zero = {0}, lowest = zero - activation->limit;
     for (int64_t i = 0; i < size; i += WIDE) {
-        wide x = at(gate_up + i, 0);
-        put(out + i, 0, x / (1.0f + exponential((wide){0} - x)) * at(gate_up + size + i, 0));
+        wide x = at(gate_up + i, 0), up = at(gate_up + size + i, 0);
+        if (activation->limit < INFINITY) { /* NaN stays NaN */
+            x = zero - larger(lowest, zero - x);
+            up = zero - larger(lowest, zero - larger(lowest, up));
+        }
+        /* GELU: 2 * sqrt(2 / pi) * (x + 0.044715 * x^3) */
+        wide slope = activation->is_gelu ? x * (1.59576912f + 0.0713548163f * x * x) : x * activation->alpha;
+        put(out + i, 0, x / (1.0f + exponential(zero - slope)) * (up + activation->shift));
     }
 }

@@ -7,7 +7,6 @@ import torch
 
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.fused_experts import FusedExperts
-from specpool.engine.passes.kinds import FULL_ATTENTION, SILU
 from specpool.engine.passes.native.decoder import Routing
 
 # As in decoder.c.
@@ -50,9 +49,6 @@ def shape_problem(fused: FusedModel) -> str | None:
     if fused.is_eagle_head:
         return "cannot run the layers of EAGLE heads"
     layers: list[Any] = list(fused.layers)
-    plain = all(layer.attention == FULL_ATTENTION and layer.mlp.activation == SILU for layer in layers)
-    if not plain or fused.embedding_scale != 1 or fused.softcap is not None:
-        return "cannot run windows, sinks, soft caps or the activation of this model"
     names = ("gate_up", "gate_ups")
     gate_ups = [linears[name][0] for linears in _linears(fused) for name in names if name in linears]
     # The size in the unsharded model, so all ranks agree.
@@ -65,7 +61,7 @@ def shape_problem(fused: FusedModel) -> str | None:
     experts = {(mlp.routing, len(mlp.downs), mlp.downs[0].in_features) for mlp in _mixtures(fused)}
     if len(attention) > 1 or len(experts) > 1:
         return "needs layers of equal shapes, and this model's differ"
-    if fused.norm.device.type != "cpu" or fused.norm.dtype not in (torch.float32, torch.bfloat16):
+    if fused.norm.device.type != "cpu" or fused.compute_dtype not in (torch.float32, torch.bfloat16):
         return "runs only on CPUs, with float32 or bfloat16 weights"
     return None
 

@@ -20,8 +20,10 @@ keys = st.tuples(owners, st.integers(0, 3))
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
 
 
-def table_of(slots: int, columns: int, page_size: int = 1, max_length: int | None = None) -> SlotTable:
-    return SlotTable(slots, PageTables(slots, max_length or columns, columns, page_size))
+def table_of(
+    slots: int, columns: int, page_size: int = 1, max_length: int | None = None, window: int | None = None
+) -> SlotTable:
+    return SlotTable(slots, PageTables(slots, max_length or columns, columns, page_size), window)
 
 
 def new_sequence(token_ids: Sequence[int], namespace: bytes | None = b"", expected: int = 0) -> SequenceItem:
@@ -31,11 +33,14 @@ def new_sequence(token_ids: Sequence[int], namespace: bytes | None = b"", expect
 class SlotMachine(RuleBasedStateMachine):
     """Three coordinators compete for slots and pages, and share prefixes."""
 
+    window: int | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.table = table_of(SLOTS, PAGES * PAGE_SIZE, PAGE_SIZE, MAX_LENGTH)
+        self.table = table_of(SLOTS, PAGES * PAGE_SIZE, PAGE_SIZE, MAX_LENGTH, self.window)
         self.now = 0.0
         self.held: dict[SequenceKey, tuple[Content, int]] = {}  # cached tokens, round id
+        self.starts: dict[SequenceKey, int] = {}  # first position of the last round
         self.memory: dict[int, Content] = {}
         """The tokens up to each column's position, which determine its keys and values."""
         self.last_seen: dict[str, float] = {}
@@ -63,11 +68,13 @@ class SlotMachine(RuleBasedStateMachine):
             self.memory[self.column(slot.index, position)] = namespace, token_ids[: position + 1]
         kept = max(end - rejected, item.base_length)
         self.table.keep(key, kept)
-        self.held[key] = (namespace, token_ids[:kept]), round_id + 1
+        self.held[key], self.starts[key] = ((namespace, token_ids[:kept]), round_id + 1), item.base_length
         return status
 
     def column(self, index: int, position: int) -> int:
-        return self.table.tables.held[index][position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+        number = position // PAGE_SIZE
+        (page,) = self.table.tables.pages(index, number, number + 1)
+        return page * PAGE_SIZE + position % PAGE_SIZE
 
     @rule(key=keys, token_ids=tokens, namespace=st.sampled_from([b"x", b"y", None]), drafts=st.integers(0, 3))
     def begin(self, key: SequenceKey, token_ids: tuple[int, ...], namespace: bytes | None, drafts: int) -> None:
@@ -141,7 +148,9 @@ class SlotMachine(RuleBasedStateMachine):
         for key, ((namespace, token_ids), round_id) in self.held.items():
             slot = self.table[key]
             assert (slot.num_cached_tokens, slot.round_id) == (len(token_ids), round_id)
-            for position in range(len(token_ids)):
+            first = 0 if self.window is None else max(0, self.starts[key] + 1 - self.window)
+            assert self.table.tables.first(slot.index) == first // PAGE_SIZE * PAGE_SIZE
+            for position in range(first, len(token_ids)):
                 found = self.memory[self.column(slot.index, position)]
                 assert found == (namespace, token_ids[: position + 1])
 
@@ -149,8 +158,14 @@ class SlotMachine(RuleBasedStateMachine):
         return [held for held in self.held if held[0] in self.orphaned - {key[0]}]
 
 
-TestSlotMachine = SlotMachine.TestCase
-TestSlotMachine.settings = settings(max_examples=100, stateful_step_count=40)
+class WindowMachine(SlotMachine):
+    """Rows attend to three positions, so leading pages are freed."""
+
+    window = 3
+
+
+TestSlotMachine, TestWindowMachine = SlotMachine.TestCase, WindowMachine.TestCase
+TestSlotMachine.settings = TestWindowMachine.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 def test_machine_finds_a_page_that_is_freed_while_shared(monkeypatch: pytest.MonkeyPatch) -> None:

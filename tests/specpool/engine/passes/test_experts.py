@@ -98,7 +98,7 @@ def _output(block: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 def test_timed_rows_choose_different_experts(tmp_path: Path) -> None:
     """With equal tokens, rows of a round would seem as cheap as in a dense model."""
-    engine = load_engine(save_mixture(tmp_path, "mixtral"), exact=False, fused=False, max_model_len=MAX_LENGTH)
+    engine = load_engine(save_mixture(tmp_path, "qwen3_moe"), exact=False, fused=False, max_model_len=MAX_LENGTH)
     experts = next(module for module in engine.forward_pass.modules() if isinstance(module, Experts))
     used = set[int]()
     for index, up in enumerate(experts.ups):

@@ -44,11 +44,21 @@ def shuffle_pages(engine: Engine) -> None:
     [
         pytest.param("qwen3", marks=pytest.mark.slow),
         "glm4, biased",
+        pytest.param("mistral, window", marks=pytest.mark.slow),
+        pytest.param("gemma", marks=pytest.mark.slow),
+        "gemma2",
+        pytest.param("gemma3_text", marks=pytest.mark.slow),
+        pytest.param("mixtral", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe, not renormalized", marks=pytest.mark.slow),
+        pytest.param("glm4_moe", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_match_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     run_by_kernels(monkeypatch)
-    folder = save_random(tmp_path, *VARIANTS[name])
+    family, changes = VARIANTS[name]
+    window = {"sliding_window": 6} if changes.get("sliding_window") else {}
+    folder = save_random(tmp_path, family, {**changes, **window})
     engine = load_engine(folder, False, native=False, cuda_graphs=False, max_sequences=3, max_model_len=26)
     assert isinstance(engine.forward_pass, GpuModel)
     assert not engine.notes
@@ -125,8 +135,9 @@ def load_captured(tmp_path: Path, name: str = "llama", **options: object) -> Eng
     return engine
 
 
-def test_replayed_passes_are_batch_invariant(tmp_path: Path, fake_graphs: FakeGraphs) -> None:
-    engine = load_captured(tmp_path, "qwen3", max_sequences=6, max_model_len=128)
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_replayed_passes_are_batch_invariant(tmp_path: Path, fake_graphs: FakeGraphs, name: str) -> None:
+    engine = load_captured(tmp_path, name, max_sequences=6, max_model_len=128)
     assert engine.bitwise
     assert rows_that_differ(engine, lengths=(2, 9, 40), drafts=3) == 0
     assert fake_graphs.replayed > 3 * fake_graphs.captured > 0

@@ -4,14 +4,16 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention, silu
+from interpreted_kernels import attended_row
+from torch.nn.functional import gelu, silu
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.gpu import attention
 from specpool.engine.passes.gpu import gemm as gpu_gemm
 from specpool.engine.passes.gpu.attention import attend_pages, num_splits, rows_per_tile
 from specpool.engine.passes.gpu.gemm import Gemm, cublas_rows_of
-from specpool.engine.passes.gpu.rows import Addend, Recorder, activate, add_and_norm, rotate_and_cache
+from specpool.engine.passes.gpu.rows import Addend, Recorder, activate, add_and_norm, cap_logits, rotate_and_cache
+from specpool.engine.passes.kinds import FULL_ATTENTION, SILU, Activation, AttentionKind
 from specpool.engine.passes.rotary import rotate
 
 pytest.importorskip("triton")
@@ -71,7 +73,9 @@ class Cache:
         self.arena = arena_of([length] * len(ENDS), kv_heads, dim, dtype, page_size)
         self.query = torch.randn(len(ENDS), length, heads, dim).to(dtype)
 
-    def attend(self, tiles: Sequence[tuple[int, range]], length: int) -> torch.Tensor:
+    def attend(
+        self, tiles: Sequence[tuple[int, range]], length: int, kind: AttentionKind = FULL_ATTENTION
+    ) -> torch.Tensor:
         """The results of tiles. Each is a sequence and the positions of its rows."""
         rows = [(sequence, position) for sequence, positions in tiles for position in positions]
         sizes = [len(positions) for _, positions in tiles]
@@ -80,15 +84,16 @@ class Cache:
         slots, positions = torch.tensor(rows).T.contiguous()
         scaling, splits, none = query.shape[-1] ** -0.5, num_splits(length), torch.zeros_like(slots)
         return attend_pages(
-            query, self.arena, 0, begins, torch.tensor(sizes), positions, slots, none, none, scaling, splits
+            query, self.arena, 0, begins, torch.tensor(sizes), positions, slots, none, none, scaling, splits, kind
         )
 
-    def expected(self, sequence: int, position: int) -> torch.Tensor:
+    def expected(self, sequence: int, position: int, kind: AttentionKind = FULL_ATTENTION) -> torch.Tensor:
         """The result in float64."""
-        query, columns = self.query[sequence, position, :, None].double(), self.columns(sequence, position + 1)
+        first = 0 if kind.window is None else max(0, position + 1 - kind.window)
+        query, columns = self.query[sequence, position].double(), self.columns(sequence, position + 1)[first:]
         caches = (self.arena.keys[0], self.arena.values[0])
         k, v = (cache[:, columns].repeat_interleave(len(query) // len(cache), 0).double() for cache in caches)
-        return scaled_dot_product_attention(query, k, v)[:, 0]
+        return attended_row(query, k, v, query.shape[-1] ** -0.5, kind)
 
     def columns(self, sequence: int, count: int) -> list[int]:
         return self.arena.columns_of(sequence, 0, count)
@@ -136,7 +141,7 @@ def test_invisible_positions_do_not_affect_a_row(page_size: int) -> None:
 
 
 def attend_from(
-    arena: KVArena, query: torch.Tensor, prefix_length: int, start: int, offsets: Sequence[int]
+    arena: KVArena, query: torch.Tensor, prefix_length: int, start: int, offsets: Sequence[int], kind: AttentionKind
 ) -> torch.Tensor:
     """Attend from branches of slot 0, each in its own tile. `query`: [branches, rows, heads, dim]."""
     branches, count, _, dim = query.shape
@@ -145,15 +150,18 @@ def attend_from(
     begins, sizes = torch.arange(branches) * count, torch.full((branches,), count)
     return attend_pages(
         query.flatten(0, 1).clone(), arena, 0, begins, sizes, positions, torch.zeros_like(positions),
-        torch.full_like(positions, prefix_length), shifts, dim**-0.5, num_splits(start + count),
+        torch.full_like(positions, prefix_length), shifts, dim**-0.5, num_splits(start + count), kind,
     )  # fmt: skip
 
 
 @each_page_size
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
-@pytest.mark.parametrize("prefix_length", [1, BLOCK + 1, 2 * SPLIT + 1])
+@pytest.mark.parametrize(
+    ("prefix_length", "window"),
+    [(1, None), (BLOCK + 1, None), (2 * SPLIT + 1, None), (BLOCK + 1, BLOCK), (2 * SPLIT + 1, SPLIT + 9)],
+)
 def test_bits_do_not_depend_on_pages_and_branches(
-    limits: dict[str, int], prefix_length: int, page_size: int, monkeypatch: pytest.MonkeyPatch
+    limits: dict[str, int], prefix_length: int, window: int | None, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compare each of two branches on shuffled pages with a sequence on ordered columns."""
     for name, limit in limits.items():
@@ -161,15 +169,15 @@ def test_bits_do_not_depend_on_pages_and_branches(
     heads, kv_heads, dim, count, start, dtype = 6, 2, 16, 3, prefix_length + BLOCK, torch.float16
     end, offsets = start + count, (2, BLOCK + 7)  # the branches have columns in several pages
     arena, query = arena_of([end + max(offsets)], kv_heads, dim, dtype, page_size), torch.randn(2, count, heads, dim)
-    query = query.to(dtype)
-    together = attend_from(arena, query, prefix_length, start, offsets)
+    query, kind = query.to(dtype), AttentionKind(window)
+    together = attend_from(arena, query, prefix_length, start, offsets, kind)
     for index, (offset, results) in enumerate(zip(offsets, together.split(count), strict=True)):
         columns = arena.columns_of(0, 0, prefix_length)
         columns += arena.columns_of(0, prefix_length + offset, end - prefix_length)
         ordered = KVArena.of_one_sequence(1, kv_heads, end, dim, dtype, CPU)
         for cache, scattered in ((ordered.keys[0], arena.keys[0]), (ordered.values[0], arena.values[0])):
             cache[:, :end] = scattered[:, columns]
-        assert torch.equal(attend_from(ordered, query[index : index + 1], 0, start, [0]), results)
+        assert torch.equal(attend_from(ordered, query[index : index + 1], 0, start, [0], kind), results)
 
 
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
@@ -316,11 +324,29 @@ def test_overflow_is_cached_as_zero() -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize(("size", "splits"), [(96, 1), (1500, 2)])
-def test_activate(dtype: torch.dtype, splits: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "splits", "activation"),
+    [(96, 1, SILU), (1500, 2, SILU), (96, 2, Activation("gelu_tanh")), (96, 1, Activation("silu", 1.702, 1.5, 1.0))],
+)
+def test_activate(dtype: torch.dtype, splits: int, size: int, activation: Activation) -> None:
     partials = random_partials(splits, 3, 2 * size, dtype)
     bias = torch.randn(2 * size).to(dtype) if splits == 2 else None
     gate, up = (partials.double().sum(0) + (0 if bias is None else bias.double())).chunk(2, -1)
-    activated = activate(partials, bias, dtype)
-    assert_near(activated, silu(gate) * up, dtype)
-    assert torch.equal(activate(partials[:, 1:2].contiguous(), bias, dtype)[0], activated[1])
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    is_gelu, alpha = activation.function == "gelu_tanh", activation.alpha
+    expected = gelu(gate, approximate="tanh") if is_gelu else silu(alpha * gate) / alpha
+    result = activate(partials, bias, dtype, activation)
+    assert_near(result, expected * (up + activation.shift), dtype)
+    assert torch.equal(activate(partials[:, 1:2].contiguous(), bias, dtype, activation)[0], result[1])
+    partials[0, 1] = torch.nan
+    assert activate(partials, bias, dtype, activation)[1].isnan().all()
+
+
+@each_dtype
+def test_logits_are_capped_in_place(dtype: torch.dtype) -> None:
+    logits = (torch.randn(3, 1500) * 40).to(dtype)
+    expected, alone = 30 * torch.tanh(logits.double() / 30), cap_logits(logits[1:2].clone(), 30.0)
+    assert cap_logits(logits, 30.0) is logits
+    assert_near(logits / 30, expected / 30, dtype)
+    assert torch.equal(alone[0], logits[1])

@@ -104,13 +104,17 @@ int main(void) {
     mixture->gate_ups = linear_of_kind(FLOAT32, HIDDEN, EXPERTS * 2 * EXPERT_SIZE);
     mixture->downs = linear_of_kind(FLOAT32, EXPERT_SIZE, EXPERTS * HIDDEN);
     mixture->correction = floats(EXPERTS, 0.2f, 0);
+    mixture->sinks = floats(GROUPS * KV_HEADS, 1, 0);
+    mixture->window = LANES + 3;
+    mixture->softcap = 2;
     float *cosines = malloc(TOKENS * HEAD_DIM * sizeof(float)), *sines = malloc(TOKENS * HEAD_DIM * sizeof(float));
     for (int64_t i = 0; i < TOKENS * HEAD_DIM; i++) cosines[i] = uniform(), sines[i] = uniform();
+    Rotary rotary = {cosines, sines};
     Model model = {.layers = layers, .num_layers = LAYERS, .hidden = HIDDEN, .intermediate = INTERMEDIATE,
                    .kv_heads = KV_HEADS, .columns = PAGES * LANES, .tables = table, .table_size = PAGES,
-                   .page_size = LANES, .cosines = cosines, .sines = sines,
+                   .page_size = LANES, .rotaries = &rotary, .embedding_scale = 1,
                    .norm = floats(HIDDEN, 0.2f, 1), .embedding = linear(HIDDEN, VOCABULARY),
-                   .head = linear(HIDDEN, VOCABULARY), .eps = 1e-6f, .scaling = 0.25f,
+                   .head = linear(HIDDEN, VOCABULARY), .eps = 1e-6f, .scaling = 0.25f, .activation = {.alpha = 1, .limit = INFINITY},
                    .routing = {.experts = EXPERTS, .top_k = 2, .groups = 3, .top_groups = 2, .is_sigmoid = 1,
                                .renormalizes = 1, .size = EXPERT_SIZE, .scale = 1.5f}};
     int64_t tokens[TOKENS];

@@ -26,6 +26,7 @@ from specpool.engine.passes.gpu.gemm import Gemm, GemmBackend
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.gpu.states import StateMemory
+from specpool.engine.passes.kinds import FULL_ATTENTION, AttentionKind
 from specpool.engine.passes.native import decoder
 from specpool.engine.passes.native.decoder import Linear
 from specpool.engine.passes.native.model import NativeModel
@@ -278,7 +279,8 @@ def arena(monkeypatch: pytest.MonkeyPatch) -> KVArena:
 
 
 def test_bits_that_depend_on_pages_are_detected(monkeypatch: pytest.MonkeyPatch, arena: KVArena) -> None:
-    assert kernels.attention_agrees(arena, query_groups=3, max_length=50)
+    for kind in (FULL_ATTENTION, AttentionKind(20, torch.ones(3), 5.0)):
+        assert kernels.attention_agrees(arena, 3, 50, kind)
 
     def attend(query: torch.Tensor, copies: KVArena, *others: Any) -> torch.Tensor:
         in_order = bool((copies.tables[others[4][0]].diff() == 1).all())
@@ -291,7 +293,7 @@ def test_bits_that_depend_on_pages_are_detected(monkeypatch: pytest.MonkeyPatch,
 def test_batch_dependent_splits_are_detected(monkeypatch: pytest.MonkeyPatch, arena: KVArena) -> None:
     def attend(query: torch.Tensor, *others: Any) -> torch.Tensor:
         monkeypatch.setattr(gpu_attention, "SPLIT", 32 if len(query) == 1 else 16)
-        return gpu_attention.attend_pages(query, *others[:-1], 8)
+        return gpu_attention.attend_pages(query, *others[:-2], 8)
 
     monkeypatch.setattr(kernels, "attend_pages", attend)
     assert not kernels.attention_agrees(arena, query_groups=3, max_length=50)
