@@ -6,7 +6,7 @@
 
    Compile-time constants: HEAD_DIM (a multiple of LANES), GROUPS (query heads per KV head), KINDS (of the weights) and
    ROUND_ACTIVATIONS (1: quantized panels take activations rounded to 8 bits).
-   structs.py mirrors the structs. */
+   decoder.py mirrors the structs. */
 
 #include "experts.h"
 
