@@ -94,6 +94,26 @@ HEADS: dict[str, dict[str, Any]] = {
         "head_dim": 256,
     },
 }  # fmt: skip
+# Windows and soft caps. The first layers of Gemma have a window.
+WINDOWS: dict[str, dict[str, Any]] = {
+    "mistral-7b-v0.1": {
+        **_LLAMA, "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "sliding_window": 4096,
+    },
+    "gemma2-9b": {
+        **_LLAMA, "model_type": "gemma2", "vocab_size": 256_000, "hidden_size": 3584, "intermediate_size": 14_336,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "query_pre_attn_scalar": 256,
+    },
+    "gemma2-27b": {
+        **_LLAMA, "model_type": "gemma2", "vocab_size": 256_000, "hidden_size": 4608, "intermediate_size": 36_864,
+        "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 144,
+    },
+    "gemma3-4b": {
+        "model_type": "gemma3_text", "vocab_size": 262_208, "hidden_size": 2560, "intermediate_size": 10_240,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024,
+        "max_position_embeddings": 32_768,
+    },
+}  # fmt: skip
 # Mixtures of experts, of which every layer is one.
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {
@@ -113,7 +133,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
 }  # fmt: skip
-ALL_SHAPES: dict[str, dict[str, Any]] = {**SHAPES, **HEADS, **MIXTURES, **HEAD_SHAPES}
+ALL_SHAPES: dict[str, dict[str, Any]] = {**SHAPES, **HEADS, **WINDOWS, **MIXTURES, **HEAD_SHAPES}
 
 
 Row = dict[str, Any]
@@ -304,7 +324,7 @@ def measure(
         one, two = (model_of(ALL_SHAPES[shape], getattr(torch, dtype), layers, ranks, sums) for layers in (1, 2))
         launches, step = {1: 0, 2: 0}, dict[str, int]()
         for tokens, cached, records_states in product(passes, CONTEXTS, (False, True)):
-            run(one, tokens, cached, records_states)
+            run(two, tokens, cached, records_states)  # its layers may differ
         for layers, model in ((1, one), (2, two)):
             before = len(compiler.launched)
             run(model, passes[0], CONTEXTS[-1])

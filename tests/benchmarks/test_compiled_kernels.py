@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 MIXTURES = ["qwen3-30b-a3b", "gpt-oss-20b", "glm-4.5-air"]
 # Kernels of a layer, where combining splits takes a kernel. A mixture of experts takes four more, its shared MLP three.
 MAX_KERNELS, MAX_KERNELS_WITH_EXPERTS = 10, 17
-# A tile of attention may spill four registers.
-MAX_SPILLED_BYTES = 16
+# A tile of attention may spill four registers. On sm_100, one with two heads of 256 spills more.
+MAX_SPILLED_BYTES, SPILLING, MAX_SPILLED_BYTES_ON_SM_100 = 16, {"gemma2-9b", "gemma3-4b"}, 272
 KERNELS = {
     "activate", "add_and_norm", "attend", "combine_splits", "finish_step", "reduce_parts", "rotate_and_cache",
     "split_k_gemm",
@@ -50,10 +50,11 @@ def assert_good(rows: list[dict[str, Any]]) -> None:
         kernels = (
             KERNELS | (OF_HEADS if "kernels_a_step" in row else OF_MODELS) | (OF_EXPERTS if has_experts else set())
         )
-        assert {kernel["kernel"] for kernel in row["kernels"]} == kernels
+        assert {kernel["kernel"] for kernel in row["kernels"]} - {"cap_logits"} == kernels
         assert row.get("kernels_a_step", 0) <= MAX_STEP_KERNELS
+        spills = row["sm"] == 100 and row["shape"] in SPILLING
         for kernel in row["kernels"]:
-            assert kernel["spilled_bytes"] <= MAX_SPILLED_BYTES, row
+            assert kernel["spilled_bytes"] <= (MAX_SPILLED_BYTES_ON_SM_100 if spills else MAX_SPILLED_BYTES), row
             assert kernel["shared_bytes"] <= row["shared_limit"], row
 
 
@@ -75,6 +76,11 @@ def test_the_passes_use_every_tile_of_a_gemm() -> None:
 @pytest.mark.slow
 def test_the_kernels_of_eagle_heads_compile() -> None:
     assert_good(compile_kernels(["90"], ["bfloat16"], ["qwen3-8b eagle1", "qwen3-8b eagle3"], "--quick"))
+
+
+@pytest.mark.slow
+def test_the_kernels_of_windows_and_soft_caps_compile() -> None:
+    assert_good(compile_kernels(["90"], ["bfloat16"], ["gemma2-9b"], "--quick"))
 
 
 @pytest.mark.slow

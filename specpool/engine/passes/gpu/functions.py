@@ -34,6 +34,4 @@ def activated(gate, up, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.const
 @triton.jit
 def softcapped(x, SOFTCAP: tl.constexpr):
     """SOFTCAP * tanh(x / SOFTCAP)."""
-    power = tl.exp(tl.abs(x) * (-2 / SOFTCAP))
-    magnitude = (1 - power) / (1 + power) * SOFTCAP
-    return tl.where(x < 0, -magnitude, magnitude)
+    return SOFTCAP - 2 * SOFTCAP / (1 + tl.exp(x * (2 / SOFTCAP)))
