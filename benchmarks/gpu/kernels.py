@@ -14,6 +14,7 @@ from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.layout import GPU_PAGE_SIZE
 from specpool.engine.passes.gpu.attention import attend_pages, num_splits, rows_per_tile
 from specpool.engine.passes.gpu.rows import Addend, activate, add_and_norm, rotate_and_cache
+from specpool.engine.passes.kinds import FULL_ATTENTION, AttentionKind
 from specpool.engine.passes.rotary import rotate
 from specpool.engine.probes.kernels import attention_agrees
 from specpool.engine.sampling.kernel import sample_rows
@@ -110,8 +111,15 @@ class Kernels:
 
     def attention_probe(self) -> Row:
         """The verdict of the engine's self-test."""
-        agrees = attention_agrees(self._arena(1), self._groups, max(self._settings.sizes.positions) + 1)
-        return self._row("attention", "the self-test's probe", None, [] if agrees else ["somewhere"])
+        arena, length = self._arena(1), max(self._settings.sizes.positions) + 1
+        sinks = torch.linspace(-2, 2, self._heads, device=self._device)
+        kinds = {
+            "full": FULL_ATTENTION,
+            "window": AttentionKind(300),
+            "sinks, soft cap": AttentionKind(70, sinks, 30.0),
+        }
+        differs = [name for name, kind in kinds.items() if not attention_agrees(arena, self._groups, length, kind)]
+        return self._row("attention", "the self-test's probe", None, differs)
 
     def adding(self, splits: int) -> Row:
         size = self._sizes["hidden_size"]

@@ -39,7 +39,7 @@ class Gemm:
     def embed(self, outputs: torch.Tensor) -> torch.Tensor:
         """The weights [n, inputs] of some outputs, looked up like embeddings."""
         out = torch.full((len(outputs), self.linear.inputs), torch.nan)
-        model = Model(hidden=self.linear.inputs, embedding=self.linear)
+        model = Model(embedding_scale=1, hidden=self.linear.inputs, embedding=self.linear)
         batch = Batch(rows=len(outputs), threads=1, token_ids=outputs.data_ptr())
         self._library.embed_stage(byref(model), byref(batch), c_void_p(out.data_ptr()))
         return out

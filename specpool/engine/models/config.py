@@ -153,6 +153,17 @@ def _invalid_layers(config: PreTrainedConfig) -> str | None:
     experts = next((size for name in EXPERTS if isinstance(size := getattr(config, name, None), int)), 0)
     if experts and isinstance(chosen, int) and not 1 <= chosen <= experts:
         return f"num_experts_per_tok {chosen}; it must be from 1 to its {experts} experts"
+    return _invalid_groups(experts, chosen, getattr(config, "n_group", None), getattr(config, "topk_group", None))
+
+
+def _invalid_groups(experts: int, chosen: object, groups: object, top_groups: object) -> str | None:
+    """Return the groups of experts that no router can choose from; None if the groups are possible."""
+    if not (experts and isinstance(chosen, int) and isinstance(groups, int) and isinstance(top_groups, int)):
+        return None
+    if groups < 1 or experts % groups or not 1 <= top_groups <= groups:
+        return f"n_group {groups} and topk_group {top_groups}, which do not divide its {experts} experts"
+    if chosen > (available := top_groups * experts // groups):
+        return f"num_experts_per_tok {chosen}, but its best groups have only {available} experts"
     return None
 
 

@@ -15,9 +15,7 @@ from transformers import PreTrainedModel
 from specpool.engine.passes.families import GEMMA, INTERLEAVED, embedding_scale, rotary_types
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.passes.forward_pass import ForwardPass
-from specpool.engine.passes.fused_experts import FusedExperts
 from specpool.engine.passes.fused_layers import FusedLayer, JoiningLayer, norm_weight, normed
-from specpool.engine.passes.kinds import FULL_ATTENTION, SILU
 from specpool.engine.passes.modules import in_chunks
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.passes.rotary import RotaryTables, head_order
@@ -78,14 +76,6 @@ class FusedModel(ForwardPass):
         """Whether layers or norms are those of an EAGLE head, which the compiled pass cannot run."""
         first: Any = self.layers[0]
         return self.norm is None or first.before_attention is None or isinstance(first, JoiningLayer)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all layers have full attention and dense MLPs with silu."""
-        layers: list[Any] = list(self.layers)
-        plain = (layer.attention == FULL_ATTENTION and layer.mlp.activation == SILU for layer in layers)
-        dense = not any(isinstance(layer.mlp, FusedExperts) for layer in layers)
-        return dense and all(plain) and self.embedding_scale == 1 and self.softcap is None
 
     def dequantize(self) -> None:
         """Dequantize all weights, for passes that cannot dequantize them as they go."""

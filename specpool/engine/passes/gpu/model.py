@@ -76,6 +76,10 @@ class GpuModel(ForwardPass):
         self.rows_per_tile = attention.rows_per_tile(self.compute_dtype, self.heads // self.kv_heads)
         self.rotaries, self.softcap = [rotary(max_length) for rotary in fused.rotaries], fused.softcap
         layers: Any = fused.layers
+        for layer in layers:
+            window = layer.attention.window
+            if window is not None and window >= max_length:  # full attention is faster
+                layer.attention = layer.attention._replace(window=None)
         kinds: list[AttentionKind] = [layer.attention for layer in layers]
         self.attention_kinds = tuple({_flags_of(kind): kind for kind in kinds}.values())
         windows = [kind.window for kind in kinds if kind.window is not None]

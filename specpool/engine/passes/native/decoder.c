@@ -6,7 +6,7 @@
 
    Compile-time constants: HEAD_DIM (a multiple of LANES), GROUPS (query heads per KV head), KINDS (of the weights) and
    ROUND_ACTIVATIONS (1: quantized panels take activations rounded to 8 bits).
-   structs.py mirrors the structs. */
+   decoder.py mirrors the structs. */
 
 #include "experts.h"
 
@@ -238,7 +238,7 @@ static void round_attended(const Stage *stage, int64_t row, int64_t end) {
 static ONE_COPY void gate_rows(const Stage *stage, int64_t row, int64_t end) {
     const Pass *pass = stage->pass;
     const Layer *layer = stage->item;
-    int64_t stride = layer->gate_up.outputs, size = layer->down.inputs;
+    int64_t stride = layer->gate_up.outputs, size = stride / 2;
     for (; row < end; row++) {
         float *gated = pass->acts.gated + row * size;
         gate(&pass->model->activation, pass->acts.gate_up + row * stride, size, gated);

@@ -15,14 +15,15 @@ LANES = 16
 
 def gemm_inputs_of(fused: FusedModel) -> set[int]:
     """The distinct input sizes of a model's GEMMs."""
-    linears = [linears[0] for layer in _layers(fused) for linears in layer.linears.values()]
+    firsts = [each[0] for linears in _linears(fused) for each in linears.values()]
     ends = [end for end in (fused.head, fused.fc, fused.projection) if end is not None]
-    return {linear.in_features for linear in (*linears, *ends)}
+    return {linear.in_features for linear in (*firsts, *ends)}
 
 
 def largest_intermediate(fused: FusedModel) -> int:
     """The intermediate size of the largest MLP for all rows; 0 without one."""
-    return max((layer.linears["down"][0].in_features for layer in _layers(fused) if "down" in layer.linears), default=0)
+    gate_ups = [linears["gate_up"][0] for linears in _linears(fused) if "gate_up" in linears]
+    return max((gate_up.out_features // 2 for gate_up in gate_ups), default=0)
 
 
 def routing_of(fused: FusedModel) -> Routing:
@@ -47,12 +48,13 @@ def shape_problem(fused: FusedModel) -> str | None:
     """Say what rules out the compiled pass for this model, as a predicate; None if nothing does."""
     if fused.is_eagle_head:
         return "cannot run the layers of EAGLE heads"
-    layers = list(_layers(fused))
-    downs = [layer.linears[name][0] for layer in layers for name in ("down", "downs") if name in layer.linears]
+    layers: list[Any] = list(fused.layers)
+    names = ("gate_up", "gate_ups")
+    gate_ups = [linears[name][0] for linears in _linears(fused) for name in names if name in linears]
     # The size in the unsharded model, so all ranks agree.
-    intermediate = {fused.group.full_size(down.in_features, "intermediate") for down in downs}
+    intermediate = [fused.group.full_size(gate_up.out_features // 2, "intermediate") for gate_up in gate_ups]
     sizes = [("head_dim", layers[0].head_dim), ("hidden size", fused.norm.numel())]
-    for name, size in [*sizes, *(("intermediate size", size) for size in sorted(intermediate))]:
+    for name, size in [*sizes, *(("intermediate size", size) for size in intermediate)]:
         if size % LANES:
             return f"needs sizes that are multiples of {LANES}, and this model's {name} is {size}"
     attention = {(layer.qkv.out_features, layer.qkv.in_features, layer.out.in_features) for layer in layers}
@@ -64,9 +66,12 @@ def shape_problem(fused: FusedModel) -> str | None:
     return None
 
 
-def _layers(fused: FusedModel) -> Iterator[Any]:
-    yield from fused.layers
+def _linears(fused: FusedModel) -> Iterator[dict[str, list[Any]]]:
+    """The linear layers of each decoder layer."""
+    layers: Any = fused.layers
+    return (layer.linears for layer in layers)
 
 
 def _mixtures(fused: FusedModel) -> Iterator[Any]:
-    return (layer.mlp for layer in _layers(fused) if isinstance(layer.mlp, FusedExperts))
+    layers: Any = fused.layers
+    return (layer.mlp for layer in layers if isinstance(layer.mlp, FusedExperts))

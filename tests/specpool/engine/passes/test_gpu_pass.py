@@ -24,6 +24,7 @@ from specpool.engine.passes.gpu import attention, gemm, graphs, model
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel
+from specpool.engine.passes.kinds import AttentionKind
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.run import pass_selection as forward
 from specpool.engine.run.engine import Engine
@@ -141,6 +142,14 @@ def test_replayed_passes_are_batch_invariant(tmp_path: Path, fake_graphs: FakeGr
     assert engine.bitwise
     assert rows_that_differ(engine, lengths=(2, 9, 40), drafts=3) == 0
     assert fake_graphs.replayed > 3 * fake_graphs.captured > 0
+
+
+@pytest.mark.parametrize(("max_model_len", "window"), [(24, None), (25, 24)])
+def test_a_window_of_all_positions_is_full_attention(
+    tmp_path: Path, fake_graphs: FakeGraphs, max_model_len: int, window: int | None
+) -> None:
+    engine = load_captured(tmp_path, "mistral, window", max_sequences=2, max_model_len=max_model_len)
+    assert engine.forward_pass.attention_kinds == (AttentionKind(window),)
 
 
 def test_replays_read_the_page_tables(tmp_path: Path, fake_graphs: FakeGraphs) -> None:

@@ -69,7 +69,6 @@ def save_random(folder: Path, config: PreTrainedConfig) -> Path:
 
 def check_logits(engine: Engine, folder: Path, count: int = 150) -> None:
     """Compare logits beyond the window with those of transformers for the same weights."""
-    assert isinstance(engine.forward_pass, LibraryModel)
     tokens = random_tokens(count)
     expected = transformers_logits(folder, tokens)
     largest = float(expected.abs().max())
@@ -81,18 +80,43 @@ def check_logits(engine: Engine, folder: Path, count: int = 150) -> None:
 def test_a_family_is_exact_beyond_its_window(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     folder = save_random(tmp_path, small_config(family, **changes))
     engine = load_engine(folder, fused=False)
+    assert isinstance(engine.forward_pass, LibraryModel)
     assert engine.bitwise
     check_logits(engine, folder)
     assert rows_that_differ(engine) == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "changes"), [("gemma2", {"attn_logit_softcapping": 5.0}), ("granite_swa", {})])
-def test_a_window_may_hide_many_tiles(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("family", "changes", "options"),
+    [
+        ("gemma2", {"attn_logit_softcapping": 5.0}, {"fused": False}),
+        ("gemma2", {"attn_logit_softcapping": 5.0}, {"native": False}),
+        ("gemma2", {"attn_logit_softcapping": 5.0}, {}),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, {}),
+        ("granite_swa", {}, {}),
+    ],
+)
+def test_a_window_may_hide_many_tiles(
+    tmp_path: Path, family: str, changes: dict[str, Any], options: dict[str, Any]
+) -> None:
     config = small_config(family, sliding_window=20, max_position_embeddings=2048, **changes)
-    engine = load_engine(save_random(tmp_path, config), fused=False)
+    engine = load_engine(save_random(tmp_path, config), **options)
     assert engine.bitwise
     check_logits(engine, tmp_path, count=1300)
+
+
+@pytest.mark.parametrize("window", [1, 15, 16, 17, 33])
+def test_a_branch_sees_the_window_of_its_own_positions(tmp_path: Path, window: int) -> None:
+    """A branch after a prefix has the logits of a sequence with the same tokens."""
+    engine = load_engine(save_random(tmp_path, small_config("mistral", sliding_window=window)))
+    assert engine.forward_pass.supports_branches
+    tokens, other = random_tokens(60), random_tokens(20, seed=1)
+    engine.forward([Span(0, 0, tokens, 0)])
+    for prefix in (0, 7, 16, 50):
+        expected = engine.forward([Span(1, 0, tokens[:prefix] + other, 20)])
+        branch = engine.forward([Span(0, prefix, other, 20, prefix_length=prefix, offset=60 - prefix)])
+        assert torch.equal(branch, expected)
 
 
 def test_rows_have_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { LAYERS = 2, HIDDEN = 6 * LANES, INTERMEDIATE = 10 * LANES, KV_HEADS = 2, VOCABULARY = 3 * PANEL, TOKENS = 40, PAGES = 3, WIDENED_FROM = 8 };
+enum { LAYERS = 2, HIDDEN = 6 * LANES, INTERMEDIATE = 10 * LANES, KV_HEADS = 2, VOCABULARY = 3 * PANEL, TOKENS = 40, PAGES = 3, WIDENED_FROM = 8,
+       EXPERTS = 6, EXPERT_SIZE = 3 * LANES };
 
 static uint64_t state = 1;
 
@@ -65,11 +66,13 @@ static Panel panel(int kind, int64_t inputs) {
 }
 
 /* Kinds lay out panels differently, so the same random numbers give different layers for each kind. */
-static Linear linear(int64_t inputs, int64_t outputs) {
+static Linear linear_of_kind(int kind, int64_t inputs, int64_t outputs) {
     Panel *panels = malloc(outputs / PANEL * sizeof(Panel));
-    for (int64_t i = 0; i < outputs / PANEL; i++) panels[i] = panel(i % 5 == 3 ? FLOAT32 : KIND, inputs);
+    for (int64_t i = 0; i < outputs / PANEL; i++) panels[i] = panel(i % 5 == 3 ? FLOAT32 : kind, inputs);
     return (Linear){panels, floats(outputs, 0.1f, 0), inputs, outputs, WIDENED_FROM};
 }
+
+static Linear linear(int64_t inputs, int64_t outputs) { return linear_of_kind(KIND, inputs, outputs); }
 
 static void pass(const Model *model, int64_t first, int64_t rows, const int64_t *tokens, float *logits) {
     int64_t positions[TOKENS], result_rows[TOKENS];
@@ -96,13 +99,24 @@ int main(void) {
                             .before_mlp = floats(HIDDEN, 0.2f, 1),
                             .keys = calloc(cache, sizeof(float)),
                             .values = calloc(cache, sizeof(float))};
+    Layer *mixture = layers + LAYERS - 1; /* besides its MLP for all rows */
+    mixture->router = linear_of_kind(FLOAT32, HIDDEN, PANEL);
+    mixture->gate_ups = linear_of_kind(FLOAT32, HIDDEN, EXPERTS * 2 * EXPERT_SIZE);
+    mixture->downs = linear_of_kind(FLOAT32, EXPERT_SIZE, EXPERTS * HIDDEN);
+    mixture->correction = floats(EXPERTS, 0.2f, 0);
+    mixture->sinks = floats(GROUPS * KV_HEADS, 1, 0);
+    mixture->window = LANES + 3;
+    mixture->softcap = 2;
     float *cosines = malloc(TOKENS * HEAD_DIM * sizeof(float)), *sines = malloc(TOKENS * HEAD_DIM * sizeof(float));
     for (int64_t i = 0; i < TOKENS * HEAD_DIM; i++) cosines[i] = uniform(), sines[i] = uniform();
+    Rotary rotary = {cosines, sines};
     Model model = {.layers = layers, .num_layers = LAYERS, .hidden = HIDDEN, .intermediate = INTERMEDIATE,
                    .kv_heads = KV_HEADS, .columns = PAGES * LANES, .tables = table, .table_size = PAGES,
-                   .page_size = LANES, .cosines = cosines, .sines = sines,
+                   .page_size = LANES, .rotaries = &rotary, .embedding_scale = 1,
                    .norm = floats(HIDDEN, 0.2f, 1), .embedding = linear(HIDDEN, VOCABULARY),
-                   .head = linear(HIDDEN, VOCABULARY), .eps = 1e-6f, .scaling = 0.25f};
+                   .head = linear(HIDDEN, VOCABULARY), .eps = 1e-6f, .scaling = 0.25f, .activation = {.alpha = 1, .limit = INFINITY},
+                   .routing = {.experts = EXPERTS, .top_k = 2, .groups = 3, .top_groups = 2, .is_sigmoid = 1,
+                               .renormalizes = 1, .size = EXPERT_SIZE, .scale = 1.5f}};
     int64_t tokens[TOKENS];
     for (int i = 0; i < TOKENS; i++) tokens[i] = (int64_t)(state % VOCABULARY), uniform();
 
