@@ -89,5 +89,6 @@ def why_not_shardable(config: PreTrainedConfig) -> str | None:
 
 
 def _activation_name(config: PreTrainedConfig) -> str:
-    name: str = getattr(config, "hidden_activation", None) or config.hidden_act
+    sizes: Any = config
+    name: str = sizes.hidden_activation if config.model_type in GEMMA - {"gemma"} else sizes.hidden_act
     return name

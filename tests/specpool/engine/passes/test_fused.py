@@ -12,8 +12,9 @@ from benchmarks.pair import save_tokenizer
 from specpool.engine.cache.memory import weight_bytes
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.attention import LibraryModel
-from specpool.engine.passes.families import FAMILIES, is_fusable
+from specpool.engine.passes.families import FAMILIES, activation_of, is_fusable
 from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.kinds import SILU
 from specpool.engine.passes.modules import can_prepack
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.passes.native.panels import BFLOAT16
@@ -173,3 +174,11 @@ def test_the_bits_of_a_rotary_position_do_not_depend_on_the_longest_sequence(tmp
     positions = torch.tensor([[0, BLOCK - 1, BLOCK, 3 * BLOCK - 1]])
     cosines, _ = rotary(torch.empty(0), positions)
     torch.testing.assert_close(at_once(1)[0][positions[0]], cosines[0])
+
+
+@pytest.mark.parametrize(("architecture", "key"), [("gemma", "hidden_act"), ("gemma2", "hidden_activation")])
+def test_each_gemma_has_its_own_key_for_the_activation(architecture: str, key: str) -> None:
+    """transformers ignores the other key."""
+    other = {"hidden_act": "hidden_activation", "hidden_activation": "hidden_act"}[key]
+    assert activation_of(small_config(architecture, **{other: "silu"})) != SILU
+    assert activation_of(small_config(architecture, **{key: "silu"})) == SILU
