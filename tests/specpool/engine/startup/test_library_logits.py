@@ -49,3 +49,17 @@ def test_the_check_works_with_fewer_positions_than_the_model_has(tmp_path: Path)
     rope = {"rope_type": "linear", "rope_theta": THETA, "factor": 4.0}
     folder = save_model(tmp_path, small_config("llama", rope_parameters=rope))
     assert load_engine(folder, max_model_len=16).bitwise
+
+
+@pytest.mark.parametrize(("rows", "is_refused"), [(1, False), (library_logits.COMPARED, True)])
+def test_rounding_may_change_the_experts_of_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, *, is_refused: bool
+) -> None:
+    folder = save_model(tmp_path, small_config("mixtral"))
+    own, offsets = library_logits._logits, torch.zeros(library_logits.COMPARED, 1)
+    offsets[:rows] = 100
+    monkeypatch.setattr(library_logits, "_logits", lambda *probe: own(*probe) + offsets)
+    if is_refused:
+        assert OTHER_LOGITS.format("mixtral") in refusal(folder)
+    else:
+        assert load_engine(folder)
