@@ -48,8 +48,9 @@ def embedding_scale(config: PreTrainedConfig, dtype: torch.dtype) -> float:
 
 def activation_of(config: PreTrainedConfig) -> Activation | None:
     """The activation of all MLPs; None if the fused pass does not have it."""
-    if config.model_type == "gpt_oss":
-        return Activation("silu", config.swiglu_alpha, config.swiglu_limit, shift=1.0)
+    if config.model_type == "gpt_oss":  # transformers before 5.18 has these numbers in its code
+        alpha, limit = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
+        return Activation("silu", alpha, limit, shift=1.0)
     return ACTIVATIONS.get(_activation_name(config))
 
 
