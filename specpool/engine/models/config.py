@@ -1,5 +1,6 @@
 """Loads a model's configuration and refuses unsupported models."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from specpool.engine.models.checkpoint_quantization import why_unsupported_quant
 from specpool.engine.models.config_values import LIMITS, check_sizes, check_types
 from specpool.engine.models.eagle_format import SPECULATOR
 from specpool.engine.models.gguf_header import GgufError
-from specpool.engine.models.gguf_keys import config_fields
+from specpool.engine.models.gguf_keys import gguf_config
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.model_files import read_config_file
 from specpool.engine.models.vision_language import WRAPPER, text_part
@@ -29,17 +30,7 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
     """Load a model's configuration. Raises UnsupportedModelError if the model cannot be served."""
     source = source_of(options.model, options.revision)
     try:
-        stated = _read_files(options, is_gguf="gguf_file" in source)
-        config: PreTrainedConfig
-        if SPECULATOR in stated:
-            config = AutoConfig.for_model(stated["model_type"]).from_dict(stated)
-        else:
-            config = AutoConfig.from_pretrained(**source)
-            if WRAPPER in stated:
-                config = _text_config(config, stated)
-        if "gguf_file" in source:  # transformers drops some fields
-            for name, value in stated.items():
-                setattr(config, name, value)
+        config = _read_config(options, source)
         check_types(config, options.model)
         refusal = _why_never_served(config, options)
         if refusal is None:
@@ -113,11 +104,16 @@ def _text_config(wrapper: PreTrainedConfig, stated: dict[str, Any]) -> PreTraine
     return config
 
 
-def _read_files(options: EngineOptions, is_gguf: bool) -> dict[str, Any]:
-    """Refuse files that transformers would read slowly or reject with less clear errors. Return the configuration."""
-    if is_gguf:
-        return config_fields(GgufFile(Path(options.model)))
-    return read_config_file(options.model, options.revision)
+def _read_config(options: EngineOptions, source: Mapping[str, Any]) -> PreTrainedConfig:
+    """Read a configuration. Refuses files that transformers would read slowly or reject with less clear errors."""
+    if "gguf_file" in source:
+        return gguf_config(GgufFile(Path(source["pretrained_model_name_or_path"], source["gguf_file"])))
+    stated = read_config_file(options.model, options.revision)
+    if SPECULATOR in stated:
+        speculator: PreTrainedConfig = AutoConfig.for_model(stated["model_type"]).from_dict(stated)
+        return speculator
+    config: PreTrainedConfig = AutoConfig.from_pretrained(**source)
+    return _text_config(config, stated) if WRAPPER in stated else config
 
 
 def _why_never_served(config: PreTrainedConfig, options: EngineOptions) -> str | None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specpool.engine.config.devices import use_device
 from specpool.engine.config.options import INT8, EngineOptions, Int8RefusedError
-from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of
 from specpool.engine.models.checkpoint_quantization import method_of
 from specpool.engine.models.config import explain, load_config, resolve_max_model_len
 from specpool.engine.models.draft_parts import (
@@ -23,8 +23,9 @@ from specpool.engine.models.draft_parts import (
     replace_output_head,
 )
 from specpool.engine.models.eagle import build_eagle_head, is_eagle_head
+from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.stored_model import build_stored_model, dequantize_model
-from specpool.engine.models.stored_weights import StoredWeights, stored_weights
+from specpool.engine.models.stored_weights import GgufWeights, StoredWeights, stored_weights
 from specpool.engine.models.tokenizer import load_tokenizer, tokenizer_files
 from specpool.engine.models.vision_language import TEXT_NOTE, WRAPPER
 from specpool.engine.models.weights import check_all_used, check_complete, download_weights, read_with_transformers
@@ -137,7 +138,10 @@ def _load(
     if stored is not None and not keeps_quantized:
         model = dequantize_model(model, device, dtype)
         output_ids = None if output_ids is None else output_ids.to(device)
-    notes = _dequantization_notes(stored, method_of(config), None if keeps_quantized else dtype)
+    method, gguf = method_of(config), gguf_file_of(options.model)
+    if stored is None and gguf is not None and GgufFile(gguf).is_quantized:
+        method = GgufWeights.method
+    notes = _dequantization_notes(stored, method, None if keeps_quantized else dtype)
     if hasattr(config, WRAPPER):
         notes = (TEXT_NOTE, *notes)
     checksums: Mapping[str, bytes] = {}
