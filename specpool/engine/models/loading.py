@@ -35,7 +35,7 @@ from specpool.engine.models.weights import (
     read_with_transformers,
 )
 from specpool.engine.passes.attention import PACKED_ATTENTION
-from specpool.engine.passes.families import MIXTURES, is_fusable, why_not_fusable
+from specpool.engine.passes.families import is_fusable, why_not_fusable
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.sharding.shares import Share
 from specpool.engine.sharding.weights import ShardConfig, checksums_of
@@ -210,8 +210,13 @@ def _can_stay_quantized(
 ) -> bool:
     """Whether a compiled pass may compute with the weights as stored."""
     compiled = options.native and (options.fused or options.tensor_parallel > 1)
-    compiled = compiled and is_fusable(config) and config.model_type not in MIXTURES
-    return compiled and options.weights == "auto" and device.type == "cpu" and dtype == torch.float32
+    return (
+        compiled
+        and is_fusable(config)
+        and options.weights == "auto"
+        and device.type == "cpu"
+        and dtype == torch.float32
+    )
 
 
 def _dequantization_notes(
