@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from specpool.engine.config.architectures import MODELS_PAGE, unsupported, why_layers_not_supported, why_not_supported
 from specpool.engine.config.options import MIN_MODEL_LEN, EngineOptions
@@ -112,6 +112,8 @@ def _read_config(options: EngineOptions, source: Mapping[str, Any]) -> PreTraine
     if SPECULATOR in stated:
         speculator: PreTrainedConfig = AutoConfig.for_model(stated["model_type"]).from_dict(stated)
         return speculator
+    if WRAPPER in stated and stated["model_type"] not in CONFIG_MAPPING:
+        raise UnsupportedModelError(unsupported(stated[WRAPPER], f"a text part of type {stated['model_type']}"))
     config: PreTrainedConfig = AutoConfig.from_pretrained(**source)
     return _text_config(config, stated) if WRAPPER in stated else config
 
@@ -149,6 +151,9 @@ def _invalid_layers(config: PreTrainedConfig) -> str | None:
     experts = next((size for name in EXPERTS if isinstance(size := getattr(config, name, None), int)), 0)
     if experts and isinstance(chosen, int) and not 1 <= chosen <= experts:
         return f"num_experts_per_tok {chosen}; it must be from 1 to its {experts} experts"
+    step = getattr(config, "decoder_sparse_step", None)
+    if experts and isinstance(step, int) and step < 1:
+        return f"decoder_sparse_step {step}; it must be at least 1"
     return _invalid_groups(experts, chosen, getattr(config, "n_group", None), getattr(config, "topk_group", None))
 
 

@@ -28,9 +28,15 @@ from specpool.engine.models.stored_model import build_stored_model, dequantize_m
 from specpool.engine.models.stored_weights import GgufWeights, StoredWeights, stored_weights
 from specpool.engine.models.tokenizer import load_tokenizer, tokenizer_files
 from specpool.engine.models.vision_language import TEXT_NOTE, WRAPPER
-from specpool.engine.models.weights import check_all_used, check_complete, download_weights, read_with_transformers
+from specpool.engine.models.weights import (
+    check_all_used,
+    check_complete,
+    check_routers,
+    download_weights,
+    read_with_transformers,
+)
 from specpool.engine.passes.attention import PACKED_ATTENTION
-from specpool.engine.passes.families import MIXTURES, is_fusable, why_not_fusable
+from specpool.engine.passes.families import is_fusable, why_not_fusable
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.sharding.shares import Share
 from specpool.engine.sharding.weights import ShardConfig, checksums_of
@@ -130,6 +136,7 @@ def _load(
     can_stay_quantized = _can_stay_quantized(options, config, device, dtype)
     stored = stored_weights(options, config, can_stay_quantized)
     model = _load_weights(options, config, stored, shard, device, dtype)
+    check_routers(model)
     files = tokenizer_files(tokenizer, model)
     keeps_quantized = stored is not None and can_stay_quantized
     output_ids, features = replace_output_head(model, Path(options.model) / OUTPUT_HEAD), features_of(config)
@@ -207,8 +214,13 @@ def _can_stay_quantized(
 ) -> bool:
     """Whether a compiled pass may compute with the weights as stored."""
     compiled = options.native and (options.fused or options.tensor_parallel > 1)
-    compiled = compiled and is_fusable(config) and config.model_type not in MIXTURES
-    return compiled and options.weights == "auto" and device.type == "cpu" and dtype == torch.float32
+    return (
+        compiled
+        and is_fusable(config)
+        and options.weights == "auto"
+        and device.type == "cpu"
+        and dtype == torch.float32
+    )
 
 
 def _dequantization_notes(

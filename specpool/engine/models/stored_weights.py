@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,15 @@ from specpool.engine.models.gguf_tensors import LazyWeight, TensorNames
 from specpool.engine.models.packed_weights import PackedWeight, packed_weights
 from specpool.engine.models.weight_files import check_layers, safetensors_files, stored_sizes
 from specpool.engine.passes.families import MIXTURES, is_fusable
-from specpool.engine.weights.quantized import Quantized, Weight
+from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Their weights stay quantized, except experts.
 GGUF_ARCHITECTURES = {"llama", "qwen2", "qwen3"}
+# Projections whose rows a parameter for all experts holds, expert by expert.
+EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+# Parts of names in Mixtral checkpoints, and their replacements in transformers.
+MIXTRAL = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
 
 
 class StoredWeights(ABC):
@@ -109,9 +114,19 @@ class IntegerWeights(StoredWeights):
         """`weights`: see `packed_weights`."""
         super().__init__(())  # unused weights are accepted, as in transformers
         self.method, self.dequantized = str(method_of(config)), Counter()
-        self._options, self._weights = options, weights
+        self._options = options
+        self._weights = {_expert_name(name): weight for name, weight in weights.items()}
+
+    def has_parameters_of(self, config: PreTrainedConfig) -> bool:
+        """Whether names are those of transformers, as far as `find` can tell without reading."""
+        has_experts = any(".mlp.experts.0.gate_proj." in name for name in self._weights)
+        return EMBEDDING in self._weights and (has_experts or config.model_type not in MIXTURES)
 
     def find(self, name: str) -> Weight | None:
+        """Return a weight. One for all experts has two dimensions: the rows of each expert in turn."""
+        module, _, projection = name.rpartition(".")
+        if module.endswith(".experts"):
+            return self._find_experts(module, EXPERTS[projection])
         found = self._weights.get(name)
         if not isinstance(found, PackedWeight):
             return None if found is None else found[...]
@@ -119,6 +134,19 @@ class IntegerWeights(StoredWeights):
         if not isinstance(weight, Quantized):
             self.dequantized[self.method] += 1
         return weight
+
+    def _find_experts(self, module: str, projections: Sequence[str]) -> Weight | None:
+        experts = (self.find(f"{module}.{index}.{name}.weight") for index in count() for name in projections)
+        parts = list(takewhile(lambda part: part is not None, experts))
+        shapes = {tuple(part.shape) for part in parts if part is not None}
+        if len(shapes) > 1 or len(parts) % len(projections):
+            raise ValueError(f"{module} differ in shape or in their weights")
+        quantized = [part for part in parts if isinstance(part, Quantized)]
+        if parts and len(quantized) == len(parts) and len({part.qtype.name for part in quantized}) == 1:
+            return Quantized(quantized[0].qtype, torch.cat([part.data for part in quantized]))
+        if quantized:
+            self.dequantized[self.method] += len(quantized)
+        return torch.cat([as_tensor(part).float() for part in parts if part is not None]) if parts else None
 
     def generation_config(self) -> GenerationConfig | None:
         return read_generation_config(self._options)
@@ -154,5 +182,14 @@ def stored_weights(
     packed = format_of(config)
     if keeps_quantized and packed is not None and packed.integers:
         weights = packed_weights(safetensors_files(options), packed)
-        return IntegerWeights(options, config, weights) if EMBEDDING in weights else None
+        integers = IntegerWeights(options, config, weights)
+        if integers.has_parameters_of(config):
+            return integers
+        return None
     return DraftWeights(Path(options.model) / "model.safetensors") if method_of(config) == DRAFT_METHOD else None
+
+
+def _expert_name(name: str) -> str:
+    for old, new in MIXTRAL.items():
+        name = name.replace(old, new)
+    return name

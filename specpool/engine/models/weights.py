@@ -216,6 +216,13 @@ def check_complete(report: dict[str, Any]) -> None:
         )
 
 
+def check_routers(model: PreTrainedModel) -> None:
+    """Refuse corrections that rank experts by NaN: the logits would not show it. UnsupportedModelError."""
+    for name, numbers in model.state_dict().items():
+        if name.endswith("e_score_correction_bias") and not numbers.isfinite().all():
+            raise UnsupportedModelError(f"{name} has NaN or infinite numbers")
+
+
 def check_all_used(report: dict[str, Any]) -> None:
     """Refuse a stored checkpoint with weights that the model does not use, because it belongs to another model."""
     unused = report["unexpected_keys"]
