@@ -18,7 +18,7 @@ from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.model_files import read_config_file
 from specpool.engine.models.vision_language import WRAPPER, text_part
 from specpool.engine.passes.dry_run import unsupported_attention
-from specpool.engine.passes.families import WINDOWED, why_not_shardable, window_of
+from specpool.engine.passes.families import MIXTURES, WINDOWED, why_not_shardable, window_of
 
 UNSTATED_MAX_MODEL_LEN = 4096
 """Maximum positions of a model that states none. No default is shorter, except the model's own limit."""
@@ -148,7 +148,12 @@ def _invalid_layers(config: PreTrainedConfig) -> str | None:
     window, chosen = window_of(config), getattr(config, "num_experts_per_tok", None)
     if window is not None and window < 1:
         return f"sliding_window {window}; it must be at least 1"
+    types: object = getattr(config, "layer_types", None)
+    if window is None and config.model_type in WINDOWED and "sliding_attention" in (types or ()):
+        return "sliding_attention layers, but no sliding_window"
     experts = next((size for name in EXPERTS if isinstance(size := getattr(config, name, None), int)), 0)
+    if experts == 0 and config.model_type in MIXTURES:
+        return "0 experts; it must have at least 1"
     if experts and isinstance(chosen, int) and not 1 <= chosen <= experts:
         return f"num_experts_per_tok {chosen}; it must be from 1 to its {experts} experts"
     step = getattr(config, "decoder_sparse_step", None)
@@ -161,6 +166,8 @@ def _invalid_groups(experts: int, chosen: object, groups: object, top_groups: ob
     """Return the groups of experts that no router can choose from; None if the groups are possible."""
     if not (experts and isinstance(chosen, int) and isinstance(groups, int) and isinstance(top_groups, int)):
         return None
+    if groups > 1 and experts < 2 * groups:
+        return f"n_group {groups}; it must be 1 or at most half of its {experts} experts"
     if groups < 1 or experts % groups or not 1 <= top_groups <= groups:
         return f"n_group {groups} and topk_group {top_groups}, which do not divide its {experts} experts"
     if chosen > (available := top_groups * experts // groups):

@@ -106,6 +106,8 @@ def _check_activations(options: EngineOptions, config: PreTrainedConfig, device:
         raise Int8RefusedError(f"a CPU, but the device is {device}")
     if (reason := why_not_fusable(config)) is not None:
         raise Int8RefusedError(f"the compiled pass, which cannot run this model: {reason}")
+    if config.model_type in MIXTURES:
+        raise Int8RefusedError("quantized weights, but those of mixtures of experts are dequantized")
 
 
 def _check_feature_draft(options: EngineOptions, config: PreTrainedConfig) -> None:
