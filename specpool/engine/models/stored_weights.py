@@ -7,6 +7,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
