@@ -36,7 +36,7 @@ from specpool.engine.models.weights import (
     read_with_transformers,
 )
 from specpool.engine.passes.attention import PACKED_ATTENTION
-from specpool.engine.passes.families import is_fusable, why_not_fusable
+from specpool.engine.passes.families import MIXTURES, is_fusable, why_not_fusable
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.sharding.shares import Share
 from specpool.engine.sharding.weights import ShardConfig, checksums_of
@@ -106,8 +106,8 @@ def _check_activations(options: EngineOptions, config: PreTrainedConfig, device:
         raise Int8RefusedError(f"a CPU, but the device is {device}")
     if (reason := why_not_fusable(config)) is not None:
         raise Int8RefusedError(f"the compiled pass, which cannot run this model: {reason}")
-    if config.model_type in MIXTURES:
-        raise Int8RefusedError("quantized weights, but those of mixtures of experts are dequantized")
+    if config.model_type in MIXTURES and gguf_file_of(options.model) is not None:
+        raise Int8RefusedError("quantized weights, but those of experts in GGUF files are dequantized")
 
 
 def _check_feature_draft(options: EngineOptions, config: PreTrainedConfig) -> None:
