@@ -1,6 +1,6 @@
 """Loads a model's configuration and refuses unsupported models."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,7 @@ def _invalid_layers(config: PreTrainedConfig) -> str | None:
     window, chosen = window_of(config), getattr(config, "num_experts_per_tok", None)
     if window is not None and window < 1:
         return f"sliding_window {window}; it must be at least 1"
-    types: Sequence[str] = getattr(config, "layer_types", None) or ()
+    types: list[str] = getattr(config, "layer_types", None) or []
     if window is None and config.model_type in WINDOWED and "sliding_attention" in types:
         return "sliding_attention layers, but no sliding_window"
     experts = next((size for name in EXPERTS if isinstance(size := getattr(config, name, None), int)), 0)

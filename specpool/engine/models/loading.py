@@ -106,8 +106,8 @@ def _check_activations(options: EngineOptions, config: PreTrainedConfig, device:
         raise Int8RefusedError(f"a CPU, but the device is {device}")
     if (reason := why_not_fusable(config)) is not None:
         raise Int8RefusedError(f"the compiled pass, which cannot run this model: {reason}")
-    if config.model_type in MIXTURES and gguf_file_of(options.model) is not None:
-        raise Int8RefusedError("quantized weights, but those of experts in GGUF files are dequantized")
+    if config.model_type in MIXTURES:
+        raise Int8RefusedError("a dense model, because experts keep float32 activations")
 
 
 def _check_feature_draft(options: EngineOptions, config: PreTrainedConfig) -> None:

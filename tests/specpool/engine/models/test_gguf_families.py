@@ -3,7 +3,6 @@
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import gguf
 import pytest
@@ -23,7 +22,6 @@ from tiny_models import (
 
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.models import loading
 from specpool.engine.models.config import load_config
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.weights import gguf_weights
@@ -100,14 +98,6 @@ def test_files_with_a_tensor_per_expert_are_read(tmp_path: Path) -> None:
     apart = convert(saved, tmp_path / "apart.gguf", apart=True)
     assert "blk.0.ffn_gate.3.weight" in GgufFile(apart).tensors
     assert torch.equal(logits(apart), logits(saved))
-
-
-def test_int8_activations_of_experts_are_refused_before_weights_are_read(tmp_path: Path) -> None:
-    file = convert(save(tmp_path, "llama with experts"), tmp_path / "model.gguf")
-    with mock.patch.object(loading, "stored_weights") as read:
-        message = refusal(file, device="cpu", activations="int8")
-    read.assert_not_called()
-    assert message.startswith("activations: int8 needs quantized weights, but those of experts in GGUF files are")
 
 
 @pytest.mark.slow
