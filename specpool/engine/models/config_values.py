@@ -16,7 +16,6 @@ LIMITS: Mapping[str, int] = MappingProxyType(
         **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "head_dim"), MAX_HEADS),
         **dict.fromkeys(("hidden_size", "n_embd", "d_model"), MAX_HIDDEN),
         **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "vocab_size"), MAX_ROWS),
-        "decoder_sparse_step": MAX_LAYERS,
         **dict.fromkeys(("max_position_embeddings", "n_positions"), MAX_POSITIONS),
     }
 )

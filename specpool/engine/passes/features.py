@@ -29,7 +29,7 @@ class StateNorm(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         parts = states.unflatten(-1, self.weight.shape)
-        return (rms_norm(parts, parts.shape[-1:], eps=self.eps) * self.weight).flatten(-2)
+        return (rms_norm(parts, parts.shape[-1:], eps=self.eps) * self.weight).flatten(-2).to(states.dtype)
 
 
 class FeatureEmbedding(nn.Module):

@@ -134,7 +134,10 @@ class JoiningLayer(FusedLayer):
 
     def __init__(self, layer: Any, index: int, config: Any, order: torch.Tensor, group: SingleRank) -> None:
         super().__init__(layer, index, config, order, group)
-        self.norms = StateNorm(torch.stack([layer.hidden_norm.weight, layer.input_layernorm.weight]), self.eps)
+        norms: Any = [
+            norm_weight(layer, name, config.model_type in GEMMA) for name in ("hidden_norm", "input_layernorm")
+        ]
+        self.norms = StateNorm(torch.stack(norms), self.eps)
         self.norms_residual: bool = layer.norms_residual
 
     def _inputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

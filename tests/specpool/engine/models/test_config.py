@@ -94,7 +94,6 @@ def test_unsupported_models_are_refused_before_weights_are_read(
         ("attn_logit_softcapping", 0.0),
         ("query_pre_attn_scalar", -4),
         ("moe_intermediate_size", -3),
-        ("decoder_sparse_step", 0),
         ("num_local_experts", -1),
     ],
 )

@@ -127,6 +127,20 @@ def test_a_head_without_embeddings_takes_those_of_its_target(tmp_path: Path, lla
     torch.testing.assert_close(rows, reference(tokens, reference.states(given))[0], atol=1e-4, rtol=1e-4)
 
 
+def test_norms_of_gemma_heads_multiply_by_one_more(tmp_path: Path, llama: Path) -> None:
+    logits = []
+    for family in ("gemma", "llama"):
+        head = save_eagle_head(tmp_path / family, 3, model_type=family, hidden_act="gelu_pytorch_tanh")
+        tensors = load_file(head / "model.safetensors")
+        if family == "llama":
+            save_tensors(head, {name: each + 1 if "norm" in name else each for name, each in tensors.items()})
+        engine = load_engine(head, exact=False, target_model=str(llama))
+        engine.forward_pass.embedding_scale = HIDDEN**0.5
+        states = random_states(5, 3 * HIDDEN, 0.4)
+        logits.append(engine.forward([Span(0, 0, random_tokens(5), 5, states=states)]))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("version", [1, 3])
 def test_a_head_may_have_its_own_outputs_or_those_of_its_target(tmp_path: Path, llama: Path, version: int) -> None:
     head, other = save_eagle_head(tmp_path / "head", version), save_eagle_head(tmp_path / "other", version)

@@ -140,13 +140,18 @@ def test_panels_of_mixed_types_are_refused(tmp_path: Path) -> None:
         assert [text for text in engine.notes if "activations" in text] == notes
 
 
-def test_models_without_a_compiled_pass_are_refused_before_weights_are_read(tmp_path: Path) -> None:
-    folder = save_model(tmp_path, small_config("gpt2"))
+@pytest.mark.parametrize(
+    ("architecture", "needed"),
+    [
+        ("gpt2", "the compiled pass, which cannot run this model: gpt2 is not one of"),
+        ("mixtral", "a dense model, because experts keep float32 activations; set activations to"),
+    ],
+)
+def test_unsuitable_models_are_refused_before_weights_are_read(tmp_path: Path, architecture: str, needed: str) -> None:
+    folder = save_model(tmp_path, small_config(architecture))
     (folder / "model.safetensors").unlink()
     reason = refusal(folder, device="cpu", activations="int8")
-    assert reason.startswith(
-        "activations: int8 needs the compiled pass, which cannot run this model: gpt2 is not one of"
-    )
+    assert reason.startswith(f"activations: int8 needs {needed}")
 
 
 def test_int8_activations_on_a_gpu_are_refused(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
