@@ -12,7 +12,7 @@ from specpool.engine.models.loading import LoadedModel
 from specpool.engine.passes.families import longest_window
 from specpool.engine.sharding.shares import head_dim_of
 from specpool.engine.weights.checksums import checksum
-from specpool.engine.weights.quantized import Quantized, QuantizedEmbedding, QuantizedLinear, Weight, map_on_threads
+from specpool.engine.weights.quantized import Quantized, QuantizedLinear, Weight, map_on_threads
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,9 @@ def named_weights(model: PreTrainedModel) -> dict[str, Weight]:
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
             (weights[f"{name}.weight"],) = module.parts
-        elif isinstance(module, QuantizedEmbedding):
-            weights[f"{name}.weight"] = module.weight
+        else:  # embeddings and experts
+            quantized = ((key, value) for key, value in vars(module).items() if isinstance(value, Quantized))
+            weights.update({f"{name}.{key}": value for key, value in quantized})
     return weights
 
 

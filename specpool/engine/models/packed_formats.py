@@ -68,7 +68,7 @@ class PackedFormat:
 
 
 def _require(field: str, value: object, supported: tuple[object, ...]) -> None:
-    if value not in supported:
+    if value not in supported or isinstance(value, float):  # 4.0 == 4, but it is no bit width
         raise ValueError(f"{field} {value!r}")
 
 
@@ -194,8 +194,7 @@ def _decode_compressed(parts: Parts, block: Block) -> Numbers:
     packed = parts[".weight_packed"]
     if packed.dtype == torch.uint8:
         return Numbers(_unpack_fp4(packed), scale.float() / parts[".weight_global_scale"].float(), None, block)
-    rows, columns = parts[".weight_shape"].tolist()
-    bits = 4 if packed.shape[1] == ceil(columns / 8) else 8
+    rows, columns, bits = _packed_sizes(parts[".weight_shape"].flatten().tolist(), list(packed.shape))
     codes = _unpack(packed, bits, 1)[:, :columns]
     if zeros is None:
         zeros = torch.full((1, 1), 2 ** (bits - 1))
@@ -213,6 +212,14 @@ def _decode_mxfp4(parts: Parts) -> torch.Tensor:
     numbers = _unpack_fp4(parts["_blocks"])  # [experts, outputs, blocks, 32]
     exponents = parts["_scales"].to(torch.int32) - 127
     return torch.ldexp(numbers, exponents[..., None]).flatten(2).transpose(1, 2)
+
+
+def _packed_sizes(shape: list[Any], words: list[int]) -> tuple[int, int, int]:
+    """Return the rows, columns and bit width of a weight of this shape, packed into 32-bit words of that shape."""
+    for bits in (4, 8):
+        if len(shape) == 2 and words == [shape[0], ceil(shape[1] * bits / 32)]:
+            return shape[0], shape[1], bits
+    raise ValueError(f"weight_shape {shape} does not match weight_packed of shape {words}")
 
 
 def _unpack(words: torch.Tensor, bits: int, dimension: int) -> torch.Tensor:

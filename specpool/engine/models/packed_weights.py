@@ -46,7 +46,13 @@ class PackedWeight:
             return numbers.dequantized().contiguous() if quantized is None else quantized
 
     def _decode(self) -> Numbers | torch.Tensor:
-        return self._packed.decode(Parts({ending: part[...] for ending, part in self._parts.items()}))
+        parts = Parts({ending: part[...] for ending, part in self._parts.items()})
+        for ending, part in parts.items():
+            if not part.numel():
+                raise ValueError(f"{ending} is empty")
+            if "scale" in ending:
+                _check_scales(ending, part, may_be_negative=self._packed.integers)
+        return self._packed.decode(parts)
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -54,6 +60,17 @@ class PackedWeight:
             yield
         except (ValueError, RuntimeError, IndexError) as error:  # RuntimeError: mismatched shapes
             raise UnsupportedModelError(f"{self._name}: {error}") from error
+
+
+def _check_scales(ending: str, scales: torch.Tensor, may_be_negative: bool) -> None:
+    """Refuse scales that no quantizer writes. Some write 0 for blocks of zeros, or negative scales of integers."""
+    numbers = (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
+    if not numbers.isfinite().all():
+        raise ValueError(f"{ending} has NaN or infinite scales")
+    if not numbers.any():
+        raise ValueError(f"{ending} is zero")
+    if not may_be_negative and bool((numbers < 0).any()):
+        raise ValueError(f"{ending} has negative scales")
 
 
 def packed_weights(files: Sequence[Path], packed: PackedFormat) -> dict[str, Any]:

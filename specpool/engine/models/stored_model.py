@@ -13,6 +13,7 @@ from specpool.engine.sharding.weights import ShardConfig, adapt
 from specpool.engine.weights.quantized import (
     Quantized,
     QuantizedEmbedding,
+    QuantizedExperts,
     QuantizedLinear,
     Weight,
     as_tensor,
@@ -34,20 +35,23 @@ def build_stored_model(
     transformers. Raises UnsupportedModelError or ValueError.
     """
     with init_empty_weights(include_buffers=False):  # buffers are computed, not stored
-        model: Any = AutoModelForCausalLM.from_config(config, **arguments)
+        # Other implementations of experts read their weights as one tensor.
+        model: Any = AutoModelForCausalLM.from_config(config, experts_implementation="eager", **arguments)
     model.tie_weights()  # init_empty_weights has untied them
     model.generation_config = stored.generation_config() or model.generation_config
     report: dict[str, Any] = {"missing_keys": [], "mismatched_keys": []}
-    for name, expected in list(model.named_parameters()):
+    stored_names = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored_names]
+    for name, expected in [*model.named_parameters(), *buffers]:
         weight = stored.find(name)
         if weight is None:
             report["missing_keys"].append(name)
-        elif tuple(weight.shape) != tuple(expected.shape):
+        elif weight.shape not in (expected.shape, expected.flatten(0, max(0, expected.dim() - 2)).shape):
             report["mismatched_keys"].append((name, tuple(weight.shape), tuple(expected.shape)))
         else:
             _place(model, name, weight if shard is None else shard.cut(name, weight, dtype))
+    check_tied_head(stored, config)
     if config.tie_word_embeddings:
-        _check_tied_head(stored)
         _place(model, HEAD, model.get_input_embeddings().weight)
     if shard is not None:
         adapt(model, shard.share)
@@ -75,7 +79,10 @@ def dequantize_model(model: Any, device: torch.device, dtype: torch.dtype) -> Pr
     return dense
 
 
-def _check_tied_head(stored: StoredWeights) -> None:
+def check_tied_head(stored: StoredWeights, config: PreTrainedConfig) -> None:
+    """Raise UnsupportedModelError if a tied output head differs from the embeddings in the file."""
+    if not config.tie_word_embeddings:
+        return
     head, embedding = stored.find(HEAD), stored.find(EMBEDDING)
     if head is None or embedding is None:
         return
@@ -94,5 +101,11 @@ def _place(model: nn.Module, name: str, weight: Weight) -> None:
         model.set_submodule(path, QuantizedLinear([weight]))
     elif isinstance(weight, Quantized) and type(module) is nn.Embedding:  # subclasses do more than look up rows
         model.set_submodule(path, QuantizedEmbedding(weight))
+    elif isinstance(weight, Quantized) and path.endswith(".experts"):
+        count = len(getattr(module, attribute))
+        delattr(module, attribute)
+        setattr(module, attribute, QuantizedExperts(weight.qtype, weight.data, count))
     else:
-        setattr(module, attribute, nn.Parameter(as_tensor(weight).detach().float(), requires_grad=False))
+        numbers = as_tensor(weight).detach().float()
+        numbers = numbers.view(getattr(module, attribute).shape) if path.endswith(".experts") else numbers
+        setattr(module, attribute, nn.Parameter(numbers, requires_grad=False))

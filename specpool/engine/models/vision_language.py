@@ -1,8 +1,11 @@
 """Extracts the text part of vision-language checkpoints: its configuration and weight names. Imports no torch."""
 
+import reprlib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+
+from specpool.engine.config.sources import UnsupportedModelError
 
 WRAPPER = "specpool_wrapper"
 """Configuration key of a text part that holds the model type of the whole checkpoint."""
@@ -25,14 +28,14 @@ _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config"
 def text_part(config: dict[str, Any], text: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the text part of a vision-language configuration. Other configurations are returned unchanged.
 
-    `text`: the text part with transformers' defaults; None: the text part as stated in `config`.
+    `text`: the text part with transformers' defaults; None: the text part as stated in `config`. Raises
+    UnsupportedModelError if `config` states none.
     """
     wrapper = config.get("model_type")
     if not isinstance(wrapper, str) or wrapper not in TEXT_TYPES:
         return config
-    stated = config.get("text_config")
-    if text is None:  # older checkpoints have no `text_config`
-        text = stated if isinstance(stated, dict) else {key: config[key] for key in config if key != "vision_config"}
+    if text is None:
+        text = _stated_text(config, wrapper)
     kind = text.get("model_type", wrapper)
     # For text, all mrope sections have equal positions, which is a plain rotary embedding.
     ropes = {key: _plain_rope(text[key]) for key in ("rope_parameters", "rope_scaling") if text.get(key)}
@@ -43,9 +46,21 @@ def text_part(config: dict[str, Any], text: Mapping[str, Any] | None = None) -> 
         **shared,
         # transformers ties the head unless the files contain a separate one.
         "tie_word_embeddings": config.get("tie_word_embeddings", True),
-        "model_type": TEXT_TYPES[wrapper] if not isinstance(kind, str) or kind.startswith(wrapper) else kind,
+        "model_type": TEXT_TYPES[wrapper] if kind.startswith(wrapper) else kind,
         WRAPPER: wrapper,
     }
+
+
+def _stated_text(config: dict[str, Any], wrapper: str) -> dict[str, Any]:
+    stated = config.get("text_config")
+    if stated is None and wrapper.startswith("qwen2"):  # older checkpoints state the text part beside the vision part
+        return {key: config[key] for key in config if key != "vision_config"}
+    if not isinstance(stated, dict):
+        raise UnsupportedModelError(f"text_config of this {wrapper} model is {reprlib.repr(stated)}, not an object")
+    kind = stated.get("model_type", wrapper)
+    if not isinstance(kind, str):
+        raise UnsupportedModelError(f"text_config.model_type of this {wrapper} model is {reprlib.repr(kind)}")
+    return stated
 
 
 def text_name(name: str) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from specpool.engine.numerics.tiles import Tiles
+from specpool.engine.weights.quantized import QuantizedExperts, QuantizedLinear
 
 Activate = Callable[[torch.Tensor], torch.Tensor]
 
@@ -90,7 +91,11 @@ def _is_replaceable(module: Any) -> bool:
 
 def _take_linears(source: Any, name: str) -> nn.ModuleList:
     """Move a parameter [experts, outputs, inputs] (or transposed) out of a module, as one linear layer per expert."""
-    weights = getattr(source, name).detach()
+    weights = getattr(source, name)
+    if isinstance(weights, QuantizedExperts):
+        delattr(source, name)
+        return nn.ModuleList(QuantizedLinear([weights.of_expert(index)]) for index in range(weights.count))
+    weights = weights.detach()
     biases = getattr(source, f"{name}_bias").detach() if source.has_bias else None
     for taken in (name, f"{name}_bias") if source.has_bias else (name,):
         delattr(source, taken)

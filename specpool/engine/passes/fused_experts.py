@@ -53,7 +53,9 @@ class FusedExperts(nn.Module):
 
     def dequantize(self) -> None:
         """Dequantize all weights."""
-        self.router = dequantized_linear(self.router)
+        for linears in (self.gate_ups, self.downs):
+            for index, layer in enumerate(linears):
+                linears[index] = dequantized_linear(layer)
         if self.shared is not None:
             self.shared.dequantize()
 

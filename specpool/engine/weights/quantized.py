@@ -93,6 +93,21 @@ class Quantized:
         return weights
 
 
+@dataclass(frozen=True, eq=False)
+class QuantizedExperts(Quantized):
+    """The quantized weights of all experts of a layer: the rows of each expert in turn."""
+
+    count: int  # experts
+
+    def of_expert(self, index: int) -> Quantized:
+        rows = len(self.data) // self.count
+        return self.rows(slice(index * rows, (index + 1) * rows))
+
+    def __getitem__(self, index: torch.Tensor) -> torch.Tensor:
+        """Dequantize the weight of one expert, for modules of transformers."""
+        return self.of_expert(int(index)).dequantized()
+
+
 Weight = Quantized | torch.Tensor
 
 

@@ -295,6 +295,9 @@ def compile_pass(fused: FusedModel, pass_class: type[NativeModel], activations: 
     layer: Any = fused.layers[0]
     panels = panels_of(fused)
     notes: list[str] = []
+    if routing_of(fused).experts:
+        _refuse_int8(activations, "computes experts with float32 activations")
+        activations = "float32"
     resolved = resolve_activations(activations, gemm_kinds(panels), fused.group, notes.append)
     kinds = frozenset({FLOAT32, *panels.kinds})
     groups = layer.heads // layer.kv_heads

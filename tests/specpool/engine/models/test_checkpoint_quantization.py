@@ -29,6 +29,7 @@ def format_with(name: str, **fields: Any) -> dict[str, Any]:
         (format_with("awq", bits=3), "awq with bits 3"),
         (format_with("awq", group_size=0), "awq with group_size 0"),
         (format_with("gptq", bits=3), "gptq with bits 3"),
+        (format_with("gptq", bits=4.0), "gptq with bits 4.0"),
         (format_with("gptq", checkpoint_format="marlin"), "gptq with checkpoint_format 'marlin'"),
         (format_with("gptq", group_size="128"), "gptq with group_size '128'"),
         (format_with("gptq", dynamic={"+:.*up_proj": {"bits": 8}}), "gptq with dynamic {"),

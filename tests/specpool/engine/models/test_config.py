@@ -53,7 +53,16 @@ def save_config(folder: Path, config: PreTrainedConfig, **changes: Any) -> Path:
         ("mistral", "MistralForCausalLM", {"sliding_window": -1}, "sliding_window -1; it must be at least 1"),
         ("mixtral", "MixtralForCausalLM", {"num_experts_per_tok": 9}, "num_experts_per_tok 9; it must be from 1 to"),
         ("glm4_moe", "Glm4MoeForCausalLM", {"n_group": 5}, "n_group 5 and topk_group 1, which do not divide its 128"),
+        (
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            {"decoder_sparse_step": 0},
+            "decoder_sparse_step 0; it must be at least 1",
+        ),
         ("glm4_moe", "Glm4MoeForCausalLM", {"n_group": 64}, "its best groups have only 2 experts"),
+        ("glm4_moe", "Glm4MoeForCausalLM", {"n_group": 128}, "n_group 128; it must be 1 or at most half of its 128"),
+        ("gpt_oss", "GptOssForCausalLM", {"num_local_experts": 0}, "0 experts; it must have at least 1"),
+        ("gemma2", "Gemma2ForCausalLM", {"sliding_window": None}, "sliding_attention layers, but no sliding_window"),
         ("bloom", "BloomForCausalLM", {}, "position biases (ALiBi)"),
         ("diffllama", "DiffLlamaForCausalLM", {}, "differential attention"),
         ("doge", "DogeForCausalLM", {}, "custom attention masks"),
@@ -81,6 +90,12 @@ def test_unsupported_models_are_refused_before_weights_are_read(
         ("layer_types", ["linear_attention", "full_attention", "full_attention"]),
         ("sliding_window", "x"),
         ("rope_parameters", [1]),
+        ("rope_parameters", {"sliding_attention": {"rope_theta": 0}}),
+        ("attn_logit_softcapping", 0.0),
+        ("query_pre_attn_scalar", -4),
+        ("moe_intermediate_size", -3),
+        ("decoder_sparse_step", 0),
+        ("num_local_experts", -1),
     ],
 )
 def test_invalid_values_are_refused(tmp_path: Path, key: str, value: object) -> None:
@@ -150,7 +165,7 @@ def test_missing_files_are_refused_by_path(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"weights")
     assert refusal(tmp_path / "model.bin").endswith("model.bin is neither a model folder nor a .gguf file")
     (tmp_path / "some.gguf").write_bytes(b"GGUF")
-    assert refusal(tmp_path).endswith("it has no config.json; name its GGUF file as the model")
+    assert refusal(tmp_path) == f"{tmp_path / 'some.gguf'} is not a complete GGUF file: it ends within its header"
 
 
 @pytest.mark.parametrize("model", ["nobody-at-all/no-such-model", "no-such-model", "not a hub id!", "a/b/c/d"])

@@ -1,5 +1,6 @@
 """Weights of quantized checkpoints are dequantized when read, bit for bit."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from packed_checkpoints import FORMATS, INTEGERS, PackedFormat, mxfp4, save_packed
 from safetensors.torch import save_file
-from tiny_models import edit_json, edited_weights, load_engine, random_tokens, refusal, small_config
+from tiny_models import edit_json, edited_weights, load_engine, random_tokens, refusal, save_model, small_config
 from transformers import AutoModelForCausalLM
 from vision_language import save_vision_language
 
@@ -127,6 +128,38 @@ def test_weights_that_contradict_the_configuration_are_refused(tmp_path: Path) -
     assert "mlp.up_proj.weight has .weight_packed, but is stored as F32" in refusal(quantized)
     (quantized / "model.safetensors").unlink()
     assert "it has no model.safetensors" in refusal(quantized)
+
+
+SHAPE = r"weight_shape \[.*\] does not match weight_packed of shape \[96, 8\]"
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "numbers", "reason"),
+    [
+        ("w4a16", ".weight_shape", torch.tensor(64), SHAPE),
+        ("w4a16", ".weight_shape", torch.tensor([1, 96, 64]), SHAPE),
+        ("w4a16", ".weight_packed", torch.zeros(0, 8, dtype=torch.int32), "weight_packed is empty"),
+        ("awq", ".scales", torch.full((4, 96), torch.nan), "scales has NaN or infinite scales"),
+        ("int8", ".weight_scale", torch.zeros(96, 1), "weight_scale is zero"),
+        ("fp8-channel", ".weight_scale", -torch.ones(96, 1), "weight_scale has negative scales"),
+        ("nvfp4", ".weight_global_scale", torch.tensor([torch.inf]), "weight_global_scale has NaN or infinite scales"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_impossible_parts_are_refused(tmp_path: Path, name: str, part: str, numbers: torch.Tensor, reason: str) -> None:
+    quantized, _ = save_packed(tmp_path, "llama", FORMATS[name])
+    with edited_weights(quantized) as weights:
+        weights[f"model.layers.0.mlp.up_proj{part}"] = numbers
+    assert re.search(f"layers.0.mlp.up_proj.weight: .*{reason}", refusal(quantized))
+
+
+def test_corrections_of_routers_must_be_finite(tmp_path: Path) -> None:
+    sizes = {"moe_intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    folder = save_model(tmp_path, small_config("glm4_moe", **sizes))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    with edited_weights(folder) as weights:
+        weights[name][0] = torch.nan
+    assert f"{name} has NaN or infinite numbers" in refusal(folder)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("qwen2_5_vl", "awq"), ("mistral3", "fp8-channel")])

@@ -127,6 +127,12 @@ def test_unusable_text_parts_are_refused(tmp_path: Path) -> None:
     assert "lack 1 of the model's weights: model.norm.weight" in refusal(tmp_path)
     edit_json(tmp_path, text_config={"hidden_size": "x"})
     assert "hidden_size is 'x'" in refusal(tmp_path)
+    edit_json(tmp_path, text_config=None)
+    assert "text_config of this qwen3_vl model is None, not an object" in refusal(tmp_path)
+    edit_json(tmp_path, text_config={"model_type": ["qwen3"]})
+    assert "text_config.model_type of this qwen3_vl model is ['qwen3']" in refusal(tmp_path)
+    edit_json(tmp_path, model_type="mistral3", text_config={"model_type": "unheard"})
+    assert "this mistral3 model is not supported, because it has a text part of type unheard" in refusal(tmp_path)
 
 
 def test_templates_of_image_processors_are_read(tmp_path: Path) -> None:
