@@ -55,6 +55,8 @@ SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # numbers of rows (8, 24, 40, 64, 320, 2048) need every tile of the GEMMs.
 PASSES = ([1] * 8, [3] * 8, [5] * 8, [1] * 64, [5] * 64, [2048])
 CONTEXTS = (128, 4096)
+# Longer than any window: others are compiled as full attention.
+MAX_LENGTH = 8192
 
 _LLAMA = {
     "model_type": "llama", "vocab_size": 32_000, "hidden_act": "silu", "max_position_embeddings": 32_768,
@@ -216,7 +218,7 @@ def model_of(
     """A pass of this shape, or of its last rank, on the meta device. Heads are not sharded."""
     sizes = {**shape, "num_hidden_layers": layers}
     if FEATURES in shape:
-        return GpuModel(FusedModel(random_head(sizes, "meta", dtype)), 64)
+        return GpuModel(FusedModel(random_head(sizes, "meta", dtype)), MAX_LENGTH)
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
@@ -231,7 +233,7 @@ def model_of(
                 )
         adapt(model, share)
         group = FakeGroup(share)
-    return GpuModel(FusedModel(model, group), 64)
+    return GpuModel(FusedModel(model, group), MAX_LENGTH)
 
 
 @torch.inference_mode()

@@ -80,7 +80,10 @@ def test_the_kernels_of_eagle_heads_compile() -> None:
 
 @pytest.mark.slow
 def test_the_kernels_of_windows_and_soft_caps_compile() -> None:
-    assert_good(compile_kernels(["90"], ["bfloat16"], ["gemma2-9b"], "--quick"))
+    rows = compile_kernels(["90"], ["bfloat16"], ["gemma2-9b"], "--quick")
+    assert_good(rows)
+    variants = [kernel["variants"] for kernel in rows[0]["kernels"] if kernel["kernel"] == "attend"]
+    assert variants == [2]  # with a window, and without
 
 
 @pytest.mark.slow
