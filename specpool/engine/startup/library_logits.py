@@ -88,7 +88,10 @@ def refuse_other_logits(engine: Engine, expected: Mapping[int, torch.Tensor] | N
                 f"layers {bypassing} of this {kind} model have another kind of attention or none"
             )
         if expected is not None:
-            _compare(kind, count, logits, expected[count])
+            differences, largest = (logits - expected[count]).abs().amax(-1), expected[count].abs().max().item()
+            # Rounding may change the experts that a row chooses, so of mixtures, only half of the rows must agree.
+            is_mixture = getattr(engine.loaded.config, "num_experts_per_tok", None) is not None
+            _compare(kind, count, (differences.median() if is_mixture else differences.max()).item(), largest)
 
 
 def _logits(engine: Engine, count: int) -> torch.Tensor:
@@ -98,10 +101,8 @@ def _logits(engine: Engine, count: int) -> torch.Tensor:
     return engine.forward([Span(slot=0, start=first, token_ids=tokens[first:], num_logits=COMPARED)])
 
 
-def _compare(kind: str, count: int, logits: torch.Tensor, expected: torch.Tensor) -> None:
+def _compare(kind: str, count: int, difference: float, largest: float) -> None:
     # Rounding errors are far below this threshold in every dtype. A wrong mask, scale or head order is far above it.
-    # The lower median of all rows: rounding may change the experts that a row chooses.
-    difference, largest = (logits - expected).abs().amax(-1).median().item(), expected.abs().max().item()
     if not difference <= 0.1 * largest:
         raise UnsupportedModelError(
             f"packed batches do not give this {kind} model's own logits: "
