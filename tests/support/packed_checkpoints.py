@@ -195,7 +195,7 @@ def save_packed(
     quantized, plain = save_model(folder / "packed", config), save_model(folder / "plain", config)
     stored, dense = {}, {}
     for name, weight in load_file(plain / "model.safetensors").items():
-        if name.endswith("proj.weight") and not name.endswith(ignore):
+        if name.endswith(("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")) and not name.endswith(ignore):
             parts, dense[name] = packed.pack(weight)
             stored.update({name.removesuffix(".weight") + ending: part for ending, part in parts.items()})
         else:
