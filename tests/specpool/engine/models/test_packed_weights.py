@@ -139,6 +139,17 @@ def test_experts_stay_quantized(tmp_path: Path, architecture: str, name: str, ki
     assert "computes experts with float32 activations" in refusal(folders[0], activations="int8")
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_scaled_embeddings_stay_quantized(tmp_path: Path, native: bool) -> None:
+    folders = save_packed(
+        tmp_path, "gemma2", INTEGERS["int8"], also="embed_tokens.weight", **LARGER, tie_word_embeddings=True
+    )
+    quantized, plain = (load_engine(folder, native=native, activations="float32") for folder in folders)
+    span = [Span(0, 0, random_tokens(9), 9)]
+    assert torch.equal(quantized.forward(span), plain.forward(span))
+    assert quantized.info().weight_kinds.keys() == {"int8" if native else "float32"}
+
+
 def test_dequantized_experts_are_counted(tmp_path: Path) -> None:
     changes = {**LARGER, **MIXTURES["qwen3_moe"], "num_experts_per_tok": 2}
     quantized, plain = map(load_engine, save_packed(tmp_path, "qwen3_moe", FORMATS["awq"], **changes))
