@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.report import finish, output_folder, progress, show
-from benchmarks.shapes import HEAD_SHAPES, SHAPES, random_head
+from benchmarks.shapes import HEAD_SHAPES, MIXTURE_SHAPES, SHAPES, random_head
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.layout import GPU_PAGE_SIZE
 from specpool.engine.cache.spans import Span
@@ -114,26 +114,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32_768,
     },
 }  # fmt: skip
-# Mixtures of experts, of which every layer is one.
-MIXTURES: dict[str, dict[str, Any]] = {
-    "qwen3-30b-a3b": {
-        **_LLAMA, "model_type": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 2048, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768, "norm_topk_prob": True,
-    },
-    "gpt-oss-20b": {
-        "model_type": "gpt_oss", "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-    },
-    "glm-4.5-air": {
-        **_LLAMA, "model_type": "glm4_moe", "vocab_size": 151_552, "hidden_size": 4096, "num_attention_heads": 96,
-        "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "n_routed_experts": 128,
-        "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    },
-}  # fmt: skip
-ALL_SHAPES: dict[str, dict[str, Any]] = {**SHAPES, **HEADS, **WINDOWS, **MIXTURES, **HEAD_SHAPES}
+ALL_SHAPES: dict[str, dict[str, Any]] = {**SHAPES, **HEADS, **WINDOWS, **MIXTURE_SHAPES, **HEAD_SHAPES}
 
 
 Row = dict[str, Any]

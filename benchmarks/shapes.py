@@ -31,6 +31,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16, "tie_word_embeddings": True,
     },
 }  # fmt: skip
+MIXTURE_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": {
+        **_QWEN3, "model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+    },
+    "glm-4.5-air": {
+        "model_type": "glm4_moe", "vocab_size": 151_552, "hidden_size": 4096, "num_attention_heads": 96,
+        "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "n_routed_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 0,
+        "max_position_embeddings": 32_768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+}  # fmt: skip
+"""Mixtures of experts in every layer, without numbers of layers."""
 
 _QWEN3_HEAD = {
     **_QWEN3, "model_type": "llama", "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 1,
@@ -65,7 +84,7 @@ def random_model(
     shape: str, device: str | torch.device, dtype: torch.dtype, attention: str, **changes: Any
 ) -> PreTrainedModel:
     """A randomly initialized model of this shape. `changes`: to its configuration."""
-    sizes = {**SHAPES[shape], **changes}
+    sizes = {**(SHAPES | MIXTURE_SHAPES)[shape], **changes}
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -73,11 +92,12 @@ def random_model(
     return model
 
 
-def random_loaded(shape: str, device: str, dtype: torch.dtype) -> LoadedModel:
-    """A random model or head of this shape, loaded for an engine."""
+def random_loaded(shape: str, device: str, dtype: torch.dtype, **changes: Any) -> LoadedModel:
+    """A random model or head of this shape, loaded for an engine. `changes`: to a model's configuration."""
     tokenizer = TokenizerFiles(Tokenizer(models.BPE()).to_str().encode(), "", {}, ())  # without tokens
     if shape not in HEAD_SHAPES:
-        return LoadedModel(shape, random_model(shape, device, dtype, PACKED_ATTENTION), tokenizer, MAX_MODEL_LEN)
+        model = random_model(shape, device, dtype, PACKED_ATTENTION, **changes)
+        return LoadedModel(shape, model, tokenizer, MAX_MODEL_LEN)
     head, outputs = random_head(HEAD_SHAPES[shape], device, dtype), HEAD_SHAPES[shape].get("draft_vocab_size")
     ids = None if outputs is None else torch.arange(outputs, device=device)
     features = features_of(head.config)

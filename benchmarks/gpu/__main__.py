@@ -17,6 +17,7 @@ Parts, most important first:
 
 preflight  packages, graph capture, bandwidth, GEMM rate
 exactness  bits of logits and hidden states in all kinds of passes, launched and replayed
+mixtures   the same bits, and steps, of a few layers of Qwen3-30B-A3B (experts) and gpt-oss-20b (with windows and sinks)
 round      parts of the rounds of a target worker that carries a head or a draft model, by device and host
            clocks; its answers beside those of plain decoding
 pair       answers of the whole service: a carried head, a carried draft model, and a separate draft worker
@@ -50,9 +51,9 @@ from specpool.engine.config.sources import UnsupportedModelError
 DTYPES = ("bfloat16", "float16", "float32")
 # The minimum and maximum seconds of each part: it is skipped below the first, and stopped after the second.
 PARTS = {
-    "preflight": (10, 25), "exactness": (30, 90), "round": (40, 140), "pair": (60, 250), "generate": (15, 40),
-    "rows": (15, 40), "sampling": (15, 40), "attention": (15, 45), "steps": (20, 60), "draft": (15, 50),
-    "gemm": (20, 60),
+    "preflight": (10, 25), "exactness": (30, 90), "mixtures": (30, 80), "round": (40, 140), "pair": (60, 250),
+    "generate": (15, 40), "rows": (15, 40), "sampling": (15, 40), "attention": (15, 45), "steps": (20, 60),
+    "draft": (15, 50), "gemm": (20, 60),
 }  # fmt: skip
 assert list(PARTS) == list(MEASURES)
 

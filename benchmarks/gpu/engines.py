@@ -68,9 +68,12 @@ def gemm_rate(settings: Settings) -> float:
 
 
 def start(
-    settings: Settings, findings: Findings, shape: str, exact: bool, max_length: int | None = None
-) -> Engine:  # fmt: skip
-    """An engine for a random model, with room for the largest step, and random numbers in the cache."""
+    settings: Settings, findings: Findings, shape: str, exact: bool, max_length: int | None = None, **changes: Any
+) -> Engine:
+    """An engine for a random model, with room for the largest step, and random numbers in the cache.
+
+    `changes`: to the configuration of the model.
+    """
     torch.manual_seed(0)
     max_length = max_length or max(settings.sizes.lengths) + 16
     options = EngineOptions.model_validate({
@@ -78,7 +81,7 @@ def start(
         "max_sequences": max(settings.sizes.batches),
     })  # fmt: skip
     began = time.perf_counter()
-    loaded = random_loaded(shape, settings.device, settings.torch_dtype)
+    loaded = random_loaded(shape, settings.device, settings.torch_dtype, **changes)
     made = time.perf_counter()
     loaded, drafts = replace(loaded, max_model_len=max_length), shape == settings.draft
     engine = start_engine(loaded, options, exact, drafts=drafts)
@@ -106,15 +109,28 @@ def is_captured(engine: Engine) -> bool:
 
 
 class Limit:
-    """The roofline: the time to read weights and cache once, or to multiply all rows by the weights."""
+    """The roofline: the time to read weights and cache once, or to multiply all rows by the weights.
+
+    Of a mixture, each row reads and multiplies `top_k` experts, chosen at random.
+    """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.bandwidth = max(rate for _, rate in bandwidths(settings))  # bytes per second
         self.operations = gemm_rate(settings)  # per second
         self._weights, self._position = weight_bytes_read(engine), engine.info().kv_bytes_per_token
-        self._operations_a_row = 2 * self._weights / settings.torch_dtype.itemsize
+        model = gpu_model(engine)
+        self._experts = [] if model is None else model.experts()
+        self._operations_a_row = 2 * self._read(1) / settings.torch_dtype.itemsize
 
     def milliseconds(self, positions: int, rows: int) -> float:
         """The limit of a pass of these rows over this many cached positions."""
-        reading = (self._weights + positions * self._position) / self.bandwidth
+        reading = (self._read(rows) + positions * self._position) / self.bandwidth
         return max(reading, rows * self._operations_a_row / self.operations) * 1000
+
+    def _read(self, rows: int) -> float:
+        """Mean bytes of the weights that these rows need."""
+        unread = 0.0
+        for each in self._experts:
+            is_unread = (1 - each.routing.top_k / each.gate_up.experts) ** rows
+            unread += is_unread * (each.gate_up.weight.nbytes + each.down.weight.nbytes)
+        return self._weights - unread

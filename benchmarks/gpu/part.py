@@ -27,7 +27,8 @@ Row = dict[str, Any]
 
 MEASURES = {
     "preflight": "preflight:measure_preflight", "exactness": "exactness:measure_exactness",
-    "round": "worker_rounds:measure_rounds", "pair": "answers:measure_pair", "generate": "generate:measure_generate",
+    "mixtures": "mixtures:measure_mixtures", "round": "worker_rounds:measure_rounds",
+    "pair": "answers:measure_pair", "generate": "generate:measure_generate",
     "rows": "kernels:measure_rows", "sampling": "kernels:measure_sampling", "attention": "kernels:measure_attention",
     "steps": "steps:measure_steps", "draft": "steps:measure_drafts", "gemm": "gemms:measure_gemms",
 }  # fmt: skip
@@ -77,10 +78,10 @@ REHEARSED = Sizes(
     rows=3, positions=(0, 20, 300), beside=3, sampled=1, load=1, max_tokens=6, runs=1,
     rounds=4,
 )  # fmt: skip
-_TINY = {"vocab_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+TINY = {"vocab_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 TINY_SHAPES: dict[str, dict[str, Any]] = {
-    "tiny-target": {**SHAPES["qwen3-8b"], **_TINY, "hidden_size": 64, "intermediate_size": 96},
-    "tiny-draft": {**SHAPES["qwen3-0.6b"], **_TINY, "hidden_size": 32, "intermediate_size": 64},
+    "tiny-target": {**SHAPES["qwen3-8b"], **TINY, "hidden_size": 64, "intermediate_size": 96},
+    "tiny-draft": {**SHAPES["qwen3-0.6b"], **TINY, "hidden_size": 32, "intermediate_size": 64},
 }
 
 

@@ -40,7 +40,8 @@ def add_steps(findings: Findings, engine: Engine, settings: Settings, cached: in
     for tokens, milliseconds in times.items():
         ms, limit_ms = statistics.median(milliseconds), limit.milliseconds(batch * cached, batch * tokens)
         findings.add_row("steps", {
-            "cached": cached, "sequences": batch, "rows": batch * tokens, "drafted": tokens - 1,
+            "model": settings.target, "cached": cached, "sequences": batch, "rows": batch * tokens,
+            "drafted": tokens - 1,
             "captured": is_captured(engine), "passes": -(-batch * tokens // engine.max_num_batched_tokens),
             "ms": round(ms, 3), "limit_ms": round(limit_ms, 3), "of_limit": round(limit_ms / ms, 3),
             "over_plain": round(ms / plain_ms, 3),

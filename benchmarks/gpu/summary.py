@@ -62,7 +62,7 @@ def row_lines(results: Results) -> Iterator[str]:
     facts = results.get("preflight", {})
     names = ("name", "torch", "triton", "captures", "captures_after_failure", "read_gb_s", "copy_gb_s", "gemm_tflops")
     yield from _lines("machine", [facts] if facts else [], names)
-    compared = [*rows("exactness", "exactness"), *rows("round", "exactness")]
+    compared = [row for part in ("exactness", "mixtures", "round") for row in rows(part, "exactness")]
     different = [row for row in compared if not row["equal"]]
     if compared:
         yield f"exact   {len(compared) - len(different)} of {len(compared)} comparisons by bits are equal"
@@ -70,7 +70,7 @@ def row_lines(results: Results) -> Iterator[str]:
     yield from table_lines([row for row in rows("round", "rounds") if "eager" not in row["way"]], ROUND)
     yield from answer_lines(rows("pair", "runs"))
     yield from _lines("library", rows("generate", "generate"))
-    yield from step_lines(rows("steps", "steps"))
+    yield from step_lines([*rows("mixtures", "steps"), *rows("steps", "steps")])
     yield from _lines("draft", rows("draft", "drafts"))
     yield from gemm_lines(rows("gemm", "gemm"))
 
@@ -87,7 +87,7 @@ def table_lines(rows: Sequence[Row], columns: Sequence[str]) -> Iterator[str]:
 def step_lines(rows: Iterable[Row]) -> Iterator[str]:
     """A line for each batch: milliseconds of its steps, and their shares of the limit."""
     return _grouped("step", (
-        (f"{row['sequences']} sequences, {row['cached']} cached",
+        (f"{row['model']}, {row['sequences']} sequences, {row['cached']} cached",
          f"{row['rows']} rows {row['ms']} ms, {row['of_limit']} of the limit{'' if row['captured'] else ', EAGER'}")
         for row in rows
     ))  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from specpool.distill.examples import Batch, Example
 from specpool.distill.static_decoder import run_layer
@@ -22,6 +22,16 @@ SMALLEST = 1e-6
 """Least median of inputs, so that a constant zero has a unit."""
 RIDGE = 1e-3
 """Penalty of the regression, as a share of each input's second moment."""
+
+
+FAMILIES = {"gemma", "llama", "ministral", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "seed_oss"}
+"""Families whose layers `run_layer` can run."""
+
+
+def check_feature_target(config: PreTrainedConfig) -> None:
+    """ValueError if a feature student cannot run the layers of this target."""
+    if config.model_type not in FAMILIES:
+        raise ValueError(f"feature drafts support {', '.join(sorted(FAMILIES))}, not {config.model_type}; use causal")
 
 
 class FeatureStudent(Student):

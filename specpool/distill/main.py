@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from specpool.distill.examples import Dialogues, Example, TargetStates, atomic_write, batches
-from specpool.distill.feature_student import FeatureStudent
+from specpool.distill.feature_student import FeatureStudent, check_feature_target
 from specpool.distill.preparation import console, dialogue_files, generate_dialogues, progress_bar, read_target
 from specpool.distill.replay import REPORTED_K, agreement_rate, mean_acceptance_length
 from specpool.distill.rounding import round_student
@@ -60,6 +60,9 @@ def distill(settings: DistillSettings) -> None:
     layers, feature_layers = layers_for(settings, config), feature_layers_for(settings, config)
     with naming(PROGRAM, "layers", ValueError):
         check_target(config, layers)
+    with naming(PROGRAM, "kind", ValueError):
+        if settings.kind == "feature":
+            check_feature_target(config)
     with naming(PROGRAM, "feature_layers", ValueError):
         if not all(0 < layer <= config.num_hidden_layers for layer in feature_layers):
             raise ValueError(f"must be from 1 to {config.num_hidden_layers}, the number of the target's layers")

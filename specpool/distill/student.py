@@ -35,7 +35,7 @@ class Student(nn.Module):
         super().__init__()
         source: Any = target
         config = draft_config(target.config, len(layers))
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = "sdpa" if source.model._supports_sdpa else "eager"
         self.body: Any = type(source.model)(config)
         self.body.embed_tokens.weight.data = source.model.embed_tokens.weight.data
         self.body.embed_tokens.weight.requires_grad_(False)

@@ -79,7 +79,7 @@ def save_gguf(folder: Path, path: Path, kind_of: Choice = lambda name: None, **t
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(str(path), config["model_type"])
     _write_sizes(writer, config)
-    _write_values(writer, byte_level_values(**tokenizer))
+    write_values(writer, byte_level_values(**tokenizer))
     for number, (key, weight) in enumerate(load_file(folder / "model.safetensors").items()):
         kind = kind_of(key) if weight.dim() == 2 else None
         name, stored = _name(key), _rotated(key, weight, config).numpy()
@@ -87,8 +87,8 @@ def save_gguf(folder: Path, path: Path, kind_of: Choice = lambda name: None, **t
             writer.add_tensor(name, stored)
         else:
             number_of_kind = GGMLQuantizationType[kind]
-            writer.add_tensor(name, _quantized(stored, kind, number), raw_dtype=number_of_kind)
-    return _finish(writer, path)
+            writer.add_tensor(name, quantized(stored, kind, number), raw_dtype=number_of_kind)
+    return finish(writer, path)
 
 
 def edited_gguf(
@@ -112,14 +112,14 @@ def edited_gguf(
     for name, numbers in tensors.items():
         q8 = GGMLQuantizationType.Q8_0 if numbers.dtype == np.uint8 else None
         writer.add_tensor(name, numbers, raw_dtype=q8)
-    return _finish(writer, path)
+    return finish(writer, path)
 
 
 def _type_of(value: Any) -> gguf.GGUFValueType:
     return gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
 
 
-def _finish(writer: gguf.GGUFWriter, path: Path) -> Path:
+def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -127,7 +127,7 @@ def _finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     return path
 
 
-def _quantized(weight: np.ndarray, kind: str, seed: int) -> np.ndarray:
+def quantized(weight: np.ndarray, kind: str, seed: int) -> np.ndarray:
     try:
         return gguf.quants.quantize(weight, GGMLQuantizationType[kind])
     except NotImplementedError:
@@ -193,7 +193,7 @@ def sentencepiece_values(*words: str, **changes: Any) -> dict[str, Any]:
 def save_tokenizer_gguf(path: Path, values: Mapping[str, Any], **others: Any) -> Path:
     """Save a file without tensors. `values`: `tokenizer.ggml` values by name. `others`: by key, with `__` for dots."""
     writer = gguf.GGUFWriter(str(path), "llama")
-    _write_values(writer, values)
+    write_values(writer, values)
     for key, value in others.items():
         _write_value(writer, key.replace("__", "."), value)
     writer.write_header_to_file()
@@ -202,7 +202,7 @@ def save_tokenizer_gguf(path: Path, values: Mapping[str, Any], **others: Any) ->
     return path
 
 
-def _write_values(writer: gguf.GGUFWriter, values: Mapping[str, Any]) -> None:
+def write_values(writer: gguf.GGUFWriter, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         _write_value(writer, f"tokenizer.ggml.{name}", value)
 

@@ -1,10 +1,13 @@
 """Model locations: a hub id, a folder, or a GGUF file."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 CONFIG = "config.json"
 GGUF_MAGIC = b"GGUF"
+GGUF_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
+"""Names of the parts of a split GGUF file."""
 MAX_REASON = 300
 """Maximum length of another library's reason in an error message."""
 
@@ -19,34 +22,35 @@ def source_of(model: str, revision: str | None) -> dict[str, Any]:
     Raises UnsupportedModelError if a local path holds no model.
     """
     path, safe = Path(model), {"trust_remote_code": False}
-    is_gguf = path.suffix == ".gguf"
     if not path.exists():
-        if is_gguf or path.is_absolute():
+        if path.suffix == ".gguf" or path.is_absolute():
             raise UnsupportedModelError(f"{model}: no such file or folder")
         pinned = {} if revision is None else {"revision": revision}
         return {**safe, **pinned, "pretrained_model_name_or_path": model}
-    if path.is_dir() and not (path / CONFIG).is_file():
-        hint = "; name its GGUF file as the model" if any(path.glob("*.gguf")) else ""
-        raise UnsupportedModelError(f"{model} is not a model folder: it has no {CONFIG}{hint}")
-    if not path.is_dir() and not is_gguf:
+    gguf = None if (path / CONFIG).is_file() else gguf_file_of(model)
+    if path.is_dir() and not (path / CONFIG).is_file() and gguf is None:
+        raise UnsupportedModelError(f"{model} is not a model folder: it has no {CONFIG}")
+    if not path.is_dir() and gguf is None:
         raise UnsupportedModelError(f"{model} is neither a model folder nor a .gguf file")
     if revision is not None:
         raise UnsupportedModelError(f"revision {revision}: {model} is local; only hub models have revisions")
-    if is_gguf:
-        return {**safe, "pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if gguf is not None:
+        return {**safe, "pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     return {**safe, "pretrained_model_name_or_path": model}
 
 
 def gguf_file_of(model: str) -> Path | None:
     """Return the GGUF file with a model's weights, or None: the model itself, or the only one in its folder.
 
-    A folder with safetensors files has none. Raises UnsupportedModelError if a folder has several.
+    The parts of a split file count as one, of which the first is returned. A folder with safetensors files has none.
+    Raises UnsupportedModelError if a folder has several.
     """
     path = Path(model)
     if path.suffix == ".gguf":
         return path
     files = sorted(path.glob("*.gguf")) if path.is_dir() and not any(path.glob("*.safetensors")) else []
-    if len(files) > 1:
+    parts = [GGUF_PART.fullmatch(file.name) for file in files]
+    if len({part.groups() if part else file for part, file in zip(parts, files, strict=True)}) > 1:
         names = ", ".join(file.name for file in files)
         raise UnsupportedModelError(f"{model} has several GGUF files ({names}); name one of them as the model")
     return files[0] if files else None

@@ -1,5 +1,6 @@
 """Loads a model's configuration and refuses unsupported models."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ from specpool.engine.models.checkpoint_quantization import why_unsupported_quant
 from specpool.engine.models.config_values import LIMITS, check_sizes, check_types
 from specpool.engine.models.eagle_format import SPECULATOR
 from specpool.engine.models.gguf_header import GgufError
-from specpool.engine.models.gguf_keys import config_fields
+from specpool.engine.models.gguf_keys import gguf_config
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.model_files import read_config_file
 from specpool.engine.models.vision_language import WRAPPER, text_part
 from specpool.engine.passes.dry_run import unsupported_attention
-from specpool.engine.passes.families import WINDOWED, why_not_shardable, window_of
+from specpool.engine.passes.families import MIXTURES, WINDOWED, why_not_shardable, window_of
 
 UNSTATED_MAX_MODEL_LEN = 4096
 """Maximum positions of a model that states none. No default is shorter, except the model's own limit."""
@@ -29,19 +30,7 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
     """Load a model's configuration. Raises UnsupportedModelError if the model cannot be served."""
     source = source_of(options.model, options.revision)
     try:
-        stated = _read_files(options, is_gguf="gguf_file" in source)
-        config: PreTrainedConfig
-        if SPECULATOR in stated:
-            config = AutoConfig.for_model(stated["model_type"]).from_dict(stated)
-        else:
-            if WRAPPER in stated and stated["model_type"] not in CONFIG_MAPPING:
-                raise UnsupportedModelError(unsupported(stated[WRAPPER], f"a text part of type {stated['model_type']}"))
-            config = AutoConfig.from_pretrained(**source)
-            if WRAPPER in stated:
-                config = _text_config(config, stated)
-        if "gguf_file" in source:  # transformers drops some fields
-            for name, value in stated.items():
-                setattr(config, name, value)
+        config = _read_config(options, source)
         check_types(config, options.model)
         refusal = _why_never_served(config, options)
         if refusal is None:
@@ -115,11 +104,18 @@ def _text_config(wrapper: PreTrainedConfig, stated: dict[str, Any]) -> PreTraine
     return config
 
 
-def _read_files(options: EngineOptions, is_gguf: bool) -> dict[str, Any]:
-    """Refuse files that transformers would read slowly or reject with less clear errors. Return the configuration."""
-    if is_gguf:
-        return config_fields(GgufFile(Path(options.model)))
-    return read_config_file(options.model, options.revision)
+def _read_config(options: EngineOptions, source: Mapping[str, Any]) -> PreTrainedConfig:
+    """Read a configuration. Refuses files that transformers would read slowly or reject with less clear errors."""
+    if "gguf_file" in source:
+        return gguf_config(GgufFile(Path(source["pretrained_model_name_or_path"], source["gguf_file"])))
+    stated = read_config_file(options.model, options.revision)
+    if SPECULATOR in stated:
+        speculator: PreTrainedConfig = AutoConfig.for_model(stated["model_type"]).from_dict(stated)
+        return speculator
+    if WRAPPER in stated and stated["model_type"] not in CONFIG_MAPPING:
+        raise UnsupportedModelError(unsupported(stated[WRAPPER], f"a text part of type {stated['model_type']}"))
+    config: PreTrainedConfig = AutoConfig.from_pretrained(**source)
+    return _text_config(config, stated) if WRAPPER in stated else config
 
 
 def _why_never_served(config: PreTrainedConfig, options: EngineOptions) -> str | None:
@@ -152,7 +148,12 @@ def _invalid_layers(config: PreTrainedConfig) -> str | None:
     window, chosen = window_of(config), getattr(config, "num_experts_per_tok", None)
     if window is not None and window < 1:
         return f"sliding_window {window}; it must be at least 1"
+    types: list[str] = getattr(config, "layer_types", None) or []
+    if window is None and config.model_type in WINDOWED and "sliding_attention" in types:
+        return "sliding_attention layers, but no sliding_window"
     experts = next((size for name in EXPERTS if isinstance(size := getattr(config, name, None), int)), 0)
+    if experts == 0 and config.model_type in MIXTURES:
+        return "0 experts; it must have at least 1"
     if experts and isinstance(chosen, int) and not 1 <= chosen <= experts:
         return f"num_experts_per_tok {chosen}; it must be from 1 to its {experts} experts"
     step = getattr(config, "decoder_sparse_step", None)
@@ -165,6 +166,8 @@ def _invalid_groups(experts: int, chosen: object, groups: object, top_groups: ob
     """Return the groups of experts that no router can choose from; None if the groups are possible."""
     if not (experts and isinstance(chosen, int) and isinstance(groups, int) and isinstance(top_groups, int)):
         return None
+    if groups > 1 and experts < 2 * groups:
+        return f"n_group {groups}; it must be 1 or at most half of its {experts} experts"
     if groups < 1 or experts % groups or not 1 <= top_groups <= groups:
         return f"n_group {groups} and topk_group {top_groups}, which do not divide its {experts} experts"
     if chosen > (available := top_groups * experts // groups):

@@ -15,7 +15,8 @@ LIMITS: Mapping[str, int] = MappingProxyType(
         **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), MAX_LAYERS),
         **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "head_dim"), MAX_HEADS),
         **dict.fromkeys(("hidden_size", "n_embd", "d_model"), MAX_HIDDEN),
-        **dict.fromkeys(("intermediate_size", "vocab_size"), MAX_ROWS),
+        **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "vocab_size"), MAX_ROWS),
+        "decoder_sparse_step": MAX_LAYERS,
         **dict.fromkeys(("max_position_embeddings", "n_positions"), MAX_POSITIONS),
     }
 )
@@ -43,18 +44,28 @@ class _Rope(BaseModel, strict=True):
     original_max_position_embeddings: int | None = None
     rope_theta: float | None = Field(None, gt=0, allow_inf_nan=False)
     rope_type: str | None = None
+    full_attention: "_Rope | None" = None  # by layer type
+    sliding_attention: "_Rope | None" = None
 
 
 class _Types(BaseModel, from_attributes=True, strict=True):
     """Types of the values that the engine reads, because transformers does not check them all."""
 
     architectures: list[str] | None = None
+    attn_logit_softcapping: float | None = Field(None, gt=0)
+    final_logit_softcapping: float | None = Field(None, gt=0)
     is_encoder_decoder: bool | None = None
     layer_types: list[str] | None = None
     model_type: str | None = None
+    n_routed_experts: int | None = Field(None, ge=0)
+    n_shared_experts: int | None = Field(None, ge=0)
+    num_experts: int | None = Field(None, ge=0)
+    num_local_experts: int | None = Field(None, ge=0)
+    query_pre_attn_scalar: float | None = Field(None, gt=0)
     rms_norm_eps: float | None = Field(None, ge=0, allow_inf_nan=False)
     rope_parameters: _Rope | None = None
     sliding_window: int | None = None
+    swiglu_limit: float | None = Field(None, gt=0)
     use_sliding_window: bool | None = None
 
 
@@ -88,7 +99,7 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
     for name, limit in LIMITS.items():
         value = config.get(name)
         # Some architectures have a list with one size per layer.
-        for size in value if isinstance(value, list) and name == "intermediate_size" else [value]:
+        for size in value if isinstance(value, list) and name.endswith("intermediate_size") else [value]:
             if size is not None:
                 _check_size(name, size, limit, where)
     for name, part in config.items():

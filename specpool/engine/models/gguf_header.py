@@ -24,8 +24,6 @@ MAX_HEADER_BYTES = 2**26
 MAX_TENSORS, MAX_PAIRS, MAX_DIMENSIONS = 2**16, 2**14, 4
 MAX_ELEMENTS, MAX_NESTED = 2**21, 4
 """Maximum number of elements of all arrays, and of arrays within each other. Vocabularies have up to 1.4 million."""
-FEW_ELEMENTS, ELEMENTS_PER_ROW = 2**16, 8
-"""Maximum number without tensors, and for each row of the largest one. Other libraries read elements slowly."""
 MAX_ELEMENT_BYTES = 2**12
 """Maximum length of a string in an array, such as a token."""
 # Struct formats of metadata values by type number.
@@ -68,7 +66,7 @@ class GgufHeader:
 
     def __init__(self, data: memoryview, path: Path) -> None:
         """Raise GgufError."""
-        self._bytes, self._path, self._at, self._elements = data, path, 0, 0
+        self._bytes, self._path, self._at, self.elements = data, path, 0, 0
         self.metadata: dict[str, Any] = {}
         """Numbers and strings by key; None for arrays."""
         self.arrays: dict[str, Array] = {}
@@ -110,9 +108,6 @@ class GgufHeader:
             if name in self.tensors:
                 raise self._damaged(f"it has two tensors {name}")
             self.tensors[name] = self._check_tensor(name, shape, number, begin + offset)
-        rows = max((max(tensor.shape) for tensor in self.tensors.values()), default=0)
-        if self._elements > FEW_ELEMENTS + ELEMENTS_PER_ROW * rows:
-            raise self._damaged(f"its arrays have {self._elements:,} elements, too many for tensors of {rows:,} rows")
         for one, other in pairwise(sorted(self.tensors.values(), key=lambda tensor: tensor.offset)):
             if one.offset + one.size > other.offset:
                 raise self._damaged(f"its tensors {one.name} and {other.name} overlap")
@@ -177,11 +172,11 @@ class GgufHeader:
         if depth == MAX_NESTED:
             raise self._damaged(f"its {key} nests arrays more than {MAX_NESTED} deep")
         element, count = self._number("<I"), self._number("<Q")
-        self._elements += count
+        self.elements += count
         if not depth:
             self.arrays[key] = Array(element, count, self._at)
         size = struct.calcsize(SIMPLE[element]) if element in SIMPLE else ELEMENT_BYTES
-        self._check_count(f"array elements up to {key}", self._elements, MAX_ELEMENTS, 0)
+        self._check_count(f"array elements up to {key}", self.elements, MAX_ELEMENTS, 0)
         self._check_count(f"elements in {key}", count, MAX_ELEMENTS, size)
         if element in SIMPLE:
             self._skip(count * size)

@@ -1,115 +1,46 @@
 """Maps GGUF metadata to model configurations. Every key that affects results is applied, or the file is refused.
 
-transformers drops many of these keys. Sources: ggml's docs/gguf.md for names; llama.cpp's src/llama-model.cpp and
-src/models/ for defaults, and for the keys that each architecture reads.
+transformers drops many of these keys.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from math import isclose
-from types import MappingProxyType
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from specpool.engine.config.sources import UnsupportedModelError
-from specpool.engine.models.config_values import check_gguf_sizes
-from specpool.engine.models.gguf_reader import ARCHITECTURE, GgufFile
-from specpool.engine.models.gguf_rope import HELP, ROPE_KEYS, refusal, rope_parameters
-
-WINDOW, BASE_OF_WINDOWS, WINDOW_PATTERN = (
-    "attention.sliding_window",
-    "rope.freq_base_swa",
-    "attention.sliding_window_pattern",
+from specpool.engine.models.config_values import MAX_ROWS, check_gguf_sizes
+from specpool.engine.models.gguf_families import (
+    ATTENTION_CAP,
+    BASE_OF_WINDOWS,
+    CAP,
+    FAMILIES,
+    HEADS,
+    KEY_LENGTH,
+    NEUTRAL,
+    NEXTN,
+    OPTIONAL,
+    VALUE_LENGTH,
+    WEIGHTS_NORM,
+    WEIGHTS_SCALE,
+    WINDOW,
+    WINDOW_PATTERN,
+    WITHOUT_EFFECT,
+    Family,
+    family_of,
 )
-HEADS, KEY_LENGTH, VALUE_LENGTH = "attention.head_count", "attention.key_length", "attention.value_length"
-CAP = "final_logit_softcapping"
-SIZES = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    HEADS: "num_attention_heads",
-}
-RMS_NORM = {**SIZES, "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
-EXPERTS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
+from specpool.engine.models.gguf_reader import ARCHITECTURE, GgufFile
+from specpool.engine.models.gguf_rope import HELP, ROPE_KEYS, positive, refusal, rope_parameters
+
 SPECIAL_TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 """Names of ids in the file, and their fields of a configuration, whose classes have ids of other vocabularies."""
-OPTIONAL = {"vocab_size": "vocab_size", "attention.head_count_kv": "num_key_value_heads", KEY_LENGTH: "head_dim"}
-
-
-def _layer_norm(epsilon: str) -> dict[str, str]:
-    return {**SIZES, "attention.layer_norm_epsilon": epsilon}
-
-
-@dataclass(frozen=True)
-class Family:
-    """The keys of an architecture's files, without the architecture prefix."""
-
-    required: Mapping[str, str]  # configuration field by key
-    optional: Mapping[str, str] = field(default_factory=dict)
-    neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    rotary: bool = True
-    partial: bool = False  # whether the rotary embedding may cover only part of each head
-    free_head_dim: bool = True  # whether head_dim may differ from hidden_size / num_attention_heads
-    scaled_by_width: int | None = None  # Gemma: layers of the model that scales scores by hidden_size
-
-
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "llama": Family(RMS_NORM),
-        "qwen2": Family(RMS_NORM),
-        "qwen3": Family(RMS_NORM),
-        "qwen2moe": Family(
-            {**RMS_NORM, **EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
-        ),
-        "qwen3moe": Family({**RMS_NORM, **EXPERTS}),
-        "phi3": Family(
-            RMS_NORM, {"rope.scaling.original_context_length": "original_max_position_embeddings"}, partial=True
-        ),
-        "gemma3": Family(
-            {**RMS_NORM, WINDOW: "sliding_window"}, {CAP: CAP}, {WINDOW_PATTERN: (6,)}, scaled_by_width=62
-        ),
-        "starcoder2": Family(_layer_norm("norm_epsilon")),
-        "gpt2": Family(
-            {**_layer_norm("layer_norm_epsilon"), "feed_forward_length": "n_inner"}, rotary=False, free_head_dim=False
-        ),
-    }
-)
-"""The architectures whose GGUF files are served."""
-
-NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {
-        "attention.causal": (True,),
-        "attention.clamp_kqv": (0,),
-        "attention.max_alibi_bias": (0,),
-        "attention.scale": (0,),
-        "attn_logit_softcapping": (0,),
-        "final_logit_softcapping": (0,),
-        "embedding_scale": (0, 1),
-        "expert_count": (0,),
-        "expert_used_count": (0,),
-        "leading_dense_block_count": (0,),
-        "logit_scale": (0, 1),
-        "nextn_predict_layers": (0,),
-        "residual_scale": (0, 1),
-        "use_parallel_residual": (False,),
-    }
-)
-"""Values that do not affect the results of any architecture."""
-WITHOUT_EFFECT = frozenset(
-    {
-        "attention.layer_norm_epsilon",  # of architectures with the other kind of norm
-        "attention.layer_norm_rms_epsilon",
-        "pooling_type",  # for embeddings
-        "tensor_data_layout",  # all files of an architecture have the same layout
-    }
-)
-"""Keys that no served architecture reads."""
+TOKENS = "tokenizer.ggml.tokens"
+FRACTIONS = (CAP, ATTENTION_CAP, WEIGHTS_SCALE)
+"""Keys with numbers that need not be whole, and may be 0."""
+FROM_ZERO = ("leading_dense_block_count", NEXTN, "expert_group_count", "expert_group_used_count")
+UNITS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+"""Fields that a value of 0 leaves neutral."""
 KINDS = {"expert_": "a mixture of experts", "ssm.": "a state-space hybrid", "shortconv.": "a convolution hybrid"}
 
 
@@ -118,10 +49,20 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
 
     Raises UnsupportedModelError, naming the key, for a value that cannot be applied.
     """
+    family, fields = _family(file), _fields_without_rope(file)
+    return {**fields, "rope_parameters": _rope(file, fields["head_dim"])} if family.rotary else fields
+
+
+def _fields_without_rope(file: GgufFile) -> dict[str, Any]:
     family, keys = _family(file), _keys(file)
     fields = {name: keys[key] for key, name in {**family.required, **_optional(family)}.items() if key in keys}
-    if CAP in fields:
-        fields[CAP] = fields[CAP] or None
+    fields |= {cap: fields[cap] or None for cap in (CAP, ATTENTION_CAP) if cap in fields}
+    fields |= {name: fields[name] or one for name, one in UNITS.items() if name in fields}
+    fields = {**_stated_by_tensors(file, family), **fields, **family.fixed}
+    if nextn := keys.get(NEXTN, 0):  # layers that only predict further tokens
+        if nextn >= keys["block_count"]:
+            raise refusal(file, NEXTN, f"it must be less than the block_count of {keys['block_count']}")
+        fields["num_hidden_layers"] = keys["block_count"] - nextn
     fields |= {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key, name in SPECIAL_TOKENS.items()}
     heads = keys[HEADS]
     fields.setdefault("num_key_value_heads", heads)
@@ -135,20 +76,34 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
     if family.scaled_by_width is not None:
         wide = keys["block_count"] == family.scaled_by_width
         fields["query_pre_attn_scalar"] = keys["embedding_length"] // heads if wide else head_dim
-    if family.rotary:
-        rope = rope_parameters(file, keys, head_dim, family.partial)
-        windows = {"rope_type": "default", "rope_theta": keys.get(BASE_OF_WINDOWS, 10_000.0)}
-        nested = {"full_attention": rope, "sliding_attention": windows}
-        fields["rope_parameters"] = nested if file.architecture == "gemma3" else rope
     return fields
+
+
+def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
+    """Return `rope_parameters` of all layers, or of each type of layers."""
+    family, keys = _family(file), _keys(file)
+    rope = rope_parameters(file, keys, head_dim, family.partial)
+    if file.architecture == "gpt-oss" and rope["rope_type"] == "yarn":
+        rope["truncate"] = False  # llama.cpp rounds the bounds of YaRN; the model does not
+    if file.architecture != "gemma3":
+        return rope
+    windows = {"rope_type": "default", "rope_theta": positive(file, keys, BASE_OF_WINDOWS, 10_000.0)}
+    return {"full_attention": rope, "sliding_attention": windows}
+
+
+def gguf_config(file: GgufFile) -> PreTrainedConfig:
+    """Return the configuration of a file. Raises UnsupportedModelError as `config_fields`."""
+    config: PreTrainedConfig = AutoConfig.for_model(_family(file).model_type, **config_fields(file))
+    return config
 
 
 def check_config(file: GgufFile, config: PreTrainedConfig) -> None:
     """Raise UnsupportedModelError if the config.json in a file's folder contradicts the file."""
-    family, keys = _family(file), _keys(file)
-    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    family, fields = _family(file), _fields_without_rope(file)
+    rope = _full(getattr(config, "rope_parameters", None) or {})
+    fields["rope_theta"] = _keys(file).get("rope.freq_base")
     for key, name in {**family.required, **_optional(family), "rope.freq_base": "rope_theta"}.items():
-        stated: Any = keys.get(key)
+        stated: Any = fields.get(name)
         configured: Any = getattr(config, name, rope.get(name))
         # A configuration may allow more positions than the file states, or pad the vocabulary.
         if key in ("context_length", "vocab_size") or None in (stated, configured):
@@ -158,8 +113,8 @@ def check_config(file: GgufFile, config: PreTrainedConfig) -> None:
                 f"the configuration does not match {file.path.name}: "
                 f"{name} is {configured}, but the file's {key} is {stated}"
             )
-    if rope.get("rope_type", "default") == "default":
-        scaled = rope_parameters(file, keys, keys.get(KEY_LENGTH, keys["embedding_length"] // keys[HEADS]), False)
+    if family.rotary and rope.get("rope_type", "default") == "default":
+        scaled = _full(_rope(file, fields["head_dim"]))
         if scaled["rope_type"] != "default":
             raise UnsupportedModelError(
                 f"the configuration does not match {file.path.name}: it has no scaling in rope_parameters, but the "
@@ -167,10 +122,23 @@ def check_config(file: GgufFile, config: PreTrainedConfig) -> None:
             )
 
 
+def ignored_tensors(file: GgufFile) -> set[str]:
+    """Return the tensors of layers that only predict further tokens."""
+    keys = _keys(file)
+    extra = {f"blk.{keys['block_count'] - 1 - number}" for number in range(keys.get(NEXTN, 0))}
+    return {name for name in file.tensors if ".".join(name.split(".")[:2]) in extra}
+
+
+def _full(rope: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the `rope_parameters` of layers that attend to all positions."""
+    full: Mapping[str, Any] = rope.get("full_attention", rope)
+    return full
+
+
 def _family(file: GgufFile) -> Family:
     if file.metadata.get("general.type", "model") != "model":
         raise UnsupportedModelError(f"{file.path}: general.type is {file.metadata['general.type']}, not model; {HELP}")
-    family = FAMILIES.get(file.architecture)
+    family = family_of(file)
     if family is None:
         names = [key.removeprefix(f"{file.architecture}.") for key, value in file.metadata.items() if value != 0]
         kind = next((f" ({kind})" for name in names for start, kind in KINDS.items() if name.startswith(start)), "")
@@ -185,9 +153,11 @@ def _keys(file: GgufFile) -> dict[str, Any]:
     """Return the values by key without the architecture prefix. Refuses keys that the architecture does not read."""
     family, prefix = _family(file), f"{file.architecture}."
     check_gguf_sizes(file.metadata, str(file.path))
-    keys = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-    applied = {*family.required, *_optional(family), VALUE_LENGTH, WINDOW}
+    stated = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    keys: dict[str, Any] = {**family.defaults, **stated}
+    applied = {*family.required, *_optional(family), *family.equal, VALUE_LENGTH, WINDOW}
     applied |= ROPE_KEYS if family.rotary else set()
+    applied |= {WINDOW_PATTERN} if family.pattern is not None else set()
     applied |= {BASE_OF_WINDOWS} if file.architecture == "gemma3" else set()
     for key, value in keys.items():
         if key in applied:
@@ -196,20 +166,30 @@ def _keys(file: GgufFile) -> dict[str, Any]:
         elif value not in family.neutral.get(key, NEUTRAL.get(key, ())) and key not in WITHOUT_EFFECT:
             kind = next((kind for start, kind in KINDS.items() if key.startswith(start)), "")
             reason = f"it is not supported for {file.architecture} models and may change their results"
-            if kind:
+            if kind and (file.architecture != "llama" or not key.startswith("expert_")):  # Mixtral
                 reason = f"the model is {kind}, which {file.architecture} files do not support"
             raise refusal(file, key, reason)
-    for key in (*family.required, *(key for key in family.optional if key in keys)):
+    for key in (*family.required, *(key for key in (*family.optional, WINDOW_PATTERN) if key in keys)):
         _check_number(file, key, keys)
+    for key, other in family.equal.items():
+        if keys.get(key, keys[other]) != keys[other]:
+            raise refusal(file, key, f"it must equal the {other} of {keys[other]}")
     return keys
 
 
 def _check_number(file: GgufFile, key: str, keys: Mapping[str, Any]) -> None:
     if key not in keys:
         raise UnsupportedModelError(f"{file.path}: {file.architecture}.{key} is missing; convert the model again")
-    fraction = key == CAP or key.endswith("epsilon")
-    if type(keys[key]) not in ((int, float) if fraction else (int,)) or keys[key] < (not fraction):
-        raise refusal(file, key, "it must be a positive number" if fraction else "it must be a positive whole number")
+    value, kind = keys[key], type(keys[key])
+    if key == WEIGHTS_NORM:
+        reason = None if kind is bool else "it must be true or false"
+    elif key in FRACTIONS or key.endswith("epsilon"):
+        reason = None if kind in (int, float) and value >= 0 else "it must be a positive number"
+    else:
+        valid = kind is int and (key not in FROM_ZERO) <= value <= MAX_ROWS
+        reason = None if valid or key == "context_length" else "it must be a positive whole number"
+    if reason is not None:
+        raise refusal(file, key, reason)
 
 
 def _optional(family: Family) -> Mapping[str, str]:
@@ -224,6 +204,21 @@ def _window(file: GgufFile, family: Family, keys: Mapping[str, Any]) -> dict[str
     if not window and file.architecture == "qwen2moe":  # otherwise transformers builds a mask that no layer uses
         return {"use_sliding_window": False}
     fields: dict[str, Any] = {"sliding_window": window or None, "use_sliding_window": window > 0}
+    if family.pattern is not None:
+        pattern = keys.get(WINDOW_PATTERN, family.pattern)
+        kinds = [(layer + 1) % pattern > 0 for layer in range(keys["block_count"])]
+        fields["layer_types"] = ["sliding_attention" if kind else "full_attention" for kind in kinds]
     if window and file.architecture.startswith("qwen"):  # transformers derives layer_types before it knows the window
         fields["layer_types"] = ["sliding_attention"] * keys["block_count"]
+    return fields
+
+
+def _stated_by_tensors(file: GgufFile, family: Family) -> dict[str, Any]:
+    """Return the fields that follow from which tensors a file has."""
+    fields: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in file.tensors}
+    if TOKENS in file.arrays:
+        fields["vocab_size"] = file.arrays[TOKENS].count
+    if family.model_type == "glm4_moe":
+        fields["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+        fields["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
     return fields

@@ -47,13 +47,16 @@ def rope_parameters(file: GgufFile, keys: Mapping[str, Any], head_dim: int, part
     for key, default in UNREAD.items():
         if keys.get(key, default[0]) not in default:
             raise refusal(file, key, f"only {default[0]} is supported")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _positive(file, keys, BASE, 10_000.0)}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": positive(file, keys, BASE, 10_000.0)}
     dimensions = keys.get(DIMENSIONS, head_dim)
     if partial:
         rope["partial_rotary_factor"] = dimensions / head_dim
     # transformers derives the dimensions from this factor.
     if dimensions > head_dim or int(head_dim * rope.get("partial_rotary_factor", 1)) != dimensions:
         raise refusal(file, DIMENSIONS, f"it does not match the head size {head_dim}")
+    if dimensions % 2:
+        key = next(key for key in (DIMENSIONS, "attention.key_length", "attention.head_count") if key in keys)
+        raise refusal(file, key, f"heads have {dimensions} rotary dimensions, an odd number")
     scaling = _scaling(file, keys, dimensions)
     factors = _frequency_factors(file, keys, dimensions, rope["rope_theta"])
     if scaling and factors:
@@ -62,10 +65,10 @@ def rope_parameters(file: GgufFile, keys: Mapping[str, Any], head_dim: int, part
 
 
 def _scaling(file: GgufFile, keys: Mapping[str, Any], dimensions: int) -> dict[str, Any]:
-    kind, attention = keys.get(TYPE, "linear"), _positive(file, keys, ATTENTION_FACTOR, 1.0)
+    kind, attention = keys.get(TYPE, "linear"), positive(file, keys, ATTENTION_FACTOR, 1.0)
     key = FACTOR if FACTOR in keys else OLD_FACTOR
     # Files without scaling may have a factor of 0.
-    factor = 1.0 if not keys.get(key) or kind == "none" else _positive(file, keys, key, 1.0)
+    factor = 1.0 if not keys.get(key) or kind == "none" else positive(file, keys, key, 1.0)
     original = keys.get(ORIGINAL_LENGTH, keys["context_length"])
     if kind == "longrope" or {LONG, SHORT} & file.tensors.keys():
         if factor != 1:
@@ -123,7 +126,8 @@ def _factors(file: GgufFile, name: str, dimensions: int) -> list[float]:
     return factors
 
 
-def _positive(file: GgufFile, keys: Mapping[str, Any], key: str, default: float) -> float:
+def positive(file: GgufFile, keys: Mapping[str, Any], key: str, default: float) -> float:
+    """Return the value of a key, which must be a positive number. Raises UnsupportedModelError."""
     value = keys.get(key, default)
     if type(value) not in (int, float) or not value > 0:
         raise refusal(file, key, "it must be a positive number")

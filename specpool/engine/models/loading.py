@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specpool.engine.config.devices import use_device
 from specpool.engine.config.options import INT8, EngineOptions, Int8RefusedError
-from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of
 from specpool.engine.models.checkpoint_quantization import method_of
 from specpool.engine.models.config import explain, load_config, resolve_max_model_len
 from specpool.engine.models.draft_parts import (
@@ -23,8 +23,9 @@ from specpool.engine.models.draft_parts import (
     replace_output_head,
 )
 from specpool.engine.models.eagle import build_eagle_head, is_eagle_head
+from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.stored_model import build_stored_model, dequantize_model
-from specpool.engine.models.stored_weights import StoredWeights, stored_weights
+from specpool.engine.models.stored_weights import GgufWeights, StoredWeights, stored_weights
 from specpool.engine.models.tokenizer import load_tokenizer, tokenizer_files
 from specpool.engine.models.vision_language import TEXT_NOTE, WRAPPER
 from specpool.engine.models.weights import (
@@ -35,7 +36,7 @@ from specpool.engine.models.weights import (
     read_with_transformers,
 )
 from specpool.engine.passes.attention import PACKED_ATTENTION
-from specpool.engine.passes.families import is_fusable, why_not_fusable
+from specpool.engine.passes.families import MIXTURES, is_fusable, why_not_fusable
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.sharding.shares import Share
 from specpool.engine.sharding.weights import ShardConfig, checksums_of
@@ -105,6 +106,8 @@ def _check_activations(options: EngineOptions, config: PreTrainedConfig, device:
         raise Int8RefusedError(f"a CPU, but the device is {device}")
     if (reason := why_not_fusable(config)) is not None:
         raise Int8RefusedError(f"the compiled pass, which cannot run this model: {reason}")
+    if config.model_type in MIXTURES:
+        raise Int8RefusedError("a dense model, because experts keep float32 activations")
 
 
 def _check_feature_draft(options: EngineOptions, config: PreTrainedConfig) -> None:
@@ -144,7 +147,10 @@ def _load(
     if stored is not None and not keeps_quantized:
         model = dequantize_model(model, device, dtype)
         output_ids = None if output_ids is None else output_ids.to(device)
-    notes = _dequantization_notes(stored, method_of(config), None if keeps_quantized else dtype)
+    method, gguf = method_of(config), gguf_file_of(options.model)
+    if stored is None and gguf is not None and GgufFile(gguf).is_quantized:
+        method = GgufWeights.method
+    notes = _dequantization_notes(stored, method, None if keeps_quantized else dtype)
     if hasattr(config, WRAPPER):
         notes = (TEXT_NOTE, *notes)
     checksums: Mapping[str, bytes] = {}

@@ -117,9 +117,10 @@ def _read_config(options: EngineOptions) -> dict[str, Any] | None:
         return None
     source = source_of(model, options.revision)
     if "gguf_file" in source:
-        with open(model, "rb") as gguf:
+        file = Path(source["pretrained_model_name_or_path"], source["gguf_file"])
+        with file.open("rb") as gguf:
             if gguf.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
-                raise UnsupportedModelError(f"{model} is not a GGUF file")
+                raise UnsupportedModelError(f"{file} is not a GGUF file")
         return None
     config = read_config_file(model, options.revision)
     refusal = why_not_supported(config.get)

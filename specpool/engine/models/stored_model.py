@@ -50,8 +50,8 @@ def build_stored_model(
             report["mismatched_keys"].append((name, tuple(weight.shape), tuple(expected.shape)))
         else:
             _place(model, name, weight if shard is None else shard.cut(name, weight, dtype))
+    check_tied_head(stored, config)
     if config.tie_word_embeddings:
-        _check_tied_head(stored)
         _place(model, HEAD, model.get_input_embeddings().weight)
     if shard is not None:
         adapt(model, shard.share)
@@ -78,7 +78,10 @@ def dequantize_model(model: Any, device: torch.device, dtype: torch.dtype) -> Pr
     return dense
 
 
-def _check_tied_head(stored: StoredWeights) -> None:
+def check_tied_head(stored: StoredWeights, config: PreTrainedConfig) -> None:
+    """Raise UnsupportedModelError if a tied output head differs from the embeddings in the file."""
+    if not config.tie_word_embeddings:
+        return
     head, embedding = stored.find(HEAD), stored.find(EMBEDDING)
     if head is None or embedding is None:
         return

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -17,22 +16,22 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import gguf_file_of
 from specpool.engine.models.checkpoint_quantization import DRAFT_METHOD, format_of, method_of
 from specpool.engine.models.draft_weights import find_named
-from specpool.engine.models.gguf_keys import check_config
+from specpool.engine.models.gguf_keys import check_config, ignored_tensors
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.gguf_rope import ROPE_TENSORS
+from specpool.engine.models.gguf_tensors import LazyWeight, TensorNames
 from specpool.engine.models.packed_weights import PackedWeight, packed_weights
 from specpool.engine.models.weight_files import check_layers, safetensors_files, stored_sizes
 from specpool.engine.passes.families import MIXTURES, is_fusable
 from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Their GGUF tensors match transformers, except for names and the row order of ROTATED in Llama.
+# Their weights stay quantized, except experts.
 GGUF_ARCHITECTURES = {"llama", "qwen2", "qwen3"}
 # Projections whose rows a parameter for all experts holds, expert by expert.
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 # Parts of names in Mixtral checkpoints, and their replacements in transformers.
 MIXTRAL = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
-ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
 class StoredWeights(ABC):
@@ -63,32 +62,32 @@ class StoredWeights(ABC):
 
 
 class GgufWeights(StoredWeights):
-    """The weights of a GGUF file of one of the `GGUF_ARCHITECTURES`."""
+    """The weights of a GGUF file."""
 
     method = "GGUF"
 
     def __init__(self, file: GgufFile, config: PreTrainedConfig) -> None:
         """Raise UnsupportedModelError if the configuration does not match the file."""
-        super().__init__(file.tensors.keys() - ROPE_TENSORS)
+        super().__init__(file.tensors.keys() - ROPE_TENSORS - ignored_tensors(file))
         check_config(file, config)
-        self._file, self._config, self.folder = file, config, file.path.parent
+        self._names, self.folder = TensorNames(file, config), file.path.parent
         self.dequantized = file.dequantized
-        (architecture,) = (arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == file.architecture)
-        self._names = get_tensor_name_map(architecture, config.num_hidden_layers)
 
     def find(self, name: str) -> Weight | None:
         """Return a weight with its rows in transformers' order."""
-        stem, _, suffix = name.rpartition(".")
-        tensor = f"{self._names.get_name(stem)}.{suffix}"
-        if tensor not in self._file.tensors:
-            return None
-        self._unread.discard(tensor)
-        weight = self._file.read(tensor)
-        module = stem.rpartition(".")[2]
-        if self._file.architecture != "llama" or module not in ROTATED:
-            return weight
-        rows = _rotary_order(weight.shape[0], getattr(self._config, ROTATED[module]))
-        return weight.rows(rows) if isinstance(weight, Quantized) else weight[rows]
+        weight = self._find(name)
+        return None if weight is None else weight.read()
+
+    def lazy(self, names: Collection[str]) -> dict[str, LazyWeight]:
+        """Return the weights that the file has, by name; read each as `weight[...]`. UnsupportedModelError."""
+        found = {name: self._find(name) for name in names}
+        return {name: weight for name, weight in found.items() if weight is not None}
+
+    def _find(self, name: str) -> LazyWeight | None:
+        weight = self._names.find(name)
+        if weight is not None:
+            self._unread.difference_update(weight.tensors)
+        return weight
 
 
 class DraftWeights(StoredWeights):
@@ -155,9 +154,11 @@ class IntegerWeights(StoredWeights):
 
 
 def read_generation_config(options: EngineOptions) -> GenerationConfig | None:
-    """Return a model's generation_config.json, from a folder or the hub; None if it has none."""
+    """Return a model's generation_config.json, from its folder or the hub; None if it has none."""
+    gguf = gguf_file_of(options.model)
+    source = options.model if gguf is None else gguf.parent
     try:
-        return GenerationConfig.from_pretrained(options.model, revision=options.revision or "main")
+        return GenerationConfig.from_pretrained(source, revision=options.revision or "main")
     except OSError:
         return None
 
@@ -174,8 +175,8 @@ def stored_weights(
     if gguf is not None:
         file = GgufFile(gguf)
         check_layers(config, len(file.tensors))
-        supported = file.architecture in GGUF_ARCHITECTURES and is_fusable(config)
-        return GgufWeights(file, config) if supported else None
+        dense = file.architecture in GGUF_ARCHITECTURES and config.model_type not in MIXTURES
+        return GgufWeights(file, config) if dense and is_fusable(config) else None
     stored = stored_sizes(options)
     if stored is not None:
         check_layers(config, stored.tensors)
@@ -193,8 +194,3 @@ def _expert_name(name: str) -> str:
     for old, new in MIXTRAL.items():
         name = name.replace(old, new)
     return name
-
-
-def _rotary_order(rows: int, heads: int) -> torch.Tensor:
-    """Return the GGUF row for each transformers row; GGUF files interleave the two halves of a rotated head."""
-    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()

@@ -22,7 +22,7 @@ def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokeniz
     source = source_of(model, revision)
     try:
         if "gguf_file" in source:
-            return gguf_tokenizer(GgufFile(Path(model)))
+            return gguf_tokenizer(GgufFile(Path(source["pretrained_model_name_or_path"], source["gguf_file"])))
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**source)
         if tokenizer.chat_template is None:  # older vision-language models store it in a file of its own
             optional: Any = {"revision": revision, "_raise_exceptions_for_missing_entries": False}

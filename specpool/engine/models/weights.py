@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    GgufConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from specpool.engine.config.hub import cached_file
@@ -26,10 +20,11 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of, source_of
 from specpool.engine.models.checkpoint_quantization import HINT, format_of, is_scale, without_quantization
 from specpool.engine.models.config import NO_SAFETENSORS, load_config
-from specpool.engine.models.packed_formats import PackedFormat
+from specpool.engine.models.gguf_reader import GgufFile
+from specpool.engine.models.gguf_tensors import LazyWeight
 from specpool.engine.models.packed_weights import packed_weights
-from specpool.engine.models.stored_model import build_stored_model, dequantize_model
-from specpool.engine.models.stored_weights import EMBEDDING, HEAD, read_generation_config, stored_weights
+from specpool.engine.models.stored_model import build_stored_model, check_tied_head, dequantize_model
+from specpool.engine.models.stored_weights import EMBEDDING, HEAD, GgufWeights, read_generation_config, stored_weights
 from specpool.engine.models.vision_language import RENAMED, WRAPPER, is_text_weight
 from specpool.engine.models.weight_files import check_weights, read_tensor, safetensors_files
 from specpool.engine.weights.quantized import Weight
@@ -138,35 +133,52 @@ def _read(
         "ignore_mismatched_sizes": True,  # check_complete refuses them; transformers would only warn
     }
     packed, gguf = format_of(config), gguf_file_of(options.model)
-    if packed is not None:
-        return _read_packed(options, config, packed, device, arguments)
-    source = source_of(options.model, options.revision)
-    if gguf is not None:  # with quantized kernels, transformers would keep the weights quantized
-        source |= {"gguf_file": gguf.name, "config": config, "quantization_config": GgufConfig(dequantize=True)}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(**{**source, **arguments})
-    model, report = loaded
     if gguf is not None:
-        for weight in model.parameters():  # dequantization leaves other weights in their stored dtype
-            weight.data = weight.data.to(dtype)
+        weights = gguf_weights(GgufFile(gguf), config)
+        return _read_lazily(options, config, weights, device, arguments)
+    if packed is not None:
+        download_weights(options, lambda phase: None)
+        if not (files := safetensors_files(options)):
+            raise UnsupportedModelError(NO_SAFETENSORS)
+        return _read_lazily(options, without_quantization(config), packed_weights(files, packed), device, arguments)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(**{**source_of(options.model, options.revision), **arguments})
+    model, report = loaded
     return model.to(device), report
 
 
-def _read_packed(
+def gguf_weights(file: GgufFile, config: PreTrainedConfig) -> Mapping[str, LazyWeight]:
+    """Return the weights of a GGUF file by name, with the shapes of the configured model. UnsupportedModelError."""
+    file.check_types()
+    stored = GgufWeights(file, config)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    expected = model.state_dict()
+    weights = stored.lazy(expected)
+    check_tied_head(stored, config)
+    tied = {HEAD} if config.tie_word_embeddings else set()
+    shapes = {name: (weight.shape, expected[name].shape) for name, weight in weights.items()}
+    check_complete(
+        {
+            "missing_keys": expected.keys() - weights.keys() - tied,
+            "mismatched_keys": [(name, *pair) for name, pair in shapes.items() if tuple(pair[0]) != tuple(pair[1])],
+            "unexpected_keys": stored.unread,
+        }
+    )
+    check_all_used({"unexpected_keys": stored.unread})
+    return {name: weight for name, weight in weights.items() if name not in tied}
+
+
+def _read_lazily(
     options: EngineOptions,
     config: PreTrainedConfig,
-    packed: PackedFormat,
+    weights: Mapping[str, Any],
     device: torch.device,
     arguments: dict[str, Any],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Read a quantized model. transformers sees only the dequantized weights."""
-    download_weights(options, lambda phase: None)
-    files = safetensors_files(options)
-    if not files:
-        raise UnsupportedModelError(NO_SAFETENSORS)
-    weights = packed_weights(files, packed)
+    """Read a model whose weights are dequantized as `weight[...]`, which transformers does tensor by tensor."""
     built: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # AutoModelForCausalLM requires a folder
-    plain = {"config": without_quantization(config), "state_dict": weights}
-    model, report = built.from_pretrained(None, **{**arguments, **plain})
+    lazy = {"config": config, "state_dict": dict(weights)}
+    model, report = built.from_pretrained(None, **{**arguments, **lazy})
     model.generation_config = read_generation_config(options) or model.generation_config
     return model.to(device), report
 

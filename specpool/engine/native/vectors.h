@@ -68,8 +68,8 @@ static INLINE float folded(const wide *slices, int take_larger) {
 static INLINE wide exponential(wide x) {
     const float round = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     const wide lowest = (wide){0} - 87.0f, highest = (wide){0} + 88.0f;
-    x = larger(x, lowest);
-    x = (wide){0} - larger((wide){0} - x, (wide){0} - highest);
+    x = larger(lowest, x); /* NaN stays NaN */
+    x = (wide){0} - larger((wide){0} - highest, (wide){0} - x);
     wide n = (x * 1.44269504f + round) - round;
     wide rest = x - n * 0.693359375f + n * 2.12194440e-4f; /* ln 2 in two parts */
     wide p = 1.9875691500e-4f * rest + 1.3981999507e-3f;

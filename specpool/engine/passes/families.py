@@ -1,6 +1,6 @@
 """The model families of the fused pass, and what their configurations say about it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -48,8 +48,9 @@ def embedding_scale(config: PreTrainedConfig, dtype: torch.dtype) -> float:
 
 def activation_of(config: PreTrainedConfig) -> Activation | None:
     """The activation of all MLPs; None if the fused pass does not have it."""
-    if config.model_type == "gpt_oss":
-        return Activation("silu", config.swiglu_alpha, config.swiglu_limit, shift=1.0)
+    if config.model_type == "gpt_oss":  # transformers before 5.18 has these numbers in its code
+        alpha, limit = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
+        return Activation("silu", alpha, limit, shift=1.0)
     return ACTIVATIONS.get(_activation_name(config))
 
 
@@ -67,8 +68,8 @@ def is_fusable(config: PreTrainedConfig) -> bool:
 
 def why_not_fusable(config: PreTrainedConfig) -> str | None:
     """Why `FusedModel` cannot run this configuration; None if it can."""
-    if config.model_type not in FAMILIES:
-        return f"{config.model_type} is not one of the families {', '.join(sorted(FAMILIES))}"
+    if (reason := _not_among(FAMILIES, config)) is not None:
+        return reason
     if activation_of(config) is None:
         return f"its activation is {_activation_name(config)}, not {' or '.join(ACTIVATIONS)}"
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
@@ -83,9 +84,13 @@ def why_not_fusable(config: PreTrainedConfig) -> str | None:
 
 def why_not_shardable(config: PreTrainedConfig) -> str | None:
     """Why the ranks of a group cannot share this model; None if they can."""
-    if (reason := why_not_fusable(config)) is not None or config.model_type in SHARDABLE:
-        return reason
-    return f"{config.model_type} is not one of the families {', '.join(sorted(SHARDABLE))}"
+    return _not_among(SHARDABLE, config) or why_not_fusable(config)
+
+
+def _not_among(families: Set[str], config: PreTrainedConfig) -> str | None:
+    if config.model_type in families:
+        return None
+    return f"{config.model_type} is not one of the families {', '.join(sorted(families))}"
 
 
 def _activation_name(config: PreTrainedConfig) -> str:

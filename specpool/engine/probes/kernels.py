@@ -71,7 +71,8 @@ def choose_gemms(
             "GEMM with %d outputs, %d inputs: %s, of %s",
             outputs, inputs, gemms[0].backends, ", ".join(allowed) or "none",
         )  # fmt: skip
-    return all_found and not (exact and any(not experts_agree(experts, sizes) for experts in _by_size(model)))
+    all_agree = all(experts_agree(experts, sizes) for experts in _by_size(model))
+    return all_found and (all_agree or not exact)
 
 
 def experts_agree(experts: GpuExperts, sizes: Sequence[int]) -> bool:
@@ -179,7 +180,8 @@ def attention_agrees(arena: KVArena, query_groups: int, max_length: int, kind: A
     cache = arena.keys[0]
     numbers, (kv_heads, _, dim) = ProbeInputs(cache), cache.shape
     borders = [border + step for border in (attention.SPLIT, 2 * attention.SPLIT) for step in (-1, 0, 1)]
-    positions = sorted({min(position, max_length - 1) for position in (*POSITIONS, *borders)})
+    beyond = (kind.window or 0) + 2 * attention.SPLIT  # the first split is before the window
+    positions = sorted({min(position, max_length - 1) for position in (*POSITIONS, *borders, beyond)})
     probed, columns = _two_copies(arena, numbers, positions[-1] + 1)
     probed.keys[0][:, columns] = numbers.normal(kv_heads, 1, positions[-1] + 1, dim)
     tile, splits = attention.rows_per_tile(cache.dtype, query_groups), num_splits(positions[-1] + 1)

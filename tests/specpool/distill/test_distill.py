@@ -206,6 +206,14 @@ def test_a_complete_student_equals_its_target(tiny_pair: tuple[Path, Path], dial
     assert mean_acceptance_length(agreement(student, examples), 3) > 3
 
 
+def test_students_without_fused_attention_equal_their_target(tmp_path: Path, dialogues: Dialogues) -> None:
+    target = target_of((save_model(tmp_path, small_config("gemma2")), tmp_path)).eval()
+    student = Student(target, [0, 1], torch.arange(257))
+    batch = next(batches(dialogues.examples(), 1000, random.Random(0)))
+    expected = target(batch.token_ids, attention_mask=batch.attention_mask).logits[batch.chosen]
+    torch.testing.assert_close(student.unroll(batch)[0].logits.argmax(-1), expected.argmax(-1))
+
+
 def test_training_lowers_the_loss_and_freezes_embeddings(tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
     student, examples = student_of(tiny_pair), dialogues.examples()
     embeddings = student.body.embed_tokens.weight.clone()

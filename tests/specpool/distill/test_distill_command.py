@@ -147,6 +147,12 @@ def test_unsupported_target_architecture_is_refused(
     assert "gpt2 does not have the structure of Llama" in capsys.readouterr().err
 
 
+def test_feature_drafts_of_other_layers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = save_model(tmp_path / "target", small_config("gemma2"))
+    assert run(main, "--target", target, "--output", tmp_path / "draft", "--kind", "feature") == 2
+    assert "kind: feature drafts support gemma, llama, " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -49,8 +49,9 @@ class GpuEmbedding(nn.Module):
         if hidden is None:
             hidden = torch.empty_like(batch.input_states)
         joined = join(
-            batch.input_ids, self.weight, batch.input_states, self.norms, hidden, self.norms_residual, self.eps
-        )
+            batch.input_ids, self.weight, self.scale, batch.input_states, self.norms, hidden, self.norms_residual,
+            self.eps,
+        )  # fmt: skip
         if self.fc is None:
             return Inputs(hidden, None, joined)
         return Inputs(hidden, Addend(self.fc(joined), self.bias, None))
@@ -59,13 +60,14 @@ class GpuEmbedding(nn.Module):
 def join(
     token_ids: torch.Tensor,  # [rows]
     embedding: torch.Tensor,  # [vocab_size, hidden]
+    scale: float,
     states: torch.Tensor,  # [rows, hidden]
     norms: torch.Tensor | None,  # [2, hidden] weights of the norms of states and embeddings
     residual: torch.Tensor,  # output, [rows, hidden]; may be `states`
     norms_residual: bool,
     eps: float,
 ) -> torch.Tensor:
-    """Concatenate the states and embeddings of rows, [rows, 2 * hidden], normalized with `norms` if given.
+    """Concatenate the states and scaled embeddings of rows, [rows, 2 * hidden], normalized with `norms` if given.
 
     `residual` gets zeros without norms, normalized states with `norms_residual`, and otherwise the states.
     """
@@ -73,7 +75,7 @@ def join(
     joined = torch.empty(rows, 2 * size, dtype=states.dtype, device=states.device)
     _join_states[(rows, 2)](
         token_ids, embedding, states, joined if norms is None else norms, residual, joined, eps,
-        SIZE=size, WIDTH=power_of_two(size), NORMED=norms is not None, NORMS_RESIDUAL=norms_residual,
+        SIZE=size, WIDTH=power_of_two(size), SCALE=scale, NORMED=norms is not None, NORMS_RESIDUAL=norms_residual,
         **launch_options(states.device), num_warps=warps_of(size),
     )  # fmt: skip
     return joined
@@ -84,8 +86,8 @@ if triton is not None:
     @triton.jit
     def _join_states(
         token_ids, embedding, states, norms, residual, joined, eps,
-        SIZE: tl.constexpr, WIDTH: tl.constexpr, NORMED: tl.constexpr, NORMS_RESIDUAL: tl.constexpr,
-        OVERLAP: tl.constexpr,
+        SIZE: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, NORMED: tl.constexpr,
+        NORMS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """Store the state of a row, or its embedding."""
         row, embeds, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
@@ -97,6 +99,8 @@ if triton is not None:
         if embeds == 1:
             token_id = tl.load(token_ids + row).to(tl.int64)
             x = tl.load(embedding + token_id * SIZE + feature, mask=mask, other=0.0)
+            if SCALE != 1:
+                x = (x.to(tl.float32) * SCALE).to(embedding.dtype.element_ty)
         else:
             x = tl.load(states + row * SIZE + feature, mask=mask, other=0.0)
         result = x

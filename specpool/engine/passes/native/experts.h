@@ -74,8 +74,8 @@ static void score(const Routing *routing, float *logits) {
         if (routing->is_sigmoid) put(logits + i, 0, 1.0f / (1.0f + exponential((wide){0} - x)));
         else put(logits + i, 0, exponential(x - peak));
     }
-    if (routing->is_sigmoid) return;
     for (int64_t i = 0; i < experts; i++) sum += logits[i];
+    if (routing->is_sigmoid && sum == sum) return; /* a NaN makes all scores NaN */
     for (int64_t i = 0; i < experts; i++) logits[i] /= sum;
 }
 

@@ -60,6 +60,9 @@ def save_config(folder: Path, config: PreTrainedConfig, **changes: Any) -> Path:
             "decoder_sparse_step 0; it must be at least 1",
         ),
         ("glm4_moe", "Glm4MoeForCausalLM", {"n_group": 64}, "its best groups have only 2 experts"),
+        ("glm4_moe", "Glm4MoeForCausalLM", {"n_group": 128}, "n_group 128; it must be 1 or at most half of its 128"),
+        ("gpt_oss", "GptOssForCausalLM", {"num_local_experts": 0}, "0 experts; it must have at least 1"),
+        ("gemma2", "Gemma2ForCausalLM", {"sliding_window": None}, "sliding_attention layers, but no sliding_window"),
         ("bloom", "BloomForCausalLM", {}, "position biases (ALiBi)"),
         ("diffllama", "DiffLlamaForCausalLM", {}, "differential attention"),
         ("doge", "DogeForCausalLM", {}, "custom attention masks"),
@@ -87,6 +90,12 @@ def test_unsupported_models_are_refused_before_weights_are_read(
         ("layer_types", ["linear_attention", "full_attention", "full_attention"]),
         ("sliding_window", "x"),
         ("rope_parameters", [1]),
+        ("rope_parameters", {"sliding_attention": {"rope_theta": 0}}),
+        ("attn_logit_softcapping", 0.0),
+        ("query_pre_attn_scalar", -4),
+        ("moe_intermediate_size", -3),
+        ("decoder_sparse_step", 0),
+        ("num_local_experts", -1),
     ],
 )
 def test_invalid_values_are_refused(tmp_path: Path, key: str, value: object) -> None:
@@ -156,7 +165,7 @@ def test_missing_files_are_refused_by_path(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"weights")
     assert refusal(tmp_path / "model.bin").endswith("model.bin is neither a model folder nor a .gguf file")
     (tmp_path / "some.gguf").write_bytes(b"GGUF")
-    assert refusal(tmp_path).endswith("it has no config.json; name its GGUF file as the model")
+    assert refusal(tmp_path) == f"{tmp_path / 'some.gguf'} is not a complete GGUF file: it ends within its header"
 
 
 @pytest.mark.parametrize("model", ["nobody-at-all/no-such-model", "no-such-model", "not a hub id!", "a/b/c/d"])

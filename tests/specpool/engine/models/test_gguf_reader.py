@@ -177,7 +177,7 @@ def test_changing_a_tensor_does_not_change_the_file(valid: Path) -> None:
         (header(values=(value("deep", 9, 2000 * struct.pack("<IQ", 9, 1)),)), "its deep nests arrays more than 4 deep"),
         (
             header(values=(value("split.count", 2, struct.pack("<H", 3)),)),
-            " is one of 3 parts of a model; join them with ",
+            " is one of 3 parts of a model; name it NAME-00001-of-00003.gguf",
         ),
     ],
 )

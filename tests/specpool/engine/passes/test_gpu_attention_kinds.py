@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels import BLOCK, LIMITS, SPLIT, Cache, assert_near
+from test_kernels import ENDS, LIMITS, Cache, assert_near
 
 from specpool.engine.passes.gpu import attention
 from specpool.engine.passes.gpu.attention import rows_per_tile
@@ -15,7 +15,9 @@ from specpool.engine.passes.kinds import AttentionKind
 pytest.importorskip("triton")
 
 HEADS, KV_HEADS = 6, 2
-LENGTH = 2 * SPLIT + 2
+# Sequences of five splits, so windows use places of partial results again.
+SPLIT, BLOCK = 32, 16
+LENGTH = ENDS[-1] + 1
 WINDOWS = [1, 5, BLOCK, BLOCK + 1, SPLIT - 1, SPLIT, SPLIT + 1, SPLIT + BLOCK, LENGTH, 2**20]
 
 

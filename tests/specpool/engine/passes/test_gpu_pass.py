@@ -452,8 +452,9 @@ def test_a_draft_of_four_tokens_takes_one_round_trip(
 
 
 @pytest.mark.slow
-def test_kernels_run_feature_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save_feature_draft(tmp_path)
+@pytest.mark.parametrize("architecture", ["llama", "gemma"])
+def test_kernels_run_feature_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
+    folder = save_feature_draft(tmp_path, architecture)
     options = {"native": False, "max_sequences": 3, "max_model_len": 26}
     spans = feature_spans()
     expected = load_engine(folder, False, **options)

@@ -1,6 +1,7 @@
 """Experts of the compiled pass: how rows choose them, and the same bits on any processor and number of threads."""
 
 import ctypes
+import math
 import platform
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,16 @@ def test_of_equal_scores_the_lower_index_comes_first(tmp_path: Path) -> None:
         del layer.mlp.downs[EXPERTS["num_experts_per_tok"] :]  # no row chooses them
     tokens = random_tokens(20)
     torch.testing.assert_close(decode_alone(engine, tokens), decode_alone(fused, tokens), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
+def test_a_nan_router_logit_makes_the_logits_nan(tmp_path: Path, scores: str) -> None:
+    engine = load_mixture(save_mixture(tmp_path))
+    native: Any = engine.forward_pass
+    native._model.routing.is_sigmoid = scores == "sigmoid"
+    last = EXPERTS["n_routed_experts"] - 1
+    ctypes.c_float.from_address(native._layers[1].router.panels[0].weight + 4 * last).value = math.nan
+    assert decode_alone(engine, random_tokens(1)).isnan().all()
 
 
 def test_thread_counts_change_no_bit(tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+"""Compares passes of mixtures of experts, with windows and sinks, by bits, and times their steps."""
+
+import gc
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.engines import SHAPE_SECONDS, Limit, start
+from benchmarks.gpu.exactness import SECONDS, check_all_equal, compare_passes, compare_prefills
+from benchmarks.gpu.part import TINY, Findings, Settings
+from benchmarks.gpu.steps import add_steps
+
+MODELS = ("qwen3-30b-a3b", "gpt-oss-20b")
+CHANGES = {"num_hidden_layers": 4}
+TINY_CHANGES = {**TINY, "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32}
+# Cached positions: before a window is full, and after several splits of attention. Rehearsals fill a window, too.
+POSITIONS, REHEARSED_POSITIONS = (40, 1100), (10, 150)
+
+
+def measure_mixtures(settings: Settings, findings: Findings) -> None:
+    """Compare and time random models of a few layers."""
+    for shape in MODELS:
+        measure_model(replace(settings, target=shape), findings)
+        gc.collect()
+        if torch.device(settings.device).type == "cuda":
+            torch.cuda.empty_cache()
+    check_all_equal(findings)
+
+
+def measure_model(settings: Settings, findings: Findings) -> None:
+    """Compare passes and prefills of the target by bits, and time its steps."""
+    shape, sizes = settings.target, settings.sizes
+    changes: dict[str, Any] = TINY_CHANGES if settings.rehearse else CHANGES
+    positions = REHEARSED_POSITIONS if settings.rehearse else POSITIONS
+    max_length = max(*positions, *sizes.lengths) + 16
+    engine = start(settings, findings, shape, exact=True, max_length=max_length, **changes)
+    findings.add_row("self_tests", {"model": shape, "bitwise": engine.bitwise})
+    for cached in positions:
+        compare = partial(compare_passes, findings, engine, settings, shape, cached)
+        findings.attempt(settings, f"{shape}, passes after {cached} positions", SECONDS, compare)
+    limit = Limit(engine, settings)
+    for cached, batch in product(sizes.lengths[:1], sizes.batches):
+        rows = partial(add_steps, findings, engine, settings, cached, batch, limit)
+        findings.attempt(settings, f"{shape}, {batch} sequences, {cached} cached", SHAPE_SECONDS, rows)
+    for length in positions:  # the last, because prefills overwrite the random caches
+        compare = partial(compare_prefills, findings, engine, shape, length)
+        findings.attempt(settings, f"{shape}, prefill of {length} tokens", SECONDS, compare)
