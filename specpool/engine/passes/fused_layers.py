@@ -143,7 +143,7 @@ class JoiningLayer(FusedLayer):
         return state, joined
 
 
-def joined(*linears: nn.Linear) -> nn.Linear | QuantizedLinear:
+def joined(*linears: nn.Linear | QuantizedLinear) -> nn.Linear | QuantizedLinear:
     """One layer that computes the concatenated outputs of these layers."""
     biased = next((linear.bias for linear in linears if linear.bias is not None), None)
     bias = None
