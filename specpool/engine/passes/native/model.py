@@ -298,8 +298,7 @@ def compile_pass(fused: FusedModel, pass_class: type[NativeModel], activations: 
     del first  # packing releases each layer
     panels = panels_of(fused)
     notes: list[str] = []
-    if routing_of(fused).experts:
-        _refuse_int8(activations, "computes experts with float32 activations")
+    if routing_of(fused).experts:  # int8 is refused before weights are read
         activations = "float32"
     resolved = resolve_activations(activations, gemm_kinds(panels), fused.group, notes.append)
     kinds = frozenset({FLOAT32, *panels.kinds})
