@@ -185,17 +185,22 @@ INTEGERS = {
 
 
 def save_packed(
-    folder: Path, architecture: str, packed: PackedFormat, ignore: str = "no module", **changes: Any
+    folder: Path,
+    architecture: str,
+    packed: PackedFormat,
+    ignore: str = "no module",
+    also: str = "proj.weight",
+    **changes: Any,
 ) -> tuple[Path, Path]:
     """Save a model with packed projections and other weights in bfloat16 or float32, and the same model in float32.
 
-    `ignore`: ending of the names of projections that stay dense.
+    `ignore`: ending of the names of projections that stay dense; `also`: of other weights to pack.
     """
     config = small_config(architecture, **changes)
     quantized, plain = save_model(folder / "packed", config), save_model(folder / "plain", config)
     stored, dense = {}, {}
     for name, weight in load_file(plain / "model.safetensors").items():
-        if name.endswith("proj.weight") and not name.endswith(ignore):
+        if name.endswith((also, "proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")) and not name.endswith(ignore):
             parts, dense[name] = packed.pack(weight)
             stored.update({name.removesuffix(".weight") + ending: part for ending, part in parts.items()})
         else:

@@ -156,9 +156,6 @@ def _invalid_layers(config: PreTrainedConfig) -> str | None:
         return "0 experts; it must have at least 1"
     if experts and isinstance(chosen, int) and not 1 <= chosen <= experts:
         return f"num_experts_per_tok {chosen}; it must be from 1 to its {experts} experts"
-    step = getattr(config, "decoder_sparse_step", None)
-    if experts and isinstance(step, int) and step < 1:
-        return f"decoder_sparse_step {step}; it must be at least 1"
     return _invalid_groups(experts, chosen, getattr(config, "n_group", None), getattr(config, "topk_group", None))
 
 

@@ -69,8 +69,7 @@ def dequantize_model(model: Any, device: torch.device, dtype: torch.dtype) -> Pr
         if isinstance(module, QuantizedLinear):
             model.set_submodule(path, linear_of(module.weight.to(device, dtype), module.bias))
         elif isinstance(module, QuantizedEmbedding):
-            weight = module.weight.dequantized().to(device, dtype)
-            model.set_submodule(path, nn.Embedding.from_pretrained(weight))
+            model.set_submodule(path, module.dequantized(device, dtype))
     if tied:
         model.lm_head.weight = model.get_input_embeddings().weight
     for parameter in model.parameters():
@@ -99,8 +98,8 @@ def _place(model: nn.Module, name: str, weight: Weight) -> None:
     module: Any = model.get_submodule(path)
     if isinstance(weight, Quantized) and type(module) is nn.Linear:
         model.set_submodule(path, QuantizedLinear([weight]))
-    elif isinstance(weight, Quantized) and type(module) is nn.Embedding:  # subclasses do more than look up rows
-        model.set_submodule(path, QuantizedEmbedding(weight))
+    elif isinstance(weight, Quantized) and isinstance(module, nn.Embedding):
+        model.set_submodule(path, QuantizedEmbedding(weight, module))
     elif isinstance(weight, Quantized) and path.endswith(".experts"):
         count = len(getattr(module, attribute))
         delattr(module, attribute)

@@ -146,7 +146,7 @@ class JoiningLayer(FusedLayer):
         return state, joined
 
 
-def joined(*linears: nn.Linear) -> nn.Linear | QuantizedLinear:
+def joined(*linears: nn.Linear | QuantizedLinear) -> nn.Linear | QuantizedLinear:
     """One layer that computes the concatenated outputs of these layers."""
     biased = next((linear.bias for linear in linears if linear.bias is not None), None)
     bias = None
@@ -181,10 +181,13 @@ def _attention_kind(attention: Any, config: PreTrainedConfig) -> AttentionKind:
     return AttentionKind(window, None if sinks is None else sinks.detach().float(), softcap)
 
 
-def _reordered(linear: nn.Linear, order: torch.Tensor) -> nn.Linear:
+def _reordered(linear: nn.Linear | QuantizedLinear, order: torch.Tensor) -> nn.Linear | QuantizedLinear:
     """The layer with the features of every head in this order."""
     if torch.equal(order, torch.arange(len(order))):
         return linear
-    weight = dequantized_linear(linear).weight
-    rows = torch.arange(linear.out_features).view(-1, len(order))[:, order].flatten().to(weight.device)
-    return linear_of(weight[rows], None if linear.bias is None else linear.bias[rows])
+    rows = torch.arange(linear.out_features).view(-1, len(order))[:, order].flatten()
+    bias = None if linear.bias is None else linear.bias[rows.to(linear.bias.device)]
+    if isinstance(linear, QuantizedLinear):
+        (part,) = linear.parts
+        return QuantizedLinear([part.rows(rows) if isinstance(part, Quantized) else part[rows]], bias)
+    return linear_of(linear.weight[rows.to(linear.weight.device)], bias)

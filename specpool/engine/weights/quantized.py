@@ -134,13 +134,21 @@ class QuantizedLinear(nn.Module):
 class QuantizedEmbedding(nn.Module):
     """An embedding that dequantizes only the rows it looks up."""
 
-    def __init__(self, weight: Quantized) -> None:
+    def __init__(self, weight: Quantized, source: nn.Embedding) -> None:
+        """`source`: the embedding to replace, maybe one that scales its rows."""
         super().__init__()
-        self.weight = weight
+        self.weight, self._source = weight, (source,)  # in a tuple, so that it is no submodule
+
+    def dequantized(self, device: torch.device, dtype: torch.dtype) -> nn.Embedding:
+        """Return the replaced embedding with the weight in floats."""
+        (source,) = self._source
+        source.weight = nn.Parameter(self.weight.dequantized().to(device, dtype), requires_grad=False)
+        return source
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = self.weight.rows(ids.flatten()).dequantized()
-        return rows.reshape(*ids.shape, -1)
+        scale = getattr(self._source[0], "embed_scale", None)
+        return (rows if scale is None else rows * scale).reshape(*ids.shape, -1)
 
 
 def slice_of(weight: Weight, begin: int, end: int) -> Weight:

@@ -116,6 +116,7 @@ class NativeModel(ForwardPass):
         self._projection = None
         if fused.projection is not None:
             self._projection = self._packed.linear(panels.projection, fused.projection.bias, NEVER)
+        del first  # packing releases each layer
         for index, layer in enumerate(fused.layers):
             self._layers[index] = self._pack_layer(panels.layers[index], layer)
             panels.layers[index], fused.layers[index] = {}, nn.Identity()
@@ -292,16 +293,16 @@ def compile_pass(fused: FusedModel, pass_class: type[NativeModel], activations: 
     if (problem := shape_problem(fused)) is not None:
         _refuse_int8(activations, problem)
         return None
-    layer: Any = fused.layers[0]
+    first: Any = fused.layers[0]
+    head_dim, groups = first.head_dim, first.heads // first.kv_heads
+    del first  # packing releases each layer
     panels = panels_of(fused)
     notes: list[str] = []
-    if routing_of(fused).experts:
-        _refuse_int8(activations, "computes experts with float32 activations")
+    if routing_of(fused).experts:  # int8 is refused before weights are read
         activations = "float32"
     resolved = resolve_activations(activations, gemm_kinds(panels), fused.group, notes.append)
     kinds = frozenset({FLOAT32, *panels.kinds})
-    groups = layer.heads // layer.kv_heads
-    compiler = partial(compile_decoder, layer.head_dim, groups, kinds, rounded=resolved == "int8")
+    compiler = partial(compile_decoder, head_dim, groups, kinds, rounded=resolved == "int8")
     if compiler() is None:
         _refuse_int8(activations, *(compiler_problem() or ["failed to compile (see the warning above)"]))
         return None

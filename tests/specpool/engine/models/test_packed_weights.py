@@ -9,7 +9,16 @@ import pytest
 import torch
 from packed_checkpoints import FORMATS, INTEGERS, PackedFormat, mxfp4, save_packed
 from safetensors.torch import save_file
-from tiny_models import edit_json, edited_weights, load_engine, random_tokens, refusal, save_model, small_config
+from tiny_models import (
+    edit_json,
+    edited_weights,
+    load_engine,
+    random_tokens,
+    refusal,
+    rows_that_differ,
+    save_model,
+    small_config,
+)
 from transformers import AutoModelForCausalLM
 from vision_language import save_vision_language
 
@@ -103,6 +112,58 @@ def test_logits_are_those_of_the_dequantized_model(tmp_path: Path, packed: Packe
     assert quantized.info().weight_kinds.keys() == {kind, "bfloat16"}
     note = "compressed-tensors weights (tensors: 14) were dequantized to float32: 4 bytes each"
     assert quantized.notes == ([note] if kind == "float32" else [])
+
+
+MIXTURES = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"moe_intermediate_size": 64, "num_experts": 4},
+    "glm4_moe": {"moe_intermediate_size": 64, "n_routed_experts": 4, "first_k_dense_replace": 1},
+}
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+@pytest.mark.parametrize(("name", "kind"), [("w4a16", "Q4_0"), ("int8", "int8")])
+def test_experts_stay_quantized(tmp_path: Path, architecture: str, name: str, kind: str) -> None:
+    changes = {**LARGER, **MIXTURES[architecture], "num_experts_per_tok": 2}
+    folders = save_packed(tmp_path, architecture, INTEGERS[name], **changes)
+    quantized, plain = (load_engine(folder) for folder in folders)
+    span = [Span(0, 0, random_tokens(9), 9)]
+    assert quantized.bitwise
+    assert torch.equal(quantized.forward(span), plain.forward(span))
+    assert quantized.weights_fingerprint == plain.weights_fingerprint
+    assert quantized.info().weight_kinds.keys() == {kind, "bfloat16"}
+    assert not quantized.notes
+    assert rows_that_differ(quantized) == 0
+    unpacked = load_engine(folders[0], native=False)
+    assert (unpacked.forward(span) - plain.forward(span)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_scaled_embeddings_stay_quantized(tmp_path: Path, native: bool) -> None:
+    folders = save_packed(
+        tmp_path, "gemma2", INTEGERS["int8"], also="embed_tokens.weight", **LARGER, tie_word_embeddings=True
+    )
+    quantized, plain = (load_engine(folder, native=native, activations="float32") for folder in folders)
+    span = [Span(0, 0, random_tokens(9), 9)]
+    assert torch.equal(quantized.forward(span), plain.forward(span))
+    assert quantized.info().weight_kinds.keys() == {"int8" if native else "float32"}
+
+
+def test_dequantized_experts_are_counted(tmp_path: Path) -> None:
+    changes = {**LARGER, **MIXTURES["qwen3_moe"], "num_experts_per_tok": 2}
+    quantized, plain = map(load_engine, save_packed(tmp_path, "qwen3_moe", FORMATS["awq"], **changes))
+    span = [Span(0, 0, random_tokens(9), 9)]
+    assert torch.equal(quantized.forward(span), plain.forward(span))
+    assert quantized.notes == ["awq weights (tensors: 32) were dequantized to float32: 4 bytes each"]
+
+
+def test_experts_of_different_shapes_are_refused(tmp_path: Path) -> None:
+    changes = {**LARGER, **MIXTURES["qwen3_moe"], "num_experts_per_tok": 2}
+    folder, _ = save_packed(tmp_path, "qwen3_moe", INTEGERS["int8"], **changes)
+    with edited_weights(folder) as weights:
+        for name in [name for name in weights if ".0.mlp.experts.1.up_proj" in name]:
+            weights[name] = weights[name][:32].contiguous()
+    assert "model.layers.0.mlp.experts differ in shape or in their weights" in refusal(folder)
 
 
 def test_quantized_output_heads_are_read_alone(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import torch
 from gguf import GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn.functional import embedding, linear
 
 from specpool.engine.weights.quantization_types import INT8, QUANTIZATION_TYPES, SCALE_BYTES
@@ -92,4 +93,4 @@ def test_quantized_modules_equal_those_of_torch() -> None:
     assert torch.equal(joined.weight, weight)
     assert torch.equal(joined(x), linear(x, weight, bias))
     ids = torch.tensor([[4, 0], [2, 2]])
-    assert torch.equal(QuantizedEmbedding(first)(ids), embedding(ids, first.dequantized()))
+    assert torch.equal(QuantizedEmbedding(first, nn.Embedding(1, 1))(ids), embedding(ids, first.dequantized()))
