@@ -76,10 +76,11 @@ class GgufFile:
     def read(self, name: str) -> Weight:
         """Read a tensor: quantized if its type is one of QUANTIZATION_TYPES, else float32.
 
+        Quantized experts have two dimensions: the rows of each expert in turn.
         Raises GgufError if its type is not supported or a scale is not finite.
         """
         tensor = self.tensors[name]
-        if tensor.qtype.name in QUANTIZATION_TYPES and len(tensor.shape) == 2:
+        if tensor.qtype.name in QUANTIZATION_TYPES and len(tensor.shape) > 1:
             weight = Quantized(QUANTIZATION_TYPES[tensor.qtype.name], torch.from_numpy(self._parts[name].rows(tensor)))
             if not weight.is_finite():
                 raise self._not_finite(name)

@@ -6,6 +6,7 @@ Sources: the name map in the PyPI package `gguf`; llama.cpp's convert_hf_to_gguf
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
+from typing import Any
 
 import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
@@ -14,6 +15,7 @@ from transformers import PreTrainedConfig
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.passes.families import GEMMA
+from specpool.engine.weights.quantization_types import QUANTIZATION_TYPES
 from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
 
 # llama.cpp rotates neighbours in Llama's heads, transformers the halves of a head.
@@ -37,7 +39,7 @@ class LazyWeight:
     read: Callable[[], Weight]
 
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
-        return as_tensor(self.read())
+        return as_tensor(self.read()).view(tuple(self.shape))
 
 
 class TensorNames:
@@ -47,6 +49,8 @@ class TensorNames:
         self._file, self._config = file, config
         (architecture,) = (arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == file.architecture)
         self._names = get_tensor_name_map(architecture, config.num_hidden_layers)
+        self.dequantized = file.dequantized
+        """Number of tensors that cannot stay quantized, by quantization type."""
 
     def find(self, name: str) -> LazyWeight | None:
         """Return a weight; None if the file lacks it. Raises UnsupportedModelError for shapes that do not fit."""
@@ -96,11 +100,22 @@ class TensorNames:
         rows, *columns = shapes.pop()
         shape = (count, len(tensors) * rows, *columns)
         turned = shape if suffix == "bias" or self._config.model_type != "gpt_oss" else (shape[0], *shape[:0:-1])
-        return LazyWeight(names, turned, lambda: self._join(tensors, shape, turned))
+        return LazyWeight(names, turned, lambda: self._quantized(tensors, shape) or self._join(tensors, shape, turned))
 
     def _slice_shape(self, name: str) -> tuple[int, ...]:
         shape = self._file.tensors[name].shape
         return shape[1:] if "_exps." in name else shape
+
+    def _quantized(self, tensors: Mapping[str, list[str]], shape: Sequence[int]) -> Quantized | None:
+        """Read experts of one quantization type: the rows of each in turn. None if they cannot stay quantized."""
+        kinds = [self._file.tensors[name].qtype.name for names in tensors.values() for name in names]
+        is_gpt_oss = self._config.model_type == "gpt_oss"  # its gates and ups take turns
+        if is_gpt_oss or len({*kinds}) > 1 or kinds[0] not in QUANTIZATION_TYPES:
+            self.dequantized.update(kind for kind in kinds if kind in QUANTIZATION_TYPES)
+            return None
+        parts: Any = [[self._file.read(name) for name in names] for names in tensors.values()]
+        rows = [torch.cat([part.data for part in each]).unflatten(0, (shape[0], -1)) for each in parts]
+        return Quantized(QUANTIZATION_TYPES[kinds[0]], torch.cat(rows, 1).flatten(0, 1))
 
     def _join(self, tensors: Mapping[str, list[str]], shape: Sequence[int], turned: Sequence[int]) -> torch.Tensor:
         """Read the experts one by one into a weight: gate rows, then up rows; GPT-OSS interleaves and transposes."""

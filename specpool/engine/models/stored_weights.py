@@ -26,7 +26,7 @@ from specpool.engine.passes.families import MIXTURES, is_fusable
 from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Their weights stay quantized, except experts.
+# Files that are read as stored on any device. Those of other fast families are if their weights stay quantized.
 GGUF_ARCHITECTURES = {"llama", "qwen2", "qwen3"}
 # Projections whose rows a parameter for all experts holds, expert by expert.
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -67,11 +67,12 @@ class GgufWeights(StoredWeights):
     method = "GGUF"
 
     def __init__(self, file: GgufFile, config: PreTrainedConfig) -> None:
-        """Raise UnsupportedModelError if the configuration does not match the file."""
+        """Raise UnsupportedModelError if the configuration does not match the file, GgufError for unsupported types."""
+        file.check_types()
         super().__init__(file.tensors.keys() - ROPE_TENSORS - ignored_tensors(file))
         check_config(file, config)
         self._names, self.folder = TensorNames(file, config), file.path.parent
-        self.dequantized = file.dequantized
+        self.dequantized = self._names.dequantized
 
     def find(self, name: str) -> Weight | None:
         """Return a weight with its rows in transformers' order."""
@@ -176,7 +177,7 @@ def stored_weights(
         file = GgufFile(gguf)
         check_layers(config, len(file.tensors))
         dense = file.architecture in GGUF_ARCHITECTURES and config.model_type not in MIXTURES
-        return GgufWeights(file, config) if dense and is_fusable(config) else None
+        return GgufWeights(file, config) if is_fusable(config) and (dense or keeps_quantized) else None
     stored = stored_sizes(options)
     if stored is not None:
         check_layers(config, stored.tensors)

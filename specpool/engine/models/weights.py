@@ -148,7 +148,6 @@ def _read(
 
 def gguf_weights(file: GgufFile, config: PreTrainedConfig) -> Mapping[str, LazyWeight]:
     """Return the weights of a GGUF file by name, with the shapes of the configured model. UnsupportedModelError."""
-    file.check_types()
     stored = GgufWeights(file, config)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
