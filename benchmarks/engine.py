@@ -161,7 +161,7 @@ def measure(engines: dict[str, Engine], peer: Peer | None, options: argparse.Nam
 
 def engine_step(engine: Engine, batch: int, cached: int, tokens: int) -> Step:
     """A step of the engine: `tokens` new tokens in each of the first `batch` slots."""
-    # The tokens differ, so they choose different experts.
+    # Distinct tokens choose different experts.
     spans = [
         Span(slot, cached, [at % engine.vocab_size for at in range(slot * tokens, slot * tokens + tokens)], tokens)
         for slot in range(batch)

@@ -55,7 +55,7 @@ SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # numbers of rows (8, 24, 40, 64, 320, 2048) need every tile of the GEMMs.
 PASSES = ([1] * 8, [3] * 8, [5] * 8, [1] * 64, [5] * 64, [2048])
 CONTEXTS = (128, 4096)
-# Longer than any window: others are compiled as full attention.
+# Longer than any window, because a window of all positions compiles to full attention.
 MAX_LENGTH = 8192
 
 _LLAMA = {
@@ -307,7 +307,7 @@ def measure(
         one, two = (model_of(ALL_SHAPES[shape], getattr(torch, dtype), layers, ranks, sums) for layers in (1, 2))
         launches, step = {1: 0, 2: 0}, dict[str, int]()
         for tokens, cached, records_states in product(passes, CONTEXTS, (False, True)):
-            run(two, tokens, cached, records_states)  # its layers may differ
+            run(two, tokens, cached, records_states)  # the layers of a model may differ
         for layers, model in ((1, one), (2, two)):
             before = len(compiler.launched)
             run(model, passes[0], CONTEXTS[-1])

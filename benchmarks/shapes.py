@@ -49,7 +49,7 @@ MIXTURE_SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
 }  # fmt: skip
-"""Mixtures of experts in every layer, without numbers of layers."""
+"""Models with a mixture of experts in every layer. The number of layers is left open."""
 
 _QWEN3_HEAD = {
     **_QWEN3, "model_type": "llama", "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 1,
@@ -93,7 +93,7 @@ def random_model(
 
 
 def random_loaded(shape: str, device: str, dtype: torch.dtype, **changes: Any) -> LoadedModel:
-    """A random model or head of this shape, loaded for an engine. `changes`: to a model's configuration."""
+    """A random model or head of this shape, loaded for an engine. `changes`: changes to a model's configuration."""
     tokenizer = TokenizerFiles(Tokenizer(models.BPE()).to_str().encode(), "", {}, ())  # without tokens
     if shape not in HEAD_SHAPES:
         model = random_model(shape, device, dtype, PACKED_ATTENTION, **changes)

@@ -17,7 +17,7 @@ Parts, most important first:
 
 preflight  packages, graph capture, bandwidth, GEMM rate
 exactness  bits of logits and hidden states in all kinds of passes, launched and replayed
-mixtures   the same bits, and steps, of a few layers of Qwen3-30B-A3B (experts) and gpt-oss-20b (with windows and sinks)
+mixtures   the same bits and the steps of a few layers of Qwen3-30B-A3B (experts) and gpt-oss-20b (windows and sinks)
 round      parts of the rounds of a target worker that carries a head or a draft model, by device and host
            clocks; its answers beside those of plain decoding
 pair       answers of the whole service: a carried head, a carried draft model, and a separate draft worker

@@ -72,7 +72,7 @@ def start(
 ) -> Engine:
     """An engine for a random model, with room for the largest step, and random numbers in the cache.
 
-    `changes`: to the configuration of the model.
+    `changes`: changes to the model's configuration.
     """
     torch.manual_seed(0)
     max_length = max_length or max(settings.sizes.lengths) + 16
@@ -111,7 +111,7 @@ def is_captured(engine: Engine) -> bool:
 class Limit:
     """The roofline: the time to read weights and cache once, or to multiply all rows by the weights.
 
-    Of a mixture, each row reads and multiplies `top_k` experts, chosen at random.
+    In a mixture, each row reads and multiplies by `top_k` experts, chosen at random.
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
@@ -128,7 +128,7 @@ class Limit:
         return max(reading, rows * self._operations_a_row / self.operations) * 1000
 
     def _read(self, rows: int) -> float:
-        """Mean bytes of the weights that these rows need."""
+        """Return the mean bytes of the weights that these rows need."""
         unread = 0.0
         for each in self._experts:
             is_unread = (1 - each.routing.top_k / each.gate_up.experts) ** rows

@@ -1,4 +1,4 @@
-"""Compares passes of mixtures of experts, with windows and sinks, by bits, and times their steps."""
+"""Compares the bits of passes with experts, windows and sinks, and times their steps."""
 
 import gc
 from dataclasses import replace
@@ -16,7 +16,7 @@ from benchmarks.gpu.steps import add_steps
 MODELS = ("qwen3-30b-a3b", "gpt-oss-20b")
 CHANGES = {"num_hidden_layers": 4}
 TINY_CHANGES = {**TINY, "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32}
-# Cached positions: before a window is full, and after several splits of attention. Rehearsals fill a window, too.
+# Cached positions: before a window is full, and after several splits of attention. Rehearsals also fill a window.
 POSITIONS, REHEARSED_POSITIONS = (40, 1100), (10, 150)
 
 
@@ -31,7 +31,7 @@ def measure_mixtures(settings: Settings, findings: Findings) -> None:
 
 
 def measure_model(settings: Settings, findings: Findings) -> None:
-    """Compare passes and prefills of the target by bits, and time its steps."""
+    """Compare the bits of the target's passes and prefills, and time its steps."""
     shape, sizes = settings.target, settings.sizes
     changes: dict[str, Any] = TINY_CHANGES if settings.rehearse else CHANGES
     positions = REHEARSED_POSITIONS if settings.rehearse else POSITIONS
@@ -45,6 +45,6 @@ def measure_model(settings: Settings, findings: Findings) -> None:
     for cached, batch in product(sizes.lengths[:1], sizes.batches):
         rows = partial(add_steps, findings, engine, settings, cached, batch, limit)
         findings.attempt(settings, f"{shape}, {batch} sequences, {cached} cached", SHAPE_SECONDS, rows)
-    for length in positions:  # the last, because prefills overwrite the random caches
+    for length in positions:  # last, because prefills overwrite the random caches
         compare = partial(compare_prefills, findings, engine, shape, length)
         findings.attempt(settings, f"{shape}, prefill of {length} tokens", SECONDS, compare)

@@ -29,7 +29,7 @@ FAMILIES = {"gemma", "llama", "ministral", "mistral", "mixtral", "qwen2", "qwen3
 
 
 def check_feature_target(config: PreTrainedConfig) -> None:
-    """ValueError if a feature student cannot run the layers of this target."""
+    """Raise ValueError if a feature student cannot run the layers of this target."""
     if config.model_type not in FAMILIES:
         raise ValueError(f"feature drafts support {', '.join(sorted(FAMILIES))}, not {config.model_type}; use causal")
 

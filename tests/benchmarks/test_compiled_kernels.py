@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
 MIXTURES = ["qwen3-30b-a3b", "gpt-oss-20b", "glm-4.5-air"]
-# Kernels of a layer, where combining splits takes a kernel. A mixture of experts takes four more, its shared MLP three.
+# Kernels of a layer, including one to combine splits. A mixture of experts adds four, and its shared MLP three.
 MAX_KERNELS, MAX_KERNELS_WITH_EXPERTS = 10, 17
 # A tile of attention may spill four registers. On sm_100, one with two heads of 256 spills more.
 MAX_SPILLED_BYTES, SPILLING, MAX_SPILLED_BYTES_ON_SM_100 = 16, {"gemma2-9b", "gemma3-4b"}, 272

@@ -64,8 +64,8 @@ KEYS = {
 def convert(saved: Path, path: Path, kind_of: Choice = lambda name: None, apart: bool = False, **changes: Any) -> Path:
     """Convert a saved model of 258 tokens.
 
-    `kind_of` maps the name of a tensor with several dimensions to its type; None: float32. `apart`: write a tensor per
-    expert, as llama.cpp did until April 2024. `changes`: values by key, with `__` for dots; None removes a key.
+    `kind_of` maps the name of a tensor with several dimensions to its type; None: float32. `apart`: write one tensor
+    per expert, as llama.cpp did until April 2024. `changes`: values by key, with `__` for dots; None removes a key.
     """
     config: Any = AutoConfig.from_pretrained(saved)
     model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
@@ -164,7 +164,7 @@ def _derived(config: Any) -> dict[str, Any]:
 
 
 def split(file: Path, folder: Path, count: int, /, **changes: Any) -> list[Path]:
-    """Split a GGUF file like llama-gguf-split, with the metadata in the first part. `changes`: of `split.*` values."""
+    """Split a GGUF file like llama-gguf-split, with the metadata in the first part. `changes`: new `split.*` values."""
     reader = gguf.GGUFReader(file)
     shares = np.array_split(np.arange(len(reader.tensors)), count)
     paths = []

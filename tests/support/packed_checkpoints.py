@@ -194,7 +194,7 @@ def save_packed(
 ) -> tuple[Path, Path]:
     """Save a model with packed projections and other weights in bfloat16 or float32, and the same model in float32.
 
-    `ignore`: ending of the names of projections that stay dense; `also`: of other weights to pack.
+    `ignore`: name ending of projections that stay dense. `also`: name ending of other weights to pack.
     """
     config = small_config(architecture, **changes)
     quantized, plain = save_model(folder / "packed", config), save_model(folder / "plain", config)

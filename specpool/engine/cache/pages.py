@@ -134,7 +134,7 @@ class PageTables:
         return max(0, self._pages_for(columns) - self._entries(slot))
 
     def fits(self, slot: int, columns: int) -> bool:
-        """Whether a slot's table ends with the page of the last of this many columns."""
+        """Return whether a slot's table ends with the page of the last of this many columns."""
         return self._entries(slot) == self._pages_for(columns)
 
     def capacity(self, slot: int) -> int:
@@ -142,17 +142,17 @@ class PageTables:
         return self._entries(slot) * self.page_size
 
     def first(self, slot: int) -> int:
-        """First column of a slot whose page has not been freed."""
+        """First column of a slot that has not been freed."""
         return self._freed[slot] * self.page_size
 
     def pages(self, slot: int, first: int, end: int) -> list[int]:
         """Return the pages in entries `first` to `end` - 1 of a slot's table, none of which may have been freed."""
         freed = self._freed[slot]
-        assert first >= freed, "a freed page is used"
+        assert first >= freed, "reading a freed page"
         return self.held[slot][first - freed : end - freed]
 
     def _entries(self, slot: int) -> int:
-        """Length of a slot's table, with entries of freed pages."""
+        """Length of a slot's table, including entries of freed pages."""
         return self._freed[slot] + len(self.held[slot])
 
     def _pages_for(self, columns: int) -> int:

@@ -98,12 +98,12 @@ class SlotTable:
         return status
 
     def _holds(self, slot: Slot, base_length: int) -> bool:
-        """Whether the cache holds all of the first `base_length` positions that later rows attend to."""
-        first = self.tables.first(slot.index) if base_length else 0  # a sequence that restarts reads none
+        """Return whether the cache holds every position below `base_length` that later rows attend to."""
+        first = self.tables.first(slot.index) if base_length else 0  # a restarted sequence reads none
         return base_length <= slot.num_cached_tokens and first <= self._first_read(base_length)
 
     def _first_read(self, start: int) -> int:
-        """The first position that rows from `start` on attend to."""
+        """Return the first position that rows from `start` on attend to."""
         return 0 if self._window is None else max(0, start + 1 - self._window)
 
     def _cut(self, slot: Slot, item: SequenceItem) -> bool:
@@ -150,7 +150,7 @@ class SlotTable:
     def keep(self, key: SequenceKey, num_cached_tokens: int) -> None:
         """Mark the first positions of a sequence as valid, and add its full pages to the prefix cache.
 
-        Free the pages that neither this round, if it is repeated, nor later ones can read.
+        Free the pages that neither a repeat of this round nor a later round can read.
         """
         slot, tables = self._slots[key], self.tables
         start, slot.num_cached_tokens = slot.num_cached_tokens, num_cached_tokens

@@ -40,10 +40,10 @@ def source_of(model: str, revision: str | None) -> dict[str, Any]:
 
 
 def gguf_file_of(model: str) -> Path | None:
-    """Return the GGUF file with a model's weights, or None: the model itself, or the only one in its folder.
+    """Return the GGUF file with a model's weights: the model itself, or the only one in its folder; None without one.
 
-    The parts of a split file count as one, of which the first is returned. A folder with safetensors files has none.
-    Raises UnsupportedModelError if a folder has several.
+    For a split file, return its first part. For a folder with safetensors files, return None. Raises
+    UnsupportedModelError if a folder has several GGUF files.
     """
     path = Path(model)
     if path.suffix == ".gguf":

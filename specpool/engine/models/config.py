@@ -47,7 +47,7 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
 
 
 def resolve_max_model_len(config: PreTrainedConfig, options: EngineOptions) -> int:
-    """Return the maximum positions of a sequence before memory is considered.
+    """Return the maximum number of positions in a sequence, ignoring memory.
 
     The default is all positions of the model, or as many as its rotary embedding allows, but not fewer than
     UNSTATED_MAX_MODEL_LEN if the model has them. Raises UnsupportedModelError if the model has fewer positions than the
@@ -105,7 +105,7 @@ def _text_config(wrapper: PreTrainedConfig, stated: dict[str, Any]) -> PreTraine
 
 
 def _read_config(options: EngineOptions, source: Mapping[str, Any]) -> PreTrainedConfig:
-    """Read a configuration. Refuses files that transformers would read slowly or reject with less clear errors."""
+    """Read a configuration. Refuse files that transformers would read slowly or reject with less clear errors."""
     if "gguf_file" in source:
         return gguf_config(GgufFile(Path(source["pretrained_model_name_or_path"], source["gguf_file"])))
     stated = read_config_file(options.model, options.revision)
@@ -144,7 +144,7 @@ def _why_never_served(config: PreTrainedConfig, options: EngineOptions) -> str |
 
 
 def _invalid_layers(config: PreTrainedConfig) -> str | None:
-    """Return a size of windows or experts that no layer can have; None if there is none."""
+    """Describe an invalid window or expert count; None if all are valid."""
     window, chosen = window_of(config), getattr(config, "num_experts_per_tok", None)
     if window is not None and window < 1:
         return f"sliding_window {window}; it must be at least 1"
@@ -160,13 +160,16 @@ def _invalid_layers(config: PreTrainedConfig) -> str | None:
 
 
 def _invalid_groups(experts: int, chosen: object, groups: object, top_groups: object) -> str | None:
-    """Return the groups of experts that no router can choose from; None if the groups are possible."""
+    """Describe invalid expert groups; None if a router can choose from them."""
     if not (experts and isinstance(chosen, int) and isinstance(groups, int) and isinstance(top_groups, int)):
         return None
     if groups > 1 and experts < 2 * groups:
         return f"n_group {groups}; it must be 1 or at most half of its {experts} experts"
     if groups < 1 or experts % groups or not 1 <= top_groups <= groups:
-        return f"n_group {groups} and topk_group {top_groups}, which do not divide its {experts} experts"
+        return (
+            f"n_group {groups} and topk_group {top_groups}; n_group must divide its {experts} experts, "
+            "and topk_group must be from 1 to n_group"
+        )
     if chosen > (available := top_groups * experts // groups):
         return f"num_experts_per_tok {chosen}, but its best groups have only {available} experts"
     return None

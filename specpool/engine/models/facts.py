@@ -32,7 +32,7 @@ class ModelFacts:
     dtype: torch.dtype  # dtype of the weights as loaded
     device: torch.device
     window: int | None = None
-    """Number of positions that a row attends to, including its own, at most; None: all positions up to its own."""
+    """Maximum number of positions that a row attends to, including its own; None: all positions up to its own."""
 
     @property
     def query_groups(self) -> int:

@@ -1,4 +1,4 @@
-"""The architectures whose GGUF files are served, and the keys that each of them reads.
+"""The supported GGUF architectures, and the keys that each one reads.
 
 Sources: ggml's docs/gguf.md for names; llama.cpp's src/llama-model.cpp and src/models/ for defaults, and for the keys
 that each architecture reads.
@@ -52,12 +52,12 @@ class Family:
     rotary: bool = True
     partial: bool = False  # whether the rotary embedding may cover only part of each head
     free_head_dim: bool = True  # whether head_dim may differ from hidden_size / num_attention_heads
-    scaled_by_width: int | None = None  # Gemma: layers of the model that scales scores by hidden_size
+    scaled_by_width: int | None = None  # Gemma: number of layers of the size that scales scores by hidden_size
     pattern: int | None = None  # every n-th layer attends to all positions; None: all layers are alike
 
 
 def _routing(function: int, norm: bool) -> dict[str, tuple[object, ...]]:
-    """Return the neutral values of a mixture whose routing the architecture defines."""
+    """Return the only key values that match the routing built into an architecture."""
     return {GATING: (function,), WEIGHTS_NORM: (norm,), WEIGHTS_SCALE: (0, 1)}
 
 
@@ -128,16 +128,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
     }
 )
-"""The architectures whose GGUF files are served."""
+"""Supported architectures."""
 MIXTRAL = Family(
     "mixtral",
     {**MIXTURE, EXPERTS: "num_local_experts"},
     neutral=_routing(SOFTMAX, norm=True),
     equal={EXPERT_FEED_FORWARD: FEED_FORWARD},
 )
-"""Files of the architecture `llama` with experts."""
+"""The family of `llama` files with experts."""
 MISTRAL = Family("mistral", RMS_NORM)
-"""Files of the architecture `llama` with a sliding window."""
+"""The family of `llama` files with a sliding window."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
@@ -163,17 +163,17 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
 """Values that do not affect the results of any architecture."""
 WITHOUT_EFFECT = frozenset(
     {
-        "attention.layer_norm_epsilon",  # of architectures with the other kind of norm
+        "attention.layer_norm_epsilon",  # for architectures with the other kind of norm
         "attention.layer_norm_rms_epsilon",
         "pooling_type",  # for embeddings
         "tensor_data_layout",  # all files of an architecture have the same layout
     }
 )
-"""Keys that no served architecture reads."""
+"""Keys that no supported architecture reads."""
 
 
 def family_of(file: GgufFile) -> Family | None:
-    """Return the family of a file; None if its architecture is not served."""
+    """Return the family of a file; None if its architecture is not supported."""
     if file.architecture == "llama":
         if file.metadata.get(f"llama.{EXPERTS}"):
             return MIXTRAL

@@ -37,10 +37,10 @@ SPECIAL_TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_
 """Names of ids in the file, and their fields of a configuration, whose classes have ids of other vocabularies."""
 TOKENS = "tokenizer.ggml.tokens"
 FRACTIONS = (CAP, ATTENTION_CAP, WEIGHTS_SCALE)
-"""Keys with numbers that need not be whole, and may be 0."""
+"""Keys whose values may be fractions or 0."""
 FROM_ZERO = ("leading_dense_block_count", NEXTN, "expert_group_count", "expert_group_used_count")
 UNITS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
-"""Fields that a value of 0 leaves neutral."""
+"""Neutral values of fields whose key is 0."""
 KINDS = {"expert_": "a mixture of experts", "ssm.": "a state-space hybrid", "shortconv.": "a convolution hybrid"}
 
 
@@ -59,7 +59,7 @@ def _fields_without_rope(file: GgufFile) -> dict[str, Any]:
     fields |= {cap: fields[cap] or None for cap in (CAP, ATTENTION_CAP) if cap in fields}
     fields |= {name: fields[name] or one for name, one in UNITS.items() if name in fields}
     fields = {**_stated_by_tensors(file, family), **fields, **family.fixed}
-    if nextn := keys.get(NEXTN, 0):  # layers that only predict further tokens
+    if nextn := keys.get(NEXTN, 0):  # layers for multi-token prediction
         if nextn >= keys["block_count"]:
             raise refusal(file, NEXTN, f"it must be less than the block_count of {keys['block_count']}")
         fields["num_hidden_layers"] = keys["block_count"] - nextn
@@ -92,7 +92,7 @@ def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
 
 
 def gguf_config(file: GgufFile) -> PreTrainedConfig:
-    """Return the configuration of a file. Raises UnsupportedModelError as `config_fields`."""
+    """Return the configuration of a file. Raises UnsupportedModelError like `config_fields`."""
     config: PreTrainedConfig = AutoConfig.for_model(_family(file).model_type, **config_fields(file))
     return config
 
@@ -123,7 +123,7 @@ def check_config(file: GgufFile, config: PreTrainedConfig) -> None:
 
 
 def ignored_tensors(file: GgufFile) -> set[str]:
-    """Return the tensors of layers that only predict further tokens."""
+    """Return the tensors of the multi-token prediction layers."""
     keys = _keys(file)
     extra = {f"blk.{keys['block_count'] - 1 - number}" for number in range(keys.get(NEXTN, 0))}
     return {name for name in file.tensors if ".".join(name.split(".")[:2]) in extra}

@@ -19,7 +19,7 @@ SPLIT = "split."
 PARTS, PART, PARTS_TENSORS = "split.count", "split.no", "split.tensors.count"
 MAX_PARTS = 2**10
 FEW_ELEMENTS, ELEMENTS_PER_ROW = 2**16, 8
-"""Maximum number of array elements without tensors, and for each row of the largest one."""
+"""Maximum number of array elements: without tensors, and per row of the largest tensor."""
 
 
 class GgufPart:
@@ -44,7 +44,7 @@ class GgufFile:
     """A file, or all parts of a split file, with valid headers and all bytes of their tensors."""
 
     def __init__(self, path: Path) -> None:
-        """Open a file, or all parts of a split one, given any of them. Raises OSError or GgufError."""
+        """Open a file, or all parts of a split file given any part. Raises OSError or GgufError."""
         given = GgufPart(path)
         count = given.header.metadata.get(PARTS, 1)
         parts = [given] if count in (0, 1) and type(count) is int else _all_parts(given, count)
@@ -57,10 +57,10 @@ class GgufFile:
         for part in parts:
             for key, value in part.header.metadata.items():
                 if not key.startswith(SPLIT) and (key not in self.metadata or self.metadata[key] != value):
-                    raise GgufError(f"{part.path} has the key {key}, which {self.path.name} contradicts")
+                    raise GgufError(f"{part.path}: key {key} is missing from {self.path.name} or differs there")
             for name, tensor in part.header.tensors.items():
                 if name in self.tensors:
-                    raise GgufError(f"{part.path} has the tensor {name}, which {self._parts[name].path.name} has too")
+                    raise GgufError(f"{part.path}: tensor {name} is also in {self._parts[name].path.name}")
                 self.tensors[name], self._parts[name] = tensor, part
         self.architecture = str(self.metadata.get(ARCHITECTURE))
         stated = first.metadata.get(PARTS_TENSORS, len(self.tensors)) if len(parts) > 1 else len(self.tensors)
@@ -88,13 +88,13 @@ class GgufFile:
         return self._dequantized(name, self._parts[name].rows(tensor)).view(tensor.shape)
 
     def slices(self, name: str) -> Iterator[torch.Tensor]:
-        """Read a tensor in slices of its first dimension, in float32. Raises GgufError as `read`."""
+        """Read a tensor in slices of its first dimension, in float32. Raises GgufError like `read`."""
         tensor = self.tensors[name]
         for rows in np.split(self._parts[name].rows(tensor), tensor.shape[0]):
             yield self._dequantized(name, rows).view(tensor.shape[1:])
 
     def check_types(self) -> None:
-        """Raise GgufError for a tensor of a type that is not supported, before any is read."""
+        """Raise GgufError if a tensor has an unsupported type, before any tensor is read."""
         firsts = {tensor.qtype: name for name, tensor in reversed(self.tensors.items())}
         for name in firsts.values():
             self._dequantized(name, self._parts[name].rows(self.tensors[name])[:1])
@@ -127,7 +127,7 @@ class GgufFile:
 
 
 def _all_parts(given: GgufPart, count: Any) -> list[GgufPart]:
-    """Return all parts of a split file in order. GgufError."""
+    """Return all parts of a split file in order. Raises GgufError."""
     path, named = given.path, GGUF_PART.fullmatch(given.path.name)
     if type(count) is not int or not 1 < count <= MAX_PARTS:
         raise GgufError(f"{path}: {PARTS} is {count!r}; it must be a whole number up to {MAX_PARTS:,}")
@@ -144,5 +144,5 @@ def _all_parts(given: GgufPart, count: Any) -> list[GgufPart]:
                 raise GgufError(f"{other}: {key} is {value!r}, not {expected}")
         parts.append(part)
     if given not in parts:
-        raise GgufError(f"{path} has {PARTS} {count}, which its name contradicts")
+        raise GgufError(f"{path}: {PARTS} is {count}, which does not match its name")
     return parts

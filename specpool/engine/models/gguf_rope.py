@@ -56,7 +56,7 @@ def rope_parameters(file: GgufFile, keys: Mapping[str, Any], head_dim: int, part
         raise refusal(file, DIMENSIONS, f"it does not match the head size {head_dim}")
     if dimensions % 2:
         key = next(key for key in (DIMENSIONS, "attention.key_length", "attention.head_count") if key in keys)
-        raise refusal(file, key, f"heads have {dimensions} rotary dimensions, an odd number")
+        raise refusal(file, key, f"heads have {dimensions} rotary dimensions; the number must be even")
     scaling = _scaling(file, keys, dimensions)
     factors = _frequency_factors(file, keys, dimensions, rope["rope_theta"])
     if scaling and factors:

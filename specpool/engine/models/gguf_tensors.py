@@ -18,7 +18,7 @@ from specpool.engine.passes.families import GEMMA
 from specpool.engine.weights.quantization_types import QUANTIZATION_TYPES
 from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
 
-# llama.cpp rotates neighbours in Llama's heads, transformers the halves of a head.
+# In Llama's heads, llama.cpp rotates pairs of adjacent rows; transformers pairs the halves of a head.
 ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 TRANSPOSED = {"c_attn", "c_proj", "c_fc"}  # GPT-2
 STACKED = {
@@ -27,7 +27,7 @@ STACKED = {
     "down_proj": ("down",),
     "down_proj_bias": ("down",),
 }
-"""Weights of all experts, and the kinds of tensors that they consist of."""
+"""The kinds of tensors that make up each weight of all experts."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TensorNames:
         """Number of tensors that cannot stay quantized, by quantization type."""
 
     def find(self, name: str) -> LazyWeight | None:
-        """Return a weight; None if the file lacks it. Raises UnsupportedModelError for shapes that do not fit."""
+        """Return a weight; None if the file lacks it. Raises UnsupportedModelError for mismatched shapes."""
         stem, _, attribute = name.rpartition(".")
         parent, _, module = stem.rpartition(".")
         if module == "experts" and attribute in STACKED:
@@ -96,7 +96,7 @@ class TensorNames:
         stacked = {self._file.tensors[name].shape[0] for name in names if "_exps." in name}
         if len(shapes) > 1 or not stacked <= {count} or () in shapes:
             listed = ", ".join(f"{name} {list(self._file.tensors[name].shape)}" for name in names[:3])
-            raise UnsupportedModelError(f"{self._file.path}: tensors do not have {count} equal experts: {listed}")
+            raise UnsupportedModelError(f"{self._file.path}: tensors do not hold {count} equal experts: {listed}")
         rows, *columns = shapes.pop()
         shape = (count, len(tensors) * rows, *columns)
         turned = shape if suffix == "bias" or self._config.model_type != "gpt_oss" else (shape[0], *shape[:0:-1])

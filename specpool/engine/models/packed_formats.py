@@ -68,7 +68,7 @@ class PackedFormat:
 
 
 def _require(field: str, value: object, supported: tuple[object, ...]) -> None:
-    if value not in supported or isinstance(value, float):  # 4.0 == 4, but it is no bit width
+    if value not in supported or isinstance(value, float):  # 4.0 == 4, but is not a bit width
         raise ValueError(f"{field} {value!r}")
 
 

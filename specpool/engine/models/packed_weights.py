@@ -63,7 +63,7 @@ class PackedWeight:
 
 
 def _check_scales(ending: str, scales: torch.Tensor, may_be_negative: bool) -> None:
-    """Refuse scales that no quantizer writes. Some write 0 for blocks of zeros, or negative scales of integers."""
+    """Refuse scales that no quantizer writes. Some write 0 for blocks of zeros, or negative scales for integers."""
     numbers = (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
     if not numbers.isfinite().all():
         raise ValueError(f"{ending} has NaN or infinite scales")

@@ -26,9 +26,9 @@ from specpool.engine.passes.families import MIXTURES, is_fusable
 from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Files that are read as stored on any device. Those of other fast families are if their weights stay quantized.
+# Architectures whose files are read as stored on any device. Other fast families are, if weights stay quantized.
 GGUF_ARCHITECTURES = {"llama", "qwen2", "qwen3"}
-# Projections whose rows a parameter for all experts holds, expert by expert.
+# Parameters that hold the rows of all experts, and the projections that they combine.
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 # Parts of names in Mixtral checkpoints, and their replacements in transformers.
 MIXTRAL = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
@@ -80,7 +80,7 @@ class GgufWeights(StoredWeights):
         return None if weight is None else weight.read()
 
     def lazy(self, names: Collection[str]) -> dict[str, LazyWeight]:
-        """Return the weights that the file has, by name; read each as `weight[...]`. UnsupportedModelError."""
+        """Return the weights that the file has, by name; read each as `weight[...]`. Raises UnsupportedModelError."""
         found = {name: self._find(name) for name in names}
         return {name: weight for name, weight in found.items() if weight is not None}
 
@@ -120,12 +120,12 @@ class IntegerWeights(StoredWeights):
         self._weights = {_expert_name(name): weight for name, weight in weights.items()}
 
     def has_parameters_of(self, config: PreTrainedConfig) -> bool:
-        """Whether names are those of transformers, as far as `find` can tell without reading."""
+        """Return whether the names are those of transformers, as far as `find` can tell without reading."""
         has_experts = any(".mlp.experts.0.gate_proj." in name for name in self._weights)
         return EMBEDDING in self._weights and (has_experts or config.model_type not in MIXTURES)
 
     def find(self, name: str) -> Weight | None:
-        """Return a weight. One for all experts has two dimensions: the rows of each expert in turn."""
+        """Return a weight. A weight of all experts has two dimensions: the rows of each expert in turn."""
         module, _, projection = name.rpartition(".")
         if module.endswith(".experts"):
             return self._find_experts(module, EXPERTS[projection])
@@ -142,7 +142,7 @@ class IntegerWeights(StoredWeights):
         parts = list(takewhile(lambda part: part is not None, experts))
         shapes = {tuple(part.shape) for part in parts if part is not None}
         if len(shapes) > 1 or len(parts) % len(projections):
-            raise ValueError(f"{module} differ in shape or in their weights")
+            raise ValueError(f"{module} have different shapes or lack weights")
         quantized = [part for part in parts if isinstance(part, Quantized)]
         if parts and len(quantized) == len(parts) and len({part.qtype.name for part in quantized}) == 1:
             return Quantized(quantized[0].qtype, torch.cat([part.data for part in quantized]))

@@ -28,8 +28,8 @@ _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config"
 def text_part(config: dict[str, Any], text: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the text part of a vision-language configuration. Other configurations are returned unchanged.
 
-    `text`: the text part with transformers' defaults; None: the text part as stated in `config`. Raises
-    UnsupportedModelError if `config` states none.
+    `text`: the text part with transformers' defaults; None: the text part of `config` as stated. Raises
+    UnsupportedModelError if `config` has no text part.
     """
     wrapper = config.get("model_type")
     if not isinstance(wrapper, str) or wrapper not in TEXT_TYPES:
@@ -59,7 +59,9 @@ def _stated_text(config: dict[str, Any], wrapper: str) -> dict[str, Any]:
         raise UnsupportedModelError(f"text_config of this {wrapper} model is {reprlib.repr(stated)}, not an object")
     kind = stated.get("model_type", wrapper)
     if not isinstance(kind, str):
-        raise UnsupportedModelError(f"text_config.model_type of this {wrapper} model is {reprlib.repr(kind)}")
+        raise UnsupportedModelError(
+            f"text_config.model_type of this {wrapper} model is {reprlib.repr(kind)}, not a string"
+        )
     return stated
 
 

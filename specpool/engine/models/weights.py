@@ -147,7 +147,7 @@ def _read(
 
 
 def gguf_weights(file: GgufFile, config: PreTrainedConfig) -> Mapping[str, LazyWeight]:
-    """Return the weights of a GGUF file by name, with the shapes of the configured model. UnsupportedModelError."""
+    """Return the weights of a GGUF file by name, with the configured shapes. Raises UnsupportedModelError."""
     stored = GgufWeights(file, config)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
@@ -174,7 +174,7 @@ def _read_lazily(
     device: torch.device,
     arguments: dict[str, Any],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Read a model whose weights are dequantized as `weight[...]`, which transformers does tensor by tensor."""
+    """Read a model. transformers asks for `weight[...]` tensor by tensor, which dequantizes one at a time."""
     built: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # AutoModelForCausalLM requires a folder
     lazy = {"config": config, "state_dict": dict(weights)}
     model, report = built.from_pretrained(None, **{**arguments, **lazy})
@@ -216,10 +216,10 @@ def check_complete(report: dict[str, Any]) -> None:
 
 
 def check_routers(model: PreTrainedModel) -> None:
-    """Refuse corrections that rank experts by NaN: the logits would not show it. UnsupportedModelError."""
+    """Raise UnsupportedModelError if a router correction is not finite: the logits would not show it."""
     for name, numbers in model.state_dict().items():
         if name.endswith("e_score_correction_bias") and not numbers.isfinite().all():
-            raise UnsupportedModelError(f"{name} has NaN or infinite numbers")
+            raise UnsupportedModelError(f"{name} has NaN or infinite values")
 
 
 def check_all_used(report: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ class Experts(nn.Module):
     def taken_from(cls, source: Any, activate: Activate | None = None) -> "Experts":
         """Take over the weights of an experts module of transformers, so that memory never holds them twice.
 
-        `activate`: default: that of `source`.
+        `activate`: the default is the activation of `source`.
         """
         up, own = ("gate_up_proj", source._apply_gate) if source.has_gate else ("up_proj", source.act_fn)
         return cls(_take_linears(source, up), _take_linears(source, "down_proj"), activate or own)

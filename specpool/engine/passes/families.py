@@ -1,4 +1,4 @@
-"""The model families of the fused pass, and what their configurations say about it."""
+"""The model families that the fused pass runs, and how it reads their configurations."""
 
 from collections.abc import Mapping, Set
 from types import MappingProxyType
@@ -41,33 +41,33 @@ def longest_window(config: PreTrainedConfig) -> int | None:
 
 
 def embedding_scale(config: PreTrainedConfig, dtype: torch.dtype) -> float:
-    """The factor of embeddings, rounded to the dtype of a model."""
+    """Return the factor of embeddings, rounded to the dtype of a model."""
     scale = config.hidden_size**0.5 if config.model_type in GEMMA else 1.0
     return torch.tensor(scale, dtype=dtype).item()
 
 
 def activation_of(config: PreTrainedConfig) -> Activation | None:
-    """The activation of all MLPs; None if the fused pass does not have it."""
-    if config.model_type == "gpt_oss":  # transformers before 5.18 has these numbers in its code
+    """Return the activation of all MLPs; None if the fused pass lacks it."""
+    if config.model_type == "gpt_oss":  # transformers before 5.18 hard-codes these numbers
         alpha, limit = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
         return Activation("silu", alpha, limit, shift=1.0)
     return ACTIVATIONS.get(_activation_name(config))
 
 
 def rotary_types(config: PreTrainedConfig) -> list[str | None]:
-    """The types of layers that have rotary embeddings of their own; [None] if all layers share one."""
+    """Return the layer types that have their own rotary embedding; [None] if all layers share one."""
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     used = getattr(config, "layer_types", None) or ()
     return [name for name, each in rope.items() if isinstance(each, dict) and name in used] or [None]
 
 
 def is_fusable(config: PreTrainedConfig) -> bool:
-    """Whether `FusedModel` can run this configuration."""
+    """Return whether `FusedModel` can run this configuration."""
     return why_not_fusable(config) is None
 
 
 def why_not_fusable(config: PreTrainedConfig) -> str | None:
-    """Why `FusedModel` cannot run this configuration; None if it can."""
+    """Return why `FusedModel` cannot run this configuration; None if it can."""
     if (reason := _not_among(FAMILIES, config)) is not None:
         return reason
     if activation_of(config) is None:
@@ -83,7 +83,7 @@ def why_not_fusable(config: PreTrainedConfig) -> str | None:
 
 
 def why_not_shardable(config: PreTrainedConfig) -> str | None:
-    """Why the ranks of a group cannot share this model; None if they can."""
+    """Return why the ranks of a group cannot share this model; None if they can."""
     return _not_among(SHARDABLE, config) or why_not_fusable(config)
 
 

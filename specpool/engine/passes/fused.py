@@ -1,4 +1,4 @@
-"""The fused forward pass of most decoder-only families. It runs the weights of a transformers model in few operations.
+"""The fused forward pass of most decoder-only families. It runs a transformers model in fewer operations.
 
 Queries, keys and values share one GEMM, gate and up another, and rotary tables are looked up once for all layers. The
 constructor resolves the differences between families, so all run the same pass.

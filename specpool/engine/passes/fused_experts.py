@@ -1,4 +1,4 @@
-"""Mixtures of experts of the fused pass: what all fast passes read of them, and their torch operations."""
+"""Mixtures of experts in the fused pass: the weights that all fast passes read, and the torch operations."""
 
 from functools import partial
 from typing import Any
@@ -12,14 +12,14 @@ from specpool.engine.passes.modules import activated, in_chunks
 from specpool.engine.weights.quantized import dequantized_linear, linear_of
 
 TINY = 1e-20
-"""Added to the sum of weights before it divides them."""
+"""Added to the sum of weights before dividing by it."""
 
 
 class FusedExperts(nn.Module):
     """A router, its experts, and a gated MLP that all rows share, if the family has one."""
 
     def __init__(self, block: Any, activation: Activation) -> None:
-        """`block`: a module of transformers that holds a router beside its experts. It cannot run afterwards."""
+        """`block`: a transformers module with a router beside its experts. The module cannot run afterwards."""
         super().__init__()
         router = next(getattr(block, name) for name in ROUTERS if hasattr(block, name))
         self.router = linear_of(router.weight, getattr(router, "bias", None))
@@ -46,7 +46,7 @@ class FusedExperts(nn.Module):
         return self.experts.downs
 
     def forward(self, normed: torch.Tensor) -> torch.Tensor:
-        """The branch [rows, hidden] of normalized rows."""
+        """Return the branch [rows, hidden] of normalized rows."""
         chosen, weights = choose_experts(self.router(normed).float(), self.routing, self.correction)
         branch: torch.Tensor = self.experts(normed, chosen, weights)
         return branch if self.shared is None else branch + self.shared(normed)
@@ -85,7 +85,7 @@ def choose_experts(
 
 
 def _top(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Indexes of the highest scores of each row, highest first; of equal scores, the lower index comes first."""
+    """Return the indexes of the highest scores of each row, in descending order; the lower index wins ties."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
@@ -101,6 +101,6 @@ def _routing_of(router: Any) -> Routing:
 
 
 def _separated(up: Any) -> nn.Linear:
-    """The layer with the rows of all gates first, from gates and ups in turn."""
+    """Return the layer with all gate rows before all up rows, given a layer that interleaves them."""
     bias = None if up.bias is None else torch.cat([up.bias[0::2], up.bias[1::2]])
     return linear_of(torch.cat([up.weight[0::2], up.weight[1::2]]), bias)

@@ -1,4 +1,4 @@
-"""The layers of the fused pass: what all fast passes read of a decoder layer, and its torch operations."""
+"""The layers of the fused pass: the weights that all fast passes read, and the torch operations."""
 
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ class FusedMlp(nn.Module):
         self.down = mlp.down_proj
 
     def forward(self, normed: torch.Tensor) -> torch.Tensor:
-        """The branch [rows, hidden] of normalized rows."""
+        """Return the branch [rows, hidden] of normalized rows."""
         return self.group.project(self.down, activated(self.gate_up(normed), self.activation), "intermediate")
 
     def dequantize(self) -> None:
@@ -52,7 +52,7 @@ class FusedLayer(nn.Module):
     """One decoder layer of a fused model."""
 
     def __init__(self, layer: Any, index: int, config: Any, order: torch.Tensor, group: SingleRank) -> None:
-        """`order`: of the features of a head."""
+        """`order`: order of the features in a head."""
         super().__init__()
         self.group = group
         source = layer.self_attn
@@ -81,7 +81,7 @@ class FusedLayer(nn.Module):
             self.head_norms = torch.cat([norms[name][order].expand(count, -1) for name, count in counts.items()])
 
     def forward(self, hidden: torch.Tensor, batch: PackedBatch, rotations: list[Rotation]) -> torch.Tensor:
-        """The hidden states [rows, hidden] after this layer. `rotations`: by index of the rotary tables."""
+        """Return the hidden states [rows, hidden] after this layer. `rotations`: indexed like the rotary tables."""
         hidden, normed = self._inputs(hidden)
         attended = self._attend(normed, batch, rotations[self.rotary])
         hidden = hidden + self._normed(self.group.project(self.out, attended, "attended"), self.after_attention)
@@ -89,7 +89,7 @@ class FusedLayer(nn.Module):
 
     @property
     def linears(self) -> dict[str, list[Any]]:
-        """The linear layers by name: one for all rows, or one for each expert."""
+        """Return the linear layers by name: one for all rows, or one for each expert."""
         linears, mlp = {"qkv": [self.qkv], "out": [self.out]}, self.mlp
         if isinstance(mlp, FusedExperts):
             linears |= {"router": [mlp.router], "gate_ups": list(mlp.gate_ups), "downs": list(mlp.downs)}
@@ -112,7 +112,7 @@ class FusedLayer(nn.Module):
             self.before_mlp, self.after_mlp = norm("post_attention_layernorm"), norm("post_mlp_layernorm")
 
     def _inputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The hidden states that branches are added to, and the input of attention."""
+        """Return the hidden states that branches are added to, and the input of attention."""
         return hidden, self._normed(hidden, self.before_attention)
 
     def _attend(self, hidden: torch.Tensor, batch: PackedBatch, rotation: Rotation) -> torch.Tensor:
@@ -147,7 +147,7 @@ class JoiningLayer(FusedLayer):
 
 
 def joined(*linears: nn.Linear | QuantizedLinear) -> nn.Linear | QuantizedLinear:
-    """One layer that computes the concatenated outputs of these layers."""
+    """Return one layer that computes the concatenated outputs of these layers."""
     biased = next((linear.bias for linear in linears if linear.bias is not None), None)
     bias = None
     if biased is not None:
@@ -159,13 +159,13 @@ def joined(*linears: nn.Linear | QuantizedLinear) -> nn.Linear | QuantizedLinear
 
 
 def norm_weight(module: Any, name: str, adds_one: bool = False) -> torch.Tensor | None:
-    """The weight of a norm, or 1 + weight in float32; None if `module` does not have the norm."""
+    """Return the weight of a norm, or 1 + weight in float32; None if `module` does not have the norm."""
     weight: torch.Tensor | None = getattr(getattr(module, name, None), "weight", None)
     return weight.detach().float() + 1 if weight is not None and adds_one else weight
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """The RMSNorm of rows, in their dtype; `x` itself without a weight."""
+    """Return the RMSNorm of rows, in their dtype; `x` itself without a weight."""
     if weight is None:
         return x
     if weight.dtype != x.dtype:
@@ -174,7 +174,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Te
 
 
 def _attention_kind(attention: Any, config: PreTrainedConfig) -> AttentionKind:
-    """The window, sinks and soft cap of a layer. Some families keep their window in the configuration."""
+    """Return the window, sinks and soft cap of a layer. Some families keep their window in the configuration."""
     window = getattr(attention, "sliding_window", window_of(config)) if config.model_type in WINDOWED else None
     sinks = getattr(attention, "sinks", None)
     softcap = config.attn_logit_softcapping if config.model_type == "gemma2" else None
@@ -182,7 +182,7 @@ def _attention_kind(attention: Any, config: PreTrainedConfig) -> AttentionKind:
 
 
 def _reordered(linear: nn.Linear | QuantizedLinear, order: torch.Tensor) -> nn.Linear | QuantizedLinear:
-    """The layer with the features of every head in this order."""
+    """Return the layer with the features of every head in this order."""
     if torch.equal(order, torch.arange(len(order))):
         return linear
     rows = torch.arange(linear.out_features).view(-1, len(order))[:, order].flatten()

@@ -1,4 +1,4 @@
-"""What differs between the layers of model families. All fast passes read these descriptions."""
+"""Descriptions of how the layers of model families differ. All fast passes read them."""
 
 from typing import Literal, NamedTuple
 
@@ -11,7 +11,7 @@ class AttentionKind(NamedTuple):
     window: int | None = None
     """Number of positions that a row attends to, including its own; None: all positions up to its own."""
     sinks: torch.Tensor | None = None
-    """Logits [heads] added to the softmax denominator, without a value; None: no sinks."""
+    """Logits [heads] that count in the softmax denominator but have no value; None: no sinks."""
     softcap: float | None = None
     """Bound on scores, applied as softcap * tanh(score / softcap); None: no bound."""
 
@@ -42,7 +42,7 @@ class Routing(NamedTuple):
     """
 
     top_k: int
-    """Number of experts of each row."""
+    """Number of experts per row."""
     scores: Literal["softmax", "sigmoid"]
     renormalizes: bool
     """Whether weights are divided by their sum."""

@@ -15,7 +15,7 @@ class RotaryTables:
     def __init__(self, rotary_embedding: Any, head_dim: int, like: torch.Tensor, layer_type: str | None = None) -> None:
         """`rotary_embedding`: the module of transformers. Tables have the dtype and device of `like`.
 
-        `layer_type`: of the layers that use the tables, if the module distinguishes types.
+        `layer_type`: type of the layers that use the tables, if the module distinguishes types.
         """
         self._rotary_embedding, self._head_dim, self._like = rotary_embedding, head_dim, torch.empty(0).to(like)
         self._layer_type = layer_type

@@ -35,9 +35,9 @@ POSITIONS = (0, 3, 70, 1100)
 def choose_gemms(
     model: GpuModel, max_rows: int, exact: bool, preferred: GemmBackend | None = None, capture: Capture | None = None
 ) -> bool:
-    """Set the backends of every GEMM. Return False if `exact` and a GEMM has no batch-invariant backend, or experts.
+    """Set the backends of every GEMM. Return False if `exact` and a GEMM or mixture of experts is not batch-invariant.
 
-    Where both backends give a row the same bits, cuBLAS multiplies from the number of rows from which it is faster.
+    Where both backends give a row the same bits, cuBLAS takes over at the number of rows where it becomes faster.
 
     `max_rows`: tokens of the largest pass. `exact`: allow batch-invariant backends only. `preferred`: use this backend
     where allowed. The default is the fastest one; if the backends give different bits, it is the first, because times
@@ -85,12 +85,12 @@ def experts_agree(experts: GpuExperts, sizes: Sequence[int]) -> bool:
             torch.equal(experts(x[-size:].clone(), slots[-size:]).partials, reference[:, -size:]) for size in sizes[:-1]
         )
     except Exception as error:  # the compiler for this GPU may raise anything
-        log.warning("experts failed: %s", error)
+        log.warning("expert kernels failed: %s", error)
         return False
 
 
 def _by_size(model: GpuModel) -> list[GpuExperts]:
-    """One mixture of experts of each size."""
+    """Return one mixture of experts of each size."""
     return list({(each.gate_up.weight.shape, each.shared is None): each for each in model.experts()}.values())
 
 

@@ -89,7 +89,7 @@ def refuse_other_logits(engine: Engine, expected: Mapping[int, torch.Tensor] | N
             )
         if expected is not None:
             differences, largest = (logits - expected[count]).abs().amax(-1), expected[count].abs().max().item()
-            # Rounding may change the experts that a row chooses, so of mixtures, only half of the rows must agree.
+            # Rounding may change the experts that a row chooses, so only half of a mixture's rows must agree.
             is_mixture = getattr(engine.loaded.config, "num_experts_per_tok", None) is not None
             _compare(kind, count, (differences.median() if is_mixture else differences.max()).item(), largest)
 

@@ -135,9 +135,9 @@ class QuantizedEmbedding(nn.Module):
     """An embedding that dequantizes only the rows it looks up."""
 
     def __init__(self, weight: Quantized, source: nn.Embedding) -> None:
-        """`source`: the embedding to replace, maybe one that scales its rows."""
+        """`source`: the embedding to replace, which may scale its rows."""
         super().__init__()
-        self.weight, self._source = weight, (source,)  # in a tuple, so that it is no submodule
+        self.weight, self._source = weight, (source,)  # a tuple keeps it from becoming a submodule
 
     def dequantized(self, device: torch.device, dtype: torch.dtype) -> nn.Embedding:
         """Return the replaced embedding with the weight in floats."""

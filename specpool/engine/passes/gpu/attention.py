@@ -43,7 +43,7 @@ def num_splits(length: int) -> int:
 
 
 def visible_splits(splits: int, window: int | None) -> int:
-    """Maximum splits that the rows of a tile see, of `splits` splits of their sequence. A tile has up to SPLIT rows."""
+    """Maximum number of splits that a tile of up to SPLIT rows sees, out of the `splits` of its sequence."""
     return splits if window is None else min(splits, 2 - (1 - window) // SPLIT)
 
 
@@ -110,9 +110,9 @@ def attend_pages(
 def captured_length(
     rows: int, tiles: int, length: int, heads: int, kv_heads: int, dim: int, window: int | None = None
 ) -> int:
-    """Maximum positions of sequences in a captured pass: `length`, or fewer if partial results would take too much.
+    """Maximum positions per sequence in a captured pass: `length`, or fewer to limit the memory of partial results.
 
-    `window`: the longest of all layers.
+    `window`: longest window of all layers.
     """
     splits, is_busy = num_splits(length), tiles * kv_heads >= BUSY_PROGRAMS
     if is_busy and power_of_two(dim) <= MAX_SERIAL_WIDTH:
@@ -127,7 +127,7 @@ def scratch_bytes(
 ) -> int:
     """Bytes of the partial results of the largest pass of up to `rows` rows that combines splits.
 
-    `tile_rows`: maximum rows of a tile. `window`: the longest of all layers.
+    `tile_rows`: maximum rows of a tile. `window`: longest window of all layers.
     """
     splits = visible_splits(num_splits(length), window)
     if power_of_two(dim) > MAX_SERIAL_WIDTH:
@@ -143,8 +143,8 @@ def _partial_bytes(rows: int, splits: int, heads: int, dim: int) -> int:
 def _warps(dtype: torch.dtype, dim: int, arch: int, kind: AttentionKind) -> int:
     """Warps of a program: as few as its registers allow, so that more programs share an SM.
 
-    On sm_90, they allow 4 for heads of 128, but not for smaller ones padded to 128, nor with a soft cap. Before, they
-    allow 4 for heads of 64, but not with sinks.
+    On sm_90, registers allow 4 warps for heads of 128, but not for smaller heads padded to 128, nor with a soft cap.
+    Before sm_90, they allow 4 for heads of 64, but not with sinks.
     """
     if is_wide(dtype) or kind.softcap is not None or (arch < HOPPER and kind.sinks is not None):
         return 8
@@ -154,7 +154,7 @@ def _warps(dtype: torch.dtype, dim: int, arch: int, kind: AttentionKind) -> int:
 def _block(dtype: torch.dtype, width: int, kind: AttentionKind) -> int:
     if is_wide(dtype):
         return min(BLOCK, max(16, 2048 // width))
-    # Registers do not suffice for large blocks of large heads with a soft cap.
+    # With a soft cap, large blocks of large heads run out of registers.
     return BLOCK // 2 if width > MAX_SERIAL_WIDTH and kind.softcap is not None else BLOCK
 
 

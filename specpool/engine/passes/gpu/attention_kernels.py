@@ -3,13 +3,13 @@
 from specpool.engine.numerics.triton_compat import gdc_wait, tl, triton
 from specpool.engine.passes.gpu.functions import softcapped
 
-# Below every score but finite, so masked keys get a weight of exactly zero in any order.
+# Below every score, but finite, so masked keys get a weight of exactly zero in any order.
 LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
 def _place_of(split, splits, WINDOW: tl.constexpr):
-    """The place of a split's partial results. With a window, places of splits that no row sees are used again."""
+    """Return the place of a split's partial results. With a window, the places of unseen splits are reused."""
     place = split
     if WINDOW > 0:
         place = split % splits
@@ -22,7 +22,7 @@ def _attend_split(
     DIM: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """A tile over one split: unnormalized sums of values, maximum scores, and softmax denominators.
+    """Return a tile's unnormalized sums of values, maximum scores, and softmax denominators over one split.
 
     `table`: the sequence's page table. Positions from `prefix` on are shifted right by `shift` logical columns.
     """
@@ -39,7 +39,7 @@ def _attend_split(
             logical = position + tl.where(position < prefix, 0, shift)
             own = tl.load(table + logical // PAGE, mask=position < end, other=0)
             column = own * PAGE + logical % PAGE
-        # Load the entry one block ahead. Then no load of keys waits for a load of the same iteration, and keys are
+        # Load the entry one block ahead, so no load of keys waits for a load of the same iteration. Keys are then
         # pipelined as deeply as with known addresses.
         page = tl.load(table + tl.minimum(start + BLOCK, end - 1) // PAGE)
         offset = column[:, None] * DIM + feature[None, :]
@@ -72,7 +72,7 @@ def attend(
     WINDOW: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
     HEIGHT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, SERIAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The query heads of one KV head and the rows of one tile, over all splits or some of them."""
+    """Attend with the query heads of one KV head and the rows of one tile, over all or some splits."""
     if OVERLAP:
         gdc_wait()
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -87,7 +87,7 @@ def attend(
         own, head = line // GROUPS, kv_head * GROUPS + line % GROUPS
         visible, first_block = position + own, 0
         if WINDOW > 0:
-            visible = position + tl.minimum(own, count - 1)  # lines without a row see some position, too
+            visible = position + tl.minimum(own, count - 1)  # lines without a row must see a position, too
             first_block = tl.maximum(position - WINDOW + 1, 0) // BLOCK * BLOCK
         mask = (own < count)[:, None] & (feature < DIM)[None, :]
         place = ((row + own) * HEADS + head)[:, None] * DIM + feature[None, :]

@@ -12,9 +12,9 @@ from specpool.engine.sharding.shares import Dimension
 
 
 def gemm_of(linear: nn.Linear, outputs: Dimension, group: SingleRank) -> Gemm:
-    """The GEMM of this rank's shard of the outputs.
+    """Return the GEMM of this rank's shard of the outputs.
 
-    With whole sums, split-K is that of the unsharded weight, so bits are the same as on one device. With sums
+    With whole sums, split-K matches the unsharded weight, so bits are the same as on one device. With sums
     in parts, each rank sends one term, rounded to the model's dtype, and the sum rounds once.
     """
     split = not (group.in_parts and outputs == "hidden")
@@ -33,10 +33,10 @@ class BranchEnd(nn.Module):
         self.bias = group.gather(linear.bias.detach(), "hidden") if gathers else linear.bias
 
     def forward(self, x: torch.Tensor) -> Addend:
-        """The branch. `x`: this rank's share of the inputs, [rows, features]."""
+        """Return the branch. `x`: this rank's share of the inputs, [rows, features]."""
         if not self.group.in_parts or self.bias is None:
             return Addend(self.group.project_terms(self.gemm, x, self.inputs), self.bias, self.norm)
-        # Only one rank holds the bias, so it travels within that rank's term.
+        # Only one rank holds the bias, so that rank's term includes it.
         return Addend(self.group.project_terms(lambda x: self.gemm(x).add_(self.bias), x, self.inputs), None, self.norm)
 
 
@@ -51,6 +51,6 @@ class GpuMlp(nn.Module):
         self.down = BranchEnd(fused.down, "intermediate", norm, group)
 
     def forward(self, normed: torch.Tensor) -> Addend:
-        """The branch of normalized rows [rows, hidden]."""
+        """Return the branch of normalized rows [rows, hidden]."""
         branch: Addend = self.down(activate(self.gate_up(normed), self.gate_up_bias, normed.dtype, self.activation))
         return branch

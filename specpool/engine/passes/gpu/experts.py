@@ -30,7 +30,7 @@ class GpuExperts(nn.Module):
 
     def forward(self, normed: torch.Tensor, slots: torch.Tensor) -> Addend:
         """Return the branch of normalized rows [rows, hidden]. `slots`: [rows]; -1: the row is padding."""
-        # Logits stay in float32: rounded ones would tie.
+        # Logits stay in float32: rounding would create ties.
         logits = split_k_gemm(normed, self.router, self.router_splits, torch.float32)
         chosen, weights = choose_experts(logits, self.router_bias, self.correction, slots, self.routing)
         groups = group_choices(chosen, self.gate_up.experts, self.gate_up.tile(chosen.numel(), normed).rows)
@@ -41,7 +41,7 @@ class GpuExperts(nn.Module):
         return Addend(combine(outputs, chosen, weights, shared), None, self.norm)
 
     def scratch_bytes(self, rows: int) -> int:
-        """Bytes of the intermediate results of `rows` rows, the shared MLP's excluded."""
+        """Bytes of the intermediate results of `rows` rows, excluding the shared MLP."""
         choices, dtype = rows * self.routing.top_k, self.gate_up.weight.dtype
         results: int = self.gate_up.scratch_bytes(choices, dtype) + self.down.scratch_bytes(choices, dtype)
         activated: int = choices * self.down.in_features * dtype.itemsize
@@ -50,7 +50,7 @@ class GpuExperts(nn.Module):
 
 
 def _grouped(linears: Any, top_k: int) -> GroupedGemm:
-    """The GEMM of one linear layer per expert."""
+    """Return the GEMM of one linear layer per expert."""
     biases = [linear.bias for linear in linears if linear.bias is not None]
     weight = torch.stack([linear.weight.detach() for linear in linears])
     return GroupedGemm(weight, torch.stack(biases).detach() if biases else None, top_k)

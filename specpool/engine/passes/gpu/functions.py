@@ -10,7 +10,7 @@ _LINEAR, _CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.0713548162726
 
 
 def options_of(activation: Activation) -> dict[str, Any]:
-    """The compile options of `activated`."""
+    """Return the compile options of `activated`."""
     is_gelu = activation.function == "gelu_tanh"
     return {"GELU": is_gelu, "ALPHA": activation.alpha, "LIMIT": activation.limit, "SHIFT": activation.shift}
 
@@ -33,5 +33,5 @@ def activated(gate, up, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.const
 
 @triton.jit
 def softcapped(x, SOFTCAP: tl.constexpr):
-    """SOFTCAP * tanh(x / SOFTCAP)."""
+    """Return SOFTCAP * tanh(x / SOFTCAP)."""
     return SOFTCAP - 2 * SOFTCAP / (1 + tl.exp(x * (2 / SOFTCAP)))

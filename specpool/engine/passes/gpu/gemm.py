@@ -143,7 +143,7 @@ def split_k_of(outputs: int, inputs: int) -> int:
 
 
 def split_size(inputs: int, split_k: int) -> int:
-    """Inputs of a split, a multiple of every tile's. The last splits may have fewer inputs, or none."""
+    """Inputs of a split: a multiple of every tile's inputs. The last splits may have fewer inputs, or none."""
     return inputs if split_k == 1 else round_up(-(-inputs // split_k), MIN_SPLIT_INPUTS)
 
 
@@ -163,7 +163,7 @@ def cublas_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Te
 def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Partial sums [split_k, n, outputs] of rows [n, inputs] times a weight [outputs, inputs].
 
-    `dtype`: of the result. The default is float32 if split_k > 1, and the dtype of the rows otherwise.
+    `dtype`: dtype of the result. The default is float32 if split_k > 1, and the dtype of the rows otherwise.
     """
     (rows, inputs), outputs, wide = x.shape, len(weight), is_wide(x.dtype)
     tile = tile_of(rows, outputs, split_k, wide, architecture(x.device))
@@ -187,7 +187,7 @@ if triton is not None:
         N: tl.constexpr, K: tl.constexpr, SPLIT_K: tl.constexpr,
         TILE_N: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_K: tl.constexpr,
     ):  # fmt: skip
-        """The products [TILE_N, TILE_ROWS] of outputs with rows of `x` whose index is below `end`, over one split."""
+        """Return the products [TILE_N, TILE_ROWS] of outputs and the rows of `x` before `end`, over one split."""
         acc = tl.zeros([TILE_N, TILE_ROWS], tl.float32)
         for start in range(split * SPLIT_K, split * SPLIT_K + SPLIT_K, TILE_K):
             inputs = start + tl.arange(0, TILE_K)

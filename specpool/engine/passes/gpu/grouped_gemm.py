@@ -22,7 +22,7 @@ from specpool.engine.numerics.triton_compat import (
 )
 from specpool.engine.passes.gpu.gemm import GemmTile, accumulated, split_k_of, split_size, tile_of
 
-# Choices that a program of `group_choices` reads at a time.
+# Number of choices that a program of `group_choices` reads at a time.
 GROUPED = 1024
 
 
@@ -64,7 +64,7 @@ class GroupedGemm(nn.Module):
         return partials
 
     def tile(self, choices: int, x: torch.Tensor) -> GemmTile:
-        """The tile for the mean number of rows of an expert. GEMMs of the same experts have tiles of the same rows."""
+        """Return the tile for the mean number of rows per expert. GEMMs of the same experts share row tiles."""
         rows, outputs = -(-choices // self.experts), self.top_k * self.out_features
         return tile_of(rows, outputs, self.split_k, is_wide(x.dtype), architecture(x.device))
 
@@ -79,7 +79,7 @@ class GroupedGemm(nn.Module):
 def group_choices(chosen: torch.Tensor, experts: int, tile_rows: int) -> Groups:
     """Group the choices [rows, top_k] of `experts` experts, with at most `tile_rows` rows in a tile.
 
-    Tiles are as many as any choices may need. Choices of -1 are left out.
+    There are enough tiles for any choices. Choices of -1 are skipped.
     """
     choices = chosen.numel()
     num_tiles = min(choices, experts) + choices // tile_rows
@@ -100,7 +100,7 @@ if triton is not None:
         chosen, order, tiles, choices, num_tiles,
         EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
-        """List the choices and tiles of one expert. Every program counts those of all experts."""
+        """List the choices and tiles of one expert. Every program counts the choices of all experts."""
         expert, experts = tl.program_id(0), tl.arange(0, WIDTH)
         if OVERLAP:
             gdc_wait()
@@ -135,7 +135,7 @@ if triton is not None:
         N: tl.constexpr, K: tl.constexpr, SPLIT_K: tl.constexpr, CHOICES_PER_ROW: tl.constexpr,
         TILE_N: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_K: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
-        """One tile of outputs for one tile of rows of an expert, over one split of the inputs."""
+        """Compute one tile of outputs for one tile of an expert's rows, over one split of the inputs."""
         tile, num_tiles = tiles + tl.program_id(0), tl.num_programs(0)
         output, split = tl.program_id(1).to(tl.int64) * TILE_N + tl.arange(0, TILE_N), tl.program_id(2)
         if OVERLAP:

@@ -84,7 +84,7 @@ class GpuModel(ForwardPass):
         self.attention_kinds = tuple({_flags_of(kind): kind for kind in kinds}.values())
         windows = [kind.window for kind in kinds if kind.window is not None]
         self.window = max(windows) if len(windows) == len(kinds) else None
-        """The longest window of all layers; None: some layer attends to all positions."""
+        """The longest window of all layers; None if a layer attends to all positions."""
         self.embedding, self.norm = GpuEmbedding(fused), fused.norm
         self.head = Gemm(fused.head.weight, split=False)
         self.hidden_size: int = fused.dense_embedding.shape[1]
@@ -230,7 +230,7 @@ class GpuLayer(nn.Module):
 
 
 def _kind_of(layer: FusedLayer) -> tuple[Any, ...]:
-    """Equal for layers that run the same kernels."""
+    """Return a key that is equal for layers that run the same kernels."""
     return _flags_of(layer.attention), type(layer.mlp), layer.mlp.activation
 
 

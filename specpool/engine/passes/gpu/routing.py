@@ -20,7 +20,7 @@ def choose_experts(
     slots: torch.Tensor,  # [rows]; -1: the row is padding
     routing: Routing,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each row, in order of their scores, and their weights, both [rows, top_k].
+    """Return the experts of each row, in order of their scores, and their weights, both [rows, top_k].
 
     Padding has experts -1. NaN scores are chosen last, and make a row NaN.
     """
@@ -43,7 +43,7 @@ def combine(
     weights: torch.Tensor,  # [rows, top_k]
     shared: Addend | None,
 ) -> torch.Tensor:
-    """The weighted sum of each row's experts in order of rank, then the shared experts: [1, rows, hidden] in float32.
+    """Add the weighted experts of each row in order of rank, then the shared experts: [1, rows, hidden] in float32.
 
     The experts add nothing to padding.
     """
@@ -63,14 +63,14 @@ if triton is not None:
 
     @triton.jit
     def _first_best(scores, index, WIDTH: tl.constexpr):
-        """The index of the highest score; the lowest of several."""
+        """Return the index of the highest score; of equal scores, the lowest index."""
         return tl.min(tl.where(scores == tl.max(scores, 0), index, WIDTH), 0)
 
     @triton.jit
     def _in_best_groups(
         ranked, expert, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr
     ):
-        """The scores of the experts of the best groups, and -inf for others."""
+        """Keep the scores of experts in the best groups, and set others to -inf."""
         group, totals = expert // (EXPERTS // GROUPS), tl.full([WIDTH], float("-inf"), tl.float32)
         for index in tl.static_range(GROUPS):
             own = tl.where(group == index, ranked, float("-inf"))

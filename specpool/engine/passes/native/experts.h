@@ -28,7 +28,7 @@ typedef struct {
 
 static int64_t round_up(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
 
-/* Takes `count` floats of a workspace; LANES at a time. */
+/* Takes `count` floats from a workspace, rounded up to a multiple of LANES. */
 static float *take(float **workspace, int64_t count) {
     float *taken = *workspace;
     *workspace += round_up(count, LANES);
@@ -64,7 +64,7 @@ static int64_t take_highest(const float *numbers, int64_t count, uint8_t *taken)
     return best;
 }
 
-/* Replaces the logits of a row with scores. Those of the padding are arbitrary. */
+/* Replaces the logits of a row with scores. Scores of the padding are arbitrary. */
 static void score(const Routing *routing, float *logits) {
     int64_t experts = routing->experts;
     float peak = -INFINITY, sum = 0;
@@ -75,11 +75,11 @@ static void score(const Routing *routing, float *logits) {
         else put(logits + i, 0, exponential(x - peak));
     }
     for (int64_t i = 0; i < experts; i++) sum += logits[i];
-    if (routing->is_sigmoid && sum == sum) return; /* a NaN makes all scores NaN */
+    if (routing->is_sigmoid && sum == sum) return; /* one NaN makes all scores NaN */
     for (int64_t i = 0; i < experts; i++) logits[i] /= sum;
 }
 
-/* Takes all experts outside the best groups. */
+/* Marks all experts outside the best groups as taken. */
 static void take_other_groups(const Routing *routing, const float *ranked, uint8_t *taken) {
     int64_t groups = routing->groups, size = routing->experts / groups;
     float sums[groups];
@@ -187,11 +187,11 @@ static ONE_COPY void combine(const Mixture *mix, const Layer *layer, int64_t row
     }
 }
 
-/* The stages from the router's logits up to the outputs of the experts, which `combine` adds. No units for dense layers. */
+/* The stages from the router's logits up to the outputs of the experts, which `combine` adds. None for dense layers. */
 #define EXPERT_STAGES 6
 static Stage *expert_stages(Stage *to, const Mixture *mix, const Layer *layer, int64_t threads) {
     if (!layer->gate_ups.panels) return to;
-    int64_t rows = mix->rows, choices = rows * mix->routing->top_k, shares = 4 * threads; /* experts differ in rows */
+    int64_t rows = mix->rows, choices = rows * mix->routing->top_k, shares = 4 * threads; /* row counts vary */
     *to++ = (Stage){choose, rows, 1, threads, ROWS, mix, layer};
     *to++ = (Stage){group_choices, 1, 1, 1, ROWS, mix, layer};
     *to++ = (Stage){gather, rows, ROW_GRAIN, threads, ROWS, mix, layer};

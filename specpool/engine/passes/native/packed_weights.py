@@ -64,12 +64,12 @@ def panels_of(fused: FusedModel) -> ModelPanels:
 
 
 def _stacked(linears: Sequence[Any]) -> list[Segment]:
-    """The panels of all these linear layers. No panel spans two layers."""
+    """Return the panels of all these linear layers. No panel spans two layers."""
     return [segment for linear in linears for segment in segments_of(parts_of(linear))]
 
 
 def stacked_bias(linears: Sequence[Any]) -> torch.Tensor | None:
-    """The biases of linear layers, each padded to whole panels; None if they have none."""
+    """Return the biases of linear layers, each padded to whole panels; None if they have none."""
     biases = [pad(linear.bias, (0, -len(linear.bias) % PANEL)) for linear in linears if linear.bias is not None]
     return torch.cat(biases) if biases else None
 

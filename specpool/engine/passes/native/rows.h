@@ -5,7 +5,7 @@
 /* Kinds of stages. */
 enum { GEMM, ATTENTION, ROWS };
 
-/* The minimum rows that a thread claims: moving fewer to another core takes longer. */
+/* Minimum number of rows that a thread claims: moving fewer to another core takes longer than computing them. */
 #define ROW_GRAIN 4
 
 /* Vectors of a head that are accumulated together, for all query heads of a KV head. */
@@ -119,7 +119,7 @@ static int64_t column_of(const Places *places, int64_t position) {
     return places->pages[logical / places->page_size] * places->page_size + logical % places->page_size;
 }
 
-/* Finds the first column of each block of LANES positions, from that of the first visible one; -1 if the block's columns
+/* Finds the first column of each block of LANES positions, from the first visible block on; -1 if the block's columns
    are not contiguous. Returns the number of blocks, counted from position 0. */
 static int64_t find_blocks(const Places *places, int32_t *blocks) {
     int64_t size = places->page_size, count = places->count, prefix = places->prefix, number = places->first / LANES;
@@ -236,8 +236,8 @@ static void scattered_scores(const float *query, const float *keys, const Places
         dot_scores(query + g * HEAD_DIM, keys, scattered, count, scaling, out + g * stride);
 }
 
-/* Turns the scores of `count` positions from `begin` on, of which those from `first` on are visible, into weights. Returns
-   their sum. The sink, if there is one, adds to the sum alone. */
+/* Turns the scores of positions `begin` to `count` into weights; positions before `first` are masked. Returns their
+   sum. A sink, if there is one, adds only to the sum. */
 static INLINE float weigh(float *weights, int64_t begin, int64_t first, int64_t count, int64_t end, float softcap,
                           const float *sink) {
     if (softcap)
@@ -253,7 +253,7 @@ static INLINE float weigh(float *weights, int64_t begin, int64_t first, int64_t 
     if (sink && *sink > largest) largest = *sink;
     for (int64_t i = begin; i < count; i += LANES) {
         for (int s = 0; s < SLICES; s++) put(weights + i, s, exponential(at(weights + i, s) - largest));
-        /* exp() of what is not visible is tiny but not zero. */
+        /* exp() of a masked score is tiny, but not zero. */
         for (int64_t k = i; k < first; k++) weights[k] = 0;
         if (i + LANES > count)
             for (int64_t k = count; k < i + LANES; k++) weights[k] = 0;

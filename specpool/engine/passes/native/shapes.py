@@ -1,4 +1,4 @@
-"""The shapes of a fused model, as far as the compiled pass depends on them."""
+"""The shapes of a fused model that the compiled pass depends on."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,20 +14,20 @@ LANES = 16
 
 
 def gemm_inputs_of(fused: FusedModel) -> set[int]:
-    """The distinct input sizes of a model's GEMMs."""
+    """Return the distinct input sizes of a model's GEMMs."""
     firsts = [each[0] for linears in _linears(fused) for each in linears.values()]
     ends = [end for end in (fused.head, fused.fc, fused.projection) if end is not None]
     return {linear.in_features for linear in (*firsts, *ends)}
 
 
 def largest_intermediate(fused: FusedModel) -> int:
-    """The intermediate size of the largest MLP for all rows; 0 without one."""
+    """Return the intermediate size of the largest MLP for all rows; 0 without one."""
     gate_ups = [linears["gate_up"][0] for linears in _linears(fused) if "gate_up" in linears]
     return max((gate_up.out_features // 2 for gate_up in gate_ups), default=0)
 
 
 def routing_of(fused: FusedModel) -> Routing:
-    """How layers choose experts, and the shapes of the experts, which all layers with experts share."""
+    """Return how layers choose experts, and the shapes of the experts. All layers with experts share both."""
     mlp = next(_mixtures(fused), None)
     if mlp is None:
         return Routing()
@@ -67,7 +67,7 @@ def shape_problem(fused: FusedModel) -> str | None:
 
 
 def _linears(fused: FusedModel) -> Iterator[dict[str, list[Any]]]:
-    """The linear layers of each decoder layer."""
+    """Yield the linear layers of each decoder layer."""
     layers: Any = fused.layers
     return (layer.linears for layer in layers)
 

@@ -26,7 +26,7 @@ WINDOW, MAX_LENGTH, MAX_TOKENS = 40, 288, 50
 PROMPTS = [make_prompt((seed % 2, 60 + 60 * seed)) for seed in range(4)]
 KEY = "a", 0
 Round = tuple[bool, int, int, int]
-"""Whether the sequence shares prefixes, number of its tokens, of rejected tokens, and of releases before the round."""
+"""Whether prefixes are shared, then the numbers of tokens, rejected tokens, and releases before the round."""
 rounds = st.tuples(st.booleans(), st.integers(1, MAX_TOKENS), st.integers(0, 8), st.sampled_from([0, 0, 0, 1]))
 
 
@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workers(model: Path) -> tuple["Worker", "Worker"]:
-    """One that frees pages, and one that keeps them."""
+    """A worker that frees pages, and one that keeps them."""
     return Worker(model), Worker(model, frees=False)
 
 

@@ -127,7 +127,7 @@ def test_a_head_without_embeddings_takes_those_of_its_target(tmp_path: Path, lla
     torch.testing.assert_close(rows, reference(tokens, reference.states(given))[0], atol=1e-4, rtol=1e-4)
 
 
-def test_norms_of_gemma_heads_multiply_by_one_more(tmp_path: Path, llama: Path) -> None:
+def test_gemma_head_norms_multiply_by_one_plus_weight(tmp_path: Path, llama: Path) -> None:
     logits = []
     for family in ("gemma", "llama"):
         head = save_eagle_head(tmp_path / family, 3, model_type=family, hidden_act="gelu_pytorch_tanh")

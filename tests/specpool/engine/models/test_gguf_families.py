@@ -1,4 +1,4 @@
-"""GGUF files of every architecture give the bits of the same model's safetensors files, beyond its window."""
+"""GGUF files of every architecture give the same bits as safetensors files, for sequences longer than the window."""
 
 import shutil
 from pathlib import Path
@@ -56,7 +56,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 UNFUSED = {"qwen2moe", "olmoe", "phi3", "starcoder2", "gpt2"}
 """Architectures that take the slow pass, whose tests are slow too."""
-NEITHER = {"gpt2"}  # not bitwise in any format
+NEITHER = {"gpt2"}  # not bit-exact in any format
 
 
 def save(folder: Path, case: str, **changes: Any) -> Path:
@@ -136,8 +136,8 @@ def test_experts_are_dequantized_bit_for_bit(tmp_path: Path, case: str, kind: st
         torch.testing.assert_close(logits(file), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_layers_that_predict_further_tokens_are_ignored(tmp_path: Path) -> None:
-    """Their tensors are in the file's last blocks, which block_count includes."""
+def test_multi_token_prediction_layers_are_ignored(tmp_path: Path) -> None:
+    """The file's last blocks hold these layers, and block_count includes them."""
     saved = save(tmp_path, "glm4moe")
     file = convert(saved, tmp_path / "model.gguf", block_count=4, nextn_predict_layers=1)
     extra = {"blk.3.nextn.eh_proj.weight": torch.zeros(4, 4).numpy()}
@@ -205,8 +205,8 @@ def test_keys_are_refused_by_name(
 @pytest.mark.parametrize(
     ("name", "other", "reason"),
     [
-        ("ffn_gate_exps.weight", (4, 96, 32), "do not have 4 equal experts: blk.0.ffn_gate_exps.weight [4, 96, 32]"),
-        ("ffn_gate_exps.weight", (6144,), "do not have 4 equal experts: blk.0.ffn_gate_exps.weight [6144]"),
+        ("ffn_gate_exps.weight", (4, 96, 32), "do not hold 4 equal experts: blk.0.ffn_gate_exps.weight [4, 96, 32]"),
+        ("ffn_gate_exps.weight", (6144,), "do not hold 4 equal experts: blk.0.ffn_gate_exps.weight [6144]"),
         ("ffn_down_exps.weight", (4, 96, 64), "experts.down_proj (of shape [4, 64, 96], not [4, 96, 64])"),
         ("ffn_gate_inp.weight", (5, 64), "mlp.gate.weight (of shape [4, 64], not [5, 64])"),
         ("attn_q.weight", (63, 64), "tensor blk.0.attn_q.weight has 63 rows for 4 heads"),

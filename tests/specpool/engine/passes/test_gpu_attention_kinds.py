@@ -15,7 +15,7 @@ from specpool.engine.passes.kinds import AttentionKind
 pytest.importorskip("triton")
 
 HEADS, KV_HEADS = 6, 2
-# Sequences of five splits, so windows use places of partial results again.
+# Sequences of five splits, so windows reuse places of partial results.
 SPLIT, BLOCK = 32, 16
 LENGTH = ENDS[-1] + 1
 WINDOWS = [1, 5, BLOCK, BLOCK + 1, SPLIT - 1, SPLIT, SPLIT + 1, SPLIT + BLOCK, LENGTH, 2**20]

@@ -65,7 +65,7 @@ def random_experts(
 
 
 def run(experts: GpuExperts, rows: torch.Tensor, padding: int = 0) -> torch.Tensor:
-    """The branch of rows, followed by padding. Padding holds numbers that would show in other rows."""
+    """Return the branch of rows that padding follows. Padding holds numbers that would show in other rows."""
     x = torch.cat([rows, torch.full((padding, rows.shape[1]), torch.nan, dtype=rows.dtype)])
     slots = torch.tensor([0] * len(rows) + [-1] * padding)
     branch = experts(x, slots)
@@ -75,7 +75,7 @@ def run(experts: GpuExperts, rows: torch.Tensor, padding: int = 0) -> torch.Tens
 
 
 def expected(fused: Any, rows: torch.Tensor) -> torch.Tensor:
-    """The sum of the experts, in float64."""
+    """Return the sum of the experts, in float64."""
 
     def apply(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, linear.weight.double(), None if linear.bias is None else linear.bias.double())
@@ -152,7 +152,7 @@ def test_of_equal_scores_the_lower_expert_comes_first(name: str) -> None:
     torch.testing.assert_close(weights, factors)
 
 
-def test_scores_that_are_no_numbers_spoil_only_their_row() -> None:
+def test_nan_scores_spoil_only_their_row() -> None:
     logits, slots = torch.randn(2, EXPERTS), torch.zeros(2, dtype=torch.int64)
     logits[0, 3] = torch.nan
     chosen, weights = choose_experts(logits[None], None, None, slots, PLAIN)
@@ -177,7 +177,7 @@ def test_groups_hold_every_choice_once(numbers: list[list[int]]) -> None:
 
 @cache
 def alone_and_together() -> tuple[GpuExperts, torch.Tensor, torch.Tensor]:
-    """Experts, rows, and the results of rows in passes of their own."""
+    """Return experts, rows, and the result of each row in its own pass."""
     torch.manual_seed(0)
     fused = random_experts(PLAIN, GPT_OSS, biased=True, has_shared=True)
     experts, rows = GpuExperts(fused, None, SINGLE_RANK), torch.randn(ROWS, HIDDEN)

@@ -1,4 +1,4 @@
-"""Experts of the compiled pass: how rows choose them, and the same bits on any processor and number of threads."""
+"""Experts of the compiled pass: routing, and equal bits on any processor with any number of threads."""
 
 import ctypes
 import math
@@ -94,7 +94,7 @@ def test_thread_counts_change_no_bit(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_experts_are_batch_invariant_on_other_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if platform.machine() != "x86_64":
-        pytest.skip("flags of another kind of processor")
+        pytest.skip("the flags are for another kind of processor")
     here, tokens = load_mixture(save_mixture(tmp_path)), random_tokens(40)
     monkeypatch.setitem(compiler.NATIVE, "x86_64", "-march=x86-64")
     there = load_mixture(tmp_path)
