@@ -105,10 +105,10 @@ def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.T
 
 
 def join(
-    token_ids: torch.Tensor, embedding: torch.Tensor, states: torch.Tensor, norms: torch.Tensor | None,
+    token_ids: torch.Tensor, embedding: torch.Tensor, scale: float, states: torch.Tensor, norms: torch.Tensor | None,
     residual: torch.Tensor, norms_residual: bool, eps: float,
 ) -> torch.Tensor:  # fmt: skip
-    joined = torch.stack([states, embedding[token_ids]], 1)
+    joined = torch.stack([states, embedding[token_ids] * scale], 1)
     if norms is None:
         residual.zero_()
         return joined.flatten(1)
