@@ -1,8 +1,9 @@
-"""Exactness of a mixture of experts, with a draft that is often wrong."""
+"""Exactness of families with windows, soft caps, sinks and experts, with drafts that are often wrong."""
 
 import asyncio
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,26 @@ MIX = [
 ]
 
 
-def save_pair(folder: Path) -> tuple[Path, Path]:
-    """Save a mixture of experts, and a draft with nearly the same weights."""
-    sizes = {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": None}
-    target, draft = save_model(folder / "target", small_config("mixtral", **sizes)), folder / "draft"
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3}
+SIZED_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+WINDOW = {"sliding_window": 24}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": WINDOW,
+    "gemma2": {**WINDOW, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {**WINDOW, **EXPERTS},
+    "mixtral": EXPERTS | {"sliding_window": None},
+    "qwen3_moe": SIZED_EXPERTS,
+    "glm4_moe": {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_group": 4, "topk_group": 2,
+        "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+
+
+def save_pair(folder: Path, family: str) -> tuple[Path, Path]:
+    """Save a model, and a draft with nearly the same weights."""
+    target, draft = save_model(folder / "target", small_config(family, **FAMILIES[family])), folder / "draft"
     shutil.copytree(target, draft)
     with edited_weights(draft) as weights:
         for weight in weights.values():
@@ -32,9 +49,10 @@ def save_pair(folder: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow
-async def test_tokens_and_logits_are_those_of_plain_decoding(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_tokens_and_logits_are_those_of_plain_decoding(tmp_path: Path, family: str) -> None:
     worker = {"max_sequences": 5, "max_model_len": 256, "threads": 1}
-    async with serving_pair(*save_pair(tmp_path), worker=worker, max_num_seqs=5, max_batch_size=4) as service:
+    async with serving_pair(*save_pair(tmp_path, family), worker=worker, max_num_seqs=5, max_batch_size=4) as service:
         stub, tap = service.client.stub, LogitsTap(service.target.backend.engine)
         assert (await service.client.model_info()).target.equivalence == EQUIVALENCE_BITWISE
         expected = []
