@@ -26,6 +26,8 @@ UNKNOWN_METHOD = ("unknown", "unknown")
 
 # Numbers of the status codes of calls whose handlers have set none.
 CANCELLED, UNKNOWN, DEADLINE_EXCEEDED = 1, 2, 4
+EARLY_SECONDS = 0.01
+"""How much earlier than the server's deadline a client may end a call that expires, besides rounding."""
 
 Values: TypeAlias = float | Mapping[Any, float]
 """One value, or values by label. Keys are tuples if there are several labels."""
@@ -86,7 +88,7 @@ class CallCounter:
 
     @contextmanager
     def counted(self, path: str, context: Any) -> Iterator[None]:
-        code = None
+        code, timeout = None, context.time_remaining()
         try:
             yield
             code = context.code()
@@ -94,8 +96,9 @@ class CallCounter:
             code = context.code() or UNKNOWN
             raise
         except BaseException:  # client disconnected, or an unread stream was ended with a status
-            remaining = context.time_remaining()
-            code = context.code() or (DEADLINE_EXCEEDED if remaining is not None and remaining <= 0 else CANCELLED)
+            # gRPC rounds the timeout up by at most 1% when it sends it, so the client may end the call a little earlier.
+            is_expired = timeout is not None and context.time_remaining() <= EARLY_SECONDS + timeout / 100
+            code = context.code() or (DEADLINE_EXCEEDED if is_expired else CANCELLED)
             raise
         finally:
             self._counts[*self._methods.get(path, UNKNOWN_METHOD), code_name(code)] += 1
