@@ -96,7 +96,7 @@ class CallCounter:
             code = context.code() or UNKNOWN
             raise
         except BaseException:  # client disconnected, or an unread stream was ended with a status
-            # gRPC rounds the timeout up by at most 1% when it sends it, so the client may end the call a little earlier.
+            # gRPC rounds a sent timeout up by at most 1%, so the client may end the call a little earlier.
             is_expired = timeout is not None and context.time_remaining() <= EARLY_SECONDS + timeout / 100
             code = context.code() or (DEADLINE_EXCEEDED if is_expired else CANCELLED)
             raise
