@@ -65,7 +65,7 @@ def test_engine_serves_the_text_part(kind: str, tmp_path: Path) -> None:
     expected = text_logits(save_vision_language(tmp_path, kind))
     engine = load_engine(tmp_path, max_model_len=256)
     assert engine.bitwise
-    assert type(engine.forward_pass).__name__ == ("LibraryModel" if kind == "gemma3" else "NativeModel")
+    assert type(engine.forward_pass).__name__ == "NativeModel"
     assert engine.notes[0] == TEXT_NOTE
     assert (decode_alone(engine, TOKENS) - expected).abs().max() < 1e-4
     assert rows_that_differ(engine) == 0
