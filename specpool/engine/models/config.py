@@ -18,12 +18,11 @@ from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.model_files import read_config_file
 from specpool.engine.models.vision_language import WRAPPER, text_part
 from specpool.engine.passes.dry_run import unsupported_attention
-from specpool.engine.passes.families import MIXTURES, WINDOWED, why_not_shardable, window_of
+from specpool.engine.passes.families import MIXTURES, WINDOWED, expert_count, why_not_shardable, window_of
 
 UNSTATED_MAX_MODEL_LEN = 4096
 """Maximum positions of a model that states none. No default is shorter, except the model's own limit."""
 NO_SAFETENSORS = "it has no model.safetensors; only safetensors and GGUF files are read, because others can run code"
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def load_config(options: EngineOptions) -> PreTrainedConfig:
@@ -151,7 +150,7 @@ def _invalid_layers(config: PreTrainedConfig) -> str | None:
     types: list[str] = getattr(config, "layer_types", None) or []
     if window is None and config.model_type in WINDOWED and "sliding_attention" in types:
         return "sliding_attention layers, but no sliding_window"
-    experts = next((size for name in EXPERTS if isinstance(size := getattr(config, name, None), int)), 0)
+    experts = expert_count(config)
     if experts == 0 and config.model_type in MIXTURES:
         return "0 experts; it must have at least 1"
     if experts and isinstance(chosen, int) and not 1 <= chosen <= experts:

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.gguf_reader import GgufFile
-from specpool.engine.passes.families import GEMMA
+from specpool.engine.passes.families import GEMMA, expert_count
 from specpool.engine.weights.quantization_types import QUANTIZATION_TYPES
 from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
 
@@ -85,7 +85,7 @@ class TensorNames:
         block, suffix = self._names.get_name(f"{parent}.gate"), "bias" if attribute.endswith("_bias") else "weight"
         block = str(block or self._names.get_name(f"{parent}.router")).rpartition(".")[0]
         tensors = {kind: [f"{block}.ffn_{kind}_exps.{suffix}"] for kind in STACKED[attribute]}
-        count = _expert_count(self._config)
+        count = expert_count(self._config)
         for kind, names in tensors.items():
             if names[0] not in self._file.tensors:
                 tensors[kind] = [f"{block}.ffn_{kind}.{expert}.{suffix}" for expert in range(count)]
@@ -134,11 +134,6 @@ class TensorNames:
         else:
             for name in names:
                 yield as_tensor(self._file.read(name))
-
-
-def _expert_count(config: PreTrainedConfig) -> int:
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return next((count for name in names if isinstance(count := getattr(config, name, None), int)), 0)
 
 
 def _rotated(weight: Weight, heads: int) -> Weight:

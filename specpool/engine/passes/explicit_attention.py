@@ -5,7 +5,7 @@ Masked positions add zeros, so a row's sums do not depend on the positions atten
 
 import torch
 
-from specpool.engine.passes.modules import VECTOR_ELEMENTS, in_chunks
+from specpool.engine.passes.modules import VECTOR_ELEMENTS, in_chunks, softcapped
 
 TILE = 64
 """Columns of a tile. A row of this many scores fills whole vectors."""
@@ -73,7 +73,7 @@ def _attend_by_tiles(
     for tile in tiles:
         score = (q * key[:, :, None, tile].float().contiguous()).sum(-1) * scaling  # [B, kv_heads, rows, TILE]
         if softcap is not None:
-            score = in_chunks(torch.tanh, score / softcap) * softcap
+            score = softcapped(score, softcap)
         scores.append(score.masked_fill(~visible[..., tile], -torch.inf))
     peak = torch.stack([sinks, *(score.amax(-1) for score in scores)]).amax(0)
     total = in_chunks(torch.exp, _vectors(sinks - peak))[..., 0]

@@ -40,6 +40,12 @@ def longest_window(config: PreTrainedConfig) -> int | None:
     return window_of(config)
 
 
+def expert_count(config: PreTrainedConfig) -> int:
+    """Return the number of experts of a layer, without shared ones; 0 if no layer has experts."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    return next((count for name in names if isinstance(count := getattr(config, name, None), int)), 0)
+
+
 def embedding_scale(config: PreTrainedConfig, dtype: torch.dtype) -> float:
     """Return the factor of embeddings, rounded to the dtype of a model."""
     scale = config.hidden_size**0.5 if config.model_type in GEMMA else 1.0

@@ -16,7 +16,7 @@ from specpool.engine.passes.families import GEMMA, INTERLEAVED, embedding_scale,
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused_layers import FusedLayer, JoiningLayer, norm_weight, normed
-from specpool.engine.passes.modules import in_chunks
+from specpool.engine.passes.modules import softcapped
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.passes.rotary import RotaryTables, head_order
 from specpool.engine.sharding.group import SINGLE_RANK, SingleRank
@@ -115,5 +115,5 @@ class FusedModel(ForwardPass):
             batch.own_states.copy_(final if self.norms_output else hidden)
         logits = self.head(final)
         if self.softcap is not None:
-            logits = in_chunks(torch.tanh, logits / self.softcap) * self.softcap
+            logits = softcapped(logits, self.softcap)
         return self.group.gather(logits, "tokens")

@@ -18,8 +18,11 @@ TINY = 1e-20
 class FusedExperts(nn.Module):
     """A router, its experts, and a gated MLP that all rows share, if the family has one."""
 
-    def __init__(self, block: Any, activation: Activation) -> None:
-        """`block`: a transformers module with a router beside its experts. The module cannot run afterwards."""
+    def __init__(self, block: Any, activation: Activation, shared: Any) -> None:
+        """`block`: a transformers module with a router beside its experts. The module cannot run afterwards.
+
+        `shared`: a `FusedMlp` for all rows, or None.
+        """
         super().__init__()
         router = next(getattr(block, name) for name in ROUTERS if hasattr(block, name))
         self.router = linear_of(router.weight, getattr(router, "bias", None))
@@ -32,8 +35,7 @@ class FusedExperts(nn.Module):
         if is_interleaved:
             for index, up in enumerate(self.experts.ups):
                 self.experts.ups[index] = _separated(up)
-        self.shared: Any = None
-        """A `FusedMlp` for all rows, or None."""
+        self.shared = shared
 
     @property
     def gate_ups(self) -> nn.ModuleList:

@@ -69,10 +69,7 @@ class FusedLayer(nn.Module):
         self.out = source.o_proj
         activation = activation_of(config)
         assert activation is not None
-        has_experts = hasattr(layer.mlp, "experts")
-        self.mlp = FusedExperts(layer.mlp, activation) if has_experts else FusedMlp(layer.mlp, activation, group)
-        if has_experts and hasattr(layer.mlp, "shared_experts"):
-            self.mlp.shared = FusedMlp(layer.mlp.shared_experts, activation, group)
+        self.mlp = _fused_mlp(layer.mlp, activation, group)
         self._take_norms(layer, config.model_type in GEMMA)
         self.head_norms = None  # [heads + kv_heads, head_dim]
         if hasattr(source, "q_norm"):
@@ -171,6 +168,13 @@ def normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Te
     if weight.dtype != x.dtype:
         return rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
     return rms_norm(x, weight.shape, weight, eps)
+
+
+def _fused_mlp(mlp: Any, activation: Activation, group: SingleRank) -> FusedMlp | FusedExperts:
+    if not hasattr(mlp, "experts"):
+        return FusedMlp(mlp, activation, group)
+    shared = getattr(mlp, "shared_experts", None)
+    return FusedExperts(mlp, activation, None if shared is None else FusedMlp(shared, activation, group))
 
 
 def _attention_kind(attention: Any, config: PreTrainedConfig) -> AttentionKind:

@@ -36,6 +36,11 @@ def in_chunks(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor)
     return torch.cat([function(chunk) for chunk in chunks]).view(x.shape)
 
 
+def softcapped(x: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Return softcap * tanh(x / softcap)."""
+    return in_chunks(torch.tanh, x / softcap) * softcap
+
+
 def activated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Apply the activation to gate and up [rows, 2 * size]. Return [rows, size]."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -207,8 +207,8 @@ static INLINE int quantized_panels(int kind, const Panel *panels, int count, con
     }
 KINDS(OF_KIND)
 
-/* Panels `next` to `end` of to [rows, outputs] = W x + b, for x [rows, inputs]. `rounded`: the same rows, rounded. Compiled once: probes
-   run the same code as a pass. */
+/* Panels `next` to `end` of to [rows, outputs] = W x + b, for x [rows, inputs]. `rounded`: the same rows, rounded.
+   Compiled once: probes run the same code as a pass. */
 static ONE_COPY void gemm_panels(const Linear *linear, int64_t next, int64_t end, int64_t rows, const float *x,
                                  const RoundedPart *rounded, float *to) {
     while (next < end) {
