@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 MODULES = {
     "cli": ("grpc_health", "platformdirs", "pydantic", "pydantic_settings", "rich"),
+    "http": ("prometheus_client", "starlette", "uvicorn"),
     "coordinator": ("grpc_reflection", "jinja2", "prometheus_client", "tokenizers", "transformers"),
     "worker": ("torch", "accelerate", "gguf", "numpy", "psutil"),
     "vllm": ("grpc_health", "pydantic", "pydantic_settings"),
