@@ -9,7 +9,8 @@ import jsonschema
 import pytest
 import yaml
 from deployment import DEPLOY
-from helm_chart import CHART, EXAMPLES, run_helm, values_of
+from helm_chart import CHART, EXAMPLES, run_helm, template, values_of
+from pod_settings import pod_settings
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 REFUSALS = yaml.safe_load((Path(__file__).parent / "refusals.yaml").read_text())
@@ -18,6 +19,15 @@ REFUSALS = yaml.safe_load((Path(__file__).parent / "refusals.yaml").read_text())
 @pytest.mark.parametrize(("values", "message"), REFUSALS)
 def test_bad_values_are_rejected_by_name(values: str, message: str) -> None:
     assert message in refusal("--set", values)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_the_template_knows_the_commit_of_the_default_model(role: str) -> None:
+    model, revision = VALUES[role]["model"], VALUES[role]["revision"]
+    assert f"{revision} is a commit of {model}" in refusal("--set", f"{role}.model=org/other")
+    for given in (f"{role}.revision=" + "f" * 40, f"{role}.revision=", f"{role}.revision=null"):
+        settings = pod_settings(template("--set", f"{role}.model=org/other,{given}"), f"{role}-worker")
+        assert (settings.model, settings.revision) == ("org/other", "f" * 40 if given.endswith("f") else None)
 
 
 def test_old_clusters_are_rejected() -> None:
