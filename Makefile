@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TOOLS := .venv/tools
-.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm simulate soak chaos attacks lint snapshots protos client reference bench gpu-bundle pins sbom clean
+.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm simulate soak chaos attacks lint snapshots protos client reference values-schema bench gpu-bundle pins sbom clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -80,6 +80,10 @@ client: .venv/ready
 # Rewrite docs/reference.md after a change of a setting; a test compares it.
 reference: .venv/ready
 	$(BIN)/python .ci/generate_reference.py
+
+# Rewrite the settings in the Helm chart's schema after a change of a setting; a test compares them.
+values-schema: .venv/ready
+	$(BIN)/python .ci/generate_values_schema.py
 
 bench: .venv/ready
 	$(BIN)/python -m benchmarks.cost --of coordinator

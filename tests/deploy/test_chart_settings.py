@@ -160,8 +160,8 @@ def test_settings_reach_the_process_as_given() -> None:
     assert coordinator.draft_address is None
     assert (target.kv_memory, target.max_sequences) == (8 * 2**30, 8)
     assert (target.device, target.tensor_parallel) == ("cpu", 3)
-    escaped = template("--set-json", 'target={"settings": {"alias": "$(HOME) $$ \\"x\\""}}')
-    assert pod_environment(escaped, TARGET)["SPECPOOL_ALIAS"] == '$(HOME) $$ "x"'
+    escaped = template("--set-json", 'target={"settings": {"log_name": "$(HOME) $$ \\"x\\""}}')
+    assert pod_environment(escaped, TARGET)["SPECPOOL_LOG_NAME"] == '$(HOME) $$ "x"'
 
 
 # --- TLS and tokens

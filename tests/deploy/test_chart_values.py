@@ -2,13 +2,15 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
-from deployment import DEPLOY
+from deployment import DEPLOY, ROOT, settings_class
 from helm_chart import CHART, EXAMPLES, run_helm, template, values_of
 from pod_settings import pod_settings
 
@@ -55,6 +57,16 @@ def test_schema_describes_every_value() -> None:
 
     assert undescribed(schema, "") == []
     assert schema["properties"].keys() - {"global"} == VALUES.keys()
+
+
+def test_the_schema_lists_the_settings_of_every_process(tmp_path: Path) -> None:
+    written = tmp_path / "schema.json"
+    subprocess.run([sys.executable, ".ci/generate_values_schema.py", written], cwd=ROOT, check=True)
+    assert written.read_text() == (CHART / "values.schema.json").read_text(), "run `make values-schema`"
+    definitions = json.loads(written.read_text())["$defs"]
+    for role, command in (("coordinator", "coordinator"), ("draft", "draft-worker"), ("target", "target-worker")):
+        keys = settings_class(f"specpool-{command}").keys()
+        assert definitions[f"{role}Settings"]["properties"].keys() == keys
 
 
 def test_pages_name_every_value_and_every_example() -> None:
