@@ -14,7 +14,7 @@ from coordinator.lanes.lane import Lane
 from coordinator.prompts.process_link import read_template
 from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.rounds.running import Shared
-from coordinator.workers.discovery import Discovery, Endpoint
+from specpool.rpc.discovery import Discovery, Endpoint
 from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.interface import Target

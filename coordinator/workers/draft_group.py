@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS
-from coordinator.workers.discovery import Discovery, Endpoint
+from specpool.rpc.discovery import Discovery, Endpoint
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.interface import WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.link import RENEWED

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS
-from coordinator.workers.discovery import Discovery, Endpoint
+from specpool.rpc.discovery import Discovery, Endpoint
 from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.interface import Cause, WorkerRefusedError, WorkerUnreachableError
 from specpool.drafting.costs import StepTimes, Timed
