@@ -30,7 +30,7 @@ class Endpoint:
     """DNS name that resolved to the address; None for a fixed address."""
 
     def secured(self, security: SecurityOptions) -> SecurityOptions:
-        """Return the options of a connector to it. The certificate of the server has its DNS name, not its IP address."""
+        """Return the options of a connector to it. The server's certificate has its DNS name, not its IP address."""
         if self.name is None or security.get("tls_ca") is None or security.get("tls_name") is not None:
             return security
         return security | SecurityOptions(tls_name=self.name)
