@@ -75,6 +75,7 @@ EDGES = (
     "draft_worker/",
     "specpool/cli/",
     "specpool/client/",
+    "specpool/openai/",
     "specpool/planning/",
     "specpool/protocol/",
     "specpool/rpc/",
