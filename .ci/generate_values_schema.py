@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from coordinator.config.settings import CoordinatorSettings
 from draft_worker.server import DraftWorkerSettings
+from specpool.openai.settings import OpenAISettings
 from specpool.rpc.config.help import name_of
 from target_worker.server import TargetWorkerSettings
 
@@ -17,6 +18,7 @@ PROCESSES: dict[str, type[BaseModel]] = {
     "coordinator": CoordinatorSettings,
     "draft": DraftWorkerSettings,
     "target": TargetWorkerSettings,
+    "http": OpenAISettings,
 }
 START = '    "coordinatorSettings": {'
 """First generated line. The generated definitions are the last ones in the file."""

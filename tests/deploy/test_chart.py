@@ -171,7 +171,7 @@ def test_helm_lint_passes(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "warnings"),
     [(DEFAULTS, {"no TLS", "Everyone who reaches the service", "Metrics are off"}), ("production", set()),
-     ("openai", {"no TLS", "Everyone who reaches the service", "Metrics are off"})],
+     ("smg", {"no TLS", "Everyone who reaches the service", "Metrics are off"})],
 )  # fmt: skip
 def test_notes_warn_about_open_services(name: str, warnings: set[str]) -> None:
     done = run_helm("install", "specpool", str(CHART), "--dry-run=client", *values_of(name))
@@ -193,7 +193,7 @@ def test_names_are_unique_per_release_and_have_no_namespace(name: str) -> None:
 
 
 @pytest.mark.parametrize("release", ["x" * 53, f"{'x' * 36}.{'y' * 16}", "llm"])
-@pytest.mark.parametrize("name", ["two-nodes", "openai", "production"])
+@pytest.mark.parametrize("name", ["two-nodes", "smg", "production"])
 def test_long_release_names_are_shortened(name: str, release: str) -> None:
     for item in template(*values_of(name), release=release):
         full_name = item["metadata"]["name"]

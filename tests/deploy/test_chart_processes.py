@@ -108,7 +108,7 @@ def test_group_pods_delay_shutdown_only_while_serving(node: int, is_serving: boo
 @pytest.mark.skipif(not (BIN / "smg").exists(), reason="smg is not installed")
 @pytest.mark.parametrize("cells", [1, 2])
 def test_gateway_is_alive_but_not_ready_without_coordinators(cells: int) -> None:
-    gateway = container_of(template(*values_of("openai"), "--set", f"cells={cells}"), "smg")
+    gateway = container_of(template(*values_of("smg"), "--set", f"cells={cells}"), "smg")
     free = {name: str(free_port()) for name in ("port", "health-check-port", "prometheus-port")}
     changes = {"--host": "127.0.0.1"} | {f"--{name}": port for name, port in free.items()}
     flags = [word.partition("=") for word in gateway["args"]]

@@ -64,9 +64,9 @@ def test_the_schema_lists_the_settings_of_every_process(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ".ci/generate_values_schema.py", written], cwd=ROOT, check=True)
     assert written.read_text() == (CHART / "values.schema.json").read_text(), "run `make values-schema`"
     definitions = json.loads(written.read_text())["$defs"]
-    for role, command in (("coordinator", "coordinator"), ("draft", "draft-worker"), ("target", "target-worker")):
-        keys = settings_class(f"specpool-{command}").keys()
-        assert definitions[f"{role}Settings"]["properties"].keys() == keys
+    commands = {"coordinator": "coordinator", "draft": "draft-worker", "target": "target-worker", "http": "openai"}
+    for role, command in commands.items():
+        assert definitions[f"{role}Settings"]["properties"].keys() == settings_class(f"specpool-{command}").keys()
 
 
 def test_pages_name_every_value_and_every_example() -> None:

@@ -1,4 +1,4 @@
-{{/* Names, labels and addresses. A role is a key of the values: coordinator, draft or target, or standby. */}}
+{{/* Names, labels and addresses. A role is a key of the values: coordinator, draft, target or http, or standby. */}}
 
 {{/* Pods of a LeaderWorkerSet have longer names, with a group and a node number. */}}
 {{- define "specpool.fullname" -}}
@@ -12,7 +12,7 @@
 {{- end }}
 
 {{- define "specpool.component" -}}
-{{- get (dict "coordinator" "coordinator" "draft" "draft-worker" "target" "target-worker" "standby" "standby") . -}}
+{{- get (dict "coordinator" "coordinator" "draft" "draft-worker" "target" "target-worker" "standby" "standby" "http" "http") . -}}
 {{- end }}
 
 {{/* Name of a role's objects: StatefulSet, headless Service and so on. Takes root and role. */}}

@@ -18,7 +18,9 @@
 
 {{/* Settings that the chart derives, by name. Takes root, role and follower. */}}
 {{- define "specpool.chartSettings" -}}
-{{- if not .follower }}
+{{- if eq .role "http" }}
+{{- include "specpool.httpSettings" .root }}
+{{- else if not .follower }}
 {{- include "specpool.serverSettings" . }}
 {{- include "specpool.carriedDraft" . }}
 {{- end }}
@@ -59,7 +61,7 @@ values.yaml; a template cannot tell a default from the same value given. Takes r
 
 {{- define "specpool.modelSettings" -}}
 {{- $role := get .root.Values .role -}}
-{{- if ne .role "coordinator" }}
+{{- if not (has .role (list "coordinator" "http")) }}
 {{- if eq $role.modelCache.type "image" }}
 model: {{ clean (printf "/model/%s" $role.modelCache.image.path) }}
 {{- else }}
