@@ -16,7 +16,7 @@ from deployment import project
 from helm_chart import CHART, container_of, of_kind, pod_template, pre_stop_seconds, render, template, values_of
 from pod_settings import certificates, mounted, pod_environment, pod_settings
 
-CASES = pytest.mark.parametrize("name", ["openai", "http"])
+CASES = pytest.mark.parametrize("name", ["openai", "http", "production"])
 ENABLED = ["--set", "http.enabled=true"]
 
 
