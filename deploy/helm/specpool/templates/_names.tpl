@@ -179,6 +179,14 @@ parts. Takes root and role.
 
 {{/* Fails if replicas contradict other values. Takes the root. */}}
 {{- define "specpool.checkReplicas" -}}
+{{- with int .Values.draft.partition -}}
+{{- $replicas := include "specpool.replicas" (dict "root" $ "role" "draft") -}}
+{{- if or (not (include "specpool.hasDraftWorkers" $)) $.Values.disaggregatedSet.enabled -}}
+{{- fail "draft.partition: needs a StatefulSet of draft workers" -}}
+{{- else if and $replicas (ge . (int $replicas)) -}}
+{{- fail (printf "draft.partition: must be less than the number of draft workers, %s, or an update would change none" $replicas) -}}
+{{- end -}}
+{{- end -}}
 {{- $names := list -}}
 {{- range $name := list "target" "draft" -}}
 {{- $role := get $.Values $name -}}
