@@ -94,10 +94,12 @@ class Constraint:
     """Name of its field in `SamplingParams`."""
     text: str
     """The field's text. For `choice`, a JSON list; for `json_object`, a schema."""
+    json_whitespace: bool = False
+    """Whether JSON may contain optional whitespace."""
 
     def request(self, times: TimeLimits) -> _Request:
         """Return the request to a process."""
-        body = marshal.dumps((self.kind, self.text, times.constraint_seconds))
+        body = marshal.dumps((self.kind, self.text, self.json_whitespace, times.constraint_seconds))
         stage = Allowance.constraint(times.constraint_seconds)
         return _Request(Kind.CONSTRAINT, body, stage, MAX_GRAMMAR_BYTES, first_worker="compiling it")
 

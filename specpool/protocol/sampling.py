@@ -65,7 +65,7 @@ class SamplingParams:
     @property
     def leaves_logits(self) -> bool:
         """Whether the parameters never change a logit."""
-        return not (self.has_penalties or self.min_tokens or self.logit_bias or self.grammar)
+        return not (self.has_penalties or self.min_tokens or self.logit_bias or self.grammar or self.reasoning)
 
     @property
     def has_penalties(self) -> bool:
