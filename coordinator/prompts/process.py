@@ -67,10 +67,10 @@ class PromptProcess:
             self._send(Kind.ENDS, b"")
         self._send(kind, body)
 
-    def _load(self, files: tuple[Any, ...], vocab_size: int) -> tuple[Kind, bytes]:
+    def _load(self, files: tuple[Any, ...], vocab_size: int, reasoning_tags: str) -> tuple[Kind, bytes]:
         with self._limited(Allowance.load(len(files[0])), "the tokenizer"):
             self._tokenizer, self._vocab_size = TargetTokenizer(TokenizerFiles(*files), vocab_size), vocab_size
-            description = json.dumps(self._tokenizer.describe()).encode()
+            description = json.dumps(self._tokenizer.describe(reasoning_tags)).encode()
         self._memory_at_start = _memory()
         return Kind.DONE, description
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from coordinator.prompts.chat_formats import AUTO
 from coordinator.prompts.description import TokenizerDescription, TokenizerError, read_description
 from coordinator.prompts.frames import MAX_REASON_CHARACTERS, MIB, Allowance, Kind, unpack_ids
 from coordinator.prompts.process_link import ProcessDiedError, ProcessLink
@@ -129,13 +130,13 @@ class TokenizerPool:
             for link in self._links:
                 self._in_background(self._revive(link))
 
-    async def load(self, files: TokenizerFiles, vocab_size: int) -> TokenizerDescription:
-        """Load a tokenizer into all processes.
+    async def load(self, files: TokenizerFiles, vocab_size: int, reasoning_tags: str = AUTO) -> TokenizerDescription:
+        """Load a tokenizer into all processes. `reasoning_tags`: see `chat_formats.find_tags`.
 
         Raises TokenizerError if the tokenizer is unusable, and LimitError for failures that a retry may fix.
         """
         self.start()
-        request = marshal.dumps((astuple(files), vocab_size))
+        request = marshal.dumps((astuple(files), vocab_size, reasoning_tags))
         allowance = Allowance.load(len(files.tokenizer_json))
         turn, link = await self._turns.take("")
         try:
