@@ -3,10 +3,11 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from coordinator.prompts.chat_formats import MAX_TAG_CHARACTERS, tool_call_format
-from coordinator.prompts.detokenizer import Detokenizer, Vocabulary, read_decoder
+from coordinator.prompts.detokenizer import Detokenizer, TokenTexts, Vocabulary, read_decoder
 from coordinator.prompts.reasoning import ReasoningTags
 from specpool.protocol.tokenizer import TokenizerFiles
 
@@ -40,6 +41,11 @@ class TokenizerDescription:
     """For chats with tools."""
     vocabulary: Vocabulary
     reasoning: ReasoningTags | None = None
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """Texts of single tokens."""
+        return TokenTexts(self.vocabulary)
 
     @property
     def tool_call_format(self) -> str:

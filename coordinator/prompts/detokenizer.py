@@ -34,6 +34,8 @@ MAX_PENDING = 16
 KEPT_PENDING = 4
 # Trailing prompt tokens to read as context: enough for a whole character, part of the next, and some text before.
 PROMPT_CONTEXT = 12
+CONTEXT_TOKEN = "a"
+"""A token that nearly every vocabulary has."""
 
 
 def read_decoder(description: Any) -> Decode:
@@ -215,3 +217,18 @@ class Detokenizer:
                 log.warning("the tokenizer cannot decode some tokens: %s", type(error).__name__)
             self._has_warned = True
             return None
+
+
+class TokenTexts(dict[int, str]):
+    """Texts of single tokens, including special ones, as they are within a text. Found on demand."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__()
+        self._vocabulary = vocabulary
+        # Some decoders strip the space before the first token.
+        self._context = [token_id for token_id, token in vocabulary.tokens.items() if token == CONTEXT_TOKEN][:1]
+
+    def __missing__(self, token_id: int) -> str:
+        detokenizer = Detokenizer(self._vocabulary, self._context, skip_special_tokens=False)
+        text = self[token_id] = detokenizer.feed((token_id,)) + detokenizer.flush()
+        return text

@@ -116,6 +116,13 @@ def test_a_completion_keeps_the_space_before_its_first_word() -> None:
     assert described(FALLBACK).detokenizer(ids[:-1]).feed(ids[-1:]) == " b"
 
 
+def test_texts_of_single_tokens_are_those_within_a_text() -> None:
+    texts = described(FALLBACK).token_texts
+    assert [texts[token] for token in FALLBACK.encode("a b").ids] == [" a", " b"]
+    assert texts[FALLBACK.token_to_id("<s>")] == "<s>"
+    assert [described(BYTES).token_texts[token] for token in EURO] == [REPLACEMENT] * 3
+
+
 @pytest.mark.parametrize("special", [0, 100])
 def test_special_tokens_at_the_end_of_a_prompt_are_not_its_context(special: int) -> None:
     prompt_ids = [*FALLBACK.encode("a").ids, *[256] * special]
