@@ -37,6 +37,13 @@ class Reasoning:
     """Maximum number of tokens in the block. None: unlimited."""
     grammar_after: bool
     """Whether the constraint applies only after the block."""
+    leading: tuple[int, ...] = ()
+    """Tokens of whitespace. One of them may precede the begin tag."""
+
+    @property
+    def largest_id(self) -> int:
+        """The largest token id."""
+        return max(*self.begin, *self.end, *self.leading)
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,17 @@ class SamplingParams:
     @property
     def leaves_logits(self) -> bool:
         """Whether the parameters never change a logit."""
-        return not (self.has_penalties or self.min_tokens or self.logit_bias or self.grammar or self.reasoning)
+        return self.leaves_most_logits and self.reasoning is None
+
+    @property
+    def leaves_most_logits(self) -> bool:
+        """Whether the parameters change logits only where a reasoning block begins or ends."""
+        return not (self.has_penalties or self.min_tokens or self.logit_bias or self.grammar)
+
+    @property
+    def may_force_tokens(self) -> bool:
+        """Whether some tokens may be the only ones allowed."""
+        return bool(self.grammar) or (self.reasoning is not None and self.reasoning.max_tokens is not None)
 
     @property
     def has_penalties(self) -> bool:
