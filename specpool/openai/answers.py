@@ -3,12 +3,15 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from specpool.openai.calls import Work
 from specpool.openai.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 from specpool.v1 import common_pb2
 from specpool.v1 import generation_pb2 as pb
+
+REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def completion_answer(
         {
             "index": number * work.samples + sample.index,
             "text": sample.text,
-            "logprobs": completion_logprobs(sample.token_ids, sample.logprobs) if sample.logprobs else None,
+            "logprobs": completion_logprobs(sample.logprobs, 0) if sample.logprobs else None,
             "finish_reason": finish_reason(sample),
             "stop_reason": stops.reason(sample),
         }
@@ -94,24 +97,25 @@ def finish_reason(sample: pb.GenerateResponse, has_calls: bool = False) -> str:
     return "tool_calls" if has_calls and sample.finish_reason == "stop" else sample.finish_reason
 
 
-def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[common_pb2.TokenLogprobs]) -> dict[str, Any]:
+def chat_logprobs(logprobs: Sequence[common_pb2.TokenLogprobs]) -> dict[str, Any]:
     content = [
         {
-            **_token(token, each.logprob),
-            "top_logprobs": [_token(*top) for top in zip(each.top_token_ids, each.top_logprobs, strict=True)],
+            **_token(each.text, each.logprob),
+            "top_logprobs": [_token(*top) for top in zip(each.top_texts, each.top_logprobs, strict=True)],
         }
-        for token, each in zip(token_ids, logprobs, strict=True)
+        for each in logprobs
     ]
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(token_ids: Sequence[int], logprobs: Sequence[common_pb2.TokenLogprobs]) -> dict[str, Any]:
-    tops = [dict(zip(map(_name, each.top_token_ids), each.top_logprobs, strict=True)) for each in logprobs]
+def completion_logprobs(logprobs: Sequence[common_pb2.TokenLogprobs], offset: int) -> dict[str, Any]:
+    """`offset`: characters of the answer before these tokens."""
+    tokens = [each.text for each in logprobs]
     return {
-        "tokens": [_name(token) for token in token_ids],
+        "tokens": tokens,
         "token_logprobs": [each.logprob for each in logprobs],
-        "top_logprobs": tops,
-        "text_offset": [],
+        "top_logprobs": [_alternatives(each) for each in logprobs],
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
     }
 
 
@@ -130,7 +134,7 @@ def _chat_choice(work: Work, sample: pb.GenerateResponse, stops: Stops) -> dict[
     return {
         "index": sample.index,
         "message": message,
-        "logprobs": chat_logprobs(sample.token_ids, sample.logprobs) if sample.logprobs else None,
+        "logprobs": chat_logprobs(sample.logprobs) if sample.logprobs else None,
         "finish_reason": finish_reason(sample, "tool_calls" in message),
         "stop_reason": stops.reason(sample),
     }
@@ -155,9 +159,11 @@ def _message(deltas: Iterable[Delta]) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _token(token: int, logprob: float) -> dict[str, Any]:
-    return {"token": _name(token), "logprob": logprob, "bytes": None}
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    """`bytes` are unknown for a part of a character."""
+    return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
 
 
-def _name(token: int) -> str:
-    return f"token_id:{token}"
+def _alternatives(logprobs: common_pb2.TokenLogprobs) -> dict[str, float]:
+    """Return the log-probabilities of the most probable tokens and of the chosen one, as in OpenAI's API."""
+    return {**dict(zip(logprobs.top_texts, logprobs.top_logprobs, strict=True)), logprobs.text: logprobs.logprob}

@@ -1,6 +1,7 @@
 """Server-sent events of streamed answers."""
 
 import json
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +34,6 @@ class Sample:
 
     reader: OutputReader
     has_calls: bool = False
-    token_ids: list[int] = field(default_factory=list)
     logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
     """Log-probabilities of tokens whose text has not been sent yet."""
 
@@ -80,7 +80,6 @@ class ChatStream(EventStream):
         if is_chunk:
             chunk = message.chunk
             if chunk.logprobs:
-                sample.token_ids.extend(chunk.token_ids)
                 sample.logprobs.extend(chunk.logprobs)
             deltas = sample.reader.feed(chunk.text)
         else:
@@ -110,12 +109,19 @@ class ChatStream(EventStream):
 class CompletionStream(EventStream):
     """Events of a completion."""
 
+    def __init__(self, header: Header, work: Work, stops: Stops, with_usage: bool) -> None:
+        super().__init__(header, work, stops, with_usage)
+        self._offsets: defaultdict[int, int] = defaultdict(int)
+        """Characters of each sample's tokens so far."""
+
     def feed(self, number: int, message: pb.GenerateStreamResponse) -> bytes:
         if message.WhichOneof("response") == "chunk":
             chunk = message.chunk
             choice = self._text_choice(number, chunk.index, chunk.text)
             if chunk.logprobs:
-                choice["logprobs"] = completion_logprobs(chunk.token_ids, chunk.logprobs)
+                offset = self._offsets[choice["index"]]
+                choice["logprobs"] = completion_logprobs(chunk.logprobs, offset)
+                self._offsets[choice["index"]] = offset + sum(len(each.text) for each in chunk.logprobs)
         else:
             self._usage.add(message.complete)
             choice = self._text_choice(number, message.complete.index, "")
@@ -148,5 +154,5 @@ def _delta(delta: Delta) -> dict[str, Any]:
 def _take_logprobs(choice: dict[str, Any], sample: Sample) -> None:
     """Move the sample's waiting log-probabilities to an event."""
     if sample.logprobs:
-        choice["logprobs"] = chat_logprobs(sample.token_ids, sample.logprobs)
-        sample.token_ids, sample.logprobs = [], []
+        choice["logprobs"] = chat_logprobs(sample.logprobs)
+        sample.logprobs = []

@@ -146,12 +146,45 @@ def test_structural_tags_can_require_a_tag_and_end_after_it(tokenizer: LLTokeniz
         assert found == expected, options
 
 
-def test_a_trigger_may_be_a_special_token() -> None:
+def separated(separator: str = ", ", begin: str = "<fn=a>", **options: bool) -> dict[str, Any]:
+    tags = [{"begin": begin, "content": {"type": "json_schema", "json_schema": POINT}, "end": "</fn>"}]
+    form = {"type": "tags_with_separator", "separator": separator, "tags": tags, **options}
+    return {"type": "structural_tag", "format": form}
+
+
+@pytest.mark.parametrize("separator", ["", ", "])
+def test_structural_tags_can_be_the_whole_text(tokenizer: LLTokenizer, separator: str) -> None:
+    cases: list[tuple[dict[str, bool], list[bool | None]]] = [
+        ({}, [True, True, True]),
+        ({"at_least_one": True}, [None, True, True]),
+        ({"stop_after_first": True}, [True, True, False]),
+        ({"at_least_one": True, "stop_after_first": True}, [None, True, False]),
+    ]
+    for options, expected in cases:
+        tag = separated(separator, **options)
+        texts = ("", CALL, f"{CALL}{separator}{CALL}")
+        assert [matches(tokenizer, "structural_tag", tag, text) for text in texts] == expected, options
+        assert matches(tokenizer, "structural_tag", tag, f"hi {CALL}") is False
+        assert matches(tokenizer, "structural_tag", tag, f"{CALL}{separator}{CALL}.") is False
+
+
+def special_tokenizer(*tokens: str) -> LLTokenizer:
     library = byte_tokenizer()
-    library.add_special_tokens(["<call>"])
-    tokenizer = load_grammar_tokenizer(
-        TokenizerFiles(library.to_str().encode(), "", {}, (EOS_TOKEN_ID,)), VOCAB_SIZE + 1
-    )
+    library.add_special_tokens(list(tokens))
+    files = TokenizerFiles(library.to_str().encode(), "", {}, (EOS_TOKEN_ID,))
+    return load_grammar_tokenizer(files, VOCAB_SIZE + len(tokens))
+
+
+def test_tags_may_contain_special_tokens() -> None:
+    tokenizer = special_tokenizer("<call>", "<args>")
+    begin = "<call>é <args>"
+    for tag in (separated(begin=begin), triggered(begin, "<call>"), triggered(begin, "<call>", at_least_one=True)):
+        assert matches(tokenizer, "structural_tag", tag, '<call>é <args>{"x":1}</fn>', special=True) is True
+        assert matches(tokenizer, "structural_tag", tag, '<call>é {"x', special=True) is False
+
+
+def test_a_trigger_may_be_a_special_token() -> None:
+    tokenizer = special_tokenizer("<call>")
     for at_least_one in (False, True):
         tag = triggered("<call>:", "<call>", at_least_one=at_least_one)
         assert matches(tokenizer, "structural_tag", tag, '<call>:{"x":1}</fn>', special=True) is True
@@ -205,6 +238,8 @@ REFUSED = [
         "format 'any_text' is not supported",
     ),
     ("structural_tag", '{"structures": [{}], "triggers": ["a"]}', "a tag must have"),
+    ("structural_tag", '{"type": "structural_tag", "format": {"type": "tags_with_separator"}}', "must be {"),
+    ("structural_tag", json.dumps(separated(5)), "the separator must be a text"),  # type: ignore[arg-type]
     ("structural_tag", json.dumps({**LEGACY, "triggers": ["x"]}), '"<fn=a>" begins with none of the triggers'),
     (
         "structural_tag",
