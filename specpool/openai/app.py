@@ -1,5 +1,6 @@
 """The routes of the OpenAI server."""
 
+import asyncio
 import json
 import logging
 import uuid
@@ -23,6 +24,7 @@ from specpool.openai.metrics import Metrics, Observed
 from specpool.openai.reading import metadata_of, parse, read_body
 from specpool.openai.reply import Reply, while_connected
 from specpool.openai.settings import OpenAISettings
+from specpool.openai.streams import DONE, event
 from specpool.rpc.observability.line_limits import without_message
 from specpool.v1 import generation_pb2 as pb
 
@@ -48,6 +50,10 @@ class Endpoint:
                 return
             except ApiError as error:
                 refused = error
+            except asyncio.CancelledError:  # the drain is over
+                refused = ApiError(
+                    503, "the server is shutting down", "server_error", code="unavailable", retry_seconds=1
+                )
             except Exception as error:
                 incident = uuid.uuid4().hex[:8]
                 log.error("internal error %s", incident, exc_info=without_message(error))
@@ -56,7 +62,7 @@ class Endpoint:
             else:
                 return
             if reply.has_begun:
-                await reply.end(b"")
+                await reply.end(event(refused.body().decode()) + DONE)
             else:
                 await reply.json(refused.body(), refused.status, refused.all_headers())
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import math
 import socket
 import ssl
 from collections.abc import Iterator
@@ -24,6 +23,8 @@ from specpool.rpc.server.signals import StopSignals, wait_orphaned
 PROGRAM = "specpool-openai"
 BACKLOG = 2048
 KEEP_ALIVE_PROBE_SECONDS = 20
+LAST_SECONDS = 0.5
+"""Time for clients to read the end of requests that outlast the drain."""
 
 log = logging.getLogger("specpool.openai.server")  # also if run as __main__
 
@@ -59,11 +60,11 @@ class OpenAIServer:
                 limit_concurrency=settings.max_connections,
                 h11_max_incomplete_event_size=int(settings.max_header_bytes),
                 timeout_keep_alive=settings.keep_alive_seconds,
-                timeout_graceful_shutdown=math.ceil(settings.drain_seconds),
                 ssl_context_factory=None if tls is None else lambda *_: tls.context,
             )
         )
         self._running: asyncio.Task[None] | None = None
+        self._cut_off = asyncio.Event()
 
     async def start(self) -> int:
         """Listen, and return the port. Raises ListenError."""
@@ -79,14 +80,33 @@ class OpenAIServer:
 
     def stop(self, drain: bool = True) -> None:
         """Begin the drain, or without `drain` end running requests at once."""
+        if drain and not self._uvicorn.should_exit and (requests := len(self._uvicorn.server_state.tasks)):
+            log.info("draining: %d requests have up to %g s to finish", requests, self._settings.drain_seconds)
         self._uvicorn.should_exit = True
-        self._uvicorn.force_exit = self._uvicorn.force_exit or not drain
+        if not drain:
+            self._cut_off.set()
 
     async def wait_stopped(self) -> None:
-        """Serve until `stop`, and let running requests finish within `drain_seconds`."""
+        """Serve until `stop`, let running requests finish within `drain_seconds`, and fail the rest."""
         assert self._running is not None
+        ending = asyncio.create_task(self._end_requests())
         await self._running
+        ending.cancel()
         await self.coordinators.close()
+
+    async def _end_requests(self) -> None:
+        """End the requests that outlast the drain."""
+        while not self._uvicorn.should_exit:  # noqa: ASYNC110 - uvicorn polls it too
+            await asyncio.sleep(0.1)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.drain_seconds):
+                await self._cut_off.wait()
+        state = self._uvicorn.server_state
+        for task in state.tasks:
+            task.cancel()
+        await asyncio.sleep(LAST_SECONDS)
+        for connection in list(state.connections):  # of clients that do not read
+            connection.transport.abort()
 
 
 async def serve(settings: OpenAISettings) -> None:
