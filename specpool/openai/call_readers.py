@@ -4,11 +4,11 @@ import re
 import string
 from collections.abc import Callable
 
-from specpool.openai.calls import Calls
 from specpool.openai.deltas import Content, Delta, Reasoning
 from specpool.openai.json_calls import read_arguments, read_json_call
 from specpool.openai.parameters import Markup, read_parameters
 from specpool.openai.text_reader import WHITESPACE, Steps, TextReader
+from specpool.openai.tool_calls import Calls
 
 NAME_CHARACTERS = f"{string.ascii_letters}{string.digits}_-"
 

@@ -3,9 +3,9 @@
 import json
 import re
 
-from specpool.openai.calls import Calls
 from specpool.openai.deltas import Content, Delta
 from specpool.openai.text_reader import Steps, TextReader, collected
+from specpool.openai.tool_calls import Calls
 
 MARKS = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
 SCALAR_END = re.compile(r"[,}\]\s]")

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from specpool.openai.calls import Calls
 from specpool.openai.deltas import Delta, joined
 from specpool.openai.reasoning import read_reasoning
 from specpool.openai.text_reader import Steps, TextReader, collected
+from specpool.openai.tool_calls import Calls
 from specpool.openai.tool_formats import CONTENT, FORMATS, JSON_LIST, ToolFormat
 from specpool.openai.tools import ToolChoice, read_tool_choice
 from specpool.openai.trimming import Trimmer

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specpool.openai.calls import Calls
 from specpool.openai.deltas import CallArguments, Delta
 from specpool.openai.text_reader import Steps, TextReader
+from specpool.openai.tool_calls import Calls
 
 PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 """Templates write them when they render such values as text."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from specpool.openai import call_readers
 from specpool.openai.call_grammars import CallGrammar, HarmonyGrammar, ListGrammar, TagGrammar
-from specpool.openai.calls import Calls, new_id, new_mistral_id
 from specpool.openai.deltas import Delta
 from specpool.openai.text_reader import Steps, TextReader
+from specpool.openai.tool_calls import Calls, new_id, new_mistral_id
 
 
 @dataclass(frozen=True)
