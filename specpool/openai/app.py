@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from specpool.openai.coordinators import Coordinators, Metadata
-from specpool.openai.errors import ApiError, api_error, is_refused, unknown_model
+from specpool.openai.errors import ApiError, api_error, is_refused, unavailable, unknown_model
 from specpool.openai.generation import CHAT, COMPLETION, Generation, Kind
 from specpool.openai.metrics import Metrics, Observed
 from specpool.openai.reading import metadata_of, parse, read_body
@@ -51,9 +51,7 @@ class Endpoint:
             except ApiError as error:
                 refused = error
             except asyncio.CancelledError:  # the drain is over
-                refused = ApiError(
-                    503, "the server is shutting down", "server_error", code="unavailable", retry_seconds=1
-                )
+                refused = unavailable("the server is shutting down")
             except Exception as error:
                 incident = uuid.uuid4().hex[:8]
                 log.error("internal error %s", incident, exc_info=without_message(error))
@@ -115,7 +113,7 @@ class Front:
             except grpc.RpcError as error:
                 if not (others and is_refused(error)):
                     raise api_error(error) from None
-        raise ApiError(503, "no coordinator is known", "server_error", code="unavailable", retry_seconds=1.0)
+        raise unavailable("no coordinator is known")
 
     async def _health(self, request: Request, reply: Reply, _: Observed) -> None:
         is_serving = self._coordinators.is_serving

@@ -29,8 +29,8 @@ class Work:
 
     requests: list[pb.GenerateRequest]
     """One for each prompt."""
-    plan: OutputPlan
-    """How to read the answers."""
+    plan: OutputPlan | None
+    """How to read the answers. None: they are plain text."""
     names: Mapping[str, str]
     """Fields of the body by their names in our API."""
     samples: int
@@ -66,8 +66,7 @@ def chat_work(body: ChatBody, info: pb.GetModelInfoResponse, request_id: str) ->
 
 def completion_work(body: CompletionBody, info: pb.GetModelInfoResponse, request_id: str) -> Work:
     """Convert the body of a completion. Raises ApiError."""
-    plan = OutputPlan()
-    params, names = _params(body, info, plan)
+    params, names = _params(body, info, None)
     if body.logprobs is not None:
         params.logprobs = body.logprobs
     prompts = _prompts(body.prompt)
@@ -77,7 +76,7 @@ def completion_work(body: CompletionBody, info: pb.GetModelInfoResponse, request
         _request(body, params, f"{request_id}-{number}" if number else request_id, **prompt)
         for number, prompt in enumerate(prompts)
     ]
-    return Work(requests, plan, names, params.n or 1)
+    return Work(requests, None, names, params.n or 1)
 
 
 def chat_prefix(body: ChatBody) -> str:
@@ -114,20 +113,22 @@ def _request(body: GenerationBody, params: pb.SamplingParams, request_id: str, *
 
 
 def _params(
-    body: GenerationBody, info: pb.GetModelInfoResponse, plan: OutputPlan
+    body: GenerationBody, info: pb.GetModelInfoResponse, plan: OutputPlan | None
 ) -> tuple[pb.SamplingParams, dict[str, str]]:
     """Return the sampling parameters, and the body's names of some. Raises ApiError."""
     given = {name: value for name in SAME if (value := getattr(body, name)) is not None}
     constraint, names = _constraint(body, plan)
-    if constraint and body.constraint_after_reasoning is not False and info.HasField("reasoning"):
+    if constraint and plan is not None and not plan.constraint and info.HasField("reasoning"):
         constraint["constraint_after_reasoning"] = True
     if constraint and body.ignore_eos:
         raise invalid("ignore_eos", f"cannot be combined with {next(iter(names.values()))}")
     temperature = DEFAULT_TEMPERATURE if body.temperature is None else body.temperature
     params = pb.SamplingParams(temperature=temperature, **given, **constraint)
+    if body.constraint_after_reasoning is not None:
+        params.constraint_after_reasoning = body.constraint_after_reasoning
     if body.seed is not None:
         params.seed = body.seed % 2**64
-    if not (plan.skip_special_tokens and body.skip_special_tokens):
+    if not body.skip_special_tokens or (plan is not None and not plan.skip_special_tokens):
         params.skip_special_tokens = False
     for token, bias in (body.logit_bias or {}).items():
         if not token.isdecimal() or int(token) >= 2**32:
@@ -136,7 +137,7 @@ def _params(
     return params, names
 
 
-def _constraint(body: GenerationBody, plan: OutputPlan) -> tuple[dict[str, Any], dict[str, str]]:
+def _constraint(body: GenerationBody, plan: OutputPlan | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the constraint as fields of `SamplingParams`, and the body's names of them. Raises ApiError."""
     found: list[tuple[str, dict[str, Any]]] = []
     if body.response_format is not None and body.response_format.type != "text":
@@ -147,7 +148,7 @@ def _constraint(body: GenerationBody, plan: OutputPlan) -> tuple[dict[str, Any],
     if body.structured_outputs is not None:
         (name, value), *_ = body.structured_outputs.model_dump(by_alias=True, exclude_none=True).items()
         found.append((f"structured_outputs.{name}", _structured(name, value)))
-    if plan.constraint:
+    if plan is not None and plan.constraint:
         found.append(("tool_choice", dict(plan.constraint)))
     if len(found) > 1:
         raise invalid(found[0][0].partition(".")[0], f"cannot be combined with {found[1][0].partition('.')[0]}")

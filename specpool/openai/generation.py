@@ -15,7 +15,7 @@ from specpool.openai.answers import Header, Stops, chat_answer, completion_answe
 from specpool.openai.bodies import ChatBody, CompletionBody
 from specpool.openai.calls import Work, chat_prefix, chat_work, completion_prefix, completion_work
 from specpool.openai.coordinators import Coordinators, Link, Metadata
-from specpool.openai.errors import ApiError, api_error, is_refused, unknown_model
+from specpool.openai.errors import api_error, is_refused, unavailable, unknown_model
 from specpool.openai.reply import Reply
 from specpool.openai.streams import DONE, ChatStream, CompletionStream, event
 from specpool.v1 import generation_pb2 as pb
@@ -69,7 +69,7 @@ class Generation:
             except grpc.RpcError as error:
                 if not (others and is_refused(error)):
                     raise api_error(error, self.names) from None
-        raise ApiError(503, "no coordinator is known", "server_error", code="unavailable", retry_seconds=1.0)
+        raise unavailable("no coordinator is known")
 
     def _key(self) -> bytes:
         """Return a digest of what must be equal for requests to share cached prefixes."""

@@ -75,6 +75,7 @@ class ChatStream(EventStream):
         index, events = part.index, []
         sample = self._samples.get(index)
         if sample is None:
+            assert self._work.plan is not None
             sample = self._samples[index] = Sample(self._work.plan.reader(message.starts_in_reasoning))
             events.append(self._event(_choice(index, {"role": "assistant", "content": ""})))
         if is_chunk:
