@@ -76,6 +76,12 @@ class Message(Body):
     audio: None = None
     function_call: None = None
 
+    @model_validator(mode="after")
+    def _check_content(self) -> "Message":
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content: required unless the message has tool_calls")
+        return self
+
     @property
     def text(self) -> str | None:
         """The content as one text."""
@@ -115,7 +121,8 @@ class StructuredOutputs(Body):
     @model_validator(mode="after")
     def _check_one(self) -> "StructuredOutputs":
         if len(self.model_fields_set) != 1 or not any(value is not None for _, value in self):
-            raise ValueError(f"must have one of {', '.join(sorted(f.alias or n for n, f in _fields(StructuredOutputs)))}")
+            names = sorted(field.alias or name for name, field in StructuredOutputs.model_fields.items())
+            raise ValueError(f"must have one of {', '.join(names)}")
         return self
 
 
@@ -208,21 +215,23 @@ class CompletionBody(GenerationBody):
     logprobs: Int32 | None = None
 
 
-def _fields(model: type[BaseModel]) -> Any:
-    return model.model_fields.items()
-
-
 def explain(error: ValidationError) -> ApiError:
     """Return the error of a body, with the path of its first invalid field."""
     problems = error.errors(include_url=False, include_input=False)
-    problem = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
+    unknown = (each for each in problems if each["type"] == "extra_forbidden")
+    problem = next(unknown, max(problems, key=lambda each: len(each["loc"])))  # the deepest alternative of a union
     param = _path(problem)
     if problem["type"] == "extra_forbidden":
         return ApiError(400, f"Unknown parameter: '{param}'.", param=param, code=UNKNOWN_PARAMETER)
     reason = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing":
         return invalid(param, "required", "missing_required_parameter")
-    return invalid(param, reason[:1].lower() + reason[1:], "invalid_type" if "_type" in problem["type"] else "invalid_value")
+    code = "invalid_type" if problem["type"].endswith("_type") else "invalid_value"
+    return invalid(param, reason[:1].lower() + reason[1:], code)
+
+
+# Alternatives of unions, which pydantic puts into paths. Others, such as "list[str]", are no names of fields.
+_ALTERNATIVES = {"str", "bool", "int"}
 
 
 def _path(problem: ErrorDetails) -> str:
@@ -231,6 +240,6 @@ def _path(problem: ErrorDetails) -> str:
     for part in problem["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.replace("_", "").isalnum():  # otherwise the name of an alternative of a union, such as "list[str]"
+        elif part.replace("_", "").isalnum() and part not in _ALTERNATIVES:
             path += f".{part}" if path else part
     return path

@@ -1,6 +1,8 @@
 """What an answer's text consists of, piece by piece."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 
 @dataclass(frozen=True)
@@ -35,3 +37,22 @@ class CallArguments:
 
 
 Delta = Content | Reasoning | CallStart | CallArguments
+
+
+def joined(deltas: Iterable[Delta]) -> list[Delta]:
+    """Join neighbouring deltas of the same part."""
+    result: list[Delta] = []
+    for (kind, index), group in groupby(deltas, key=_part_of):
+        if kind is CallStart:
+            result += group
+            continue
+        text = "".join(delta.text for delta in group if not isinstance(delta, CallStart))
+        if kind is CallArguments:
+            result.append(CallArguments(index, text))
+        else:
+            result.append(Reasoning(text) if kind is Reasoning else Content(text))
+    return result
+
+
+def _part_of(delta: Delta) -> tuple[type[Delta], int]:
+    return type(delta), delta.index if isinstance(delta, CallStart | CallArguments) else 0

@@ -69,6 +69,10 @@ def unknown_model(model: str, served: str) -> ApiError:
     return ApiError(404, message, "not_found_error", "model", MODEL_NOT_FOUND)
 
 
+def unavailable(reason: str) -> ApiError:
+    return ApiError(503, reason, "server_error", code="unavailable", retry_seconds=RETRY_SECONDS)
+
+
 def api_error(error: Any, names: Mapping[str, str] | None = None) -> ApiError:
     """Convert a `grpc.RpcError`. `names`: fields of the request's body by their names in our API."""
     status, kind, code = _STATUSES.get(error.code(), _FAULT)

@@ -1,6 +1,6 @@
 """Reading of a model's reasoning at the beginning of its answer."""
 
-from specpool.openai.deltas import Delta, Reasoning
+from specpool.openai.deltas import Content, Delta, Reasoning
 from specpool.openai.text_reader import Steps, TextReader
 
 
@@ -10,8 +10,9 @@ def read_reasoning(text: TextReader, begin: str, end: str, starts_in_reasoning: 
     `begin`, `end`: tags around the block. `starts_in_reasoning`: the prompt contains the begin tag.
     """
     if not starts_in_reasoning:
-        leading = yield from text.skip_all(" \n")
+        leading = yield from text.skip_all()
         if not begin or not (yield from text.skip(begin)):
-            text.unread(leading)
+            yield Content(leading)
             return
+    yield Reasoning("")
     yield from text.until(Reasoning, end)

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from specpool.openai.deltas import CallArguments, CallStart, Content, Delta, Reasoning
-
-WHITESPACE = " \t\r\n"
+from specpool.openai.text_reader import WHITESPACE
 
 
 class Trimmer:
@@ -13,38 +12,45 @@ class Trimmer:
     def __init__(self) -> None:
         self._part: type[Delta] | None = None
         self._leading = ""
-        """Characters to remove from the beginning of the current part."""
+        """Characters to remove from the beginning of the current part. Empty once it has text."""
         self._held = ""
-        """Whitespace at the end of the current part. It is kept only if the part continues or the answer ends."""
+        """Whitespace at the end of the last text. It is kept only if more text follows."""
+        self._has_content = False
 
     def trim(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
         """Yield deltas without the whitespace between parts."""
         for delta in deltas:
             if isinstance(delta, CallStart | CallArguments):
-                self._part, self._held = CallStart, ""
+                self._begin(CallStart)
                 yield delta
             else:
                 self._begin(type(delta))
                 if text := self._trimmed(delta.text):
-                    yield type(delta)(text)
+                    yield Reasoning(text) if self._part is Reasoning else Content(text)
 
     def finish(self) -> Iterator[Delta]:
         """Yield the whitespace at the end of the answer."""
-        if self._held:
+        if self._held and not self._leading:
             yield Reasoning(self._held) if self._part is Reasoning else Content(self._held)
 
-    def _begin(self, part: type[Content | Reasoning]) -> None:
-        if self._part is not part:
-            if self._part is CallStart:
-                self._leading = WHITESPACE
-            else:
-                self._leading = "" if self._part is None and part is Content else "\n"
-            self._part, self._held = part, ""
+    def _begin(self, part: type[Delta]) -> None:
+        if part is self._part:
+            return
+        if self._part is Reasoning or not self._has_content:
+            self._held = ""
+        if CallStart in (part, self._part):
+            self._leading = WHITESPACE
+        elif self._part or part is Reasoning:
+            self._leading = "\n"
+        self._part = part
 
     def _trimmed(self, text: str) -> str:
-        text = self._held + text.lstrip(self._leading) if self._leading else self._held + text
-        if text:
-            self._leading = ""
+        text = text.lstrip(self._leading)
+        if not text:
+            return ""
+        self._leading = ""
+        text = self._held + text
         kept = text.rstrip("\n" if self._part is Reasoning else WHITESPACE)
         self._held = text[len(kept) :]
+        self._has_content |= self._part is Content and kept != ""
         return kept

@@ -1,19 +1,13 @@
-"""Reading of answers: reasoning, calls and content."""
+"""Reading of answers without tools."""
 
 import pytest
+from read_answers import Answer, read
 
-from specpool.openai.deltas import Content, Delta, Reasoning
-from specpool.openai.output import OutputPlan, plan_output
+from specpool.openai.deltas import Content, Reasoning
+from specpool.openai.output import plan_output
 from specpool.v1.generation_pb2 import GetModelInfoResponse, ReasoningTags
 
 THINKING = GetModelInfoResponse(reasoning=ReasoningTags(begin="<think>", end="</think>"))
-
-
-def read(plan: OutputPlan, text: str, starts_in_reasoning: bool = False, size: int = 1) -> list[Delta]:
-    """Read a text in chunks of `size` characters, and as a whole."""
-    reader = plan.reader(starts_in_reasoning)
-    deltas = [delta for begin in range(0, len(text), size) for delta in reader.feed(text[begin : begin + size])]
-    return deltas + reader.finish()
 
 
 @pytest.mark.parametrize(
@@ -33,10 +27,8 @@ def read(plan: OutputPlan, text: str, starts_in_reasoning: bool = False, size: i
 def test_reasoning_is_split_from_the_content(
     text: str, starts_in_reasoning: bool, reasoning: str, content: str
 ) -> None:
-    for size in (1, 3, 1000):
-        deltas = read(plan_output(THINKING), text, starts_in_reasoning, size)
-        assert "".join(delta.text for delta in deltas if isinstance(delta, Reasoning)) == reasoning
-        assert "".join(delta.text for delta in deltas if isinstance(delta, Content)) == content
+    for chunks in (list(text), [text]):
+        assert read(plan_output(THINKING), chunks, starts_in_reasoning) == Answer(content, reasoning)
 
 
 def test_models_without_reasoning_answer_with_content_only() -> None:
