@@ -1,10 +1,14 @@
 """The HTTP server of the Helm chart: its settings, certificates, probes and test, against the code that they run."""
 
+import contextlib
 import json
+import os
 import ssl
 import subprocess
 import sys
 import threading
+import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -15,6 +19,7 @@ from certificates import TOKEN
 from deployment import project
 from helm_chart import CHART, container_of, of_kind, pod_template, pre_stop_seconds, render, template, values_of
 from pod_settings import certificates, mounted, pod_environment, pod_settings
+from serving import PATIENCE_SECONDS, free_address
 
 CASES = pytest.mark.parametrize("name", ["openai", "http", "production"])
 ENABLED = ["--set", "http.enabled=true"]
@@ -136,15 +141,39 @@ def fake_server(folder: Path) -> Iterator[tuple[int, list[tuple[str, str | None]
             thread.join()
 
 
-def test_probes_present_the_certificate_of_the_pod() -> None:
-    server = container_of(render("http"), "http")
-    folder = certificates("specpool-http-tls")
-    with fake_server(folder) as (port, requests):
-        for probe in ("startup", "readiness", "liveness"):
-            script = server[f"{probe}Probe"]["exec"]["command"][-1]
+@pytest.mark.parametrize("name", ["http", "openai"])
+def test_without_coordinators_the_server_is_alive_but_not_ready(name: str) -> None:
+    server, environment = container_of(render(name), "http"), pod_environment(render(name), "http")
+    address = free_address()
+    port = address.rpartition(":")[2]
+    environment |= {"SPECPOOL_PORT": port, "SPECPOOL_HOST": "127.0.0.1", "SPECPOOL_COORDINATOR_ADDRESS": free_address()}
+    folder = certificates(mounted(render(name), "http")["/tls"]["secret"]["secretName"])
+
+    def succeeds(probe: str) -> bool:
+        """Run a probe as the kubelet does: inside the container, or without verifying the certificate."""
+        given = server[f"{probe}Probe"]
+        if "exec" in given:
+            *python, script = given["exec"]["command"]
+            assert python == ["python", "-c"]
             local = script.replace("/tls/", f"{folder}/").replace(":8000/", f":{port}/")
-            assert subprocess.run([sys.executable, "-c", local], check=False).returncode == 0
-    assert [path for path, _ in requests] == ["/metrics", "/health", "/metrics"]  # no restart without coordinators
+            return subprocess.run([sys.executable, "-c", local], stderr=subprocess.DEVNULL, check=False).returncode == 0
+        with contextlib.suppress(OSError):
+            url = f"{given['httpGet']['scheme'].lower()}://{address}{given['httpGet']['path']}"
+            with urllib.request.urlopen(url, context=ssl._create_unverified_context()) as response:
+                return bool(response.status == 200)
+        return False
+
+    command = [Path(sys.executable).parent / server["command"][0]]
+    with subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while not succeeds("startup"):
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            assert (succeeds("liveness"), succeeds("readiness")) == (True, False)
+        finally:
+            process.kill()
 
 
 def test_helm_test_sends_the_token_over_mutual_tls() -> None:
