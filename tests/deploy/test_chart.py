@@ -3,17 +3,11 @@
 `make snapshots` rewrites `snapshots/`; review the difference before committing it.
 """
 
-import functools
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
-import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
 from deployment import COMPONENTS, WORKERS, arguments_of, project
@@ -32,11 +26,11 @@ from helm_chart import (
     template,
     values_of,
 )
+from kubernetes_schemas import SUPPORTED, custom_resources, problem
 
 FOLDER = Path(__file__).parent
 EVERY_CASE = pytest.mark.parametrize("name", ALL_VALUES)
 UPDATES_SNAPSHOTS = "UPDATE_SNAPSHOTS" in os.environ
-SUPPORTED = [version for version in kubernetes_validate.utils.all_versions() if int(version.split(".")[1]) >= 30]
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 EDGE = CHART / "edge/haproxy.cfg"
 ALERTS, DASHBOARD = CHART / "monitoring/alerts.yaml", CHART / "monitoring/dashboard.json"
@@ -86,52 +80,6 @@ def test_every_snapshot_belongs_to_a_case() -> None:
 
 
 # --- Schemas
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cached_schemas() -> Iterator[None]:
-    """Read the megabytes of definitions once per version, not per manifest."""
-    cached = functools.cache(kubernetes_validate.utils.schema_contents)
-    with mock.patch.object(kubernetes_validate.utils, "schema_contents", cached):
-        yield
-
-
-@functools.cache
-def custom_resources() -> dict[str, Any]:
-    """Return a JSON Schema of every custom resource, by kind."""
-
-    def closed(schema: Any) -> Any:
-        """Reject properties that a schema does not list."""
-        if isinstance(schema, list):
-            return [closed(item) for item in schema]
-        if not isinstance(schema, dict):
-            return schema
-        inner = {key: closed(value) for key, value in schema.items()}
-        is_object = isinstance(schema.get("properties"), dict) and "type" not in schema
-        return inner | ({"type": "object", "additionalProperties": False} if is_object else {})
-
-    kinds = yaml.safe_load((FOLDER / "custom_resources.yaml").read_text())
-    labels = kinds.pop("definitions")["labels"]
-    metadata = {"properties": {"name": {"type": "string"}, "labels": labels}, "required": ["name", "labels"]}
-    return {
-        kind: closed({"properties": {"apiVersion": {"const": resource["apiVersion"]}, "kind": {"const": kind},
-                                     "metadata": metadata, "spec": resource["spec"]}})
-        for kind, resource in kinds.items()
-    }  # fmt: skip
-
-
-@functools.cache
-def problem(manifest: str, version: str) -> str | None:
-    """Return why Kubernetes of this version would reject a manifest, given as JSON."""
-    loaded = json.loads(manifest)
-    try:
-        if (schema := custom_resources().get(loaded["kind"])) is not None:
-            jsonschema.validate(loaded, schema)
-        else:
-            kubernetes_validate.validate(loaded, version, strict=True)
-    except jsonschema.ValidationError as error:
-        return f"{loaded['kind']} {error.json_path}: {error.message}"
-    return None
 
 
 def problems(manifests: list[Manifest], version: str) -> list[str]:
