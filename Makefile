@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TOOLS := .venv/tools
-.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm simulate soak chaos attacks lint snapshots protos client reference values-schema bench gpu-bundle pins sbom clean
+.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm simulate soak chaos attacks lint snapshots protos client reference values-schema bench gpu-bundle pins sbom release-check clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -110,6 +110,10 @@ pins: $(TOOLS)/ready
 sbom: .venv/ready $(TOOLS)/ready
 	mkdir -p build
 	$(TOOLS)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file build/sbom.json $(BIN)/python
+
+# Build and try everything that .github/workflows/release.yaml publishes, without uploading it.
+release-check: .venv/ready $(TOOLS)/ready
+	PYTHONPATH=.:tests/support $(BIN)/python .ci/release.py
 
 # Create an environment with the pinned pip; pip before 26.1 rejects hashes in constraints.
 define environment

@@ -64,6 +64,10 @@ class CoordinatorMetrics:
         yield gauge("num_requests_running", "Samples being generated.", lanes.running)
         yield gauge("num_requests_waiting", "Samples in the queue.", coordinator.queue.queued)
         yield gauge("kv_cache_usage_perc", "Share of the target's KV cache pages in use, 0 to 1.", lanes.kv_usage)
+        pages, page_size = lanes.kv_pages
+        text = "Size of the target's KV cache in its labels; always 1."
+        cache = {(str(page_size), str(pages)): 1.0}
+        yield gauge("cache_config_info", text, cache, "block_size", "num_gpu_blocks")
         yield counter("prompt_tokens", "Prompt tokens of samples with a first token.", latencies.prefilled_tokens)
         yield counter("generation_tokens", "Tokens committed.", coordinator.counters.completion_tokens)
         ends = {how: coordinator.in_flight.finished[how] for how in map(str, ENDS)}

@@ -1,16 +1,16 @@
-"""Network policies of the Helm chart for egress, and the routes from outside of the cluster beside it."""
+"""Egress policies of the Helm chart, and the routes from outside of the cluster in deploy/gateway."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from deployment import ROOT
-from helm_chart import CHART, Manifest, of_kind, pod_templates, render
+from deployment import DEPLOY, ROOT
+from helm_chart import Manifest, of_kind, pod_templates, render
 from kubernetes_schemas import SUPPORTED, problems
 from pod_settings import pod_settings
 
-ROUTES = sorted((CHART / "routes").glob("*.yaml"))
+ROUTES = [DEPLOY / f"gateway/{name}.yaml" for name in ("ingress", "routes")]
 
 
 def selects(selector: Manifest, labels: dict[str, str]) -> bool:
@@ -72,7 +72,7 @@ def backends_of(route: Manifest) -> list[tuple[str, object]]:
 
 
 def test_gateways_verify_names_in_the_certificates() -> None:
-    policies = of_kind(list(yaml.safe_load_all((CHART / "routes/gateway.yaml").read_text())), "BackendTLSPolicy")
+    policies = of_kind(list(yaml.safe_load_all(ROUTES[1].read_text())), "BackendTLSPolicy")
     certificates = of_kind(render("openai"), "Certificate")
     for name, certificate in (("specpool", "specpool-coordinator"), ("specpool-http", "specpool-http")):
         [target], validation = (policies[name]["spec"][key] for key in ("targetRefs", "validation"))
@@ -81,7 +81,7 @@ def test_gateways_verify_names_in_the_certificates() -> None:
 
 
 def test_routes_name_the_service_of_the_proto() -> None:
-    [route] = of_kind(list(yaml.safe_load_all((CHART / "routes/gateway.yaml").read_text())), "GRPCRoute").values()
+    [route] = of_kind(list(yaml.safe_load_all(ROUTES[1].read_text())), "GRPCRoute").values()
     package, service = route["spec"]["rules"][0]["matches"][0]["method"]["service"].rsplit(".", 1)
     proto = (ROOT / "protos/specpool/v1/generation.proto").read_text()
     assert f"package {package};" in proto

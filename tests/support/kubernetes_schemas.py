@@ -1,19 +1,20 @@
-"""Validates manifests: Kubernetes' own kinds by its schemas, custom resources by `custom_resources.yaml`."""
+"""Validates manifests against the schemas of Kubernetes and of the custom resources that the chart and examples use."""
 
 import functools
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jsonschema
 import kubernetes_validate
 import yaml
 from helm_chart import Manifest, pod_templates
 
-FILE = Path(__file__).parents[1] / "deploy/custom_resources.yaml"
+CUSTOM_RESOURCES = Path(__file__).parents[1] / "deploy/custom_resources.yaml"
 SUPPORTED = [version for version in kubernetes_validate.utils.all_versions() if int(version.split(".")[1]) >= 30]
-# Read the megabytes of definitions once per version, not per manifest.
-kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
+# Megabytes of definitions, read once per version instead of once per manifest.
+_SCHEMAS = functools.cache(kubernetes_validate.utils.schema_contents)
 
 
 @functools.cache
@@ -30,9 +31,9 @@ def custom_resources() -> dict[str, Any]:
         is_object = isinstance(schema.get("properties"), dict) and "type" not in schema
         return inner | ({"type": "object", "additionalProperties": False} if is_object else {})
 
-    kinds = yaml.safe_load((FILE).read_text())
+    kinds = yaml.safe_load(CUSTOM_RESOURCES.read_text())
     labels = kinds.pop("definitions")["labels"]
-    metadata = {"properties": {"name": {"type": "string"}, "labels": labels}, "required": ["name"]}
+    metadata = {"properties": {"name": {"type": "string"}, "labels": labels}, "required": ["name", "labels"]}
     return {
         kind: closed({"properties": {"apiVersion": {"const": resource["apiVersion"]}, "kind": {"const": kind},
                                      "metadata": metadata, "spec": resource["spec"]}})
@@ -48,7 +49,8 @@ def problem(manifest: str, version: str) -> str | None:
         if (schema := custom_resources().get(loaded["kind"])) is not None:
             jsonschema.validate(loaded, schema)
         else:
-            kubernetes_validate.validate(loaded, version, strict=True)
+            with mock.patch.object(kubernetes_validate.utils, "schema_contents", _SCHEMAS):
+                kubernetes_validate.validate(loaded, version, strict=True)
     except jsonschema.ValidationError as error:
         return f"{loaded['kind']} {error.json_path}: {error.message}"
     return None
