@@ -83,6 +83,18 @@ def kind_of(for_one_side: Path | None, for_both: Path | None) -> str:
     return "mutual" if for_both else "server" if for_one_side else "none"
 
 
+def test_replicas_are_fixed_or_follow_the_cpu_and_drain_one_at_a_time() -> None:
+    assert of_kind(render("openai"), "Deployment")["specpool-http"]["spec"]["replicas"] == 2
+    assert "replicas" not in of_kind(render("http"), "Deployment")["specpool-http"]["spec"]
+    scaler = of_kind(render("http"), "HorizontalPodAutoscaler")["specpool-http"]["spec"]
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 5)
+    assert "cpu" in container_of(render("http"), "http")["resources"]["requests"]  # a utilization is a share of this
+    for name in ("openai", "http"):
+        assert of_kind(render(name), "PodDisruptionBudget")["specpool-http"]["spec"]["maxUnavailable"] == 1
+    single = template(*ENABLED)
+    assert "specpool-http" not in of_kind(single, "PodDisruptionBudget")  # it could only block a drain
+
+
 def test_only_named_peers_reach_the_server_and_it_reaches_coordinators() -> None:
     policies = {name: item["spec"]["ingress"] for name, item in of_kind(render("http"), "NetworkPolicy").items()}
     api, metrics = policies["specpool-http"]

@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 URL = os.environ["OPENAI_URL"]
 CERT, KEY, TOKEN_FILE = (os.environ.get(f"SPECPOOL_{name}") for name in ("TLS_CERT", "TLS_KEY", "TOKEN_FILE"))
@@ -18,7 +19,7 @@ if TOKEN_FILE is not None:
     HEADERS["Authorization"] = f"Bearer {Path(TOKEN_FILE).read_text().strip()}"
 
 
-def call(path: str, body: object = None) -> dict:
+def call(path: str, body: object = None) -> dict[str, Any]:
     """Send a request; retry for a minute while the server starts."""
     request = urllib.request.Request(URL + path, None if body is None else json.dumps(body).encode(), HEADERS)
     deadline = time.monotonic() + 60
