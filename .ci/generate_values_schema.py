@@ -35,11 +35,11 @@ def schema() -> str:
 def _definition(role: str, settings: type[BaseModel]) -> str:
     """Return the definition of a role's settings, with one setting on each line."""
     described = settings.model_json_schema(by_alias=False)
-    lines = [
-        f'        "{name_of(name, field)}": '
-        + json.dumps(_value(described["properties"][name], described.get("$defs", {})) | _description(field))
-        for name, field in settings.model_fields.items()
-    ]
+    lines = []
+    for name, field in settings.model_fields.items():
+        value = _value(described["properties"][name], described.get("$defs", {}))
+        setting = json.dumps(value | {"description": field.description or ""})
+        lines.append(f'        "{name_of(name, field)}": {setting}')
     return "\n".join([
         f'    "{role}Settings": {{',
         '      "type": "object",',
@@ -50,10 +50,6 @@ def _definition(role: str, settings: type[BaseModel]) -> str:
         "      }",
         "    }",
     ])  # fmt: skip
-
-
-def _description(field: Any) -> dict[str, str]:
-    return {"description": field.description or ""}
 
 
 def _value(property_: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
