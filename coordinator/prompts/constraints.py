@@ -21,6 +21,12 @@ FORMATS = (
 )
 # Turns off llguidance options that would allow invalid answers.
 STRICT = {"coerce_one_of": False, "lenient": False}
+# A schema's own options take precedence.
+COMPACT = {"whitespace_flexible": False}
+
+
+Options = Mapping[str, bool]
+"""Options of llguidance for JSON, by name."""
 
 
 class ConstraintError(ValueError):
@@ -34,18 +40,19 @@ class Tag:
     trigger: str
     """The start of `begin`. Free text cannot contain it."""
     begin: str
-    schema: Any
+    schema: str
+    """A JSON schema, with its llguidance options."""
     end: str
 
 
-def compile_constraint(tokenizer: LLTokenizer, kind: str, text: str) -> str:
+def compile_constraint(tokenizer: LLTokenizer, kind: str, text: str, json_whitespace: bool = False) -> str:
     """Convert a constraint to a grammar, which compiles and matches some text. Raises ConstraintError.
 
     `kind`: name of the field in `SamplingParams`. `text`: the field's text; for `choice`, a JSON list; for
-    `json_object`, a schema.
+    `json_object`, a schema. `json_whitespace`: allow optional whitespace in JSON.
     """
     try:
-        grammar = _convert(tokenizer, kind, text)
+        grammar = _convert(tokenizer, kind, text, {} if json_whitespace else COMPACT)
         matcher = compile_grammar(tokenizer, grammar)
     except (MemoryError, KeyboardInterrupt, ConstraintError):
         raise
@@ -60,11 +67,11 @@ def compile_constraint(tokenizer: LLTokenizer, kind: str, text: str) -> str:
     return grammar
 
 
-def _convert(tokenizer: LLTokenizer, kind: str, text: str) -> str:
+def _convert(tokenizer: LLTokenizer, kind: str, text: str, defaults: Options) -> str:
     if kind in ("json_schema", "json_object"):
-        return LLMatcher.grammar_from_json_schema(_strict(_parsed(text)))
+        return LLMatcher.grammar_from_json_schema(_with_options(_parsed(text), defaults))
     if kind == "structural_tag":
-        return _tags_grammar(_parsed(text), tokenizer)
+        return _tags_grammar(_parsed(text), tokenizer, defaults)
     if kind == "choice":
         return "start: " + " | ".join(map(_quoted, json.loads(text)))
     return grammar_from("regex" if kind == "regex" else "grammar", text)
@@ -84,14 +91,16 @@ def _parsed(text: str) -> Any:
     return value
 
 
-def _strict(schema: Any) -> str:
-    """Return a schema as JSON text, with the options in `STRICT` turned off."""
-    if isinstance(schema, dict) and isinstance(options := schema.get("x-guidance"), dict):
-        schema = {**schema, "x-guidance": {**options, **STRICT}}
+def _with_options(schema: Any, defaults: Options) -> str:
+    """Return a schema as JSON text, with its llguidance options: the defaults, its own, and `STRICT`."""
+    if schema is True:
+        schema = {}
+    if isinstance(schema, dict) and isinstance(own := schema.get("x-guidance", {}), dict):
+        schema = {**schema, "x-guidance": {**defaults, **own, **STRICT}}
     return json.dumps(schema, ensure_ascii=False)
 
 
-def _tags_grammar(value: Any, tokenizer: LLTokenizer) -> str:
+def _tags_grammar(value: Any, tokenizer: LLTokenizer, defaults: Options) -> str:
     """Return the grammar of a structural tag in the format of vLLM and SGLang, or in xgrammar's."""
     options: Mapping[str, Any] = value if isinstance(value, dict) else {}
     if options.get("type") == "structural_tag":
@@ -102,11 +111,11 @@ def _tags_grammar(value: Any, tokenizer: LLTokenizer) -> str:
     triggers = options.get("triggers")
     if not (isinstance(tags, list) and tags and isinstance(triggers, list) and all(map(_is_text, triggers))):
         raise ConstraintError(f"must be {FORMATS}")
-    read = [_read_tag(tag, triggers) for tag in tags]
+    read = [_read_tag(tag, triggers, defaults) for tag in tags]
     return _lark(read, options.get("at_least_one") is True, options.get("stop_after_first") is True, tokenizer)
 
 
-def _read_tag(tag: Any, triggers: list[str]) -> Tag:
+def _read_tag(tag: Any, triggers: list[str], defaults: Options) -> Tag:
     tag = tag if isinstance(tag, dict) else {}
     begin, end, content = tag.get("begin"), tag.get("end", ""), tag.get("content")
     schema = tag.get("schema", tag.get("structural_tag_schema"))
@@ -119,7 +128,8 @@ def _read_tag(tag: Any, triggers: list[str]) -> Tag:
     trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
     if trigger is None:
         raise ConstraintError(f"{_shortened(json.dumps(begin))} begins with none of the triggers")
-    return Tag(trigger, begin, _parsed(schema) if isinstance(schema, str) else schema, end)
+    schema = _parsed(schema) if isinstance(schema, str) else schema
+    return Tag(trigger, begin, _with_options(schema, defaults), end)
 
 
 def _is_text(value: Any) -> bool:
@@ -136,7 +146,7 @@ def _lark(tags: list[Tag], at_least_one: bool, stop_after_first: bool, tokenizer
     start = f"({first}) {rest}" if at_least_one else rest or f"{later} | text"
     lines = ["%llguidance {}", f"start: {start}", "text: TEXT", r"TEXT: /(.|\n)*/"]
     for index, tag in enumerate(tags):
-        body = f"%json {_strict(tag.schema)} {_quoted(tag.end)}"
+        body = f"%json {tag.schema} {_quoted(tag.end)}"
         rest_of_begin = _quoted(tag.begin.removeprefix(tag.trigger))
         token_ids = tokenizer.tokenize_str(tag.trigger, parse_special=True)
         if len(token_ids) == 1 and tokenizer.is_special_token(token_ids[0]):
