@@ -17,7 +17,6 @@ from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.testing import EOS_TOKEN_ID, byte_tokenizer
 
 VOCAB = EOS_TOKEN_ID + 44
-PROMPT = [1, 2, 60, 62]
 TOKENIZER = byte_tokenizer()
 FILES = TokenizerFiles(TOKENIZER.to_str().encode(), "", {}, (EOS_TOKEN_ID,))
 COLORS = 'start: "red" | "<>" | "grey goose"'
@@ -27,6 +26,8 @@ def ids_of(text: str) -> tuple[int, ...]:
     return tuple(TOKENIZER.encode(text, add_special_tokens=False).ids)
 
 
+PROMPT = [*ids_of("<</>a<<")]
+"""Contains an end tag, and ends like the beginning of another."""
 TAGS = Reasoning(ids_of("<<>"), ids_of("<</>"), starts_inside=False, max_tokens=None, grammar_after=False)
 NEWLINE = ids_of("\n")
 
@@ -96,9 +97,13 @@ def test_masks_are_those_of_a_fresh_start(grammars: Grammars, reasoning: Reasoni
 
 
 @settings(max_examples=100)
-@given(reasoning=LIMITS, grammar=st.booleans(), draft=st.lists(st.sampled_from(ids_of("<</>red\n")), max_size=12))
+@given(
+    reasoning=LIMITS,
+    grammar=st.booleans(),
+    draft=st.lists(st.sampled_from(["<<>", "<</>", "<", "r", "ed", "\n"]), max_size=6),
+)
 def test_a_fork_reads_the_masks_of_a_draft(
-    grammars: Grammars, reasoning: Reasoning, grammar: bool, draft: list[int]
+    grammars: Grammars, reasoning: Reasoning, grammar: bool, draft: list[str]
 ) -> None:
     text = COLORS if grammar and reasoning.grammar_after else ""
     rules, mask = start(grammars, reasoning, text), np.zeros(-(-VOCAB // BITS), np.uint32)
@@ -106,11 +111,13 @@ def test_a_fork_reads_the_masks_of_a_draft(
         return
     reader, context = rules.fork(PROMPT), [*PROMPT]
     assert reader is not None
-    for token in draft:
+    for token in ids_of("".join(draft)):
         context.append(token)
         reader.read_token(token, mask)
         (expected,) = masks_of(start(grammars, reasoning, text), context)
         assert allowed_by(mask) == ({*range(VOCAB)} if expected is None else expected)
+    other = [*PROMPT, *ids_of("<<>abcdefghijklmno")]
+    assert masks_of(rules, other) == masks_of(start(grammars, reasoning, text), other)
 
 
 def test_the_maximum_ends_the_block(grammars: Grammars) -> None:
@@ -173,8 +180,12 @@ def test_tags_are_forced_together_with_the_grammar(grammars: Grammars) -> None:
     assert rules.forced([*PROMPT, *ids_of("ab<")], 20) == ids_of("</>red")
     rules.truncate(len(PROMPT))
     assert rules.forced([*PROMPT, *ids_of("abc")], 2) == ids_of("<<")
+    assert rules.forced([*PROMPT, *ids_of("abc")], 5) == ids_of("<</>r")
     rules.truncate(len(PROMPT))
     assert rules.forced([*PROMPT, *ids_of("abc<</>")], 20) == ids_of("red")
+    outside = start(grammars, replace(TAGS, grammar_after=True), 'start: "red"')
+    assert outside.forced(PROMPT, 20) == ()
+    assert outside.forced([*PROMPT, *ids_of("r")], 20) == ids_of("ed")
 
 
 def test_rows_of_one_pass_may_enter_and_leave_the_block(grammars: Grammars) -> None:
