@@ -19,6 +19,9 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 """Minimum and maximum of each parameter."""
 
+MAX_TAG_TOKENS = 64
+"""Maximum tokens of a reasoning tag."""
+
 # Decimal digits that survive float32 on the wire, for values of this size.
 _DIGITS = 6
 
