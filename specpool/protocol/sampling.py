@@ -41,7 +41,7 @@ class Reasoning:
     grammar_after: bool
     """Whether the constraint applies only after the block."""
     leading: tuple[int, ...] = ()
-    """Tokens of whitespace. One of them may precede the begin tag."""
+    """Tokens of whitespace. One of them may precede the begin tag if the grammar allows it."""
 
     @property
     def largest_id(self) -> int:

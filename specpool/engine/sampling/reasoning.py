@@ -116,7 +116,8 @@ class ReasoningBlock:
                 return Limit(mask=~self._mask_of(sorted(last)))
         if not self._has_grammar:
             return FREE
-        following = {opening[count] for opening in possible}
+        # A model whose reasoning is off may begin with whitespace, too. The tag would be its only legal continuation.
+        following = {opening[count] for opening in possible if count or opening == self._reasoning.begin}
         return Limit(self._start, self._mask_of(sorted(following)) if following else None)
 
     def _rest_of_tag(self, token_ids: Sequence[int], length: int, begin: int) -> TokenIds:

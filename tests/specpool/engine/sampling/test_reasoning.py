@@ -139,8 +139,12 @@ def test_one_token_of_whitespace_may_precede_the_block(grammars: Grammars) -> No
     assert after(rules, "\n<<>ab") == {*ids_of("<")}
     assert after(rules, "\n\n<<>ab") is None
     rules = start(grammars, replace(TAGS, leading=NEWLINE, grammar_after=True), COLORS)
-    assert after(rules, "") == {*ids_of("<rg\n")}
-    assert after(rules, "\n") == {*ids_of("<")}
+    assert after(rules, "") == {*ids_of("<rg")}
+    rules = start(grammars, replace(TAGS, leading=NEWLINE, grammar_after=True), r"start: /\n{0,2}red/")
+    assert after(rules, "") == {*ids_of("<r\n")}
+    assert after(rules, "\n") == {*ids_of("<r\n")}
+    assert after(rules, "\n\n") == {*ids_of("r")}
+    assert after(rules, "\n<<><</>") == {*ids_of("r\n")}
 
 
 def test_a_block_in_the_prompt_can_be_closed_at_once(grammars: Grammars) -> None:
