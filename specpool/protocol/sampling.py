@@ -75,12 +75,12 @@ class SamplingParams:
     @property
     def leaves_logits(self) -> bool:
         """Whether the parameters never change a logit."""
-        return self.leaves_most_logits and self.reasoning is None
+        return self.leaves_legal_logits and not self.grammar and self.reasoning is None
 
     @property
-    def leaves_most_logits(self) -> bool:
-        """Whether the parameters change logits only where a reasoning block begins or ends."""
-        return not (self.has_penalties or self.min_tokens or self.logit_bias or self.grammar)
+    def leaves_legal_logits(self) -> bool:
+        """Whether only the grammar and the limits on reasoning change logits."""
+        return not (self.has_penalties or self.min_tokens or self.logit_bias)
 
     @property
     def may_force_tokens(self) -> bool:

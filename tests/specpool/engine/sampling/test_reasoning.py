@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,15 +108,15 @@ def test_a_fork_reads_the_masks_of_a_draft(
 ) -> None:
     text = COLORS if grammar and reasoning.grammar_after else ""
     rules, mask = start(grammars, reasoning, text), np.zeros(-(-VOCAB // BITS), np.uint32)
-    if rules.block is None:
-        return
-    reader, context = rules.fork(PROMPT), [*PROMPT]
+    rules.changes([*PROMPT, *ids_of("<<><</>red")], 1)
+    reader, context = rules.fork(PROMPT, len(PROMPT)), [*PROMPT]
     assert reader is not None
     for token in ids_of("".join(draft)):
         context.append(token)
         reader.read_token(token, mask)
         (expected,) = masks_of(start(grammars, reasoning, text), context)
         assert allowed_by(mask) == ({*range(VOCAB)} if expected is None else expected)
+    rules.truncate(len(PROMPT))
     other = [*PROMPT, *ids_of("<<>abcdefghijklmno")]
     assert masks_of(rules, other) == masks_of(start(grammars, reasoning, text), other)
 
@@ -197,6 +198,19 @@ def test_rows_of_one_pass_may_enter_and_leave_the_block(grammars: Grammars) -> N
     ]  # fmt: skip
     assert rules.grammar is not None
     assert (rules.grammar.num_masks, rules.grammar.failure) == (13, "")
+
+
+def test_drafts_within_the_block_leave_logits(grammars: Grammars) -> None:
+    def found(text: str, grammar: str = "", **params: Any) -> bool:
+        rules = start(grammars, replace(TAGS, grammar_after=bool(grammar), max_tokens=1), grammar)
+        rules.params = replace(rules.params, **params)
+        rules.changes([*PROMPT, *ids_of("<<>a<</>")], 1)
+        return rules.leaves_logits([*PROMPT, *ids_of(text)], len(PROMPT))
+
+    assert all(found(text) for text in ("", "<<>", "<<>ab"))
+    assert not found("<<>", min_tokens=1)
+    assert [found(text, COLORS) for text in ("", "<<>", "<<>b<</", "<<>b<</>")] == [False, True, True, False]
+    assert not found("<<>", COLORS, presence_penalty=0.1)
 
 
 def test_limits_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
