@@ -3,7 +3,7 @@
 import math
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specpool.protocol.errors import InvalidArgumentError
 
@@ -71,6 +71,22 @@ class SamplingParams:
     """Grammar of the generated text, in one of llguidance's formats. Empty: none."""
     reasoning: Reasoning | None = None
     """Limits on the reasoning block. None: no limits."""
+
+    def within(self, vocab_size: int) -> "SamplingParams":
+        """Return the parameters for a vocabulary: a draft's may be smaller than its target's.
+
+        Drops other tokens. Drops the limits on reasoning, and the grammar after it, if a tag has other tokens.
+        """
+        reasoning, grammar, vocab = self.reasoning, self.grammar, range(vocab_size)
+        if reasoning is not None and reasoning.largest_id not in vocab:
+            reasoning, grammar = None, "" if reasoning.grammar_after else grammar
+        return replace(
+            self,
+            stop_token_ids=tuple(token for token in self.stop_token_ids if token in vocab),
+            logit_bias=tuple((token, bias) for token, bias in self.logit_bias if token in vocab),
+            reasoning=reasoning,
+            grammar=grammar,
+        )
 
     @property
     def leaves_logits(self) -> bool:
