@@ -34,6 +34,8 @@ COMMANDS = {
     "coordinator": "python -m benchmarks.cost --of coordinator",
 }
 """Commands of the results that pages show now. Each one prints its result as a last line of JSON."""
+WITH_JSON = ("demo", "demo_1", "demo_8")
+"""Commands that print JSON only with `--json`."""
 WITH_LLAMACPP = ("llamacpp", "sustained")
 Results = dict[str, dict[str, Any]]
 
@@ -57,7 +59,7 @@ def measure(name: str) -> None:
     environment = {**os.environ, "PATH": path}
     if name not in WITH_LLAMACPP:
         environment.pop(PYTHON_VARIABLE, None)  # the service refuses unknown variables
-    command = shlex.split(COMMANDS[name])
+    command = shlex.split(COMMANDS[name]) + ["--json"] * (name in WITH_JSON)
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True)
     result = json.loads(done.stdout.splitlines()[-1])
     (FOLDER / f"{name}.json").write_text(json.dumps({**result, "run": run}, indent=1) + "\n")

@@ -78,7 +78,7 @@ def test_check_finds_figures_outside_blocks(copy: Path, figure: str) -> None:
 def test_check_finds_unknown_blocks_and_another_picture(copy: Path) -> None:
     guide, picture = copy / "docs/guide.md", copy / PICTURE
     guide.write_text(guide.read_text() + "<!-- figures: wrong --><!-- /figures -->\n")
-    picture.write_text(picture.read_text().replace("plain_tokens_per_s", "wrong"))
+    picture.write_text(picture.read_text().replace("speed-up", "wrong"))
     assert faults_of(copy) == [
         "docs/guide.md: no such block or result: 'wrong'",
         "docs/demo.svg: differs from benchmarks/results/demo.json",
