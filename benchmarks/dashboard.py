@@ -55,8 +55,8 @@ def read_panels() -> list[Panel]:
             panel["id"],
             panel["title"],
             panel.get("fieldConfig", {}).get("defaults", {}).get("unit", ""),
-            *(panel["gridPos"][side] for side in "xywh"),
-            queries=tuple(Query(target["expr"], target["legendFormat"]) for target in panel.get("targets", ())),
+            *map(panel["gridPos"].get, "xywh"),
+            tuple(Query(target["expr"], target["legendFormat"]) for target in panel.get("targets", ())),
         )
         for panel in panels
     ]
