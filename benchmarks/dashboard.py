@@ -49,17 +49,21 @@ class Panel:
 
 def read_panels() -> list[Panel]:
     """All panels in order. Headings are panels without queries."""
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    return [
-        Panel(
-            panel["id"],
-            panel["title"],
-            panel.get("fieldConfig", {}).get("defaults", {}).get("unit", ""),
-            *map(panel["gridPos"].get, "xywh"),
-            tuple(Query(target["expr"], target["legendFormat"]) for target in panel.get("targets", ())),
-        )
-        for panel in panels
-    ]
+    return [_panel(panel) for panel in json.loads(DASHBOARD.read_text())["panels"]]
+
+
+def _panel(panel: dict[str, Any]) -> Panel:
+    place = panel["gridPos"]
+    return Panel(
+        number=panel["id"],
+        title=panel["title"],
+        unit=panel.get("fieldConfig", {}).get("defaults", {}).get("unit", ""),
+        x=place["x"],
+        y=place["y"],
+        width=place["w"],
+        height=place["h"],
+        queries=tuple(Query(target["expr"], target["legendFormat"]) for target in panel.get("targets", ())),
+    )
 
 
 def ask(prometheus: str, path: str, **parameters: str) -> Any:

@@ -48,10 +48,11 @@ def test_promtool_accepts(command: tuple[object, ...]) -> None:
 
 @asynccontextmanager
 async def specpool(pair: tuple[Path, Path], metrics_port: int) -> AsyncIterator[AsyncClient]:
-    """Run the processes of `specpool up` with a short queue; one request is refused before the workers start."""
+    """Run the processes of `specpool up --standby` with a short queue; one request is refused before workers start."""
     settings = UpSettings(
-        metrics_port=metrics_port, port=free_port(), max_num_seqs=4, threads=1, max_model_len=512, log_level="error"
-    )
+        metrics_port=metrics_port, port=free_port(), standby=True, max_num_seqs=4, threads=1, max_model_len=512,
+        log_level="error",
+    )  # fmt: skip
     *workers, coordinator = services_of(settings, *map(str, pair))
     coordinator.arguments += ["--queue-size", "2"]
     async with AsyncExitStack() as stack, AsyncClient(coordinator.address, retry_seconds=0) as client:
@@ -114,7 +115,7 @@ def is_answered(url: str, query: Query, began: float) -> bool:
 
 
 async def test_prometheus_answers_every_query(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    began, port = time.time(), free_port(3)
+    began, port = time.time(), free_port(4)
     selectors = [selector for rule in RULES for selector in LabeledQuery(rule["expr"]).selectors()]
     missing = {query for panel in PANELS for query in panel.queries}
     missing |= {Query(selector.prettify(), "") for selector in selectors}
