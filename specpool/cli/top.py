@@ -56,7 +56,9 @@ async def _show(settings: TopSettings, console: Console) -> int:
     connecting = Text(f"connecting to {settings.address}")
     with contextlib.suppress(asyncio.CancelledError), Live(connecting, console=console, screen=True) as screen:
         async for view in _views(settings):
-            screen.update(Panels(view) if isinstance(view, View) else failure_panel(settings.address, str(view)))
+            screen.update(
+                Panels(view, console.height) if isinstance(view, View) else failure_panel(settings.address, str(view))
+            )
     return 0
 
 

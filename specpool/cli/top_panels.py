@@ -26,11 +26,12 @@ class Panels:
     """Renders a view with the workers first. On a small screen, each worker has one line."""
 
     view: View
+    height: int | None = None
+    """Lines of the screen; None: unlimited."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         detailed = self._parts(options.max_width, is_detailed=True)
-        lines = console.render_lines(Group(*detailed), options.reset_height())
-        is_small = options.height is not None and len(lines) > options.height
+        is_small = self.height is not None and len(console.render_lines(Group(*detailed), options)) > self.height
         yield from self._parts(options.max_width, is_detailed=False) if is_small else detailed
 
     def _parts(self, width: int, is_detailed: bool) -> list[RenderableType]:
