@@ -387,7 +387,7 @@ def shell(script: str, *arguments: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     ("script", "status", "message"),
     [
-        ('specpool generate --address "$1" --prompts "$2" --json | head -1 >/dev/null', 1, "Broken pipe"),
+        ('specpool generate --address "$1" --prompts "$2" --json | head -1 >/dev/null', 1, ""),
         ('specpool generate --address "$1" abc >&-', 1, "standard output is closed"),
         pytest.param('specpool generate --address "$1" abc >/dev/full', 1, "No space left on device", marks=slow),
         pytest.param('specpool generate --address "$1" <&-', 2, "standard input: it is closed", marks=slow),
