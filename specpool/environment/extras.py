@@ -5,7 +5,6 @@ import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -22,8 +21,8 @@ MODULES = {
     "constraints": ("llguidance",),
 }
 """Modules that the distributions of each extra provide, one of each, in the order of pyproject.toml."""
-INCLUDED = {"http": ("cli",), "coordinator": ("cli",), "worker": ("coordinator", "http")}
-"""The extras that another one includes."""
+INCLUDED = {"http": "cli", "coordinator": "cli", "worker": "coordinator"}
+"""The extra whose modules another one's processes need too. `worker` also installs `http`, for a process of its own."""
 MAX_NAMED = 3
 """Maximum number of missing modules that a message names."""
 
@@ -37,9 +36,8 @@ class Source(NamedTuple):
 
 def missing_modules(extra: str) -> list[str]:
     """Return the modules of the extra, and of those that it includes, that are not installed."""
-    included = chain.from_iterable(map(missing_modules, INCLUDED.get(extra, ())))
-    own = (module for module in MODULES[extra] if not _is_installed(module))
-    return [*dict.fromkeys([*own, *included])]
+    included = missing_modules(INCLUDED[extra]) if extra in INCLUDED else []
+    return [*(module for module in MODULES[extra] if not _is_installed(module)), *included]
 
 
 def explain_missing(extra: str) -> str | None:
