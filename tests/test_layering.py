@@ -58,7 +58,7 @@ MAY_NAME_STATUS_CODES = {
     "specpool/testing/fake_worker.py",
     "specpool/client/failures.py",
     "specpool/errors/__init__.py",
-    "specpool/cli/processes.py",
+    "specpool/cli/probes.py",
 }
 # The edges, where protobuf messages are allowed.
 EDGES = (

@@ -1,5 +1,6 @@
 """Settings of `specpool up`."""
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -13,6 +14,7 @@ from specpool.engine.config.options import INT8, Activations, EngineOptions, che
 from specpool.environment.process import usable_cpus
 from specpool.rpc.config.settings import ListeningSettings
 from specpool.rpc.observability.tracing import TraceSettings
+from specpool.rpc.ports import is_loopback
 from specpool.rpc.security.settings import Names, ServerSecurity
 from specpool.worker.settings import WorkerSettings
 
@@ -21,6 +23,7 @@ MAX_WORKERS = 64
 METRICS_PORTS = {"target": 1, "draft": 2, "standby": 3}
 """Offset of each role's first metrics port from the coordinator's. Other workers' ports follow."""
 CPU = "cpu"
+HTTP_PORT = 8000
 
 # Reuse the field definitions of the processes.
 ENGINE: dict[str, Any] = EngineOptions.model_fields
@@ -134,14 +137,9 @@ class UpSettings(ListeningSettings):
     def _check_combinations(self) -> Self:
         if self.target_devices and "target_device" in self.model_fields_set:
             raise ValueError("give target_device or target_devices, not both")
-        others = len(METRICS_PORTS) - (not self.standby)
         if max(self.targets, self.drafts) > 1:
-            others = len(METRICS_PORTS) + self.targets + self.drafts - 2
             self._check_counts()
-        if self.metrics_port is not None and 0 <= self.port - self.metrics_port <= others:
-            raise ValueError(f"port must not be metrics_port or one of the {others} after it")
-        if self.metrics_port is not None and self.metrics_port + others > 65535:
-            raise ValueError(f"metrics_port leaves no ports for the {others} workers")
+        self._check_ports()
         for role in ("target", "draft"):
             if len(getattr(self, f"{role}_device")) > getattr(self, f"{role}s"):
                 raise ValueError(f"{role}_device has more devices than there are {role}s")
@@ -166,6 +164,23 @@ class UpSettings(ListeningSettings):
             if getattr(self, f"{role}_revision") is not None and model in (None, "none"):
                 raise ValueError(f"{role}_revision needs a {role} from the hub")
         return self
+
+    def _check_ports(self) -> None:
+        others = len(METRICS_PORTS) - (not self.standby)
+        if max(self.targets, self.drafts) > 1:
+            others = len(METRICS_PORTS) + self.targets + self.drafts - 2
+        if self.metrics_port is not None and self.metrics_port + others > 65535:
+            raise ValueError(f"metrics_port leaves no ports for the {others} workers")
+        ports = self._ports()
+        for name, port in ports.items():
+            if self.metrics_port is not None and 0 <= port - self.metrics_port <= others:
+                raise ValueError(f"{name} must not be metrics_port or one of the {others} after it")
+            if port and [*ports.values()].count(port) > 1:
+                raise ValueError(f"{', '.join(ports)} must differ")
+
+    def _ports(self) -> dict[str, int]:
+        """Return the ports by setting, without those for metrics."""
+        return {"port": self.port}
 
     def _check_counts(self) -> None:
         if self.targets > 1 and self.standby:
@@ -213,3 +228,41 @@ class UpSettings(ListeningSettings):
 
 class SecureUpSettings(UpSettings, ServerSecurity, TraceSettings):
     __doc__ = UpSettings.__doc__
+
+    http_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of OpenAI's API over HTTP, with the certificate and tokens of the coordinator; 0: none; "
+        f"default: {HTTP_PORT} if host is a loopback address and allowed_names is not given",
+    )
+    health_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="second port of the coordinator, for health checks only and without TLS; default: none. The "
+        "workers answer health checks at their own ports, on the loopback interface",
+    )
+
+    @property
+    def api_port(self) -> int | None:
+        """The port of OpenAI's API, or None without it."""
+        if self.http_port is not None:
+            return self.http_port or None
+        return HTTP_PORT if not self.allowed_names and _is_loopback(self.host) else None
+
+    def _ports(self) -> dict[str, int]:
+        given = {"port": self.port, "health_port": self.health_port, "http_port": self.api_port}
+        return {name: port for name, port in given.items() if port is not None}
+
+    @model_validator(mode="after")
+    def _check_callers(self) -> Self:
+        if self.http_port and self.allowed_names:
+            raise ValueError("http_port must not be given with allowed_names, which only the coordinator checks")
+        return self
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(OSError):  # the start reports a host without an address
+        return is_loopback(host)
+    return False

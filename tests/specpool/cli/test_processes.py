@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
+from specpool.cli.probes import Checks
 from specpool.cli.processes import MAX_UNANSWERED, Service, kill
 from specpool.rpc.ports import free_port
 
@@ -24,8 +24,8 @@ class Noting(Service):
         super().__init__(*arguments)
         self.checks = asyncio.Semaphore(0)
 
-    async def answers(self, channel: grpc.aio.Channel) -> bool:
-        answered = await super().answers(channel)
+    async def answers(self, checks: Checks) -> bool:
+        answered = await super().answers(checks)
         self.checks.release()
         return answered
 

@@ -56,9 +56,14 @@ def pair_flags(pair: Pair, *more: str) -> list[str]:
     return ["--port", "0", "--target", str(pair[0]), "--draft", str(pair[1]), *sizes, *more]
 
 
+def up_command(pair: Pair, *more: str) -> list[str]:
+    """`up` without the HTTP server, whose default port is the same for all tests."""
+    return ["up", "--http-port", "0", *pair_flags(pair, *more)]
+
+
 def plain_up(pair: Pair, *more: str) -> list[str]:
     """`up` without a draft worker, which starts faster."""
-    return ["up", *pair_flags(pair, "--draft", "none", "--drain-seconds", "1", *more)]
+    return up_command(pair, "--draft", "none", "--drain-seconds", "1", *more)
 
 
 async def address_of(process: asyncio.subprocess.Process) -> str:
@@ -116,7 +121,7 @@ async def test_flags_reach_all_processes(tiny_pair: Pair, tmp_path: Path) -> Non
     flags += ["--api-tokens", str(tokens), "--allowed-names", "alice,bob", "--no-reflection"]
     flags += ["--log-level", "debug", "--log-format", "json", "--trace-sample-rate", "0", "--otlp-traces-endpoint"]
     security: Any = {"tls_ca": ca.path, "tls_name": "up.example", "token": TOKEN}
-    async with collecting() as (collector, url), started("up", *pair_flags(tiny_pair, *flags, url)) as process:
+    async with collecting() as (collector, url), started(*up_command(tiny_pair, *flags, url)) as process:
         address = await address_of(process)
         async with AsyncClient(address, **security, **ca.issue("mallory").options) as mallory:
             with pytest.raises(grpc.aio.AioRpcError, match="PERMISSION_DENIED"):
@@ -223,7 +228,7 @@ async def test_up_repeats_the_reason_of_a_process_that_fails(tiny_pair: Pair, tm
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((tiny_pair[0] / name).read_bytes())
     flags = ["--target", str(tmp_path), "--draft", "none", "--log-level", "info", "--log-format", "json"]
-    async with started("up", *pair_flags(tiny_pair, *flags)) as process:
+    async with started(*up_command(tiny_pair, *flags)) as process:
         out, err = await process.communicate()
     assert (process.returncode, out) == (2, b"")
     *log, last = err.decode().splitlines()
@@ -288,7 +293,7 @@ async def test_a_signal_while_the_pair_is_downloaded_ends_all_processes(tmp_path
         }  # fmt: skip
         port = str(free_port())
         async with (
-            started("up", "--port", port, "--log-level", "error", **environment) as process,
+            started("up", "--port", port, "--http-port", "0", "--log-level", "error", **environment) as process,
             AsyncClient(f"127.0.0.1:{port}") as client,
         ):
             phases: set[str] = set()
@@ -306,7 +311,7 @@ async def test_a_signal_while_the_pair_is_downloaded_ends_all_processes(tmp_path
 
 @pytest.mark.slow
 async def test_one_worker_serves_both_models(tiny_pair: Pair) -> None:
-    async with started("up", *pair_flags(tiny_pair, "--no-separate", "--drain-seconds", "1")) as process:
+    async with started(*up_command(tiny_pair, "--no-separate", "--drain-seconds", "1")) as process:
         async with AsyncClient(await address_of(process)) as client:
             response = await client.generate("abc", max_tokens=20, ignore_eos=True, num_speculative_tokens=2)
         assert response.speculative_decoding.num_draft_tokens > 0

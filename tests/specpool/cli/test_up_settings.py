@@ -1,5 +1,8 @@
 """Settings of `specpool up`, and the process flags derived from them."""
 
+import re
+import socket
+import sys
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -7,12 +10,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from certificates import Authority
 from pydantic import ValidationError
 
 from specpool.cli.preflight import check_services
-from specpool.cli.processes import ProcessFailedError
+from specpool.cli.processes import ProcessFailedError, Service
 from specpool.cli.up import services_of
-from specpool.cli.up_settings import UpSettings
+from specpool.cli.up_http import http_services
+from specpool.cli.up_settings import SecureUpSettings, UpSettings
 
 
 def worker_flags(**settings: Any) -> list[dict[str, str]]:
@@ -319,3 +324,92 @@ def test_targets_on_one_gpu_need_the_size_of_their_caches(tiny_pair: tuple[Path,
     settings = UpSettings(target=model, draft="none", targets=3, target_device="cuda:0,cuda:1")
     with pytest.raises(ProcessFailedError, match=r"^target-kv-memory: must be given, since targets share cuda:0"):
         check_services(services_of(settings, model, None))
+
+
+# --- OpenAI's API over HTTP
+
+
+def http_server(monkeypatch: pytest.MonkeyPatch, *missing: str, **settings: Any) -> list[Service]:
+    """The HTTP server of `up` with these settings, on a machine without some packages."""
+    for module in missing:
+        monkeypatch.setitem(sys.modules, module, None)
+    up = SecureUpSettings(**settings)
+    return http_services(up, services_of(up, "a", "b")[-1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "port"),
+    [
+        ({}, 8000),
+        ({"host": "::1"}, 8000),
+        ({"host": "0.0.0.0"}, None),
+        ({"host": "0.0.0.0", "http_port": 9000}, 9000),
+        ({"http_port": 0}, None),
+    ],
+)
+def test_the_api_is_served_by_default_only_on_this_machine(settings: dict[str, Any], port: int | None) -> None:
+    assert SecureUpSettings(**settings).api_port == port
+
+
+def test_the_http_server_connects_to_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    [server] = http_server(monkeypatch, host="0.0.0.0", port=50000, http_port=9000, drain_seconds=7, log_format="json")
+    assert server.address == "127.0.0.1:9000"
+    assert dict(zip(server.arguments[::2], server.arguments[1::2], strict=True)) == {
+        "--host": "0.0.0.0", "--port": "9000", "--coordinator-address": "127.0.0.1:50000", "--drain-seconds": "7.0",
+        "--log-level": "info", "--log-format": "json",
+    }  # fmt: skip
+
+
+def test_the_http_server_shows_and_trusts_the_certificate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ca = Authority(tmp_path)
+    server = ca.issue("up", ["DNS:up.example"])
+    [service] = http_server(monkeypatch, **server.options, tls_ca=ca.path)
+    flags = dict(zip(service.arguments[::2], service.arguments[1::2], strict=True))
+    cert, key = map(str, (server.cert, server.key))
+    assert (flags["--tls-cert"], flags["--tls-key"], flags["--tls-ca"]) == (cert, key, str(ca.path))
+    own = [flags[f"--coordinator-tls-{name}"] for name in ("ca", "cert", "key", "name")]
+    assert own == [cert, cert, key, "up.example"]
+
+
+def test_names_are_not_checked_over_http(tmp_path: Path) -> None:
+    ca = Authority(tmp_path)
+    mutual: Any = {**ca.issue("up").options, "tls_ca": ca.path, "allowed_names": "alice"}
+    assert SecureUpSettings(**mutual).api_port is None
+    with pytest.raises(ValidationError, match="http_port must not be given with allowed_names"):
+        SecureUpSettings(**mutual, http_port=9000)
+
+
+def test_missing_http_packages_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert http_server(monkeypatch, "starlette", "uvicorn") == []
+    assert re.search(r"HTTP is off: it needs starlette, uvicorn: .*pip install .*\[http\]", caplog.text)
+    with pytest.raises(ProcessFailedError, match=r"^http-port: needs starlette, uvicorn: .*pip install .*\[http\]"):
+        http_server(monkeypatch, "starlette", http_port=9000)
+
+
+def test_a_port_in_use_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(
+            ProcessFailedError, match=rf"^http-port: cannot listen on 127.0.0.1:{port}: Address already"
+        ):
+            check_services(http_server(monkeypatch, http_port=port))
+
+
+def test_only_the_coordinator_gets_the_health_port() -> None:
+    *workers, coordinator = services_of(SecureUpSettings(health_port=9000), "a", "b")
+    assert "9000" in coordinator.arguments
+    assert not any("--health-port" in worker.arguments for worker in workers)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"port": 8000}, "port, http_port must differ"),
+        ({"health_port": 50050}, "port, health_port, http_port must differ"),
+        ({"http_port": 9001, "metrics_port": 9000}, "http_port must not be metrics_port or one of the 2 after it"),
+        ({"metrics_port": 7999}, "http_port must not be metrics_port or one of the 2 after it"),
+    ],
+)
+def test_ports_of_up_must_differ(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        SecureUpSettings(**settings)
