@@ -36,7 +36,7 @@ def health_check_security(security: ServerSecurity) -> SecurityOptions:
     except ssl.SSLError as error:
         reason = getattr(error, "verify_message", None) or error.reason
         role = " as a client certificate" if security.tls_ca is not None else ""
-        raise ProcessFailedError(f"tls_cert: the coordinator cannot use {cert}{role}: {reason}") from None
+        raise ProcessFailedError(f"tls-cert: the coordinator cannot use {cert}{role}: {reason}") from None
     return SecurityOptions(tls_ca=cert, tls_cert=cert, tls_key=key, tls_name=name)
 
 

@@ -25,6 +25,7 @@ STDERR = 2
 LAST_LINES_SECONDS = 1.0
 """Time to copy the last lines of a process that has ended. Its own children may keep the log open."""
 # The beginning of an event in the log, or of a line that ends a program.
+_FLAG = re.compile(r"--[a-z][a-z-]*")
 _PREFIX = re.compile(r"\S+ [A-Z]+ (\S+ )?\S+: |specpool-[a-z-]+: ")
 
 
@@ -98,6 +99,8 @@ class Service:
     """The settings from `arguments` that can be checked before the start."""
     probe: type[GrpcProbe | HttpProbe] = GrpcProbe
     """Checks the process at `address`, with `security`."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """Flags of this command by those of the process, for its messages, such as "--target-kv-memory"."""
     starts_last: bool = False
     """Whether the process starts once the others serve, and reuses their measurements."""
     restart_seconds: float = RESTART_SECONDS
@@ -124,8 +127,9 @@ class Service:
                 assert self.process is not None
                 if (status := self.process.returncode) is not None:
                     ending = await asyncio.to_thread(self.log.ending, status)
+                    reason = _FLAG.sub(lambda flag: self.flags.get(flag[0], flag[0]), ending)
                     raise ProcessFailedError(
-                        f"{self.name}: {ending}", WRONG_SETTINGS if status == WRONG_SETTINGS else 1
+                        f"{self.name}: {reason}", WRONG_SETTINGS if status == WRONG_SETTINGS else 1
                     )
                 if await checks.is_serving(self.process.pid):
                     self.has_served = True

@@ -112,7 +112,9 @@ def _worker(role: str, number: int, models: Mapping[str, str], port: int, settin
         flags["log_name"] = name.replace(" ", "-")
     starts_last = role == "standby" or number > 1
     module, address = f"{like}_worker.server", f"127.0.0.1:{port}"
-    return Service(name, module, arguments_of(flags), address, settings=flags, starts_last=starts_last)
+    typed = {f"--{name}": f"--{like}-{name}" for name in ("device", *(each.replace("_", "-") for each in PER_MODEL))}
+    typed |= {"--max-sequences": "--max-num-seqs", "--tensor-parallel": "--target-devices"}
+    return Service(name, module, arguments_of(flags), address, settings=flags, flags=typed, starts_last=starts_last)
 
 
 def _device(devices: tuple[str, ...], number: int, workers: int, threads: int) -> dict[str, Any]:

@@ -136,17 +136,20 @@ class UpSettings(ListeningSettings):
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         if self.target_devices and "target_device" in self.model_fields_set:
-            raise ValueError("give target_device or target_devices, not both")
+            raise ValueError(
+                "give target_device, which places each target, or target_devices, which shards a single one, not both"
+            )
         if max(self.targets, self.drafts) > 1:
             self._check_counts()
         self._check_ports()
         for role in ("target", "draft"):
-            if len(getattr(self, f"{role}_device")) > getattr(self, f"{role}s"):
-                raise ValueError(f"{role}_device has more devices than there are {role}s")
+            if (given := len(getattr(self, f"{role}_device"))) > getattr(self, f"{role}s"):
+                sharded = " for one on each, or target_devices to shard a single one" * (role == "target")
+                raise ValueError(f"{role}_device lists {given} devices: give --{role}s {given}{sharded}")
             if None not in (getattr(self, f"{role}_kv_memory"), getattr(self, f"{role}_memory_limit")):
                 raise ValueError(f"give {role}_kv_memory or {role}_memory_limit, not both")
         if self.standby_devices and not self.standby:
-            raise ValueError("standby_devices needs standby")
+            raise ValueError("standby_devices needs --standby")
         if self.standby_devices and len(self.standby_devices) != max(1, len(self.target_devices)):
             raise ValueError("standby_devices must be as many as the target's devices")
         if self.target_activations == INT8:
@@ -174,27 +177,27 @@ class UpSettings(ListeningSettings):
         ports = self._ports()
         for name, port in ports.items():
             if self.metrics_port is not None and 0 <= port - self.metrics_port <= others:
-                raise ValueError(f"{name} must not be metrics_port or one of the {others} after it")
+                raise ValueError(f"--{name} must not be metrics_port or one of the {others} after it")
             if port and [*ports.values()].count(port) > 1:
-                raise ValueError(f"{', '.join(ports)} must differ")
+                raise ValueError(f"{', '.join(f'--{name}' for name in ports)} must differ")
 
     def _ports(self) -> dict[str, int]:
-        """Return the ports by setting, without those for metrics."""
+        """Return the ports by flag, without those for metrics."""
         return {"port": self.port}
 
     def _check_counts(self) -> None:
         if self.targets > 1 and self.standby:
-            raise ValueError("standby needs a single target; several take over from each other")
+            raise ValueError("--standby needs a single target; several take over from each other")
         if self.targets > 1 and self.target_devices:
-            raise ValueError("target_devices shards a single target; give target_device for several")
+            raise ValueError("target_devices shards a single target; to place several, give target_device")
         if self.drafts > 1 and not self.has_draft:
-            raise ValueError("drafts needs a draft")
+            raise ValueError("--drafts needs a draft")
 
     def _check_colocated(self) -> None:
         if self.separate is False and self.has_draft and not self.can_colocate:
-            raise ValueError("separate: a target can carry only one draft, on its own device")
+            raise ValueError("--no-separate: a target can carry only one draft, on its own device")
         if self.is_colocated and self.draft_memory_limit is not None:
-            raise ValueError("draft_memory_limit needs separate; a target and its draft share target_memory_limit")
+            raise ValueError("draft_memory_limit needs --separate; a target and its draft share target_memory_limit")
 
     @property
     def has_draft(self) -> bool:
@@ -252,7 +255,7 @@ class SecureUpSettings(UpSettings, ServerSecurity, TraceSettings):
         return HTTP_PORT if not self.allowed_names and _is_loopback(self.host) else None
 
     def _ports(self) -> dict[str, int]:
-        given = {"port": self.port, "health_port": self.health_port, "http_port": self.api_port}
+        given = {"port": self.port, "health-port": self.health_port, "http-port": self.api_port}
         return {name: port for name, port in given.items() if port is not None}
 
     @model_validator(mode="after")

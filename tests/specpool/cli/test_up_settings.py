@@ -78,7 +78,10 @@ def test_a_target_can_be_sharded(devices: str, threads: int, threads_per_rank: i
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--target-devices", "cuda:0,cuda:1", "--target-device", "auto"], "give target_device or target_devices, not"),
+        (
+            ["--target-devices", "cuda:0,cuda:1", "--target-device", "auto"],
+            "give --target-device, which places each target, or --target-devices, which shards a single one, not both",
+        ),
         (["--target-devices", ""], "target-devices.0: must not be empty"),
         (["--target-devices", "cuda:0,,cuda:1"], "target-devices.1: must not be empty"),
         (["--target-devices", "cuda:0,cuda:1,cuda:0"], "target-devices: duplicate device cuda:0"),
@@ -88,23 +91,30 @@ def test_a_target_can_be_sharded(devices: str, threads: int, threads_per_rank: i
         (["--max-num-seqs", "4097"], "max-num-seqs: Input should be less than or equal to 4096"),
         (["--threads", "1025"], "threads: Input should be less than or equal to 1024"),
         (["--drain-seconds", "86401"], "drain-seconds: Input should be less than or equal to 86400"),
-        (["--standby-devices", "cuda:1"], "standby_devices needs standby"),
-        (["--standby", "--standby-devices", "cpu,cpu"], "standby_devices must be as many as the target's devices"),
+        (["--standby-devices", "cuda:1"], "--standby-devices needs --standby"),
+        (["--standby", "--standby-devices", "cpu,cpu"], "--standby-devices must be as many as the target's devices"),
         (["--targets", "0"], "targets: Input should be greater than or equal to 1"),
-        (["--targets", "2", "--standby"], "standby needs a single target"),
-        (["--targets", "2", "--target-devices", "cpu,cpu"], "target_devices shards a single target"),
-        (["--target-device", "cuda:0,cuda:1"], "target_device has more devices than there are targets"),
-        (["--drafts", "2", "--draft", "none"], "drafts needs a draft"),
+        (["--targets", "2", "--standby"], "--standby needs a single target"),
+        (
+            ["--targets", "2", "--target-devices", "cpu,cpu"],
+            "--target-devices shards a single target; to place several, give --target-device",
+        ),
+        (
+            ["--target-device", "cuda:0,cuda:1"],
+            "--target-device lists 2 devices: give --targets 2 for one on each, or --target-devices to shard a single",
+        ),
+        (["--draft-device", "cpu,cuda:1"], "--draft-device lists 2 devices: give --drafts 2\n"),
+        (["--drafts", "2", "--draft", "none"], "--drafts needs a draft"),
         (
             ["--draft-kv-memory", "1GiB", "--draft-memory-limit", "2GiB"],
-            "give draft_kv_memory or draft_memory_limit, not both",
+            "give --draft-kv-memory or --draft-memory-limit, not both",
         ),
-        (["--drafts", "2", "--target", "a"], "drafts needs a draft"),
+        (["--drafts", "2", "--target", "a"], "--drafts needs a draft"),
         (
             ["--port", "9105", "--metrics-port", "9100", "--targets", "3"],
-            "port must not be metrics_port or one of",
+            "--port must not be --metrics-port or one of",
         ),
-        (["--metrics-port", "65530", "--drafts", "5"], "metrics_port leaves no ports for the 7 workers"),
+        (["--metrics-port", "65530", "--drafts", "5"], "--metrics-port leaves no ports for the 7 workers"),
         (["--max-model-len", "15"], "max-model-len: Input should be greater than or equal to 16"),
     ],
 )
@@ -256,7 +266,7 @@ def test_every_target_carries_the_draft() -> None:
     [
         ({"separate": False, "drafts": 2}, "separate: a target can carry only one draft"),
         ({"separate": False, "target_device": "cpu", "draft_device": "cuda:1"}, "only one draft, on its own device"),
-        ({"separate": False, "draft_memory_limit": 2**30}, "draft_memory_limit needs separate"),
+        ({"separate": False, "draft_memory_limit": 2**30}, "draft_memory_limit needs --separate"),
     ],
 )
 def test_drafts_that_targets_cannot_carry_are_refused(settings: dict[str, Any], reason: str) -> None:
@@ -404,10 +414,10 @@ def test_only_the_coordinator_gets_the_health_port() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"port": 8000}, "port, http_port must differ"),
-        ({"health_port": 50050}, "port, health_port, http_port must differ"),
-        ({"http_port": 9001, "metrics_port": 9000}, "http_port must not be metrics_port or one of the 2 after it"),
-        ({"metrics_port": 7999}, "http_port must not be metrics_port or one of the 2 after it"),
+        ({"port": 8000}, "--port, --http-port must differ"),
+        ({"health_port": 50050}, "--port, --health-port, --http-port must differ"),
+        ({"http_port": 9001, "metrics_port": 9000}, "--http-port must not be metrics_port or one of the 2 after it"),
+        ({"metrics_port": 7999}, "--http-port must not be metrics_port or one of the 2 after it"),
     ],
 )
 def test_ports_of_up_must_differ(settings: dict[str, Any], reason: str) -> None:

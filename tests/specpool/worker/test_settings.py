@@ -135,7 +135,7 @@ def test_processes_accept_all_values_that_up_accepts(capsys: pytest.CaptureFixtu
 def test_up_refuses_a_port_conflict(port: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load_up("--metrics-port", "9100", "--port", str(port))
-    assert capsys.readouterr().err == "specpool up: port must not be metrics_port or one of the 2 after it\n"
+    assert capsys.readouterr().err == "specpool up: --port must not be --metrics-port or one of the 2 after it\n"
     assert load_up("--metrics-port", "9100", "--port", "9103").metrics_port == 9100
 
 
@@ -304,8 +304,7 @@ def test_workers_refuse_invalid_values(
 def test_a_default_above_the_maximum_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     error = refusal(capsys, "--num-speculative-tokens", "5", "--max-num-speculative-tokens", "4")
     assert ": : " not in error
-    assert "num_speculative_tokens" in error
-    assert "max_num_speculative_tokens" in error
+    assert error.endswith(": --num-speculative-tokens must not exceed --max-num-speculative-tokens\n")
 
 
 def test_all_errors_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
