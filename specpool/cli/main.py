@@ -15,6 +15,7 @@ from specpool.cli.up_settings import SecureUpSettings
 from specpool.cli.usage import answer
 from specpool.engine.config.options import EngineOptions
 from specpool.environment.process import python_path, quiet_broken_pipes
+from specpool.openai.settings import OpenAISettings
 from specpool.rpc.config.help import names_of_settings
 from specpool.rpc.config.settings import Settings
 from specpool.worker.settings import WorkerSettings
@@ -70,7 +71,7 @@ def run(name: str, arguments: list[str]) -> int:
 def known_keys() -> set[str]:
     """Return the names of the settings of all processes and commands."""
     commands = (settings for settings, _ in COMMANDS.values())
-    kinds: list[type[Settings]] = [CoordinatorSettings, WorkerSettings, *commands]
+    kinds: list[type[Settings]] = [CoordinatorSettings, WorkerSettings, OpenAISettings, *commands]
     return names_of_settings(EngineOptions).union(*(settings.keys() for settings in kinds))
 
 

@@ -12,6 +12,7 @@ from specpool.drafting.plans import DraftMethod
 from specpool.engine.config.device_names import exact_name, may_be_gpu
 from specpool.engine.config.options import INT8, Activations, EngineOptions, check_int8
 from specpool.environment.process import usable_cpus
+from specpool.openai.settings import HTTP_PORT
 from specpool.rpc.config.settings import ListeningSettings
 from specpool.rpc.observability.tracing import TraceSettings
 from specpool.rpc.ports import is_loopback
@@ -23,7 +24,6 @@ MAX_WORKERS = 64
 METRICS_PORTS = {"target": 1, "draft": 2, "standby": 3}
 """Offset of each role's first metrics port from the coordinator's. Other workers' ports follow."""
 CPU = "cpu"
-HTTP_PORT = 8000
 
 # Reuse the field definitions of the processes.
 ENGINE: dict[str, Any] = EngineOptions.model_fields

@@ -8,8 +8,6 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,96 +16,26 @@ import pytest
 from certificates import TOKEN, Authority
 from collector import Collector, collecting
 from scraping import scrape
-from serving import PATIENCE_SECONDS, info_with_loads
+from serving import info_with_loads
+from up_process import (
+    Pair,
+    address_of,
+    children_of,
+    end_all,
+    is_running,
+    pair_flags,
+    plain_up,
+    started,
+    until,
+    up_command,
+)
 
 from coordinator.workers.states import RECENT_SECONDS
 from specpool.client import AsyncClient
 from specpool.rpc.ports import free_port
 from specpool.v1 import generation_pb2 as pb
 
-Pair = tuple[Path, Path]
 TRACE, CALLER = 32 * "a", 16 * "b"
-
-
-@asynccontextmanager
-async def started(
-    *arguments: str, sighup: signal.Handlers = signal.SIG_DFL, **environment: str
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run `specpool ...` with this inherited SIGHUP handler; kill it at the end."""
-    before = signal.signal(signal.SIGHUP, sighup)
-    try:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "specpool.cli.main", *arguments, env={**os.environ, **environment},
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    try:
-        async with asyncio.timeout(3 * PATIENCE_SECONDS):
-            yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
-def pair_flags(pair: Pair, *more: str) -> list[str]:
-    sizes = ["--max-model-len", "256", "--threads", "1", "--log-level", "error"]
-    return ["--port", "0", "--target", str(pair[0]), "--draft", str(pair[1]), *sizes, *more]
-
-
-def up_command(pair: Pair, *more: str) -> list[str]:
-    """`up` without the HTTP server, whose default port is the same for all tests."""
-    return ["up", "--http-port", "0", *pair_flags(pair, *more)]
-
-
-def plain_up(pair: Pair, *more: str) -> list[str]:
-    """`up` without a draft worker, which starts faster."""
-    return up_command(pair, "--draft", "none", "--drain-seconds", "1", *more)
-
-
-async def address_of(process: asyncio.subprocess.Process) -> str:
-    """The address that `specpool up` prints once it is serving."""
-    assert process.stdout is not None
-    line = (await process.stdout.readline()).decode()
-    assert line.startswith("specpool is serving at "), line
-    return line.split()[-1]
-
-
-def children_of(pid: int) -> dict[int, str]:
-    """Command lines of the running children of a process, by pid."""
-    children = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            state, parent = status.read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == pid and state != "Z":
-                children[int(status.parent.name)] = (status.parent / "cmdline").read_text()
-    return children
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not condition():  # noqa: ASYNC110 - the state of other processes
-            await asyncio.sleep(0.05)
-
-
-async def end_all(process: asyncio.subprocess.Process, number: signal.Signals, status: int, children: int = 2) -> str:
-    """Assert that this signal ends the process with this status, and ends its children; return its stderr."""
-    pids = children_of(process.pid)
-    assert len(pids) == children
-    process.send_signal(number)
-    _, err = await process.communicate()
-    assert process.returncode == status
-    assert b"Traceback" not in err
-    await until(lambda: not any(map(is_running, pids)))
-    return err.decode()
 
 
 @pytest.mark.slow

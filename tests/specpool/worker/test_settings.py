@@ -17,6 +17,7 @@ from specpool.cli.generate import GenerateSettings
 from specpool.cli.main import COMMANDS, known_keys
 from specpool.cli.up import services_of
 from specpool.cli.up_settings import UpSettings
+from specpool.openai.settings import OpenAISettings
 from specpool.planning.settings import PlanSettings
 from specpool.rpc.config.help import name_of, options_of
 from specpool.rpc.config.settings import Settings
@@ -109,7 +110,7 @@ def test_commands_accept_the_variables_of_all_processes(
     workers = DraftWorkerSettings.keys() | TargetWorkerSettings.keys()
     assert known_keys() >= workers
     commands = set().union(*(settings.keys() for settings, _ in COMMANDS.values()))
-    assert known_keys() == workers | CoordinatorSettings.keys() | commands
+    assert known_keys() == workers | CoordinatorSettings.keys() | OpenAISettings.keys() | commands
     monkeypatch.setenv("SPECPOOL_KV_MEMORY", "8GiB")
     assert load_up().max_num_seqs == 16
     monkeypatch.setenv("SPECPOOL_MAX_NUM_SEQ", "3")
