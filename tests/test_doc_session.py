@@ -24,7 +24,7 @@ def test_a_session_of_documented_commands_with_the_embedded_pair(tmp_path: Path)
     (tmp_path / "FILE.jsonl").write_text('{"id": "a", "prompt": "The capital of Norway is"}\n')
     (tmp_path / "FILE").write_text('{"type": "boolean"}')
     activated = {**os.environ, "PATH": os.pathsep.join((str(BIN), os.environ["PATH"]))}
-    environment = {**activated, "SPECPOOL_PORT": "0", "SPECPOOL_SMG": "true"}
+    environment = {**activated, "SPECPOOL_PORT": "0", "SPECPOOL_HTTP_PORT": "0", "SPECPOOL_SMG": "true"}
     command = ["specpool", "up"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as server:
         try:

@@ -26,6 +26,8 @@ FORBIDDEN = {
     "specpool/worker": {"torch", "specpool.engine"},
     "specpool/client": {"torch", "specpool.engine", "specpool.protocol"},
     "specpool/distill": {"specpool.v1"},
+    "specpool/openai": {"coordinator", "torch", "transformers", "specpool.engine", "specpool.protocol",
+                        "specpool.worker", *WORKERS},
     "coordinator": {"torch", "specpool.engine", "specpool.worker", "specpool.client"},
     "specpool/planning": {"coordinator", "specpool.worker", *WORKERS},
     "specpool/cli": {"coordinator", "torch", "specpool.worker", *WORKERS},
@@ -57,8 +59,9 @@ MAY_NAME_STATUS_CODES = {
     "coordinator/workers/target_link.py",
     "specpool/testing/fake_worker.py",
     "specpool/client/failures.py",
+    "specpool/openai/errors.py",
     "specpool/errors/__init__.py",
-    "specpool/cli/processes.py",
+    "specpool/cli/probes.py",
 }
 # The edges, where protobuf messages are allowed.
 EDGES = (
@@ -75,6 +78,7 @@ EDGES = (
     "draft_worker/",
     "specpool/cli/",
     "specpool/client/",
+    "specpool/openai/",
     "specpool/planning/",
     "specpool/protocol/",
     "specpool/rpc/",
@@ -244,8 +248,8 @@ def loaded_by(*modules: str) -> set[str]:
 
 
 def test_clients_and_coordinator_load_no_torch_opentelemetry_or_gateway() -> None:
-    folders = ("specpool/client", "specpool/cli", "specpool/protocol", "specpool/rpc", "specpool/testing",
-               "specpool/worker", "coordinator")  # fmt: skip
+    folders = ("specpool/client", "specpool/cli", "specpool/openai", "specpool/protocol", "specpool/rpc",
+               "specpool/testing", "specpool/worker", "coordinator")  # fmt: skip
     modules = [module_of(path) for path in ALL if name_of(path).startswith(folders)]
     assert loaded_by("specpool", *modules) & {"torch", "opentelemetry"} == set()
     assert "smg_grpc_proto" not in loaded_by("specpool", "coordinator.server")

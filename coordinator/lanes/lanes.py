@@ -14,7 +14,6 @@ from coordinator.lanes.lane import Lane
 from coordinator.prompts.process_link import read_template
 from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.rounds.running import Shared
-from coordinator.workers.discovery import Discovery, Endpoint
 from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.interface import Target
@@ -25,6 +24,7 @@ from coordinator.workers.target_model import TargetModel
 from specpool.drafting.plans import SpeculationState
 from specpool.protocol.errors import UnavailableError
 from specpool.protocol.worker_info import WorkerInfo
+from specpool.rpc.discovery import Discovery, Endpoint
 from specpool.rpc.security.channel import Connector
 
 log = logging.getLogger(__name__)
@@ -167,6 +167,7 @@ class Lanes:
         link.replicas = lambda: self.links
         if settings.chat_template is not None:
             link.chat_template = read_template(settings.chat_template)
+        link.reasoning_tags = settings.reasoning_tags
         return link
 
     async def _probe_standby(self, standby: Lane) -> None:

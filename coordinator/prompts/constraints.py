@@ -16,11 +16,18 @@ __all__ = ["ConstraintError", "compile_constraint", "load_grammar_tokenizer"]
 
 MAX_ERROR_CHARACTERS = 300
 FORMATS = (
-    '{"structures": [{"begin", "schema", "end"}], "triggers": []} or '
-    '{"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": [], "tags": []}}'
+    '{"structures": [{"begin", "schema", "end"}], "triggers": []} or {"type": "structural_tag", "format": '
+    '{"type": "triggered_tags", "triggers": [], "tags": []} or '
+    '{"type": "tags_with_separator", "separator": "", "tags": []}}'
 )
 # Turns off llguidance options that would allow invalid answers.
 STRICT = {"coerce_one_of": False, "lenient": False}
+# A schema's own options take precedence.
+COMPACT = {"whitespace_flexible": False}
+
+
+Options = Mapping[str, bool]
+"""Options of llguidance for JSON, by name."""
 
 
 class ConstraintError(ValueError):
@@ -31,21 +38,20 @@ class ConstraintError(ValueError):
 class Tag:
     """A tagged part of the text: `begin`, JSON and `end`."""
 
-    trigger: str
-    """The start of `begin`. Free text cannot contain it."""
     begin: str
-    schema: Any
+    schema: str
+    """A JSON schema, with its llguidance options."""
     end: str
 
 
-def compile_constraint(tokenizer: LLTokenizer, kind: str, text: str) -> str:
+def compile_constraint(tokenizer: LLTokenizer, kind: str, text: str, json_whitespace: bool = False) -> str:
     """Convert a constraint to a grammar, which compiles and matches some text. Raises ConstraintError.
 
     `kind`: name of the field in `SamplingParams`. `text`: the field's text; for `choice`, a JSON list; for
-    `json_object`, a schema.
+    `json_object`, a schema. `json_whitespace`: allow optional whitespace in JSON.
     """
     try:
-        grammar = _convert(tokenizer, kind, text)
+        grammar = _convert(tokenizer, kind, text, {} if json_whitespace else COMPACT)
         matcher = compile_grammar(tokenizer, grammar)
     except (MemoryError, KeyboardInterrupt, ConstraintError):
         raise
@@ -60,11 +66,11 @@ def compile_constraint(tokenizer: LLTokenizer, kind: str, text: str) -> str:
     return grammar
 
 
-def _convert(tokenizer: LLTokenizer, kind: str, text: str) -> str:
+def _convert(tokenizer: LLTokenizer, kind: str, text: str, defaults: Options) -> str:
     if kind in ("json_schema", "json_object"):
-        return LLMatcher.grammar_from_json_schema(_strict(_parsed(text)))
+        return LLMatcher.grammar_from_json_schema(_with_options(_parsed(text), defaults))
     if kind == "structural_tag":
-        return _tags_grammar(_parsed(text), tokenizer)
+        return _tags_grammar(_parsed(text), tokenizer, defaults)
     if kind == "choice":
         return "start: " + " | ".join(map(_quoted, json.loads(text)))
     return grammar_from("regex" if kind == "regex" else "grammar", text)
@@ -84,29 +90,32 @@ def _parsed(text: str) -> Any:
     return value
 
 
-def _strict(schema: Any) -> str:
-    """Return a schema as JSON text, with the options in `STRICT` turned off."""
-    if isinstance(schema, dict) and isinstance(options := schema.get("x-guidance"), dict):
-        schema = {**schema, "x-guidance": {**options, **STRICT}}
+def _with_options(schema: Any, defaults: Options) -> str:
+    """Return a schema as JSON text, with its llguidance options: the defaults, its own, and `STRICT`."""
+    if schema is True:
+        schema = {}
+    if isinstance(schema, dict) and isinstance(own := schema.get("x-guidance", {}), dict):
+        schema = {**schema, "x-guidance": {**defaults, **own, **STRICT}}
     return json.dumps(schema, ensure_ascii=False)
 
 
-def _tags_grammar(value: Any, tokenizer: LLTokenizer) -> str:
+def _tags_grammar(value: Any, tokenizer: LLTokenizer, defaults: Options) -> str:
     """Return the grammar of a structural tag in the format of vLLM and SGLang, or in xgrammar's."""
     options: Mapping[str, Any] = value if isinstance(value, dict) else {}
+    kind = "triggered_tags"
     if options.get("type") == "structural_tag":
         options = options["format"] if isinstance(options.get("format"), dict) else {}
-        if (kind := options.get("type")) != "triggered_tags":
-            raise ConstraintError(f"format {_shortened(repr(kind))} is not supported; use {FORMATS}")
+        kind = options.get("type", "")
+    if kind not in ("triggered_tags", "tags_with_separator"):
+        raise ConstraintError(f"format {_shortened(repr(kind))} is not supported; use {FORMATS}")
     tags = options.get("structures", options.get("tags"))
-    triggers = options.get("triggers")
-    if not (isinstance(tags, list) and tags and isinstance(triggers, list) and all(map(_is_text, triggers))):
+    if not (isinstance(tags, list) and tags):
         raise ConstraintError(f"must be {FORMATS}")
-    read = [_read_tag(tag, triggers) for tag in tags]
-    return _lark(read, options.get("at_least_one") is True, options.get("stop_after_first") is True, tokenizer)
+    convert = _triggered_tags if kind == "triggered_tags" else _separated_tags
+    return "\n".join(["%llguidance {}", *convert([_read_tag(tag, defaults) for tag in tags], options, tokenizer)])
 
 
-def _read_tag(tag: Any, triggers: list[str]) -> Tag:
+def _read_tag(tag: Any, defaults: Options) -> Tag:
     tag = tag if isinstance(tag, dict) else {}
     begin, end, content = tag.get("begin"), tag.get("end", ""), tag.get("content")
     schema = tag.get("schema", tag.get("structural_tag_schema"))
@@ -116,40 +125,75 @@ def _read_tag(tag: Any, triggers: list[str]) -> Tag:
         schema = content.get("json_schema")
     if schema is None or not _is_text(begin) or not isinstance(end, str):
         raise ConstraintError('a tag must have a "begin" text and a schema, and may have an "end" text')
-    trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
-    if trigger is None:
-        raise ConstraintError(f"{_shortened(json.dumps(begin))} begins with none of the triggers")
-    return Tag(trigger, begin, _parsed(schema) if isinstance(schema, str) else schema, end)
+    schema = _parsed(schema) if isinstance(schema, str) else schema
+    return Tag(begin, _with_options(schema, defaults), end)
 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _lark(tags: list[Tag], at_least_one: bool, stop_after_first: bool, tokenizer: LLTokenizer) -> str:
-    """Return a Lark grammar of free text with tags.
+def _triggered_tags(tags: list[Tag], options: Mapping[str, Any], tokenizer: LLTokenizer) -> list[str]:
+    """Return the rules of free text with tags. The text cannot contain a trigger, with which every tag begins.
 
     `at_least_one`: the text begins with a tag. `stop_after_first`: it ends after the first tag.
     """
-    later, first = (" | ".join(f"{name}_{index}" for index in range(len(tags))) for name in ("tag", "first"))
-    rest = "" if stop_after_first else f"({later})* text"
-    start = f"({first}) {rest}" if at_least_one else rest or f"{later} | text"
-    lines = ["%llguidance {}", f"start: {start}", "text: TEXT", r"TEXT: /(.|\n)*/"]
+    triggers = options.get("triggers")
+    if not (isinstance(triggers, list) and all(map(_is_text, triggers))):
+        raise ConstraintError(f"must be {FORMATS}")
+    later, first = (_alternatives(name, tags) for name in ("tag", "first"))
+    rest = "" if options.get("stop_after_first") is True else f"({later})* text"
+    start = f"({first}) {rest}" if options.get("at_least_one") is True else rest or f"{later} | text"
+    lines = [f"start: {start}", "text: TEXT", r"TEXT: /(.|\n)*/"]
     for index, tag in enumerate(tags):
-        body = f"%json {_strict(tag.schema)} {_quoted(tag.end)}"
-        rest_of_begin = _quoted(tag.begin.removeprefix(tag.trigger))
-        token_ids = tokenizer.tokenize_str(tag.trigger, parse_special=True)
-        if len(token_ids) == 1 and tokenizer.is_special_token(token_ids[0]):
-            token = f"<[{token_ids[0]}]>"  # free text has no special tokens
-            lines += [f"tag_{index}: TEXT {token} {rest_of_begin} {body}"]
-            lines += [f"first_{index}: {token} {rest_of_begin} {body}"]
+        trigger = _trigger_of(tag, triggers)
+        body = f"{_terms(tag.begin.removeprefix(trigger), tokenizer)} {_body(tag, tokenizer)}"
+        terms = _terms(trigger, tokenizer)
+        lines.append(f"first_{index}: {terms} {body}")
+        if terms.startswith("<"):  # free text has no special tokens
+            lines.append(f"tag_{index}: TEXT {terms} {body}")
         else:
-            lines += [
-                f"head_{index}[lazy]: TEXT {_quoted(tag.trigger)}",
-                f"tag_{index}: head_{index} {rest_of_begin} {body}",
-            ]
-            lines += [f"first_{index}: {_quoted(tag.begin)} {body}"]
-    return "\n".join(lines)
+            lines += [f"head_{index}[lazy]: TEXT {terms}", f"tag_{index}: head_{index} {body}"]
+    return lines
+
+
+def _separated_tags(tags: list[Tag], options: Mapping[str, Any], tokenizer: LLTokenizer) -> list[str]:
+    """Return the rules of a list of tags without other text.
+
+    `at_least_one`: the list is not empty. `stop_after_first`: it has at most one tag.
+    """
+    separator = options.get("separator", "")
+    if not isinstance(separator, str):
+        raise ConstraintError("the separator must be a text")
+    later = "" if options.get("stop_after_first") is True else f"({_terms(separator, tokenizer)} tag)*"
+    start = f"tag {later}" if options.get("at_least_one") is True else f"(tag {later})?"
+    rules = (f"tag_{i}: {_terms(tag.begin, tokenizer)} {_body(tag, tokenizer)}" for i, tag in enumerate(tags))
+    return [f"start: {start}", f"tag: {_alternatives('tag', tags)}", *rules]
+
+
+def _alternatives(name: str, tags: list[Tag]) -> str:
+    return " | ".join(f"{name}_{index}" for index in range(len(tags)))
+
+
+def _trigger_of(tag: Tag, triggers: list[str]) -> str:
+    trigger = next((trigger for trigger in triggers if tag.begin.startswith(trigger)), None)
+    if trigger is None:
+        raise ConstraintError(f"{_shortened(json.dumps(tag.begin))} begins with none of the triggers")
+    return trigger
+
+
+def _body(tag: Tag, tokenizer: LLTokenizer) -> str:
+    return f"%json {tag.schema} {_terms(tag.end, tokenizer)}"
+
+
+def _terms(text: str, tokenizer: LLTokenizer) -> str:
+    """Return a text as Lark terms: its special tokens, and literals between them."""
+    terms = []
+    for token_id in tokenizer.tokenize_str(text, parse_special=True):
+        if tokenizer.is_special_token(token_id) and (token := tokenizer.decode_str([token_id])) in text:
+            before, _, text = text.partition(token)
+            terms += [_quoted(before), f"<[{token_id}]>"]
+    return " ".join(filter(None, [*terms, _quoted(text)]))
 
 
 def _quoted(text: str) -> str:

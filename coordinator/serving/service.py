@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -17,6 +17,7 @@ from coordinator.workers.states import LinkState, Recent
 from specpool.environment.process import package_version
 from specpool.protocol.codec import logprobs_message, model_message
 from specpool.protocol.errors import InvalidArgumentError, ServiceError, UnavailableError
+from specpool.protocol.sampling import TokenLogprobs
 from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.server.callers import client_of
 from specpool.rpc.server.calls import UnreadStream
@@ -94,7 +95,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         async with self._intake.generation(request, context) as (generation, _):
-            first, *others = [await _response(sample) for sample in await generation.finished()]
+            texts = self._coordinator.tokenizer.token_texts
+            first, *others = [await _response(sample, texts) for sample in await generation.finished()]
             first.other_samples.extend(others)
             return first
 
@@ -103,16 +105,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """Stream tokens as they are committed, at the pace of the client."""
         async with self._intake.generation(request, context, stream=True) as (generation, fail):
-            request_id = generation.request_id
+            message = partial(
+                pb.GenerateStreamResponse,
+                request_id=generation.request_id,
+                starts_in_reasoning=generation.samples[0].sequence.request.starts_in_reasoning,
+            )
+            texts = self._coordinator.tokenizer.token_texts
             async for sample, commit in generation.stream(fail):
                 if commit is None:
-                    yield pb.GenerateStreamResponse(request_id=request_id, complete=await _response(sample))
+                    yield message(complete=await _response(sample, texts))
                 elif commit.token_ids or commit.text:
-                    logprobs = map(logprobs_message, commit.logprobs)
+                    logprobs = _logprobs(commit.token_ids, commit.logprobs, texts)
                     chunk = pb.GenerateChunk(
                         index=sample.index, text=commit.text, token_ids=commit.token_ids, logprobs=logprobs
                     )
-                    yield pb.GenerateStreamResponse(request_id=request_id, chunk=chunk)
+                    yield message(chunk=chunk)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """End a request in flight of the same client."""
@@ -121,7 +128,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         coordinator, settings = self._coordinator, self._coordinator.settings
-        max_model_len = coordinator.max_model_len
+        tokenizer, max_model_len = coordinator.tokenizer, coordinator.max_model_len
+        tags, template = tokenizer.reasoning, tokenizer.template
         drafts = [info for _, info in sorted(coordinator.lanes.drafts, key=lambda draft: not draft[0].is_ready)]
         return pb.GetModelInfoResponse(
             max_model_len=max_model_len,
@@ -130,9 +138,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             default_max_tokens=settings.default_max_tokens,
             num_speculative_tokens=settings.num_speculative_tokens,
             max_num_speculative_tokens=settings.max_num_speculative_tokens,
-            has_chat_template=coordinator.tokenizer.template is not None,
-            eos_token_ids=coordinator.tokenizer.files.eos_token_ids,
+            has_chat_template=template is not None,
+            eos_token_ids=tokenizer.files.eos_token_ids,
             served_model_name=coordinator.served_model_name,
+            reasoning=pb.ReasoningTags(begin=tags.begin, end=tags.end) if tags is not None else None,
+            tool_call_format=tokenizer.tool_call_format,
+            chat_template_options=sorted(template.options) if template is not None else (),
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
@@ -180,11 +191,23 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
 
-async def _response(sample: Sample) -> pb.GenerateResponse:
-    response = _without_logprobs(sample)
+async def _response(sample: Sample, texts: Mapping[int, str]) -> pb.GenerateResponse:
+    """Return the result of a sample. `texts`: of single tokens."""
+    response, token_ids = _without_logprobs(sample), iter(sample.sequence.generated_ids)
     async for logprobs in sample.logprobs():
-        response.logprobs.extend(map(logprobs_message, logprobs))
+        response.logprobs.extend(_logprobs(token_ids, logprobs, texts))
     return response
+
+
+def _logprobs(
+    token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs], texts: Mapping[int, str]
+) -> Iterator[common_pb2.TokenLogprobs]:
+    """Yield the messages of log-probabilities. `token_ids` may continue after them."""
+    for each, token_id in zip(logprobs, token_ids, strict=False):
+        message = logprobs_message(each)
+        message.text = texts[token_id]
+        message.top_texts.extend(map(texts.__getitem__, each.top_token_ids))
+        yield message
 
 
 def _without_logprobs(sample: Sample) -> pb.GenerateResponse:
@@ -214,6 +237,7 @@ def _without_logprobs(sample: Sample) -> pb.GenerateResponse:
             num_accepted_draft_tokens=speculation.accepted_tokens,
         ),
         timings=pb.Timings(**vars(sample.timings)),
+        starts_in_reasoning=sequence.request.starts_in_reasoning,
     )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS
-from coordinator.workers.discovery import Discovery, Endpoint
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.interface import WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.link import RENEWED
@@ -15,6 +14,7 @@ from specpool.drafting.costs import UNKNOWN_DRAFT, StepTimes, Timed
 from specpool.drafting.outcome import draft_steps
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
 from specpool.protocol.worker_info import WorkerInfo
+from specpool.rpc.discovery import Discovery, Endpoint
 
 log = logging.getLogger(__name__)
 

@@ -80,6 +80,10 @@ class GenerateSettings(Settings, ClientSecurity):
     regex: str | None = Field(None, description="regular expression that the answer must match")
     grammar: Path | None = Field(None, description="file with a Lark or GBNF grammar of the answer")
     choice: list[str] | None = Field(None, description="allowed answer; repeat the flag for more")
+    constraint_after_reasoning: bool | None = Field(None, description="apply the constraint only after the reasoning")
+    json_whitespace: bool | None = Field(None, description="allow optional whitespace in JSON")
+    max_thinking_tokens: int | None = Field(None, ge=0, le=UINT32_MAX, description="maximum tokens of the reasoning")
+    skip_special_tokens: bool | None = Field(None, description="omit special tokens from the text, as by default")
     seed: int | None = Field(
         None, ge=0, le=UINT64_MAX, description="seed of sampling; default: a random one, shown by --json"
     )
@@ -108,10 +112,10 @@ class GenerateSettings(Settings, ClientSecurity):
         if self.prompt is not None and self.prompts is not None:
             raise ValueError("give a prompt or a file of prompts, not both")
         if self.chat and self.prompts is not None:
-            raise ValueError('chat is for a prompt; a chat in a file has "messages" instead of "prompt"')
+            raise ValueError('--chat is for a prompt; a chat in a file has "messages" instead of "prompt"')
         if self.chat_template_kwargs is not None and not self.chat and self.prompts is None:
-            raise ValueError("chat_template_kwargs needs chat, or a file of prompts with chats")
-        given = [name for name in CONSTRAINTS if getattr(self, name, None) is not None]
+            raise ValueError("chat_template_kwargs needs --chat, or a file of prompts with chats")
+        given = [f"--{name.replace('_', '-')}" for name in CONSTRAINTS if getattr(self, name, None) is not None]
         if len(given) > 1:
             raise ValueError(f"give only one of {', '.join(given)}")
         return self

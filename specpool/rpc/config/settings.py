@@ -170,8 +170,14 @@ class ListeningSettings(Settings):
     log_format: LogFormat = Field("text", description="log format: text, or json with one object per line")
 
 
-class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
-    """Settings of every Specpool server."""
+class ProcessSettings(ListeningSettings):
+    """Settings of a process that listens and may have a parent."""
+
+    parent_pid: int | None = Field(None, ge=1, description="stop when this parent process exits; default: never")
+
+
+class ServerSettings(ProcessSettings, ServerSecurity, TraceSettings):
+    """Settings of every gRPC server."""
 
     health_port: int | None = Field(
         None,
@@ -202,8 +208,6 @@ class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
     )
     receive_seconds: Seconds = Field(10.0, gt=0, description="time for a request to arrive")
     stream_stall_seconds: Seconds = Field(60.0, gt=0, description="time without a read after which a stream fails")
-
-    parent_pid: int | None = Field(None, ge=1, description="stop when this parent process exits; default: never")
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:

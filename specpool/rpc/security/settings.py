@@ -20,8 +20,8 @@ def _split(value: object) -> object:
 Names: TypeAlias = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode, BeforeValidator(_split)]
 
 
-class ServerSecurity(BaseModel, frozen=True):
-    """Who may connect to a server, and how."""
+class ServerTls(BaseModel, frozen=True):
+    """TLS of a server."""
 
     tls_cert: Path | None = Field(
         None, description="PEM file of the server's certificate; connections must then use TLS"
@@ -30,6 +30,26 @@ class ServerSecurity(BaseModel, frozen=True):
     tls_ca: Path | None = Field(
         None, description="PEM file of a CA; clients must present a certificate signed by it (mutual TLS)"
     )
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """The server's TLS files, or None without TLS. Raises ValueError unless certificate and key are both set."""
+        files = TlsFiles(self.tls_ca, self.tls_cert, self.tls_key)
+        return files if files.cert is not None else None
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        files = self.tls_files
+        if files is not None:
+            files.load()
+        elif self.tls_ca is not None:
+            raise ValueError("tls_ca: must be given with tls_cert and tls_key")
+        return self
+
+
+class ServerSecurity(ServerTls, frozen=True):
+    """Who may connect to a gRPC server, and how."""
+
     allowed_names: Names = Field(
         (),
         description="comma-separated names (DNS, URI or common name); client certificates must have one of them; "
@@ -42,19 +62,8 @@ class ServerSecurity(BaseModel, frozen=True):
         True, description="serve gRPC reflection, which describes services and messages to clients"
     )
 
-    @property
-    def tls_files(self) -> TlsFiles | None:
-        """The server's TLS files, or None without TLS. Raises ValueError unless certificate and key are both set."""
-        files = TlsFiles(self.tls_ca, self.tls_cert, self.tls_key)
-        return files if files.cert is not None else None
-
     @model_validator(mode="after")
-    def _check_security(self) -> Self:
-        files = self.tls_files
-        if files is not None:
-            files.load()
-        elif self.tls_ca is not None:
-            raise ValueError("tls_ca: must be given with tls_cert and tls_key")
+    def _check_callers(self) -> Self:
         if self.allowed_names and self.tls_ca is None:
             raise ValueError("allowed_names: must be given with tls_ca")
         if self.api_tokens is not None:

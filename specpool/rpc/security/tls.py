@@ -96,7 +96,12 @@ class TlsFiles:
 
     def reloaded(self) -> Reloaded[Pem]:
         """Return the contents, reloaded after each change. Raises ValueError as `load` does."""
-        return Reloaded([path for path in (self.ca, self.cert, self.key) if path is not None], self.load)
+        return Reloaded(self.paths, self.load)
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files that are set."""
+        return [path for path in (self.ca, self.cert, self.key) if path is not None]
 
     def _certificates(self, part: str, path: Path | None) -> bytes | None:
         if path is None:

@@ -23,14 +23,12 @@ from specpool.rpc.server.calls import Rates
 from specpool.rpc.server.connections import connection_options
 from specpool.rpc.server.health import MAX_HEALTH_REQUEST_BYTES, HealthServicer, process_name
 from specpool.rpc.server.interceptor import CallInterceptor
-from specpool.rpc.server.signals import StopSignals
+from specpool.rpc.server.signals import StopSignals, wait_orphaned
 
 log = logging.getLogger(__name__)
 
 LIVE = "live"
 """Name of the liveness check: SERVING unless a restart of the process would help."""
-
-PARENT_CHECK_SECONDS = 0.5
 
 HEALTH_MESSAGE = ("grpc.max_receive_message_length", MAX_HEALTH_REQUEST_BYTES)
 
@@ -98,7 +96,7 @@ class Server:
             self._watch_port(monitoring_host, health_port)
         log.info("listening on %s%s", join_address(host, port), " with TLS" if self._credentials is not None else "")
         if self._settings.api_tokens is not None and self._credentials is None and not is_loopback(host):
-            log.warning("api_tokens is set without tls_cert: tokens travel in plain text")
+            log.warning("--api-tokens is set without --tls-cert: tokens travel in plain text")
         return port
 
     def _watch_port(self, host: str, port: int) -> None:
@@ -198,11 +196,8 @@ class Server:
             self.stop(drain=False)
 
     async def _stop_when_orphaned(self, parent_pid: int) -> None:
-        while True:
-            await asyncio.sleep(PARENT_CHECK_SECONDS)
-            if os.getppid() != parent_pid:
-                log.warning("parent process %d exited; stopping", parent_pid)
-                return self.stop(drain=False)
+        await wait_orphaned(parent_pid)
+        self.stop(drain=False)
 
 
 def _listen(setting: str, host: str, port: int, add_port: Callable[[str], int]) -> int:

@@ -12,6 +12,7 @@ log = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Time to exit after a second signal, and after the server has stopped. A hanging thread must not outlast it.
 FORCED_EXIT_SECONDS, EXIT_SECONDS = 1.0, 10.0
+PARENT_CHECK_SECONDS = 0.5
 
 
 class StopSignals:
@@ -52,6 +53,13 @@ class StopSignals:
             self._exit_timer = threading.Timer(seconds, _end)
             self._exit_timer.daemon = True
             self._exit_timer.start()
+
+
+async def wait_orphaned(parent_pid: int) -> None:
+    """Wait until the parent process exits."""
+    while os.getppid() == parent_pid:  # noqa: ASYNC110 - there is no event for it
+        await asyncio.sleep(PARENT_CHECK_SECONDS)
+    log.warning("parent process %d exited; stopping", parent_pid)
 
 
 def _end() -> None:

@@ -239,7 +239,7 @@ async def test_unread_streams_pause_in_either_lane() -> None:
 # --- DNS names
 
 
-DISCOVERY = "coordinator.workers.discovery"
+DISCOVERY = "specpool.rpc.discovery"
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 
 

@@ -28,10 +28,17 @@ def tokenizer() -> LLTokenizer:
     return load_grammar_tokenizer(TokenizerFiles(BYTES.to_str().encode(), "", {}, (EOS_TOKEN_ID,)), VOCAB_SIZE)
 
 
-def matches(tokenizer: LLTokenizer, kind: str, constraint: Any, text: str, special: bool = False) -> bool | None:
+def matches(
+    tokenizer: LLTokenizer,
+    kind: str,
+    constraint: Any,
+    text: str,
+    special: bool = False,
+    json_whitespace: bool = False,
+) -> bool | None:
     """Whether a text matches, or None if it is the beginning of a match."""
     source = constraint if isinstance(constraint, str) else json.dumps(constraint)
-    matcher = compile_grammar(tokenizer, compile_constraint(tokenizer, kind, source))
+    matcher = compile_grammar(tokenizer, compile_constraint(tokenizer, kind, source, json_whitespace))
     # Even without `parse_special`, the text "<eos>" as a whole is tokenized as the special token.
     parts = [text] if special else text
     token_ids = [token_id for part in parts for token_id in tokenizer.tokenize_str(part, parse_special=special)]
@@ -41,11 +48,11 @@ def matches(tokenizer: LLTokenizer, kind: str, constraint: Any, text: str, speci
 
 
 CASES = [
-    ("json_schema", POINT, '{"x": 12}', True),
-    ("json_schema", POINT, '{"x": 1', None),
+    ("json_schema", POINT, '{"x":12}', True),
+    ("json_schema", POINT, '{"x":1', None),
     ("json_schema", POINT, '{"y"', False),
-    ("json_schema", True, "[1, null]", True),
-    ("json_object", ANY, '{"a": [1, {"b": "c"}]}', True),
+    ("json_schema", True, "[1,null]", True),
+    ("json_object", ANY, '{"a":[1,{"b":"c d"}]}', True),
     ("json_object", ANY, "[", False),
     ("regex", r"\d{4}-\d{2}", "2026-11", True),
     ("regex", r"\d{4}-\d{2}", "2026-", None),
@@ -112,7 +119,7 @@ def triggered(begin: str = "<fn=a>", trigger: str = "<fn=", **options: bool) -> 
     }
 
 
-CALL = '<fn=a>{"x": 1}</fn>'
+CALL = '<fn=a>{"x":1}</fn>'
 
 
 @pytest.mark.parametrize("tag", [LEGACY, triggered()], ids=["vllm", "xgrammar"])
@@ -122,7 +129,7 @@ def test_structural_tags_constrain_the_tagged_parts_only(tokenizer: LLTokenizer,
         (f"hi {CALL}{CALL} bye", True),
         ("<fn=b", False),
         ('hi <fn=a>{"y', False),
-        ('<fn=a>{"x": 1}', None),
+        ('<fn=a>{"x":1}', None),
     ):
         assert matches(tokenizer, "structural_tag", tag, text) is expected
 
@@ -139,16 +146,73 @@ def test_structural_tags_can_require_a_tag_and_end_after_it(tokenizer: LLTokeniz
         assert found == expected, options
 
 
-def test_a_trigger_may_be_a_special_token() -> None:
+def separated(separator: str = ", ", begin: str = "<fn=a>", **options: bool) -> dict[str, Any]:
+    tags = [{"begin": begin, "content": {"type": "json_schema", "json_schema": POINT}, "end": "</fn>"}]
+    form = {"type": "tags_with_separator", "separator": separator, "tags": tags, **options}
+    return {"type": "structural_tag", "format": form}
+
+
+@pytest.mark.parametrize("separator", ["", ", "])
+def test_structural_tags_can_be_the_whole_text(tokenizer: LLTokenizer, separator: str) -> None:
+    cases: list[tuple[dict[str, bool], list[bool | None]]] = [
+        ({}, [True, True, True]),
+        ({"at_least_one": True}, [None, True, True]),
+        ({"stop_after_first": True}, [True, True, False]),
+        ({"at_least_one": True, "stop_after_first": True}, [None, True, False]),
+    ]
+    for options, expected in cases:
+        tag = separated(separator, **options)
+        texts = ("", CALL, f"{CALL}{separator}{CALL}")
+        assert [matches(tokenizer, "structural_tag", tag, text) for text in texts] == expected, options
+        assert matches(tokenizer, "structural_tag", tag, f"hi {CALL}") is False
+        assert matches(tokenizer, "structural_tag", tag, f"{CALL}{separator}{CALL}.") is False
+
+
+def special_tokenizer(*tokens: str) -> LLTokenizer:
     library = byte_tokenizer()
-    library.add_special_tokens(["<call>"])
-    tokenizer = load_grammar_tokenizer(
-        TokenizerFiles(library.to_str().encode(), "", {}, (EOS_TOKEN_ID,)), VOCAB_SIZE + 1
-    )
+    library.add_special_tokens(list(tokens))
+    files = TokenizerFiles(library.to_str().encode(), "", {}, (EOS_TOKEN_ID,))
+    return load_grammar_tokenizer(files, VOCAB_SIZE + len(tokens))
+
+
+def test_tags_may_contain_special_tokens() -> None:
+    tokenizer = special_tokenizer("<call>", "<args>")
+    begin = "<call>é <args>"
+    for tag in (separated(begin=begin), triggered(begin, "<call>"), triggered(begin, "<call>", at_least_one=True)):
+        assert matches(tokenizer, "structural_tag", tag, '<call>é <args>{"x":1}</fn>', special=True) is True
+        assert matches(tokenizer, "structural_tag", tag, '<call>é {"x', special=True) is False
+
+
+def test_a_trigger_may_be_a_special_token() -> None:
+    tokenizer = special_tokenizer("<call>")
     for at_least_one in (False, True):
         tag = triggered("<call>:", "<call>", at_least_one=at_least_one)
-        assert matches(tokenizer, "structural_tag", tag, '<call>:{"x": 1}</fn>', special=True) is True
+        assert matches(tokenizer, "structural_tag", tag, '<call>:{"x":1}</fn>', special=True) is True
         assert matches(tokenizer, "structural_tag", tag, "<call>x", special=True) is False
+
+
+@pytest.mark.parametrize(
+    ("kind", "constraint", "answer"),
+    [
+        ("json_schema", POINT, '{"x": 1}'),
+        ("json_schema", True, "[1, 2]"),
+        ("json_object", ANY, '{ "a":1}'),
+        ("structural_tag", LEGACY, '<fn=a>{"x": 1}</fn>'),
+        ("structural_tag", triggered(), '<fn=a>{"x":1 }</fn>'),
+    ],
+)
+def test_json_is_compact_unless_whitespace_is_allowed(
+    tokenizer: LLTokenizer, kind: str, constraint: Any, answer: str
+) -> None:
+    assert matches(tokenizer, kind, constraint, answer) is False
+    assert matches(tokenizer, kind, constraint, answer, json_whitespace=True) is True
+
+
+def test_options_of_a_schema_decide_about_whitespace(tokenizer: LLTokenizer) -> None:
+    for options in ({"whitespace_flexible": True}, {"whitespace_pattern": " ?"}, {"key_separator": ": "}):
+        assert matches(tokenizer, "json_schema", {**POINT, "x-guidance": options}, '{"x": 1}') is True
+    compact = {**POINT, "x-guidance": {"whitespace_flexible": False}}
+    assert matches(tokenizer, "json_schema", compact, '{"x": 1}', json_whitespace=True) is False
 
 
 REFUSED = [
@@ -174,6 +238,8 @@ REFUSED = [
         "format 'any_text' is not supported",
     ),
     ("structural_tag", '{"structures": [{}], "triggers": ["a"]}', "a tag must have"),
+    ("structural_tag", '{"type": "structural_tag", "format": {"type": "tags_with_separator"}}', "must be {"),
+    ("structural_tag", json.dumps(separated(5)), "the separator must be a text"),  # type: ignore[arg-type]
     ("structural_tag", json.dumps({**LEGACY, "triggers": ["x"]}), '"<fn=a>" begins with none of the triggers'),
     (
         "structural_tag",

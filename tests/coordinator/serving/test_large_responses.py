@@ -1,6 +1,7 @@
 """Building a response with many log-probabilities does not block the event loop."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -45,7 +46,7 @@ async def turns_during(work: Awaitable[R]) -> tuple[int, R]:
 
 
 async def test_large_responses_leave_turns_to_other_tasks() -> None:
-    turns, response = await turns_during(_response(make_sample()))
+    turns, response = await turns_during(_response(make_sample(), defaultdict(str)))
     assert turns >= COMMITS / TOKENS_PER_TURN
     assert [each.top_token_ids[0] for each in response.logprobs] == list(response.token_ids) == list(range(COMMITS))
     assert response.text == "x" * COMMITS

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS
-from coordinator.workers.discovery import Discovery, Endpoint
 from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.interface import Cause, WorkerRefusedError, WorkerUnreachableError
 from specpool.drafting.costs import StepTimes, Timed
@@ -19,6 +18,7 @@ from specpool.protocol.features import FeatureSpec
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
 from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.worker_info import WorkerInfo
+from specpool.rpc.discovery import Discovery, Endpoint
 from specpool.testing.fake_caches import FakeCaches
 
 STEP_SECONDS = {1: 0.001, 8: 0.002}

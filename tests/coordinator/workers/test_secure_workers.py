@@ -80,7 +80,7 @@ async def test_certificates_of_followed_names_are_checked(
     async def resolve(host: str, port: int) -> list[str]:
         return ["127.0.0.1"]
 
-    monkeypatch.setattr("coordinator.workers.discovery._resolve", resolve)
+    monkeypatch.setattr("specpool.rpc.discovery._resolve", resolve)
     target, own = FakeTarget(), mutual(ca, certificates["coordinator"])
     presented = mutual(ca, ca.issue("drafts", ["DNS:drafts.svc"]))
     async with (

@@ -172,7 +172,7 @@ async def test_records_of_a_name_are_followed() -> None:
         return records
 
     names = [f"dns:///drafts.svc:{port}"]
-    module = "coordinator.workers.discovery"
+    module = "specpool.rpc.discovery"
     with mock.patch(f"{module}._resolve", resolve), mock.patch(f"{module}.RESOLVE_SECONDS", 0.05):
         for host, draft in drafts.items():
             await draft.start(f"{host}:{port}")

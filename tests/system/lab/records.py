@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from coordinator import server
-from coordinator.workers import discovery
 from specpool.cli.processes import Service
+from specpool.rpc import discovery
 from specpool.rpc.security.channel import FOLLOWED
 
 FOLDER = "LAB_RECORDS"

@@ -10,13 +10,13 @@ import pytest
 from pydantic import ValidationError
 
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.workers.discovery import Discovery, Endpoint
+from specpool.rpc.discovery import Discovery, Endpoint
 from specpool.rpc.security.channel import SecurityOptions
 
 
 @pytest.fixture(autouse=True)
 def _resolve_often() -> Iterator[None]:
-    with mock.patch("coordinator.workers.discovery.RESOLVE_SECONDS", 0.01):
+    with mock.patch("specpool.rpc.discovery.RESOLVE_SECONDS", 0.01):
         yield
 
 
@@ -57,7 +57,7 @@ async def test_records_of_a_name_are_followed(caplog: pytest.LogCaptureFixture) 
 
 
 async def test_slow_resolution_keeps_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.workers.discovery.TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr("specpool.rpc.discovery.TIMEOUT_SECONDS", 0.01)
     hangs = False
 
     async def resolve(host: str, port: int) -> list[str]:

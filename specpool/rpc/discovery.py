@@ -1,4 +1,4 @@
-"""The addresses of a role's workers: fixed ones, and those behind DNS names whose records are followed."""
+"""The addresses of the servers of a role: fixed ones, and those behind DNS names whose records are followed."""
 
 import asyncio
 import logging
@@ -23,14 +23,14 @@ Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a worker listens."""
+    """Where a server listens."""
 
     address: str
     name: str | None = None
     """DNS name that resolved to the address; None for a fixed address."""
 
     def secured(self, security: SecurityOptions) -> SecurityOptions:
-        """Return the options of a connector to it. The worker's certificate has its DNS name, not its IP address."""
+        """Return the options of a connector to it. The server's certificate has its DNS name, not its IP address."""
         if self.name is None or security.get("tls_ca") is None or security.get("tls_name") is not None:
             return security
         return security | SecurityOptions(tls_name=self.name)

@@ -1,0 +1,245 @@
+"""Bodies of requests. Fields that are not listed here are refused by name."""
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from specpool.openai.errors import UNKNOWN_PARAMETER, UNSUPPORTED_PARAMETER, ApiError, invalid
+
+MAX_PROMPTS = 128
+"""Prompts of one request for completions."""
+
+INT32 = Field(ge=-(2**31), lt=2**31)
+UINT32 = Field(ge=0, lt=2**32)
+Int32: TypeAlias = Annotated[int, INT32]
+Uint32: TypeAlias = Annotated[int, UINT32]
+
+# Fields of OpenAI's API that change the answer in a way that this server does not support, and why.
+UNSUPPORTED = {
+    "audio": "audio is not supported",
+    "best_of": "use n",
+    "echo": "prompts cannot be returned",
+    "function_call": "deprecated; use tool_choice",
+    "functions": "deprecated; use tools",
+    "moderation": "answers are not moderated",
+    "prediction": "predicted outputs are not supported",
+    "suffix": "text cannot be inserted",
+    "verbosity": "use a message or chat_template_kwargs",
+    "web_search_options": "there is no web search",
+}
+
+
+class Body(BaseModel):
+    """A part of a body."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+
+class TextPart(Body):
+    type: Literal["text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+
+def _check_part(part: Any) -> Any:
+    if isinstance(part, dict) and part.get("type") not in ("text", "refusal", None):
+        raise ValueError(f"a part of type {str(part['type'])[:40]!r} is not supported; only text is")
+    return part
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(Body):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class Message(Body):
+    """A message, including those that an earlier answer returned."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Annotated[TextPart, BeforeValidator(_check_part)]] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    # Fields of answers that this server leaves unset.
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> "Message":
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content: required unless the message has tool_calls")
+        return self
+
+    @property
+    def text(self) -> str | None:
+        """The content as one text."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text or part.refusal or "" for part in self.content)
+        return self.content
+
+
+class JsonSchemaFormat(Body):
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema: must be given with type json_schema, and only then")
+        return self
+
+
+class StructuredOutputs(Body):
+    """Constraints, as in vLLM's API."""
+
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: Literal[True] | None = None
+    structural_tag: dict[str, Any] | str | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> "StructuredOutputs":
+        if len(self.model_fields_set) != 1 or not any(value is not None for _, value in self):
+            names = sorted(field.alias or name for name, field in StructuredOutputs.model_fields.items())
+            raise ValueError(f"must have one of {', '.join(names)}")
+        return self
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    """Ignored: it pads chunks of OpenAI's own service."""
+
+
+def _texts(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class GenerationBody(Body):
+    """Fields of chats and completions."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Uint32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    n: Uint32 | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: Annotated[list[str], BeforeValidator(_texts)] | None = None
+    response_format: ResponseFormat | None = None
+    # Of vLLM's API
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Uint32 | None = None
+    stop_token_ids: list[Uint32] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
+    priority: Int32 = 0
+    cache_salt: str | None = None
+    # Of our own API
+    json_whitespace: bool = False
+    constraint_after_reasoning: bool | None = None
+    max_thinking_tokens: Uint32 | None = None
+    # Ignored
+    user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_supported(cls, values: Any) -> Any:
+        for name in UNSUPPORTED.keys() & values.keys() if isinstance(values, dict) else ():
+            if values[name] is not None and values[name] is not False:
+                raise invalid(name, f"not supported: {UNSUPPORTED[name]}", UNSUPPORTED_PARAMETER)
+        unset = {name for name in UNSUPPORTED if name in values}
+        return {name: value for name, value in values.items() if name not in unset}
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatBody(GenerationBody):
+    """Body of `/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: Uint32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int32 | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool = True
+    # Ignored
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+
+
+class CompletionBody(GenerationBody):
+    """Body of `/v1/completions`."""
+
+    prompt: str | list[str] | list[Uint32] | list[list[Uint32]]
+    logprobs: Int32 | None = None
+
+
+def explain(error: ValidationError) -> ApiError:
+    """Return the error of a body, with the path of its first invalid field."""
+    problems = error.errors(include_url=False, include_input=False)
+    unknown = (each for each in problems if each["type"] == "extra_forbidden")
+    problem = next(unknown, max(problems, key=lambda each: len(each["loc"])))  # the deepest alternative of a union
+    param = _path(problem)
+    if problem["type"] == "extra_forbidden":
+        return ApiError(400, f"Unknown parameter: '{param}'.", param=param, code=UNKNOWN_PARAMETER)
+    reason = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        return invalid(param, "required", "missing_required_parameter")
+    code = "invalid_type" if problem["type"].endswith("_type") else "invalid_value"
+    return invalid(param, reason[:1].lower() + reason[1:], code)
+
+
+# Alternatives of unions, which pydantic puts into paths. Others, such as "list[str]", are no names of fields.
+_ALTERNATIVES = {"str", "bool", "int"}
+
+
+def _path(problem: ErrorDetails) -> str:
+    """Return the path of a field, such as `messages[0].content`."""
+    path = ""
+    for part in problem["loc"]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.replace("_", "").isalnum() and part not in _ALTERNATIVES:
+            path += f".{part}" if path else part
+    return path

@@ -1,0 +1,108 @@
+"""Errors in the form of OpenAI's API, and the table of gRPC status codes and HTTP statuses."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from grpc import StatusCode
+
+from specpool.rpc.status import ANSWERED, details_of
+
+INVALID, MODEL_NOT_FOUND, UNKNOWN_PARAMETER = "invalid_request_error", "model_not_found", "unknown_parameter"
+UNSUPPORTED_PARAMETER = "unsupported_parameter"
+RETRY_SECONDS = 1.0
+"""Delay to suggest if the coordinator suggests none."""
+
+# HTTP status, type and code by status code.
+_STATUSES: dict[StatusCode, tuple[int, str, str | None]] = {
+    StatusCode.INVALID_ARGUMENT: (400, INVALID, "invalid_value"),
+    StatusCode.UNAUTHENTICATED: (401, "authentication_error", "invalid_api_key"),
+    StatusCode.PERMISSION_DENIED: (403, "permission_error", None),
+    StatusCode.NOT_FOUND: (404, "not_found_error", None),
+    StatusCode.ALREADY_EXISTS: (409, "conflict_error", None),
+    StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error", "rate_limit_exceeded"),
+    StatusCode.UNIMPLEMENTED: (501, INVALID, "unsupported"),
+    StatusCode.UNAVAILABLE: (503, "server_error", "unavailable"),
+    StatusCode.CANCELLED: (503, "server_error", "unavailable"),
+    StatusCode.DEADLINE_EXCEEDED: (504, "server_error", "timeout"),
+}
+_FAULT = (500, "server_error", None)
+_RETRYABLE = (429, 503)
+
+# Fields of our API whose names differ in OpenAI's. Requests may add others.
+_PARTS = ("sampling_params.", "chat.")
+_NAMES = {"text": "prompt", "tokenized.input_ids": "prompt"}
+
+
+@dataclass
+class ApiError(Exception):
+    """A refused request."""
+
+    status: int
+    message: str
+    type: str = INVALID
+    param: str | None = None
+    code: str | None = None
+    retry_seconds: float | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+    def all_headers(self) -> dict[str, str]:
+        if self.retry_seconds is None:
+            return self.headers
+        return {**self.headers, "retry-after": str(max(1, math.ceil(self.retry_seconds)))}
+
+
+def invalid(param: str | None, reason: str, code: str | None = "invalid_value") -> ApiError:
+    """Return the error of an invalid field."""
+    return ApiError(400, f"{param}: {reason}" if param else reason, param=param, code=code)
+
+
+def unknown_model(model: str, served: str) -> ApiError:
+    message = f"model: {model!r} does not exist; this server has {served!r}"
+    return ApiError(404, message, "not_found_error", "model", MODEL_NOT_FOUND)
+
+
+def unavailable(reason: str) -> ApiError:
+    return ApiError(503, reason, "server_error", code="unavailable", retry_seconds=RETRY_SECONDS)
+
+
+def api_error(error: Any, names: Mapping[str, str] | None = None) -> ApiError:
+    """Convert a `grpc.RpcError`. `names`: fields of the request's body by their names in our API."""
+    status, kind, code = _STATUSES.get(error.code(), _FAULT)
+    details, message, param = details_of(error), error.details() or "", None
+    if details.field:
+        param = _param(details.field, names or {})
+        message = f"{param}: {details.rule}"
+    elif status == 401:
+        message = message.replace("authorization:", "Authorization:", 1)
+    elif is_unreachable(error):  # gRPC's text names internal addresses
+        message = "no coordinator can be reached"
+    retry = (details.retry_seconds or RETRY_SECONDS) if status in _RETRYABLE else None
+    return ApiError(status, message, kind, param, code, retry)
+
+
+def is_unreachable(error: Any) -> bool:
+    """Return whether the request never reached a coordinator, so that another one may answer it."""
+    return error.code() == StatusCode.UNAVAILABLE and ANSWERED not in (error.trailing_metadata() or ())
+
+
+def is_refused(error: grpc.RpcError) -> bool:
+    """Return whether a coordinator is about to stop or has no target, so that another one may answer."""
+    return bool(error.code() == StatusCode.UNAVAILABLE)
+
+
+def _param(field_: str, names: Mapping[str, str]) -> str:
+    for part in _PARTS:
+        field_ = field_.removeprefix(part)
+    known = {**_NAMES, **names}
+    for name in sorted(known, key=len, reverse=True):
+        if field_ == name or field_.startswith((f"{name}.", f"{name}[")):
+            return known[name] + field_[len(name) :]
+    return field_

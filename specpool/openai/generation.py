@@ -1,0 +1,149 @@
+"""Generation for one HTTP request: choice of the coordinator, its calls, and the answer."""
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import grpc
+
+from specpool.openai.answers import Header, Stops, chat_answer, completion_answer
+from specpool.openai.bodies import ChatBody, CompletionBody
+from specpool.openai.calls import Work, chat_prefix, chat_work, completion_prefix, completion_work
+from specpool.openai.coordinators import Coordinators, Link, Metadata
+from specpool.openai.errors import api_error, is_refused, unavailable, unknown_model
+from specpool.openai.reply import Reply
+from specpool.openai.streams import DONE, ChatStream, CompletionStream, event
+from specpool.v1 import generation_pb2 as pb
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What chats and completions do differently."""
+
+    body: type[Any]
+    prefix: Callable[[Any], str]
+    work: Callable[[Any, pb.GetModelInfoResponse, str], Work]
+    answer: Callable[[Header, Work, Sequence[pb.GenerateResponse], Stops], dict[str, Any]]
+    stream: type[ChatStream | CompletionStream]
+    id_prefix: str
+    object: str
+    chunk_object: str
+
+
+CHAT = Kind(
+    ChatBody, chat_prefix, chat_work, chat_answer, ChatStream, "chatcmpl-", "chat.completion", "chat.completion.chunk"
+)
+COMPLETION = Kind(
+    CompletionBody, completion_prefix, completion_work, completion_answer, CompletionStream, "cmpl-", "text_completion",
+    "text_completion",
+)  # fmt: skip
+
+
+@dataclass
+class Generation:
+    """One request."""
+
+    kind: Kind
+    body: Any
+    metadata: Metadata
+    reply: Reply
+    on_first_token: Callable[[], None]
+    id: str = field(init=False)
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Fields of the body by their names in our API."""
+
+    def __post_init__(self) -> None:
+        self.id = self.kind.id_prefix + uuid.uuid4().hex
+
+    async def run(self, coordinators: Coordinators) -> None:
+        """Answer the request. Raises ApiError if nothing has been sent yet."""
+        links = coordinators.ranked(self._key())
+        for others, link in zip(reversed(range(len(links))), links, strict=True):
+            try:
+                return await self._answer_by(link)
+            except grpc.RpcError as error:
+                if not (others and is_refused(error)):
+                    raise api_error(error, self.names) from None
+        raise unavailable("no coordinator is known")
+
+    def _key(self) -> bytes:
+        """Return a digest of what must be equal for requests to share cached prefixes."""
+        caller = [value for name, value in self.metadata if name == "authorization"]
+        return sha256(repr((caller, self.body.cache_salt, self.kind.prefix(self.body))).encode()).digest()
+
+    async def _answer_by(self, link: Link) -> None:
+        """Answer through one coordinator. Raises ApiError, and RpcError if nothing has been sent yet."""
+        info = await link.info(self.metadata)
+        if self.body.model != info.served_model_name:
+            info = await link.info(self.metadata, is_cached=False)
+        if self.body.model != info.served_model_name:
+            raise unknown_model(self.body.model, info.served_model_name)
+        work = self.kind.work(self.body, info, self.id)
+        self.names = work.names
+        stops = Stops(frozenset(info.eos_token_ids))
+        async with link.generating() as stub:
+            if self.body.stream:
+                running = [stub.GenerateStream(each, metadata=self.metadata) for each in work.requests]
+                async with aclosing(merged(running)) as messages:
+                    await self._stream(messages, work, stops)
+            else:
+                calls = [stub.Generate(each, metadata=self.metadata) for each in work.requests]
+                responses = await gathered(calls)
+                answer = self.kind.answer(self._header(self.kind.object), work, responses, stops)
+                await self.reply.json(json.dumps(answer, ensure_ascii=False).encode(), headers=self._headers())
+
+    def _header(self, kind: str) -> Header:
+        return Header(self.id, kind, self.body.model)
+
+    def _headers(self) -> dict[str, str]:
+        return {"x-request-id": self.id}
+
+    async def _stream(
+        self, messages: AsyncGenerator[tuple[int, pb.GenerateStreamResponse]], work: Work, stops: Stops
+    ) -> None:
+        stream = self.kind.stream(self._header(self.kind.chunk_object), work, stops, self.body.includes_usage)
+        number, first = await anext(messages)
+        self.on_first_token()
+        await self.reply.begin_stream(self._headers())
+        await self.reply.write(stream.feed(number, first))
+        try:
+            async for number, message in messages:
+                await self.reply.write(stream.feed(number, message))
+        except grpc.RpcError as error:
+            await self.reply.end(event(api_error(error, self.names).body().decode()) + DONE)
+        else:
+            await self.reply.end(stream.end())
+
+
+async def gathered(calls: Sequence[Any]) -> list[pb.GenerateResponse]:
+    """Return the responses of calls that run at the same time. The first error, or a cancellation, ends them all."""
+    try:
+        return [await call for call in calls]
+    finally:
+        for call in calls:
+            call.cancel()
+
+
+async def merged(calls: Sequence[Any]) -> AsyncGenerator[tuple[int, pb.GenerateStreamResponse]]:
+    """Yield the messages of streams as they arrive, with the streams' numbers. Closing it ends the streams."""
+    try:
+        if len(calls) == 1:
+            async for message in calls[0]:
+                yield 0, message
+            return
+        reading = {asyncio.ensure_future(call.read()): number for number, call in enumerate(calls)}
+        while reading:
+            done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+            for read in done:
+                number = reading.pop(read)
+                if (message := read.result()) is not grpc.aio.EOF:
+                    yield number, message
+                    reading[asyncio.ensure_future(calls[number].read())] = number
+    finally:
+        for call in calls:
+            call.cancel()

@@ -1,0 +1,90 @@
+"""Reading of requests: limits, JSON, and the caller's credentials."""
+
+import asyncio
+import json
+import re
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from specpool.openai.bodies import GenerationBody, explain
+from specpool.openai.coordinators import Metadata
+from specpool.openai.errors import INVALID, ApiError
+from specpool.rpc.security.tokens import HEADER
+
+B = TypeVar("B", bound=GenerationBody)
+
+# Headers that coordinators get as metadata.
+PASSED = (HEADER, "traceparent", "tracestate")
+_PLAIN = re.compile(r"[\x20-\x7e]{1,4096}")
+
+
+async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
+    """Return a body. Raises ApiError if it is too large or too slow, starlette's ClientDisconnect."""
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > max_bytes:
+                    raise _too_large(max_bytes)
+    except TimeoutError:
+        message = f"the body did not arrive within {seconds:g} s"
+        raise ApiError(408, message, headers={"connection": "close"}) from None
+    return bytes(body)
+
+
+def parse(kind: type[B], body: bytes) -> B:
+    """Parse a body. Raises ApiError."""
+    try:
+        values = json.loads(body, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        if b"\\u" in body:  # may be half a surrogate pair, which is no text
+            json.dumps(values, ensure_ascii=False).encode()
+    except RecursionError:
+        raise _malformed("is nested too deeply") from None
+    except ValueError as error:
+        reason = str(error) if isinstance(error, json.JSONDecodeError | _InvalidJsonError) else "is not UTF-8 text"
+        raise _malformed(f"is not JSON: {reason}") from None
+    if not isinstance(values, dict):
+        raise _malformed("must be a JSON object")
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise explain(error) from None
+
+
+def metadata_of(request: Request) -> Metadata:
+    """Return the metadata of the request's calls: the caller's token and trace. Raises ApiError."""
+    metadata = [(name, value) for name in PASSED for value in request.headers.getlist(name)]
+    if any(name == HEADER and not _PLAIN.fullmatch(value) for name, value in metadata):
+        message = "Authorization: must be Bearer and a token of ASCII characters"
+        raise ApiError(401, message, "authentication_error", code="invalid_api_key")
+    return [(name, value) for name, value in metadata if _PLAIN.fullmatch(value)]
+
+
+class _InvalidJsonError(ValueError):
+    """JSON that this server refuses although Python reads it."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise _InvalidJsonError("an object has the same key twice")
+    return values
+
+
+def _refuse_constant(name: str) -> None:
+    raise _InvalidJsonError(f"{name} is no number")
+
+
+def _malformed(reason: str) -> ApiError:
+    return ApiError(400, f"the body {reason}", INVALID, code="invalid_json")
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    message = f"the body has more than {max_bytes} bytes"
+    return ApiError(413, message, code="body_too_large", headers={"connection": "close"})

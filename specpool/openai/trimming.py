@@ -1,0 +1,56 @@
+"""Removal of the whitespace between the parts of an answer."""
+
+from collections.abc import Iterable, Iterator
+
+from specpool.openai.deltas import CallArguments, CallStart, Content, Delta, Reasoning
+from specpool.openai.text_reader import WHITESPACE
+
+
+class Trimmer:
+    """Removes newlines around reasoning and whitespace around calls. An answer without either stays as it is."""
+
+    def __init__(self) -> None:
+        self._part: type[Delta] | None = None
+        self._leading = ""
+        """Characters to remove from the beginning of the current part. Empty once it has text."""
+        self._held = ""
+        """Whitespace at the end of the last text. It is kept only if more text follows."""
+        self._has_content = False
+
+    def trim(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
+        """Yield deltas without the whitespace between parts."""
+        for delta in deltas:
+            if isinstance(delta, CallStart | CallArguments):
+                self._begin(CallStart)
+                yield delta
+            else:
+                self._begin(type(delta))
+                if text := self._trimmed(delta.text):
+                    yield Reasoning(text) if self._part is Reasoning else Content(text)
+
+    def finish(self) -> Iterator[Delta]:
+        """Yield the whitespace at the end of the answer."""
+        if self._held and not self._leading:
+            yield Reasoning(self._held) if self._part is Reasoning else Content(self._held)
+
+    def _begin(self, part: type[Delta]) -> None:
+        if part is self._part:
+            return
+        if self._part is Reasoning or not self._has_content:
+            self._held = ""
+        if CallStart in (part, self._part):
+            self._leading = WHITESPACE
+        elif self._part or part is Reasoning:
+            self._leading = "\n"
+        self._part = part
+
+    def _trimmed(self, text: str) -> str:
+        text = text.lstrip(self._leading)
+        if not text:
+            return ""
+        self._leading = ""
+        text = self._held + text
+        kept = text.rstrip("\n" if self._part is Reasoning else WHITESPACE)
+        self._held = text[len(kept) :]
+        self._has_content |= self._part is Content and kept != ""
+        return kept
