@@ -15,7 +15,7 @@ from specpool.cli.waiting import clean
 
 WIDE_COLUMNS = 80
 """Minimum terminal width for two columns of panels."""
-MAX_SHARES = 8
+MAX_SHARES, MIN_SHARE = 8, 0.005
 BAR_COLUMNS = 20
 UNDEFINED = "-"
 STATE_STYLES = {"ready": "green", "refused": "red"}
@@ -169,8 +169,9 @@ def _bar(part: float, total: float = 1.0) -> Bar:
 
 
 def _share_list(shares: Mapping[int, float]) -> str:
-    """Return the largest shares, in the order of their keys."""
-    largest = sorted(sorted(shares, key=lambda key: -shares[key])[:MAX_SHARES])
+    """Return the largest shares of at least 0.5%, in the order of their keys."""
+    shown = [key for key in shares if shares[key] >= MIN_SHARE]
+    largest = sorted(sorted(shown, key=lambda key: -shares[key])[:MAX_SHARES])
     return "  ".join(f"{key}: {_percent(shares[key])}" for key in largest) or UNDEFINED
 
 

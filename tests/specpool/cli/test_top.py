@@ -187,6 +187,12 @@ def test_a_large_terminal_shows_the_details_of_workers() -> None:
     assert "a/model" not in "\n".join(screen(server(), 80, 24))
 
 
+def test_tiny_shares_are_not_listed() -> None:
+    info = server()
+    info.counters.draft_lengths[:] = [997, 2, 50]
+    assert "draft tokens  0: 95%  2: 5% " in rendered(Panels(view_of("a:1", info, None, None)), 80)
+
+
 def test_control_characters_of_a_server_never_reach_the_terminal() -> None:
     info = server()
     info.draft_workers[0].reason = "\x1b[2J[red]gone"
