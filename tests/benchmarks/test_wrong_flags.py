@@ -31,6 +31,7 @@ WRONG = {
         for flag in ("--concurrency=0", "--concurrency=1,257", "--concurrency=", "--tokens=0", "--repeats=0",
                      "--gguf=/nowhere", "--prompts=/nowhere", f"--prompts={FILE}", "--prompts=/dev/null")
     ],
+    "monitoring": [("--seconds=5", "--seconds"), (f"--output={FILE}", "--output")],
     "pair": [
         (f"--output={FILE}", "--output"), ("--output=/tmp --acceptance=1.1", "--acceptance: 1.1 is not from 0 to 1"),
         ("--output=/tmp --device=foo", "--device"), ("--output=/tmp --seed=" + "9" * 30, "--seed"),
