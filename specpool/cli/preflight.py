@@ -113,7 +113,7 @@ def _check_shared_gpu(*workers: tuple[str, EngineOptions]) -> None:
     if not shared or not unbounded:
         return
     names = f"{role}s" if role == other_role else f"{role} and {other_role}"
-    remedies = {"target": "each a target_device", "draft": "draft_device", "standby": "standby_devices"}
+    remedies = {"target": "each a --target-device", "draft": "--draft-device", "standby": "--standby-devices"}
     reason = f"must be given, since {names} share {', '.join(sorted(shared))} and each needs a KV cache"
     setting = "draft_kv_memory" if unbounded[0] == "draft" else "target_kv_memory"
     raise InvalidOptionError(setting, f"{reason}; or give {remedies[other_role]}")

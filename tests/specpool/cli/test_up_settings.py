@@ -194,7 +194,7 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("settings", "refusal"),
     [
-        ({}, "target-kv-memory: must be given, since target and draft share cuda:0 .*; or give draft_device"),
+        ({}, "target-kv-memory: must be given, since target and draft share cuda:0 .*; or give --draft-device"),
         ({"target_kv_memory": GIB}, "draft-kv-memory: must be given, since target and draft share cuda:0 "),
         ({"draft_kv_memory": GIB}, "target-kv-memory: must be given, since target and draft share cuda:0 "),
         ({"target_device": "cuda", "draft_device": "cuda:0"}, "target-kv-memory: must be given"),
@@ -206,7 +206,7 @@ GIB = 2**30
         ({"target_device": "cpu", "drafts": 2}, "draft-kv-memory: must be given, since drafts share cuda:0 "),
         (
             {"draft_device": "cuda:1", "standby": True, "standby_devices": "cuda:1", "target_kv_memory": GIB},
-            "draft-kv-memory: must be given, since draft and standby share cuda:1 .*; or give standby_devices",
+            "draft-kv-memory: must be given, since draft and standby share cuda:1 .*; or give --standby-devices",
         ),
     ],
 )
