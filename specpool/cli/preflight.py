@@ -73,7 +73,7 @@ def check_services(services: list[Service]) -> None:
     """Check ports, devices, models and tokenizers. Raises ProcessFailedError, which names the flag."""
     try:
         for service in reversed(services):  # the coordinator's port first, which users choose
-            for setting in ("port", "http_port", "health_port", "metrics_port"):
+            for setting in ("port", "health_port", "metrics_port"):
                 if (port := service.settings.get(setting)) is not None:
                     check_port(setting, service.settings.get("host", DEFAULT_HOST), port)
         options: dict[str, list[TargetOptions]] = {}
