@@ -6,6 +6,7 @@ from specpool.cli.probes import HttpProbe
 from specpool.cli.processes import WRONG_SETTINGS, ProcessFailedError, Service, arguments_of
 from specpool.cli.up_settings import SecureUpSettings, UpSettings
 from specpool.environment.extras import explain_missing
+from specpool.rpc.ports import ListenError, check_port
 from specpool.rpc.security.channel import join_address, split_address
 
 OF_UP = ("host", "tls_cert", "tls_key", "tls_ca", "drain_seconds", "log_level", "log_format")
@@ -19,7 +20,8 @@ log = logging.getLogger(__name__)
 def http_services(settings: UpSettings, coordinator: Service) -> list[Service]:
     """Return the HTTP server, or nothing if these settings ask for none.
 
-    If its packages are missing, log that, or raise ProcessFailedError if the settings name its port.
+    If its packages are missing, log that, or raise ProcessFailedError if the settings name its port. Also raised if the
+    port cannot be used.
     """
     if not isinstance(settings, SecureUpSettings) or settings.api_port is None:
         return []
@@ -28,20 +30,16 @@ def http_services(settings: UpSettings, coordinator: Service) -> list[Service]:
             raise ProcessFailedError(f"http-port: {problem}", WRONG_SETTINGS)
         log.warning("OpenAI's API over HTTP is off: it %s", problem)
         return []
+    try:
+        check_port("http_port", settings.host, settings.api_port)
+    except ListenError as error:
+        raise ProcessFailedError(f"{error}; give another --http-port, or 0 for none", WRONG_SETTINGS) from None
     flags = {name: getattr(settings, name) for name in OF_UP}
     flags |= {"port": settings.api_port, "coordinator_address": coordinator.address}
     flags |= {f"coordinator_{name}": coordinator.security.get(name) for name in FOR_COORDINATOR}
-    return [
-        Service(
-            "HTTP server",
-            "specpool.openai",
-            arguments_of(flags),
-            _address(settings.api_port, coordinator.address),
-            coordinator.security,
-            {"host": settings.host, "http_port": settings.api_port},
-            HttpProbe,
-        )
-    ]
+    address = _address(settings.api_port, coordinator.address)
+    arguments = arguments_of(flags)
+    return [Service("HTTP server", "specpool.openai", arguments, address, coordinator.security, probe=HttpProbe)]
 
 
 def api_url(settings: SecureUpSettings, coordinator: str) -> str | None:

@@ -180,7 +180,7 @@ class UpSettings(ListeningSettings):
             if self.metrics_port is not None and 0 <= port - self.metrics_port <= others:
                 raise ValueError(f"--{name} must not be metrics_port or one of the {others} after it")
             if port and [*ports.values()].count(port) > 1:
-                raise ValueError(f"{', '.join(f'--{name}' for name in ports)} must differ")
+                raise ValueError(f"{', '.join(f'--{name} {port}' for name, port in ports.items())} must differ")
 
     def _ports(self) -> dict[str, int]:
         """Return the ports by flag, without those for metrics."""

@@ -109,7 +109,7 @@ def show_options(parser: argparse.ArgumentParser, settings: type[BaseModel]) -> 
     options = {option.flag or option.field: option for option in options_of(settings)}
     for action in parser._actions:
         if (option := options.get((*action.option_strings, action.dest)[0])) is not None:
-            action.help = option.help.replace("%", "%%")
+            action.help = with_flags(settings, option.help).replace("%", "%%")
             action.metavar = option.metavar or None
 
 

@@ -141,6 +141,7 @@ async def test_wrong_settings_end_with_one_line_before_torch_is_imported(
     for name, text in NO_TORCH.items():
         (tmp_path / "torch" / name).write_text(text)
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "", "HF_HOME": str(tmp_path)}
+    environment["SPECPOOL_HTTP_PORT"] = "0"
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     with socket.create_server(("127.0.0.1", 0)) as other:
         words = {"port": other.getsockname()[1], "folder": tmp_path}

@@ -18,6 +18,7 @@ from specpool.cli.processes import ProcessFailedError, Service
 from specpool.cli.up import services_of
 from specpool.cli.up_http import http_services
 from specpool.cli.up_settings import SecureUpSettings, UpSettings
+from specpool.rpc.ports import free_port
 
 
 def worker_flags(**settings: Any) -> list[dict[str, str]]:
@@ -194,7 +195,7 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("settings", "refusal"),
     [
-        ({}, "target-kv-memory: must be given, since target and draft share cuda:0 .*; or give draft_device"),
+        ({}, "target-kv-memory: must be given, since target and draft share cuda:0 .*; or give --draft-device"),
         ({"target_kv_memory": GIB}, "draft-kv-memory: must be given, since target and draft share cuda:0 "),
         ({"draft_kv_memory": GIB}, "target-kv-memory: must be given, since target and draft share cuda:0 "),
         ({"target_device": "cuda", "draft_device": "cuda:0"}, "target-kv-memory: must be given"),
@@ -206,7 +207,7 @@ GIB = 2**30
         ({"target_device": "cpu", "drafts": 2}, "draft-kv-memory: must be given, since drafts share cuda:0 "),
         (
             {"draft_device": "cuda:1", "standby": True, "standby_devices": "cuda:1", "target_kv_memory": GIB},
-            "draft-kv-memory: must be given, since draft and standby share cuda:1 .*; or give standby_devices",
+            "draft-kv-memory: must be given, since draft and standby share cuda:1 .*; or give --standby-devices",
         ),
     ],
 )
@@ -362,18 +363,20 @@ def test_the_api_is_served_by_default_only_on_this_machine(settings: dict[str, A
 
 
 def test_the_http_server_connects_to_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
-    [server] = http_server(monkeypatch, host="0.0.0.0", port=50000, http_port=9000, drain_seconds=7, log_format="json")
-    assert server.address == "127.0.0.1:9000"
+    first = free_port(2)
+    ports = {"port": first, "http_port": first + 1}
+    [server] = http_server(monkeypatch, **ports, host="0.0.0.0", drain_seconds=7, log_format="json")
+    assert server.address == f"127.0.0.1:{first + 1}"
     assert dict(zip(server.arguments[::2], server.arguments[1::2], strict=True)) == {
-        "--host": "0.0.0.0", "--port": "9000", "--coordinator-address": "127.0.0.1:50000", "--drain-seconds": "7.0",
-        "--log-level": "info", "--log-format": "json",
+        "--host": "0.0.0.0", "--port": str(first + 1), "--coordinator-address": f"127.0.0.1:{first}",
+        "--drain-seconds": "7.0", "--log-level": "info", "--log-format": "json",
     }  # fmt: skip
 
 
 def test_the_http_server_shows_and_trusts_the_certificate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ca = Authority(tmp_path)
     server = ca.issue("up", ["DNS:up.example"])
-    [service] = http_server(monkeypatch, **server.options, tls_ca=ca.path)
+    [service] = http_server(monkeypatch, **server.options, tls_ca=ca.path, http_port=free_port())
     flags = dict(zip(service.arguments[::2], service.arguments[1::2], strict=True))
     cert, key = map(str, (server.cert, server.key))
     assert (flags["--tls-cert"], flags["--tls-key"], flags["--tls-ca"]) == (cert, key, str(ca.path))
@@ -399,10 +402,9 @@ def test_missing_http_packages_are_named(monkeypatch: pytest.MonkeyPatch, caplog
 def test_a_port_in_use_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(
-            ProcessFailedError, match=rf"^http-port: cannot listen on 127.0.0.1:{port}: Address already"
-        ):
-            check_services(http_server(monkeypatch, http_port=port))
+        reason = rf"^http-port: cannot listen on 127.0.0.1:{port}: .*; give another --http-port, or 0 for none$"
+        with pytest.raises(ProcessFailedError, match=reason):
+            http_server(monkeypatch, http_port=port)
 
 
 def test_only_the_coordinator_gets_the_health_port() -> None:
@@ -414,8 +416,8 @@ def test_only_the_coordinator_gets_the_health_port() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"port": 8000}, "--port, --http-port must differ"),
-        ({"health_port": 50050}, "--port, --health-port, --http-port must differ"),
+        ({"port": 8000}, "--port 8000, --http-port 8000 must differ"),
+        ({"health_port": 50050}, "--port 50050, --health-port 50050, --http-port 8000 must differ"),
         ({"http_port": 9001, "metrics_port": 9000}, "--http-port must not be metrics_port or one of the 2 after it"),
         ({"metrics_port": 7999}, "--http-port must not be metrics_port or one of the 2 after it"),
     ],
