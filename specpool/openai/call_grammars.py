@@ -110,7 +110,8 @@ class HarmonyGrammar:
             "grammar": "%llguidance {}\n"
             f"start: (<|channel|> analysis)? <|channel|> ({calls})\n"
             'analysis: "analysis" <|message|> TEXT <|end|> <|start|> "assistant"\n'
-            "TEXT: /(.|\\n)*/\n"
+            "TEXT: /(.|\\n)*/\n",
+            "constraint_after_reasoning": False,
         }
 
     def strict(self, functions: Sequence[Function], parallel: bool) -> Fields:
