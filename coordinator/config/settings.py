@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, ByteSize, Field, model_validator
 
+from coordinator.prompts.chat_formats import AUTO, check_reasoning_tags
 from coordinator.prompts.process_link import check_template
 from specpool.drafting.plans import DraftMethod
 from specpool.environment.extras import explain_missing
@@ -97,6 +98,9 @@ def _check_template(path: Path | None) -> Path | None:
 
 
 TemplateFile = Annotated[Path | None, AfterValidator(_check_template)]
+
+
+ReasoningTags = Annotated[str, AfterValidator(check_reasoning_tags)]
 
 
 class CoordinatorSettings(ServerSettings, WorkerSecurity):
@@ -204,6 +208,11 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     trace_prompts: bool = Field(False, description="include prompts and outputs in traces")
     chat_template: TemplateFile = Field(
         None, description="file with a Jinja chat template; default: the target model's own"
+    )
+    reasoning_tags: ReasoningTags = Field(
+        AUTO,
+        description="texts around the model's reasoning, as BEGIN,END; auto: known tags that are tokens and occur in "
+        "the chat template; none",
     )
     max_request_bytes: ByteSize = Field(ByteSize(2**20), ge=1024, le=2**31 - 1, description="largest request accepted")
 

@@ -167,6 +167,7 @@ class Lanes:
         link.replicas = lambda: self.links
         if settings.chat_template is not None:
             link.chat_template = read_template(settings.chat_template)
+        link.reasoning_tags = settings.reasoning_tags
         return link
 
     async def _probe_standby(self, standby: Lane) -> None:

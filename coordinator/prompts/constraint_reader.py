@@ -7,6 +7,7 @@ import time
 from asyncio import Event
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 
 from coordinator.prompts.tokenizer_pool import Check, Constraint, LimitError, PromptError, TokenizerPool
 from specpool.environment.extras import explain_missing
@@ -20,6 +21,8 @@ MAX_CHOICES = 1024
 MAX_RESULTS = 256
 # How long a refusal is cached that may depend on the load of the machine.
 LIMIT_SECONDS = 60.0
+JSON_KINDS = {"json_schema", "json_object", "structural_tag"}
+"""Constraints that describe JSON."""
 ANY_OBJECT = '{"type": "object"}'
 
 
@@ -31,6 +34,9 @@ def constraint_field(kind: str) -> str:
 def read_constraint(params: pb.SamplingParams) -> Constraint | None:
     """Return a request's constraint, if any, after cheap checks. Raises InvalidArgumentError."""
     kind = params.WhichOneof("constraint")
+    if params.json_whitespace and kind not in JSON_KINDS:
+        refusal = "must be given with json_schema, json_object or structural_tag"
+        raise InvalidArgumentError("sampling_params.json_whitespace", refusal)
     if kind is None:
         return None
     if params.ignore_eos:
@@ -46,7 +52,7 @@ def read_constraint(params: pb.SamplingParams) -> Constraint | None:
         text = getattr(params, kind)
         if not text and kind != "regex":
             raise InvalidArgumentError(constraint_field(kind), "must not be empty")
-    return Constraint(kind, text)
+    return Constraint(kind, text, params.json_whitespace)
 
 
 class ConstraintReader:
@@ -73,7 +79,7 @@ class ConstraintReader:
 
         Raises InvalidArgumentError, QueueFullError, UnavailableError, UnimplementedError, and the errors of `before`.
         """
-        key = hashlib.sha256(f"{constraint.kind}\0{constraint.text}".encode()).digest()
+        key = hashlib.sha256(repr(astuple(constraint)).encode()).digest()
         while (result := self._cached(key)) is None:
             if (done := self._compiling.get((client, key))) is not None:
                 await done.wait()

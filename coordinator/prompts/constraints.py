@@ -22,6 +22,12 @@ FORMATS = (
 )
 # Turns off llguidance options that would allow invalid answers.
 STRICT = {"coerce_one_of": False, "lenient": False}
+# A schema's own options take precedence.
+COMPACT = {"whitespace_flexible": False}
+
+
+Options = Mapping[str, bool]
+"""Options of llguidance for JSON, by name."""
 
 
 class ConstraintError(ValueError):
@@ -33,18 +39,19 @@ class Tag:
     """A tagged part of the text: `begin`, JSON and `end`."""
 
     begin: str
-    schema: Any
+    schema: str
+    """A JSON schema, with its llguidance options."""
     end: str
 
 
-def compile_constraint(tokenizer: LLTokenizer, kind: str, text: str) -> str:
+def compile_constraint(tokenizer: LLTokenizer, kind: str, text: str, json_whitespace: bool = False) -> str:
     """Convert a constraint to a grammar, which compiles and matches some text. Raises ConstraintError.
 
     `kind`: name of the field in `SamplingParams`. `text`: the field's text; for `choice`, a JSON list; for
-    `json_object`, a schema.
+    `json_object`, a schema. `json_whitespace`: allow optional whitespace in JSON.
     """
     try:
-        grammar = _convert(tokenizer, kind, text)
+        grammar = _convert(tokenizer, kind, text, {} if json_whitespace else COMPACT)
         matcher = compile_grammar(tokenizer, grammar)
     except (MemoryError, KeyboardInterrupt, ConstraintError):
         raise
@@ -59,11 +66,11 @@ def compile_constraint(tokenizer: LLTokenizer, kind: str, text: str) -> str:
     return grammar
 
 
-def _convert(tokenizer: LLTokenizer, kind: str, text: str) -> str:
+def _convert(tokenizer: LLTokenizer, kind: str, text: str, defaults: Options) -> str:
     if kind in ("json_schema", "json_object"):
-        return LLMatcher.grammar_from_json_schema(_strict(_parsed(text)))
+        return LLMatcher.grammar_from_json_schema(_with_options(_parsed(text), defaults))
     if kind == "structural_tag":
-        return _tags_grammar(_parsed(text), tokenizer)
+        return _tags_grammar(_parsed(text), tokenizer, defaults)
     if kind == "choice":
         return "start: " + " | ".join(map(_quoted, json.loads(text)))
     return grammar_from("regex" if kind == "regex" else "grammar", text)
@@ -83,14 +90,16 @@ def _parsed(text: str) -> Any:
     return value
 
 
-def _strict(schema: Any) -> str:
-    """Return a schema as JSON text, with the options in `STRICT` turned off."""
-    if isinstance(schema, dict) and isinstance(options := schema.get("x-guidance"), dict):
-        schema = {**schema, "x-guidance": {**options, **STRICT}}
+def _with_options(schema: Any, defaults: Options) -> str:
+    """Return a schema as JSON text, with its llguidance options: the defaults, its own, and `STRICT`."""
+    if schema is True:
+        schema = {}
+    if isinstance(schema, dict) and isinstance(own := schema.get("x-guidance", {}), dict):
+        schema = {**schema, "x-guidance": {**defaults, **own, **STRICT}}
     return json.dumps(schema, ensure_ascii=False)
 
 
-def _tags_grammar(value: Any, tokenizer: LLTokenizer) -> str:
+def _tags_grammar(value: Any, tokenizer: LLTokenizer, defaults: Options) -> str:
     """Return the grammar of a structural tag in the format of vLLM and SGLang, or in xgrammar's."""
     options: Mapping[str, Any] = value if isinstance(value, dict) else {}
     kind = "triggered_tags"
@@ -103,10 +112,10 @@ def _tags_grammar(value: Any, tokenizer: LLTokenizer) -> str:
     if not (isinstance(tags, list) and tags):
         raise ConstraintError(f"must be {FORMATS}")
     convert = _triggered_tags if kind == "triggered_tags" else _separated_tags
-    return "\n".join(["%llguidance {}", *convert([_read_tag(tag) for tag in tags], options, tokenizer)])
+    return "\n".join(["%llguidance {}", *convert([_read_tag(tag, defaults) for tag in tags], options, tokenizer)])
 
 
-def _read_tag(tag: Any) -> Tag:
+def _read_tag(tag: Any, defaults: Options) -> Tag:
     tag = tag if isinstance(tag, dict) else {}
     begin, end, content = tag.get("begin"), tag.get("end", ""), tag.get("content")
     schema = tag.get("schema", tag.get("structural_tag_schema"))
@@ -116,7 +125,8 @@ def _read_tag(tag: Any) -> Tag:
         schema = content.get("json_schema")
     if schema is None or not _is_text(begin) or not isinstance(end, str):
         raise ConstraintError('a tag must have a "begin" text and a schema, and may have an "end" text')
-    return Tag(begin, _parsed(schema) if isinstance(schema, str) else schema, end)
+    schema = _parsed(schema) if isinstance(schema, str) else schema
+    return Tag(begin, _with_options(schema, defaults), end)
 
 
 def _is_text(value: Any) -> bool:
@@ -173,7 +183,7 @@ def _trigger_of(tag: Tag, triggers: list[str]) -> str:
 
 
 def _body(tag: Tag, tokenizer: LLTokenizer) -> str:
-    return f"%json {_strict(tag.schema)} {_terms(tag.end, tokenizer)}"
+    return f"%json {tag.schema} {_terms(tag.end, tokenizer)}"
 
 
 def _terms(text: str, tokenizer: LLTokenizer) -> str:

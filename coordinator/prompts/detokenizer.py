@@ -98,10 +98,10 @@ def _size(text: Any) -> int:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens that have text, and their decoder."""
+    """The tokens and their decoder."""
 
     tokens: Mapping[int, str]
-    """Without special tokens."""
+    special_ids: frozenset[int]
     decode: Decode
 
 
@@ -112,8 +112,11 @@ class Detokenizer:
     first space strips the prompt's, not the answer's. A character that begins in the prompt belongs to the output.
     """
 
-    def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
         self._tokens, self._decode_tokens = vocabulary.tokens, vocabulary.decode
+        self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset[int]()
         self._context: list[str] = []
         """Tokens of the last piece. Text, such as a space between words, can depend on the token before it."""
         self._context_text = ""
@@ -127,7 +130,7 @@ class Detokenizer:
         """Return the text that these tokens complete. Undecodable tokens become replacement characters."""
         pieces = []
         for token_id in token_ids:
-            if (token := self._tokens.get(token_id)) is not None:
+            if (token := self._token(token_id)) is not None:
                 pieces.append(self._step(token))
                 if len(self._pending) > MAX_PENDING:
                     pieces.append(self._flush_invalid())
@@ -139,9 +142,12 @@ class Detokenizer:
         self._pending = []
         return self._without_prompt(text)
 
+    def _token(self, token_id: int) -> str | None:
+        return None if token_id in self._skipped else self._tokens.get(token_id)
+
     def _read_prompt(self, prompt_ids: Sequence[int]) -> None:
         """Read the prompt's last tokens as context. Skip leading tokens that are the tail of a split character."""
-        with_text = (token for i in reversed(prompt_ids) if (token := self._tokens.get(i)) is not None)
+        with_text = (token for i in reversed(prompt_ids) if (token := self._token(i)) is not None)
         tokens = list(islice(with_text, PROMPT_CONTEXT))[::-1]
         for start in range(KEPT_PENDING if len(tokens) == PROMPT_CONTEXT else 1):
             self._context, self._context_text, self._pending = [], "", []

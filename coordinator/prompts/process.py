@@ -42,7 +42,7 @@ class PromptProcess:
         self._limited = limited or _limited
         self._tokenizer: TargetTokenizer | None = None
         self._vocab_size = 0
-        self._compile_constraint: Callable[[str, str], str] | None = None
+        self._compile_constraint: Callable[[str, str, bool], str] | None = None
         self._memory_at_start = _memory()
         self.ends = False
         """Whether the process has kept too much memory and must exit."""
@@ -67,10 +67,10 @@ class PromptProcess:
             self._send(Kind.ENDS, b"")
         self._send(kind, body)
 
-    def _load(self, files: tuple[Any, ...], vocab_size: int) -> tuple[Kind, bytes]:
+    def _load(self, files: tuple[Any, ...], vocab_size: int, reasoning_tags: str) -> tuple[Kind, bytes]:
         with self._limited(Allowance.load(len(files[0])), "the tokenizer"):
             self._tokenizer, self._vocab_size = TargetTokenizer(TokenizerFiles(*files), vocab_size), vocab_size
-            description = json.dumps(self._tokenizer.describe()).encode()
+            description = json.dumps(self._tokenizer.describe(reasoning_tags)).encode()
         self._memory_at_start = _memory()
         return Kind.DONE, description
 
@@ -90,10 +90,10 @@ class PromptProcess:
         self._memory_at_start = _memory()
         return Kind.DONE, b""
 
-    def _compile_grammar(self, kind: str, text: str, seconds: float) -> tuple[Kind, bytes]:
+    def _compile_grammar(self, kind: str, text: str, json_whitespace: bool, seconds: float) -> tuple[Kind, bytes]:
         assert self._compile_constraint is not None
         with self._limited(Allowance.constraint(seconds), "compiling it"):
-            return Kind.DONE, self._compile_constraint(kind, text).encode()
+            return Kind.DONE, self._compile_constraint(kind, text, json_whitespace).encode()
 
     def _tokenize_text(self, text: str, max_tokens: int, max_characters: int, seconds: float) -> tuple[Kind, bytes]:
         assert self._tokenizer is not None

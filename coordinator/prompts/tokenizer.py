@@ -11,7 +11,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from coordinator.prompts.chat_formats import AUTO, LEADING, find_tags
 from coordinator.prompts.templates import NO_TEMPLATE, Chat, ChatTemplate, ChatTemplateError
+from specpool.protocol.sampling import MAX_TAG_TOKENS
 from specpool.protocol.tokenizer import TokenizerFiles
 
 # Bytes per token of ordinary text. A text that only fits with longer tokens is first counted in pieces: tokenizing all
@@ -51,13 +53,17 @@ class TargetTokenizer:
         """
         self.files = files
         self._tokenizer = _load(files.tokenizer_json)
+        self._vocab_size = math.inf if vocab_size is None else vocab_size
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
         _check_ids(vocabulary or self._tokenizer.get_vocab(), files.eos_token_ids, vocab_size)
         self._template = _template(files.chat_template, files)
         self._tool_template = _template(files.tool_chat_template, files) or self._template
 
-    def describe(self) -> dict[str, Any]:
-        """Describe the tokenizer as `coordinator.prompts.description` reads it."""
+    def describe(self, reasoning_tags: str = AUTO) -> dict[str, Any]:
+        """Describe the tokenizer as `coordinator.prompts.description` reads it.
+
+        `reasoning_tags`: see `chat_formats.find_tags`. Raises TokenizerError if the model has no tokens for them.
+        """
         added = self._tokenizer.get_added_tokens_decoder()
         ids = sorted({*self._tokenizer.get_vocab(with_added_tokens=False).values(), *added})
         tokens = [self._tokenizer.id_to_token(token_id) for token_id in ids]
@@ -72,6 +78,7 @@ class TargetTokenizer:
                 None if template is None else [template.reads_tools, sorted(template.options)]
                 for template in (self._template, self._tool_template)
             ],
+            "reasoning": self._describe_reasoning(reasoning_tags),
         }
 
     def encode_text(self, text: str, limits: WorkLimits = UNLIMITED) -> list[int]:
@@ -92,6 +99,24 @@ class TargetTokenizer:
     def encode_chat(self, chat: Chat, limits: WorkLimits = UNLIMITED) -> list[int]:
         """Tokenize a chat, up to the assistant's turn. Raises ChatTemplateError, EncodingError."""
         return self.encode_rendered(self.render(chat, limits), limits)
+
+    def _describe_reasoning(self, setting: str) -> list[Any] | None:
+        """Return the texts of the reasoning tags, their tokens, those before the answer, and those of whitespace."""
+        templates = self.files.chat_template + self.files.tool_chat_template
+        tags = find_tags(setting, templates, self._is_token)
+        if tags is None:
+            return None
+        begin, end, answer = (self._encode(text, UNLIMITED, False) for text in (tags.begin, tags.end, tags.answer))
+        if not begin or not end or max(begin + end) >= self._vocab_size:
+            raise TokenizerError(f"the model has no tokens for the reasoning tags {tags.begin} and {tags.end}")
+        if max(len(begin), len(end + answer)) > MAX_TAG_TOKENS:
+            raise TokenizerError(f"a reasoning tag has more than {MAX_TAG_TOKENS} tokens")
+        leading = [ids[0] for ids in (self._encode(text, UNLIMITED, False) for text in LEADING) if len(ids) == 1]
+        return [tags.begin, tags.end, begin, end, answer, leading]
+
+    def _is_token(self, text: str) -> bool:
+        token_id = self._tokenizer.token_to_id(text)
+        return token_id is not None and token_id < self._vocab_size
 
     def _encode(self, text: str, limits: WorkLimits, add_special_tokens: bool) -> list[int]:
         try:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from coordinator.prompts.chat_formats import AUTO
 from coordinator.prompts.description import TokenizerDescription, TokenizerError, read_description
 from coordinator.prompts.frames import MAX_REASON_CHARACTERS, MIB, Allowance, Kind, unpack_ids
 from coordinator.prompts.process_link import ProcessDiedError, ProcessLink
@@ -94,10 +95,12 @@ class Constraint:
     """Name of its field in `SamplingParams`."""
     text: str
     """The field's text. For `choice`, a JSON list; for `json_object`, a schema."""
+    json_whitespace: bool = False
+    """Whether JSON may contain optional whitespace."""
 
     def request(self, times: TimeLimits) -> _Request:
         """Return the request to a process."""
-        body = marshal.dumps((self.kind, self.text, times.constraint_seconds))
+        body = marshal.dumps((self.kind, self.text, self.json_whitespace, times.constraint_seconds))
         stage = Allowance.constraint(times.constraint_seconds)
         return _Request(Kind.CONSTRAINT, body, stage, MAX_GRAMMAR_BYTES, first_worker="compiling it")
 
@@ -127,13 +130,13 @@ class TokenizerPool:
             for link in self._links:
                 self._in_background(self._revive(link))
 
-    async def load(self, files: TokenizerFiles, vocab_size: int) -> TokenizerDescription:
-        """Load a tokenizer into all processes.
+    async def load(self, files: TokenizerFiles, vocab_size: int, reasoning_tags: str = AUTO) -> TokenizerDescription:
+        """Load a tokenizer into all processes. `reasoning_tags`: see `chat_formats.find_tags`.
 
         Raises TokenizerError if the tokenizer is unusable, and LimitError for failures that a retry may fix.
         """
         self.start()
-        request = marshal.dumps((astuple(files), vocab_size))
+        request = marshal.dumps((astuple(files), vocab_size, reasoning_tags))
         allowance = Allowance.load(len(files.tokenizer_json))
         turn, link = await self._turns.take("")
         try:

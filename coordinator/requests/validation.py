@@ -10,6 +10,7 @@ from coordinator.config.settings import CoordinatorSettings
 from coordinator.prompts.chat_reader import check_size
 from coordinator.prompts.constraint_reader import ConstraintReader, constraint_field, read_constraint
 from coordinator.prompts.prompt_reader import PromptReader
+from coordinator.prompts.reasoning_reader import check_reasoning, read_reasoning
 from coordinator.prompts.tokenizer_pool import Constraint, TokenizerPool
 from coordinator.scheduling.sequence import GenerationRequest
 from specpool.drafting.plans import DraftMethod
@@ -57,17 +58,27 @@ async def read_request(
     limits.prompts.check(message)
     check_queue(request)
     prompt_ids = await limits.prompts.read(message, client, pool, before=lambda: check_queue(request))
+    sampling = request.sampling
     if constraint is not None:
         grammar = await limits.constraints.read(constraint, client, before=lambda: check_queue(request))
-        sampling = replace(request.sampling, grammar=grammar)
-        request = replace(request, sampling=sampling, constraint=constraint_field(constraint.kind))
+        sampling = replace(sampling, grammar=grammar)
+        request = replace(request, constraint=constraint_field(constraint.kind))
     params, remaining = message.sampling_params, limits.prompts.max_model_len - len(prompt_ids)
     if params.HasField("max_tokens"):
         _check_max_tokens(params.max_tokens, remaining, limits)
     max_tokens = min(request.max_tokens, remaining)
     _check_min_tokens(params, max_tokens)
     _check_logprobs(request, max_tokens)
-    return replace(request, prompt_ids=prompt_ids, max_tokens=max_tokens)
+    tokenizer = limits.prompts.tokenizer
+    starts_in_reasoning = tokenizer.starts_in_reasoning(prompt_ids, message.HasField("chat"))
+    reasoning = read_reasoning(params, tokenizer.reasoning, starts_in_reasoning, max_tokens)
+    return replace(
+        request,
+        prompt_ids=prompt_ids,
+        max_tokens=max_tokens,
+        sampling=replace(sampling, reasoning=reasoning),
+        starts_in_reasoning=starts_in_reasoning,
+    )
 
 
 def check_request_id(request_id: str) -> None:
@@ -82,6 +93,7 @@ def _parse(message: pb.GenerateRequest, client: str, limits: Limits) -> Generati
     sampling = _sampling(params)
     max_tokens = _max_tokens(params, limits)
     _check_min_tokens(params, max_tokens)
+    check_reasoning(params, limits.prompts.tokenizer.reasoning)
     check_size("cache_salt", message.cache_salt, MAX_SALT_LENGTH, "characters")
     num_speculative_tokens, adaptive = _num_speculative_tokens(message, limits)
     return GenerationRequest(
@@ -94,6 +106,7 @@ def _parse(message: pb.GenerateRequest, client: str, limits: Limits) -> Generati
         method=_draft_method(message, limits),
         sampling=replace(sampling, logit_bias=_logit_bias(params, limits)),
         stop=_stop(params),
+        skip_special_tokens=params.skip_special_tokens or not params.HasField("skip_special_tokens"),
         logprobs=int(_number(params, "logprobs", (0, MAX_LOGPROBS))) if params.HasField("logprobs") else None,
         n=_number_of_samples(params, sampling, limits),
         priority=message.priority,

@@ -53,6 +53,10 @@ class GenerationRequest:
     """Alternatives to report beside each chosen token; None disables log-probabilities."""
     constraint: str = ""
     """Field with the constraint, such as "sampling_params.regex". `sampling` has its grammar. Empty: none."""
+    starts_in_reasoning: bool = False
+    """Whether the prompt ends within a reasoning block."""
+    skip_special_tokens: bool = True
+    """Whether the text omits special tokens."""
     n: int = 1
     adaptive: bool = False
     """Choose the number of draft tokens in each round, possibly zero."""

@@ -77,7 +77,7 @@ class Verification:
     def _max_draft_tokens(self) -> int:
         """Maximum number of draft tokens, including forced tokens. 0: no forced tokens."""
         sequence = self.sequence
-        if not sequence.request.sampling.grammar or not self.drafts.plan.allows_forced_tokens:
+        if not sequence.request.sampling.may_force_tokens or not self.drafts.plan.allows_forced_tokens:
             return 0
         return max(0, sequence.max_num_draft_tokens)
 

@@ -208,7 +208,7 @@ class Coordinator:
             Sequence(
                 next(self._sequence_ids),
                 sample,
-                TextStream(detokenizer(sample.prompt_ids), sample.stop),
+                TextStream(detokenizer(sample.prompt_ids, sample.skip_special_tokens), sample.stop),
                 prefix_caching=prefix_caching,
             )
             for sample in request.samples()

@@ -103,16 +103,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """Stream tokens as they are committed, at the pace of the client."""
         async with self._intake.generation(request, context, stream=True) as (generation, fail):
-            request_id = generation.request_id
+            message = partial(
+                pb.GenerateStreamResponse,
+                request_id=generation.request_id,
+                starts_in_reasoning=generation.samples[0].sequence.request.starts_in_reasoning,
+            )
             async for sample, commit in generation.stream(fail):
                 if commit is None:
-                    yield pb.GenerateStreamResponse(request_id=request_id, complete=await _response(sample))
+                    yield message(complete=await _response(sample))
                 elif commit.token_ids or commit.text:
                     logprobs = map(logprobs_message, commit.logprobs)
                     chunk = pb.GenerateChunk(
                         index=sample.index, text=commit.text, token_ids=commit.token_ids, logprobs=logprobs
                     )
-                    yield pb.GenerateStreamResponse(request_id=request_id, chunk=chunk)
+                    yield message(chunk=chunk)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """End a request in flight of the same client."""
@@ -121,7 +125,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         coordinator, settings = self._coordinator, self._coordinator.settings
-        max_model_len = coordinator.max_model_len
+        tokenizer, max_model_len = coordinator.tokenizer, coordinator.max_model_len
+        tags, template = tokenizer.reasoning, tokenizer.template
         drafts = [info for _, info in sorted(coordinator.lanes.drafts, key=lambda draft: not draft[0].is_ready)]
         return pb.GetModelInfoResponse(
             max_model_len=max_model_len,
@@ -130,9 +135,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             default_max_tokens=settings.default_max_tokens,
             num_speculative_tokens=settings.num_speculative_tokens,
             max_num_speculative_tokens=settings.max_num_speculative_tokens,
-            has_chat_template=coordinator.tokenizer.template is not None,
-            eos_token_ids=coordinator.tokenizer.files.eos_token_ids,
+            has_chat_template=template is not None,
+            eos_token_ids=tokenizer.files.eos_token_ids,
             served_model_name=coordinator.served_model_name,
+            reasoning=pb.ReasoningTags(begin=tags.begin, end=tags.end) if tags is not None else None,
+            tool_call_format=tokenizer.tool_call_format,
+            chat_template_options=sorted(template.options) if template is not None else (),
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
@@ -214,6 +222,7 @@ def _without_logprobs(sample: Sample) -> pb.GenerateResponse:
             num_accepted_draft_tokens=speculation.accepted_tokens,
         ),
         timings=pb.Timings(**vars(sample.timings)),
+        starts_in_reasoning=sequence.request.starts_in_reasoning,
     )
 
 

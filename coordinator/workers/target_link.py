@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from coordinator.prompts.chat_formats import AUTO
 from coordinator.prompts.description import TokenizerDescription, TokenizerError
 from coordinator.prompts.tokenizer_pool import LimitError, TokenizerPool
 from coordinator.workers.draft_link import check_pair
@@ -67,6 +68,7 @@ class TargetLink(WorkerLink):
     tokenizer: TokenizerDescription | None = None
     chat_template: str | None = None
     """Replaces the model's chat templates."""
+    reasoning_tags = AUTO
     on_replaced: Callable[[], None] | None = None
     """Called before the link uses another process."""
     on_evicted: Callable[[Items[bytes]], None] | None = None
@@ -131,7 +133,7 @@ class TargetLink(WorkerLink):
         if self.chat_template is not None:
             files = replace(files, chat_template=self.chat_template, tool_chat_template="")
         try:
-            self.tokenizer = await self._tokenizers.load(files, info.vocab_size)
+            self.tokenizer = await self._tokenizers.load(files, info.vocab_size, self.reasoning_tags)
         except TokenizerError as error:
             raise UnusableModelError(f"{info.model} has an unusable tokenizer: {error}") from None
         except LimitError as error:

@@ -117,6 +117,7 @@ class UpSettings(ListeningSettings):
     draft_method: DraftMethod = COORDINATOR["draft_method"]
     smg: bool = COORDINATOR["smg"]
     chat_template: Path | None = COORDINATOR["chat_template"]
+    reasoning_tags: str = COORDINATOR["reasoning_tags"]
     audit_share: float | None = COORDINATOR["audit_share"]
 
     @field_validator("target_devices", "standby_devices")

@@ -94,9 +94,9 @@ class AsyncClient(AsyncConnected):
         """Return an answer constrained by a pydantic model, as an instance of that model.
 
         TypeError if `model` is not such a class. ValueError if the answer is incomplete, such as when cut off by
-        `max_tokens`.
+        `max_tokens`, or would include reasoning.
         """
-        check_model(model)
+        check_model(model, options)
         options["json_schema"] = model
         return parsed(await self.generate(prompt, timeout_seconds=timeout_seconds, **options), model)
 

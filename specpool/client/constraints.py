@@ -37,10 +37,12 @@ def parsed(response: pb.GenerateResponse, model: type[Model]) -> Model:
     return model.model_validate_json(response.text)
 
 
-def check_model(model: object) -> None:
-    """Raise TypeError unless `model` is the class of a pydantic model."""
+def check_model(model: object, options: Mapping[str, object]) -> None:
+    """Raise TypeError unless `model` is the class of a pydantic model, and ValueError for options that add text."""
     if not _is_model(model):
         raise TypeError(f"model: must be a pydantic model class, not {reprlib.repr(model)}")
+    if options.get("constraint_after_reasoning"):
+        raise ValueError("constraint_after_reasoning: the text would include the reasoning; use generate")
 
 
 def read_constraint(given: dict[str, Any]) -> None:

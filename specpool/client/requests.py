@@ -47,6 +47,10 @@ class GenerateOptions(TypedDict, total=False):
     structural_tag: Mapping[str, Any] | str | None
     json_object: bool | None
     choice: str | Sequence[str] | None
+    constraint_after_reasoning: bool | None
+    json_whitespace: bool | None
+    max_thinking_tokens: int | None
+    skip_special_tokens: bool | None
     num_speculative_tokens: int | None
     draft_method: DraftMethodName | None
     request_id: str | None

@@ -134,7 +134,9 @@ class Replay:
         new = pb.GenerateChunk(
             index=index, text=text, token_ids=chunk.token_ids[repeated:], logprobs=chunk.logprobs[repeated:]
         )
-        return pb.GenerateStreamResponse(request_id=message.request_id, chunk=new)
+        return pb.GenerateStreamResponse(
+            request_id=message.request_id, chunk=new, starts_in_reasoning=message.starts_in_reasoning
+        )
 
 
 class Readiness:

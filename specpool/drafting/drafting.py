@@ -107,7 +107,7 @@ class Drafting:
             plans |= plan_fixed(self.lengths, of_fixed, len(group), max_branches, bool(adaptive))
         if not any(plan.num_draft_tokens and not plan.num_branches for plan in plans.values()):
             self._draft_steps = 0
-        if constrained := [s.sequence_id for s in adaptive if s.request.sampling.grammar]:
+        if constrained := [s.sequence_id for s in adaptive if s.request.sampling.may_force_tokens]:
             allowed = self._allows_forced_tokens(len(constrained), batch)
             plans |= {i: plans[i]._replace(allows_forced_tokens=allowed) for i in constrained}
         plans |= {i: plans[i]._replace(lookup=lookup) for i, lookup in lookups.items() if lookup.run}

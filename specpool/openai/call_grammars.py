@@ -9,6 +9,8 @@ from specpool.openai.tools import Function
 
 Fields = Mapping[str, Any]
 ANY_OBJECT = {"type": "object"}
+COMPACT = {"x-guidance": {"whitespace_flexible": False, "coerce_one_of": False, "lenient": False}}
+"""Options of llguidance, which the server sets by itself in all constraints but grammars."""
 
 
 class CallGrammar(Protocol):
@@ -103,7 +105,7 @@ class HarmonyGrammar:
         """Return a Lark grammar, because reasoning and call are separate messages."""
         calls = " | ".join(
             f'"commentary to=functions.{function.name} " <|constrain|> "json" <|message|> '
-            f"%json {json.dumps(function.parameters)}"
+            f"%json {json.dumps({**function.parameters, **COMPACT})}"
             for function in functions
         )
         return {

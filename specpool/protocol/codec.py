@@ -31,7 +31,7 @@ from specpool.protocol.rounds import (
     Verdict,
     VerifyItem,
 )
-from specpool.protocol.sampling import RANGES, SamplingParams, TokenLogprobs, in_range
+from specpool.protocol.sampling import MAX_TAG_TOKENS, RANGES, Reasoning, SamplingParams, TokenLogprobs, in_range
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import WorkerInfo
 from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
@@ -361,7 +361,8 @@ def _item_fields(item: ProposeItem | VerifyItem) -> dict[str, Any]:
     sampling = item.sampling
     if sampling is None:
         return vars(item)
-    message = common_pb2.Sampling(**{**vars(sampling), "logit_bias": dict(sampling.logit_bias)})
+    reasoning = None if sampling.reasoning is None else vars(sampling.reasoning)
+    message = common_pb2.Sampling(**{**vars(sampling), "logit_bias": dict(sampling.logit_bias), "reasoning": reasoning})
     return {**vars(item), "sampling": message}
 
 
@@ -434,6 +435,23 @@ def _read_sampling(field: str, sampling: common_pb2.Sampling) -> SamplingParams:
         seed=sampling.seed,
         prompt_length=sampling.prompt_length,
         grammar=sampling.grammar,
+        reasoning=_read_reasoning(f"{field}.reasoning", sampling.reasoning) if sampling.HasField("reasoning") else None,
+    )
+
+
+def _read_reasoning(field: str, reasoning: common_pb2.Reasoning) -> Reasoning:
+    for name in ("begin", "end", "leading"):
+        _check_maximum(f"{field}.{name}", len(getattr(reasoning, name)), MAX_TAG_TOKENS)
+    for name in ("begin", "end"):
+        if not getattr(reasoning, name):
+            raise InvalidArgumentError(f"{field}.{name}", "must not be empty")
+    return Reasoning(
+        begin=tuple(reasoning.begin),
+        end=tuple(reasoning.end),
+        starts_inside=reasoning.starts_inside,
+        max_tokens=_optional(reasoning, "max_tokens"),
+        grammar_after=reasoning.grammar_after,
+        leading=tuple(reasoning.leading),
     )
 
 

@@ -19,8 +19,34 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 """Minimum and maximum of each parameter."""
 
+MAX_TAG_TOKENS = 64
+"""Maximum tokens of a reasoning tag."""
+
 # Decimal digits that survive float32 on the wire, for values of this size.
 _DIGITS = 6
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """Limits on a sequence's reasoning block."""
+
+    begin: tuple[int, ...]
+    """Tokens of the begin tag."""
+    end: tuple[int, ...]
+    """Tokens of the end tag."""
+    starts_inside: bool
+    """Whether the prompt ends within a reasoning block."""
+    max_tokens: int | None
+    """Maximum number of tokens in the block. None: unlimited."""
+    grammar_after: bool
+    """Whether the constraint applies only after the block."""
+    leading: tuple[int, ...] = ()
+    """Tokens of whitespace. One of them may precede the begin tag."""
+
+    @property
+    def largest_id(self) -> int:
+        """The largest token id."""
+        return max(*self.begin, *self.end, *self.leading)
 
 
 @dataclass(frozen=True)
@@ -43,11 +69,23 @@ class SamplingParams:
     """Number of prompt tokens at the start of the sequence."""
     grammar: str = ""
     """Grammar of the generated text, in one of llguidance's formats. Empty: none."""
+    reasoning: Reasoning | None = None
+    """Limits on the reasoning block. None: no limits."""
 
     @property
     def leaves_logits(self) -> bool:
         """Whether the parameters never change a logit."""
+        return self.leaves_most_logits and self.reasoning is None
+
+    @property
+    def leaves_most_logits(self) -> bool:
+        """Whether the parameters change logits only where a reasoning block begins or ends."""
         return not (self.has_penalties or self.min_tokens or self.logit_bias or self.grammar)
+
+    @property
+    def may_force_tokens(self) -> bool:
+        """Whether some tokens may be the only ones allowed."""
+        return bool(self.grammar) or (self.reasoning is not None and self.reasoning.max_tokens is not None)
 
     @property
     def has_penalties(self) -> bool:

@@ -77,6 +77,8 @@ def detokenizer_of(tokenizer: Tokenizer) -> Detokenizer:
     return described(tokenizer).detokenizer()
 
 
-def pieces_of(tokenizer: Tokenizer, groups: list[list[int]], prompt_ids: Sequence[int] = ()) -> list[str]:
-    detokenizer = described(tokenizer).detokenizer(prompt_ids)
+def pieces_of(
+    tokenizer: Tokenizer, groups: list[list[int]], prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
+) -> list[str]:
+    detokenizer = described(tokenizer).detokenizer(prompt_ids, skip_special_tokens)
     return [*(detokenizer.feed(group) for group in groups), detokenizer.flush()]

@@ -31,7 +31,6 @@ PERSON = {
     },
     "required": ["name", "age", "likes"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
 }
 DATE = "20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
 SUM = 'start: NUMBER ("+" NUMBER)*\nNUMBER: /[1-9][0-9]{0,2}/'
@@ -55,13 +54,14 @@ class Constraint:
         return {self.field: self.value}
 
 
-def is_person(text: str) -> bool:
-    jsonschema.validate(json.loads(text), PERSON)
-    return True
+def is_compact_person(text: str) -> bool:
+    person = json.loads(text)
+    jsonschema.validate(person, PERSON)
+    return text == json.dumps(person, separators=(",", ":"))
 
 
 CONSTRAINTS = [
-    Constraint("json_schema", json.dumps(PERSON), is_person),
+    Constraint("json_schema", json.dumps(PERSON), is_compact_person),
     Constraint("json_object", True, lambda text: isinstance(json.loads(text), dict)),
     Constraint("regex", DATE, lambda text: re.fullmatch(DATE, text)),
     Constraint("grammar", SUM, lambda text: re.fullmatch(r"[1-9][0-9]{0,2}(\+[1-9][0-9]{0,2})*", text)),

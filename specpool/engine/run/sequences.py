@@ -276,11 +276,11 @@ class SequenceEngine:
     def forced(self, key: SequenceKey, token_ids: Sequence[int], limit: int) -> tuple[int, ...]:
         """At most `limit` forced tokens after new tokens of a sequence."""
         slot = self.engine.slots[key]
-        if slot.sampling is None or slot.sampling.grammar is None:
+        if slot.sampling is None or not slot.sampling.params.may_force_tokens:
             return ()
         self.span(key, token_ids, 0)
         room = min(self.engine.slots.capacity(slot), self.engine.max_model_len) - len(slot.token_ids)
-        return slot.sampling.grammar.forced(slot.token_ids, min(limit, room))
+        return slot.sampling.forced(slot.token_ids, min(limit, room))
 
     def keep(
         self, key: SequenceKey, num_cached_tokens: int, next_token: int | None = None, num_accepted: int = 0
@@ -377,6 +377,8 @@ class SequenceEngine:
             return None
         if sampling.grammar and self.grammars.error_of(sampling.grammar):
             sampling = replace(sampling, grammar="")
+        if sampling.reasoning is not None and sampling.reasoning.largest_id >= self.engine.vocab_size:
+            sampling = replace(sampling, reasoning=None)
         if sampling.is_argmax:
             return None
         vocab = range(self.engine.vocab_size)
@@ -385,8 +387,8 @@ class SequenceEngine:
             stop_token_ids=tuple(token for token in sampling.stop_token_ids if token in vocab),
             logit_bias=tuple((token, bias) for token, bias in sampling.logit_bias if token in vocab),
         )
-        start = self.grammars.start
-        return SequenceRules(known, start(known.grammar, known.prompt_length) if known.grammar else None)
+        start, block = self.grammars.start, self.grammars.block(known)
+        return SequenceRules(known, start(known.grammar, known.prompt_length, block) if known.grammar else None, block)
 
 
 def own_items(items: Sequence[Item]) -> list[Item]:

@@ -66,7 +66,7 @@ class NativeSampler:
     """Samples from the outputs of one head."""
 
     def __init__(self, library: ctypes.CDLL, head: Head) -> None:
-        self.library, self._vocab_size = library, head.vocab_size
+        self.library, self.vocab_size = library, head.vocab_size
         tokens = np.arange(head.vocab_size) if head.output_ids is None else head.output_ids.numpy()
         self.outputs = len(tokens)
         self._token_ids = np.zeros(round_up(self.outputs, BLOCK), np.int32)
@@ -116,7 +116,7 @@ class NativeSampler:
         if params is not None:
             row.kind, row.temperature, row.top_p = SAMPLED, params.temperature, params.top_p
             row.log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
-            row.top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
+            row.top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
             row.repetition = params.repetition_penalty
             row.frequency, row.presence = params.frequency_penalty, params.presence_penalty
         return row
@@ -134,7 +134,7 @@ class NativeSampler:
             rows=rows,
             num_rows=len(rows),
             outputs=self.outputs,
-            vocabulary=self._vocab_size,
+            vocabulary=self.vocab_size,
             threads=threads,
             workspace=self._workspace.ctypes.data,
             pool=pool,

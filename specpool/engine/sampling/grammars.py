@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING
 
 from specpool.engine.sampling.lexers import EndTokens, Lexer, LexerCache, mask_of
 from specpool.engine.sampling.masks import MaskJob, SequenceGrammar, SlowMaskError
+from specpool.engine.sampling.reasoning import ReasoningBlock
 from specpool.environment.extras import explain_missing
 from specpool.protocol.responses import MAX_ERROR_CHARACTERS
+from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.tokenizer import TokenizerFiles
 
 if TYPE_CHECKING:
@@ -98,9 +100,18 @@ class Grammars:
             self._compilation(grammar).result()
         return self._errors.get(grammar, "")
 
-    def start(self, grammar: str, prompt_length: int) -> SequenceGrammar:
-        """Return the grammar state of a new sequence. `error_of` must have returned an empty string."""
-        return SequenceGrammar(self.compile, self.lexers, grammar, prompt_length, self._ends)
+    def block(self, params: SamplingParams) -> ReasoningBlock | None:
+        """Return the reasoning block of a new sequence; None if it has no limits."""
+        if params.reasoning is None or (params.grammar and not params.reasoning.grammar_after):
+            return None
+        return ReasoningBlock(params.reasoning, params.prompt_length, bool(params.grammar), self._ends)
+
+    def start(self, grammar: str, prompt_length: int, block: ReasoningBlock | None = None) -> SequenceGrammar:
+        """Return the grammar state of a new sequence. `error_of` must have returned an empty string.
+
+        `block`: precedes the grammar.
+        """
+        return SequenceGrammar(self.compile, self.lexers, grammar, prompt_length, self._ends, block)
 
     def compute(self, work: Iterable[tuple[SequenceGrammar, Sequence[int], int]]) -> list[MaskJob]:
         """Start a job on another thread for each tuple: a grammar and the arguments of its `start`.

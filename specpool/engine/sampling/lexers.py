@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -28,6 +29,11 @@ RECENT = 32
 """Number of trailing tokens in which two texts of a sequence usually differ."""
 
 
+def full_mask(vocab_size: int) -> Words:
+    """Return a new mask that allows all tokens."""
+    return np.full(-(-vocab_size // BITS), ALL)
+
+
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> Words:
     """Return the mask that allows only these tokens."""
     mask = np.zeros(-(-vocab_size // BITS), np.uint32)
@@ -42,6 +48,11 @@ class EndTokens:
 
     ids: frozenset[int]
     mask: Words
+
+    @cached_property
+    def other_mask(self) -> Words:
+        """The mask of all other tokens."""
+        return ~self.mask
 
 
 class Reader:
@@ -85,6 +96,19 @@ class Reader:
         if not self._matcher.is_accepting():  # the grammar itself may name tokens that end the text
             mask &= ~self._ends.mask
         return "" if mask.any() else "the grammar allows no token after this text"
+
+    def fill_after(self, token_ids: Sequence[int], mask: Words, also: Words | None = None) -> str:
+        """Compute the mask after a whole text. Return why that failed; empty on success.
+
+        `also`: tokens that the mask allows in addition, even if the grammar does not allow the text.
+        """
+        is_legal = self.read(token_ids)
+        if not is_legal and (also is None or self.failure):
+            return self.failure or "the text does not match the grammar"
+        reason = self.fill(mask) if is_legal else ""
+        if also is not None:
+            mask[:] = mask | also if is_legal else also
+        return reason
 
     def forced(self, limit: int) -> tuple[int, ...]:
         """Return at most `limit` tokens of the only possible continuation."""

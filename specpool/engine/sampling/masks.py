@@ -14,6 +14,7 @@ from weakref import ref
 import numpy as np
 
 from specpool.engine.sampling.lexers import EndTokens, Lexer, LexerCache, Reader, Words, common_length
+from specpool.engine.sampling.reasoning import Limit, LimitedReader, ReasoningBlock
 
 
 class SlowMaskError(Exception):
@@ -30,10 +31,11 @@ class SequenceGrammar:
         grammar: str,
         prompt_length: int,
         ends: EndTokens,
+        block: ReasoningBlock | None = None,
     ) -> None:
-        """`compile_lexer`, `lexers`: see `Grammars.compile` and `Grammars.lexers`."""
+        """`compile_lexer`, `lexers`: see `Grammars.compile` and `Grammars.lexers`. `block`: precedes the grammar."""
         self._compile, self._lexers = compile_lexer, lexers
-        self._grammar, self._begin, self._ends = grammar, prompt_length, ends
+        self._grammar, self._whole, self._ends, self._block = grammar, Limit(prompt_length), ends, block
         self._lexer: Lexer | None = None
         self._job: MaskJob | None = None
         self._settled: tuple[MaskJob, list[Words]] | None = None
@@ -56,8 +58,11 @@ class SequenceGrammar:
         self._settled = None
         if self.is_busy:
             return None
-        self._job = MaskJob(self, token_ids, count, self._job)
+        self._job = MaskJob(self, token_ids, count, self._limits(token_ids, count), self._job)
         return self._job
+
+    def _limits(self, token_ids: Sequence[int], count: int) -> list[Limit]:
+        return [self._whole] * count if self._block is None else self._block.limits(token_ids, count)
 
     def settle(self, job: MaskJob) -> None:
         """Use the masks that a job has computed so far."""
@@ -93,16 +98,19 @@ class SequenceGrammar:
 
     def forced(self, token_ids: Sequence[int], limit: int) -> tuple[int, ...]:
         """Return at most `limit` tokens of the only possible continuation, as the tokenizer splits it."""
+        ((begin, others),) = self._limits(token_ids, 1)
+        if limit <= 0 or begin is None or others is not None:
+            return ()
         with self._reading_fast() as reader:
-            if limit <= 0 or reader is None or not reader.read(token_ids[self._begin :]):
-                return ()
-            return reader.forced(limit)
+            return reader.forced(limit) if reader is not None and reader.read(token_ids[begin:]) else ()
 
-    def fork(self, token_ids: Sequence[int]) -> Reader | None:
+    def fork(self, token_ids: Sequence[int]) -> Reader | LimitedReader | None:
         """Return a reader for a draft of this continuation; None if it is illegal or its masks may be slow."""
         with self._reading_fast() as reader:
             fork = None if reader is None else reader.fork()
-        return fork if fork is not None and fork.read(token_ids[self._begin :]) else None
+        if self._block is not None:
+            return self._block.fork(token_ids, fork)
+        return fork if fork is not None and fork.read(token_ids[self._whole.grammar_begin :]) else None
 
     @contextmanager
     def _reading_fast(self) -> Iterator[Reader | None]:
@@ -116,20 +124,24 @@ class SequenceGrammar:
         with lexer.reading(self) as reader:
             yield reader
 
-    def compute(self, token_ids: Sequence[int], is_draft: bool, may_take_long: bool) -> Words | str:
+    def compute(self, token_ids: Sequence[int], limit: Limit, is_draft: bool, may_take_long: bool) -> Words | str:
         """Return the mask after the tokens, or why there is none. Called by jobs.
 
-        `is_draft`: whether the last token is a draft token, after which a mask may be missing. Raises SlowMaskError if
-        the mask may be slow, unless `may_take_long`.
+        `limit`: on the next token. `is_draft`: whether the last token is a draft token, after which a mask may be
+        missing. Raises SlowMaskError if the mask may be slow, unless `may_take_long`.
         """
-        mask = self._mask(self._current_lexer(may_take_long), token_ids)
+        if limit.grammar_begin is None:
+            assert limit.mask is not None, "end-of-sequence tokens are masked before a grammar"
+            return limit.mask
+        text = token_ids[limit.grammar_begin :]
+        mask = self._mask(self._current_lexer(may_take_long), text, limit.mask)
         if is_draft or not isinstance(mask, str):
             return mask
         if not may_take_long:
             raise SlowMaskError
         # Only a lexer that has read nothing else can tell whether the grammar fails after these tokens.
         lexer = self._compile(self._grammar, True)
-        mask = self._mask(lexer, token_ids)
+        mask = self._mask(lexer, text, limit.mask)
         if not isinstance(mask, str):
             self._lexers.put(self._grammar, lexer)
             self._lexer = lexer
@@ -146,24 +158,27 @@ class SequenceGrammar:
             self._lexers.put(self._grammar, lexer)
         return lexer
 
-    def _mask(self, lexer: Lexer, token_ids: Sequence[int]) -> Words | str:
+    def _mask(self, lexer: Lexer, text: Sequence[int], others: Words | None) -> Words | str:
         with lexer.reading(self) as reader:
             if reader is None:
                 return "the grammar was evicted"
             mask = np.empty_like(self._ends.mask)
-            if reader.read(token_ids[self._begin :]):
-                return reader.fill(mask) or mask
-            return reader.failure or "the text does not match the grammar"
+            return reader.fill_after(text, mask, others) or mask
 
 
 class MaskJob:
     """Computes the masks of rows in order. A stopped job ends early, but not before the first row."""
 
     def __init__(
-        self, grammar: SequenceGrammar, token_ids: Sequence[int], count: int, previous: MaskJob | None
+        self,
+        grammar: SequenceGrammar,
+        token_ids: Sequence[int],
+        count: int,
+        limits: Sequence[Limit],
+        previous: MaskJob | None,
     ) -> None:
         self._grammar = ref(grammar)  # a released sequence needs no masks
-        self._token_ids, self._count = [*token_ids], count
+        self._token_ids, self._count, self._limits = [*token_ids], count, limits
         self._first = len(token_ids) - count + 1
         self.masks: list[Words] = []
         """Masks computed so far. Only appended to."""
@@ -196,7 +211,8 @@ class MaskJob:
         """
         grammar, row = self._grammar(), len(self.masks)
         if grammar is not None and row < self._count and not (row and self.is_stopped):
-            mask = grammar.compute(self._token_ids[: self._first + row], row > 0, may_take_long)
+            context = self._token_ids[: self._first + row]
+            mask = grammar.compute(context, self._limits[row], row > 0, may_take_long)
             if not isinstance(mask, str):
                 self.masks.append(mask)
                 return True

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from specpool.engine.sampling.lexers import BITS, Words, mask_of
+from specpool.engine.sampling.lexers import BITS, Reader, Words, mask_of
 from specpool.engine.sampling.masks import SequenceGrammar
+from specpool.engine.sampling.reasoning import LimitedReader, ReasoningBlock
 from specpool.protocol.sampling import SamplingParams
 
 Ids = NDArray[np.int32]
@@ -82,10 +83,13 @@ class TokenCounts:
 
 
 class SequenceRules:
-    """The sampling parameters of a sequence, and the state of its penalties and its grammar."""
+    """The sampling parameters of a sequence, and the state of its penalties, reasoning block and grammar."""
 
-    def __init__(self, params: SamplingParams, grammar: SequenceGrammar | None = None) -> None:
-        self.params, self.grammar = params, grammar
+    def __init__(
+        self, params: SamplingParams, grammar: SequenceGrammar | None = None, block: ReasoningBlock | None = None
+    ) -> None:
+        """`block`: the one that precedes the grammar, if any."""
+        self.params, self.grammar, self.block = params, grammar, block
         self._bias_ids = np.array([token for token, _ in params.logit_bias], np.int32)
         self._biases = np.array([bias for _, bias in params.logit_bias], np.float32)
         self._stop_ids = np.array(params.stop_token_ids, np.int32)
@@ -95,6 +99,21 @@ class SequenceRules:
         """Forget all but the first `length` tokens of the sequence."""
         if self._counts is not None:
             self._counts.truncate(length)
+        if self.block is not None:
+            self.block.truncate(length)
+
+    def forced(self, token_ids: Sequence[int], limit: int) -> tuple[int, ...]:
+        """Return at most `limit` tokens of the only possible continuation."""
+        tag = () if self.block is None else self.block.forced(token_ids)[:limit]
+        if self.grammar is None:
+            return tag
+        return tag + self.grammar.forced([*token_ids, *tag], limit - len(tag))
+
+    def fork(self, token_ids: Sequence[int]) -> Reader | LimitedReader | None:
+        """Return a reader of the masks of a draft of this continuation; None if they are unknown."""
+        if self.grammar is not None:
+            return self.grammar.fork(token_ids)
+        return None if self.block is None else self.block.fork(token_ids, None)
 
     def changes(self, token_ids: Sequence[int], count: int) -> list[Changes | None]:
         """Return the changes of each of `count` rows, which follow the last tokens of the sequence. None: no change.
@@ -106,11 +125,23 @@ class SequenceRules:
             return [None] * count
         first = len(token_ids) - count + 1
         ids, rows = (NO_IDS, [NO_IDS] * count) if self._counts is None else self._counts.rows(token_ids, count)
-        masks = [None] * count if self.grammar is None else self.grammar.masks(token_ids, count)
         return [
-            Changes(self._bias_ids, self._biases, self._masked_ids(length, allowed), allowed, ids, counts)
-            for length, (counts, allowed) in enumerate(zip(rows, masks, strict=True), first)
+            self._changes_of(length, allowed, ids, counts)
+            for length, (counts, allowed) in enumerate(zip(rows, self._masks(token_ids, count), strict=True), first)
         ]
+
+    def _masks(self, token_ids: Sequence[int], count: int) -> Sequence[Words | None]:
+        if self.grammar is not None:
+            return self.grammar.masks(token_ids, count)
+        if self.block is not None:
+            return [limit.mask for limit in self.block.limits(token_ids, count)]
+        return [None] * count
+
+    def _changes_of(self, length: int, allowed: Words | None, ids: Ids, counts: Ids) -> Changes | None:
+        masked_ids = self._masked_ids(length, allowed)
+        if allowed is None and not (self._bias_ids.size or masked_ids.size or ids.size):
+            return None
+        return Changes(self._bias_ids, self._biases, masked_ids, allowed, ids, counts)
 
     def _masked_ids(self, length: int, allowed: Words | None) -> Ids:
         """The stop tokens before `min_tokens`, unless the grammar allows nothing else."""

@@ -28,10 +28,17 @@ def tokenizer() -> LLTokenizer:
     return load_grammar_tokenizer(TokenizerFiles(BYTES.to_str().encode(), "", {}, (EOS_TOKEN_ID,)), VOCAB_SIZE)
 
 
-def matches(tokenizer: LLTokenizer, kind: str, constraint: Any, text: str, special: bool = False) -> bool | None:
+def matches(
+    tokenizer: LLTokenizer,
+    kind: str,
+    constraint: Any,
+    text: str,
+    special: bool = False,
+    json_whitespace: bool = False,
+) -> bool | None:
     """Whether a text matches, or None if it is the beginning of a match."""
     source = constraint if isinstance(constraint, str) else json.dumps(constraint)
-    matcher = compile_grammar(tokenizer, compile_constraint(tokenizer, kind, source))
+    matcher = compile_grammar(tokenizer, compile_constraint(tokenizer, kind, source, json_whitespace))
     # Even without `parse_special`, the text "<eos>" as a whole is tokenized as the special token.
     parts = [text] if special else text
     token_ids = [token_id for part in parts for token_id in tokenizer.tokenize_str(part, parse_special=special)]
@@ -41,11 +48,11 @@ def matches(tokenizer: LLTokenizer, kind: str, constraint: Any, text: str, speci
 
 
 CASES = [
-    ("json_schema", POINT, '{"x": 12}', True),
-    ("json_schema", POINT, '{"x": 1', None),
+    ("json_schema", POINT, '{"x":12}', True),
+    ("json_schema", POINT, '{"x":1', None),
     ("json_schema", POINT, '{"y"', False),
-    ("json_schema", True, "[1, null]", True),
-    ("json_object", ANY, '{"a": [1, {"b": "c"}]}', True),
+    ("json_schema", True, "[1,null]", True),
+    ("json_object", ANY, '{"a":[1,{"b":"c d"}]}', True),
     ("json_object", ANY, "[", False),
     ("regex", r"\d{4}-\d{2}", "2026-11", True),
     ("regex", r"\d{4}-\d{2}", "2026-", None),
@@ -112,7 +119,7 @@ def triggered(begin: str = "<fn=a>", trigger: str = "<fn=", **options: bool) -> 
     }
 
 
-CALL = '<fn=a>{"x": 1}</fn>'
+CALL = '<fn=a>{"x":1}</fn>'
 
 
 @pytest.mark.parametrize("tag", [LEGACY, triggered()], ids=["vllm", "xgrammar"])
@@ -122,7 +129,7 @@ def test_structural_tags_constrain_the_tagged_parts_only(tokenizer: LLTokenizer,
         (f"hi {CALL}{CALL} bye", True),
         ("<fn=b", False),
         ('hi <fn=a>{"y', False),
-        ('<fn=a>{"x": 1}', None),
+        ('<fn=a>{"x":1}', None),
     ):
         assert matches(tokenizer, "structural_tag", tag, text) is expected
 
@@ -172,7 +179,7 @@ def test_tags_may_contain_special_tokens() -> None:
     tokenizer = special_tokenizer("<call>", "<args>")
     begin = "<call>é <args>"
     for tag in (separated(begin=begin), triggered(begin, "<call>"), triggered(begin, "<call>", at_least_one=True)):
-        assert matches(tokenizer, "structural_tag", tag, '<call>é <args>{"x": 1}</fn>', special=True) is True
+        assert matches(tokenizer, "structural_tag", tag, '<call>é <args>{"x":1}</fn>', special=True) is True
         assert matches(tokenizer, "structural_tag", tag, '<call>é {"x', special=True) is False
 
 
@@ -180,8 +187,32 @@ def test_a_trigger_may_be_a_special_token() -> None:
     tokenizer = special_tokenizer("<call>")
     for at_least_one in (False, True):
         tag = triggered("<call>:", "<call>", at_least_one=at_least_one)
-        assert matches(tokenizer, "structural_tag", tag, '<call>:{"x": 1}</fn>', special=True) is True
+        assert matches(tokenizer, "structural_tag", tag, '<call>:{"x":1}</fn>', special=True) is True
         assert matches(tokenizer, "structural_tag", tag, "<call>x", special=True) is False
+
+
+@pytest.mark.parametrize(
+    ("kind", "constraint", "answer"),
+    [
+        ("json_schema", POINT, '{"x": 1}'),
+        ("json_schema", True, "[1, 2]"),
+        ("json_object", ANY, '{ "a":1}'),
+        ("structural_tag", LEGACY, '<fn=a>{"x": 1}</fn>'),
+        ("structural_tag", triggered(), '<fn=a>{"x":1 }</fn>'),
+    ],
+)
+def test_json_is_compact_unless_whitespace_is_allowed(
+    tokenizer: LLTokenizer, kind: str, constraint: Any, answer: str
+) -> None:
+    assert matches(tokenizer, kind, constraint, answer) is False
+    assert matches(tokenizer, kind, constraint, answer, json_whitespace=True) is True
+
+
+def test_options_of_a_schema_decide_about_whitespace(tokenizer: LLTokenizer) -> None:
+    for options in ({"whitespace_flexible": True}, {"whitespace_pattern": " ?"}, {"key_separator": ": "}):
+        assert matches(tokenizer, "json_schema", {**POINT, "x-guidance": options}, '{"x": 1}') is True
+    compact = {**POINT, "x-guidance": {"whitespace_flexible": False}}
+    assert matches(tokenizer, "json_schema", compact, '{"x": 1}', json_whitespace=True) is False
 
 
 REFUSED = [

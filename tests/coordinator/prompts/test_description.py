@@ -46,8 +46,10 @@ def test_rebuilt_decoders_decode_as_the_library_does(decoder: Any, tokens: list[
 def test_texts_are_those_of_the_library(tokenizer: Tokenizer) -> None:
     vocabulary = described(tokenizer).vocabulary
     ids = random.Random(1).choices(range(tokenizer.get_vocab_size()), k=500)
-    tokens = [vocabulary.tokens[token_id] for token_id in ids if token_id in vocabulary.tokens]
-    assert vocabulary.decode(tokens) == tokenizer.decode(ids)
+    tokens = [vocabulary.tokens[token_id] for token_id in ids]
+    assert vocabulary.decode(tokens) == tokenizer.decode(ids, skip_special_tokens=False)
+    plain = [token for token_id, token in zip(ids, tokens, strict=True) if token_id not in vocabulary.special_ids]
+    assert vocabulary.decode(plain) == tokenizer.decode(ids)
 
 
 def test_tokens_without_a_decoder_are_joined_by_spaces() -> None:
@@ -119,6 +121,14 @@ def test_decoders_that_could_make_texts_long_or_slow_are_refused(decoder: Any) -
         {"templates": [[True, ["x"] * 1025], None]},
         {"templates": [[True, ["x" * 257]], None]},
         {"templates": [[True, [1]], None]},
+        {"reasoning": []},
+        {"reasoning": ["a", "b", [1], [2], []]},
+        {"reasoning": ["a", None, [1], [2], [], []]},
+        {"reasoning": ["a", "b" * 257, [1], [2], [], []]},
+        {"reasoning": ["a", "b", [], [2], [], []]},
+        {"reasoning": ["a", "b", [1], [-1], [], []]},
+        {"reasoning": ["a", "b", [1], ["2"], [], []]},
+        {"reasoning": ["a", "b", [1], [2] * 65, [], []]},
     ],
 )
 def test_malformed_descriptions_are_refused(change: dict[str, Any]) -> None:

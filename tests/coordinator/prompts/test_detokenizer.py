@@ -152,6 +152,23 @@ def test_special_tokens_have_no_text_and_no_cost() -> None:
     assert [detokenizer.feed([token]) for token in ids] == [""] * (len(ids) - 1) + ["€"]
 
 
+@given(data=st.data(), seed=st.integers(0, 2**32))
+@pytest.mark.parametrize("tokenizer", [BYTES, METASPACE, WORDPIECE, WORD_ENDS])
+def test_special_tokens_can_be_kept(tokenizer: Tokenizer, data: st.DataObject, seed: int) -> None:
+    special = max(tokenizer.get_added_tokens_decoder())
+    ids = data.draw(st.lists(st.just(special) | st.integers(0, tokenizer.get_vocab_size() - 1), max_size=60))
+    pieces = pieces_of(tokenizer, random_groups(ids, seed), skip_special_tokens=False)
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=False)
+    assert not any(piece.endswith(REPLACEMENT) for piece in pieces[:-1])
+
+
+def test_a_kept_special_token_ends_an_incomplete_character() -> None:
+    detokenizer = described(BYTES).detokenizer(skip_special_tokens=False)
+    assert [detokenizer.feed([token]) for token in (*EURO[:2], EOS_TOKEN_ID, *EURO)] == [
+        *["", "", f"{REPLACEMENT}<eos>"], *["", "", "€"],
+    ]  # fmt: skip
+
+
 class PanicException(BaseException):
     """Like the library's, not an `Exception`."""
 
@@ -164,7 +181,7 @@ def broken(error: BaseException) -> Detokenizer:
             raise error
         return "".join(tokens)
 
-    return Detokenizer(Vocabulary({number: chr(number) for number in range(128)}, decode))
+    return Detokenizer(Vocabulary({number: chr(number) for number in range(128)}, frozenset(), decode))
 
 
 def test_undecodable_tokens_do_not_fail_the_request(caplog: pytest.LogCaptureFixture) -> None:

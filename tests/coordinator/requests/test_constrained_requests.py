@@ -26,7 +26,6 @@ SCHEMA = json.dumps(
         "properties": {"answer": {"enum": ["yes", "no"]}, "count": {"type": "integer", "maximum": 99, "minimum": 0}},
         "required": ["answer", "count"],
         "additionalProperties": False,
-        "x-guidance": {"whitespace_flexible": False},
     }
 )
 CHOICES = pb.ChoiceConstraint(choices=["left", "right", "left or right"])
@@ -92,6 +91,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "many choices": (
         {"choice": pb.ChoiceConstraint(choices=map(str, range(1025)))}, "choice.choices", "has 1025 entries",
     ),
+    "no JSON": ({"regex": "a", "json_whitespace": True}, "json_whitespace", "must be given with json_schema, json_obj"),
     "no end": ({"regex": "a", "ignore_eos": True}, "ignore_eos", "cannot be combined with regex"),
 }  # fmt: skip
 
@@ -134,6 +134,17 @@ async def test_results_are_kept_up_to_a_maximum() -> None:
     assert compiled == ["a", "(", *others]
     await read_pattern(reader, "(")
     assert compiled == ["a", "(", *others, "("]
+
+
+async def test_the_same_schema_with_and_without_whitespace_is_compiled_twice() -> None:
+    async with serving(RecordingTarget(), with_draft=False) as served:
+        for _ in range(2):
+            for allowed in (False, True):
+                await served.stub.Generate(constrained(json_schema=SCHEMA, json_whitespace=allowed))
+        sent = [item.sampling.grammar for request in served.target.requests for item in request.items if item.sampling]
+        compact, spaced = dict.fromkeys(filter(None, sent))
+        assert '"whitespace_flexible": false' in compact
+        assert "whitespace_flexible" not in spaced
 
 
 async def test_a_constraint_that_takes_too_long_delays_nobody() -> None:

@@ -20,7 +20,6 @@ SCHEMA = json.dumps(
         "properties": {"first_answer": {"enum": ["yes", "no"]}, "second_answer": {"enum": ["left", "right", 1]}},
         "required": ["first_answer", "second_answer"],
         "additionalProperties": False,
-        "x-guidance": {"whitespace_flexible": False},
     }
 )
 

@@ -73,7 +73,8 @@ def test_options_become_request_fields() -> None:
         "repetition_penalty": 1.5, "frequency_penalty": 0.25, "presence_penalty": -0.25, "logit_bias": {3: 1.5},
         "stop": ["x", "y"], "stop_token_ids": [9], "ignore_eos": True, "seed": 11, "logprobs": 2, "n": 3,
         "num_speculative_tokens": 0, "draft_method": "ngram", "request_id": "r", "priority": -1,
-        "cache_salt": "s",
+        "cache_salt": "s", "constraint_after_reasoning": True, "json_whitespace": True, "max_thinking_tokens": 0,
+        "skip_special_tokens": False,
     }  # fmt: skip
     request = library.make_request("hello", **options)
     assert (request.text, request.request_id, request.speculative.num_speculative_tokens) == ("hello", "r", 0)
@@ -408,6 +409,14 @@ async def test_parse_needs_a_model_class(model: Any) -> None:
     async with AsyncClient(free_address()) as client:
         with pytest.raises(TypeError, match=reason):
             await client.parse("a", model)
+
+
+def test_parse_refuses_answers_with_reasoning() -> None:
+    with (
+        Client(free_address()) as client,
+        pytest.raises(ValueError, match=r"^constraint_after_reasoning: the text would"),
+    ):
+        client.parse("a", Lamp, constraint_after_reasoning=True)
 
 
 async def test_answers_are_parsed_as_pydantic_models() -> None:

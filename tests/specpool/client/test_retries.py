@@ -83,13 +83,15 @@ def stream_of(samples: dict[int, list[int]], rng: random.Random) -> Iterator[pb.
         taken = tokens[position[index] : position[index] + rng.randint(1, 4)]
         if not taken:
             del position[index]
-            yield pb.GenerateStreamResponse(complete=pb.GenerateResponse(index=index, token_ids=tokens))
+            yield pb.GenerateStreamResponse(
+                complete=pb.GenerateResponse(index=index, token_ids=tokens), starts_in_reasoning=True
+            )
             continue
         position[index] += len(taken)
         text = "".join(map(chr, taken))
         logprobs = [{"logprob": -token} for token in taken]
         chunk = pb.GenerateChunk(index=index, token_ids=taken, text=text, logprobs=logprobs)
-        yield pb.GenerateStreamResponse(chunk=chunk)
+        yield pb.GenerateStreamResponse(chunk=chunk, starts_in_reasoning=True)
 
 
 def check_complete(samples: dict[int, list[int]], messages: list[pb.GenerateStreamResponse]) -> None:
@@ -118,6 +120,7 @@ def test_every_token_is_delivered_once(samples: dict[int, list[int]], breaks: li
             if (fresh := replay.fresh(message)) is not None:
                 delivered_messages.append(fresh)
     check_complete(samples, delivered_messages)
+    assert all(message.starts_in_reasoning for message in delivered_messages)
 
 
 def replay_of(*messages: pb.GenerateStreamResponse) -> Replay:

@@ -39,7 +39,9 @@ MAX_UNREAD = 12
 """Unread tokens after which a sample pauses."""
 
 gc.freeze()  # collections need not scan torch
-TOKENIZER = TokenizerDescription(TokenizerFiles(b"toy", "", {}, (EOS,)), 1, None, None, Vocabulary({}, "".join))
+TOKENIZER = TokenizerDescription(
+    TokenizerFiles(b"toy", "", {}, (EOS,)), 1, None, None, Vocabulary({}, frozenset(), "".join)
+)
 
 
 @dataclass
@@ -179,7 +181,7 @@ class Simulation:
         result.digest = digest.hexdigest()
 
 
-async def _load_tokenizer(files: TokenizerFiles, vocab_size: int) -> TokenizerDescription:
+async def _load_tokenizer(files: TokenizerFiles, vocab_size: int, reasoning_tags: str) -> TokenizerDescription:
     """Stands in for the prompt processes."""
     return TOKENIZER
 

@@ -63,7 +63,7 @@ class GpuDraftLoop:
 
     def can_draft(self, rules: SequenceRules | None) -> bool:
         """Whether the loop can choose tokens by these rules. See `DraftLoop`."""
-        return rules is None or (self._samples and rules.params.leaves_logits)
+        return rules is None or (self._samples and rules.params.leaves_most_logits)
 
     def capture_graphs(self, lengths: Mapping[int, int]) -> None:
         """Capture steps. `lengths`: maximum positions of a sequence by padded number of sequences, largest first."""

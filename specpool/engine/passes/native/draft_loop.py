@@ -33,7 +33,8 @@ from specpool.engine.sampling import compiled
 from specpool.engine.sampling.batch import compiled_is_exact
 from specpool.engine.sampling.compiled import NOTHING_REJECTED, NativeSampler, Row, compile_sampler, point_to_changes
 from specpool.engine.sampling.head import Head
-from specpool.engine.sampling.lexers import ALL, Reader, Words
+from specpool.engine.sampling.lexers import ALL, Reader, Words, full_mask
+from specpool.engine.sampling.reasoning import LimitedReader
 from specpool.engine.sampling.rules import Changes, SequenceRules
 
 SOURCES = (Path(__file__).with_name("draft_loop.c"), compiled.ROWS)
@@ -182,8 +183,10 @@ class NativeDraftLoop:
         state.seed, state.prompt_length = params.seed & MASK64, params.prompt_length
         state.unmasked_from = params.prompt_length + params.min_tokens
         (changes,) = draft.rows.changes()
-        if changes is not None and changes.allowed is not None:  # the loop overwrites it, and it may be reused
-            changes = replace(changes, allowed=changes.allowed.copy())
+        if rules.block is not None or (changes is not None and changes.allowed is not None):
+            changes = changes or Changes()
+            allowed = full_mask(self._sampler.vocab_size) if changes.allowed is None else changes.allowed.copy()
+            changes = replace(changes, allowed=allowed)  # the loop overwrites it, and the mask may be reused
         if changes is None or not params.has_penalties:
             point_to_changes(state.row, changes)
             return changes
@@ -220,12 +223,11 @@ READ_TOKEN = CFUNCTYPE(None, c_int64, c_int64)
 
 def _reader(drafts: Sequence[Draft], changes: Sequence[Changes | None]) -> Any:
     """The function that updates a draft's mask after each token. Each draft reads a fork of its sequence's grammar."""
-    readers: dict[int, tuple[Reader | None, Words]] = {}
+    readers: dict[int, tuple[Reader | LimitedReader | None, Words]] = {}
     for number, (draft, change) in enumerate(zip(drafts, changes, strict=True)):
         if change is not None and change.allowed is not None:
             assert draft.rules is not None
-            assert draft.rules.grammar is not None
-            readers[number] = draft.rules.grammar.fork(draft.context), change.allowed
+            readers[number] = draft.rules.fork(draft.context), change.allowed
 
     def read_token(number: int, token_id: int) -> None:
         reader, allowed = readers[number]

@@ -29,7 +29,7 @@ from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.passes.native.panels import FLOAT32, KIND_NUMBERS, PANEL
 from specpool.engine.run.engine import Engine
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, ProposeRound
-from specpool.protocol.sampling import SamplingParams
+from specpool.protocol.sampling import Reasoning, SamplingParams
 
 pytestmark = [pytest.mark.cpus]
 
@@ -51,6 +51,11 @@ SAMPLED = (
     SamplingParams(repetition_penalty=1.6, prompt_length=6),
     SamplingParams(grammar=ANY_TEXT),
     SamplingParams(temperature=0.9, grammar=ANY_TEXT, presence_penalty=0.2, seed=9),
+    SamplingParams(reasoning=Reasoning((33,), (34, 35), starts_inside=True, max_tokens=4, grammar_after=False)),
+    SamplingParams(
+        temperature=0.9, seed=10, grammar=ANY_TEXT, presence_penalty=0.2,
+        reasoning=Reasoning((33,), (34,), starts_inside=True, max_tokens=3, grammar_after=True),
+    ),
 )  # fmt: skip
 CHANCES = ((), (0.9,), (0.8, 0.95), (0.92,), (0.1, 0.6, 0.8, 1.0), tuple(i / 20 for i in range(20)))
 SOUND_TOKENS = 64
@@ -103,7 +108,7 @@ class Rounds:
 
     def _params_of(self, prompt: list[int]) -> SamplingParams | None:
         params = self._chance.choice(SAMPLED)
-        if params is None or not params.grammar:
+        if params is None or not (params.grammar or params.reasoning):
             return params
         return replace(params, prompt_length=max(0, len(prompt) - 2))  # the target never verifies prompts
 
