@@ -9,7 +9,9 @@ from specpool.openai.text_reader import WHITESPACE
 class Trimmer:
     """Removes newlines around reasoning and whitespace around calls. An answer without either stays as it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, may_call: bool) -> None:
+        """`may_call`: whether calls may follow the content, whose trailing whitespace is then held back."""
+        self._content_end = WHITESPACE if may_call else ""
         self._part: type[Delta] | None = None
         self._leading = ""
         """Characters to remove from the beginning of the current part. Empty once it has text."""
@@ -49,7 +51,7 @@ class Trimmer:
         if not text:
             return ""
         self._leading = ""
-        kept = text.rstrip("\n" if self._part is Reasoning else WHITESPACE)
+        kept = text.rstrip("\n" if self._part is Reasoning else self._content_end)
         trailing = text[len(kept) :]
         if not kept:
             self._held.append(trailing)
