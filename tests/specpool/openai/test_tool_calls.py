@@ -119,6 +119,7 @@ def test_json_arguments_keep_the_model_s_text() -> None:
          [["now", "{}"]] * 2, ""),
         ("hermes", '<tool_call>{"name": "now", "arguments": {}</tool_call>', [["now", "{}"]], ""),
         ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "x', [["now", '{"a": "x']], ""),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"a": }}</tool_call>', [["now", '{"a": }']], ""),
         ("llama3", '<|python_tag|>{"name": "now", "parameters": {}}', [["now", "{}"]], ""),
         ("llama3", '{"type": "function", "name": "now", "arguments": {}}; {"name": "now", "parameters": {}}',
          [["now", "{}"]] * 2, ""),
