@@ -10,6 +10,7 @@ import openai
 import pytest
 from openai_service import MODEL, OpenAIService, openai_service
 from scripted_target import ScriptedTarget
+from secure_service import until
 from serving import RecordingTarget
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -53,7 +54,7 @@ async def metrics_of(service: OpenAIService) -> str:
 
 
 async def test_a_client_that_does_not_read_pauses_only_itself() -> None:
-    async with openai_service(stream_stall_seconds=1.0, max_num_seqs=20) as service:
+    async with openai_service({"stream_stall_seconds": 1.0}, stream_stall_seconds=1.0, max_num_seqs=20) as service:
         host, port = service.url.removeprefix("http://").split(":")
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -68,8 +69,11 @@ async def test_a_client_that_does_not_read_pauses_only_itself() -> None:
         answers = [await service.client.chat.completions.create(**OPTIONS, max_tokens=8) for _ in range(8)]
         assert all(answer.usage.completion_tokens == 8 for answer in answers)
         # The coordinator ends the unread stream.
-        await service.coordinator.until(lambda info: info.counters.refused["RESOURCE_EXHAUSTED"] == 1)
+        await service.coordinator.until(lambda info: info.counters.finished["abort"] == 16)
         await service.coordinator.until_idle()
+        # The system closes the unread connection.
+        registry, labels = service.server.front.metrics.registry, {"route": "/v1/chat/completions"}
+        await until(lambda: registry.get_sample_value("specpool:http_requests_in_progress", labels) == 0)
         writer.close()
 
 
@@ -84,9 +88,7 @@ async def test_many_streams_run_at_once() -> None:
     async with openai_service(target=ScriptedTarget("Hello"), max_num_seqs=200) as service:
         service.coordinator.target.open.clear()
         streams = [asyncio.create_task(text_of_stream(service.client, number)) for number in range(200)]
-        await service.coordinator.until(
-            lambda info: info.running + info.queued == 200
-        )
+        await service.coordinator.until(lambda info: info.running + info.queued == 200)
         service.coordinator.target.open.set()
         assert await asyncio.gather(*streams) == ["Hello"] * 200
 
