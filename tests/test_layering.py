@@ -68,6 +68,7 @@ EDGES = (
     "coordinator/prompts/chat_reader.py",
     "coordinator/prompts/constraint_reader.py",
     "coordinator/prompts/prompt_reader.py",
+    "coordinator/prompts/reasoning_reader.py",
     "coordinator/requests/traces.py",
     "coordinator/requests/validation.py",
     "coordinator/server.py",

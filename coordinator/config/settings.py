@@ -211,8 +211,8 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     )
     reasoning_tags: ReasoningTags = Field(
         AUTO,
-        description="texts around the model's reasoning, as BEGIN,END; auto: known tags, such as <think>, that are "
-        "tokens and occur in the chat template; none",
+        description="texts around the model's reasoning, as BEGIN,END; auto: known tags that are tokens and occur in "
+        "the chat template; none",
     )
     max_request_bytes: ByteSize = Field(ByteSize(2**20), ge=1024, le=2**31 - 1, description="largest request accepted")
 

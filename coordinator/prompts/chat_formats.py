@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 AUTO, NONE = "auto", "none"
 MAX_TAG_CHARACTERS = 256
+# Texts that models may write before the begin tag.
+LEADING = ("\n", "\n\n", " ")
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import Any
 from coordinator.prompts.chat_formats import MAX_TAG_CHARACTERS, tool_call_format
 from coordinator.prompts.detokenizer import Detokenizer, TokenTexts, Vocabulary, read_decoder
 from coordinator.prompts.reasoning import ReasoningTags
+from specpool.protocol.sampling import MAX_TAG_TOKENS
 from specpool.protocol.tokenizer import TokenizerFiles
 
 MAX_TOKEN_BYTES = 4096
 MAX_OPTIONS, MAX_OPTION_CHARACTERS = 1024, 256
-MAX_TAG_TOKENS = 4 * MAX_TAG_CHARACTERS
 # Maximum whitespace tokens that a chat template adds after a reasoning tag.
 MAX_SPACE_TOKENS = 8
 
@@ -107,9 +107,9 @@ def _reasoning_tags(value: Any) -> ReasoningTags | None:
     if value is None:
         return None
     begin, end, *ids = value
-    begin_ids, end_ids, answer_ids = map(tuple, ids)
+    begin_ids, end_ids, answer_ids, leading_ids = map(tuple, ids)
     are_texts = all(type(text) is str and len(text) <= MAX_TAG_CHARACTERS for text in (begin, end))
-    are_ids = all(type(token_id) is int and token_id >= 0 for token_id in (*begin_ids, *end_ids, *answer_ids))
+    are_ids = all(type(token_id) is int and token_id >= 0 for each in ids for token_id in each)
     if not (are_texts and are_ids and begin_ids and end_ids and max(map(len, ids)) <= MAX_TAG_TOKENS):
         raise ValueError("its reasoning tags are malformed")
-    return ReasoningTags(begin, end, begin_ids, end_ids, answer_ids)
+    return ReasoningTags(begin, end, begin_ids, end_ids, answer_ids, leading_ids)

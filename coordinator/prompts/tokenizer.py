@@ -11,8 +11,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from coordinator.prompts.chat_formats import AUTO, find_tags
+from coordinator.prompts.chat_formats import AUTO, LEADING, find_tags
 from coordinator.prompts.templates import NO_TEMPLATE, Chat, ChatTemplate, ChatTemplateError
+from specpool.protocol.sampling import MAX_TAG_TOKENS
 from specpool.protocol.tokenizer import TokenizerFiles
 
 # Bytes per token of ordinary text. A text that only fits with longer tokens is first counted in pieces: tokenizing all
@@ -100,7 +101,7 @@ class TargetTokenizer:
         return self.encode_rendered(self.render(chat, limits), limits)
 
     def _describe_reasoning(self, setting: str) -> list[Any] | None:
-        """Return the texts of the reasoning tags, and the tokens of both and of what precedes the answer."""
+        """Return the texts of the reasoning tags, their tokens, those before the answer, and those of whitespace."""
         templates = self.files.chat_template + self.files.tool_chat_template
         tags = find_tags(setting, templates, self._is_token)
         if tags is None:
@@ -108,7 +109,10 @@ class TargetTokenizer:
         begin, end, answer = (self._encode(text, UNLIMITED, False) for text in (tags.begin, tags.end, tags.answer))
         if not begin or not end or max(begin + end) >= self._vocab_size:
             raise TokenizerError(f"the model has no tokens for the reasoning tags {tags.begin} and {tags.end}")
-        return [tags.begin, tags.end, begin, end, answer]
+        if max(len(begin), len(end + answer)) > MAX_TAG_TOKENS:
+            raise TokenizerError(f"a reasoning tag has more than {MAX_TAG_TOKENS} tokens")
+        leading = [ids[0] for ids in (self._encode(text, UNLIMITED, False) for text in LEADING) if len(ids) == 1]
+        return [tags.begin, tags.end, begin, end, answer, leading]
 
     def _is_token(self, text: str) -> bool:
         token_id = self._tokenizer.token_to_id(text)

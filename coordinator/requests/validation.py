@@ -10,7 +10,7 @@ from coordinator.config.settings import CoordinatorSettings
 from coordinator.prompts.chat_reader import check_size
 from coordinator.prompts.constraint_reader import ConstraintReader, constraint_field, read_constraint
 from coordinator.prompts.prompt_reader import PromptReader
-from coordinator.prompts.reasoning import check_reasoning, read_reasoning
+from coordinator.prompts.reasoning_reader import check_reasoning, read_reasoning
 from coordinator.prompts.tokenizer_pool import Constraint, TokenizerPool
 from coordinator.scheduling.sequence import GenerationRequest
 from specpool.drafting.plans import DraftMethod

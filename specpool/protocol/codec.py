@@ -31,7 +31,7 @@ from specpool.protocol.rounds import (
     Verdict,
     VerifyItem,
 )
-from specpool.protocol.sampling import RANGES, Reasoning, SamplingParams, TokenLogprobs, in_range
+from specpool.protocol.sampling import MAX_TAG_TOKENS, RANGES, Reasoning, SamplingParams, TokenLogprobs, in_range
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import WorkerInfo
 from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
@@ -48,7 +48,6 @@ MAX_ITEM_DRAFT_TOKENS = 1024
 MAX_ITEM_LOGPROBS = 256
 MAX_SAMPLING_TOKENS = 2048
 MAX_GRAMMAR_LENGTH = 2**18
-MAX_TAG_TOKENS = 64
 MAX_CHANCES = 1024
 MAX_RELEASED = 2**20
 

@@ -3,7 +3,7 @@
 import math
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specpool.protocol.errors import InvalidArgumentError
 
@@ -18,6 +18,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "logit_bias": (-100, 100),
 }
 """Minimum and maximum of each parameter."""
+
+MAX_TAG_TOKENS = 64
+"""Maximum tokens of a reasoning tag."""
 
 # Decimal digits that survive float32 on the wire, for values of this size.
 _DIGITS = 6
@@ -38,7 +41,7 @@ class Reasoning:
     grammar_after: bool
     """Whether the constraint applies only after the block."""
     leading: tuple[int, ...] = ()
-    """Tokens of whitespace. One of them may precede the begin tag."""
+    """Tokens of whitespace. One of them may precede the begin tag if the grammar allows it."""
 
     @property
     def largest_id(self) -> int:
@@ -69,15 +72,31 @@ class SamplingParams:
     reasoning: Reasoning | None = None
     """Limits on the reasoning block. None: no limits."""
 
+    def within(self, vocab_size: int) -> "SamplingParams":
+        """Return the parameters for a vocabulary: a draft's may be smaller than its target's.
+
+        Drops other tokens. Drops the limits on reasoning, and the grammar after it, if a tag has other tokens.
+        """
+        reasoning, grammar, vocab = self.reasoning, self.grammar, range(vocab_size)
+        if reasoning is not None and reasoning.largest_id not in vocab:
+            reasoning, grammar = None, "" if reasoning.grammar_after else grammar
+        return replace(
+            self,
+            stop_token_ids=tuple(token for token in self.stop_token_ids if token in vocab),
+            logit_bias=tuple((token, bias) for token, bias in self.logit_bias if token in vocab),
+            reasoning=reasoning,
+            grammar=grammar,
+        )
+
     @property
     def leaves_logits(self) -> bool:
         """Whether the parameters never change a logit."""
-        return self.leaves_most_logits and self.reasoning is None
+        return self.leaves_legal_logits and not self.grammar and self.reasoning is None
 
     @property
-    def leaves_most_logits(self) -> bool:
-        """Whether the parameters change logits only where a reasoning block begins or ends."""
-        return not (self.has_penalties or self.min_tokens or self.logit_bias or self.grammar)
+    def leaves_legal_logits(self) -> bool:
+        """Whether only the grammar and the limits on reasoning change logits."""
+        return not (self.has_penalties or self.min_tokens or self.logit_bias)
 
     @property
     def may_force_tokens(self) -> bool:

@@ -11,18 +11,17 @@ from torch import nn
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.memory import weights_of
-from specpool.engine.passes.drafts import DraftRound
+from specpool.engine.passes.drafts import Draft, DraftRound
 from specpool.engine.passes.kinds import FULL_ATTENTION, AttentionKind
 from specpool.engine.passes.packing import PackedBatch, Shape
 from specpool.engine.sampling.head import Head
-from specpool.engine.sampling.rules import SequenceRules
 
 
 class DraftLoop(Protocol):
     """Runs all steps of drafts on the device. Each step chooses the tokens that the next one runs."""
 
-    def can_draft(self, rules: SequenceRules | None) -> bool:
-        """Whether the loop can choose tokens by these rules. None: greedy."""
+    def can_draft(self, draft: Draft) -> bool:
+        """Whether the loop can choose the tokens of a draft. It may exceed the limits on reasoning."""
 
     @property
     def min_draft_tokens(self) -> int:

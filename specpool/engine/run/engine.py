@@ -186,7 +186,7 @@ class Engine:
         loop, steps = self.draft_loop, max((draft.num_draft_tokens for draft in drafts), default=0)
         if loop is None or steps < loop.min_draft_tokens or len(drafts) > self.max_num_batched_tokens:
             return False
-        return all(loop.can_draft(draft.rules) for draft in drafts)
+        return all(map(loop.can_draft, drafts))
 
     @torch.inference_mode()
     def draft(self, rounds: Sequence[DraftRound]) -> None:

@@ -372,21 +372,14 @@ class SequenceEngine:
         )
 
     def _rules_of(self, sampling: SamplingParams | None) -> SequenceRules | None:
-        """Drop token ids outside the vocabulary, since a draft may have a smaller one. None: greedy."""
+        """The rules of a new sequence. None: greedy."""
         if sampling is None:
             return None
         if sampling.grammar and self.grammars.error_of(sampling.grammar):
             sampling = replace(sampling, grammar="")
-        if sampling.reasoning is not None and sampling.reasoning.largest_id >= self.engine.vocab_size:
-            sampling = replace(sampling, reasoning=None)
-        if sampling.is_argmax:
+        known = sampling.within(self.engine.vocab_size)
+        if known.is_argmax:
             return None
-        vocab = range(self.engine.vocab_size)
-        known = replace(
-            sampling,
-            stop_token_ids=tuple(token for token in sampling.stop_token_ids if token in vocab),
-            logit_bias=tuple((token, bias) for token, bias in sampling.logit_bias if token in vocab),
-        )
         start, block = self.grammars.start, self.grammars.block(known)
         return SequenceRules(known, start(known.grammar, known.prompt_length, block) if known.grammar else None, block)
 

@@ -14,7 +14,7 @@ from weakref import ref
 import numpy as np
 
 from specpool.engine.sampling.lexers import EndTokens, Lexer, LexerCache, Reader, Words, common_length
-from specpool.engine.sampling.reasoning import Limit, LimitedReader, ReasoningBlock
+from specpool.engine.sampling.reasoning import Limit, ReasoningBlock
 
 
 class SlowMaskError(Exception):
@@ -104,13 +104,10 @@ class SequenceGrammar:
         with self._reading_fast() as reader:
             return reader.forced(limit) if reader is not None and reader.read(token_ids[begin:]) else ()
 
-    def fork(self, token_ids: Sequence[int]) -> Reader | LimitedReader | None:
-        """Return a reader for a draft of this continuation; None if it is illegal or its masks may be slow."""
+    def fork(self) -> Reader | None:
+        """Return an independent reader for a draft; None if its masks may be slow."""
         with self._reading_fast() as reader:
-            fork = None if reader is None else reader.fork()
-        if self._block is not None:
-            return self._block.fork(token_ids, fork)
-        return fork if fork is not None and fork.read(token_ids[self._whole.grammar_begin :]) else None
+            return None if reader is None else reader.fork()
 
     @contextmanager
     def _reading_fast(self) -> Iterator[Reader | None]:

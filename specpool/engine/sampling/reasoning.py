@@ -7,7 +7,7 @@ token ids: the same text in other tokens is not a tag. Limits depend only on the
 from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from specpool.engine.sampling.lexers import ALL, BITS, EndTokens, Reader, Words, mask_of
 from specpool.protocol.sampling import Reasoning
@@ -65,9 +65,16 @@ class ReasoningBlock:
         begin, end = self._find(token_ids)
         return () if begin is None or end is not None else self._rest_of_tag(token_ids, len(token_ids), begin)
 
-    def fork(self, token_ids: Sequence[int], reader: Reader | None) -> "LimitedReader":
-        """Return a reader for a draft after these tokens. `reader`: of the grammar; None if its masks may be slow."""
-        return LimitedReader(copy(self), token_ids, reader)
+    def fork(self, length: int) -> Self:
+        """Return an independent copy for a text that shares its first `length` tokens with the sequence."""
+        block = copy(self)
+        block.truncate(length)
+        return block
+
+    def is_inside(self, token_ids: Sequence[int]) -> bool:
+        """Whether a text ends within the block."""
+        begin, end = self._find(token_ids)
+        return begin is not None and end is None
 
     def _find(self, token_ids: Sequence[int]) -> tuple[int | None, int | None]:
         """Return where the text of the block begins, and where the tokens after its end tag do. None: not reached."""
@@ -109,7 +116,8 @@ class ReasoningBlock:
                 return Limit(mask=~self._mask_of(sorted(last)))
         if not self._has_grammar:
             return FREE
-        following = {opening[count] for opening in possible}
+        # A model whose reasoning is off may begin with whitespace, too. The tag would be its only legal continuation.
+        following = {opening[count] for opening in possible if count or opening == self._reasoning.begin}
         return Limit(self._start, self._mask_of(sorted(following)) if following else None)
 
     def _rest_of_tag(self, token_ids: Sequence[int], length: int, begin: int) -> TokenIds:
@@ -126,9 +134,10 @@ class ReasoningBlock:
 
 
 class LimitedReader:
-    """Follows a draft."""
+    """Reads the masks of a draft."""
 
     def __init__(self, block: ReasoningBlock, token_ids: Sequence[int], reader: Reader | None) -> None:
+        """`block`: a fork. `token_ids`: before the draft. `reader`: of the grammar; None if its masks may be slow."""
         self._block, self._token_ids, self._reader = block, [*token_ids], reader
 
     def read_token(self, token_id: int, mask: Words) -> None:

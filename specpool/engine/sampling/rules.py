@@ -109,11 +109,22 @@ class SequenceRules:
             return tag
         return tag + self.grammar.forced([*token_ids, *tag], limit - len(tag))
 
-    def fork(self, token_ids: Sequence[int]) -> Reader | LimitedReader | None:
-        """Return a reader of the masks of a draft of this continuation; None if they are unknown."""
-        if self.grammar is not None:
-            return self.grammar.fork(token_ids)
-        return None if self.block is None else self.block.fork(token_ids, None)
+    def fork(self, token_ids: Sequence[int], shared: int | None = None) -> Reader | LimitedReader | None:
+        """Return a reader of the masks of a draft after these tokens; None if they are unknown.
+
+        `shared`: number of leading tokens that they share with the sequence; None: all.
+        """
+        reader = None if self.grammar is None else self.grammar.fork()
+        if self.block is not None:
+            return LimitedReader(self.block.fork(len(token_ids) if shared is None else shared), token_ids, reader)
+        return reader if reader is not None and reader.read(token_ids[self.params.prompt_length :]) else None
+
+    def leaves_logits(self, token_ids: Sequence[int], shared: int | None = None) -> bool:
+        """Whether no logit changes after these tokens, up to the end of a reasoning block. `shared`: see `fork`."""
+        if not self.params.leaves_legal_logits or self.grammar is None:
+            return self.params.leaves_legal_logits
+        block = None if self.block is None else self.block.fork(len(token_ids) if shared is None else shared)
+        return block is not None and block.is_inside(token_ids)
 
     def changes(self, token_ids: Sequence[int], count: int) -> list[Changes | None]:
         """Return the changes of each of `count` rows, which follow the last tokens of the sequence. None: no change.

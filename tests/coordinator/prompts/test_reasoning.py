@@ -70,6 +70,17 @@ def test_tags_beyond_the_models_vocabulary_are_not_used() -> None:
         tokenizer.describe("<think>,</think>")
 
 
+def test_long_tags_are_refused() -> None:
+    with pytest.raises(TokenizerError, match="a reasoning tag has more than 64 tokens"):
+        tokenizer_of("").describe(f"a,{'b' * 65}")
+
+
+def test_whitespace_tokens_may_precede_the_tag() -> None:
+    tags = described(tokenizer_of(THINKING_TEMPLATE, *THINK)).reasoning
+    assert tags is not None
+    assert [BYTES.decode([token_id]) for token_id in tags.leading_ids] == ["\n", " "]
+
+
 def test_the_answer_of_harmony_begins_in_its_final_channel() -> None:
     tags = described(tokenizer_of("{{ '<|channel|>analysis<|message|>' }}", *HARMONY)).reasoning
     assert tags is not None

@@ -11,6 +11,7 @@ from template_target import TemplateTarget
 from tiny_tokenizers import BYTES
 
 from specpool.v1 import generation_pb2 as pb
+from specpool.v1 import target_worker_pb2
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if tools %}<tool_call>{% endif %}A: "
@@ -85,3 +86,34 @@ async def test_limits_on_reasoning_need_a_model_that_reasons(params: dict[str, A
         assert violated_fields(error) == [field]
         assert error.details().startswith(f"{field}: {reason}")
         assert served.target.requests == []
+
+
+LIMITS: list[tuple[dict[str, Any], bool, tuple[int | None, bool] | None]] = [
+    ({}, False, None),
+    ({"max_thinking_tokens": 8}, True, None),  # max_tokens ends the answer first
+    ({"max_thinking_tokens": 7}, True, (7, False)),
+    ({"max_thinking_tokens": 0}, False, (0, False)),
+    ({"max_thinking_tokens": 3, "regex": "a"}, False, None),  # the constraint allows no reasoning
+    ({"regex": "a", "constraint_after_reasoning": True}, True, (None, True)),
+    ({"regex": "a", "constraint_after_reasoning": True, "max_thinking_tokens": 3}, False, (3, True)),
+]
+
+
+@pytest.mark.parametrize(("params", "inside", "expected"), LIMITS)
+async def test_limits_reach_the_target_worker(
+    served: Serving, params: dict[str, Any], inside: bool, expected: tuple[int | None, bool] | None
+) -> None:
+    await served.stub.Generate(chat(mode="" if inside else "quick", **params))
+    (sampling,) = (item.sampling for item in first_items(served.target))
+    if expected is None:
+        assert not sampling.HasField("reasoning")
+        return
+    sent = sampling.reasoning
+    assert (sent.max_tokens if sent.HasField("max_tokens") else None, sent.grammar_after) == expected
+    assert (BYTES.decode(sent.begin), BYTES.decode(sent.end)) == (THINK.begin, THINK.end)
+    assert sent.starts_inside == inside
+
+
+def first_items(target: Any) -> list[target_worker_pb2.VerifyItem]:
+    """Return the items with sampling parameters."""
+    return [item for request in target.requests for item in request.items if item.HasField("sampling")]

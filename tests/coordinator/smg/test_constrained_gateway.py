@@ -14,7 +14,7 @@ from serving import RecordingTarget, free_address, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-CHAT: list[Any] = [{"role": "user", "content": "what is the weather"}]
+CHAT: list[Any] = [{"role": "user", "content": "hello"}]
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"enum": [1, 2, 3]}},

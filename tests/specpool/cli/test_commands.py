@@ -138,7 +138,7 @@ async def test_answers_can_be_constrained(specpool: Specpool, served: Serving, t
     schema.write_text('{"enum": ["yes", "no"]}')
     grammar.write_text('start: "left" | "right"')
     cases = [
-        (["--json-schema", str(schema)], ('"yes"', '"no"')),
+        (["--json-schema", str(schema), "--json-whitespace"], ('"yes"', '"no"')),
         (["--grammar", str(grammar)], ("left", "right")),
         (["--regex", "[ab]c"], ("ac", "bc")),
         (["--choice", "first, second", "--choice=[third]"], ("first, second", "[third]")),
@@ -151,6 +151,10 @@ async def test_answers_can_be_constrained(specpool: Specpool, served: Serving, t
     status, _, err = await specpool("generate", "--address", served.address, "--regex", "(a", "hello")
     assert status == 1
     assert "sampling_params.regex: does not compile: invalid regex: unclosed group" in err
+    for options in (["--max-thinking-tokens", "9"], ["--constraint-after-reasoning", "--choice", "a"]):
+        status, _, err = await specpool("generate", "--address", served.address, *options, "hello")
+        assert status == 1
+        assert "the model has no reasoning tags; see the server's --reasoning-tags" in err
     schema.write_text('{"type": "foo"}')
     for options, prefix in ([], f"{schema}: "), (["--json"], f"0: {schema}: "):
         arguments = [*options, "--json-schema", str(schema), "hello"]

@@ -123,9 +123,10 @@ async def test_invalid_limits_are_refused(worker: Worker) -> None:
         assert f"items[0].sampling.reasoning.{next(iter(tags))}" in (error.details() or "")
 
 
-async def test_tags_outside_the_vocabulary_are_ignored(worker: Worker) -> None:
+@pytest.mark.parametrize("grammar", ["", TEXT], ids=["free", "grammar"])
+async def test_limits_with_tags_outside_the_vocabulary_are_ignored(worker: Worker, grammar: str) -> None:
     item = worker.item(1, 0, PROMPT)
-    item.sampling.CopyFrom(sampling(0, 0.0, end=[10**6]))
+    item.sampling.CopyFrom(sampling(0, 0.0, grammar, end=[10**6]))
     plain = worker.item(2, 0, PROMPT)
     result, expected = await worker.round(item, plain)
     assert tokens_of(result) == tokens_of(expected) != []

@@ -136,7 +136,7 @@ class ToyBackend(SequenceEngine):
 
     def __init__(self, engine: ToyEngine, pair: ToyPair) -> None:
         self.engine: Any = engine
-        self.grammars: Any = SimpleNamespace(start=None)
+        self.grammars: Any = SimpleNamespace(start=None, block=lambda _: None)
         self._has_kernels = False
         self._pair = pair
 

@@ -17,7 +17,6 @@ from specpool.engine.passes.packing import INPUT_IDS, OFFSETS, POSITIONS, PREFIX
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.kernel import FIELDS, numbers_of_row
 from specpool.engine.sampling.ranking_kernel import rank_greedy
-from specpool.engine.sampling.rules import SequenceRules
 from specpool.engine.sampling.sampler import kernel_is_exact
 
 GRAPH_STEPS = (4, 2, 1)
@@ -61,9 +60,10 @@ class GpuDraftLoop:
         # Test the kernels now, not while a graph is captured.
         self._samples = kernel_is_exact(arena.device, model.compute_dtype, head.vocab_size)
 
-    def can_draft(self, rules: SequenceRules | None) -> bool:
-        """Whether the loop can choose tokens by these rules. See `DraftLoop`."""
-        return rules is None or (self._samples and rules.params.leaves_most_logits)
+    def can_draft(self, draft: Draft) -> bool:
+        """Whether the loop can choose the tokens of a draft. See `DraftLoop`."""
+        rules = draft.rules
+        return rules is None or (self._samples and rules.leaves_logits(draft.context, draft.prefix_length))
 
     def capture_graphs(self, lengths: Mapping[int, int]) -> None:
         """Capture steps. `lengths`: maximum positions of a sequence by padded number of sequences, largest first."""

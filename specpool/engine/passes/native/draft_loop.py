@@ -35,7 +35,7 @@ from specpool.engine.sampling.compiled import NOTHING_REJECTED, NativeSampler, R
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.lexers import ALL, Reader, Words, full_mask
 from specpool.engine.sampling.reasoning import LimitedReader
-from specpool.engine.sampling.rules import Changes, SequenceRules
+from specpool.engine.sampling.rules import Changes
 
 SOURCES = (Path(__file__).with_name("draft_loop.c"), compiled.ROWS)
 ROW_ARRAYS = ("token_ids", "positions", "slots", "prefix_lengths", "offsets")
@@ -104,7 +104,7 @@ class NativeDraftLoop:
         self._model = model  # keeps it alive
         self._in_progress: Loop | None = None
 
-    def can_draft(self, rules: SequenceRules | None) -> bool:
+    def can_draft(self, draft: Draft) -> bool:
         """Return True: the loop supports all rules."""
         return True
 
@@ -227,7 +227,7 @@ def _reader(drafts: Sequence[Draft], changes: Sequence[Changes | None]) -> Any:
     for number, (draft, change) in enumerate(zip(drafts, changes, strict=True)):
         if change is not None and change.allowed is not None:
             assert draft.rules is not None
-            readers[number] = draft.rules.fork(draft.context), change.allowed
+            readers[number] = draft.rules.fork(draft.context, draft.prefix_length), change.allowed
 
     def read_token(number: int, token_id: int) -> None:
         reader, allowed = readers[number]

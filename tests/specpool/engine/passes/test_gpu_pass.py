@@ -29,7 +29,7 @@ from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.run import pass_selection as forward
 from specpool.engine.run.engine import Engine
 from specpool.protocol.rounds import Proposal, ProposeItem, ProposeRound
-from specpool.protocol.sampling import SamplingParams
+from specpool.protocol.sampling import Reasoning, SamplingParams
 from target_worker.loading import load_target
 
 pytest.importorskip("triton")
@@ -432,7 +432,13 @@ def test_the_draft_loop_matches_single_steps(
             torch.testing.assert_close(state, of_step[position])
 
 
-@pytest.mark.parametrize(("rules", "graphs"), [((None,) * 2, 1 + 2), (SAMPLED, 1 + 3)])
+REASONING = Reasoning((1,), (2,), starts_inside=False, max_tokens=99, grammar_after=False)
+
+
+@pytest.mark.parametrize(
+    ("rules", "graphs"),
+    [((None,) * 2, 1 + 2), (SAMPLED, 1 + 3), ((SamplingParams(0.9, reasoning=REASONING), None), 1 + 3)],
+)
 def test_a_draft_of_four_tokens_takes_one_round_trip(
     tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch,
     rules: Sequence[SamplingParams | None], graphs: int,

@@ -128,10 +128,10 @@ def test_forced_tokens_are_the_only_continuation(grammars: Grammars) -> None:
 def test_a_fork_reads_on_by_itself(grammars: Grammars) -> None:
     sequence = start(grammars, COLORS, len(PROMPT))
     sequence.masks([*PROMPT, *ids_of("g")], 1)
-    forks = [sequence.fork([*PROMPT, *ids_of(text)]) for text in ("gre", "gre")]
-    mask = np.zeros(-(-VOCAB // BITS), np.uint32)
+    forks, mask = [sequence.fork() for _ in range(2)], np.zeros(-(-VOCAB // BITS), np.uint32)
     for fork, token, following in zip(forks, "ye", " n", strict=True):
         assert fork is not None
+        assert fork.read(ids_of("gre"))
         fork.read_token(*ids_of(token), mask)
         assert allowed_by(mask) == {*ids_of(following)}
     assert [allowed_by(each) for each in sequence.masks([*PROMPT, *ids_of("gr")], 1)] == [{*ids_of("e")}]
@@ -246,7 +246,7 @@ def test_slow_masks_do_not_delay_other_sequences() -> None:
     assert grammars.compute([(slow, [*text, *ids_of("z")], 1)]) == []  # a draft worker does not wait for slow masks
     assert slow.masks([*text, *ids_of("z")], 1) == [None]
     assert slow.forced(text, 4) == ()
-    assert slow.fork(text) is None
+    assert slow.fork() is None
     may_go_on.set()
     assert slow.wait(60)
     assert not any(mask is None for mask in masks_of(grammars, slow, [*text, *draft], 5))

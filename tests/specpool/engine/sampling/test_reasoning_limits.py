@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.testing import EOS_TOKEN_ID, byte_tokenizer
 
 VOCAB = EOS_TOKEN_ID + 44
-PROMPT = [1, 2, 60, 62]
 TOKENIZER = byte_tokenizer()
 FILES = TokenizerFiles(TOKENIZER.to_str().encode(), "", {}, (EOS_TOKEN_ID,))
 COLORS = 'start: "red" | "<>" | "grey goose"'
@@ -27,6 +27,8 @@ def ids_of(text: str) -> tuple[int, ...]:
     return tuple(TOKENIZER.encode(text, add_special_tokens=False).ids)
 
 
+PROMPT = [*ids_of("<</>a<<")]
+"""Contains an end tag, and ends like the beginning of another."""
 TAGS = Reasoning(ids_of("<<>"), ids_of("<</>"), starts_inside=False, max_tokens=None, grammar_after=False)
 NEWLINE = ids_of("\n")
 
@@ -96,21 +98,27 @@ def test_masks_are_those_of_a_fresh_start(grammars: Grammars, reasoning: Reasoni
 
 
 @settings(max_examples=100)
-@given(reasoning=LIMITS, grammar=st.booleans(), draft=st.lists(st.sampled_from(ids_of("<</>red\n")), max_size=12))
+@given(
+    reasoning=LIMITS,
+    grammar=st.booleans(),
+    draft=st.lists(st.sampled_from(["<<>", "<</>", "<", "r", "ed", "\n"]), max_size=6),
+)
 def test_a_fork_reads_the_masks_of_a_draft(
-    grammars: Grammars, reasoning: Reasoning, grammar: bool, draft: list[int]
+    grammars: Grammars, reasoning: Reasoning, grammar: bool, draft: list[str]
 ) -> None:
     text = COLORS if grammar and reasoning.grammar_after else ""
     rules, mask = start(grammars, reasoning, text), np.zeros(-(-VOCAB // BITS), np.uint32)
-    if rules.block is None:
-        return
-    reader, context = rules.fork(PROMPT), [*PROMPT]
+    rules.changes([*PROMPT, *ids_of("<<><</>red")], 1)
+    reader, context = rules.fork(PROMPT, len(PROMPT)), [*PROMPT]
     assert reader is not None
-    for token in draft:
+    for token in ids_of("".join(draft)):
         context.append(token)
         reader.read_token(token, mask)
         (expected,) = masks_of(start(grammars, reasoning, text), context)
         assert allowed_by(mask) == ({*range(VOCAB)} if expected is None else expected)
+    rules.truncate(len(PROMPT))
+    other = [*PROMPT, *ids_of("<<>abcdefghijklmno")]
+    assert masks_of(rules, other) == masks_of(start(grammars, reasoning, text), other)
 
 
 def test_the_maximum_ends_the_block(grammars: Grammars) -> None:
@@ -131,8 +139,12 @@ def test_one_token_of_whitespace_may_precede_the_block(grammars: Grammars) -> No
     assert after(rules, "\n<<>ab") == {*ids_of("<")}
     assert after(rules, "\n\n<<>ab") is None
     rules = start(grammars, replace(TAGS, leading=NEWLINE, grammar_after=True), COLORS)
-    assert after(rules, "") == {*ids_of("<rg\n")}
-    assert after(rules, "\n") == {*ids_of("<")}
+    assert after(rules, "") == {*ids_of("<rg")}
+    rules = start(grammars, replace(TAGS, leading=NEWLINE, grammar_after=True), r"start: /\n{0,2}red/")
+    assert after(rules, "") == {*ids_of("<r\n")}
+    assert after(rules, "\n") == {*ids_of("<r\n")}
+    assert after(rules, "\n\n") == {*ids_of("r")}
+    assert after(rules, "\n<<><</>") == {*ids_of("r\n")}
 
 
 def test_a_block_in_the_prompt_can_be_closed_at_once(grammars: Grammars) -> None:
@@ -173,8 +185,12 @@ def test_tags_are_forced_together_with_the_grammar(grammars: Grammars) -> None:
     assert rules.forced([*PROMPT, *ids_of("ab<")], 20) == ids_of("</>red")
     rules.truncate(len(PROMPT))
     assert rules.forced([*PROMPT, *ids_of("abc")], 2) == ids_of("<<")
+    assert rules.forced([*PROMPT, *ids_of("abc")], 5) == ids_of("<</>r")
     rules.truncate(len(PROMPT))
     assert rules.forced([*PROMPT, *ids_of("abc<</>")], 20) == ids_of("red")
+    outside = start(grammars, replace(TAGS, grammar_after=True), 'start: "red"')
+    assert outside.forced(PROMPT, 20) == ()
+    assert outside.forced([*PROMPT, *ids_of("r")], 20) == ids_of("ed")
 
 
 def test_rows_of_one_pass_may_enter_and_leave_the_block(grammars: Grammars) -> None:
@@ -186,6 +202,19 @@ def test_rows_of_one_pass_may_enter_and_leave_the_block(grammars: Grammars) -> N
     ]  # fmt: skip
     assert rules.grammar is not None
     assert (rules.grammar.num_masks, rules.grammar.failure) == (13, "")
+
+
+def test_drafts_within_the_block_leave_logits(grammars: Grammars) -> None:
+    def found(text: str, grammar: str = "", **params: Any) -> bool:
+        rules = start(grammars, replace(TAGS, grammar_after=bool(grammar), max_tokens=1), grammar)
+        rules.params = replace(rules.params, **params)
+        rules.changes([*PROMPT, *ids_of("<<>a<</>")], 1)
+        return rules.leaves_logits([*PROMPT, *ids_of(text)], len(PROMPT))
+
+    assert all(found(text) for text in ("", "<<>", "<<>ab"))
+    assert not found("<<>", min_tokens=1)
+    assert [found(text, COLORS) for text in ("", "<<>", "<<>b<</", "<<>b<</>")] == [False, True, True, False]
+    assert not found("<<>", COLORS, presence_penalty=0.1)
 
 
 def test_limits_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
