@@ -57,8 +57,8 @@ def plan_output(
     format = _format_of(info.tool_call_format, choice)
     parallel = parallel_tool_calls and not choice.is_named
     constraint = _constraint(format, choice, parallel)
-    if constraint and info.reasoning.end and not format.reads_reasoning:
-        constraint = {**constraint, "constraint_after_reasoning": True}
+    if constraint and info.reasoning.end:
+        constraint = {"constraint_after_reasoning": True, **constraint}
     return OutputPlan(format, choice, info.reasoning, parallel, constraint)
 
 
