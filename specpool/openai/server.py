@@ -12,6 +12,7 @@ import uvicorn
 
 from specpool.openai.app import Front
 from specpool.openai.coordinators import Coordinators
+from specpool.openai.protocol import Protocol
 from specpool.openai.settings import OpenAISettings
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
@@ -55,7 +56,7 @@ class OpenAIServer:
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                http="h11",
+                http=Protocol,
                 ws="none",
                 server_header=False,
                 backlog=BACKLOG,

@@ -122,3 +122,17 @@ async def test_the_drain_finishes_requests_and_ends_the_rest() -> None:
         assert json.loads(rest[-2].removeprefix("data: "))["error"]["message"] == "the server is shutting down"
         assert rest[-1] == "data: [DONE]"
         await response.aclose()
+
+
+async def test_the_head_of_a_request_must_arrive_in_time(
+    service: OpenAIService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specpool.openai.protocol.HEAD_SECONDS", 0.05)
+    host, port = service.url.removeprefix("http://").split(":")
+    whole = f"GET /health HTTP/1.1\r\nhost: {host}\r\n\r\n".encode()
+    for sent, status in ((b"", b""), (whole[:20], b""), (whole + whole[:20], b"HTTP/1.1 200 ")):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(sent)
+        assert (await reader.read()).startswith(status)
+        writer.close()
+        await writer.wait_closed()
