@@ -120,11 +120,14 @@ def read_harmony(text: TextReader, calls: Calls) -> Steps[Delta, None]:
         header, end = yield from text.collect_until(MESSAGE)
         header = f"{opening}{header}"
         recipient = RECIPIENT.search(header)
-        if recipient and recipient[1] in calls.schemas and (yield from text.skip("{")):
-            yield calls.start(recipient[1])
-            yield from read_arguments(text, calls)
-        elif recipient and end:
-            yield Content(header + end)
+        if recipient and end:
+            text.mark()
+            yield from text.skip_all()
+            if recipient[1] in calls.schemas and (yield from text.skip("{")):
+                yield calls.start(recipient[1])
+                yield from read_arguments(text, calls)
+            else:
+                yield Content(header + end + text.since_mark())
         wrap: Callable[[str], Delta] = Reasoning if f"{CHANNEL}analysis" in header else Content
         end = yield from text.until(wrap, *MESSAGE_ENDS, TURN, CHANNEL)
         opening = None if end in MESSAGE_ENDS else end

@@ -84,7 +84,7 @@ class OutputReader:
     def __init__(self, plan: OutputPlan, starts_in_reasoning: bool) -> None:
         self._text = TextReader()
         self._steps = plan.read(self._text, starts_in_reasoning)
-        self._trimmer = Trimmer()
+        self._trimmer = Trimmer(may_call=bool(plan.choice.functions))
 
     def feed(self, text: str) -> list[Delta]:
         """Read the next text. Returns what is certain by now."""

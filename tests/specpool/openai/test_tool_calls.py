@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from read_answers import Answer, read, tool
 from tool_templates import TEMPLATES
 
+from coordinator.prompts.chat_formats import tool_call_format
 from coordinator.prompts.templates import Chat, ChatTemplate
 from specpool.openai.deltas import CallArguments, CallStart, Content
 from specpool.openai.output import OutputPlan, plan_output
@@ -66,6 +67,11 @@ def written(name: str, content: str | None, *calls: tuple[str, Any]) -> str:
     prompt = template.render(Chat([user]), 1e6)
     text = template.render(Chat([user, {"role": "assistant", "content": content, "tool_calls": tool_calls}]), 1e6)
     return END.sub("", PROMPT.sub("", text.removeprefix(prompt), count=1))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_server_recognizes_the_format_of_the_template(name: str) -> None:
+    assert tool_call_format(TEMPLATES[name]) == name
 
 
 @pytest.mark.parametrize("name", FORMATS)

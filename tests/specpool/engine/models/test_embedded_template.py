@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from read_answers import Answer, read, tool
 
+from coordinator.prompts.chat_formats import tool_call_format
 from coordinator.prompts.templates import Chat, ChatTemplate
 from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.engine.models.embedded_template import TOOL_TEMPLATE
@@ -43,7 +44,7 @@ def test_a_system_message_replaces_the_default_one() -> None:
 
 
 def test_calls_are_read_as_the_template_writes_them() -> None:
-    plan = plan_output(GetModelInfoResponse(tool_call_format="hermes"), tools=[WEATHER])
+    plan = plan_output(GetModelInfoResponse(tool_call_format=tool_call_format(TOOL_TEMPLATE)), tools=[WEATHER])
     assert read(plan, [CALLS]) == Answer("", "", [["weather", '{"place": "Ulm"}']] * 2)
 
 
