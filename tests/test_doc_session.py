@@ -25,7 +25,7 @@ def test_a_session_of_documented_commands_with_the_embedded_pair(tmp_path: Path)
     queries = [text for text in texts if re.match(r"\S+ (generate|top)\b", text) and "--address" not in text]
     (tmp_path / "FILE.jsonl").write_text('{"id": "a", "prompt": "The capital of Norway is"}\n')
     (tmp_path / ".venv").symlink_to(BIN.parent)
-    environment = {**os.environ, "SPECPOOL_PORT": "0", "SPECPOOL_SMG": "true"}
+    environment = {**os.environ, "SPECPOOL_PORT": "0", "SPECPOOL_HTTP_PORT": "0", "SPECPOOL_SMG": "true"}
     command = [str(BIN / "specpool"), "up"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as server:
         try:

@@ -112,10 +112,10 @@ class GenerateSettings(Settings, ClientSecurity):
         if self.prompt is not None and self.prompts is not None:
             raise ValueError("give a prompt or a file of prompts, not both")
         if self.chat and self.prompts is not None:
-            raise ValueError('chat is for a prompt; a chat in a file has "messages" instead of "prompt"')
+            raise ValueError('--chat is for a prompt; a chat in a file has "messages" instead of "prompt"')
         if self.chat_template_kwargs is not None and not self.chat and self.prompts is None:
-            raise ValueError("chat_template_kwargs needs chat, or a file of prompts with chats")
-        given = [name for name in CONSTRAINTS if getattr(self, name, None) is not None]
+            raise ValueError("chat_template_kwargs needs --chat, or a file of prompts with chats")
+        given = [f"--{name.replace('_', '-')}" for name in CONSTRAINTS if getattr(self, name, None) is not None]
         if len(given) > 1:
             raise ValueError(f"give only one of {', '.join(given)}")
         return self

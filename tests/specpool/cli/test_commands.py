@@ -167,7 +167,7 @@ async def test_answers_can_be_constrained(specpool: Specpool, served: Serving, t
     ("arguments", "reason"),
     [
         (["--json-schema", "/nowhere"], "specpool generate: /nowhere: No such file or directory"),
-        (["--choice", "a", "--regex", "b"], "give only one of regex, choice"),
+        (["--choice", "a", "--regex", "b"], "give only one of --regex, --choice"),
         (["--choice"], "argument --choice: expected one argument"),
         (["--regex", "a", "--regex=b"], "specpool generate: --regex: give it only once"),
         (["--json-schema", "a", "--json-schema", "b"], "specpool generate: --json-schema: give it only once"),
@@ -185,7 +185,7 @@ async def test_invalid_constraints_are_refused(specpool: Specpool, arguments: li
         (["{", "--chat"], "chat-template-kwargs: not JSON (Expecting property name"),
         (["[" * 100_000, "--chat"], "chat-template-kwargs: not JSON"),
         (["[]", "--chat"], "chat-template-kwargs: must be a JSON object"),
-        (["{}"], "chat_template_kwargs needs chat, or a file of prompts with chats"),
+        (["{}"], "--chat-template-kwargs needs --chat, or a file of prompts with chats"),
     ],
 )
 async def test_invalid_template_options_are_refused(specpool: Specpool, arguments: list[str], reason: str) -> None:
@@ -272,7 +272,7 @@ def test_a_diverged_stream_ends_with_one_line(
         (["generate", "--num-speculative-tokens", str(2**40)], "x", "num-speculative-tokens: Input should be less"),
         (["generate", "--wait-seconds", "-1"], "x", "wait-seconds: Input should be greater than or equal to 0"),
         (["generate", "--timeout-seconds", "inf"], "x", "timeout-seconds: Input should be less than or equal to 86400"),
-        (["generate", "--chat", "--prompts", "-"], "", "chat is for a prompt"),
+        (["generate", "--chat", "--prompts", "-"], "", "--chat is for a prompt"),
         (["generate"], b"caf\xe9", "standard input: 'utf-8' codec can't decode byte 0xe9"),
         (["generate", "--prompts", "-"], b'{"id": 1, "prompt": "\xff"}', "'utf-8' codec can't decode byte 0xff"),
         (["generate", "caf\udce9"], "", "is not UTF-8"),
@@ -391,7 +391,7 @@ def shell(script: str, *arguments: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     ("script", "status", "message"),
     [
-        ('specpool generate --address "$1" --prompts "$2" --json | head -1 >/dev/null', 1, "Broken pipe"),
+        ('specpool generate --address "$1" --prompts "$2" --json | head -1 >/dev/null', 1, ""),
         ('specpool generate --address "$1" abc >&-', 1, "standard output is closed"),
         pytest.param('specpool generate --address "$1" abc >/dev/full', 1, "No space left on device", marks=slow),
         pytest.param('specpool generate --address "$1" <&-', 2, "standard input: it is closed", marks=slow),
