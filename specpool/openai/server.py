@@ -19,6 +19,7 @@ from specpool.rpc.observability.logs import configure_logging
 from specpool.rpc.ports import ListenError, is_loopback
 from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.tls import Reloaded, TlsFiles
+from specpool.rpc.server.connections import max_connections
 from specpool.rpc.server.signals import StopSignals, wait_orphaned
 
 PROGRAM = "specpool-openai"
@@ -60,7 +61,7 @@ class OpenAIServer:
                 ws="none",
                 server_header=False,
                 backlog=BACKLOG,
-                limit_concurrency=settings.max_connections,
+                limit_concurrency=max_connections(settings.max_connections),
                 h11_max_incomplete_event_size=int(settings.max_header_bytes),
                 timeout_keep_alive=settings.keep_alive_seconds,
                 ssl_context_factory=None if tls is None else lambda *_: tls.context,

@@ -8,7 +8,7 @@ import httpx2
 import pytest
 from openai_service import MODEL, OpenAIService, openai_server, openai_service
 from secure_service import until
-from serving import free_address
+from serving import free_address, serving
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 URL = "/v1/chat/completions"
@@ -125,6 +125,26 @@ async def test_without_a_coordinator_requests_are_503() -> None:
         error = error_of(response, 503)
         assert (error["message"], response.headers["retry-after"]) == ("no coordinator can be reached", "1")
         assert (await client.get("/health")).status_code == 503
+
+
+async def test_a_request_above_the_coordinators_limit_is_413() -> None:
+    async with (
+        openai_service(max_request_bytes=2000) as service,
+        httpx2.AsyncClient(base_url=service.url) as client,
+    ):
+        long = [{"role": "user", "content": "x" * 3000}]
+        error_of(await client.post(URL, content=body(messages=long)), 413)
+
+
+async def test_requests_wait_for_no_model() -> None:
+    async with (
+        serving(with_target=False, served_model_name=MODEL) as coordinator,
+        openai_server(coordinator.address) as (_, url),
+        httpx2.AsyncClient(base_url=url) as client,
+    ):
+        for response in (await client.post(URL, content=body()), await client.get("/v1/models")):
+            error_of(response, 503)
+            assert response.headers["retry-after"]
 
 
 async def test_health_and_metrics_need_no_token() -> None:
