@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from doc_commands import COMMANDS, NEEDS, PAGES, ROOT, Command, commands_of, fences, settings_of
+from doc_commands import COMMANDS, NEEDS, PAGES, ROOT, SETTINGS, Command, commands_of, fences, settings_of
 from helm_chart import CHART, run_helm
 from packaging.requirements import Requirement
 
@@ -35,6 +35,7 @@ OTHER_PACKAGES = {
 RUN_ELSEWHERE = {
     ("docs/api.md", "buf"): "tests/test_docs.py",
     ("docs/security.md", "openssl"): "tests/test_doc_commands.py",
+    ("docs/openai.md", "curl"): "tests/specpool/openai/test_page.py",
     ("docs/smg.md", "curl"): "tests/coordinator/smg/test_gateway.py",
     ("docs/smg.md", "smg"): "tests/coordinator/smg/test_gateway.py",
 }
@@ -160,7 +161,7 @@ def check_activation(command: Command, _: pytest.MonkeyPatch) -> None:
     assert command.words[1:] == (".venv/bin/activate",)
 
 
-OUR_PROGRAMS = ("specpool", "specpool-coordinator", "specpool-draft-worker", "specpool-target-worker", "python")
+OUR_PROGRAMS = ("python", "specpool", *(name for name in SETTINGS if name.startswith("specpool-")))
 CHECKS: dict[str, Callable[[Command, pytest.MonkeyPatch], None]] = {
     **dict.fromkeys(OUR_PROGRAMS, check_ours),
     "make": check_make,

@@ -31,6 +31,7 @@ SETTINGS = {
     "specpool plan": "specpool.planning.main.PlanSettings",
     "specpool-coordinator": "coordinator.config.settings.CoordinatorSettings",
     "specpool-draft-worker": "draft_worker.server.DraftWorkerSettings",
+    "specpool-openai": "specpool.openai.settings.OpenAISettings",
     "specpool-target-worker": "target_worker.server.TargetWorkerSettings",
     "python -m specpool.distill.evaluate": "specpool.distill.evaluate.EvaluateSettings",
 }
