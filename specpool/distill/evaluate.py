@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from specpool.distill.examples import Example
-from specpool.distill.predictions import agreement_by_step, target_states
+from specpool.distill.predictions import predict_answer, target_states
 from specpool.distill.questions import ChatTemplate, Questions
 from specpool.distill.replay import REPORTED_K, Agreed, agreement_rate, mean_acceptance_length
 from specpool.distill.writer import Writer
@@ -81,7 +81,7 @@ def evaluate(settings: EvaluateSettings, chats: dict[str, list[Chat]], target: s
         prompts = {category: [_tokens(chat, template) for chat in group] for category, group in chats.items()}
     questions = Questions(template, seed=0)
     writer, limit = Writer(engine, questions, seed=0), settings.max_model_len - questions.limits.max_answer
-    agreed, skipped = dict[str, list[list[list[bool]]]](), 0
+    agreed, skipped = dict[str, list[Sequence[Sequence[bool]]]](), 0
     for category, group in prompts.items():
         fitting = [tokens for tokens in group if len(tokens) <= limit]
         skipped += len(group) - len(fitting)
@@ -129,14 +129,14 @@ def _tokens(chat: Chat, template: ChatTemplate) -> list[int]:
     return template.encode(template.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
 
 
-def _agreement(draft: Engine, example: Example, target: Engine) -> list[list[bool]]:
+def _agreement(draft: Engine, example: Example, target: Engine) -> Sequence[Sequence[bool]]:
     """Whether the draft predicts the target's token at each position of an answer, by draft step."""
     tokens, features = example.token_ids.tolist(), draft.loaded.features
     states = None if features is None else target_states(target, tokens, features.layers)
-    return agreement_by_step(draft, tokens, example.answer_start, states)
+    return predict_answer(draft, tokens, example.answer_start, states).agreed
 
 
-def _summary(answers: Sequence[list[list[bool]]]) -> dict[str, float]:
+def _summary(answers: Sequence[Sequence[Sequence[bool]]]) -> dict[str, float]:
     """Numbers of answers and tokens, agreement, and mean acceptance lengths by k. `answers`: each by draft step."""
     agreed: Agreed = [*zip(*answers, strict=True)]
     lengths = {f"k={k}": round(mean_acceptance_length(agreed, k), 2) for k in REPORTED_K}
