@@ -185,7 +185,7 @@ class Plan:
 
     def agreement_of_other_sizes(self) -> dict[int, float]:
         """Expected agreement of drafts of other sizes; empty without a fit."""
-        sizes = other_sizes([draft.model.parameters for draft in self.drafts], self.target.parameters)
+        sizes = other_sizes([draft.model.size for draft in self.drafts], self.target.size)
         return {} if self.scaling is None else {size: self.scaling(size) for size in sizes}
 
 
@@ -201,7 +201,7 @@ def make_plan(target: Model, drafts: Sequence[tuple[Model, Acceptance]], terms: 
     batches = {batch for batch in terms.batches if batch <= fits} or {min(terms.batches)}
     chosen = max(plans, key=lambda plan: max(plan.choices[batch].tokens_per_second for batch in batches))
     window = smallest_sufficient(chosen.choices[batch] for batch in batches)
-    scaling = fit([plan.model.parameters for plan in plans], [plan.acceptance.agreement for plan in plans])
+    scaling = fit([plan.model.size for plan in plans], [plan.acceptance.agreement for plan in plans])
     workers = balanced_workers(chosen.pair, window.batch, window.k)
     concurrency = terms.concurrency or window.batch * terms.targets
     following = next_worker(chosen.pair, terms.targets, terms.drafts, concurrency, max(1, fits))

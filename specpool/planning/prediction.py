@@ -54,7 +54,8 @@ class Model:
     device: str
     dtype: str
     parameters: int
-    """Without embeddings and output head, which say little about a model's quality."""
+    embedding_parameters: int
+    """Of embeddings and output head, which say little about a model's quality."""
     memory: Memory
     tokenizer_fingerprint: str
     step_seconds: Mapping[int, float]
@@ -77,7 +78,8 @@ class Model:
             name=info.model,
             device=info.device,
             dtype=info.dtype,
-            parameters=info.parameters - info.embedding_parameters,
+            parameters=info.parameters,
+            embedding_parameters=info.embedding_parameters,
             memory=Memory(
                 weights=info.weight_bytes,
                 activations=info.activation_bytes,
@@ -93,6 +95,11 @@ class Model:
             max_rows=info.max_rows,
             activations=info.activations,
         )
+
+    @property
+    def size(self) -> int:
+        """Parameters without embeddings and output head."""
+        return self.parameters - self.embedding_parameters
 
     @property
     def on_gpu(self) -> bool:

@@ -50,6 +50,8 @@ class Sequence:
     is_decoding: bool = False
     own_draft: Proposal | None = None
     """Draft tokens that the target worker has made after the last commit."""
+    pending_ids: tuple[int, ...] = ()
+    """Tokens of a round whose result the coordinator does not know yet."""
 
     @property
     def prompt_length(self) -> int:
@@ -60,27 +62,39 @@ class Sequence:
         return self.prompt_length + len(self.recording.token_ids)
 
     @property
-    def remaining(self) -> int:
-        return self.max_length - len(self.token_ids)
+    def length(self) -> int:
+        return len(self.token_ids) + len(self.pending_ids)
 
     @property
     def is_complete(self) -> bool:
-        return not self.remaining
+        return len(self.token_ids) == self.max_length
 
     @property
     def max_num_draft_tokens(self) -> int:
-        return max(0, min(self.request.num_speculative_tokens, self.remaining - 1))
+        return max(0, min(self.request.num_speculative_tokens, self.max_length - self.length - 1))
 
     def following(self, num_tokens: int) -> tuple[int, ...]:
         """The target's next choices."""
-        position = len(self.token_ids) - self.prompt_length
+        position = self.length - self.prompt_length
         return tuple(self.recording.token_ids[position : position + num_tokens])
 
     def predict(self, step: int) -> tuple[int, float]:
         """The model's draft token of a step if all before it are accepted, and its confidence."""
-        position = len(self.token_ids) - self.prompt_length + step
+        position = self.length - self.prompt_length + step
         is_right, confidence = self.recording.prediction.at(position, step)
         return self.recording.token_ids[position] if is_right else WRONG, confidence
+
+    def remaining_lookup(self, plan: DraftPlan) -> tuple[int, ...]:
+        """The lookup's tokens to verify. None are left if the round before has gained other tokens than expected."""
+        looked_up, gained = plan.lookup.token_ids, tuple(self.token_ids[plan.lookup.start :])
+        if not plan.lookup_ids or gained != looked_up[: len(gained)]:
+            return ()
+        return looked_up[len(gained) :][: min(len(plan.lookup_ids), self.max_num_draft_tokens)]
+
+    def settle(self) -> None:
+        """Let the coordinator know the pending tokens."""
+        self.token_ids += self.pending_ids
+        self.pending_ids = ()
 
 
 @dataclass
@@ -123,7 +137,7 @@ class ModelDraft:
     @property
     def lag(self) -> int:
         """Tokens to catch up with, beyond those of the first step."""
-        return max(0, len(self.sequence.token_ids) - self.sequence.draft.start - MAX_DRAFT_LAG)
+        return max(0, self.sequence.length - self.sequence.draft.start - MAX_DRAFT_LAG)
 
     def finished(self) -> Proposal:
         confidences = tuple(self.confidences) if self.plan.min_chance else ()

@@ -81,7 +81,7 @@ def plan_figure(plan: Plan) -> "Figure":
     for axes, draft in zip(all_axes, plan.drafts, strict=False):
         _plot_speed_up(axes, draft)
     if plan.scaling is not None:
-        sizes = [draft.model.parameters for draft in plan.drafts]
+        sizes = [draft.model.size for draft in plan.drafts]
         axes, spread = all_axes[-1], max(sizes) / min(sizes)
         line = [min(sizes) * spread ** (i / 50) for i in range(-10, 61)]
         axes.plot(sizes, [draft.acceptance.agreement for draft in plan.drafts], "o")

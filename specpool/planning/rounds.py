@@ -12,13 +12,13 @@ from itertools import count, cycle
 
 from specpool.drafting.acceptance import agreement_length, likely_tokens
 from specpool.drafting.drafting import Drafting
-from specpool.drafting.plans import DraftMethod, DraftPlan
+from specpool.drafting.plans import NO_DRAFTS, DraftMethod, DraftPlan
 from specpool.drafting.sequences import DraftWorker
 from specpool.planning.prediction import MeasuredPair
 from specpool.planning.replaying import Commit, DraftCache, ModelDraft, Recording, Request, Sequence
 from specpool.protocol.rounds import Proposal
 
-TOKENS, TOKENS_PER_SEQUENCE = 4096, 32
+TOKENS, TOKENS_PER_SEQUENCE = 3072, 32
 """Minimum tokens to simulate, in total and for each sequence of a batch. As many before them do not count."""
 
 
@@ -69,8 +69,21 @@ class _Gained:
     lookup: int = 0
 
 
+@dataclass(frozen=True)
+class _Result:
+    """A round that has run, but that the coordinator has not learned from."""
+
+    commits: Items[Commit]
+    seconds: float
+    method: DraftMethod | None
+    is_trial: bool
+
+
 class _Server:
-    """A coordinator with its workers. The draft runs in the target worker if both share a device."""
+    """A coordinator with its workers. The draft runs in the target worker if both share a device.
+
+    Rounds run ahead: unless a draft worker drafts for them, they are planned before the last result is known.
+    """
 
     def __init__(
         self, pair: MeasuredPair, recordings: Items[Recording], batch: int, method: DraftMethod, max_k: int
@@ -79,6 +92,7 @@ class _Server:
         self._request = Request(method, max_k)
         self._drafting = Drafting(max_k, deepcopy(pair.costs))
         self._recordings, self._ids, self._round_ids = cycle(recordings), count(1), count(1)
+        self._unsettled: _Result | None = None
         self._sequences = [self._begin(place / batch) for place in range(batch)]
 
     def run(self, tokens: int) -> tuple[float, _Gained, int]:
@@ -105,28 +119,24 @@ class _Server:
         if self._request.method is not DraftMethod.NGRAM:
             worker = DraftWorker(2**31, next(self._round_ids), is_own=self._is_own)
         plans = self._drafting.plan_round(self._sequences, worker)
+        self._settle()  # planned before the result of the last round
+        plans = {s.sequence_id: plans.get(s.sequence_id, NO_DRAFTS) for s in self._sequences}
         proposals, steps = self._proposals(plans)
-        commits = [self._commit(s, plans[s.sequence_id], proposals.get(s.sequence_id)) for s in self._sequences]
+        commits = [self._verify(s, plans[s.sequence_id], proposals.get(s.sequence_id)) for s in self._sequences]
         if self._is_own:
-            drafts = [
-                ModelDraft(s, plan, min(plan.num_draft_tokens, s.max_num_draft_tokens))
-                for s in self._sequences
-                if (plan := plans[s.sequence_id]).drafts_next
-            ]
-            steps = self._extend(drafts)
-            for draft in drafts:
-                draft.sequence.own_draft = draft.finished() if draft.token_ids else None
-        verified = sum(commit.drafted for commit in commits)
-        seconds = self._pair.round_seconds(len(commits), steps, verified)
-        used = DraftMethod.NGRAM if verified else None
-        if any(plan.num_draft_tokens for plan in plans.values()):
-            used = DraftMethod.MODEL
-        self._learn(commits, plans, seconds, used)
+            steps = self._make_own_drafts(plans)
         for commit in commits:
             gained.tokens += len(commit.token_ids)
             gained.model += commit.num_agreed * (commit.method is DraftMethod.MODEL)
             gained.lookup += commit.num_agreed * (commit.method is DraftMethod.NGRAM)
-        self._replace_complete()
+        verified = sum(commit.drafted for commit in commits)
+        used = DraftMethod.NGRAM if verified else None
+        if any(plan.num_draft_tokens for plan in plans.values()):
+            used = DraftMethod.MODEL
+        seconds = self._pair.round_seconds(len(commits), steps, verified)
+        self._unsettled = _Result(commits, seconds, used, any(plan.is_trial for plan in plans.values()))
+        if used is DraftMethod.MODEL and not self._is_own:
+            self._settle()  # the draft worker needs the result
         return seconds
 
     def _proposals(self, plans: Mapping[int, DraftPlan]) -> tuple[dict[int, Proposal], list[int]]:
@@ -159,10 +169,22 @@ class _Server:
             active = active if sum(draft.gain for draft in active) >= step_cost else []
         for draft in drafts:
             if draft.token_ids:
-                draft.sequence.draft.start = len(draft.sequence.token_ids) + len(draft.token_ids) - 1
+                draft.sequence.draft.start = draft.sequence.length + len(draft.token_ids) - 1
         return steps
 
-    def _commit(self, sequence: Sequence, plan: DraftPlan, proposal: Proposal | None) -> Commit:
+    def _make_own_drafts(self, plans: Mapping[int, DraftPlan]) -> list[int]:
+        """Draft in the target worker for the next round. Return the rows of each step."""
+        drafts = [
+            ModelDraft(s, plan, min(plan.num_draft_tokens, s.max_num_draft_tokens))
+            for s in self._sequences
+            if (plan := plans[s.sequence_id]).drafts_next
+        ]
+        steps = self._extend(drafts)
+        for draft in drafts:
+            draft.sequence.own_draft = draft.finished() if draft.token_ids else None
+        return steps
+
+    def _verify(self, sequence: Sequence, plan: DraftPlan, proposal: Proposal | None) -> Commit:
         """Verify the draft tokens that are worth it, or else those of prompt lookup."""
         drafted: tuple[int, ...] = ()
         if proposal is not None:
@@ -170,24 +192,24 @@ class _Server:
             drafted = likely_tokens(proposal.draft_token_ids[: plan.num_draft_tokens], chances, plan.min_chance)
             drafted = drafted[: sequence.max_num_draft_tokens]
         method = DraftMethod.MODEL if drafted else DraftMethod.NGRAM
-        drafted = drafted or plan.lookup_ids[: sequence.max_num_draft_tokens]
+        drafted = drafted or sequence.remaining_lookup(plan)
         accepted = agreement_length(drafted, sequence.following(len(drafted)))
-        gained, length = sequence.following(accepted + 1), len(sequence.token_ids)
-        sequence.token_ids += gained
-        sequence.draft.start = min(sequence.draft.start, length + (accepted if method is DraftMethod.MODEL else 0))
-        return Commit(sequence, gained, len(drafted), method if drafted else None, proposal, plan.lookup)
+        kept = sequence.length + (accepted if method is DraftMethod.MODEL else 0)
+        sequence.draft.start = min(sequence.draft.start, kept)
+        sequence.pending_ids = sequence.following(accepted + 1)
+        return Commit(sequence, sequence.pending_ids, len(drafted), method if drafted else None, proposal, plan.lookup)
 
-    def _learn(
-        self, commits: Items[Commit], plans: Mapping[int, DraftPlan], seconds: float, method: DraftMethod | None
-    ) -> None:
-        for commit in commits:
+    def _settle(self) -> None:
+        """Learn from the last round, and replace complete sequences."""
+        if self._unsettled is None:
+            return
+        result, self._unsettled = self._unsettled, None
+        for commit in result.commits:
+            commit.sequence.settle()
             self._drafting.observe(commit)
-        tokens = sum(len(commit.token_ids) for commit in commits)
-        is_trial = any(plan.is_trial for plan in plans.values())
-        self._drafting.lengths.ledger.observe(len(commits), tokens, seconds, method, is_trial)
-
-    def _replace_complete(self) -> None:
-        complete = [sequence.sequence_id for sequence in self._sequences if sequence.is_complete]
-        if complete:
+        tokens = sum(len(commit.token_ids) for commit in result.commits)
+        ledger = self._drafting.lengths.ledger
+        ledger.observe(len(result.commits), tokens, result.seconds, result.method, result.is_trial)
+        if complete := [sequence.sequence_id for sequence in self._sequences if sequence.is_complete]:
             self._drafting.forget(complete)
             self._sequences = [self._begin() if s.is_complete else s for s in self._sequences]

@@ -45,7 +45,7 @@ def _speed_table(draft: DraftPlan) -> Table:
     table.title = (
         f"{readable_name(draft.model.name)}: agrees with {draft.acceptance.agreement:.1%} of the target's greedy tokens"
     )
-    table.caption = "for each batch: predicted tokens/s, relative to plain decoding"
+    table.caption = "predicted tokens/s with k draft tokens of this model in each round, relative to plain decoding"
     if draft.pair.shared:
         table.caption += ", if the target worker carries the draft; last column: with a draft worker instead"
     table.add_row("all k accepted", "", *(f"{share:.1%}" for share in draft.acceptance.by_position))
