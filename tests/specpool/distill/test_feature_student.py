@@ -182,11 +182,11 @@ def test_command_trains_and_evaluates_a_feature_draft(
 ) -> None:
     output = tmp_path / "output"
     output.mkdir()
-    for number in range(6):  # as many files as 64 dialogues of 12 each
-        dialogues.save(output / f"dialogues-{number:04}.safetensors")
+    for number in range(6):  # 72 dialogues
+        dialogues.save(output / f"dialogues-{number:05}.safetensors")
     monkeypatch.setattr("specpool.distill.preparation.DIALOGUES_PER_FILE", 12)
     settings = DistillSettings(
-        target=str(tiny_pair[0]), output=output, kind="feature", dialogues=64, held_out=8, output_tokens=257,
+        target=str(tiny_pair[0]), output=output, kind="feature", dialogues=72, held_out=8, output_tokens=257,
         epochs=0.5, batch_tokens=256, precision="bfloat16",
     )  # fmt: skip
     distill(settings)
