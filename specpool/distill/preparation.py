@@ -49,12 +49,12 @@ def generate_dialogues(settings: DistillSettings, target: str) -> None:
     for numbers in saved:
         for number, example in zip(numbers, Dialogues.load(files[numbers]).examples(), strict=True):
             questions.take_answer(number, example.token_ids[example.answer_start :].tolist())
-    finished: dict[int, Example] = {}
+    finished, shards = dict[int, Example](), list(files)
     with counting("generating", "dialogues", settings.num_dialogues, sum(map(len, saved))) as counter:
         for number, example in writer.write(chain.from_iterable(missing), lag_of(settings)):
             finished[number] = example
             counter.advance()
-            numbers = next(numbers for numbers in missing if number in numbers)
+            numbers = shards[number // DIALOGUES_PER_FILE]
             if all(each in finished for each in numbers):
                 Dialogues.of([finished.pop(each) for each in numbers]).save(files[numbers])
     # The training needs the memory of the caches, which a reference cycle would keep.

@@ -179,6 +179,8 @@ class Plan:
     @property
     def method(self) -> DraftMethod | None:
         """The server's draft method, which has to suit all batches up to the recommended one. None: plain decoding."""
+        if not self.chosen.sources:  # the default chooses in each round
+            return DraftMethod.BEST
         choices = self.chosen.choices.values()
         methods = {choice.method for choice in choices if choice.batch <= self.window.batch} - {None}
         return methods.pop() if len(methods) == 1 else DraftMethod.BEST if methods else None

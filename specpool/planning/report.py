@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specpool.drafting.plans import DraftMethod
 from specpool.engine.config.options import FLOAT32, INT8
 from specpool.planning.plan import DraftPlan, Plan, WorkerNeeds
 from specpool.planning.prediction import Model
@@ -109,13 +110,14 @@ def helm_values(plan: Plan) -> str:
     return f"""\
 # Written by `specpool plan`. Predicted for each cell: {window.tokens_per_second:.1f} tokens/s with {window.batch} \
 sequences at a time,
-# {window.of_plain:.2f}x plain decoding, with k = {window.k}. Measured on: {target} and {draft}.
+# {window.of_plain:.2f}x plain decoding. Measured on: {target} and {draft}.
 cells: {capacity.cells}
 
 coordinator:
   settings:
     max_num_seqs: {capacity.slots}
     max_batch_size: {capacity.slots}
+    draft_method: {plan.method or DraftMethod.BEST}
 
 {_pair_values(plan) if plan.is_colocated else _separate_values(plan)}
 autoscaling:

@@ -258,6 +258,7 @@ def test_processes_accept_the_values(device: str) -> None:
     values = yaml.safe_load(helm_values(plan))
     assert values["cells"] == plan.capacity.cells > 1
     coordinator = CoordinatorSettings(**values["coordinator"]["settings"])
+    assert coordinator.draft_method == plan.method
     assert coordinator.max_num_seqs == coordinator.max_batch_size == plan.window.batch
     for role, kind in (("target", TargetWorkerSettings), ("draft", DraftWorkerSettings)):
         settings = kind(**values[role]["settings"], model=values[role]["model"])
