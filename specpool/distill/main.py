@@ -175,7 +175,7 @@ def export(
         rounded.unlink()
     folder = settings.output / "model"
     save_draft(folder, target, load_compact(rounded if lost <= MAX_LOSS else compact))
-    console.print(f"specpool up --target {target} --draft {folder}", soft_wrap=True)  # a line to copy
+    console.print(f"specpool up --target {target} --draft {folder}")
 
 
 def save(file: Path, trained: Mapping[str, Weight]) -> None:

@@ -44,7 +44,7 @@ def generate_dialogues(settings: DistillSettings, target: str) -> None:
     if not missing:
         return
     with naming(PROGRAM, "target", OSError, UnsupportedModelError, ValueError):
-        console.print(f"loading {readable_name(target)} to generate dialogues", soft_wrap=True)
+        console.print(f"loading {readable_name(target)} to generate dialogues")
         questions, writer = _writer(settings, target)
     for numbers in saved:
         for number, example in zip(numbers, Dialogues.load(files[numbers]).examples(), strict=True):

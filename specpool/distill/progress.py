@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-console = Console()
+console = Console(soft_wrap=True)
 LINES = 10
 """Lines for a whole task where there is no terminal."""
 

@@ -71,8 +71,8 @@ def _source_table(draft: DraftPlan) -> Table:
         table.add_row(f"{name} ({method})", *cells, end_section=method is DraftMethod.BEST)
     both = by_method[DraftMethod.BEST]
     table.add_row("best: tokens per round", *(f"{each.tokens_per_round:.2f}" for each in both))
-    table.add_row("  accepted from the model", *(f"{each.from_model:.2f}" for each in both))
-    table.add_row("  accepted from prompt lookup", *(f"{each.from_lookup:.2f}" for each in both))
+    table.add_row("  from the draft model", *(f"{each.from_model:.2f}" for each in both))
+    table.add_row("  from prompt lookup", *(f"{each.from_lookup:.2f}" for each in both))
     return table
 
 
@@ -115,13 +115,15 @@ def recommendation(plan: Plan) -> str:
         return speed + _model_drafts(plan)
     if plan.method is None:
         return f"{speed}plain decoding: neither prompt lookup nor {_draft(plan)} is faster"
-    drafts = f" by {_source(plan, window.method)}" if window.method else ""
-    lines = [f"{speed}{window.of_plain:.2f}x plain decoding{drafts}"]
+    if window.method is None:
+        lines = [f"{speed}plain decoding is fastest there"]
+    else:
+        lines = [f"{speed}{window.of_plain:.2f}x plain decoding by {_source(plan, window.method)}"]
     others = [each for each in plan.chosen.choices.values() if each.method is not None and each.batch != window.batch]
     if others:
         gains = (f"{each.of_plain:.2f}x at {each.batch} by {_source(plan, each.method)}" for each in others)
         lines.append(f"other batches: {', '.join(gains)}")
-    lines.append(f"recommended: {SETTINGS[plan.method]}, for {_source(plan, plan.method)}{_workers(plan)}")
+    lines.append(f"recommended: {SETTINGS[plan.method]}: {_source(plan, plan.method)}{_workers(plan)}")
     return "\n".join(lines)
 
 
@@ -134,7 +136,8 @@ def _model_drafts(plan: Plan) -> str:
 
 
 def _draft(plan: Plan) -> str:
-    return f"the draft {readable_name(plan.chosen.model.name)}"
+    name = f" {readable_name(plan.chosen.model.name)}" if len(plan.drafts) > 1 else ""
+    return f"the draft model{name}"
 
 
 def _source(plan: Plan, method: DraftMethod | None) -> str:
@@ -153,7 +156,8 @@ def _workers(plan: Plan) -> str:
     if not plan.capacity.drafts:
         return ""
     if (separate := plan.chosen.best_separate(batch)) is not None:
-        return f", which the target worker carries ({separate:.1f} tokens/s with a draft worker)"
+        instead = f" ({separate:.1f} tokens/s with a draft worker)" if plan.window.k else ""
+        return f", which the target worker carries{instead}"
     if not workers.draft:
         return ""
     counts = f"{count_of(workers.draft, 'draft worker')} per {count_of(workers.target, 'target worker')}"

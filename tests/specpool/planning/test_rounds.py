@@ -50,7 +50,7 @@ def test_repetitive_answers_gain_from_prompt_lookup(shared: bool) -> None:
     assert methods(plan) == dict.fromkeys(BATCHES, DraftMethod.NGRAM)
     text = recommendation(plan)
     assert "x plain decoding by prompt lookup" in text
-    assert text.splitlines()[-1] == "recommended: --draft none, for prompt lookup"
+    assert text.splitlines()[-1] == "recommended: --draft none: prompt lookup"
     assert not plan.capacity.drafts
     assert as_json(plan)["recommended"]["method"] == "ngram"
 
@@ -59,7 +59,7 @@ def test_random_answers_and_a_useless_draft_gain_nothing() -> None:
     plan = plan_of(recordings(repeats=False, agreement=0.0))
     assert all(0.95 < each.of_plain < 1.001 for each in plan.chosen.sources)
     assert methods(plan) == dict.fromkeys(BATCHES)
-    assert recommendation(plan).endswith("plain decoding: neither prompt lookup nor the draft org/draft is faster")
+    assert recommendation(plan).endswith("plain decoding: neither prompt lookup nor the draft model is faster")
 
 
 def test_random_answers_gain_from_a_good_draft() -> None:
@@ -68,7 +68,7 @@ def test_random_answers_gain_from_a_good_draft() -> None:
     both = [each for each in plan.chosen.sources if each.method is DraftMethod.BEST]
     assert all(each.of_plain > 1.2 and each.from_model > 1 and not each.from_lookup for each in both)
     last = recommendation(plan).splitlines()[-1]
-    assert last.startswith("recommended: --draft-method best, the default, for prompt lookup and the draft org/draft, ")
+    assert last.startswith("recommended: --draft-method best, the default: prompt lookup and the draft model, ")
     assert "which the target worker carries" in last
 
 
