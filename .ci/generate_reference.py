@@ -12,6 +12,7 @@ from specpool.cli.main import COMMANDS
 from specpool.cli.up_settings import UpSettings
 from specpool.distill.settings import DistillSettings
 from specpool.engine.config.options import EngineOptions
+from specpool.openai.settings import OpenAISettings
 from specpool.planning.settings import PlanSettings
 from specpool.rpc.config.help import options_of
 from specpool.rpc.config.settings import ServerSettings, Settings
@@ -41,6 +42,7 @@ PROGRAMS: dict[str, type[BaseModel]] = {
     "specpool-coordinator": CoordinatorSettings,
     "specpool-target-worker": TargetWorkerSettings,
     "specpool-draft-worker": DraftWorkerSettings,
+    "specpool-openai": OpenAISettings,
     **{f"specpool {name}": settings for name, (settings, _) in COMMANDS.items()},
     "specpool plan": PlanSettings,
     "specpool distill": DistillSettings,

@@ -82,7 +82,7 @@ class CoordinatorMetrics:
     def _speculation(self, families: Families) -> Iterator[Metric]:
         counters, counter = self._coordinator.counters, families.counter
         accepted = counters.accepted_lengths
-        text = "Drafts verified, one per round and sequence with draft tokens."
+        text = "Rounds of a sequence with draft tokens."
         yield counter("spec_decode_num_drafts", text, sum(accepted))
         yield counter("spec_decode_num_draft_tokens", "Draft tokens verified.", counters.draft_tokens)
         yield counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", counters.accepted_draft_tokens)
@@ -137,7 +137,9 @@ class CoordinatorMetrics:
         yield counter("round_stage_seconds", "Seconds of rounds, by stage.", counters.stage_seconds, "stage")
         yield counter("cache_misses", "Caches rebuilt after a worker lost them.", counters.cache_misses)
         yield _sizes(families, "group_size", "Sequences of a round.", [0, *grouping.group_sizes])
-        text = "Draft tokens verified per sequence and round."
+        text = (
+            "Draft tokens of a sequence in a round, often 0. generation_tokens / draft_length_count: tokens per round."
+        )
         yield _sizes(families, "draft_length", text, counters.draft_lengths)
 
 
@@ -162,10 +164,11 @@ def _latencies(families: Families, latencies: Latencies) -> Iterator[Metric]:
 
 
 def _plan(families: Families, state: SpeculationState) -> Iterator[Metric]:
+    expected, plain = state.expected_tokens_per_s, state.plain_tokens_per_s
     gauges = (
         ("draft_steps_planned", "Draft steps per round of the present plan.", state.draft_steps),
-        ("expected_tokens_per_second", "Expected tokens per second of the present plan.", state.expected_tokens_per_s),
-        ("plain_tokens_per_second", "Expected tokens per second of plain decoding.", state.plain_tokens_per_s),
+        ("expected_tokens_per_second", "Expected tokens per second of rounds without pauses.", expected),
+        ("plain_tokens_per_second", "The same without draft tokens.", plain),
         ("draft_acceptance_rate_estimate", "Estimated acceptance of the draft model.", state.model_acceptance_rate),
     )
     for name, text, value in gauges:

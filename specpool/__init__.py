@@ -1,5 +1,6 @@
 """Batch speculative decoding as a gRPC service. The names below are the client library."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ __all__ = [
     "SpecpoolError",
     "errors",
 ]
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when gRPC is imported: its lines may quote callers
 
 
 def __getattr__(name: str) -> Any:

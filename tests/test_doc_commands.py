@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from doc_commands import COMMANDS, NEEDS, PAGES, ROOT, Command, commands_of, fences, settings_of
+from doc_commands import COMMANDS, NEEDS, PAGES, ROOT, SETTINGS, Command, commands_of, fences, settings_of
 from helm_chart import CHART, run_helm
 from packaging.requirements import Requirement
 
@@ -35,6 +35,7 @@ OTHER_PACKAGES = {
 RUN_ELSEWHERE = {
     ("docs/api.md", "buf"): "tests/test_docs.py",
     ("docs/security.md", "openssl"): "tests/test_doc_commands.py",
+    ("docs/openai.md", "curl"): "tests/specpool/openai/test_page.py",
     ("docs/smg.md", "curl"): "tests/coordinator/smg/test_gateway.py",
     ("docs/smg.md", "smg"): "tests/coordinator/smg/test_gateway.py",
 }
@@ -156,7 +157,11 @@ def check_venv(command: Command, _: pytest.MonkeyPatch) -> None:
     assert command.words[:3] == ("python3", "-m", "venv")
 
 
-OUR_PROGRAMS = ("specpool", "specpool-coordinator", "specpool-draft-worker", "specpool-target-worker", "python")
+def check_activation(command: Command, _: pytest.MonkeyPatch) -> None:
+    assert command.words[1:] == (".venv/bin/activate",)
+
+
+OUR_PROGRAMS = ("python", "specpool", *(name for name in SETTINGS if name.startswith("specpool-")))
 CHECKS: dict[str, Callable[[Command, pytest.MonkeyPatch], None]] = {
     **dict.fromkeys(OUR_PROGRAMS, check_ours),
     "make": check_make,
@@ -166,6 +171,7 @@ CHECKS: dict[str, Callable[[Command, pytest.MonkeyPatch], None]] = {
     "cd": check_folder,
     "echo": check_by_running,
     "python3": check_venv,
+    ".": check_activation,
 }
 
 
@@ -182,6 +188,11 @@ def test_fenced_blocks_have_a_language_and_parse(language: str, text: str) -> No
         compile(text, "example", "exec")
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_run_commands_in_the_activated_environment(page: str) -> None:
+    assert re.findall(r"\.venv/bin/(?!activate).*", PAGES[page]) == []
+
+
 def test_pages_install_no_package_that_is_not_published() -> None:
     assert re.findall(r"pip install[^`\n]* '?specpool\b[^`\n]*", "\n".join(PAGES.values())) == []
 
@@ -189,7 +200,7 @@ def test_pages_install_no_package_that_is_not_published() -> None:
 def test_commands_are_found_with_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     page = """Text with `specpool up [--port 1]` and `ls -l`.
 
-    .venv/bin/specpool up \\
+    DIR/bin/specpool up \\
         --port 0    # a comment
     env SPECPOOL_PORT=1 vllm serve 'a
     b' | tee && cd docs > log

@@ -61,7 +61,7 @@ MAY_NAME_STATUS_CODES = {
     "specpool/client/failures.py",
     "specpool/openai/errors.py",
     "specpool/errors/__init__.py",
-    "specpool/cli/processes.py",
+    "specpool/cli/probes.py",
 }
 # The edges, where protobuf messages are allowed.
 EDGES = (

@@ -71,3 +71,11 @@ def pip(command: str, *arguments: str | Path) -> None:
     """Run pip without network access."""
     offline = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check"]
     subprocess.run([sys.executable, "-m", "pip", command, *offline, *arguments], check=True)
+
+
+def test_a_script_beside_the_checkout_imports_the_package(tmp_path: Path) -> None:
+    """Not the checkout's folder, which is usually called `specpool` too. `make` installs the package like this."""
+    (tmp_path / "specpool").symlink_to(ROOT)
+    script = tmp_path / "script.py"
+    script.write_text("from specpool import Client")
+    subprocess.run([sys.executable, script], cwd=tmp_path, check=True)

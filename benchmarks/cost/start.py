@@ -61,7 +61,7 @@ def run(flags: list[str], bare: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         environment = {**os.environ, **({"XDG_CACHE_HOME": scratch} if bare else {})}
         began = time.perf_counter()
-        command = [sys.executable, "-c", UP, "up", "--port", "0", *flags]
+        command = [sys.executable, "-c", UP, "up", "--port", "0", "--http-port", "0", *flags]
         up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         try:
             assert up.stdout is not None

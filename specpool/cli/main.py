@@ -14,7 +14,8 @@ from specpool.cli.up import up
 from specpool.cli.up_settings import SecureUpSettings
 from specpool.cli.usage import answer
 from specpool.engine.config.options import EngineOptions
-from specpool.environment.process import python_path
+from specpool.environment.process import python_path, quiet_broken_pipes
+from specpool.openai.settings import OpenAISettings
 from specpool.rpc.config.help import names_of_settings
 from specpool.rpc.config.settings import Settings
 from specpool.worker.settings import WorkerSettings
@@ -39,13 +40,11 @@ def main(arguments: list[str] | None = None) -> None:
     for stream in filter(None, (sys.stdin, sys.stdout)):
         stream.reconfigure(encoding="utf-8")  # whatever the locale
     try:
-        try:
+        with quiet_broken_pipes():
             status = run(name, arguments)
-        finally:
-            sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
-    except OSError as error:  # a broken pipe, or a full disk
+    except OSError as error:  # such as a full disk
         print(f"specpool {name}: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards buffered output
         status = 1
@@ -72,7 +71,7 @@ def run(name: str, arguments: list[str]) -> int:
 def known_keys() -> set[str]:
     """Return the names of the settings of all processes and commands."""
     commands = (settings for settings, _ in COMMANDS.values())
-    kinds: list[type[Settings]] = [CoordinatorSettings, WorkerSettings, *commands]
+    kinds: list[type[Settings]] = [CoordinatorSettings, WorkerSettings, OpenAISettings, *commands]
     return names_of_settings(EngineOptions).union(*(settings.keys() for settings in kinds))
 
 

@@ -36,7 +36,7 @@ def health_check_security(security: ServerSecurity) -> SecurityOptions:
     except ssl.SSLError as error:
         reason = getattr(error, "verify_message", None) or error.reason
         role = " as a client certificate" if security.tls_ca is not None else ""
-        raise ProcessFailedError(f"tls_cert: the coordinator cannot use {cert}{role}: {reason}") from None
+        raise ProcessFailedError(f"tls-cert: the coordinator cannot use {cert}{role}: {reason}") from None
     return SecurityOptions(tls_ca=cert, tls_cert=cert, tls_key=key, tls_name=name)
 
 
@@ -73,7 +73,7 @@ def check_services(services: list[Service]) -> None:
     """Check ports, devices, models and tokenizers. Raises ProcessFailedError, which names the flag."""
     try:
         for service in reversed(services):  # the coordinator's port first, which users choose
-            for setting in ("port", "metrics_port"):
+            for setting in ("port", "health_port", "metrics_port"):
                 if (port := service.settings.get(setting)) is not None:
                     check_port(setting, service.settings.get("host", DEFAULT_HOST), port)
         options: dict[str, list[TargetOptions]] = {}
@@ -113,7 +113,7 @@ def _check_shared_gpu(*workers: tuple[str, EngineOptions]) -> None:
     if not shared or not unbounded:
         return
     names = f"{role}s" if role == other_role else f"{role} and {other_role}"
-    remedies = {"target": "each a target_device", "draft": "draft_device", "standby": "standby_devices"}
+    remedies = {"target": "each a --target-device", "draft": "--draft-device", "standby": "--standby-devices"}
     reason = f"must be given, since {names} share {', '.join(sorted(shared))} and each needs a KV cache"
     setting = "draft_kv_memory" if unbounded[0] == "draft" else "target_kv_memory"
     raise InvalidOptionError(setting, f"{reason}; or give {remedies[other_role]}")

@@ -13,14 +13,11 @@ from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
+from specpool.cli.probes import CONNECT_SECONDS, Checks, GrpcProbe, HttpProbe
 from specpool.environment.extras import explain_missing
 from specpool.environment.process import python_path
 from specpool.rpc.config.inputs import ENV_PREFIX
-from specpool.rpc.security.channel import Connector, SecurityOptions
-from specpool.rpc.server.health import process_name
+from specpool.rpc.security.channel import SecurityOptions
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +25,7 @@ STDERR = 2
 LAST_LINES_SECONDS = 1.0
 """Time to copy the last lines of a process that has ended. Its own children may keep the log open."""
 # The beginning of an event in the log, or of a line that ends a program.
+_FLAG = re.compile(r"--[a-z][a-z-]*")
 _PREFIX = re.compile(r"\S+ [A-Z]+ (\S+ )?\S+: |specpool-[a-z-]+: ")
 
 
@@ -38,13 +36,8 @@ KILL_AFTER_SECONDS = 5.0
 RESTART_SECONDS = 1.0
 PROBE_SECONDS = 0.2
 """Pause between two health checks."""
-# A process may answer slowly while it starts.
-PROBE_TIMEOUT_SECONDS = 1.0
 # A process that has served counts as stopped after this many consecutive unanswered health checks.
 MAX_UNANSWERED, LIVENESS_SECONDS, LIVENESS_TIMEOUT_SECONDS = 2, 1.0, 5.0
-CONNECT_SECONDS = 20.0
-"""Longer than all of these checks take."""
-_UNREACHABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 # Iterations for which a waiting thread of torch spins: well below a millisecond.
 SPIN_COUNT = "30000"
 
@@ -94,21 +87,6 @@ class ProcessFailedError(Exception):
         self.status = status
 
 
-async def is_serving(channel: grpc.aio.Channel, service: str = "") -> bool:
-    """Whether the server is reachable and reports SERVING for a health check name; "" stands for all services.
-
-    Raises the AioRpcError of a server without this name, or without health checks.
-    """
-    request = health_pb2.HealthCheckRequest(service=service)
-    try:
-        response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=PROBE_TIMEOUT_SECONDS)
-    except grpc.aio.AioRpcError as error:
-        if error.code() in _UNREACHABLE:
-            return False
-        raise
-    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
-
-
 @dataclass
 class Service:
     name: str
@@ -119,6 +97,10 @@ class Service:
     """Options of connections to the process."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The settings from `arguments` that can be checked before the start."""
+    probe: type[GrpcProbe | HttpProbe] = GrpcProbe
+    """Checks the process at `address`, with `security`."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """Flags of this command by those of the process, for its messages, such as "--target-kv-memory"."""
     starts_last: bool = False
     """Whether the process starts once the others serve, and reuses their measurements."""
     restart_seconds: float = RESTART_SECONDS
@@ -139,20 +121,19 @@ class Service:
             self.log.follow()
 
     async def wait_serving(self) -> None:
-        """Wait until the health check reports SERVING. ProcessFailedError if the process ends first."""
-        async with Connector(self.address, **self.security).open() as channel:
+        """Wait until the process serves. ProcessFailedError if it ends first."""
+        async with self.probe(self.address, self.security).open() as checks:
             while True:
                 assert self.process is not None
                 if (status := self.process.returncode) is not None:
                     ending = await asyncio.to_thread(self.log.ending, status)
+                    reason = _FLAG.sub(lambda flag: self.flags.get(flag[0], flag[0]), ending)
                     raise ProcessFailedError(
-                        f"{self.name}: {ending}", WRONG_SETTINGS if status == WRONG_SETTINGS else 1
+                        f"{self.name}: {reason}", WRONG_SETTINGS if status == WRONG_SETTINGS else 1
                     )
-                # Another server on the port does not know this name. Ours will soon report that the port is in use.
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    if await is_serving(channel, process_name(self.process.pid)):
-                        self.has_served = True
-                        return
+                if await checks.is_serving(self.process.pid):
+                    self.has_served = True
+                    return
                 await asyncio.sleep(PROBE_SECONDS)
 
     async def keep_running(self) -> None:
@@ -176,23 +157,16 @@ class Service:
             with contextlib.suppress(ProcessFailedError):  # it has ended
                 await self.wait_serving()
         unanswered = 0
-        # A connection to a stopped process must not fail before the checks time out.
-        async with Connector(self.address, **self.security).open(connect_seconds=CONNECT_SECONDS) as channel:
+        async with self.probe(self.address, self.security).open(CONNECT_SECONDS) as checks:
             while unanswered < MAX_UNANSWERED:
                 await asyncio.sleep(self.liveness_seconds)
-                unanswered = 0 if await self.answers(channel) else unanswered + 1
+                unanswered = 0 if await self.answers(checks) else unanswered + 1
         log.warning("%s has not answered %d health checks; killing it", self.name, unanswered)
         await kill([process])
 
-    async def answers(self, channel: grpc.aio.Channel) -> bool:
+    async def answers(self, checks: Checks) -> bool:
         """Return whether a health check completes in time, with any status."""
-        request = health_pb2.HealthCheckRequest()
-        try:
-            # does not time out if the process has exited
-            await health_pb2_grpc.HealthStub(channel).Check(request, timeout=self.liveness_timeout_seconds)
-        except grpc.aio.AioRpcError as error:
-            return bool(error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED)
-        return True
+        return await checks.answers(self.liveness_timeout_seconds)
 
     async def stop(self, drain_seconds: float) -> None:
         """Let the process drain, and kill it if that takes too long."""

@@ -1,4 +1,4 @@
-"""`specpool up`: coordinator, target workers, draft workers and perhaps a standby on this machine, one process each.
+"""`specpool up`: HTTP server, coordinator, target workers, draft workers and perhaps a standby, one process each.
 
 On a GPU, target workers carry the draft by default, and no draft workers start.
 """
@@ -15,6 +15,7 @@ from typing import Any
 from coordinator.config.settings import MAX_NUM_SEQS
 from specpool.cli.preflight import check_services, health_check_security
 from specpool.cli.processes import ProcessFailedError, Service, arguments_of, kill, require_torch
+from specpool.cli.up_http import api_url, http_services
 from specpool.cli.up_settings import COORDINATOR, CPU, ENGINE, SecureUpSettings, UpSettings
 from specpool.engine.config.device_names import may_be_gpu
 from specpool.engine.models.embedded_pair import EMBEDDED_DRAFT, EMBEDDED_TARGET
@@ -111,7 +112,9 @@ def _worker(role: str, number: int, models: Mapping[str, str], port: int, settin
         flags["log_name"] = name.replace(" ", "-")
     starts_last = role == "standby" or number > 1
     module, address = f"{like}_worker.server", f"127.0.0.1:{port}"
-    return Service(name, module, arguments_of(flags), address, settings=flags, starts_last=starts_last)
+    typed = {f"--{name}": f"--{like}-{name}" for name in ("device", *(each.replace("_", "-") for each in PER_MODEL))}
+    typed |= {"--max-sequences": "--max-num-seqs", "--tensor-parallel": "--target-devices"}
+    return Service(name, module, arguments_of(flags), address, settings=flags, flags=typed, starts_last=starts_last)
 
 
 def _device(devices: tuple[str, ...], number: int, workers: int, threads: int) -> dict[str, Any]:
@@ -150,24 +153,26 @@ async def running(settings: UpSettings) -> AsyncIterator[str]:
     stop_signals = _cancel_on_signals()
     try:
         services += services_of(settings, *models_of(settings))
+        coordinator = services[-1]
+        services += http_services(settings, coordinator)
         await asyncio.to_thread(check_services, services)
         first = [service for service in services if not service.starts_last]
         last = [service for service in services if service.starts_last]
         try:
             for group in (first, last):
-                for service in reversed(group):  # the coordinator first: it shows clients how far the workers are
+                for service in reversed(group):  # servers first: they show clients how far the workers are
                     await service.start()
                 await asyncio.gather(*(service.wait_serving() for service in group))
         except ProcessFailedError:
             await kill([service.process for service in services if service.process is not None])
             raise
         watchers = [asyncio.create_task(service.keep_running()) for service in services]
-        yield services[-1].address
+        yield coordinator.address
     finally:
         for watcher in watchers:
             watcher.cancel()
         try:
-            # Stop the coordinator first: it needs the workers to drain.
+            # Servers first: they need the coordinator and the workers to drain.
             for service in reversed(services):
                 await service.stop(settings.drain_seconds)
         finally:  # a second signal skips to here
@@ -194,6 +199,8 @@ def up(settings: SecureUpSettings) -> int:
 async def _serve(settings: SecureUpSettings) -> None:
     async with running(settings) as address:
         print(f"specpool is serving at {address}", flush=True)
+        if (url := api_url(settings, address)) is not None:
+            print(f"OpenAI's API is at {url}", flush=True)
         await asyncio.Event().wait()
 
 

@@ -1,5 +1,6 @@
 """Settings of `specpool up`."""
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -11,8 +12,10 @@ from specpool.drafting.plans import DraftMethod
 from specpool.engine.config.device_names import exact_name, may_be_gpu
 from specpool.engine.config.options import INT8, Activations, EngineOptions, check_int8
 from specpool.environment.process import usable_cpus
+from specpool.openai.settings import HTTP_PORT
 from specpool.rpc.config.settings import ListeningSettings
 from specpool.rpc.observability.tracing import TraceSettings
+from specpool.rpc.ports import is_loopback
 from specpool.rpc.security.settings import Names, ServerSecurity
 from specpool.worker.settings import WorkerSettings
 
@@ -134,22 +137,20 @@ class UpSettings(ListeningSettings):
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         if self.target_devices and "target_device" in self.model_fields_set:
-            raise ValueError("give target_device or target_devices, not both")
-        others = len(METRICS_PORTS) - (not self.standby)
+            raise ValueError(
+                "give target_device, which places each target, or target_devices, which shards a single one, not both"
+            )
         if max(self.targets, self.drafts) > 1:
-            others = len(METRICS_PORTS) + self.targets + self.drafts - 2
             self._check_counts()
-        if self.metrics_port is not None and 0 <= self.port - self.metrics_port <= others:
-            raise ValueError(f"port must not be metrics_port or one of the {others} after it")
-        if self.metrics_port is not None and self.metrics_port + others > 65535:
-            raise ValueError(f"metrics_port leaves no ports for the {others} workers")
+        self._check_ports()
         for role in ("target", "draft"):
-            if len(getattr(self, f"{role}_device")) > getattr(self, f"{role}s"):
-                raise ValueError(f"{role}_device has more devices than there are {role}s")
+            if (given := len(getattr(self, f"{role}_device"))) > getattr(self, f"{role}s"):
+                sharded = " for one on each, or target_devices to shard a single one" * (role == "target")
+                raise ValueError(f"{role}_device lists {given} devices: give --{role}s {given}{sharded}")
             if None not in (getattr(self, f"{role}_kv_memory"), getattr(self, f"{role}_memory_limit")):
                 raise ValueError(f"give {role}_kv_memory or {role}_memory_limit, not both")
         if self.standby_devices and not self.standby:
-            raise ValueError("standby_devices needs standby")
+            raise ValueError("standby_devices needs --standby")
         if self.standby_devices and len(self.standby_devices) != max(1, len(self.target_devices)):
             raise ValueError("standby_devices must be as many as the target's devices")
         if self.target_activations == INT8:
@@ -168,19 +169,36 @@ class UpSettings(ListeningSettings):
                 raise ValueError(f"{role}_revision needs a {role} from the hub")
         return self
 
+    def _check_ports(self) -> None:
+        others = len(METRICS_PORTS) - (not self.standby)
+        if max(self.targets, self.drafts) > 1:
+            others = len(METRICS_PORTS) + self.targets + self.drafts - 2
+        if self.metrics_port is not None and self.metrics_port + others > 65535:
+            raise ValueError(f"metrics_port leaves no ports for the {others} workers")
+        ports = self._ports()
+        for name, port in ports.items():
+            if self.metrics_port is not None and 0 <= port - self.metrics_port <= others:
+                raise ValueError(f"--{name} must not be metrics_port or one of the {others} after it")
+            if port and [*ports.values()].count(port) > 1:
+                raise ValueError(f"{', '.join(f'--{name} {port}' for name, port in ports.items())} must differ")
+
+    def _ports(self) -> dict[str, int]:
+        """Return the ports by flag, without those for metrics."""
+        return {"port": self.port}
+
     def _check_counts(self) -> None:
         if self.targets > 1 and self.standby:
-            raise ValueError("standby needs a single target; several take over from each other")
+            raise ValueError("--standby needs a single target; several take over from each other")
         if self.targets > 1 and self.target_devices:
-            raise ValueError("target_devices shards a single target; give target_device for several")
+            raise ValueError("target_devices shards a single target; to place several, give target_device")
         if self.drafts > 1 and not self.has_draft:
-            raise ValueError("drafts needs a draft")
+            raise ValueError("--drafts needs a draft")
 
     def _check_colocated(self) -> None:
         if self.separate is False and self.has_draft and not self.can_colocate:
-            raise ValueError("separate: a target can carry only one draft, on its own device")
+            raise ValueError("--no-separate: a target can carry only one draft, on its own device")
         if self.is_colocated and self.draft_memory_limit is not None:
-            raise ValueError("draft_memory_limit needs separate; a target and its draft share target_memory_limit")
+            raise ValueError("draft_memory_limit needs --separate; a target and its draft share target_memory_limit")
 
     @property
     def has_draft(self) -> bool:
@@ -214,3 +232,41 @@ class UpSettings(ListeningSettings):
 
 class SecureUpSettings(UpSettings, ServerSecurity, TraceSettings):
     __doc__ = UpSettings.__doc__
+
+    http_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of OpenAI's API over HTTP, with the certificate and tokens of the coordinator; 0: none; "
+        f"default: {HTTP_PORT} if host is a loopback address and allowed_names is not given",
+    )
+    health_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="second port of the coordinator, for health checks only and without TLS; default: none. The "
+        "workers answer health checks at their own ports, on the loopback interface",
+    )
+
+    @property
+    def api_port(self) -> int | None:
+        """The port of OpenAI's API, or None without it."""
+        if self.http_port is not None:
+            return self.http_port or None
+        return HTTP_PORT if not self.allowed_names and _is_loopback(self.host) else None
+
+    def _ports(self) -> dict[str, int]:
+        given = {"port": self.port, "health-port": self.health_port, "http-port": self.api_port}
+        return {name: port for name, port in given.items() if port is not None}
+
+    @model_validator(mode="after")
+    def _check_callers(self) -> Self:
+        if self.http_port and self.allowed_names:
+            raise ValueError("http_port must not be given with allowed_names, which only the coordinator checks")
+        return self
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(OSError):  # the start reports a host without an address
+        return is_loopback(host)
+    return False

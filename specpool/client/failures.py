@@ -64,7 +64,7 @@ def failure(error: Any, connector: Connector) -> RequestError:
     """
     trailing_metadata = error.trailing_metadata() or ()
     kind, message = _ERRORS.get(error.code(), ServerError), error.details() or ""
-    if kind is UnavailableError and ANSWERED not in trailing_metadata and (fault := diagnose(connector)) is not None:
+    if kind is UnavailableError and ANSWERED not in [*trailing_metadata] and (fault := diagnose(connector)) is not None:
         kind, message = fault
     details = details_of(error)
     if kind is ResourceExhaustedError and details.reason == QUEUE_FULL:

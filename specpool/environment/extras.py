@@ -21,8 +21,8 @@ MODULES = {
     "constraints": ("llguidance",),
 }
 """Modules that the distributions of each extra provide, one of each, in the order of pyproject.toml."""
-INCLUDED = {"coordinator": "cli", "worker": "coordinator"}
-"""The extra that another one includes."""
+INCLUDED = {"http": "cli", "coordinator": "cli", "worker": "coordinator"}
+"""The extra whose modules another one's processes need too. `worker` also installs `http`, for a process of its own."""
 MAX_NAMED = 3
 """Maximum number of missing modules that a message names."""
 

@@ -60,6 +60,19 @@ def silent_interrupts() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
+@contextmanager
+def quiet_broken_pipes() -> Iterator[None]:
+    """Exit with status 1 and no message if the reader of standard output has gone, such as `head`."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
+        sys.exit(1)
+
+
 def run_command(main: Callable[[], None]) -> None:
     """Run a command. Ctrl-C ends the process with status 130."""
     try:
@@ -70,7 +83,6 @@ def run_command(main: Callable[[], None]) -> None:
 
 def start_server(program: str, extra: str, module: str) -> None:
     """Run the `main` of a server's module. Exit with one line if it lacks modules of the extra."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when gRPC is imported: its lines may quote callers
     with silent_interrupts():  # until the server handles signals
         require_extra(program, extra)
         import_module(module).main()

@@ -8,7 +8,6 @@ from typing import Any
 
 from specpool.openai.calls import Work
 from specpool.openai.deltas import CallArguments, CallStart, Content, Delta, Reasoning
-from specpool.openai.output import OutputPlan
 from specpool.v1 import common_pb2
 from specpool.v1 import generation_pb2 as pb
 
@@ -67,10 +66,7 @@ class Usage:
 
 def chat_answer(header: Header, work: Work, responses: Sequence[pb.GenerateResponse], stops: Stops) -> dict[str, Any]:
     """Return the answer to a chat."""
-    assert work.plan is not None
-    choices = [
-        _chat_choice(work, work.plan, sample, stops) for response in responses for sample in samples_of(response)
-    ]
+    choices = [_chat_choice(work, sample, stops) for response in responses for sample in samples_of(response)]
     return {**vars(header), "choices": choices, "usage": _usage(responses).shown()}
 
 
@@ -131,8 +127,9 @@ def _usage(responses: Iterable[pb.GenerateResponse]) -> Usage:
     return usage
 
 
-def _chat_choice(work: Work, plan: OutputPlan, sample: pb.GenerateResponse, stops: Stops) -> dict[str, Any]:
-    reader = plan.reader(sample.starts_in_reasoning)
+def _chat_choice(work: Work, sample: pb.GenerateResponse, stops: Stops) -> dict[str, Any]:
+    assert work.plan is not None
+    reader = work.plan.reader(sample.starts_in_reasoning)
     deltas = [*reader.feed(sample.text), *reader.finish()]
     message = _message(delta for delta in deltas if work.with_reasoning or not isinstance(delta, Reasoning))
     return {

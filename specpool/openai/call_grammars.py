@@ -9,6 +9,8 @@ from specpool.openai.tools import Function
 
 Fields = Mapping[str, Any]
 ANY_OBJECT = {"type": "object"}
+COMPACT = {"x-guidance": {"whitespace_flexible": False, "coerce_one_of": False, "lenient": False}}
+"""Options of llguidance, which the server sets by itself in all constraints but grammars."""
 
 
 class CallGrammar(Protocol):
@@ -103,14 +105,15 @@ class HarmonyGrammar:
         """Return a Lark grammar, because reasoning and call are separate messages."""
         calls = " | ".join(
             f'"commentary to=functions.{function.name} " <|constrain|> "json" <|message|> '
-            f"%json {json.dumps(function.parameters)}"
+            f"%json {json.dumps({**function.parameters, **COMPACT})}"
             for function in functions
         )
         return {
             "grammar": "%llguidance {}\n"
             f"start: (<|channel|> analysis)? <|channel|> ({calls})\n"
             'analysis: "analysis" <|message|> TEXT <|end|> <|start|> "assistant"\n'
-            "TEXT: /(.|\\n)*/\n"
+            "TEXT: /(.|\\n)*/\n",
+            "constraint_after_reasoning": False,
         }
 
     def strict(self, functions: Sequence[Function], parallel: bool) -> Fields:

@@ -5,8 +5,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from hashlib import sha256
 from typing import TypeAlias
 
@@ -41,7 +41,7 @@ class Link(AsyncConnected):
         self.address = endpoint.address
         self.is_serving = False
         self.in_flight = 0
-        """Requests of this server that the coordinator generates."""
+        """Requests of this server at the coordinator."""
         self._info: pb.GetModelInfoResponse | None = None
         self._info_until = 0.0
         self._fault = ""
@@ -53,13 +53,12 @@ class Link(AsyncConnected):
         async with self._connection() as connection:
             yield connection.stub
 
-    @asynccontextmanager
-    async def generating(self) -> AsyncIterator[AsyncStub]:
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
         """Context manager of a request, which counts as load."""
         self.in_flight += 1
         try:
-            async with self.stub() as stub:
-                yield stub
+            yield
         finally:
             self.in_flight -= 1
 

@@ -69,6 +69,11 @@ def unknown_model(model: str, served: str) -> ApiError:
     return ApiError(404, message, "not_found_error", "model", MODEL_NOT_FOUND)
 
 
+def too_large(reason: str) -> ApiError:
+    """The connection is closed, because the rest of the body is not read."""
+    return ApiError(413, reason, code="body_too_large", headers={"connection": "close"})
+
+
 def unavailable(reason: str) -> ApiError:
     return ApiError(503, reason, "server_error", code="unavailable", retry_seconds=RETRY_SECONDS)
 
@@ -82,19 +87,17 @@ def api_error(error: Any, names: Mapping[str, str] | None = None) -> ApiError:
         message = f"{param}: {details.rule}"
     elif status == 401:
         message = message.replace("authorization:", "Authorization:", 1)
-    elif is_unreachable(error):  # gRPC's text names internal addresses
-        message = "no coordinator can be reached"
+    elif ANSWERED not in [*(error.trailing_metadata() or ())]:  # gRPC's texts name internal addresses
+        if error.code() == StatusCode.RESOURCE_EXHAUSTED:
+            return too_large("the request is larger than the coordinator's limit")
+        if error.code() == StatusCode.UNAVAILABLE:
+            message = "no coordinator can be reached"
     retry = (details.retry_seconds or RETRY_SECONDS) if status in _RETRYABLE else None
     return ApiError(status, message, kind, param, code, retry)
 
 
-def is_unreachable(error: Any) -> bool:
-    """Return whether the request never reached a coordinator, so that another one may answer it."""
-    return error.code() == StatusCode.UNAVAILABLE and ANSWERED not in (error.trailing_metadata() or ())
-
-
 def is_refused(error: grpc.RpcError) -> bool:
-    """Return whether a coordinator is about to stop or has no target, so that another one may answer."""
+    """Return whether a coordinator is away, about to stop or without a target, so that another one may answer."""
     return bool(error.code() == StatusCode.UNAVAILABLE)
 
 

@@ -65,7 +65,8 @@ class Generation:
         links = coordinators.ranked(self._key())
         for others, link in zip(reversed(range(len(links))), links, strict=True):
             try:
-                return await self._answer_by(link)
+                with link.loaded():
+                    return await self._answer_by(link)
             except grpc.RpcError as error:
                 if not (others and is_refused(error)):
                     raise api_error(error, self.names) from None
@@ -86,7 +87,7 @@ class Generation:
         work = self.kind.work(self.body, info, self.id)
         self.names = work.names
         stops = Stops(frozenset(info.eos_token_ids))
-        async with link.generating() as stub:
+        async with link.stub() as stub:
             if self.body.stream:
                 running = [stub.GenerateStream(each, metadata=self.metadata) for each in work.requests]
                 async with aclosing(merged(running)) as messages:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from specpool.rpc.observability.metrics import PREFIX, server_registry
 
@@ -29,6 +29,7 @@ class Observed:
 
 class Metrics:
     def __init__(self) -> None:
+        disable_created_metrics()  # further series that nobody reads
         self.registry: CollectorRegistry = server_registry(None)
         name, registry = PREFIX + "http_", self.registry
         text = f"HTTP requests that ended, by route and status; {DISCONNECTED}: the client left first."

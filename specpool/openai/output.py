@@ -57,8 +57,8 @@ def plan_output(
     format = _format_of(info.tool_call_format, choice)
     parallel = parallel_tool_calls and not choice.is_named
     constraint = _constraint(format, choice, parallel)
-    if constraint and info.reasoning.end and not format.reads_reasoning:
-        constraint = {**constraint, "constraint_after_reasoning": True}
+    if constraint and info.reasoning.end:
+        constraint = {"constraint_after_reasoning": True, **constraint}
     return OutputPlan(format, choice, info.reasoning, parallel, constraint)
 
 
@@ -84,7 +84,7 @@ class OutputReader:
     def __init__(self, plan: OutputPlan, starts_in_reasoning: bool) -> None:
         self._text = TextReader()
         self._steps = plan.read(self._text, starts_in_reasoning)
-        self._trimmer = Trimmer()
+        self._trimmer = Trimmer(may_call=bool(plan.choice.functions))
 
     def feed(self, text: str) -> list[Delta]:
         """Read the next text. Returns what is certain by now."""

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from specpool.openai.bodies import GenerationBody, explain
 from specpool.openai.coordinators import Metadata
-from specpool.openai.errors import INVALID, ApiError
+from specpool.openai.errors import INVALID, ApiError, too_large
 from specpool.rpc.security.tokens import HEADER
 
 B = TypeVar("B", bound=GenerationBody)
@@ -24,14 +24,14 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
     """Return a body. Raises ApiError if it is too large or too slow, starlette's ClientDisconnect."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes:
-        raise _too_large(max_bytes)
+        raise too_large(f"the body has more than {max_bytes} bytes")
     body = bytearray()
     try:
         async with asyncio.timeout(seconds):
             async for piece in request.stream():
                 body += piece
                 if len(body) > max_bytes:
-                    raise _too_large(max_bytes)
+                    raise too_large(f"the body has more than {max_bytes} bytes")
     except TimeoutError:
         message = f"the body did not arrive within {seconds:g} s"
         raise ApiError(408, message, headers={"connection": "close"}) from None
@@ -83,8 +83,3 @@ def _refuse_constant(name: str) -> None:
 
 def _malformed(reason: str) -> ApiError:
     return ApiError(400, f"the body {reason}", INVALID, code="invalid_json")
-
-
-def _too_large(max_bytes: int) -> ApiError:
-    message = f"the body has more than {max_bytes} bytes"
-    return ApiError(413, message, code="body_too_large", headers={"connection": "close"})

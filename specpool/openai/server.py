@@ -12,17 +12,21 @@ import uvicorn
 
 from specpool.openai.app import Front
 from specpool.openai.coordinators import Coordinators
+from specpool.openai.protocol import Protocol
 from specpool.openai.settings import OpenAISettings
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
 from specpool.rpc.ports import ListenError, is_loopback
 from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.tls import Reloaded, TlsFiles
+from specpool.rpc.server.connections import max_connections
 from specpool.rpc.server.signals import StopSignals, wait_orphaned
 
 PROGRAM = "specpool-openai"
 BACKLOG = 2048
 KEEP_ALIVE_PROBE_SECONDS = 20
+UNREAD_BYTES = 64 * 2**10
+"""Bytes of a stream that the system buffers for a client that does not read."""
 LAST_SECONDS = 0.5
 """Time for clients to read the end of requests that outlast the drain."""
 
@@ -53,18 +57,19 @@ class OpenAIServer:
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                http="h11",
+                http=Protocol,
                 ws="none",
                 server_header=False,
                 backlog=BACKLOG,
-                limit_concurrency=settings.max_connections,
+                limit_concurrency=max_connections(settings.max_connections),
                 h11_max_incomplete_event_size=int(settings.max_header_bytes),
                 timeout_keep_alive=settings.keep_alive_seconds,
                 ssl_context_factory=None if tls is None else lambda *_: tls.context,
             )
         )
         self._running: asyncio.Task[None] | None = None
-        self._cut_off = asyncio.Event()
+        self._ending: asyncio.Task[None] | None = None
+        self._stopping, self._cut_off = asyncio.Event(), asyncio.Event()
 
     async def start(self) -> int:
         """Listen, and return the port. Raises ListenError."""
@@ -72,6 +77,7 @@ class OpenAIServer:
         listener = _listener(settings.host, settings.port, settings.stream_stall_seconds)
         port: int = listener.getsockname()[1]
         self._running = asyncio.create_task(self._uvicorn.serve([listener]))
+        self._ending = asyncio.create_task(self._end_requests())
         suffix = " with TLS" if settings.tls_files is not None else ""
         log.info("listening on %s%s", join_address(settings.host, port), suffix)
         if settings.tls_files is None and not is_loopback(settings.host):
@@ -83,21 +89,21 @@ class OpenAIServer:
         if drain and not self._uvicorn.should_exit and (requests := len(self._uvicorn.server_state.tasks)):
             log.info("draining: %d requests have up to %g s to finish", requests, self._settings.drain_seconds)
         self._uvicorn.should_exit = True
+        self._stopping.set()
         if not drain:
             self._cut_off.set()
 
     async def wait_stopped(self) -> None:
         """Serve until `stop`, let running requests finish within `drain_seconds`, and fail the rest."""
         assert self._running is not None
-        ending = asyncio.create_task(self._end_requests())
+        assert self._ending is not None
         await self._running
-        ending.cancel()
+        self._ending.cancel()
         await self.coordinators.close()
 
     async def _end_requests(self) -> None:
         """End the requests that outlast the drain."""
-        while not self._uvicorn.should_exit:  # noqa: ASYNC110 - uvicorn polls it too
-            await asyncio.sleep(0.1)
+        await self._stopping.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.drain_seconds):
                 await self._cut_off.wait()
@@ -156,6 +162,7 @@ def _listener(host: str, port: int, stall_seconds: float) -> socket.socket:
     except OSError as error:
         raise ListenError("port", host, port, error) from None
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections inherit it
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * stall_seconds))
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_ALIVE_PROBE_SECONDS)

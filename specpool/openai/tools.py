@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+MAX_NESTING = 32
+"""Levels of a schema, as in the coordinator."""
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -100,7 +102,17 @@ def _read_schema(schema: Any, field: str) -> Mapping[str, Any]:
         raise ValueError(f'{field}.type: must be "object"')
     if not isinstance(schema.get("properties", {}), dict):
         raise ValueError(f"{field}.properties: must be an object")
+    if _is_nested(schema, MAX_NESTING):
+        raise ValueError(f"{field}: is nested more than {MAX_NESTING} levels deep")
     return {"type": "object", **schema}
+
+
+def _is_nested(value: Any, levels: int) -> bool:
+    """Whether a value has more than some levels of objects and lists."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_nested(each, levels - 1) for each in inner)
 
 
 def _text(value: Any, field: str) -> str:

@@ -9,11 +9,13 @@ from specpool.openai.text_reader import WHITESPACE
 class Trimmer:
     """Removes newlines around reasoning and whitespace around calls. An answer without either stays as it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, may_call: bool) -> None:
+        """`may_call`: whether calls may follow the content, whose trailing whitespace is then held back."""
+        self._content_end = WHITESPACE if may_call else ""
         self._part: type[Delta] | None = None
         self._leading = ""
         """Characters to remove from the beginning of the current part. Empty once it has text."""
-        self._held = ""
+        self._held: list[str] = []
         """Whitespace at the end of the last text. It is kept only if more text follows."""
         self._has_content = False
 
@@ -30,14 +32,14 @@ class Trimmer:
 
     def finish(self) -> Iterator[Delta]:
         """Yield the whitespace at the end of the answer."""
-        if self._held and not self._leading:
-            yield Reasoning(self._held) if self._part is Reasoning else Content(self._held)
+        if (text := "".join(self._held)) and not self._leading:
+            yield Reasoning(text) if self._part is Reasoning else Content(text)
 
     def _begin(self, part: type[Delta]) -> None:
         if part is self._part:
             return
         if self._part is Reasoning or not self._has_content:
-            self._held = ""
+            self._held.clear()
         if CallStart in (part, self._part):
             self._leading = WHITESPACE
         elif self._part or part is Reasoning:
@@ -49,8 +51,11 @@ class Trimmer:
         if not text:
             return ""
         self._leading = ""
-        text = self._held + text
-        kept = text.rstrip("\n" if self._part is Reasoning else WHITESPACE)
-        self._held = text[len(kept) :]
-        self._has_content |= self._part is Content and kept != ""
+        kept = text.rstrip("\n" if self._part is Reasoning else self._content_end)
+        trailing = text[len(kept) :]
+        if not kept:
+            self._held.append(trailing)
+            return ""
+        kept, self._held = "".join([*self._held, kept]), [trailing]
+        self._has_content |= self._part is Content
         return kept

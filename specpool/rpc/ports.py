@@ -19,7 +19,8 @@ class ListenError(OSError):
 
     def __init__(self, setting: str, host: str, port: int, cause: Exception) -> None:
         """`setting`: the setting of the port; replaced by the one of its host if that is to blame."""
-        reason, host_setting = str(cause), "host" if setting == "port" else "monitoring_host"
+        is_monitoring = setting in ("health_port", "metrics_port")
+        reason, host_setting = str(cause), "monitoring_host" if is_monitoring else "host"
         if isinstance(cause, socket.gaierror):
             setting, reason = host_setting, str(cause.strerror)
         elif isinstance(cause, OSError) and cause.errno is not None:

@@ -92,7 +92,7 @@ async def _serve(
         server.set_live(not hangs)
         server.set_serving(not hangs)
         if hangs:
-            reason = "the model has hung for twice `watchdog_seconds`"
+            reason = "the model has hung for twice --watchdog-seconds"
             ending = asyncio.get_running_loop().call_later(settings.watchdog_seconds, _end, reason)
         elif ending is not None:
             ending.cancel()

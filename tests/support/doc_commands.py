@@ -31,6 +31,7 @@ SETTINGS = {
     "specpool plan": "specpool.planning.main.PlanSettings",
     "specpool-coordinator": "coordinator.config.settings.CoordinatorSettings",
     "specpool-draft-worker": "draft_worker.server.DraftWorkerSettings",
+    "specpool-openai": "specpool.openai.settings.OpenAISettings",
     "specpool-target-worker": "target_worker.server.TargetWorkerSettings",
     "python -m specpool.distill.evaluate": "specpool.distill.evaluate.EvaluateSettings",
 }
@@ -107,7 +108,7 @@ def simple_commands(text: str) -> Iterator[tuple[str, ...]]:
             found = found[: found.index(">")] if ">" in found else found
             while found[0] == "env" or re.match(r"[A-Z_]+=", found[0]):
                 found = found[1:]
-            yield (re.sub(r"^(?:\.venv|DIR)/bin/", "", found[0]), *found[1:])
+            yield (found[0].removeprefix("DIR/bin/"), *found[1:])
             found = []
 
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from contextlib import closing
+from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.config.target_options import TargetOptions
 from specpool.engine.models.preflight import InvalidOptionError, check_target
 from specpool.engine.run.engine import Engine
+from specpool.engine.run.reservation import SmallCacheError
 from target_worker.loading import load_pair
 
 Pair = tuple[Path, Path]
@@ -45,12 +47,12 @@ def columns(engines: tuple[Engine, Engine]) -> list[int]:
 
 
 def least(pair: Pair, option: str, **options: Any) -> int:
-    """Return the smallest sufficient limit, which the error for a smaller one names."""
-    with pytest.raises(UnsupportedModelError) as error:
+    """Return the smallest sufficient limit in bytes. The error for a smaller one rounds it up."""
+    with pytest.raises(SmallCacheError) as error:
         load(pair, **options, **{option: 1024})
-    found = re.search(rf"raise {option} to ([\d,]+) bytes", str(error.value))
-    assert found is not None, error.value
-    return int(found[1].replace(",", ""))
+    least = error.value.least
+    assert str(error.value).endswith(f"raise --{option.replace('_', '-')} to {ceil(least / 2**20)}MiB")
+    return least
 
 
 def test_a_budget_covers_both_models_and_equally_long_caches(tiny_pair: Pair) -> None:
@@ -137,8 +139,8 @@ def test_a_feature_draft_must_fit_the_target(tmp_path: Path, tiny_pair: Pair) ->
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"draft": None, "draft_kv_memory": 2**30}, "draft_kv_memory needs draft"),
-        ({"draft": None, "draft_revision": "main"}, "draft_revision needs draft"),
+        ({"draft": None, "draft_kv_memory": 2**30}, "draft_kv_memory needs --draft"),
+        ({"draft": None, "draft_revision": "main"}, "draft_revision needs --draft"),
         ({"tensor_parallel": 2, "nnodes": 2, "node_rank": 1, "master_addr": "a"}, "draft must be given to node 0 only"),
         ({"draft_activations": "int8", "native": False}, "draft-activations: int8 needs --native"),
     ],

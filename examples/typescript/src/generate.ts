@@ -49,9 +49,10 @@ try {
   const answer = await stream(client, request, (text) => process.stdout.write(text));
   const { usage, speculative_decoding: speculation } = answer;
   console.log(`\n[${answer.finish_reason}, ${usage?.completion_tokens} tokens, seed ${answer.seed}]`);
-  console.log(`[${speculation?.num_accepted_draft_tokens} of ${speculation?.num_draft_tokens} draft tokens accepted]`);
+  const drafted = speculation?.num_draft_tokens ?? 0; // 0 while the server measures no gain from drafts
+  console.log(drafted ? `[${speculation?.num_accepted_draft_tokens} of ${drafted} draft tokens accepted]` : "[no drafts]");
 
-  // Constrain the answer by JSON Schema. Other constraints: `regex`, `grammar`, `choice`, `json_object`, `structural_tag`.
+  // Ask a second question, whose answer a JSON Schema constrains. Other constraints: `regex`, `grammar`, `choice`, `json_object`, `structural_tag`.
   const schema = { enum: ["short", "long"] };
   const rating = await stream(
     client,
@@ -61,7 +62,7 @@ try {
     },
     () => {},
   );
-  console.log(`[rated ${JSON.parse(rating.text)}]`);
+  console.log(`[the model calls this answer ${JSON.parse(rating.text)}]`);
 } catch (error) {
   const { code, details } = error as grpc.ServiceError;
   console.error(`${grpc.status[code]}: ${details}`);

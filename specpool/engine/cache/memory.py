@@ -39,8 +39,8 @@ class Footprint:
 
     def __str__(self) -> str:
         optional = "grammars", "base"
-        parts = [f"{name} {_readable(count)}" for name, count in vars(self).items() if count or name not in optional]
-        return f"{_readable(self.total)}: {', '.join(parts)}"
+        parts = [f"{name} {readable(count)}" for name, count in vars(self).items() if count or name not in optional]
+        return f"{readable(self.total)}: {', '.join(parts)}"
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,19 @@ class KVLimit:
     def _others(self) -> int:
         return sum(each.total for each in (self.included, self.beside) if each is not None)
 
+    @property
+    def flag(self) -> str:
+        """The option as typed."""
+        return f"--{self.name.replace('_', '-')}"
+
     def __str__(self) -> str:
-        limit = f"{self.name} of {self.option_bytes:,} bytes"
+        limit = f"{self.flag} of {readable(self.option_bytes)}"
         if self.included is None:
             return limit
-        base = f"{self.included.base:,} of the process, " if self.included.base else ""
-        grammars = f"{self.included.grammars:,} of grammars, " if self.included.grammars else ""
-        own = f"{self.included.weights:,} of weights and {self.included.activations:,} of activations"
-        beside = f" and {self.beside.total:,} of the other model" if self.beside is not None else ""
+        base = f"{readable(self.included.base)} of the process, " if self.included.base else ""
+        grammars = f"{readable(self.included.grammars)} of grammars, " if self.included.grammars else ""
+        own = f"{readable(self.included.weights)} of weights and {readable(self.included.activations)} of activations"
+        beside = f" and {readable(self.beside.total)} of the other model" if self.beside is not None else ""
         return f"{limit}, less {base}{grammars}{own}{beside},"
 
 
@@ -185,5 +190,8 @@ def _available_to_process() -> int:
     return min(available, max(0, int(limit) - int(psutil.Process().memory_info().rss)))
 
 
-def _readable(count: int) -> str:
+def readable(count: int) -> str:
+    """Return a number of bytes in a unit."""
+    if count < 2**20:
+        return f"{count / 2**10:.1f} KiB"
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

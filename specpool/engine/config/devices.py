@@ -61,7 +61,7 @@ def _number_devices(name: str, ranks: int) -> list[str]:
         raise UnsupportedModelError(f"device {name} is one GPU for {ranks} ranks: name one per rank, with commas")
     count = torch.cuda.device_count()
     if count < ranks:
-        raise UnsupportedModelError(f"tensor_parallel: {ranks} ranks need {ranks} GPUs, but this machine has {count}")
+        raise UnsupportedModelError(f"tensor-parallel: {ranks} ranks need {ranks} GPUs, but this machine has {count}")
     return [f"cuda:{index}" for index in range(ranks)]
 
 

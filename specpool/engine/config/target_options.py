@@ -50,9 +50,9 @@ class TargetOptions(EngineOptions):
         names = "draft_revision", "draft_activations", "draft_kv_memory"
         given = [name for name in names if getattr(self, name) not in (None, "auto")]
         if given and self.draft is None and self.node_rank == 0:  # nodes may share their other settings
-            raise ValueError(f"{given[0]} needs draft")
+            raise ValueError(f"{given[0]} needs --draft")
         if self.draft is not None and self.node_rank > 0:
-            raise ValueError(f"draft must be given to node 0 only, and this is node {self.node_rank}")
+            raise ValueError(f"--draft must be given to node 0 only, and this is node {self.node_rank}")
         if self.draft_activations == INT8:
             devices = {"--device": self.device.split(",")}
             check_int8(

@@ -32,7 +32,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 DRAFT = Path("specpool/engine/models/embedded_draft.safetensors")
 """The draft's weights, relative to the checkout."""
 CHECKOUT = Path(__file__).parents[3]
-VERSION = 7
+VERSION = 8
 """Increase it whenever the draft or its conversion changes."""
 # Folders of older versions are removed: each takes half a gigabyte. A running older version has its weights in memory
 # and recreates its folder at the next start.
@@ -216,6 +216,7 @@ def _make_target(gguf: Path, folder: Path) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     from specpool.engine.config.sources import source_of
+    from specpool.engine.models.embedded_template import TOOL_TEMPLATE
     from specpool.engine.models.tokenizer import load_tokenizer
 
     config, tokenizer = AutoConfig.from_pretrained(**source_of(str(gguf), None)), load_tokenizer(str(gguf))
@@ -224,6 +225,7 @@ def _make_target(gguf: Path, folder: Path) -> None:
     # The file pads with the end-of-turn token; give padding its own id.
     config.pad_token_id = config.unk_token_id
     tokenizer.pad_token = tokenizer.unk_token
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": TOOL_TEMPLATE}
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     gguf.rename(folder / gguf.name)

@@ -118,7 +118,7 @@ def _check_feature_draft(options: EngineOptions, config: PreTrainedConfig) -> No
     if reason is None and not options.fused:
         reason = "the fused pass is switched off"
     if options.tensor_parallel > 1:
-        reason = "a feature draft is not sharded (tensor_parallel)"
+        reason = "a feature draft is not sharded (--tensor-parallel)"
     if reason is not None:
         raise UnsupportedModelError(f"{options.model} reads hidden states, which needs the fused pass: {reason}")
 

@@ -152,7 +152,7 @@ def _check_memory(limit: int, options: EngineOptions, config: dict[str, Any]) ->
     bytes_each = 4 if options.dtype == "float32" else 2
     needed = 2 * layers * rank_heads * head_dim * bytes_each * positions
     if limit < needed:
-        sequence = f"sequence of {positions} positions, which needs at least {needed:,} bytes"
+        sequence = f"sequence of {positions} positions, which needs at least {ByteSize(needed).human_readable()}"
         raise UnsupportedModelError(f"{ByteSize(limit).human_readable()} is too small for a {sequence}")
 
 

@@ -70,7 +70,7 @@ class Engine:
         reserved = self._reserve(options, footprint, leader, limit_cache)
         self.max_model_len = reserved.max_model_len
         reason = explain_max_model_len(loaded.config, options, self.max_model_len)
-        log.info("max_model_len %d (%s)", self.max_model_len, reason)
+        log.info("--max-model-len %d (%s)", self.max_model_len, reason)
         self.kv_layout = options.kv_layout
         self.slots, self.layout, self.footprint = reserved.slots, reserved.layout, reserved.footprint
         self.grammar_bytes = reserved.grammar_bytes

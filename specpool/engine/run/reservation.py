@@ -15,6 +15,7 @@ from specpool.engine.cache.memory import (
     activation_bytes,
     default_kv_memory,
     process_memory,
+    readable,
     weight_bytes,
 )
 from specpool.engine.cache.pages import PageTables
@@ -32,6 +33,14 @@ GRAMMAR_BYTES_PER_TOKEN = 900
 """Measured bytes of llguidance's tokenizer per vocabulary token."""
 LENGTH_STEP = 512
 """A `max_model_len` that memory limits is a multiple of this, so starts with slightly less memory agree on it."""
+
+
+class SmallCacheError(UnsupportedModelError):
+    """The memory limit leaves too little to a KV cache. `least`: the smallest sufficient limit in bytes."""
+
+    def __init__(self, reason: str, least: int) -> None:
+        super().__init__(reason)
+        self.least = least
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,7 @@ def reserve_cache(
         )
     except (RuntimeError, MemoryError) as error:
         raise UnsupportedModelError(
-            f"a KV cache of {columns * per_token:,} bytes cannot be allocated: {first_line(error)}"
+            f"a KV cache of {readable(columns * per_token)} cannot be allocated: {first_line(error)}"
         ) from error
     tables = PageTables(options.max_sequences, longest, columns, page_size)
     tables.assign = arena.assign
@@ -152,14 +161,15 @@ def _affordable_columns(
     columns = min(full, limit.positions(per_token) // page_size * page_size)
     if columns < longest:
         needed = longest * (limit.position_bytes or per_token)
-        raise UnsupportedModelError(
-            f"{limit} is too small for a sequence of {longest} positions ({needed:,} bytes): "
-            f"lower max_model_len or raise {limit.name} to {limit.least(needed):,} bytes"
+        raise SmallCacheError(
+            f"{limit} is too small for a sequence of {longest} positions ({readable(needed)}): "
+            f"lower --max-model-len or raise {limit.flag} to {math.ceil(limit.least(needed) / 2**20)}MiB",
+            limit.least(needed),
         )
     if columns < enough:
         log.warning(
             "%s holds %d positions, fewer than %d sequences of %d need",
-            limit.name,
+            limit.flag,
             columns,
             options.max_sequences,
             sequence,

@@ -73,7 +73,7 @@ def shard(config: PreTrainedConfig, ranks: int, sums: Sums) -> Sharding:
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if ranks > kv_heads:
-        raise ValueError(f"tensor_parallel {ranks} is more than the {kv_heads} KV heads")
+        raise ValueError(f"--tensor-parallel {ranks} is more than the {kv_heads} KV heads")
     head_shares = split_evenly(kv_heads, ranks)
     shares: dict[Dimension, Shares] = {
         "attended": head_shares.times(heads // kv_heads * head_dim_of(config)),
@@ -84,7 +84,7 @@ def shard(config: PreTrainedConfig, ranks: int, sums: Sums) -> Sharding:
     for dimension, share in shares.items():
         if not all(share.sizes):
             raise ValueError(
-                f"tensor_parallel {ranks} is too much for {share.total} {dimension} features in multiples of {UNIT}"
+                f"--tensor-parallel {ranks} is too much for {share.total} {dimension} features in multiples of {UNIT}"
             )
     return Sharding(sums, head_shares, shares)
 

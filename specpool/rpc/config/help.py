@@ -1,6 +1,7 @@
 """The settings of a class as data: for `--help`, and for pages generated from the settings."""
 
 import argparse
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -88,12 +89,27 @@ def names_of_settings(model: type[BaseModel]) -> set[str]:
     return {name_of(name, field) for name, field in model.model_fields.items()}
 
 
+def with_flags(settings: type[BaseModel], text: str) -> str:
+    """Return a message with the flags of settings instead of their names, such as --max-model-len.
+
+    Names of a single word stay, because the message may use the word. The name that begins a message gets no dashes.
+    """
+    flags = {option.field: option.flag for option in options_of(settings) if option.flag and "_" in option.field}
+    names = "|".join(sorted(flags, key=len, reverse=True))  # the longest first
+
+    def flag(match: re.Match[str]) -> str:
+        found = str(flags[match[1]])
+        return found.removeprefix("--") if match.start() == 0 and text[match.end() :].startswith(":") else found
+
+    return re.sub(rf"(?<![\w/.\"-])({names})(?!\w|\.\w|/)", flag, text) if flags else text
+
+
 def show_options(parser: argparse.ArgumentParser, settings: type[BaseModel]) -> None:
     """Describe the settings in the parser's help as `options_of` does, instead of by their Python types."""
     options = {option.flag or option.field: option for option in options_of(settings)}
     for action in parser._actions:
         if (option := options.get((*action.option_strings, action.dest)[0])) is not None:
-            action.help = option.help.replace("%", "%%")
+            action.help = with_flags(settings, option.help).replace("%", "%%")
             action.metavar = option.metavar or None
 
 

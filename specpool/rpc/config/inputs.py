@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from specpool.rpc.config.help import names_of_settings
+from specpool.rpc.config.help import names_of_settings, with_flags
 
 ENV_PREFIX = "SPECPOOL_"
 MAX_SHOWN = 40
@@ -78,6 +78,7 @@ def explain(settings: type[BaseModel], problem: ErrorDetails, file: str | None, 
         reason = "must not be empty"
     if key and _is_from(file_values, problem):
         return f"config: {file}: {key}: {reason}"
+    reason = with_flags(settings, reason)
     return f"{key.replace('_', '-')}: {reason}" if key else reason
 
 

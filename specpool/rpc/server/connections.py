@@ -52,7 +52,7 @@ def max_connections(wanted: int) -> int:
     usable = usable_descriptors(wanted)
     if usable < wanted:
         log.warning(
-            "the limit on file descriptors allows only %d connections, not max_connections (%d); raise `ulimit -n`",
+            "the limit on file descriptors allows only %d connections, not --max-connections %d; raise `ulimit -n`",
             usable, wanted,
         )  # fmt: skip
     return usable

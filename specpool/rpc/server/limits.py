@@ -85,12 +85,12 @@ class Calls:
         """Raise TooManyCallsError if a client may not begin another call, or make room for it."""
         limit, total = self._limits.calls, len(self._calls)
         if client.calls >= self._limits.calls_per_client:
-            raise too_many(f"the client has {client.calls} calls in progress (max_calls_per_client)")
+            raise too_many(f"the client has {client.calls} calls in progress (--max-calls-per-client)")
         if total < limit:
             return
         share = fair_share([each.calls + (each is client) for each in self._clients.values()], limit)
         if client.calls >= min(share, OTHERS_FACTOR * limit - total):
-            raise too_many(f"the server has {total} calls in progress (max_calls), {client.calls} of this client")
+            raise too_many(f"the server has {total} calls in progress (--max-calls), {client.calls} of this client")
         largest = max(self._clients.values(), key=lambda each: len(each.replaceable))
         if largest.calls > share and largest.replaceable:
             next(iter(largest.replaceable)).end(too_many("other clients need the place of this call without a request"))
@@ -180,7 +180,7 @@ class Calls:
         limit = self._limits.memory
         if needed > max(limit, (1 + SCALAR_BYTES) * size):
             await self._invalid.turn(client.name, size)
-            reason = f"has so many small parts that it needs {needed} bytes, of {limit} (request_memory)"
+            reason = f"has so many small parts that it needs {needed} bytes, of {limit} (--request-memory)"
             raise InvalidArgumentError("request", reason)
         self._check_memory(client, needed)
         return needed
@@ -195,7 +195,7 @@ class Calls:
             if not client.memory or client.memory + needed < fair_share(held, limit):
                 return
         used = f"{self._memory} of {limit} bytes"
-        raise too_many(f"the requests in progress take {used} (request_memory)")
+        raise too_many(f"the requests in progress take {used} (--request-memory)")
 
     async def _payload(self, call: Call, messages: AsyncIterator[bytes]) -> bytes | None:
         """Return the next message, or None at the end of the stream. Raises TooManyCallsError, SlowRequestError."""
@@ -212,8 +212,8 @@ class Calls:
                 return await anext(messages, None)
         except TimeoutError:
             if slow_timer is None:
-                raise too_many(f"no request slot became free within {seconds:g} s (receive_seconds)") from None
-            raise SlowRequestError(f"the request did not arrive within {seconds:g} s (receive_seconds)") from None
+                raise too_many(f"no request slot became free within {seconds:g} s (--receive-seconds)") from None
+            raise SlowRequestError(f"the request did not arrive within {seconds:g} s (--receive-seconds)") from None
         finally:
             slot.close()
             if slow_timer is not None:

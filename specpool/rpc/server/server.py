@@ -96,7 +96,7 @@ class Server:
             self._watch_port(monitoring_host, health_port)
         log.info("listening on %s%s", join_address(host, port), " with TLS" if self._credentials is not None else "")
         if self._settings.api_tokens is not None and self._credentials is None and not is_loopback(host):
-            log.warning("api_tokens is set without tls_cert: tokens travel in plain text")
+            log.warning("--api-tokens is set without --tls-cert: tokens travel in plain text")
         return port
 
     def _watch_port(self, host: str, port: int) -> None:

@@ -1,5 +1,6 @@
 """`specpool` without the extra `cli`, its summaries, and Ctrl-C."""
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -45,6 +46,19 @@ def test_a_base_install_answers_without_extras(
         entry.main(arguments)
     assert end.value.code == status
     assert capsys.readouterr() == (out and out + "\n", err and err + "\n")
+
+
+@pytest.mark.parametrize("hidden", [["pydantic"], []])
+def test_output_without_a_reader_ends_quietly(hidden: list[str]) -> None:
+    """As in `specpool --help | head -3`, with and without extras."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({hidden})); from specpool.__main__ import main; main()"
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as output:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "--help"], stdout=output, stderr=subprocess.PIPE, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 @pytest.mark.usefixtures("base_install")

@@ -95,6 +95,15 @@ async def test_an_answer_that_was_cut_says_so(specpool: Specpool, arguments: lis
         assert out.endswith("\n")
 
 
+async def test_answers_to_a_file_are_readable(specpool: Specpool, served: Serving) -> None:
+    lines = '{"id": "one\\u001b", "prompt": "a"}\n{"id": 2, "prompt": "b"}\n'
+    options = ["--prompts", "-", "--max-tokens", "2"]
+    status, out, err = await specpool("generate", "--address", served.address, *options, stdin=lines)
+    texts = [byte_tokenizer().decode(truth(served, prompt, 2)).strip() for prompt in "ab"]
+    assert (status, out) == (0, f"[one ]\n{texts[0]}\n\n[2]\n{texts[1]}\n\n")
+    assert err.splitlines()[1] == "specpool generate: 2: stopped after 2 tokens: --max-tokens"
+
+
 async def test_other_prompts_continue_after_a_refused_one(specpool: Specpool, served: Serving) -> None:
     lines = '{"id": 1, "prompt": ""}\n{"id": 2, "prompt": "x"}\n'
     options = ["--prompts", "-", "--max-tokens", "2", "--json"]
@@ -167,7 +176,7 @@ async def test_answers_can_be_constrained(specpool: Specpool, served: Serving, t
     ("arguments", "reason"),
     [
         (["--json-schema", "/nowhere"], "specpool generate: /nowhere: No such file or directory"),
-        (["--choice", "a", "--regex", "b"], "give only one of regex, choice"),
+        (["--choice", "a", "--regex", "b"], "give only one of --regex, --choice"),
         (["--choice"], "argument --choice: expected one argument"),
         (["--regex", "a", "--regex=b"], "specpool generate: --regex: give it only once"),
         (["--json-schema", "a", "--json-schema", "b"], "specpool generate: --json-schema: give it only once"),
@@ -185,7 +194,7 @@ async def test_invalid_constraints_are_refused(specpool: Specpool, arguments: li
         (["{", "--chat"], "chat-template-kwargs: not JSON (Expecting property name"),
         (["[" * 100_000, "--chat"], "chat-template-kwargs: not JSON"),
         (["[]", "--chat"], "chat-template-kwargs: must be a JSON object"),
-        (["{}"], "chat_template_kwargs needs chat, or a file of prompts with chats"),
+        (["{}"], "--chat-template-kwargs needs --chat, or a file of prompts with chats"),
     ],
 )
 async def test_invalid_template_options_are_refused(specpool: Specpool, arguments: list[str], reason: str) -> None:
@@ -272,7 +281,7 @@ def test_a_diverged_stream_ends_with_one_line(
         (["generate", "--num-speculative-tokens", str(2**40)], "x", "num-speculative-tokens: Input should be less"),
         (["generate", "--wait-seconds", "-1"], "x", "wait-seconds: Input should be greater than or equal to 0"),
         (["generate", "--timeout-seconds", "inf"], "x", "timeout-seconds: Input should be less than or equal to 86400"),
-        (["generate", "--chat", "--prompts", "-"], "", "chat is for a prompt"),
+        (["generate", "--chat", "--prompts", "-"], "", "--chat is for a prompt"),
         (["generate"], b"caf\xe9", "standard input: 'utf-8' codec can't decode byte 0xe9"),
         (["generate", "--prompts", "-"], b'{"id": 1, "prompt": "\xff"}', "'utf-8' codec can't decode byte 0xff"),
         (["generate", "caf\udce9"], "", "is not UTF-8"),
@@ -391,7 +400,7 @@ def shell(script: str, *arguments: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     ("script", "status", "message"),
     [
-        ('specpool generate --address "$1" --prompts "$2" --json | head -1 >/dev/null', 1, "Broken pipe"),
+        ('specpool generate --address "$1" --prompts "$2" --json | head -1 >/dev/null', 1, ""),
         ('specpool generate --address "$1" abc >&-', 1, "standard output is closed"),
         pytest.param('specpool generate --address "$1" abc >/dev/full', 1, "No space left on device", marks=slow),
         pytest.param('specpool generate --address "$1" <&-', 2, "standard input: it is closed", marks=slow),

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
-from specpool.cli.processes import MAX_UNANSWERED, Service, kill
+from specpool.cli.probes import Checks
+from specpool.cli.processes import MAX_UNANSWERED, ProcessFailedError, Service, kill
 from specpool.rpc.ports import free_port
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -24,8 +24,8 @@ class Noting(Service):
         super().__init__(*arguments)
         self.checks = asyncio.Semaphore(0)
 
-    async def answers(self, channel: grpc.aio.Channel) -> bool:
-        answered = await super().answers(channel)
+    async def answers(self, checks: Checks) -> bool:
+        answered = await super().answers(checks)
         self.checks.release()
         return answered
 
@@ -80,3 +80,13 @@ async def test_a_process_that_refuses_connections_keeps_running() -> None:
         assert not keeping.done()
         keeping.cancel()
         await kill([service.process])
+
+
+async def test_errors_have_the_flags_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "refusing.py").write_text("raise SystemExit('--kv-memory of 1MiB is too small: raise --kv-memory')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    service = Service("worker", "refusing", [], "127.0.0.1:1", flags={"--kv-memory": "--target-kv-memory"})
+    await service.start()
+    reason = "worker: --target-kv-memory of 1MiB is too small: raise --target-kv-memory"
+    with pytest.raises(ProcessFailedError, match=f"^{reason}$"):
+        await service.wait_serving()

@@ -8,8 +8,6 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,91 +16,26 @@ import pytest
 from certificates import TOKEN, Authority
 from collector import Collector, collecting
 from scraping import scrape
-from serving import PATIENCE_SECONDS, info_with_loads
+from serving import info_with_loads
+from up_process import (
+    Pair,
+    address_of,
+    children_of,
+    end_all,
+    is_running,
+    pair_flags,
+    plain_up,
+    started,
+    until,
+    up_command,
+)
 
 from coordinator.workers.states import RECENT_SECONDS
 from specpool.client import AsyncClient
 from specpool.rpc.ports import free_port
 from specpool.v1 import generation_pb2 as pb
 
-Pair = tuple[Path, Path]
 TRACE, CALLER = 32 * "a", 16 * "b"
-
-
-@asynccontextmanager
-async def started(
-    *arguments: str, sighup: signal.Handlers = signal.SIG_DFL, **environment: str
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run `specpool ...` with this inherited SIGHUP handler; kill it at the end."""
-    before = signal.signal(signal.SIGHUP, sighup)
-    try:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "specpool.cli.main", *arguments, env={**os.environ, **environment},
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    try:
-        async with asyncio.timeout(3 * PATIENCE_SECONDS):
-            yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
-def pair_flags(pair: Pair, *more: str) -> list[str]:
-    sizes = ["--max-model-len", "256", "--threads", "1", "--log-level", "error"]
-    return ["--port", "0", "--target", str(pair[0]), "--draft", str(pair[1]), *sizes, *more]
-
-
-def plain_up(pair: Pair, *more: str) -> list[str]:
-    """`up` without a draft worker, which starts faster."""
-    return ["up", *pair_flags(pair, "--draft", "none", "--drain-seconds", "1", *more)]
-
-
-async def address_of(process: asyncio.subprocess.Process) -> str:
-    """The address that `specpool up` prints once it is serving."""
-    assert process.stdout is not None
-    line = (await process.stdout.readline()).decode()
-    assert line.startswith("specpool is serving at "), line
-    return line.split()[-1]
-
-
-def children_of(pid: int) -> dict[int, str]:
-    """Command lines of the running children of a process, by pid."""
-    children = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            state, parent = status.read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == pid and state != "Z":
-                children[int(status.parent.name)] = (status.parent / "cmdline").read_text()
-    return children
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not condition():  # noqa: ASYNC110 - the state of other processes
-            await asyncio.sleep(0.05)
-
-
-async def end_all(process: asyncio.subprocess.Process, number: signal.Signals, status: int, children: int = 2) -> str:
-    """Assert that this signal ends the process with this status, and ends its children; return its stderr."""
-    pids = children_of(process.pid)
-    assert len(pids) == children
-    process.send_signal(number)
-    _, err = await process.communicate()
-    assert process.returncode == status
-    assert b"Traceback" not in err
-    await until(lambda: not any(map(is_running, pids)))
-    return err.decode()
 
 
 @pytest.mark.slow
@@ -116,7 +49,7 @@ async def test_flags_reach_all_processes(tiny_pair: Pair, tmp_path: Path) -> Non
     flags += ["--api-tokens", str(tokens), "--allowed-names", "alice,bob", "--no-reflection"]
     flags += ["--log-level", "debug", "--log-format", "json", "--trace-sample-rate", "0", "--otlp-traces-endpoint"]
     security: Any = {"tls_ca": ca.path, "tls_name": "up.example", "token": TOKEN}
-    async with collecting() as (collector, url), started("up", *pair_flags(tiny_pair, *flags, url)) as process:
+    async with collecting() as (collector, url), started(*up_command(tiny_pair, *flags, url)) as process:
         address = await address_of(process)
         async with AsyncClient(address, **security, **ca.issue("mallory").options) as mallory:
             with pytest.raises(grpc.aio.AioRpcError, match="PERMISSION_DENIED"):
@@ -177,12 +110,13 @@ def check_trace(collector: Collector) -> None:
 
 @pytest.mark.slow
 async def test_demo_compares_plain_and_speculative_tokens(tiny_pair: Pair) -> None:
-    flags = ["--num-prompts", "2", "--max-tokens", "8", "--repeats", "1"]
+    flags = ["--num-prompts", "2", "--max-tokens", "8", "--repeats", "1", "--json"]
     async with started("demo", *pair_flags(tiny_pair, *flags)) as process:
         out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
-    result = json.loads(out.decode().splitlines()[-1])
+    result = json.loads(out)
     assert (result["prompts"], result["exact_match"], result["equivalence"]) == (2, 1.0, "bitwise")
+    assert 1 <= result["tokens_per_round"] <= max(1, result["mean_acceptance_length"])
     assert result["target_activations"] == "float32"
 
 
@@ -207,6 +141,7 @@ async def test_wrong_settings_end_with_one_line_before_torch_is_imported(
     for name, text in NO_TORCH.items():
         (tmp_path / "torch" / name).write_text(text)
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "", "HF_HOME": str(tmp_path)}
+    environment["SPECPOOL_HTTP_PORT"] = "0"
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     with socket.create_server(("127.0.0.1", 0)) as other:
         words = {"port": other.getsockname()[1], "folder": tmp_path}
@@ -223,7 +158,7 @@ async def test_up_repeats_the_reason_of_a_process_that_fails(tiny_pair: Pair, tm
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((tiny_pair[0] / name).read_bytes())
     flags = ["--target", str(tmp_path), "--draft", "none", "--log-level", "info", "--log-format", "json"]
-    async with started("up", *pair_flags(tiny_pair, *flags)) as process:
+    async with started(*up_command(tiny_pair, *flags)) as process:
         out, err = await process.communicate()
     assert (process.returncode, out) == (2, b"")
     *log, last = err.decode().splitlines()
@@ -288,7 +223,7 @@ async def test_a_signal_while_the_pair_is_downloaded_ends_all_processes(tmp_path
         }  # fmt: skip
         port = str(free_port())
         async with (
-            started("up", "--port", port, "--log-level", "error", **environment) as process,
+            started("up", "--port", port, "--http-port", "0", "--log-level", "error", **environment) as process,
             AsyncClient(f"127.0.0.1:{port}") as client,
         ):
             phases: set[str] = set()
@@ -306,7 +241,7 @@ async def test_a_signal_while_the_pair_is_downloaded_ends_all_processes(tmp_path
 
 @pytest.mark.slow
 async def test_one_worker_serves_both_models(tiny_pair: Pair) -> None:
-    async with started("up", *pair_flags(tiny_pair, "--no-separate", "--drain-seconds", "1")) as process:
+    async with started(*up_command(tiny_pair, "--no-separate", "--drain-seconds", "1")) as process:
         async with AsyncClient(await address_of(process)) as client:
             response = await client.generate("abc", max_tokens=20, ignore_eos=True, num_speculative_tokens=2)
         assert response.speculative_decoding.num_draft_tokens > 0

@@ -1,5 +1,8 @@
 """Settings of `specpool up`, and the process flags derived from them."""
 
+import re
+import socket
+import sys
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -7,12 +10,15 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from certificates import Authority
 from pydantic import ValidationError
 
 from specpool.cli.preflight import check_services
-from specpool.cli.processes import ProcessFailedError
+from specpool.cli.processes import ProcessFailedError, Service
 from specpool.cli.up import services_of
-from specpool.cli.up_settings import UpSettings
+from specpool.cli.up_http import http_services
+from specpool.cli.up_settings import SecureUpSettings, UpSettings
+from specpool.rpc.ports import free_port
 
 
 def worker_flags(**settings: Any) -> list[dict[str, str]]:
@@ -73,7 +79,10 @@ def test_a_target_can_be_sharded(devices: str, threads: int, threads_per_rank: i
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--target-devices", "cuda:0,cuda:1", "--target-device", "auto"], "give target_device or target_devices, not"),
+        (
+            ["--target-devices", "cuda:0,cuda:1", "--target-device", "auto"],
+            "give --target-device, which places each target, or --target-devices, which shards a single one, not both",
+        ),
         (["--target-devices", ""], "target-devices.0: must not be empty"),
         (["--target-devices", "cuda:0,,cuda:1"], "target-devices.1: must not be empty"),
         (["--target-devices", "cuda:0,cuda:1,cuda:0"], "target-devices: duplicate device cuda:0"),
@@ -83,23 +92,30 @@ def test_a_target_can_be_sharded(devices: str, threads: int, threads_per_rank: i
         (["--max-num-seqs", "4097"], "max-num-seqs: Input should be less than or equal to 4096"),
         (["--threads", "1025"], "threads: Input should be less than or equal to 1024"),
         (["--drain-seconds", "86401"], "drain-seconds: Input should be less than or equal to 86400"),
-        (["--standby-devices", "cuda:1"], "standby_devices needs standby"),
-        (["--standby", "--standby-devices", "cpu,cpu"], "standby_devices must be as many as the target's devices"),
+        (["--standby-devices", "cuda:1"], "--standby-devices needs --standby"),
+        (["--standby", "--standby-devices", "cpu,cpu"], "--standby-devices must be as many as the target's devices"),
         (["--targets", "0"], "targets: Input should be greater than or equal to 1"),
-        (["--targets", "2", "--standby"], "standby needs a single target"),
-        (["--targets", "2", "--target-devices", "cpu,cpu"], "target_devices shards a single target"),
-        (["--target-device", "cuda:0,cuda:1"], "target_device has more devices than there are targets"),
-        (["--drafts", "2", "--draft", "none"], "drafts needs a draft"),
+        (["--targets", "2", "--standby"], "--standby needs a single target"),
+        (
+            ["--targets", "2", "--target-devices", "cpu,cpu"],
+            "--target-devices shards a single target; to place several, give --target-device",
+        ),
+        (
+            ["--target-device", "cuda:0,cuda:1"],
+            "--target-device lists 2 devices: give --targets 2 for one on each, or --target-devices to shard a single",
+        ),
+        (["--draft-device", "cpu,cuda:1"], "--draft-device lists 2 devices: give --drafts 2\n"),
+        (["--drafts", "2", "--draft", "none"], "--drafts needs a draft"),
         (
             ["--draft-kv-memory", "1GiB", "--draft-memory-limit", "2GiB"],
-            "give draft_kv_memory or draft_memory_limit, not both",
+            "give --draft-kv-memory or --draft-memory-limit, not both",
         ),
-        (["--drafts", "2", "--target", "a"], "drafts needs a draft"),
+        (["--drafts", "2", "--target", "a"], "--drafts needs a draft"),
         (
             ["--port", "9105", "--metrics-port", "9100", "--targets", "3"],
-            "port must not be metrics_port or one of",
+            "--port must not be --metrics-port or one of",
         ),
-        (["--metrics-port", "65530", "--drafts", "5"], "metrics_port leaves no ports for the 7 workers"),
+        (["--metrics-port", "65530", "--drafts", "5"], "--metrics-port leaves no ports for the 7 workers"),
         (["--max-model-len", "15"], "max-model-len: Input should be greater than or equal to 16"),
     ],
 )
@@ -179,7 +195,7 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("settings", "refusal"),
     [
-        ({}, "target-kv-memory: must be given, since target and draft share cuda:0 .*; or give draft_device"),
+        ({}, "target-kv-memory: must be given, since target and draft share cuda:0 .*; or give --draft-device"),
         ({"target_kv_memory": GIB}, "draft-kv-memory: must be given, since target and draft share cuda:0 "),
         ({"draft_kv_memory": GIB}, "target-kv-memory: must be given, since target and draft share cuda:0 "),
         ({"target_device": "cuda", "draft_device": "cuda:0"}, "target-kv-memory: must be given"),
@@ -191,7 +207,7 @@ GIB = 2**30
         ({"target_device": "cpu", "drafts": 2}, "draft-kv-memory: must be given, since drafts share cuda:0 "),
         (
             {"draft_device": "cuda:1", "standby": True, "standby_devices": "cuda:1", "target_kv_memory": GIB},
-            "draft-kv-memory: must be given, since draft and standby share cuda:1 .*; or give standby_devices",
+            "draft-kv-memory: must be given, since draft and standby share cuda:1 .*; or give --standby-devices",
         ),
     ],
 )
@@ -251,7 +267,7 @@ def test_every_target_carries_the_draft() -> None:
     [
         ({"separate": False, "drafts": 2}, "separate: a target can carry only one draft"),
         ({"separate": False, "target_device": "cpu", "draft_device": "cuda:1"}, "only one draft, on its own device"),
-        ({"separate": False, "draft_memory_limit": 2**30}, "draft_memory_limit needs separate"),
+        ({"separate": False, "draft_memory_limit": 2**30}, "draft_memory_limit needs --separate"),
     ],
 )
 def test_drafts_that_targets_cannot_carry_are_refused(settings: dict[str, Any], reason: str) -> None:
@@ -319,3 +335,93 @@ def test_targets_on_one_gpu_need_the_size_of_their_caches(tiny_pair: tuple[Path,
     settings = UpSettings(target=model, draft="none", targets=3, target_device="cuda:0,cuda:1")
     with pytest.raises(ProcessFailedError, match=r"^target-kv-memory: must be given, since targets share cuda:0"):
         check_services(services_of(settings, model, None))
+
+
+# --- OpenAI's API over HTTP
+
+
+def http_server(monkeypatch: pytest.MonkeyPatch, *missing: str, **settings: Any) -> list[Service]:
+    """The HTTP server of `up` with these settings, on a machine without some packages."""
+    for module in missing:
+        monkeypatch.setitem(sys.modules, module, None)
+    up = SecureUpSettings(**settings)
+    return http_services(up, services_of(up, "a", "b")[-1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "port"),
+    [
+        ({}, 8000),
+        ({"host": "::1"}, 8000),
+        ({"host": "0.0.0.0"}, None),
+        ({"host": "0.0.0.0", "http_port": 9000}, 9000),
+        ({"http_port": 0}, None),
+    ],
+)
+def test_the_api_is_served_by_default_only_on_this_machine(settings: dict[str, Any], port: int | None) -> None:
+    assert SecureUpSettings(**settings).api_port == port
+
+
+def test_the_http_server_connects_to_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = free_port(2)
+    ports = {"port": first, "http_port": first + 1}
+    [server] = http_server(monkeypatch, **ports, host="0.0.0.0", drain_seconds=7, log_format="json")
+    assert server.address == f"127.0.0.1:{first + 1}"
+    assert dict(zip(server.arguments[::2], server.arguments[1::2], strict=True)) == {
+        "--host": "0.0.0.0", "--port": str(first + 1), "--coordinator-address": f"127.0.0.1:{first}",
+        "--drain-seconds": "7.0", "--log-level": "info", "--log-format": "json",
+    }  # fmt: skip
+
+
+def test_the_http_server_shows_and_trusts_the_certificate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ca = Authority(tmp_path)
+    server = ca.issue("up", ["DNS:up.example"])
+    [service] = http_server(monkeypatch, **server.options, tls_ca=ca.path, http_port=free_port())
+    flags = dict(zip(service.arguments[::2], service.arguments[1::2], strict=True))
+    cert, key = map(str, (server.cert, server.key))
+    assert (flags["--tls-cert"], flags["--tls-key"], flags["--tls-ca"]) == (cert, key, str(ca.path))
+    own = [flags[f"--coordinator-tls-{name}"] for name in ("ca", "cert", "key", "name")]
+    assert own == [cert, cert, key, "up.example"]
+
+
+def test_names_are_not_checked_over_http(tmp_path: Path) -> None:
+    ca = Authority(tmp_path)
+    mutual: Any = {**ca.issue("up").options, "tls_ca": ca.path, "allowed_names": "alice"}
+    assert SecureUpSettings(**mutual).api_port is None
+    with pytest.raises(ValidationError, match="http_port must not be given with allowed_names"):
+        SecureUpSettings(**mutual, http_port=9000)
+
+
+def test_missing_http_packages_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert http_server(monkeypatch, "starlette", "uvicorn") == []
+    assert re.search(r"HTTP is off: it needs starlette, uvicorn: .*pip install .*\[http\]", caplog.text)
+    with pytest.raises(ProcessFailedError, match=r"^http-port: needs starlette, uvicorn: .*pip install .*\[http\]"):
+        http_server(monkeypatch, "starlette", http_port=9000)
+
+
+def test_a_port_in_use_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        reason = rf"^http-port: cannot listen on 127.0.0.1:{port}: .*; give another --http-port, or 0 for none$"
+        with pytest.raises(ProcessFailedError, match=reason):
+            http_server(monkeypatch, http_port=port)
+
+
+def test_only_the_coordinator_gets_the_health_port() -> None:
+    *workers, coordinator = services_of(SecureUpSettings(health_port=9000), "a", "b")
+    assert "9000" in coordinator.arguments
+    assert not any("--health-port" in worker.arguments for worker in workers)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"port": 8000}, "--port 8000, --http-port 8000 must differ"),
+        ({"health_port": 50050}, "--port 50050, --health-port 50050, --http-port 8000 must differ"),
+        ({"http_port": 9001, "metrics_port": 9000}, "--http-port must not be metrics_port or one of the 2 after it"),
+        ({"metrics_port": 7999}, "--http-port must not be metrics_port or one of the 2 after it"),
+    ],
+)
+def test_ports_of_up_must_differ(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        SecureUpSettings(**settings)

@@ -1,6 +1,8 @@
 """TLS and tokens of clients and commands, and certificate rotation under load."""
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -78,6 +80,29 @@ async def test_clients_use_tls_and_tokens(
             with pytest.raises(grpc.RpcError) as caught:
                 await ask(served.address, **refused)
             assert caught.value.code() is code
+
+
+SCRIPT = """
+import sys
+from specpool import Client, SpecpoolError
+try:
+    with Client(sys.argv[1], 0.0, tls_ca=sys.argv[2]) as client:
+        client.generate("abc")
+except SpecpoolError as error:
+    print(type(error).__name__, file=sys.stderr)
+"""
+
+
+async def test_only_the_error_reports_an_untrusted_certificate(server: Certificate, tmp_path: Path) -> None:
+    """Not a line of gRPC's C core too."""
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    async with service(**server.options) as served:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", SCRIPT, served.address, str(Authority(tmp_path).path), env=environment,
+            stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        _, err = await process.communicate()
+    assert err == b"CertificateError\n"
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
@@ -212,7 +237,7 @@ async def test_generate_uses_tls_and_a_token(
         assert (status, out) == (1, "")
         assert err.startswith("specpool generate: UNAUTHENTICATED: authorization: ")
         status, _, err = await specpool("abc", "--tls-cert", alice.cert, "--tls-key", alice.key)
-        assert (status, err) == (2, "specpool generate: tls_cert: must be given with tls_ca\n")
+        assert (status, err) == (2, "specpool generate: tls-cert: must be given with --tls-ca\n")
 
 
 @pytest.mark.parametrize("alternative", [["DNS:*.specpool.example"], ["IP:192.0.2.1"], []])

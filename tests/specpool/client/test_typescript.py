@@ -43,7 +43,7 @@ async def test_streams_from_a_real_server() -> None:
         assert text
         assert summary.startswith(", 40 tokens, seed 7]\n[")
         assert "draft tokens accepted]" in summary
-        assert summary.strip().endswith(("[rated short]", "[rated long]"))
+        assert summary.strip().endswith((" answer short]", " answer long]"))
         assert dict((await served.info()).counters.finished) == {"length": 1, "stop": 1}
 
 

@@ -51,9 +51,9 @@ def test_limits_that_cannot_be_raised_are_kept(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 async def test_up_serves_without_functions_of_linux(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SITE)
-    flags = ["--port", "0", "--target", str(tiny_pair[0]), "--draft", str(tiny_pair[1]), "--max-model-len", "256"]
+    flags = ["--target", str(tiny_pair[0]), "--draft", str(tiny_pair[1]), "--max-model-len", "256"]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "specpool.cli.main", "up", *flags,
+        sys.executable, "-m", "specpool.cli.main", "up", "--port", "0", "--http-port", "0", *flags,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip

@@ -262,7 +262,8 @@ async def tools(service: OpenAIService, target: ScriptedTarget) -> None:
         [call] = (await chat(service, **options)).choices[0].message.tool_calls
         assert (call.function.name, json.loads(call.function.arguments)) == ("f", {})
     await refusal(
-        chat(service, tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}), "tool_choice"
+        chat(service, tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}),
+        "tool_choice.function.name",
     )
 
 

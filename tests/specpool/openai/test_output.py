@@ -36,8 +36,8 @@ def test_models_without_reasoning_answer_with_content_only() -> None:
     assert plan.skip_special_tokens
     assert not plan.constraint
     reader = plan.reader(False)
-    assert reader.feed("<think>a") == [Content("<think>a")]
-    assert reader.feed("b</think>") == [Content("b</think>")]
+    assert reader.feed("<think>a ") == [Content("<think>a ")]
+    assert reader.feed("b</think>\n") == [Content("b</think>\n")]
     assert reader.finish() == []
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from read_answers import Answer, read, tool
 from tool_templates import TEMPLATES
 
+from coordinator.prompts.chat_formats import tool_call_format
 from coordinator.prompts.templates import Chat, ChatTemplate
 from specpool.openai.deltas import CallArguments, CallStart, Content
 from specpool.openai.output import OutputPlan, plan_output
@@ -69,6 +70,11 @@ def written(name: str, content: str | None, *calls: tuple[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_the_server_recognizes_the_format_of_the_template(name: str) -> None:
+    assert tool_call_format(TEMPLATES[name]) == name
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_calls_are_read_as_the_chat_template_writes_them(name: str) -> None:
     text = written(name, None, ("forecast", ARGUMENTS))
     for chunks in (list(text), [text]):
@@ -113,6 +119,7 @@ def test_json_arguments_keep_the_model_s_text() -> None:
          [["now", "{}"]] * 2, ""),
         ("hermes", '<tool_call>{"name": "now", "arguments": {}</tool_call>', [["now", "{}"]], ""),
         ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "x', [["now", '{"a": "x']], ""),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"a": }}</tool_call>', [["now", '{"a": }']], ""),
         ("llama3", '<|python_tag|>{"name": "now", "parameters": {}}', [["now", "{}"]], ""),
         ("llama3", '{"type": "function", "name": "now", "arguments": {}}; {"name": "now", "parameters": {}}',
          [["now", "{}"]] * 2, ""),
@@ -179,11 +186,11 @@ def test_text_that_is_no_call_of_a_tool_stays_content(name: str, text: str) -> N
 
 def test_harmony_s_analysis_is_reasoning() -> None:
     text = (
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>analysis<|message|> Yes.<|end|>"
-        "<|start|>assistant<|channel|>final<|message|>42"
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>analysis<|message|>Yes.<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>So:<|end|><|start|>assistant<|channel|>final<|message|>42"
     )
     for tools in (TOOLS, None):
-        assert read(plan_for("harmony", tools), list(text)) == Answer("42", "Hm. Yes.")
+        assert read(plan_for("harmony", tools), list(text)) == Answer("So:\n42", "Hm.\nYes.")
 
 
 @pytest.mark.parametrize("name", ["hermes", "glm", "qwen3_coder"])

@@ -89,7 +89,7 @@ def test_a_busy_machine_gets_no_recommendation(
     assert str(caught.value) == (
         "specpool plan: no recommendation, because measured times contradict each other: "
         "target: 1 row took 820.0 ms, but 2 rows took 140.0 ms. "
-        "Other programs keep this machine busy; stop them, or try again later"
+        "Other programs keep this machine busy: stop them, leave CPUs to them with --threads, or try again later"
     )
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -205,7 +205,7 @@ ADDRESSES = ["--target-address", "127.0.0.1:1", "--draft-address", "127.0.0.1:1"
         ([*ADDRESSES, "--throughput", "-5"], "throughput: Input should be greater than 0"),
         ([*ADDRESSES, "--throughput", "inf"], "throughput: Input should be a finite number"),
         ([*ADDRESSES, "--sequence-positions", "0"], "sequence-positions: Input should be greater than or equal to 1"),
-        ([*ADDRESSES, "--tls-ca", "/nowhere"], "tls_ca: "),
+        ([*ADDRESSES, "--tls-ca", "/nowhere"], "tls-ca: "),
         (["--output", "FOLDER/there.yaml"], "there.yaml exists; --force replaces it"),
         (["--output", "FOLDER/folder.yaml"], "folder.yaml is a folder"),
         (["--output", "FOLDER/nowhere/values.yaml"], "nowhere is not a folder"),

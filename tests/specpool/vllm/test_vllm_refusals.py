@@ -75,7 +75,7 @@ async def test_an_unknown_vllm_configuration_is_refused(tokenizer: str, refused:
         ({}, "SPECPOOL_* variables: draft-address: required: set it, for example with SPECPOOL_DRAFT_ADDRESS"),
         ({"DRAFT_ADDRESS": "a:1", "DRAFT_TIMEOUT_SECONDS": "0"}, "draft-timeout-seconds: "),
         ({"PREFILL_TOKENS": "0"}, "with SPECPOOL_DRAFT_ADDRESS; SPECPOOL_* variables: prefill-tokens: "),
-        ({"DRAFT_ADDRESS": "a:1", "TLS_CERT": "x"}, "tls_"),
+        ({"DRAFT_ADDRESS": "a:1", "TLS_CERT": "x"}, "tls-cert: must be given with --tls-"),
         ({"DRAFT_ADDRES": "a:1"}, "unknown environment variable SPECPOOL_DRAFT_ADDRES"),
     ],
 )

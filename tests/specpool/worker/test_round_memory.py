@@ -53,7 +53,7 @@ async def test_many_empty_items_are_refused_before_they_are_parsed(worker: Worke
             await stream.write(EMPTY_ITEMS)
             error = await failure(stream.read())
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "(request_memory)" in str(error.details())
+        assert "(--request-memory)" in str(error.details())
 
     await asyncio.gather(*(attack() for _ in range(4)))
     assert peak_bytes() - before < 2 * MAX_ROUND_BYTES * 10, "parsed, each takes a gigabyte"
@@ -74,7 +74,7 @@ async def test_rounds_of_all_streams_share_the_memory(engines: dict[str, Engine]
             for read in done:
                 error = await failure(read)
                 assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert "(request_memory)" in str(error.details())
+                assert "(--request-memory)" in str(error.details())
             hold.open.set()
             assert (await first.read()).results[0].status == OK
         await asyncio.wait(reads)

@@ -16,7 +16,8 @@ import psutil
 from lab.load import Pulse
 from lab.processes import ROLES, Processes
 
-from specpool.cli.processes import Service, is_serving
+from specpool.cli.probes import is_serving
+from specpool.cli.processes import Service
 from specpool.rpc.security.channel import Connector
 
 POLL_SECONDS = 0.02

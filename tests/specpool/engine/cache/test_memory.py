@@ -1,5 +1,6 @@
 """The KV cache fits into a memory limit, or the model is refused with the numbers."""
 
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +20,11 @@ from specpool.engine.run import reservation
 def test_too_small_kv_memory_is_refused_with_sizes(tiny_pair: tuple[Path, Path]) -> None:
     engine = load_engine(tiny_pair[0], max_sequences=1)
     needed = engine.info().kv_bytes_total
-    message = refusal(tiny_pair[0], kv_memory=needed - 1)
-    for part in (f"{needed - 1:,} bytes", f"{needed:,} bytes", str(engine.layout.arena.columns), "max_model_len"):
-        assert part in message
+    columns, size = engine.layout.arena.columns, memory.readable(needed)
+    assert refusal(tiny_pair[0], kv_memory=needed - 1) == (
+        f"--kv-memory of {memory.readable(needed - 1)} is too small for a sequence of {columns} positions ({size}): "
+        f"lower --max-model-len or raise --kv-memory to {math.ceil(needed / 2**20)}MiB"
+    )
 
 
 def test_default_kv_memory_is_a_share_of_free_memory(
@@ -50,7 +53,7 @@ def test_by_default_a_cache_has_room_for_one_long_or_many_short_sequences(
     for sequences, positions in ((2, 40_960), (64, 64 * 2048)):
         engine = load_engine(long_model, max_sequences=sequences)
         assert (engine.max_model_len, engine.slots.tables.columns) == (40_960, positions)
-    assert "max_model_len 40960 (all positions of the model)" in caplog.text
+    assert "--max-model-len 40960 (all positions of the model)" in caplog.text
     assert not [record for record in caplog.records if "not 64 sequences" in record.message]
 
 
@@ -61,14 +64,14 @@ def test_explicit_memory_is_used_up_to_full_sequences(long_model: Path, caplog: 
         assert engine.slots.tables.columns == expected
     assert "sequences of" not in caplog.text
     load_engine(long_model, max_sequences=64, kv_memory=100_000 * position)
-    assert "kv_memory holds 100000 positions, fewer than 64 sequences of 2048 need" in caplog.text
+    assert "--kv-memory holds 100000 positions, fewer than 64 sequences of 2048 need" in caplog.text
 
 
 def test_explicit_lengths_size_the_cache_for_full_sequences(long_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     engine = load_engine(long_model, max_sequences=3, max_model_len=5_000)
     assert engine.slots.tables.columns == 3 * 5_024
-    assert "max_model_len 5000 (as set; the model has 40960)" in caplog.text
+    assert "--max-model-len 5000 (as set; the model has 40960)" in caplog.text
 
 
 @pytest.mark.parametrize("option", ["kv_memory", "memory_budget", None])
@@ -85,7 +88,7 @@ def test_memory_limits_the_default_length(
     engine = load_engine(long_model, max_sequences=2, **options)
     assert engine.max_model_len == engine.info().max_model_len == 9_728  # whole steps
     assert 9_728 <= engine.slots.tables.columns <= 10_000
-    assert "max_model_len 9728 (the model has 40960; limited by KV memory)" in caplog.text
+    assert "--max-model-len 9728 (the model has 40960; limited by KV memory)" in caplog.text
     assert engine.slots.take(("test", 1), 9_728) is not None
 
 
@@ -113,8 +116,8 @@ def test_memory_budget_covers_weights_activations_and_cache(tiny_pair: tuple[Pat
         assert engine.footprint.kv == expected * one
     message = refusal(tiny_pair[0], **options, memory_budget=others + one - 1)
     for number in (others + one - 1, footprint.weights, footprint.activations, one):
-        assert f"{number:,}" in message
-    assert "raise memory_budget" in message
+        assert memory.readable(number) in message
+    assert "raise --memory-budget" in message
 
 
 def test_memory_limit_covers_the_process(tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,10 +131,10 @@ def test_memory_limit_covers_the_process(tiny_pair: tuple[Path, Path], monkeypat
         assert engine.footprint.kv == expected * one
         assert engine.footprint.total == present + whole.activations + expected * one
     message = refusal(tiny_pair[0], **options, memory_limit=least - 1)
-    assert message.startswith(f"memory_limit of {least - 1:,} bytes, less ")
-    assert f"raise memory_limit to {least:,} bytes" in message
+    assert message.startswith(f"--memory-limit of {memory.readable(least - 1)}, less ")
+    assert f"raise --memory-limit to {math.ceil(least / 2**20)}MiB" in message
     peak = 2 * present  # loading took more than serving
-    assert f"raise memory_limit to {peak:,} bytes" in refusal(tiny_pair[0], **options, memory_limit=peak - 1)
+    assert "raise --memory-limit to 2048MiB" in refusal(tiny_pair[0], **options, memory_limit=peak - 1)
 
 
 def test_memory_limit_includes_compiled_grammars(tiny_pair: tuple[Path, Path]) -> None:
@@ -159,7 +162,7 @@ def test_failed_allocations_are_reported(tmp_path: Path) -> None:
     positions = 2**31
     folder = save_model(tmp_path, tiny_config(max_position_embeddings=positions))
     message = refusal(folder, max_model_len=positions, max_sequences=1, kv_memory=10**18)
-    assert f"KV cache of {768 * positions:,}" in message
+    assert f"KV cache of {memory.readable(768 * positions)} cannot" in message
     assert "cannot be allocated" in message
 
 

@@ -124,7 +124,7 @@ def test_missing_and_unknown_devices_are_refused(gpus: SimpleNamespace, name: st
         ({"device": "cuda:0,cuda:0"}, "each rank needs a GPU of its own, not cuda:0,cuda:0"),
         ({"device": "cuda:0"}, "device cuda:0 is one GPU for 2 ranks: name one per rank"),
         ({"device": "cpu,gpu"}, "device gpu cannot be used"),
-        ({"device": "cuda", "tensor_parallel": 3}, "tensor_parallel: 3 ranks need 3 GPUs, but this machine has 2"),
+        ({"device": "cuda", "tensor_parallel": 3}, "tensor-parallel: 3 ranks need 3 GPUs, but this machine has 2"),
     ],
 )
 @pytest.mark.usefixtures("gpus")

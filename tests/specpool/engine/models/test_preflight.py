@@ -99,10 +99,10 @@ def test_unreadable_configurations_are_refused(tmp_path: Path, content: str, rea
 def test_sizes_beyond_the_model_or_the_memory_are_refused(tmp_path: Path) -> None:
     model = model_folder(tmp_path)
     assert refusal(model, max_model_len=65) == f"max-model-len: 65 exceeds the 64 positions of {model}"
-    short = "1.0KiB is too small for a sequence of 16 positions, which needs at least 2,048 bytes"
+    short = "1.0KiB is too small for a sequence of 16 positions, which needs at least 2.0KiB"
     assert refusal(model, kv_memory="1KiB") == f"kv-memory: {short}"
     assert refusal(model, memory_budget="1KiB") == f"memory-budget: {short}"
-    assert "of 64 positions, which needs at least 16,384 bytes" in refusal(
+    assert "of 64 positions, which needs at least 16.0KiB" in refusal(
         model, kv_memory="16383", max_model_len=64, dtype="float32"
     )
     check_options(EngineOptions(model=model, kv_memory="1KiB", tensor_parallel=2, device="cpu"))

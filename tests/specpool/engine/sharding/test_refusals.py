@@ -20,7 +20,7 @@ from specpool.engine.sharding.shares import Share, shard
 @pytest.mark.parametrize(
     ("architecture", "options", "message"),
     [
-        ("llama", {"tensor_parallel": 3}, "tensor_parallel 3 is more than the 2 KV heads"),
+        ("llama", {"tensor_parallel": 3}, "--tensor-parallel 3 is more than the 2 KV heads"),
         ("llama", {"device": "cpu,cpu,cpu"}, "device names 3 devices for 2 ranks"),
         ("cohere2", {}, "cohere2 is not one of the families glm, glm4, llama, mistral, qwen2, qwen3$"),
         ("mixtral", {}, "cannot be sharded: mixtral is not one of the families"),

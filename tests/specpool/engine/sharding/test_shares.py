@@ -43,5 +43,5 @@ def test_fused_gate_and_up_are_sharded_and_norms_replicated() -> None:
 
 def test_too_small_dimensions_are_refused() -> None:
     few = small_config("llama", num_attention_heads=8, num_key_value_heads=8, hidden_size=64)
-    with pytest.raises(ValueError, match="tensor_parallel 8 is too much for 64 hidden features in multiples of 16"):
+    with pytest.raises(ValueError, match="--tensor-parallel 8 is too much for 64 hidden features in multiples of 16"):
         shard(few, 8, "whole")

@@ -116,7 +116,7 @@ async def test_reflection_counts_as_a_call_of_its_client(tokens: Path) -> None:
         listing = stub.ServerReflectionInfo(metadata=bearer("greedy"))
         await listing.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         assert (await listing.read()).list_services_response.service
-        with pytest.raises(grpc.aio.AioRpcError, match="max_calls_per_client"):
+        with pytest.raises(grpc.aio.AioRpcError, match="--max-calls-per-client"):
             await stub.ServerReflectionInfo(metadata=bearer("greedy")).read()
         listing.cancel()
 
@@ -153,7 +153,7 @@ async def test_a_client_above_its_fair_share_is_refused_first(tokens: Path) -> N
         modest = [asyncio.create_task(answer(channel, "modest")) for _ in range(4)]
         await until(lambda: calls.begun == 12)
         for name in TOKENS:
-            with pytest.raises(grpc.aio.AioRpcError, match="max_calls") as caught:
+            with pytest.raises(grpc.aio.AioRpcError, match="--max-calls") as caught:
                 await answer(channel, name)
             assert caught.value.code() is EXHAUSTED
         calls.open.set()
@@ -181,7 +181,7 @@ async def test_unread_answers_of_one_client_leave_memory_to_others(tokens: Path)
             assert await answer(channel, "modest", payload) == payload
         own = [asyncio.create_task(answer(channel, "modest", payload)) for _ in range(2)]
         assert await asyncio.gather(*own) == [payload] * 2
-        with pytest.raises(grpc.aio.AioRpcError, match="request_memory"):
+        with pytest.raises(grpc.aio.AioRpcError, match="--request-memory"):
             await answer(channel, "greedy")
 
 

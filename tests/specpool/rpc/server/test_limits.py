@@ -60,7 +60,7 @@ async def test_calls_beyond_max_calls_fail_before_their_request_arrives() -> Non
         await until(lambda: calls.begun == 2)
         error = await refusal(unsent(other))
         assert error.code() is EXHAUSTED
-        assert "max_calls" in str(error.details())
+        assert "--max-calls" in str(error.details())
         assert detail_of(error, error_details_pb2.RetryInfo).retry_delay.seconds == 1
         assert await is_healthy(other)
         listing = reflection_pb2_grpc.ServerReflectionStub(other).ServerReflectionInfo()
@@ -79,7 +79,7 @@ async def test_calls_beyond_max_calls_per_client_fail() -> None:
         await until(lambda: calls.begun == 2)
         error = await refusal(unsent(channel, client="greedy"))
         assert error.code() is EXHAUSTED
-        assert "max_calls_per_client" in str(error.details())
+        assert "--max-calls-per-client" in str(error.details())
         other = asyncio.ensure_future(call(channel, client="modest"))
         await until(lambda: calls.begun == 3)
         calls.open.set()
@@ -94,7 +94,7 @@ async def test_late_and_missing_requests_fail() -> None:
     async with running(receive_seconds=0.2) as (_, address), open_channel(address) as channel:
         error = await refusal(unsent(channel))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "0.2 s (receive_seconds)" in str(error.details())
+        assert "0.2 s (--receive-seconds)" in str(error.details())
         ended = unsent(channel)
         await ended.done_writing()
         error = await refusal(ended)
@@ -141,7 +141,7 @@ async def test_request_memory_is_limited() -> None:
         await until(lambda: calls.begun == 3)
         error = await refusal(call(channel, payload=bytes(size)))
         assert error.code() is EXHAUSTED
-        assert f"{3 * size} of {4 * size} bytes (request_memory)" in str(error.details())
+        assert f"{3 * size} of {4 * size} bytes (--request-memory)" in str(error.details())
         assert detail_of(error, error_details_pb2.RetryInfo).retry_delay.seconds == 1
         calls.open.set()
         await asyncio.gather(*held)

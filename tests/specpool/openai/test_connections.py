@@ -1,0 +1,138 @@
+"""Clients that disconnect, clients that stop reading, many streams at once, and the drain."""
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from openai_service import MODEL, OpenAIService, openai_service
+from scripted_target import ScriptedTarget
+from secure_service import until
+from serving import RecordingTarget
+
+CHAT = [{"role": "user", "content": "Hi"}]
+OPTIONS: dict[str, Any] = {"model": MODEL, "messages": CHAT, "temperature": 0}
+
+
+def endless() -> dict[str, Any]:
+    """Return the body of a request that lasts until its client leaves."""
+    return {**OPTIONS, "max_tokens": 2000, "ignore_eos": True}
+
+
+async def read_first(client: httpx2.AsyncClient, **fields: Any) -> tuple[Any, Any]:
+    """Begin a stream, and return it after its first event."""
+    request = client.build_request("POST", "/v1/chat/completions", json={**endless(), "stream": True, **fields})
+    response = await client.send(request, stream=True)
+    assert response.status_code == 200
+    lines = response.aiter_lines()
+    assert (await anext(lines)).startswith("data: {")
+    return response, lines
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_disconnects_frees_its_slots(stream: bool) -> None:
+    async with openai_service(target=RecordingTarget()) as service:
+        async with httpx2.AsyncClient(base_url=service.url) as client:
+            if stream:
+                await read_first(client)
+            else:
+                service.coordinator.target.open.clear()
+                answer = asyncio.create_task(client.post("/v1/chat/completions", json=endless()))
+                await service.coordinator.until(lambda info: info.running)
+                answer.cancel()
+        service.coordinator.target.open.set()
+        await service.coordinator.until_idle()
+        assert 'status="499"' in (await metrics_of(service)) or stream
+
+
+async def metrics_of(service: OpenAIService) -> str:
+    async with httpx2.AsyncClient(base_url=service.url) as client:
+        return str((await client.get("/metrics")).text)
+
+
+async def test_a_client_that_does_not_read_pauses_only_itself() -> None:
+    async with openai_service({"stream_stall_seconds": 1.0}, stream_stall_seconds=1.0, max_num_seqs=20) as service:
+        host, port = service.url.removeprefix("http://").split(":")
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
+        # More than all buffers on the way hold.
+        large = {"n": 16, "temperature": 1, "logprobs": True, "top_logprobs": 20}
+        body = json.dumps({**endless(), **large, "stream": True}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await reader.readexactly(1)
+        answers = [await service.client.chat.completions.create(**OPTIONS, max_tokens=8) for _ in range(8)]
+        assert all(answer.usage.completion_tokens == 8 for answer in answers)
+        # The coordinator ends the unread stream.
+        await service.coordinator.until(lambda info: info.counters.finished["abort"] == 16)
+        await service.coordinator.until_idle()
+        # The system closes the unread connection.
+        registry, labels = service.server.front.metrics.registry, {"route": "/v1/chat/completions"}
+        await until(lambda: registry.get_sample_value("specpool:http_requests_in_progress", labels) == 0)
+        writer.close()
+
+
+@pytest.mark.slow
+async def test_many_streams_run_at_once() -> None:
+    async def text_of_stream(client: openai.AsyncOpenAI, number: int) -> str:
+        chat = [{"role": "user", "content": f"Number {number}"}]
+        options = {**OPTIONS, "messages": chat, "max_tokens": 6}
+        chunks = await client.chat.completions.create(**options, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+    async with openai_service(target=ScriptedTarget("Hello"), max_num_seqs=200) as service:
+        service.coordinator.target.open.clear()
+        streams = [asyncio.create_task(text_of_stream(service.client, number)) for number in range(200)]
+        await service.coordinator.until(lambda info: info.running + info.queued == 200)
+        service.coordinator.target.open.set()
+        assert await asyncio.gather(*streams) == ["Hello"] * 200
+
+
+async def test_errors_after_the_first_event_end_the_stream() -> None:
+    async with openai_service(num_speculative_tokens=0, stream_stall_seconds=60.0) as service:
+        chunks = await service.client.chat.completions.create(
+            **OPTIONS, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+        )
+        await anext(aiter(chunks))
+        await service.coordinator.target.stop()
+        service.coordinator.process.server.stop(drain=False)
+        stopping = asyncio.create_task(service.coordinator.process.wait_stopped())
+        with pytest.raises(openai.APIError, match=r"(?i)unavailable|shutting down|cancel|reached"):
+            async for _ in chunks:
+                pass
+        await stopping
+
+
+async def test_the_drain_finishes_requests_and_ends_the_rest() -> None:
+    target = ScriptedTarget("x" * 5000)
+    async with (
+        openai_service({"drain_seconds": 0.3}, target=target) as service,
+        httpx2.AsyncClient(base_url=service.url, timeout=20) as client,
+    ):
+        response, lines = await read_first(client)
+        target.open.clear()
+        service.server.stop()
+        rest = [line async for line in lines if line]
+        target.open.set()
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["message"] == "the server is shutting down"
+        assert rest[-1] == "data: [DONE]"
+        await response.aclose()
+
+
+async def test_the_head_of_a_request_must_arrive_in_time(
+    service: OpenAIService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specpool.openai.protocol.HEAD_SECONDS", 0.05)
+    host, port = service.url.removeprefix("http://").split(":")
+    whole = f"GET /health HTTP/1.1\r\nhost: {host}\r\n\r\n".encode()
+    for sent, status in ((b"", b""), (whole[:20], b""), (whole + whole[:20], b"HTTP/1.1 200 ")):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(sent)
+        assert (await reader.read()).startswith(status)
+        writer.close()
+        await writer.wait_closed()

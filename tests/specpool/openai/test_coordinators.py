@@ -1,0 +1,102 @@
+"""Several coordinators: the same prefix goes to the same one, within limits on its load, and dead ones are skipped."""
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
+
+import pytest
+from openai import AsyncOpenAI
+from openai_service import KEY, MODEL, openai_server
+from scripted_target import ScriptedTarget
+from secure_service import until
+from serving import Serving, free_address, serving
+
+from specpool.openai.coordinators import Coordinators
+from specpool.rpc import discovery
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+async def some_coordinators(stack: AsyncExitStack, count: int) -> list[Serving]:
+    services = [serving(ScriptedTarget(), served_model_name=MODEL) for _ in range(count)]
+    return [await stack.enter_async_context(service) for service in services]
+
+
+def requests_of(services: Iterable[Serving]) -> list[int]:
+    return [service.process.coordinator.in_flight.requests for service in services]
+
+
+def chat_about(subject: str, turns: int = 1) -> list[dict[str, str]]:
+    first = {"role": "user", "content": subject}
+    later = [{"role": "assistant", "content": "Yes"}, {"role": "user", "content": "More"}] * (turns - 1)
+    return [{"role": "system", "content": "Be kind."}, first, *later]
+
+
+async def test_a_conversation_stays_and_others_spread() -> None:
+    async with AsyncExitStack() as stack:
+        services = await some_coordinators(stack, 3)
+        addresses = ",".join(service.address for service in services)
+        front, url = await stack.enter_async_context(openai_server(addresses))
+        client = await stack.enter_async_context(AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0))
+        await until(lambda: all(link.is_serving for link in front.coordinators.ranked(b"")))
+        create = client.chat.completions.create
+        for turns in range(1, 5):
+            await create(model=MODEL, messages=chat_about("roses", turns))
+        assert sorted(requests_of(services)) == [0, 0, 4]
+        for number in range(30):
+            await create(model=MODEL, messages=chat_about(f"number {number}"))
+        assert min(requests_of(services)) > 0
+
+
+async def test_a_busy_coordinator_passes_its_prefixes_on() -> None:
+    async with AsyncExitStack() as stack:
+        services = await some_coordinators(stack, 2)
+        addresses = ",".join(service.address for service in services)
+        front, url = await stack.enter_async_context(openai_server(addresses))
+        client = await stack.enter_async_context(AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0))
+        await until(lambda: all(link.is_serving for link in front.coordinators.ranked(b"")))
+        for service in services:
+            service.target.open.clear()
+        create = client.chat.completions.create
+        running = [asyncio.create_task(create(model=MODEL, messages=chat_about("roses"))) for _ in range(8)]
+        await until(lambda: sum(requests_of(services)) == 8)
+        assert sorted(requests_of(services)) == [3, 5]
+        for service in services:
+            service.target.open.set()
+        await asyncio.gather(*running)
+
+
+async def test_requests_go_on_when_a_coordinator_dies() -> None:
+    async with AsyncExitStack() as stack:
+        [service] = await some_coordinators(stack, 1)
+        addresses = f"{free_address()},{service.address}"
+        front, url = await stack.enter_async_context(openai_server(addresses))
+        client = await stack.enter_async_context(AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0))
+        # Also before the first health check.
+        for number in range(8):
+            answer = await client.chat.completions.create(model=MODEL, messages=chat_about(f"number {number}"))
+            assert answer.choices[0].message.content == "Hello"
+        await until(lambda: front.coordinators.is_serving)
+        assert [link.address for link in front.coordinators.ranked(b"")] == [service.address]
+
+
+async def test_records_of_a_name_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = ["127.0.0.1"]
+
+    async def resolve(host: str, port: int) -> list[str]:
+        assert host == "coordinators"
+        return records
+
+    monkeypatch.setattr(discovery, "_resolve", resolve)
+    monkeypatch.setattr(discovery, "RESOLVE_SECONDS", 0.01)
+    coordinators = Coordinators(["dns:///coordinators:50050"], {})
+    try:
+        await until(lambda: addresses_of(coordinators) == ["127.0.0.1:50050"])
+        records[:] = ["127.0.0.2", "127.0.0.3"]
+        await until(lambda: addresses_of(coordinators) == ["127.0.0.2:50050", "127.0.0.3:50050"])
+    finally:
+        await coordinators.close()
+
+
+def addresses_of(coordinators: Coordinators) -> list[str]:
+    return sorted(link.address for link in coordinators.ranked(b""))

@@ -1,0 +1,127 @@
+"""TLS on both sides, and the caller's token on its way to the coordinator."""
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+from certificates import OTHER_TOKEN, TOKEN, Authority, Certificate
+from openai import AsyncOpenAI
+from openai_service import MODEL, openai_server
+from scripted_target import ScriptedTarget
+from secure_service import coordinator as secure_coordinator
+from secure_service import until, worker
+from serving import serving
+
+from coordinator.server import CoordinatorServer
+from specpool.openai.settings import OpenAISettings
+from specpool.testing import FakeDraft
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text(f"alice {TOKEN}\nbob {OTHER_TOKEN}\n")
+    return path
+
+
+def clients_in(process: CoordinatorServer) -> list[str]:
+    """Return the clients of the requests in flight."""
+    samples = [sample for _, sample in process.coordinator.in_flight._samples.values()]
+    return sorted(sample.sequence.request.client for sample in samples)
+
+
+async def test_tokens_reach_the_coordinator(tokens: Path, ca: Authority, server: Certificate) -> None:
+    target = ScriptedTarget()
+    security = {"api_tokens": tokens, **server.options}
+    async with (
+        worker(target) as target_address,
+        worker(FakeDraft(target)) as draft_address,
+        secure_coordinator(target, target_address, draft_address, served_model_name=MODEL, **security) as service,
+        openai_server(service.address, coordinator_tls_ca=ca.path) as (front, url),
+    ):
+        await service.until_ready()
+        await until(lambda: front.coordinators.is_serving)
+        async with (
+            AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0) as alice,
+            AsyncOpenAI(base_url=f"{url}/v1", api_key=OTHER_TOKEN, max_retries=0) as bob,
+            AsyncOpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as nobody,
+        ):
+            target.open.clear()
+            running = [asyncio.create_task(each.chat.completions.create(**CHAT)) for each in (alice, bob)]
+            await until(lambda: clients_in(service.process) == ["token:alice", "token:bob"])
+            target.open.set()
+            for answer in await asyncio.gather(*running):
+                assert answer.choices[0].message.content == "Hello"
+            for call in (nobody.chat.completions.create(**CHAT), nobody.models.list(), nobody.models.retrieve("x")):
+                with pytest.raises(openai.AuthenticationError) as caught:
+                    await call
+                assert caught.value.code == "invalid_api_key"
+            # A model's name is told to known callers only.
+            with pytest.raises(openai.AuthenticationError):
+                await nobody.chat.completions.create(**{**CHAT, "model": "other"})
+        async with httpx2.AsyncClient(base_url=url) as client:
+            assert (await client.get("/v1/models")).status_code == 401
+            repeated = [("authorization", f"Bearer {TOKEN}"), ("authorization", f"Bearer {OTHER_TOKEN}")]
+            assert (await client.get("/v1/models", headers=repeated)).status_code == 401
+            assert (await client.get("/v1/models", headers={"authorization": b"Bearer \xff"})).status_code == 401
+            assert (await client.get("/health")).status_code == 200
+
+
+def trusting(ca: Authority, certificate: Certificate | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=ca.path)
+    if certificate is not None:
+        context.load_cert_chain(certificate.cert, certificate.key)
+    return context
+
+
+async def status_of(url: str, context: ssl.SSLContext) -> int:
+    async with httpx2.AsyncClient(verify=context) as client:
+        return (await client.get(f"{url}/health")).status_code
+
+
+async def test_clients_use_tls_with_certificates_and_reloaded_files(
+    ca: Authority, other_ca: Authority, tmp_path: Path
+) -> None:
+    served = Certificate(tmp_path / "served.pem", tmp_path / "served.key")
+    served.cert.write_bytes(b"")
+    served.copy_from(ca.issue("first"))
+    client, stranger = ca.issue("client"), other_ca.issue("client")
+    async with (
+        serving() as coordinator,
+        openai_server(coordinator.address, tls_ca=ca.path, **served.options) as (front, url),
+    ):
+        await until(lambda: front.coordinators.is_serving)
+        assert await status_of(url, trusting(ca, client)) == 200
+        for context in (trusting(ca), trusting(ca, stranger), trusting(other_ca, client)):
+            with pytest.raises(httpx2.TransportError):
+                await status_of(url, context)
+        served.copy_from(other_ca.issue("second"))
+        assert await status_of(url, trusting(other_ca, client)) == 200
+
+
+async def test_coordinators_with_other_certificates_are_not_used(
+    ca: Authority, other_ca: Authority, server: Certificate, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = ScriptedTarget()
+    async with (
+        secure_coordinator(target, "127.0.0.1:1", "127.0.0.1:1", **server.options) as service,
+        openai_server(service.address, coordinator_tls_ca=other_ca.path) as (front, url),
+        httpx2.AsyncClient(base_url=url) as client,
+    ):
+        await until(lambda: "certificate" in caplog.text)
+        assert not front.coordinators.is_serving
+        response = await client.post("/v1/chat/completions", json=CHAT)
+        assert response.status_code == 503
+        assert service.address not in response.text
+
+
+def test_settings_for_tls_name_their_flags(ca: Authority, capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, value in (("coordinator-tls-cert", "x"), ("coordinator-tls-ca", "/missing"), ("tls-ca", ca.path)):
+        with pytest.raises(SystemExit):
+            OpenAISettings.load("specpool-openai", [f"--{flag}", str(value)])
+        assert f"specpool-openai: {flag}: " in capsys.readouterr().err
