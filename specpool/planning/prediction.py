@@ -54,8 +54,6 @@ class Model:
     device: str
     dtype: str
     parameters: int
-    embedding_parameters: int
-    """Of embeddings and output head, which say little about a model's quality."""
     memory: Memory
     tokenizer_fingerprint: str
     step_seconds: Mapping[int, float]
@@ -70,6 +68,8 @@ class Model:
     """Commit of a model from the hub, if known."""
     activations: str = ""
     """Format of the activations in GEMMs, such as "int8", if known."""
+    embedding_parameters: int = 0
+    """Parameters of embeddings and output head, which say little about a model's quality."""
 
     @classmethod
     def of(cls, info: WorkerInfo) -> "Model":

@@ -82,10 +82,10 @@ def recorded(pair: ToyPair, prompt: tuple[int, ...]) -> Recording:
 @pytest.mark.parametrize(
     ("method", "agreement", "repetition"),
     [
-        (DraftMethod.NGRAM, 0.7, 0.9),
+        pytest.param(DraftMethod.NGRAM, 0.7, 0.9, marks=pytest.mark.slow),
         (DraftMethod.BEST, 0.7, 0.9),
         (DraftMethod.BEST, 0.8, 0.0),
-        (DraftMethod.BEST, 0.1, 0.0),
+        pytest.param(DraftMethod.BEST, 0.1, 0.0, marks=pytest.mark.slow),
     ],
 )
 def test_prediction_agrees_with_the_coordinator(

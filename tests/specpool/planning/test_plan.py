@@ -167,7 +167,7 @@ def test_draft_workers_keep_up_with_target_workers(pair: MeasuredPair, batch: in
 
 def model(name: str, step: float, device: str = H200, parameters: int = 10**9, fits: int = 64, **more: Any) -> Model:
     memory = Memory(8 * GIB, GIB, 100_000, positions=fits * EXPECTED_POSITIONS, multiple=64, max_model_len=4096)
-    return Model(name, device, "bfloat16", parameters, 0, memory, "same", {1: step, 64: 1.5 * step}, **more)
+    return Model(name, device, "bfloat16", parameters, memory, "same", {1: step, 64: 1.5 * step}, **more)
 
 
 def plan_of(*acceptances: Acceptance, device: str = H200, fits: int = 64, **terms: Any) -> Plan:
