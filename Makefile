@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TOOLS := .venv/tools
-.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm simulate soak chaos attacks lint snapshots protos client reference bench gpu-bundle pins sbom clean
+.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm simulate soak chaos attacks lint snapshots protos client reference values-schema bench gpu-bundle pins sbom release-check clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -81,6 +81,10 @@ client: .venv/ready
 reference: .venv/ready
 	$(BIN)/python .ci/generate_reference.py
 
+# Rewrite the settings in the Helm chart's schema after a change of a setting; a test compares them.
+values-schema: .venv/ready
+	$(BIN)/python .ci/generate_values_schema.py
+
 bench: .venv/ready
 	$(BIN)/python -m benchmarks.cost --of coordinator
 
@@ -106,6 +110,10 @@ pins: $(TOOLS)/ready
 sbom: .venv/ready $(TOOLS)/ready
 	mkdir -p build
 	$(TOOLS)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file build/sbom.json $(BIN)/python
+
+# Build and try everything that .github/workflows/release.yaml publishes, without uploading it.
+release-check: .venv/ready $(TOOLS)/ready
+	PYTHONPATH=.:tests/support $(BIN)/python .ci/release.py
 
 # Create an environment with the pinned pip; pip before 26.1 rejects hashes in constraints.
 define environment

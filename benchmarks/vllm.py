@@ -17,6 +17,7 @@ import argparse
 import os
 import statistics
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from benchmarks.prompts import LOAD, add_prompts, checked, load_prompts, token_ids
@@ -40,6 +41,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=whole(1, 1000), default=5)
     parser.add_argument("--warm-up", type=whole(0, 1000), default=3, help="runs in which RemoteDraft learns")
     add_prompts(parser)
+    parser.add_argument(
+        "--draft", type=Path, help="folder of the draft; default: the quantized target, whose drafts are good but slow"
+    )
     parser.add_argument("--eager", action="store_true", help="do not compile vLLM's passes, which takes minutes")
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
@@ -56,10 +60,10 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     vllm_python()
-    pair, target = embedded_pair(), float32_copy()
+    draft_model, target = options.draft or embedded_pair().target, float32_copy()
     prompts = token_ids(target, options.lines)
     with ExitStack() as stack:
-        draft = stack.enter_context(draft_process(pair.draft))
+        draft = stack.enter_context(draft_process(draft_model))
         draft.wait_ready()
         console.print(f"starting {len(KINDS)} vLLM engines: minutes, if vLLM has not compiled the model before")
         engines = {}

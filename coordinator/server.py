@@ -15,6 +15,7 @@ from coordinator.serving.service import GenerationServicer, Intake
 from coordinator.workers.interface import MismatchError, UnusableModelError
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging, end_process
+from specpool.rpc.observability.otlp_metrics import request_meter
 from specpool.rpc.observability.tracing import tracer_of
 from specpool.rpc.ports import ListenError
 from specpool.rpc.server.server import Server
@@ -39,10 +40,11 @@ class CoordinatorServer:
     def __init__(self, settings: CoordinatorSettings, new_pool: Callable[[int], TokenizerPool] = TokenizerPool) -> None:
         """`new_pool`: see `Coordinator`."""
         self._tracer = tracer_of(settings, PROGRAM)
+        self._meter = request_meter(settings.otlp_metrics_endpoint, PROGRAM)
         self.coordinator = Coordinator(settings, self._tracer, new_pool)
         self.target_away_seconds = min(TARGET_AWAY_SECONDS, settings.drain_seconds)
         self.server = Server(settings, settings.max_request_bytes)
-        intake = Intake(self.coordinator, self.server)
+        intake = Intake(self.coordinator, self.server, self._meter)
         servicer = GenerationServicer(self.coordinator, self.server, intake)
         self.server.add("specpool.v1.GenerationService", pb_grpc.add_GenerationServiceServicer_to_server, servicer)
         self.server.registry.register(CoordinatorMetrics(self.coordinator))
@@ -79,8 +81,9 @@ class CoordinatorServer:
             await asyncio.gather(self._running, return_exceptions=not failed)
         finally:
             await self.coordinator.close()
-            if self._tracer is not None:
-                await self._tracer.close()
+            await asyncio.gather(
+                *(exporter.close() for exporter in (self._tracer, self._meter) if exporter is not None)
+            )
 
     async def _end_drain_without_target(self) -> None:
         """Cut a drain short once all target workers have been away for some seconds."""

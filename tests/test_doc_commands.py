@@ -157,6 +157,10 @@ def check_venv(command: Command, _: pytest.MonkeyPatch) -> None:
     assert command.words[:3] == ("python3", "-m", "venv")
 
 
+def check_activation(command: Command, _: pytest.MonkeyPatch) -> None:
+    assert command.words[1:] == (".venv/bin/activate",)
+
+
 OUR_PROGRAMS = ("python", "specpool", *(name for name in SETTINGS if name.startswith("specpool-")))
 CHECKS: dict[str, Callable[[Command, pytest.MonkeyPatch], None]] = {
     **dict.fromkeys(OUR_PROGRAMS, check_ours),
@@ -167,6 +171,7 @@ CHECKS: dict[str, Callable[[Command, pytest.MonkeyPatch], None]] = {
     "cd": check_folder,
     "echo": check_by_running,
     "python3": check_venv,
+    ".": check_activation,
 }
 
 
@@ -183,6 +188,11 @@ def test_fenced_blocks_have_a_language_and_parse(language: str, text: str) -> No
         compile(text, "example", "exec")
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_run_commands_in_the_activated_environment(page: str) -> None:
+    assert re.findall(r"\.venv/bin/(?!activate).*", PAGES[page]) == []
+
+
 def test_pages_install_no_package_that_is_not_published() -> None:
     assert re.findall(r"pip install[^`\n]* '?specpool\b[^`\n]*", "\n".join(PAGES.values())) == []
 
@@ -190,7 +200,7 @@ def test_pages_install_no_package_that_is_not_published() -> None:
 def test_commands_are_found_with_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     page = """Text with `specpool up [--port 1]` and `ls -l`.
 
-    .venv/bin/specpool up \\
+    DIR/bin/specpool up \\
         --port 0    # a comment
     env SPECPOOL_PORT=1 vllm serve 'a
     b' | tee && cd docs > log

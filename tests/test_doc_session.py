@@ -18,22 +18,21 @@ BIN = Path(sys.executable).parent
 @pytest.mark.slow
 @pytest.mark.real_pair
 def test_a_session_of_documented_commands_with_the_embedded_pair(tmp_path: Path) -> None:
-    texts = {
-        command.text for command in COMMANDS if command.text.startswith(".venv/bin/specpool") and not command.needs
-    }
-    assert ".venv/bin/specpool up" in texts
-    queries = [text for text in texts if re.match(r"\S+ (generate|top)\b", text) and "--address" not in text]
+    texts = {command.text for command in COMMANDS if not command.needs}
+    assert "specpool up" in texts
+    queries = [text for text in texts if re.match("specpool (generate .|top)", text) and "--address" not in text]
     (tmp_path / "FILE.jsonl").write_text('{"id": "a", "prompt": "The capital of Norway is"}\n')
-    (tmp_path / ".venv").symlink_to(BIN.parent)
-    environment = {**os.environ, "SPECPOOL_PORT": "0", "SPECPOOL_HTTP_PORT": "0", "SPECPOOL_SMG": "true"}
-    command = [str(BIN / "specpool"), "up"]
+    (tmp_path / "FILE").write_text('{"type": "boolean"}')
+    activated = {**os.environ, "PATH": os.pathsep.join((str(BIN), os.environ["PATH"]))}
+    environment = {**activated, "SPECPOOL_PORT": "0", "SPECPOOL_HTTP_PORT": "0", "SPECPOOL_SMG": "true"}
+    command = ["specpool", "up"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
             address = next(found[1] for line in server.stdout if (found := re.search(r"serving at (\S+)", line)))
             for text in queries:
                 query = ["bash", "-c", text]
-                environment = {**os.environ, "SPECPOOL_ADDRESS": address}
+                environment = {**activated, "SPECPOOL_ADDRESS": address}
                 done = subprocess.run(query, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
                 assert done.returncode == 0, (text, done.stderr)
                 assert done.stdout or ">" in text, text

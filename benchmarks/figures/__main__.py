@@ -1,7 +1,7 @@
 """Show the results of the benchmarks on the README and the docs.
 
-    python -m benchmarks.figures                        fill every block of figures, and draw docs/demo.svg
-    python -m benchmarks.figures --check                exit with status 1 if a page differs from the results
+    python -m benchmarks.figures                        fill every block of figures, and draw the pictures
+    python -m benchmarks.figures --check                exit with status 1 if a page or picture differs from the results
     python -m benchmarks.figures --measure [NAME ...]   first measure again: all current results, or those named
 
 A block of figures stands between `<!-- figures: NAME -->` and `<!-- /figures -->`. `benchmarks/figures/blocks.py` has
@@ -22,18 +22,15 @@ from benchmarks.figures.pages import (
     RECORDS,
     ROOT,
     Results,
-    demo_picture,
     differences,
     filled,
     load,
     measure,
     pages,
     stray_figures,
-    text_of,
 )
+from benchmarks.figures.pictures import SOURCES, draw, outdated
 from benchmarks.report import console, parser_of
-
-PICTURE = "docs/demo.svg"
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> None:
@@ -53,7 +50,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> None:
     else:
         for page in pages(root):
             page.write_text(filled(page.read_text(), BLOCKS, results))
-        (root / PICTURE).write_text(demo_picture(results))
+        draw(root, results)
     if failed:
         sys.exit(f"failed, so the earlier results stay: {', '.join(failed)}")
 
@@ -80,8 +77,8 @@ def check(root: Path, results: Results) -> Iterator[str]:
             yield f"{name}: {error}"
         if name not in RECORDS:
             yield from (f"{name}:{fault}" for fault in stray_figures(text))
-    if text_of((root / PICTURE).read_text()) != text_of(demo_picture(results)):
-        yield f"{PICTURE}: differs from benchmarks/results/demo.json"
+    for name in outdated(root, results):
+        yield f"{name}: differs from benchmarks/results/{SOURCES[name]}.json"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from benchmarks.figures.pages import COMMANDS, Results
+from specpool.cli.demo import DemoSettings
 
 Rows = Iterable[tuple[str, ...]]
 DEMOS = {1: "demo_1", 4: "demo", 8: "demo_8"}
@@ -16,10 +17,21 @@ def table(*rows: tuple[str, ...]) -> str:
     return "\n".join([head, "|" + "---|" * len(rows[0]), *others])
 
 
-def slowest(results: Results) -> str:
-    """The lowest ratio of the default to plain decoding."""
-    ratios = [*default_ratios(results).values(), *(results[name]["speedup"] for name in DEMOS.values())]
-    return f"{min(ratios):.2f}x"
+def peers(results: Results) -> str:
+    """How much faster plain decoding is than llama.cpp, from the lowest to the highest ratio."""
+    ratios = _peer_ratios(results).values()
+    return f"{min(ratios):.1f} to {max(ratios):.1f} times"
+
+
+def gains(results: Results) -> str:
+    """Ratios of the default to plain decoding."""
+    ratios = default_ratios(results)
+    return f"{_ratios(ratios.values())} the speed of plain decoding for {_list(ratios)} requests at a time"
+
+
+def _peer_ratios(results: Results) -> dict[int, float]:
+    """Median ratio of plain decoding to llama.cpp, by requests in flight."""
+    return {row["concurrency"]: row["ratio"] for row in results["llamacpp"]["rows"] if row["system"] == "plain"}
 
 
 def default_ratios(results: Results) -> dict[int, float]:
@@ -30,7 +42,7 @@ def default_ratios(results: Results) -> dict[int, float]:
 
 def measured(results: Results) -> str:
     """Where and when the current results were measured. ValueError: on different machines."""
-    runs = [results[name]["run"] for name in COMMANDS]
+    runs = [results[name]["run"] for name in COMMANDS if name != "monitoring"]  # its pictures show their date
     machines = {run["machine"] for run in runs}
     if len(machines) > 1:
         raise ValueError(f"results come from different machines: {', '.join(sorted(machines))}")
@@ -63,7 +75,12 @@ def summary_with_commands(results: Results) -> str:
 
 def _summary(results: Results) -> Rows:
     """Rows of measure, figure, and the name of the result."""
-    equality, demo, ratios = results["equality"], results["demo"], default_ratios(results)
+    equality, demo, ratios, to_peer = (
+        results["equality"],
+        results["demo"],
+        default_ratios(results),
+        _peer_ratios(results),
+    )
     prompts = equality["prompts"]
     yield (
         f"token ids equal to decoding alone with `k = 0` ({prompts} chats, {equality['max_tokens']} tokens, batches of "
@@ -71,14 +88,14 @@ def _summary(results: Results) -> Rows:
         f"{round(equality['exact_match_alone'] * prompts)} of {prompts}",
         "equality",
     )
-    peers = {row["concurrency"]: row["ratio"] for row in results["llamacpp"]["rows"] if row["system"] == "plain"}
     yield (
-        f"plain decoding against llama.cpp with the same file, {_list(peers)} concurrent requests",
-        _ratios(peers.values()),
+        f"plain decoding against llama.cpp with the same file, {_list(to_peer)} requests at a time",
+        _ratios(to_peer.values()),
         "llamacpp",
     )
     yield (
-        f"default speculation against plain decoding, {_list(ratios)} concurrent requests",
+        f"default speculation against plain decoding, answers of up to {results['default']['max_tokens']} tokens, "
+        f"{_list(ratios)} requests at a time",
         _ratios(ratios.values()),
         "default",
     )
@@ -109,7 +126,8 @@ def _summary(results: Results) -> Rows:
 
 
 def _demo(result: dict[str, Any], concurrency: int) -> str:
-    return f"{result['prompts']} chats on a freshly started service, {concurrency} at a time: plain and default"
+    chats = f"{result['prompts']} chats of up to {DemoSettings.model_fields['max_tokens'].default} tokens"
+    return f"{chats} on a freshly started service, {concurrency} at a time: plain and default"
 
 
 def _speeds(result: dict[str, Any]) -> str:
@@ -188,7 +206,8 @@ def _ratios(ratios: Iterable[float]) -> str:
 
 
 BLOCKS: dict[str, Callable[[Results], str]] = {
-    "slowest": slowest,
+    "peers": peers,
+    "gains": gains,
     "measured": measured,
     "until_first_token": until_first_token,
     "summary": summary,

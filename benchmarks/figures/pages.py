@@ -1,4 +1,4 @@
-"""Figures on the pages: marked blocks and others, the demo's picture, and the commands behind the results."""
+"""Figures on the pages: marked blocks and others, and the commands behind the results."""
 
 import json
 import os
@@ -7,16 +7,11 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from html import unescape
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks.llamacpp_process import PYTHON_VARIABLE
 from benchmarks.report import describe_run
-from specpool.cli.demo import table_of
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks/results"
@@ -32,8 +27,11 @@ COMMANDS = {
     "start_first": "python -m benchmarks.cost --of start --bare --repeats 1",
     "start": "python -m benchmarks.cost --of start --repeats 3",
     "coordinator": "python -m benchmarks.cost --of coordinator",
+    "monitoring": "python -m benchmarks.monitoring",
 }
 """Commands of the results that pages show now. Each one prints its result as a last line of JSON."""
+WITH_JSON = ("demo", "demo_1", "demo_8")
+"""Commands that print JSON only with `--json`."""
 WITH_LLAMACPP = ("llamacpp", "sustained")
 Results = dict[str, dict[str, Any]]
 
@@ -57,7 +55,7 @@ def measure(name: str) -> None:
     environment = {**os.environ, "PATH": path}
     if name not in WITH_LLAMACPP:
         environment.pop(PYTHON_VARIABLE, None)  # the service refuses unknown variables
-    command = shlex.split(COMMANDS[name])
+    command = shlex.split(COMMANDS[name]) + ["--json"] * (name in WITH_JSON)
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True)
     result = json.loads(done.stdout.splitlines()[-1])
     (FOLDER / f"{name}.json").write_text(json.dumps({**result, "run": run}, indent=1) + "\n")
@@ -98,16 +96,3 @@ def stray_figures(page: str) -> Iterator[str]:
     for number, line in enumerate(rest.split("\n"), 1):
         if not line.startswith("    "):  # an indented block of code
             yield from (f"{number}: a figure outside a block: {figure}" for figure in FIGURE.findall(line))
-
-
-def demo_picture(results: Results) -> str:
-    """The last table of `specpool demo`, as SVG."""
-    console = Console(record=True, width=60, force_terminal=True, file=StringIO())
-    console.print(f"$ {results['demo']['run']['command']}")
-    console.print(table_of({name: value for name, value in results["demo"].items() if name != "run"}))
-    return console.export_svg(title="specpool demo")
-
-
-def text_of(picture: str) -> list[str]:
-    """The words of an SVG picture; the rest depends on the version of rich."""
-    return unescape(" ".join(re.findall(r">([^<>]+)</text>", picture))).split()

@@ -19,6 +19,7 @@ from specpool.rpc.config.settings import (
     TargetAddress,
     TargetAddresses,
 )
+from specpool.rpc.observability.otlp import OtlpEndpoint
 from specpool.rpc.security.channel import Connector, SecurityOptions, is_followed, split_addresses
 from specpool.rpc.security.settings import ServerSecurity
 from specpool.rpc.security.tls import TlsFiles
@@ -205,6 +206,11 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     draft_timeout_seconds: Seconds = Field(5.0, gt=0, description="timeout of the draft worker")
     target_timeout_seconds: Seconds = Field(120.0, gt=0, description="timeout of the target worker")
     metrics_compat: Literal["vllm"] | None = Field(None, description="also serve metrics under vLLM's names")
+    otlp_metrics_endpoint: OtlpEndpoint | None = Field(
+        None,
+        description="send latencies of requests to this OTLP collector over gRPC, as metrics of OpenTelemetry's "
+        "GenAI conventions; default: none",
+    )
     trace_prompts: bool = Field(False, description="include prompts and outputs in traces")
     chat_template: TemplateFile = Field(
         None, description="file with a Jinja chat template; default: the target model's own"

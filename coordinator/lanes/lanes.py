@@ -117,6 +117,12 @@ class Lanes:
         return sum(known) / max(1, len(known))
 
     @property
+    def kv_pages(self) -> tuple[int, int]:
+        """Pages of all target workers, and the positions of a page; 0 if unknown."""
+        capacities = [lane.window.pages.capacity for lane in self if lane.is_known]
+        return sum(each.pages for each in capacities), max((each.page_size for each in capacities), default=0)
+
+    @property
     def speculation(self) -> SpeculationState:
         """The estimates of the first lane, with the speeds of all lanes. Raises UnavailableError if there are none."""
         state = self.first.drafting.state()

@@ -68,6 +68,12 @@ class Sample:
         )
 
     @property
+    def seconds_per_token(self) -> float | None:
+        """Mean seconds per token after the first. None with at most one token."""
+        tokens = self.sequence.num_generated
+        return self.timings.decode_s / (tokens - 1) if tokens > 1 else None
+
+    @property
     def text(self) -> str:
         """The text that the caller has read."""
         return self._text.getvalue()

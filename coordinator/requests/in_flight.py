@@ -74,15 +74,15 @@ class Latencies:
         self.cached_tokens += sample.sequence.cached_tokens
 
     def ended(self, sample: Sample) -> None:
-        timings, tokens = sample.timings, sample.sequence.num_generated
+        timings, per_token = sample.timings, sample.seconds_per_token
         self.total.observe(timings.total_s)
         self.queue.observe(timings.queue_s)
         self.prefill.observe(timings.prefill_s)
         self.decode.observe(timings.decode_s)
         self.prompt_tokens.observe(sample.sequence.prompt_length)
-        self.generation_tokens.observe(tokens)
-        if tokens > 1:
-            self.per_token.observe(timings.decode_s / (tokens - 1))
+        self.generation_tokens.observe(sample.sequence.num_generated)
+        if per_token is not None:
+            self.per_token.observe(per_token)
 
 
 class EndRate:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from coordinator.prompts.prompt_reader import PromptReader
 from coordinator.requests.generation import Generation, Sample
+from coordinator.requests.in_flight import COMPLETED
 from coordinator.requests.traces import Call, RequestTrace, prompt_attributes
 from coordinator.requests.validation import Limits, check_request_id, read_request
 from coordinator.serving.coordinator import Coordinator
@@ -19,6 +20,7 @@ from specpool.protocol.codec import logprobs_message, model_message
 from specpool.protocol.errors import InvalidArgumentError, ServiceError, UnavailableError
 from specpool.protocol.sampling import TokenLogprobs
 from specpool.protocol.worker_info import WorkerInfo
+from specpool.rpc.observability.otlp_metrics import RequestMeter
 from specpool.rpc.server.callers import client_of
 from specpool.rpc.server.calls import UnreadStream
 from specpool.rpc.server.server import Server
@@ -32,8 +34,9 @@ Fail: TypeAlias = Callable[[ServiceError], None]
 class Intake:
     """Accepts the requests of all services, which share limits and request ids."""
 
-    def __init__(self, coordinator: Coordinator, server: Server) -> None:
-        self._coordinator, self._server = coordinator, server
+    def __init__(self, coordinator: Coordinator, server: Server, meter: RequestMeter | None = None) -> None:
+        """`meter`: records the latencies of finished samples."""
+        self._coordinator, self._server, self._meter = coordinator, server, meter
 
     @asynccontextmanager
     async def generation(
@@ -63,7 +66,17 @@ class Intake:
             )
             async with coordinator.generate(request, arrived) as generation:
                 coordinator.traces.follow(trace, generation)
-                yield generation, partial(_fail, trace, UnreadStream(context))
+                try:
+                    yield generation, partial(_fail, trace, UnreadStream(context))
+                finally:
+                    if self._meter is not None:
+                        self._record(self._meter, _operation(message), generation.samples)
+
+    def _record(self, meter: RequestMeter, operation: str, samples: Iterable[Sample]) -> None:
+        for sample in samples:
+            if (finish := sample.sequence.finish) is not None and finish.reason in COMPLETED:
+                first_token_s = sample.timings.time_to_first_token_s
+                meter.ended(operation, self._coordinator.served_model_name, first_token_s, sample.seconds_per_token)
 
     def abort(self, request_id: str, client: str) -> None:
         """End a request in flight of the same client. Raises InvalidArgumentError, NotFoundError."""
@@ -73,9 +86,14 @@ class Intake:
         self._coordinator.abort(client, request_id)
 
 
+def _operation(message: pb.GenerateRequest) -> str:
+    """Operation name of the GenAI conventions."""
+    return "chat" if message.HasField("chat") else "text_completion"
+
+
 def _describe(message: pb.GenerateRequest, context: Any, stream: bool) -> Call:
     return Call(
-        operation="chat" if message.HasField("chat") else "text_completion",
+        operation=_operation(message),
         stream=stream,
         metadata=context.invocation_metadata() or (),
         prompt=partial(prompt_attributes, message),

@@ -42,7 +42,7 @@ GENERATE = f"specpool generate --address 127.0.0.1:{PORTS[COORDINATOR]} --max-to
 MAKE_PAIR = "from pathlib import Path; from benchmarks.pair import make_tiny_pair; make_tiny_pair(Path('/pair'))"
 ASK = f"from specpool import Client; print(Client('127.0.0.1:{PORTS[COORDINATOR]}').model_info())"
 FIND = "import importlib.util as u, shutil; print(u.find_spec('torch') is not None, shutil.which('cc') is not None)"
-EXTRAS = "import opentelemetry.sdk, prometheus_client; print('yes')"
+EXTRAS = "import opentelemetry.sdk, prometheus_client, starlette, uvicorn; print('yes')"
 
 
 class Images:
@@ -153,7 +153,7 @@ def check_content(images: Images) -> dict[str, object]:
         (ROOT / f"build/{image}.txt").write_text(freeze)
         sizes[f"{image}_packages"] = len(freeze.splitlines())
         extras = images.inside(image, "python", "-c", EXTRAS).strip()
-        require(extras == "yes", f"{image} can serve metrics and send traces")
+        require(extras == "yes", f"{image} can serve HTTP and metrics, and send traces")
         write_sbom(image)
     require(images.inside("coordinator", "python", "-c", FIND).split() == ["False"] * 2, "coordinator: no torch, no cc")
     require(images.inside("worker", "python", "-c", FIND).split() == ["True"] * 2, "worker: torch and cc")

@@ -40,6 +40,24 @@ class DemoSettings(UpSettings):
     max_tokens: int = Field(128, ge=1, le=UINT32_MAX, description="maximum tokens to generate for each prompt")
     concurrency: int = Field(4, ge=1, description="requests in flight")
     repeats: int = Field(2, ge=1, description="runs of each kind; the medians are shown")
+    json_object: bool = Field(False, alias="json", description="print the results as a JSON object")
+
+
+ROWS = {
+    "prompts": ("prompts", "{}"),
+    "completion_tokens": ("tokens of the answers", "{:,}"),
+    "plain_tokens_per_s": ("plain decoding", "{:.1f} tokens/s"),
+    "speculative_tokens_per_s": ("with speculation", "{:.1f} tokens/s"),
+    "speedup": ("speed-up", "{:.2f}x"),
+    "tokens_per_round": ("tokens per round, over all rounds", "{:.2f}"),
+    "drafted_share": ("rounds with draft tokens", "{:.0%}"),
+    "mean_acceptance_length": ("tokens per round with draft tokens", "{:.2f}"),
+    "draft_acceptance_rate": ("draft tokens accepted", "{:.0%}"),
+    "exact_match": ("answers equal to plain decoding", "{:.0%}"),
+    "equivalence": ("exactness of the target", "{}"),
+    "target_activations": ("activations of the target", "{}"),
+}
+"""Name and format of each result in the table."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +75,7 @@ class Run:
 
 
 def demo(settings: DemoSettings) -> int:
-    """Run the command; return its exit status. The last line of its output is a JSON object."""
+    """Run the command; return its exit status."""
     try:
         lines = own_prompts() if settings.prompts is None else read_prompt_file(settings.prompts)
         if not lines:
@@ -73,18 +91,21 @@ def demo(settings: DemoSettings) -> int:
     except (ProcessFailedError, SpecpoolError) as error:
         print(f"specpool demo: {error}", file=sys.stderr)
         return error.status if isinstance(error, ProcessFailedError) else 1
+    if settings.json_object:
+        print(json.dumps(result))
+        return 0
     console = Console()
     console.print(f"\n[bold]One of the answers[/bold]\n{answer.strip()}\n", highlight=False)
     console.print(table_of(result))
-    print(json.dumps(result))
     return 0
 
 
 def table_of(result: Mapping[str, object]) -> Table:
-    """Build the last table that the command prints."""
-    table = Table("measure", "value")
-    for name, value in result.items():
-        table.add_row(name, str(value))
+    """Build the table that the command prints."""
+    table = Table(show_header=False)
+    for key, value in result.items():
+        name, template = ROWS[key]
+        table.add_row(name, template.format(value))
     return table
 
 
@@ -101,7 +122,7 @@ async def _demo(settings: DemoSettings, lines: list[PromptLine]) -> tuple[dict[s
                 plain.append(await _run(client, lines, settings, 0, progress, task))
                 speculative.append(await _run(client, lines, settings, None, progress, task))
             info = await client.model_info()
-    return _result(plain, speculative, info), speculative[0].responses[0].text
+    return result_of(plain, speculative, info), speculative[0].responses[0].text
 
 
 async def _run(
@@ -121,14 +142,17 @@ async def _run(
     return Run(responses, time.perf_counter() - began)
 
 
-def _result(plain: list[Run], speculative: list[Run], info: pb.GetModelInfoResponse) -> dict[str, object]:
+def result_of(plain: list[Run], speculative: list[Run], info: pb.GetModelInfoResponse) -> dict[str, object]:
+    """Compare runs with and without speculation."""
     reference = [list(response.token_ids) for response in plain[0].responses]
     runs = [*plain, *speculative]
     equal = sum(all(list(run.responses[i].token_ids) == tokens for run in runs) for i, tokens in enumerate(reference))
     totals = [response.speculative_decoding for response in speculative[0].responses]
-    rounds = sum(total.num_spec_steps for total in totals)
+    drafted_rounds = sum(total.num_spec_steps for total in totals)
     drafted = sum(total.num_draft_tokens for total in totals)
     accepted = sum(total.num_accepted_draft_tokens for total in totals)
+    tokens = speculative[0].completion_tokens
+    rounds = tokens - accepted  # each round gains one token more than it accepts
     plain_rate = statistics.median(run.tokens_per_s for run in plain)
     speculative_rate = statistics.median(run.tokens_per_s for run in speculative)
     return {
@@ -137,7 +161,9 @@ def _result(plain: list[Run], speculative: list[Run], info: pb.GetModelInfoRespo
         "plain_tokens_per_s": round(plain_rate, 2),
         "speculative_tokens_per_s": round(speculative_rate, 2),
         "speedup": round(speculative_rate / plain_rate, 3),
-        "mean_acceptance_length": round(1 + accepted / rounds if rounds else 0.0, 3),
+        "tokens_per_round": round(tokens / rounds, 3),
+        "drafted_share": round(drafted_rounds / rounds, 3),
+        "mean_acceptance_length": round(1 + accepted / drafted_rounds if drafted_rounds else 0.0, 3),
         "draft_acceptance_rate": round(accepted / drafted if drafted else 0.0, 3),
         "exact_match": equal / len(reference),
         "equivalence": equivalence_name(info.target),

@@ -16,7 +16,7 @@ from pydantic_settings import CliPositionalArg
 from rich.console import Console
 from rich.progress import track
 
-from specpool.cli.waiting import waiting
+from specpool.cli.waiting import clean, waiting
 from specpool.client import AsyncClient, GenerateOptions
 from specpool.client.constraints import CONSTRAINTS
 from specpool.client.prompts import PromptLine, read_prompt_file, read_standard_input, reason_of
@@ -289,13 +289,17 @@ async def _print_all(
         response = await anext(responses)
         if isinstance(response, RequestError):
             failed = True
-            print(f"specpool generate: {json.dumps(line.id)}: {_with_file(response, settings)}", file=sys.stderr)
+            print(f"specpool generate: {_name(line)}: {_with_file(response, settings)}", file=sys.stderr)
             if settings.json_lines:
                 print(json.dumps({"id": line.id, "error": str(response)}), flush=True)
         elif settings.json_lines:
             print(json.dumps(as_record(line, response), ensure_ascii=False), flush=True)
         else:
-            print(f"{json.dumps(line.id)}: {response.text}", flush=True)
+            print(f"[{_name(line)}]\n{response.text.strip()}\n", flush=True)
             if (reason := why_cut(response, settings.max_tokens)) is not None:
-                print(f"{json.dumps(line.id)}: [{reason}]", file=sys.stderr)
+                print(f"specpool generate: {_name(line)}: {reason}", file=sys.stderr)
     return int(failed)
+
+
+def _name(line: PromptLine) -> str:
+    return clean(line.id if isinstance(line.id, str) else json.dumps(line.id))

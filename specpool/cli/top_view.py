@@ -41,10 +41,14 @@ class Activity:
     drafts: Drafts
     methods: Mapping[str, Drafts]
     """By draft method."""
+    tokens_per_round: float | None
+    """Tokens that a sequence gains in a round, with or without draft tokens. Plain decoding gains 1."""
+    drafted_share: float | None
+    """Share of the sequences' rounds with draft tokens."""
     mean_acceptance_length: float | None
-    """Tokens gained per verified proposal, including the bonus token."""
+    """Tokens that a sequence gains in a round with draft tokens, including the bonus token."""
     draft_lengths: Mapping[int, float]
-    """Share of verified sequences by number of draft tokens."""
+    """Share of the sequences' rounds by number of draft tokens."""
     group_sizes: Mapping[int, float]
     """Share of rounds by group size."""
     mean_group_size: float | None
@@ -67,15 +71,6 @@ class Window:
     """Default number of draft tokens; None: adaptive."""
     max_model_len: int | None
     """None before the target is connected."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Expected speed with and without drafts, if draft lengths are adaptive."""
-
-    draft_steps: int
-    expected_tokens_per_s: float
-    plain_tokens_per_s: float
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,6 @@ class View:
     version: str
     uptime_s: float
     window: Window
-    plan: Plan
     workers: tuple[Worker, ...]
     now: Activity | None
     """Activity since the previous state; None without one."""
@@ -128,7 +122,6 @@ def view_of(
     earlier: pb.GetServerInfoResponse | None,
 ) -> View:
     """Build the view of a server. `models`: None before the target is connected."""
-    plan = info.speculation
     fixed = models is not None and models.HasField("num_speculative_tokens")
     standby = [info.standby] if info.HasField("standby") else []
     roles = {"target": info.targets, "draft": info.draft_workers, "standby": standby}
@@ -146,7 +139,6 @@ def view_of(
             draft_length=models.num_speculative_tokens if models is not None and fixed else None,
             max_model_len=models.max_model_len if models is not None else None,
         ),
-        plan=Plan(plan.draft_steps, plan.expected_tokens_per_s, plan.plain_tokens_per_s),
         workers=tuple(
             _worker(role, state, is_carried=role == "draft" and state.address in carriers)
             for role, states in roles.items()
@@ -227,7 +219,8 @@ def _activity(totals: Totals) -> Activity:
         return Drafts(rate(drafted), _ratio(accepted, drafted))
 
     drafted, accepted = totals["drafted"], totals["accepted"]
-    proposals = sum(count for length, count in totals["draft_lengths"].items() if length != "0")
+    sequence_rounds = sum(totals["draft_lengths"].values())
+    drafted_rounds = sequence_rounds - totals["draft_lengths"].get("0", 0.0)
     sizes = totals["group_sizes"]
     sequences = sum(int(size) * rounds for size, rounds in sizes.items())
     return Activity(
@@ -242,7 +235,9 @@ def _activity(totals: Totals) -> Activity:
         refused_per_s={code: rate(count) for code, count in totals["refused"].items() if count},
         drafts=drafts(sum(drafted.values()), sum(accepted.values())),
         methods={method: drafts(count, accepted[method]) for method, count in sorted(drafted.items()) if count},
-        mean_acceptance_length=1 + sum(accepted.values()) / proposals if proposals else None,
+        tokens_per_round=_ratio(counts["completion_tokens"], sequence_rounds),
+        drafted_share=_ratio(drafted_rounds, sequence_rounds),
+        mean_acceptance_length=1 + sum(accepted.values()) / drafted_rounds if drafted_rounds else None,
         draft_lengths={int(length): share for length, share in _shares(totals["draft_lengths"]).items()},
         group_sizes={int(size): share for size, share in _shares(sizes).items()},
         mean_group_size=_ratio(sequences, sum(sizes.values())),

@@ -113,8 +113,10 @@ def read_qwen3_coder(text: TextReader, calls: Calls) -> Steps[Delta, None]:
 def read_harmony(text: TextReader, calls: Calls) -> Steps[Delta, None]:
     """Read messages such as `<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>`.
 
-    Messages on the analysis channel are reasoning. The first header may begin in the prompt.
+    Messages on the analysis channel are reasoning. The first header may begin in the prompt. A newline separates
+    messages of the same kind.
     """
+    seen: set[type[Content | Reasoning]] = set()
     opening = yield from text.skip(" to=functions.", TURN, CHANNEL)
     while not calls.are_complete and (opening or (opening := (yield from text.until(Content, TURN, CHANNEL)))):
         header, end = yield from text.collect_until(MESSAGE)
@@ -128,7 +130,11 @@ def read_harmony(text: TextReader, calls: Calls) -> Steps[Delta, None]:
                 yield from read_arguments(text, calls)
             else:
                 yield Content(header + end + text.since_mark())
-        wrap: Callable[[str], Delta] = Reasoning if f"{CHANNEL}analysis" in header else Content
+        kind = Reasoning if f"{CHANNEL}analysis" in header else Content
+        if kind in seen:
+            yield kind("\n")
+        seen.add(kind)
+        wrap: Callable[[str], Delta] = kind
         end = yield from text.until(wrap, *MESSAGE_ENDS, TURN, CHANNEL)
         opening = None if end in MESSAGE_ENDS else end
 

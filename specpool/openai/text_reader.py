@@ -43,7 +43,7 @@ class TextReader:
         self._marked = []
 
     def since_mark(self) -> str:
-        """Return what has been read since `mark`, and stop recording."""
+        """Return what has been read since `mark`, and end the recording."""
         text, self._marked = "".join(self._marked or ()), None
         return text
 

@@ -249,6 +249,7 @@ def _worker_values(role: str, plan: Plan, model: Model, needs: WorkerNeeds, carr
   model: {json.dumps(model.name)}
   revision: {json.dumps(model.revision or "")}
   gpus: {int(model.on_gpu)}
+  device: {"cuda" if model.on_gpu else "cpu"}
   settings:
     dtype: {model.dtype}{activations}
     max_model_len: {memory.max_model_len}

@@ -79,7 +79,8 @@ class SamplingParams:
         """
         reasoning, grammar, vocab = self.reasoning, self.grammar, range(vocab_size)
         if reasoning is not None and reasoning.largest_id not in vocab:
-            reasoning, grammar = None, "" if reasoning.grammar_after else grammar
+            grammar = "" if reasoning.grammar_after else grammar
+            reasoning = None
         return replace(
             self,
             stop_token_ids=tuple(token for token in self.stop_token_ids if token in vocab),

@@ -27,6 +27,10 @@ CPU_SAMPLING_WARNING = (
     "vLLM for CPU ignores temperature, top_p and top_k when it verifies drafts of any kind: use greedy requests only "
     "(https://github.com/vllm-project/vllm/issues/55005)"
 )
+RUNNER_WARNING = (
+    "vLLM %s does not use Model Runner V1, which calls custom drafters; it may never ask for drafts. Unset "
+    "VLLM_USE_V2_MODEL_RUNNER, or use a version that still has V1"
+)
 # Minimum seconds between log lines about errors that may repeat in every step.
 SECONDS_BETWEEN_ERRORS = 60.0
 # Where drafts do not pay, inspecting rows may take this share of vLLM's time. Steps in between are skipped, up to this
@@ -62,6 +66,8 @@ class RemoteDraft:
             _log_links_to_vllm()
             if not (vllm_version() or "").startswith(TESTED_VERSION):
                 log.warning("vLLM %s is untested with Specpool (tested: %s)", vllm_version(), TESTED_VERSION)
+            if not model.uses_runner_v1:
+                log.warning(RUNNER_WARNING, vllm_version())
             if model.on_cpu:
                 log.warning(CPU_SAMPLING_WARNING)
             self._link = self._connect(settings, model)

@@ -75,6 +75,8 @@ class VllmModel:
             self.drafts = parallel.rank == parallel.world_size - last_stage
             """Whether this process drafts: vLLM uses only the drafts of the last pipeline stage's first rank."""
             self.on_cpu = config.device_config.device_type == "cpu"
+            self.uses_runner_v1 = not getattr(config, "use_v2_model_runner", True)
+            """Whether Model Runner V1 runs the model, the only one that calls custom drafters in vLLM 0.32 and 0.33."""
             executor, is_async = parallel.distributed_executor_backend, bool(scheduler.async_scheduling)
         except AttributeError as error:
             raise ValueError(f"vLLM {vllm_version()} is not supported: {error} (tested: {TESTED_VERSION})") from None

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.figures.__main__ import PICTURE, main
+from benchmarks.figures.__main__ import main
 from benchmarks.figures.blocks import BLOCKS
 from benchmarks.figures.pages import BLOCK, COMMANDS, FOLDER, ROOT, pages
+from benchmarks.figures.pictures import SOURCES
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A folder with a copy of the README and the docs."""
-    for page in (*pages(ROOT), ROOT / PICTURE):
+    for page in (*pages(ROOT), *(ROOT / picture for picture in SOURCES)):
         target = tmp_path / page.relative_to(ROOT)
         target.parent.mkdir(exist_ok=True)
         shutil.copy(page, target)
@@ -75,14 +76,26 @@ def test_check_finds_figures_outside_blocks(copy: Path, figure: str) -> None:
     main(["--check"], copy)
 
 
-def test_check_finds_unknown_blocks_and_another_picture(copy: Path) -> None:
-    guide, picture = copy / "docs/guide.md", copy / PICTURE
+def test_check_finds_unknown_blocks(copy: Path) -> None:
+    guide = copy / "docs/guide.md"
     guide.write_text(guide.read_text() + "<!-- figures: wrong --><!-- /figures -->\n")
-    picture.write_text(picture.read_text().replace("plain_tokens_per_s", "wrong"))
-    assert faults_of(copy) == [
-        "docs/guide.md: no such block or result: 'wrong'",
-        "docs/demo.svg: differs from benchmarks/results/demo.json",
-    ]
+    assert faults_of(copy) == ["docs/guide.md: no such block or result: 'wrong'"]
+
+
+@pytest.mark.parametrize("name", ["demo", "monitoring"])
+def test_check_finds_pictures_of_an_older_result_and_a_new_run_redraws_them(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    folder = Path(shutil.copytree(FOLDER, tmp_path / "results"))
+    monkeypatch.setattr("benchmarks.figures.pages.FOLDER", folder)
+    result = json.loads((folder / f"{name}.json").read_text())
+    result["run"]["date"] = "2099-01-01"
+    (folder / f"{name}.json").write_text(json.dumps(result))
+    pictures = [picture for picture, source in SOURCES.items() if source == name]
+    faults = [fault for fault in faults_of(copy) if "differs from" in fault]
+    assert faults == [f"{picture}: differs from benchmarks/results/{name}.json" for picture in pictures]
+    main([], copy)
+    main(["--check"], copy)
 
 
 def test_results_of_two_machines_are_not_mixed(copy: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,17 +3,11 @@
 `make snapshots` rewrites `snapshots/`; review the difference before committing it.
 """
 
-import functools
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
-import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
 from deployment import COMPONENTS, WORKERS, arguments_of, project
@@ -32,11 +26,11 @@ from helm_chart import (
     template,
     values_of,
 )
+from kubernetes_schemas import SUPPORTED, problems
 
 FOLDER = Path(__file__).parent
 EVERY_CASE = pytest.mark.parametrize("name", ALL_VALUES)
 UPDATES_SNAPSHOTS = "UPDATE_SNAPSHOTS" in os.environ
-SUPPORTED = [version for version in kubernetes_validate.utils.all_versions() if int(version.split(".")[1]) >= 30]
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 EDGE = CHART / "edge/haproxy.cfg"
 ALERTS, DASHBOARD = CHART / "monitoring/alerts.yaml", CHART / "monitoring/dashboard.json"
@@ -88,62 +82,6 @@ def test_every_snapshot_belongs_to_a_case() -> None:
 # --- Schemas
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cached_schemas() -> Iterator[None]:
-    """Read the megabytes of definitions once per version, not per manifest."""
-    cached = functools.cache(kubernetes_validate.utils.schema_contents)
-    with mock.patch.object(kubernetes_validate.utils, "schema_contents", cached):
-        yield
-
-
-@functools.cache
-def custom_resources() -> dict[str, Any]:
-    """Return a JSON Schema of every custom resource, by kind."""
-
-    def closed(schema: Any) -> Any:
-        """Reject properties that a schema does not list."""
-        if isinstance(schema, list):
-            return [closed(item) for item in schema]
-        if not isinstance(schema, dict):
-            return schema
-        inner = {key: closed(value) for key, value in schema.items()}
-        is_object = isinstance(schema.get("properties"), dict) and "type" not in schema
-        return inner | ({"type": "object", "additionalProperties": False} if is_object else {})
-
-    kinds = yaml.safe_load((FOLDER / "custom_resources.yaml").read_text())
-    labels = kinds.pop("definitions")["labels"]
-    metadata = {"properties": {"name": {"type": "string"}, "labels": labels}, "required": ["name", "labels"]}
-    return {
-        kind: closed({"properties": {"apiVersion": {"const": resource["apiVersion"]}, "kind": {"const": kind},
-                                     "metadata": metadata, "spec": resource["spec"]}})
-        for kind, resource in kinds.items()
-    }  # fmt: skip
-
-
-@functools.cache
-def problem(manifest: str, version: str) -> str | None:
-    """Return why Kubernetes of this version would reject a manifest, given as JSON."""
-    loaded = json.loads(manifest)
-    try:
-        if (schema := custom_resources().get(loaded["kind"])) is not None:
-            jsonschema.validate(loaded, schema)
-        else:
-            kubernetes_validate.validate(loaded, version, strict=True)
-    except jsonschema.ValidationError as error:
-        return f"{loaded['kind']} {error.json_path}: {error.message}"
-    return None
-
-
-def problems(manifests: list[Manifest], version: str) -> list[str]:
-    """Return why Kubernetes of this version would reject manifests, including pods inside custom resources."""
-    pods = [
-        {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": name}, "template": pod}
-        for name, pod in pod_templates([item for item in manifests if item["kind"] in custom_resources()])
-    ]
-    messages = (problem(json.dumps(item, sort_keys=True), version) for item in (*manifests, *pods))
-    return [message for message in messages if message is not None]
-
-
 @EVERY_CASE
 def test_manifests_are_valid_in_the_oldest_and_newest_kubernetes(name: str) -> None:
     oldest = "1.33.0" if name == "mixed-gpus" else SUPPORTED[0]  # a model from an OCI image needs 1.33
@@ -171,7 +109,7 @@ def test_helm_lint_passes(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "warnings"),
     [(DEFAULTS, {"no TLS", "Everyone who reaches the service", "Metrics are off"}), ("production", set()),
-     ("openai", {"no TLS", "Everyone who reaches the service", "Metrics are off"})],
+     ("smg", {"no TLS", "Everyone who reaches the service", "Metrics are off"})],
 )  # fmt: skip
 def test_notes_warn_about_open_services(name: str, warnings: set[str]) -> None:
     done = run_helm("install", "specpool", str(CHART), "--dry-run=client", *values_of(name))
@@ -188,12 +126,12 @@ def test_notes_warn_about_open_services(name: str, warnings: set[str]) -> None:
 def test_names_are_unique_per_release_and_have_no_namespace(name: str) -> None:
     names = [(item["kind"], item["metadata"]["name"]) for item in render(name)]
     assert len(names) == len(set(names))
-    assert not [item for item in render(name) if "namespace" in item["metadata"]]
+    assert not [item for item in render(name) if "namespace" in item["metadata"] or not item["metadata"]["labels"]]
     assert all("specpool" in full_name for _, full_name in names)
 
 
 @pytest.mark.parametrize("release", ["x" * 53, f"{'x' * 36}.{'y' * 16}", "llm"])
-@pytest.mark.parametrize("name", ["two-nodes", "openai", "production"])
+@pytest.mark.parametrize("name", ["two-nodes", "smg", "production"])
 def test_long_release_names_are_shortened(name: str, release: str) -> None:
     for item in template(*values_of(name), release=release):
         full_name = item["metadata"]["name"]
@@ -243,7 +181,7 @@ def test_only_coordinators_reach_the_workers(name: str) -> None:
         return
     policy = of_kind(render(name), "NetworkPolicy")["specpool-workers"]["spec"]
     [guarded] = policy["podSelector"]["matchExpressions"]
-    workers = sorted([*WORKERS, *(["standby"] if name in ("standby", "colocated") else [])])
+    workers = sorted([*WORKERS, *(["standby"] if name in ("standby", "colocated", "production") else [])])
     assert (guarded["key"], guarded["operator"], sorted(guarded["values"])) == (COMPONENT, "In", workers)
     calls, *metrics = policy["ingress"]
     assert [source["podSelector"]["matchLabels"][COMPONENT] for source in calls["from"]] == ["coordinator"]
@@ -264,9 +202,12 @@ def test_changed_settings_restart_only_affected_pods() -> None:
 
 def test_alerts_match_the_monitored_job_of_any_release() -> None:
     values = ["--set", "fullnameOverride=llm", "--namespace", "ai"]
-    [monitor] = of_kind(template(*values_of("production"), *values, release="llm"), "PodMonitor").values()
-    [relabeling] = monitor["spec"]["podMetricsEndpoints"][0]["relabelings"]
-    assert relabeling == {"targetLabel": "job", "replacement": "specpool/ai/llm"}
-    jobs = re.findall(r'job=~"(.*?)"', ALERTS.read_text())
-    assert jobs
-    assert all(re.fullmatch(job, relabeling["replacement"]) for job in jobs)
+    monitors = of_kind(template(*values_of("production"), *values, release="llm"), "PodMonitor")
+    assert monitors.keys() == {"llm", "llm-http"}
+    job = "specpool/ai/llm"
+    for monitor in monitors.values():
+        [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+        assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": job}]
+    patterns = re.findall(r'job=~"(.*?)"', ALERTS.read_text())
+    assert patterns
+    assert all(re.fullmatch(pattern, job) for pattern in patterns)

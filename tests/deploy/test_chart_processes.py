@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import grpc
@@ -17,7 +18,7 @@ import torch
 from certificates import Authority
 from deployment import COMPONENTS, ROOT, WORKERS
 from health_server import health_server
-from helm_chart import DEFAULTS, container_of, of_kind, pre_stop_seconds, render, template, values_of
+from helm_chart import DEFAULTS, Manifest, container_of, of_kind, pre_stop_seconds, render, template, values_of
 from pod_settings import pod_environment, pod_settings
 from serving import PATIENCE_SECONDS, free_address
 
@@ -27,23 +28,30 @@ from specpool.rpc.ports import free_port
 from target_worker.server import load_verifier
 
 BIN = Path(sys.executable).parent
+PROGRAMS = {name: f"specpool-{name}" for name in COMPONENTS} | {"http": "specpool-openai"}
 
 
 def path_with(*folders: Path) -> str:
     return os.pathsep.join([*map(str, folders), os.environ["PATH"]])
 
 
+@cache
+def manifests() -> list[Manifest]:
+    """Return `cpu-kind` with the HTTP server."""
+    return template(*values_of("cpu-kind"), "--set", "http.enabled=true")
+
+
 def environment_of(component: str, **changes: str) -> dict[str, str]:
     """Return the environment of a container of `cpu-kind`, adapted to this machine."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("SPECPOOL_")}
     local = {"SPECPOOL_HOST": "127.0.0.1", "PATH": path_with(BIN), "PYTHONPATH": str(ROOT)}
-    return inherited | pod_environment(render("cpu-kind"), component) | local | changes
+    return inherited | pod_environment(manifests(), component) | local | changes
 
 
 @contextmanager
 def processes(pair: tuple[Path, Path], home: Path) -> Iterator[dict[str, tuple[str, str]]]:
     """Run the processes of `cpu-kind` with tiny models; yield the addresses of each server and of its health."""
-    addresses = {component: (free_address(), free_address()) for component in COMPONENTS}
+    addresses = {component: (free_address(), free_address()) for component in PROGRAMS}
     models = {"target-worker": pair[0], "draft-worker": pair[1]}
     with contextlib.ExitStack() as stack:
         for component, (address, probed) in addresses.items():
@@ -52,11 +60,14 @@ def processes(pair: tuple[Path, Path], home: Path) -> Iterator[dict[str, tuple[s
             }
             if component in models:
                 changes |= {"SPECPOOL_MODEL": str(models[component]), "HF_HOME": str(home)}
+            elif component == "http":
+                del changes["SPECPOOL_HEALTH_PORT"]
+                changes["SPECPOOL_COORDINATOR_ADDRESS"] = addresses["coordinator"][0]
             else:
                 changes |= {f"SPECPOOL_{worker[:-7].upper()}_ADDRESS": addresses[worker][0] for worker in WORKERS}
             environment = environment_of(component, **changes)
             environment.pop("SPECPOOL_REVISION", None)  # a folder has no revision
-            process = subprocess.Popen([BIN / f"specpool-{component}"], env=environment, stderr=subprocess.DEVNULL)
+            process = subprocess.Popen([BIN / PROGRAMS[component]], env=environment, stderr=subprocess.DEVNULL)
             stack.callback(process.wait)
             stack.callback(process.kill)
         yield addresses
@@ -64,20 +75,23 @@ def processes(pair: tuple[Path, Path], home: Path) -> Iterator[dict[str, tuple[s
 
 @pytest.mark.slow
 def test_processes_serve_and_helm_test_passes(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    test = container_of(render("cpu-kind"), "test")
+    test = container_of(manifests(), "test")
     with processes(tiny_pair, tmp_path) as addresses:
+        http, _ = addresses.pop("http")
         for component, (_, probed) in addresses.items():
-            server, deadline = container_of(render("cpu-kind"), component), time.monotonic() + 3 * PATIENCE_SECONDS
+            server, deadline = container_of(manifests(), component), time.monotonic() + 3 * PATIENCE_SECONDS
             startup, liveness = (server[f"{name}Probe"]["grpc"].get("service", "") for name in ("startup", "liveness"))
             while healthcheck.main([probed, "--service", startup]):
                 assert time.monotonic() < deadline, component
                 time.sleep(0.1)
             assert healthcheck.main([probed, "--service", liveness]) == 0
-        environment = environment_of("test", SPECPOOL_ADDRESS=addresses["coordinator"][0])
+        environment = environment_of("test", SPECPOOL_ADDRESS=addresses["coordinator"][0], OPENAI_URL=f"http://{http}")
         command = [*test["command"], *test["args"]]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    *answer, over_http = done.stdout.strip().splitlines()
+    assert answer
+    assert over_http.endswith(" tokens over HTTP")
 
 
 def test_helm_test_fails_on_different_answers(tmp_path: Path) -> None:
@@ -108,7 +122,7 @@ def test_group_pods_delay_shutdown_only_while_serving(node: int, is_serving: boo
 @pytest.mark.skipif(not (BIN / "smg").exists(), reason="smg is not installed")
 @pytest.mark.parametrize("cells", [1, 2])
 def test_gateway_is_alive_but_not_ready_without_coordinators(cells: int) -> None:
-    gateway = container_of(template(*values_of("openai"), "--set", f"cells={cells}"), "smg")
+    gateway = container_of(template(*values_of("smg"), "--set", f"cells={cells}"), "smg")
     free = {name: str(free_port()) for name in ("port", "health-check-port", "prometheus-port")}
     changes = {"--host": "127.0.0.1"} | {f"--{name}": port for name, port in free.items()}
     flags = [word.partition("=") for word in gateway["args"]]

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployment import WORKERS, image_environment, project, settings_of
+from deployment import COMPONENTS, WORKERS, image_environment, project, settings_of
 from helm_chart import (
     ALL_VALUES,
     COMPONENT,
+    DEFAULTS,
     Manifest,
     container_of,
     of_kind,
@@ -43,7 +44,7 @@ def processes(name: str) -> list[tuple[str, Manifest, Manifest, Any]]:
     return [
         (component, pod_template(manifests, component)["spec"], container_of(manifests, component),
          pod_settings(manifests, component))
-        for component in components if component not in ("smg", "test")
+        for component in components if component not in ("http", "smg", "test")
     ]  # fmt: skip
 
 
@@ -160,8 +161,8 @@ def test_settings_reach_the_process_as_given() -> None:
     assert coordinator.draft_address is None
     assert (target.kv_memory, target.max_sequences) == (8 * 2**30, 8)
     assert (target.device, target.tensor_parallel) == ("cpu", 3)
-    escaped = template("--set-json", 'target={"settings": {"alias": "$(HOME) $$ \\"x\\""}}')
-    assert pod_environment(escaped, TARGET)["SPECPOOL_ALIAS"] == '$(HOME) $$ "x"'
+    escaped = template("--set-json", 'target={"settings": {"log_name": "$(HOME) $$ \\"x\\""}}')
+    assert pod_environment(escaped, TARGET)["SPECPOOL_LOG_NAME"] == '$(HOME) $$ "x"'
 
 
 # --- TLS and tokens
@@ -256,7 +257,7 @@ def test_monitoring_behind_an_edge_may_use_ipv6() -> None:
 def test_gateway_accepts_its_arguments(metrics: bool) -> None:
     launch = pytest.importorskip("smg.launch_router")
     values = f"metrics.enabled={json.dumps(metrics)},coordinator.drainSeconds=100"
-    manifests = template(*values_of("openai"), "--set", values)
+    manifests = template(*values_of("smg"), "--set", values)
     gateway, spec = container_of(manifests, "smg"), pod_template(manifests, "smg")["spec"]
     router = launch.parse_router_args(gateway["args"][1:])
     expected = {"http": router.port, "health": router.health_check_port} | (
@@ -316,7 +317,40 @@ def test_a_drain_never_ends_a_target_and_its_standby() -> None:
     assert sorted(shared["selector"]["matchExpressions"][0]["values"]) == ["standby", TARGET]
 
 
+# --- Sharing a GPU
+
+
+def test_a_carried_draft_needs_no_further_gpu() -> None:
+    assert gpus_of("one-gpu") == {TARGET: {"nvidia.com/gpu": 1}}
+    assert pod_settings(render("one-gpu"), TARGET).draft == pod_settings(render(DEFAULTS), "draft-worker").model
+
+
+def test_workers_use_slices_of_a_gpu() -> None:
+    assert gpus_of("mig") == {TARGET: {"nvidia.com/mig-4g.40gb": 1}, "draft-worker": {"nvidia.com/mig-1g.10gb": 1}}
+    assert gpus_of("time-slicing") == {worker: {"nvidia.com/gpu.shared": 1} for worker in WORKERS}
+    limits = [pod_settings(render("time-slicing"), worker).memory_limit for worker in WORKERS]
+    assert sum(limits) < 80e9  # nothing else separates their memory
+
+
+def gpus_of(name: str) -> dict[str, dict[str, int]]:
+    """Return the GPUs that the pods of each component request, by resource."""
+    limits = {component: server["resources"]["limits"] for component, _, server, _ in processes(name)}
+    gpus = {name: {key: count for key, count in given.items() if "/" in key} for name, given in limits.items()}
+    return {component: given for component, given in gpus.items() if given}
+
+
 # --- Several workers of one coordinator
+
+
+def test_a_partition_updates_only_the_last_drafts() -> None:
+    sets = of_kind(render("draft-canary"), "StatefulSet")
+    strategies = {name: item["spec"]["updateStrategy"] for name, item in sets.items()}
+    canary = {"type": "RollingUpdate", "rollingUpdate": {"partition": 2}}
+    assert strategies.pop("specpool-draft-worker") == canary
+    assert list(strategies.values()) == [{"type": "RollingUpdate"}] * 2
+    before = template(*values_of("draft-canary"), "--set", "draft.model=Qwen/Qwen3-0.6B,draft.revision=")
+    changed = [name for name in COMPONENTS if pod_template(before, name) != pod_template(render("draft-canary"), name)]
+    assert changed == ["draft-worker"]  # the update restarts nothing else
 
 
 @pytest.mark.parametrize("name", REPLICATED)

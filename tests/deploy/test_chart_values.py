@@ -2,14 +2,17 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
-from deployment import DEPLOY
-from helm_chart import CHART, EXAMPLES, run_helm, values_of
+from deployment import DEPLOY, ROOT, settings_class
+from helm_chart import CHART, EXAMPLES, run_helm, template, values_of
+from pod_settings import pod_settings
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 REFUSALS = yaml.safe_load((Path(__file__).parent / "refusals.yaml").read_text())
@@ -18,6 +21,15 @@ REFUSALS = yaml.safe_load((Path(__file__).parent / "refusals.yaml").read_text())
 @pytest.mark.parametrize(("values", "message"), REFUSALS)
 def test_bad_values_are_rejected_by_name(values: str, message: str) -> None:
     assert message in refusal("--set", values)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_the_template_knows_the_commit_of_the_default_model(role: str) -> None:
+    model, revision = VALUES[role]["model"], VALUES[role]["revision"]
+    assert f"{revision} is a commit of {model}" in refusal("--set", f"{role}.model=org/other")
+    for given in (f"{role}.revision=" + "f" * 40, f"{role}.revision=", f"{role}.revision=null"):
+        settings = pod_settings(template("--set", f"{role}.model=org/other,{given}"), f"{role}-worker")
+        assert (settings.model, settings.revision) == ("org/other", "f" * 40 if given.endswith("f") else None)
 
 
 def test_old_clusters_are_rejected() -> None:
@@ -45,6 +57,16 @@ def test_schema_describes_every_value() -> None:
 
     assert undescribed(schema, "") == []
     assert schema["properties"].keys() - {"global"} == VALUES.keys()
+
+
+def test_the_schema_lists_the_settings_of_every_process(tmp_path: Path) -> None:
+    written = tmp_path / "schema.json"
+    subprocess.run([sys.executable, ".ci/generate_values_schema.py", written], cwd=ROOT, check=True)
+    assert written.read_text() == (CHART / "values.schema.json").read_text(), "run `make values-schema`"
+    definitions = json.loads(written.read_text())["$defs"]
+    commands = {"coordinator": "coordinator", "draft": "draft-worker", "target": "target-worker", "http": "openai"}
+    for role, command in commands.items():
+        assert definitions[f"{role}Settings"]["properties"].keys() == settings_class(f"specpool-{command}").keys()
 
 
 def test_pages_name_every_value_and_every_example() -> None:

@@ -65,8 +65,9 @@ def test_requirements_come_from_the_project(tmp_path: Path) -> None:
     base, extras = project()["project"]["dependencies"], project()["project"]["optional-dependencies"]
     written = {path.stem: path.read_text().splitlines() for path in tmp_path.glob("*.txt")}
     (cli, *coordinator), (included, *worker) = extras["coordinator"], extras["worker"]
-    assert (cli, included) == ("specpool[cli]", "specpool[coordinator]")
-    both = [*base, *extras["cli"], *coordinator, *extras["constraints"], *extras["otel"]]
+    assert (cli, included) == ("specpool[cli]", "specpool[coordinator,http]")
+    assert extras["http"][0] == "specpool[cli]"
+    both = [*base, *extras["cli"], *coordinator, *extras["http"][1:], *extras["constraints"], *extras["otel"]]
     assert written == {"base": both, "coordinator": extras["smg"], "worker": worker}
 
 
@@ -132,6 +133,18 @@ def test_coordinator_finds_its_workers_and_is_published_on_loopback() -> None:
     assert service["ports"] == [f"127.0.0.1:{settings.port}:{settings.port}"]
     assert sorted(service["depends_on"]) == sorted([*WORKERS, "target-worker-2"])  # compose stops the coordinator first
     assert service["tmpfs"] == ["/tmp"]
+
+
+def test_http_server_finds_the_coordinator_and_is_published_on_loopback() -> None:
+    service, coordinator = services()["http"], services()["coordinator"]
+    environment = image_environment("coordinator") | service["environment"]
+    settings = settings_of(*service["entrypoint"], [], environment)
+    assert settings.host == "0.0.0.0"
+    assert settings.coordinators == [f"coordinator:{service_settings('coordinator').port}"]
+    assert (service["image"], service["build"]) == (coordinator["image"], coordinator["build"])
+    assert service["ports"] == [f"127.0.0.1:{settings.port}:{settings.port}"]
+    assert f"http://127.0.0.1:{settings.port}/health" in service["healthcheck"]["test"][-1]
+    assert "coordinator" in service["depends_on"]  # compose stops the server first
 
 
 def test_a_profile_adds_a_target_that_differs_only_in_its_gpu() -> None:

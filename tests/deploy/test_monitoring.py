@@ -10,15 +10,13 @@ from typing import Any
 import promql_parser
 import pytest
 import yaml
-from dashboard import DASHBOARD, read_panels
 from deployment import ROOT
 from served_metrics import scrape_coordinator_and_worker
 
+from benchmarks.dashboard import ALERTS, CONFIGURATION, DASHBOARD, read_panels
 from specpool.cli.up import services_of
 from specpool.cli.up_settings import UpSettings
 
-ALERTS = ROOT / "deploy/helm/specpool/monitoring/alerts.yaml"
-PROMETHEUS = ROOT / "deploy/monitoring/prometheus.yml"
 ADDED_BY_PROMETHEUS = {"job", "instance"}
 PANELS = read_panels()
 QUERIES = [query for panel in PANELS for query in panel.queries]
@@ -129,8 +127,8 @@ def test_alerts_link_to_a_section_of_the_operations_page() -> None:
 
 
 def test_local_prometheus_scrapes_the_ports_of_specpool_up() -> None:
-    config = yaml.safe_load(PROMETHEUS.read_text())
-    assert [(PROMETHEUS.parent / path).resolve() for path in config["rule_files"]] == [ALERTS]
+    config = yaml.safe_load(CONFIGURATION.read_text())
+    assert [(CONFIGURATION.parent / path).resolve() for path in config["rule_files"]] == [ALERTS]
     (job,) = config["scrape_configs"]
     assert re.fullmatch(".*specpool.*", job["job_name"])
     services = services_of(UpSettings(metrics_port=9100), "target", "draft")

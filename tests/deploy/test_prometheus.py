@@ -8,18 +8,17 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import yaml
-from dashboard import Query, ask
 from deployment import ROOT
-from test_monitoring import ALERTS, PANELS, PROMETHEUS, RULES, LabeledQuery
+from test_monitoring import PANELS, RULES, LabeledQuery
 
+from benchmarks.dashboard import ALERTS, CONFIGURATION, Query, ask, prometheus
 from specpool.cli.processes import end
 from specpool.cli.up import services_of
 from specpool.cli.up_settings import UpSettings
@@ -39,7 +38,7 @@ def _installed() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [("check", "rules", ALERTS), ("check", "config", PROMETHEUS),
+    [("check", "rules", ALERTS), ("check", "config", CONFIGURATION),
      ("test", "rules", ROOT / "tests/deploy/alerts_test.yaml")],
 )  # fmt: skip
 def test_promtool_accepts(command: tuple[object, ...]) -> None:
@@ -49,10 +48,11 @@ def test_promtool_accepts(command: tuple[object, ...]) -> None:
 
 @asynccontextmanager
 async def specpool(pair: tuple[Path, Path], metrics_port: int) -> AsyncIterator[AsyncClient]:
-    """Run the processes of `specpool up` with a short queue; one request is refused before the workers start."""
+    """Run the processes of `specpool up --standby` with a short queue; one request is refused before workers start."""
     settings = UpSettings(
-        metrics_port=metrics_port, port=free_port(), max_num_seqs=4, threads=1, max_model_len=512, log_level="error"
-    )
+        metrics_port=metrics_port, port=free_port(), standby=True, max_num_seqs=4, threads=1, max_model_len=512,
+        log_level="error",
+    )  # fmt: skip
     *workers, coordinator = services_of(settings, *map(str, pair))
     coordinator.arguments += ["--queue-size", "2"]
     async with AsyncExitStack() as stack, AsyncClient(coordinator.address, retry_seconds=0) as client:
@@ -102,25 +102,6 @@ async def load(client: AsyncClient) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@contextmanager
-def prometheus(folder: Path, metrics_port: int) -> Iterator[str]:
-    """Run a Prometheus with our configuration but these ports and an interval of a second; yield its URL."""
-    config = yaml.safe_load(PROMETHEUS.read_text())
-    config["global"] = dict.fromkeys(config["global"], "1s")
-    config["rule_files"] = [str(ALERTS)]
-    text = re.sub(r"127\.0\.0\.1:910(\d)", lambda match: f"127.0.0.1:{metrics_port + int(match[1])}", yaml.dump(config))
-    (folder / "prometheus.yml").write_text(text)
-    address = f"127.0.0.1:{free_port()}"
-    flags = {"config.file": folder / "prometheus.yml", "storage.tsdb.path": folder / "data",
-             "web.listen-address": address, "log.level": "warn"}  # fmt: skip
-    process = subprocess.Popen(["prometheus", *(f"--{name}={value}" for name, value in flags.items())])
-    try:
-        yield f"http://{address}"
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
 def is_answered(url: str, query: Query, began: float) -> bool:
     """Return whether a query has a finite value, in series with every label of the legend."""
     span = {"start": str(began), "end": str(time.time()), "step": "1"}
@@ -134,7 +115,7 @@ def is_answered(url: str, query: Query, began: float) -> bool:
 
 
 async def test_prometheus_answers_every_query(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    began, port = time.time(), free_port(3)
+    began, port = time.time(), free_port(4)
     selectors = [selector for rule in RULES for selector in LabeledQuery(rule["expr"]).selectors()]
     missing = {query for panel in PANELS for query in panel.queries}
     missing |= {Query(selector.prettify(), "") for selector in selectors}

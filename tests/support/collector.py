@@ -1,12 +1,13 @@
-"""An OTLP trace collector in this process, behind a real socket."""
+"""An OTLP collector of traces and metrics in this process, behind a real socket."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as pb_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
@@ -61,15 +62,70 @@ class Collector(pb_grpc.TraceServiceServicer):
         return "".join(map(str, self.requests))
 
 
+@dataclass(frozen=True)
+class Distribution:
+    """One series of a histogram."""
+
+    service: str
+    unit: str
+    count: int
+    total: float
+    bounds: list[float]
+    attributes: dict[str, Any]
+
+
+class MetricsCollector(metrics_service_pb2_grpc.MetricsServiceServicer):
+    """Keeps the last export of each histogram, by name."""
+
+    def __init__(self) -> None:
+        self.histograms: dict[str, list[Distribution]] = {}
+
+    async def Export(
+        self, request: metrics_service_pb2.ExportMetricsServiceRequest, context: Any
+    ) -> metrics_service_pb2.ExportMetricsServiceResponse:
+        for resource in request.resource_metrics:
+            service = _attributes(resource.resource.attributes)["service.name"]
+            for metric in (metric for scope in resource.scope_metrics for metric in scope.metrics):
+                self.histograms[metric.name] = [
+                    Distribution(
+                        service,
+                        metric.unit,
+                        point.count,
+                        point.sum,
+                        [*point.explicit_bounds],
+                        _attributes(point.attributes),
+                    )
+                    for point in metric.histogram.data_points
+                ]
+        return metrics_service_pb2.ExportMetricsServiceResponse()
+
+
+@asynccontextmanager
+async def collecting_metrics() -> AsyncIterator[tuple[MetricsCollector, str]]:
+    """Run a collector of metrics; yield it and its URL."""
+    collector = MetricsCollector()
+    async with _listening(
+        lambda server: metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(collector, server)
+    ) as url:
+        yield collector, url
+
+
 @asynccontextmanager
 async def collecting() -> AsyncIterator[tuple[Collector, str]]:
     """Run a collector; yield it and its URL."""
-    collector, server = Collector(), grpc.aio.server()
-    pb_grpc.add_TraceServiceServicer_to_server(collector, server)
+    collector = Collector()
+    async with _listening(lambda server: pb_grpc.add_TraceServiceServicer_to_server(collector, server)) as url:
+        yield collector, url
+
+
+@asynccontextmanager
+async def _listening(add: Callable[[grpc.aio.Server], None]) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    add(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        yield collector, f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}"
     finally:
         await server.stop(None)
 

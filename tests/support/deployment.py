@@ -19,6 +19,7 @@ SETTINGS = {
     "specpool-coordinator": ("coordinator.config.settings", "CoordinatorSettings"),
     "specpool-draft-worker": ("draft_worker.server", "DraftWorkerSettings"),
     "specpool-target-worker": ("target_worker.server", "TargetWorkerSettings"),
+    "specpool-openai": ("specpool.openai.settings", "OpenAISettings"),
     "specpool generate": ("specpool.cli.generate", "GenerateSettings"),
 }
 

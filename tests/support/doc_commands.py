@@ -108,7 +108,7 @@ def simple_commands(text: str) -> Iterator[tuple[str, ...]]:
             found = found[: found.index(">")] if ">" in found else found
             while found[0] == "env" or re.match(r"[A-Z_]+=", found[0]):
                 found = found[1:]
-            yield (re.sub(r"^(?:\.venv|DIR)/bin/", "", found[0]), *found[1:])
+            yield (found[0].removeprefix("DIR/bin/"), *found[1:])
             found = []
 
 

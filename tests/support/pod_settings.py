@@ -18,7 +18,7 @@ _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # removed when the proces
 
 def pod_environment(manifests: list[Manifest], component: str, cell: int = 0, node: int = 0) -> dict[str, str]:
     """Return a container's variables in one cell, and on one node if the worker spans several."""
-    environment = image_environment("coordinator" if component in ("coordinator", "test") else "worker")
+    environment = image_environment("coordinator" if component in ("coordinator", "http", "test") else "worker")
     environment |= _group_variables(manifests, component, cell, node)
     for item in container_of(manifests, component, node)["env"]:
         if item.get("valueFrom", {}).get("fieldRef"):

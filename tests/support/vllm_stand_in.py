@@ -40,6 +40,7 @@ def vllm_config(tokenizer: str, num_speculative_tokens: int = 4, rank: int = 0, 
         scheduler_config=SimpleNamespace(async_scheduling=changes.get("async_scheduling", False)),
         device_config=SimpleNamespace(device_type=changes.get("device_type", "cuda")),
         speculative_config=SimpleNamespace(num_speculative_tokens=num_speculative_tokens),
+        use_v2_model_runner=False,
     )
 
 

@@ -14,13 +14,23 @@ from specpool.client import AsyncClient
 from specpool.v1 import generation_pb2 as pb
 
 MAX_TOKENS = 300
+PLAIN = pb.SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+REASONING = pb.SamplingParams(
+    max_tokens=MAX_TOKENS,
+    temperature=1.0,
+    seed=1,
+    regex=r"( [a-z]{1,9},){400}",
+    constraint_after_reasoning=True,
+    max_thinking_tokens=40,
+)
+TAGS = ("--reasoning-tags", "[,]")
 
 
-def request(k: int) -> pb.GenerateRequest:
-    """A generation long enough to be interrupted."""
+def request(k: int, params: pb.SamplingParams = PLAIN) -> pb.GenerateRequest:
+    """A generation long enough to be interrupted. The prompt has a "[" and no "]"."""
     return pb.GenerateRequest(
         tokenized=pb.TokenizedInput(input_ids=range(40, 60)),
-        sampling_params=pb.SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True),
+        sampling_params=params,
         speculative=pb.SpeculativeParams(num_speculative_tokens=k),
     )
 
@@ -37,14 +47,17 @@ async def restart(worker: Service) -> None:
 
 
 @pytest.mark.slow
-async def test_killed_worker_costs_no_token(tiny_pair: tuple[Path, Path]) -> None:
-    async with running(*tiny_pair, slots=4) as processes, AsyncClient(processes.address) as client:
+@pytest.mark.parametrize("params", [PLAIN, REASONING], ids=["plain", "reasoning"])
+async def test_killed_worker_costs_no_token(tiny_pair: tuple[Path, Path], params: pb.SamplingParams) -> None:
+    starting = running(*tiny_pair, slots=4, coordinator_flags=TAGS)
+    async with starting as processes, AsyncClient(processes.address) as client:
         await wait_ready(client)
-        truth = await client.stub.Generate(request(k=0))
+        truth = await client.stub.Generate(request(0, params))
+        assert truth.starts_in_reasoning
         for victim in processes.services[:2]:
             tokens: list[int] = []
             restarting: asyncio.Task[None] | None = None
-            async for message in client.stub.GenerateStream(request(k=3)):
+            async for message in client.stub.GenerateStream(request(3, params)):
                 tokens.extend(message.chunk.token_ids)
                 if restarting is None and len(tokens) > 20:
                     await kill(victim)
@@ -54,7 +67,7 @@ async def test_killed_worker_costs_no_token(tiny_pair: tuple[Path, Path]) -> Non
             assert tokens == list(truth.token_ids)
             assert message.complete.finish_reason == "length"
         await wait_ready(client)
-        response = await client.stub.Generate(request(k=3))
+        response = await client.stub.Generate(request(3, params))
         assert response.speculative_decoding.num_draft_tokens > 0
         assert response.token_ids == truth.token_ids
 

@@ -250,7 +250,7 @@ async def test_an_unreachable_collector_does_not_affect_requests(
     is_silent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    monkeypatch.setattr("specpool.rpc.observability.tracing.FLUSH_SECONDS", 0.3)
+    monkeypatch.setattr("specpool.rpc.observability.otlp.FLUSH_SECONDS", 0.3)
     async with collecting() as (collector, url):
         collector.open.clear()
         endpoint = url if is_silent else "http://127.0.0.1:1"

@@ -229,6 +229,7 @@ async def test_server_info_explains_adaptive_lengths() -> None:
         info = await served.until_idle()
         counters, state = info.counters, info.speculation
         assert sum(i * times for i, times in enumerate(counters.draft_lengths)) == counters.draft_tokens
+        assert sum(counters.draft_lengths) == counters.completion_tokens - counters.accepted_draft_tokens
         assert sum(drafts.draft_tokens for drafts in counters.drafts.values()) == counters.draft_tokens
         assert (
             sum(drafts.accepted_draft_tokens for drafts in counters.drafts.values()) == counters.accepted_draft_tokens

@@ -95,6 +95,15 @@ async def test_an_answer_that_was_cut_says_so(specpool: Specpool, arguments: lis
         assert out.endswith("\n")
 
 
+async def test_answers_to_a_file_are_readable(specpool: Specpool, served: Serving) -> None:
+    lines = '{"id": "one\\u001b", "prompt": "a"}\n{"id": 2, "prompt": "b"}\n'
+    options = ["--prompts", "-", "--max-tokens", "2"]
+    status, out, err = await specpool("generate", "--address", served.address, *options, stdin=lines)
+    texts = [byte_tokenizer().decode(truth(served, prompt, 2)).strip() for prompt in "ab"]
+    assert (status, out) == (0, f"[one ]\n{texts[0]}\n\n[2]\n{texts[1]}\n\n")
+    assert err.splitlines()[1] == "specpool generate: 2: stopped after 2 tokens: --max-tokens"
+
+
 async def test_other_prompts_continue_after_a_refused_one(specpool: Specpool, served: Serving) -> None:
     lines = '{"id": 1, "prompt": ""}\n{"id": 2, "prompt": "x"}\n'
     options = ["--prompts", "-", "--max-tokens", "2", "--json"]

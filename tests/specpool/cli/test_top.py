@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.live import Live
 from serving import PATIENCE_SECONDS, Serving, free_address, make_request, serving
 
 from coordinator.server import CoordinatorServer
-from specpool.cli.top import Panels, TopSettings, failure_panel, top
+from specpool.cli.top import TopSettings, top
+from specpool.cli.top_panels import Panels, failure_panel
 from specpool.cli.top_view import activity, view_of
 from specpool.v1 import common_pb2
 from specpool.v1 import generation_pb2 as pb
@@ -55,6 +57,8 @@ def test_rates_and_shares_cover_the_time_between_two_states() -> None:
     assert result.methods["model"].tokens_per_s == 5.0
     assert {method: drafts.acceptance_rate for method, drafts in result.methods.items()} == {"model": 0.5, "ngram": 1.0}
     assert result.drafts.acceptance_rate == pytest.approx(18 / 28)
+    assert result.tokens_per_round == 48 / 16
+    assert result.drafted_share == 0.75
     assert result.mean_acceptance_length == 1 + 18 / 12
     assert result.draft_lengths == {0: 0.25, 2: 0.5, 3: 0.25}
     assert result.group_sizes == {1: 0.5, 2: 0.25, 3: 0.25}
@@ -79,6 +83,7 @@ def test_an_idle_server_has_no_shares() -> None:
     result = activity(EARLIER, EARLIER)
     assert (result.seconds, result.tokens_per_s) == (0.0, 0.0)
     assert result.drafts.acceptance_rate is result.mean_acceptance_length is result.cached_share is None
+    assert result.tokens_per_round is result.drafted_share is None
     assert result.same_length_share is result.mean_group_size is None
     assert [result.stage_shares, result.draft_lengths, result.methods, result.finished_per_s] == [{}, {}, {}, {}]
 
@@ -149,6 +154,43 @@ def test_a_view_fits_any_terminal(width: int) -> None:
             assert part in text, part
         assert width < 200 or "float32, int8 activations, bitwise" in text
         assert "1 ranks" not in text
+
+
+def screen(info: pb.GetServerInfoResponse, width: int, height: int) -> list[str]:
+    """Return the lines that a terminal of this size shows."""
+    file = io.StringIO()
+    console = Console(file=file, width=width, height=height, color_system=None, force_terminal=True)
+    with Live(console=console, screen=True) as live:
+        file.seek(0)
+        file.truncate()
+        live.update(Panels(view_of("127.0.0.1:50050", info, None, EARLIER), height), refresh=True)
+        return re.sub(r"\x1b\[\S*?[A-Za-z]", "", file.getvalue()).splitlines()
+
+
+def test_a_terminal_of_80_by_24_shows_all_panels_with_the_workers_first() -> None:
+    resting = pb.WorkerState(address=f"{'d' * 70}:2", state="resting", reason="timeout")
+    info = server(drafts=[resting])
+    lines = screen(info, 80, 24)
+    text = "\n".join(lines)
+    panels = [text.index(name) for name in ("Workers", "Window", "Speculation", "Rounds")]
+    assert panels == sorted(panels)
+    workers = ["target ready, 2 of 8 slots, KV cache 75%, at t:1", "draft resting, at d:1", "slow", "resting, at dddd"]
+    shown = ["3 of 16", "40 of 256", "tokens/s", "RESOURCE_EXHAUSTED", "3.00 all rounds", "2.50 75% of rounds"]
+    for part in [*workers, *shown, "ngram", "mean 1.8", "time  verify: 75%"]:
+        assert part in text, part
+    assert len(lines) == 24
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_large_terminal_shows_the_details_of_workers() -> None:
+    assert "a/model" in "\n".join(screen(server(), 80, 50))
+    assert "a/model" not in "\n".join(screen(server(), 80, 24))
+
+
+def test_tiny_shares_are_not_listed() -> None:
+    info = server()
+    info.counters.draft_lengths[:] = [997, 2, 50]
+    assert "draft tokens  0: 95%  2: 5% " in rendered(Panels(view_of("a:1", info, None, None)), 80)
 
 
 def test_control_characters_of_a_server_never_reach_the_terminal() -> None:

@@ -110,12 +110,13 @@ def check_trace(collector: Collector) -> None:
 
 @pytest.mark.slow
 async def test_demo_compares_plain_and_speculative_tokens(tiny_pair: Pair) -> None:
-    flags = ["--num-prompts", "2", "--max-tokens", "8", "--repeats", "1"]
+    flags = ["--num-prompts", "2", "--max-tokens", "8", "--repeats", "1", "--json"]
     async with started("demo", *pair_flags(tiny_pair, *flags)) as process:
         out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
-    result = json.loads(out.decode().splitlines()[-1])
+    result = json.loads(out)
     assert (result["prompts"], result["exact_match"], result["equivalence"]) == (2, 1.0, "bitwise")
+    assert 1 <= result["tokens_per_round"] <= max(1, result["mean_acceptance_length"])
     assert result["target_activations"] == "float32"
 
 

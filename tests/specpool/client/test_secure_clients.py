@@ -237,7 +237,7 @@ async def test_generate_uses_tls_and_a_token(
         assert (status, out) == (1, "")
         assert err.startswith("specpool generate: UNAUTHENTICATED: authorization: ")
         status, _, err = await specpool("abc", "--tls-cert", alice.cert, "--tls-key", alice.key)
-        assert (status, err) == (2, "specpool generate: tls_cert: must be given with tls_ca\n")
+        assert (status, err) == (2, "specpool generate: tls-cert: must be given with --tls-ca\n")
 
 
 @pytest.mark.parametrize("alternative", [["DNS:*.specpool.example"], ["IP:192.0.2.1"], []])

@@ -119,6 +119,7 @@ def test_json_arguments_keep_the_model_s_text() -> None:
          [["now", "{}"]] * 2, ""),
         ("hermes", '<tool_call>{"name": "now", "arguments": {}</tool_call>', [["now", "{}"]], ""),
         ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "x', [["now", '{"a": "x']], ""),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"a": }}</tool_call>', [["now", '{"a": }']], ""),
         ("llama3", '<|python_tag|>{"name": "now", "parameters": {}}', [["now", "{}"]], ""),
         ("llama3", '{"type": "function", "name": "now", "arguments": {}}; {"name": "now", "parameters": {}}',
          [["now", "{}"]] * 2, ""),
@@ -185,11 +186,11 @@ def test_text_that_is_no_call_of_a_tool_stays_content(name: str, text: str) -> N
 
 def test_harmony_s_analysis_is_reasoning() -> None:
     text = (
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>analysis<|message|> Yes.<|end|>"
-        "<|start|>assistant<|channel|>final<|message|>42"
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>analysis<|message|>Yes.<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>So:<|end|><|start|>assistant<|channel|>final<|message|>42"
     )
     for tools in (TOOLS, None):
-        assert read(plan_for("harmony", tools), list(text)) == Answer("42", "Hm. Yes.")
+        assert read(plan_for("harmony", tools), list(text)) == Answer("So:\n42", "Hm.\nYes.")
 
 
 @pytest.mark.parametrize("name", ["hermes", "glm", "qwen3_coder"])

@@ -38,7 +38,7 @@ def plain(plain_long: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def draft() -> Iterator[DraftProcess]:
-    with draft_process(embedded_pair().draft) as process:
+    with draft_process(embedded_pair().target) as process:
         yield process
 
 

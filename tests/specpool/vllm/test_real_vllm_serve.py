@@ -35,7 +35,7 @@ FLAGS = ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_wh
 
 @pytest.fixture(scope="module")
 def draft() -> Iterator[DraftProcess]:
-    with draft_process(embedded_pair().draft) as process:
+    with draft_process(embedded_pair().target) as process:
         yield process
 
 

@@ -75,7 +75,7 @@ async def test_an_unknown_vllm_configuration_is_refused(tokenizer: str, refused:
         ({}, "SPECPOOL_* variables: draft-address: required: set it, for example with SPECPOOL_DRAFT_ADDRESS"),
         ({"DRAFT_ADDRESS": "a:1", "DRAFT_TIMEOUT_SECONDS": "0"}, "draft-timeout-seconds: "),
         ({"PREFILL_TOKENS": "0"}, "with SPECPOOL_DRAFT_ADDRESS; SPECPOOL_* variables: prefill-tokens: "),
-        ({"DRAFT_ADDRESS": "a:1", "TLS_CERT": "x"}, "tls_"),
+        ({"DRAFT_ADDRESS": "a:1", "TLS_CERT": "x"}, "tls-cert: must be given with --tls-"),
         ({"DRAFT_ADDRES": "a:1"}, "unknown environment variable SPECPOOL_DRAFT_ADDRES"),
     ],
 )
@@ -112,3 +112,15 @@ async def test_remote_code_runs_only_if_vllm_trusts_it(
 async def test_vllm_for_cpu_logs_a_warning(tokenizer: str, refused: Refused, caplog: pytest.LogCaptureFixture) -> None:
     await refused(vllm_config(tokenizer, device_type="cpu"), DRAFT_ADDRESS=NOWHERE, DRAFT_START_SECONDS="0")
     assert any("greedy requests only" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2", "only one"])
+async def test_another_model_runner_than_v1_logs_a_warning(
+    runner: str, tokenizer: str, refused: Refused, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = vllm_config(tokenizer)
+    config.use_v2_model_runner = runner == "v2"
+    if runner == "only one":  # a later vLLM may have no choice left
+        del config.use_v2_model_runner
+    await refused(config, DRAFT_ADDRESS=NOWHERE, DRAFT_START_SECONDS="0")
+    assert any("Model Runner V1" in message for message in caplog.messages) == (runner != "v1")

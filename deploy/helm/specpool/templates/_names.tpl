@@ -1,4 +1,4 @@
-{{/* Names, labels and addresses. A role is a key of the values: coordinator, draft or target, or standby. */}}
+{{/* Names, labels and addresses. A role is a key of the values: coordinator, draft, target or http, or standby. */}}
 
 {{/* Pods of a LeaderWorkerSet have longer names, with a group and a node number. */}}
 {{- define "specpool.fullname" -}}
@@ -12,7 +12,7 @@
 {{- end }}
 
 {{- define "specpool.component" -}}
-{{- get (dict "coordinator" "coordinator" "draft" "draft-worker" "target" "target-worker" "standby" "standby") . -}}
+{{- get (dict "coordinator" "coordinator" "draft" "draft-worker" "target" "target-worker" "standby" "standby" "http" "http") . -}}
 {{- end }}
 
 {{/* Name of a role's objects: StatefulSet, headless Service and so on. Takes root and role. */}}
@@ -179,6 +179,14 @@ parts. Takes root and role.
 
 {{/* Fails if replicas contradict other values. Takes the root. */}}
 {{- define "specpool.checkReplicas" -}}
+{{- with int .Values.draft.partition -}}
+{{- $replicas := include "specpool.replicas" (dict "root" $ "role" "draft") -}}
+{{- if or (not (include "specpool.hasDraftWorkers" $)) $.Values.disaggregatedSet.enabled -}}
+{{- fail "draft.partition: needs a StatefulSet of draft workers" -}}
+{{- else if and $replicas (ge . (int $replicas)) -}}
+{{- fail (printf "draft.partition: must be less than the number of draft workers, %s, or an update would change none" $replicas) -}}
+{{- end -}}
+{{- end -}}
 {{- $names := list -}}
 {{- range $name := list "target" "draft" -}}
 {{- $role := get $.Values $name -}}

@@ -63,7 +63,25 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
-{{/* Scheduling of a role or of smg. Takes values and selector. */}}
+{{/* What all pods have in common. Takes root, values, selector and graceSeconds. */}}
+{{- define "specpool.podHeader" -}}
+serviceAccountName: {{ include "specpool.serviceAccount" .root }}
+automountServiceAccountToken: false
+# Service links would set variables such as SPECPOOL_..._SERVICE_HOST, and a process rejects unknown SPECPOOL_* variables.
+enableServiceLinks: false
+terminationGracePeriodSeconds: {{ .graceSeconds }}
+securityContext:
+  {{- include "specpool.securityContext" . | nindent 2 }}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with include "specpool.scheduling" . | trim }}
+{{ . }}
+{{- end }}
+{{- end }}
+
+{{/* Scheduling of a role or a gateway. Takes values and selector. */}}
 {{- define "specpool.scheduling" -}}
 {{- $selector := .selector }}
 {{- with .values.runtimeClassName }}
@@ -199,20 +217,7 @@ metadata:
     {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
-  serviceAccountName: {{ include "specpool.serviceAccount" $root }}
-  automountServiceAccountToken: false
-  # Service links would set variables such as SPECPOOL_..._SERVICE_HOST, and a process rejects unknown SPECPOOL_* variables.
-  enableServiceLinks: false
-  terminationGracePeriodSeconds: {{ include "specpool.graceSeconds" . }}
-  securityContext:
-    {{- include "specpool.securityContext" . | nindent 4 }}
-  {{- with $values.imagePullSecrets }}
-  imagePullSecrets:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with include "specpool.scheduling" (dict "values" $role "selector" $selector) | trim }}
-  {{- . | nindent 2 }}
-  {{- end }}
+  {{- include "specpool.podHeader" (dict "root" $root "values" $role "selector" $selector "graceSeconds" (include "specpool.graceSeconds" .)) | nindent 2 }}
   {{- if and (eq .role "coordinator") $values.edge.enabled }}
   initContainers:
     {{- include "specpool.edge" . | nindent 4 }}

@@ -18,7 +18,9 @@
 
 {{/* Settings that the chart derives, by name. Takes root, role and follower. */}}
 {{- define "specpool.chartSettings" -}}
-{{- if not .follower }}
+{{- if eq .role "http" }}
+{{- include "specpool.httpSettings" .root }}
+{{- else if not .follower }}
 {{- include "specpool.serverSettings" . }}
 {{- include "specpool.carriedDraft" . }}
 {{- end }}
@@ -36,25 +38,42 @@ log_format: {{ . }}
 {{- with .root.Values.draft }}
 {{- if and .enabled .colocated (has $.role (list "target" "standby")) }}
 draft: {{ .model }}
-{{- with .revision }}
+{{- with include "specpool.revision" (dict "root" $.root "role" "draft") }}
 draft_revision: {{ . }}
 {{- end }}
 {{- end }}
 {{- end }}
 {{- end }}
 
+{{/*
+Revision of a role's model. Fails if the default model's revision was kept for another model. The commits here are those in
+values.yaml; a template cannot tell a default from the same value given. Takes root and role.
+*/}}
+{{- define "specpool.revision" -}}
+{{- $role := get .root.Values .role -}}
+{{- $models := dict "b968826d9c46dd6066d109eabc6255188de91218" "Qwen/Qwen3-8B" "c1899de289a04d12100db370d81485cdf75e47ca" "Qwen/Qwen3-0.6B" -}}
+{{- $owner := get $models (default "" $role.revision) -}}
+{{- if and $owner (ne $owner $role.model) -}}
+{{- fail (printf "%s.revision: %s is a commit of %s, but %s.model is %s; set the commit of that model, or \"\" for a folder" .role $role.revision $owner .role $role.model) -}}
+{{- end -}}
+{{- default "" $role.revision -}}
+{{- end }}
+
 {{- define "specpool.modelSettings" -}}
 {{- $role := get .root.Values .role -}}
-{{- if ne .role "coordinator" }}
+{{- if not (has .role (list "coordinator" "http")) }}
 {{- if eq $role.modelCache.type "image" }}
 model: {{ clean (printf "/model/%s" $role.modelCache.image.path) }}
 {{- else }}
 model: {{ $role.model }}
-{{- with $role.revision }}
+{{- with include "specpool.revision" . }}
 revision: {{ . }}
 {{- end }}
 {{- end }}
-device: {{ default (ternary "cuda" "cpu" (gt (int $role.gpus) 0)) $role.device }}
+{{- if not (or (int $role.gpus) $role.device) }}
+{{- fail (printf "%s.device: must be cpu if %s.gpus is 0, so that no worker runs on a CPU by mistake" .role .role) }}
+{{- end }}
+device: {{ default "cuda" $role.device }}
 {{- $ranks := include "specpool.tensorParallel" . | int }}
 {{- if gt $ranks 1 }}
 tensor_parallel: {{ $ranks }}

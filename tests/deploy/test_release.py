@@ -1,0 +1,37 @@
+"""The release workflow: valid, with pinned actions and few permissions. `make release-check` runs its build."""
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+from deployment import DEPLOY, ROOT, project
+
+WORKFLOW = ROOT / ".github/workflows/release.yaml"
+JOBS: dict[str, Any] = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+
+
+def test_the_workflow_is_valid() -> None:
+    pytest.importorskip("check_jsonschema")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", WORKFLOW]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_actions_are_pinned_and_only_the_publishing_job_may_write() -> None:
+    actions = re.findall(r"uses: (\S+)", WORKFLOW.read_text())
+    assert actions
+    assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action) for action in actions)
+    assert yaml.safe_load(WORKFLOW.read_text())["permissions"] == {"contents": "read"}
+    assert [name for name, job in JOBS.items() if "permissions" in job] == ["publish"]
+    assert JOBS["publish"]["needs"] == "check"
+    assert "make release-check" in [step.get("run") for step in JOBS["publish"]["steps"]]
+
+
+def test_versions_agree() -> None:
+    version = project()["project"]["version"]
+    chart = yaml.safe_load((DEPLOY / "helm/specpool/Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (version, version)
+    assert f"\n## {version}" in (ROOT / "docs/changelog.md").read_text()
