@@ -142,9 +142,10 @@ def _constraint(body: GenerationBody, plan: OutputPlan | None) -> tuple[dict[str
     found: list[tuple[str, dict[str, Any]]] = []
     if body.response_format is not None and body.response_format.type != "text":
         schema = body.response_format.json_schema
-        is_schema = schema is not None
-        field = {"json_schema": json.dumps(schema.schema_)} if schema is not None else {"json_object": True}
-        found.append(("response_format.json_schema.schema" if is_schema else "response_format", field))
+        if schema is not None:
+            found.append(("response_format.json_schema.schema", {"json_schema": json.dumps(schema.schema_)}))
+        else:
+            found.append(("response_format", {"json_object": True}))
     if body.structured_outputs is not None:
         (name, value), *_ = body.structured_outputs.model_dump(by_alias=True, exclude_none=True).items()
         found.append((f"structured_outputs.{name}", _structured(name, value)))
