@@ -1,4 +1,4 @@
-"""Answers in the form of OpenAI's API, from the responses of coordinators."""
+"""Convert coordinator responses to answers in OpenAI's format."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True)
 class Header:
-    """What all chunks of an answer have in common."""
+    """The fields shared by all chunks of an answer."""
 
     id: str
     object: str
@@ -26,7 +26,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Stops:
-    """Which stop conditions an answer reports."""
+    """Reports the stop condition of a sample."""
 
     eos_token_ids: frozenset[int]
 
@@ -109,7 +109,7 @@ def chat_logprobs(logprobs: Sequence[common_pb2.TokenLogprobs]) -> dict[str, Any
 
 
 def completion_logprobs(logprobs: Sequence[common_pb2.TokenLogprobs], offset: int) -> dict[str, Any]:
-    """`offset`: characters of the answer before these tokens."""
+    """`offset`: number of characters before these tokens."""
     tokens = [each.text for each in logprobs]
     return {
         "tokens": tokens,
@@ -161,7 +161,7 @@ def _message(deltas: Iterable[Delta]) -> dict[str, Any]:
 
 
 def _token(text: str, logprob: float) -> dict[str, Any]:
-    """`bytes` are unknown for a part of a character."""
+    """`bytes` is None for part of a character, whose bytes are unknown."""
     return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
 
 

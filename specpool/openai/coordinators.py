@@ -1,4 +1,4 @@
-"""The coordinators behind this server: which of them serve, and which one a request goes to."""
+"""The coordinators behind this server: their health, and the routing of requests."""
 
 import asyncio
 import contextlib
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 0.5
 """Pause before an unreachable coordinator is watched again."""
 INFO_SECONDS = 5.0
-"""Time for which a coordinator's model info is reused."""
+"""How long a coordinator's model info is cached."""
 CALL_SECONDS = 10.0
-"""Time for a call that generates nothing."""
+"""Timeout of a call that generates nothing."""
 LOAD_FACTOR = 1.25
-"""A coordinator takes at most this multiple of its even share of the requests before others take its prefixes."""
+"""Above this multiple of its even share of the requests, a coordinator loses its prefixes to others."""
 
 Metadata: TypeAlias = Sequence[tuple[str, str]]
 
@@ -41,7 +41,7 @@ class Link(AsyncConnected):
         self.address = endpoint.address
         self.is_serving = False
         self.in_flight = 0
-        """Requests of this server at the coordinator."""
+        """This server's requests in progress at the coordinator."""
         self._info: pb.GetModelInfoResponse | None = None
         self._info_until = 0.0
         self._fault = ""
@@ -49,13 +49,13 @@ class Link(AsyncConnected):
 
     @asynccontextmanager
     async def stub(self) -> AsyncIterator[AsyncStub]:
-        """Context manager of one call."""
+        """Context manager that yields the stub for a request's calls."""
         async with self._connection() as connection:
             yield connection.stub
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """Context manager of a request, which counts as load."""
+        """Context manager that counts a request in `in_flight`."""
         self.in_flight += 1
         try:
             yield
@@ -63,7 +63,7 @@ class Link(AsyncConnected):
             self.in_flight -= 1
 
     async def info(self, metadata: Metadata, is_cached: bool = True) -> pb.GetModelInfoResponse:
-        """Return the model and its formats. Without `is_cached`, the coordinator authenticates the caller."""
+        """Return the model info. `is_cached=False` always asks the coordinator, which authenticates the caller."""
         if not is_cached or self._info is None or time.monotonic() > self._info_until:
             async with self.stub() as stub:
                 call = stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=metadata, timeout=CALL_SECONDS)
@@ -76,7 +76,7 @@ class Link(AsyncConnected):
         return sha256(self.address.encode() + key).digest()
 
     async def close(self) -> None:
-        """Stop watching, and close the channels."""
+        """Stop the health watch and close the channels."""
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
         for channel in self._close():
@@ -159,7 +159,7 @@ class Coordinators:
 
 
 async def _retire(link: Link) -> None:
-    """Close a connection once its requests have ended."""
-    while link.in_flight:  # noqa: ASYNC110 - rare, and nobody waits for it
+    """Close a link once its requests have ended."""
+    while link.in_flight:  # noqa: ASYNC110 - rare and not urgent
         await asyncio.sleep(1.0)
     await link.close()

@@ -1,4 +1,4 @@
-"""Generation for one HTTP request: choice of the coordinator, its calls, and the answer."""
+"""Answer one HTTP request: choose a coordinator, call it, and convert its responses."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from specpool.v1 import generation_pb2 as pb
 
 @dataclass(frozen=True)
 class Kind:
-    """What chats and completions do differently."""
+    """The differences between chats and completions."""
 
     body: type[Any]
     prefix: Callable[[Any], str]
@@ -55,7 +55,7 @@ class Generation:
     on_first_token: Callable[[], None]
     id: str = field(init=False)
     names: Mapping[str, str] = field(default_factory=dict)
-    """Fields of the body by their names in our API."""
+    """See `Work.names`."""
 
     def __post_init__(self) -> None:
         self.id = self.kind.id_prefix + uuid.uuid4().hex
@@ -73,7 +73,7 @@ class Generation:
         raise unavailable("no coordinator is known")
 
     def _key(self) -> bytes:
-        """Return a digest of what must be equal for requests to share cached prefixes."""
+        """Return a digest of caller, salt and prefix: requests that differ in one share no cached prefix."""
         caller = [value for name, value in self.metadata if name == "authorization"]
         return sha256(repr((caller, self.body.cache_salt, self.kind.prefix(self.body))).encode()).digest()
 
@@ -129,7 +129,7 @@ class Generation:
 
 
 async def gathered(calls: Sequence[Any]) -> list[pb.GenerateResponse]:
-    """Return the responses of calls that run at the same time. The first error, or a cancellation, ends them all."""
+    """Await concurrent calls in order. An error or a cancellation cancels them all."""
     try:
         return [await call for call in calls]
     finally:
@@ -138,7 +138,7 @@ async def gathered(calls: Sequence[Any]) -> list[pb.GenerateResponse]:
 
 
 async def merged(calls: Sequence[Any]) -> AsyncGenerator[tuple[int, pb.GenerateStreamResponse]]:
-    """Yield the messages of streams as they arrive, with the streams' numbers. Closing it ends the streams."""
+    """Yield (stream number, message) as messages arrive. Closing the generator cancels the streams."""
     try:
         if len(calls) == 1:
             async for message in calls[0]:

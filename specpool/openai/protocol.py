@@ -1,4 +1,4 @@
-"""HTTP connections with a time limit on the heads of requests, which uvicorn lets take forever."""
+"""HTTP connections with a timeout on request heads, which uvicorn lacks."""
 
 import asyncio
 from typing import Any

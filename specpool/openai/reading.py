@@ -1,4 +1,4 @@
-"""Reading of requests: limits, JSON, and the caller's credentials."""
+"""Read requests: size and time limits, JSON, and the caller's credentials."""
 
 import asyncio
 import json
@@ -15,13 +15,13 @@ from specpool.rpc.security.tokens import HEADER
 
 B = TypeVar("B", bound=GenerationBody)
 
-# Headers that coordinators get as metadata.
+# Headers to pass on to coordinators as metadata.
 PASSED = (HEADER, "traceparent", "tracestate")
 _PLAIN = re.compile(r"[\x20-\x7e]{1,4096}")
 
 
 async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
-    """Return a body. Raises ApiError if it is too large or too slow, starlette's ClientDisconnect."""
+    """Return the body. Raises ApiError if it is too large or too slow, and ClientDisconnect."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes:
         raise too_large(f"the body has more than {max_bytes} bytes")
@@ -42,7 +42,7 @@ def parse(kind: type[B], body: bytes) -> B:
     """Parse a body. Raises ApiError."""
     try:
         values = json.loads(body, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-        if b"\\u" in body:  # may be half a surrogate pair, which is no text
+        if b"\\u" in body:  # may be a lone surrogate, which UTF-8 cannot encode
             json.dumps(values, ensure_ascii=False).encode()
     except RecursionError:
         raise _malformed("is nested too deeply") from None
@@ -58,7 +58,7 @@ def parse(kind: type[B], body: bytes) -> B:
 
 
 def metadata_of(request: Request) -> Metadata:
-    """Return the metadata of the request's calls: the caller's token and trace. Raises ApiError."""
+    """Return the metadata for gRPC calls: the caller's token and trace context. Raises ApiError."""
     metadata = [(name, value) for name in PASSED for value in request.headers.getlist(name)]
     if any(name == HEADER and not _PLAIN.fullmatch(value) for name, value in metadata):
         message = "Authorization: must be Bearer and a token of ASCII characters"
@@ -67,7 +67,7 @@ def metadata_of(request: Request) -> Metadata:
 
 
 class _InvalidJsonError(ValueError):
-    """JSON that this server refuses although Python reads it."""
+    """JSON that Python accepts but this server refuses."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> None:
-    raise _InvalidJsonError(f"{name} is no number")
+    raise _InvalidJsonError(f"{name} is not a number")
 
 
 def _malformed(reason: str) -> ApiError:

@@ -1,4 +1,4 @@
-"""The process of the OpenAI server: uvicorn with reloaded TLS files, and a drain on SIGTERM."""
+"""The OpenAI server process: uvicorn with TLS files that reload, and a drain on SIGTERM."""
 
 import asyncio
 import contextlib
@@ -26,15 +26,15 @@ PROGRAM = "specpool-openai"
 BACKLOG = 2048
 KEEP_ALIVE_PROBE_SECONDS = 20
 UNREAD_BYTES = 64 * 2**10
-"""Bytes of a stream that the system buffers for a client that does not read."""
+"""Send buffer of a connection, which holds a stream's data for a client that does not read."""
 LAST_SECONDS = 0.5
-"""Time for clients to read the end of requests that outlast the drain."""
+"""Time for clients to read the errors that end requests after the drain."""
 
 log = logging.getLogger("specpool.openai.server")  # also if run as __main__
 
 
 class Uvicorn(uvicorn.Server):
-    """Leaves signals to the process."""
+    """uvicorn without signal handlers of its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -61,7 +61,7 @@ class OpenAIServer:
                 ws="none",
                 server_header=False,
                 backlog=BACKLOG,
-                limit_concurrency=max_connections(settings.max_connections) + 1,  # uvicorn refuses at its limit
+                limit_concurrency=max_connections(settings.max_connections) + 1,  # uvicorn's limit is exclusive
                 h11_max_incomplete_event_size=int(settings.max_header_bytes),
                 timeout_keep_alive=settings.keep_alive_seconds,
                 ssl_context_factory=None if tls is None else lambda *_: tls.context,
@@ -111,7 +111,7 @@ class OpenAIServer:
         for task in state.tasks:
             task.cancel()
         await asyncio.sleep(LAST_SECONDS)
-        for connection in list(state.connections):  # of clients that do not read
+        for connection in list(state.connections):  # their clients do not read
             connection.transport.abort()
 
 
@@ -134,7 +134,7 @@ class ServerContext:
     """The TLS context of a server. Every handshake uses the current files."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raise ValueError as `TlsFiles.load` does."""
+        """Raises ValueError as `TlsFiles.load` does."""
         self._files = files
         self._contexts: Reloaded[ssl.SSLContext] = Reloaded(files.paths, self._load)
         self.context = self._load()

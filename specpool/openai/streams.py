@@ -35,11 +35,11 @@ class Sample:
     reader: OutputReader
     has_calls: bool = False
     logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities of tokens whose text has not been sent yet."""
+    """Log-probabilities of tokens that no event has shown yet."""
 
 
 class EventStream:
-    """Converts the messages of coordinators to events."""
+    """Converts streamed messages to events."""
 
     def __init__(self, header: Header, work: Work, stops: Stops, with_usage: bool) -> None:
         self._work, self._stops, self._with_usage = work, stops, with_usage
@@ -49,7 +49,7 @@ class EventStream:
         self._usage = Usage()
 
     def feed(self, number: int, message: pb.GenerateStreamResponse) -> bytes:
-        """Return the events of a message. `number`: of the prompt."""
+        """Return the events of a message. `number`: index of the prompt."""
         raise NotImplementedError
 
     def end(self) -> bytes:
@@ -79,10 +79,8 @@ class ChatStream(EventStream):
             sample = self._samples[index] = Sample(self._work.plan.reader(message.starts_in_reasoning))
             events.append(self._event(_choice(index, {"role": "assistant", "content": ""})))
         if is_chunk:
-            chunk = message.chunk
-            if chunk.logprobs:
-                sample.logprobs.extend(chunk.logprobs)
-            deltas = sample.reader.feed(chunk.text)
+            sample.logprobs.extend(message.chunk.logprobs)
+            deltas = sample.reader.feed(message.chunk.text)
         else:
             deltas = sample.reader.finish()
         events += [self._delta_event(index, sample, delta) for delta in deltas if self._is_shown(delta)]
@@ -153,7 +151,7 @@ def _delta(delta: Delta) -> dict[str, Any]:
 
 
 def _take_logprobs(choice: dict[str, Any], sample: Sample) -> None:
-    """Move the sample's waiting log-probabilities to an event."""
+    """Move the sample's pending log-probabilities to an event."""
     if sample.logprobs:
         choice["logprobs"] = chat_logprobs(sample.logprobs)
         sample.logprobs = []
