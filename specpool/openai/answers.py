@@ -24,22 +24,6 @@ class Header:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-@dataclass(frozen=True)
-class Stops:
-    """Reports the stop condition of a sample."""
-
-    eos_token_ids: frozenset[int]
-
-    def reason(self, response: pb.GenerateResponse) -> str | int | None:
-        """Return the stop string or stop token that ended a sample, as vLLM's `stop_reason`."""
-        match response.WhichOneof("matched_stop"):
-            case "matched_stop_str":
-                return response.matched_stop_str
-            case "matched_token_id" if response.matched_token_id not in self.eos_token_ids:
-                return response.matched_token_id
-        return None
-
-
 @dataclass
 class Usage:
     """Token counts of all samples of a request."""
@@ -64,15 +48,13 @@ class Usage:
         }
 
 
-def chat_answer(header: Header, work: Work, responses: Sequence[pb.GenerateResponse], stops: Stops) -> dict[str, Any]:
+def chat_answer(header: Header, work: Work, responses: Sequence[pb.GenerateResponse]) -> dict[str, Any]:
     """Return the answer to a chat."""
-    choices = [_chat_choice(work, sample, stops) for response in responses for sample in samples_of(response)]
+    choices = [_chat_choice(work, sample) for response in responses for sample in samples_of(response)]
     return {**vars(header), "choices": choices, "usage": _usage(responses).shown()}
 
 
-def completion_answer(
-    header: Header, work: Work, responses: Sequence[pb.GenerateResponse], stops: Stops
-) -> dict[str, Any]:
+def completion_answer(header: Header, work: Work, responses: Sequence[pb.GenerateResponse]) -> dict[str, Any]:
     """Return the answer to a completion."""
     choices = [
         {
@@ -80,7 +62,7 @@ def completion_answer(
             "text": sample.text,
             "logprobs": completion_logprobs(sample.logprobs, 0) if sample.logprobs else None,
             "finish_reason": finish_reason(sample),
-            "stop_reason": stops.reason(sample),
+            "stop_reason": stop_reason(work, sample),
         }
         for number, response in enumerate(responses)
         for sample in samples_of(response)
@@ -95,6 +77,16 @@ def samples_of(response: pb.GenerateResponse) -> Iterable[pb.GenerateResponse]:
 
 def finish_reason(sample: pb.GenerateResponse, has_calls: bool = False) -> str:
     return "tool_calls" if has_calls and sample.finish_reason == "stop" else sample.finish_reason
+
+
+def stop_reason(work: Work, sample: pb.GenerateResponse) -> str | int | None:
+    """Return the stop string or stop token that ended a sample, as in vLLM's API."""
+    match sample.WhichOneof("matched_stop"):
+        case "matched_stop_str":
+            return sample.matched_stop_str
+        case "matched_token_id" if sample.matched_token_id not in work.eos_token_ids:
+            return sample.matched_token_id
+    return None
 
 
 def chat_logprobs(logprobs: Sequence[common_pb2.TokenLogprobs]) -> dict[str, Any]:
@@ -127,7 +119,7 @@ def _usage(responses: Iterable[pb.GenerateResponse]) -> Usage:
     return usage
 
 
-def _chat_choice(work: Work, sample: pb.GenerateResponse, stops: Stops) -> dict[str, Any]:
+def _chat_choice(work: Work, sample: pb.GenerateResponse) -> dict[str, Any]:
     assert work.plan is not None
     reader = work.plan.reader(sample.starts_in_reasoning)
     deltas = [*reader.feed(sample.text), *reader.finish()]
@@ -137,7 +129,7 @@ def _chat_choice(work: Work, sample: pb.GenerateResponse, stops: Stops) -> dict[
         "message": message,
         "logprobs": chat_logprobs(sample.logprobs) if sample.logprobs else None,
         "finish_reason": finish_reason(sample, "tool_calls" in message),
-        "stop_reason": stops.reason(sample),
+        "stop_reason": stop_reason(work, sample),
     }
 
 

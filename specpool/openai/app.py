@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from specpool.openai.coordinators import Coordinators, Metadata
-from specpool.openai.errors import ApiError, api_error, is_refused, unavailable, unknown_model
+from specpool.openai.coordinators import Coordinators
+from specpool.openai.errors import ApiError, api_error, unavailable, unknown_model
 from specpool.openai.generation import CHAT, COMPLETION, Generation, Kind
 from specpool.openai.metrics import Metrics, Observed
 from specpool.openai.reading import metadata_of, parse, read_body
@@ -26,7 +26,6 @@ from specpool.openai.reply import Reply, while_connected
 from specpool.openai.settings import OpenAISettings
 from specpool.openai.streams import DONE, event
 from specpool.rpc.observability.line_limits import without_message
-from specpool.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class Endpoint:
                 await reply.json(refused.body(), refused.status, refused.all_headers())
 
 
-class Front:
+class Handlers:
     """The handlers of all routes."""
 
     def __init__(self, settings: OpenAISettings, coordinators: Coordinators) -> None:
@@ -74,8 +73,8 @@ class Front:
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
-        posted = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
-        routes = [self._route(path, partial(self._generate, path, kind), "POST") for path, kind in posted.items()]
+        generating = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
+        routes = [self._route(path, partial(self._generate, path, kind), "POST") for path, kind in generating.items()]
         routes.append(self._route("/v1/models", self._models))
         routes.append(self._route("/v1/models/{model:path}", self._models))
         routes.append(self._route("/health", self._health))
@@ -95,7 +94,11 @@ class Front:
         await while_connected(request.receive, generation.run(self._coordinators))
 
     async def _models(self, request: Request, reply: Reply, _: Observed) -> None:
-        info = await self._info(metadata_of(request))
+        metadata = metadata_of(request)
+        try:  # not from the cache: the coordinator authenticates the caller
+            info = await self._coordinators.call(b"", lambda link: link.info(metadata, is_cached=False))
+        except grpc.RpcError as error:
+            raise api_error(error) from None
         model = {"id": info.served_model_name, "object": "model", "created": 0, "owned_by": "specpool"}
         model["max_model_len"] = info.max_model_len
         asked = request.path_params.get("model")
@@ -103,17 +106,6 @@ class Front:
             raise unknown_model(asked, info.served_model_name)
         answer = model if asked is not None else {"object": "list", "data": [model]}
         await reply.json(json.dumps(answer, ensure_ascii=False).encode())
-
-    async def _info(self, metadata: Metadata) -> pb.GetModelInfoResponse:
-        """Return the model info of the first coordinator that answers, which authenticates the caller."""
-        links = self._coordinators.ranked(b"")
-        for others, link in zip(reversed(range(len(links))), links, strict=True):
-            try:
-                return await link.info(metadata, is_cached=False)
-            except grpc.RpcError as error:
-                if not (others and is_refused(error)):
-                    raise api_error(error) from None
-        raise unavailable("no coordinator is known")
 
     async def _health(self, request: Request, reply: Reply, _: Observed) -> None:
         is_serving = self._coordinators.is_serving

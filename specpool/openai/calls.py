@@ -35,6 +35,8 @@ class Work:
     """Names of the body's fields by their names in the gRPC API, where they differ."""
     samples: int
     """Number of samples per prompt."""
+    eos_token_ids: frozenset[int]
+    """Stop tokens that answers do not report."""
     with_reasoning: bool = True
     """Whether answers include the model's reasoning."""
 
@@ -61,7 +63,8 @@ def chat_work(body: ChatBody, info: pb.GetModelInfoResponse, request_id: str) ->
         params.max_tokens, names["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
     if body.logprobs:
         params.logprobs, names["logprobs"] = body.top_logprobs or 0, "top_logprobs"
-    return Work([_request(body, params, request_id, chat=chat)], plan, names, params.n or 1, body.include_reasoning)
+    requests, eos_token_ids = [_request(body, params, request_id, chat=chat)], frozenset(info.eos_token_ids)
+    return Work(requests, plan, names, params.n or 1, eos_token_ids, body.include_reasoning)
 
 
 def completion_work(body: CompletionBody, info: pb.GetModelInfoResponse, request_id: str) -> Work:
@@ -76,7 +79,7 @@ def completion_work(body: CompletionBody, info: pb.GetModelInfoResponse, request
         _request(body, params, f"{request_id}-{number}" if number else request_id, **prompt)
         for number, prompt in enumerate(prompts)
     ]
-    return Work(requests, None, names, params.n or 1)
+    return Work(requests, None, names, params.n or 1, frozenset(info.eos_token_ids))
 
 
 def chat_prefix(body: ChatBody) -> str:

@@ -5,19 +5,22 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from hashlib import sha256
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specpool.client.connections import AsyncConnected, AsyncStub, Connection
 from specpool.client.failures import async_failure
+from specpool.openai.errors import is_refused, unavailable
 from specpool.rpc.discovery import Discovery, Endpoint
 from specpool.rpc.security.channel import SecurityOptions
 from specpool.v1 import generation_pb2 as pb
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +55,6 @@ class Link(AsyncConnected):
         """Context manager that yields the stub for a request's calls."""
         async with self._connection() as connection:
             yield connection.stub
-
-    @contextmanager
-    def loaded(self) -> Iterator[None]:
-        """Context manager that counts a request in `in_flight`."""
-        self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
 
     async def info(self, metadata: Metadata, is_cached: bool = True) -> pb.GetModelInfoResponse:
         """Return the model info. `is_cached=False` always asks the coordinator, which authenticates the caller."""
@@ -140,6 +134,21 @@ class Coordinators:
         share = math.ceil(LOAD_FACTOR * (1 + sum(link.in_flight for link in links)) / max(1, len(links)))
         preferred = sorted(links, key=lambda link: link.score(prefix))
         return sorted(preferred, key=lambda link: max(0, link.in_flight + 1 - share))
+
+    async def call(self, prefix: bytes, call: Callable[[Link], Awaitable[T]]) -> T:
+        """Call the ranked coordinators in turn until one can answer. Raises ApiError, and RpcError of the last one."""
+        failure: Exception = unavailable("no coordinator is known")
+        for link in self.ranked(prefix):
+            link.in_flight += 1
+            try:
+                return await call(link)
+            except grpc.RpcError as error:
+                if not is_refused(error):
+                    raise
+                failure = error
+            finally:
+                link.in_flight -= 1
+        raise failure
 
     async def close(self) -> None:
         self._following.cancel()

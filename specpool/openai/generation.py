@@ -11,11 +11,11 @@ from typing import Any
 
 import grpc
 
-from specpool.openai.answers import Header, Stops, chat_answer, completion_answer
+from specpool.openai.answers import Header, chat_answer, completion_answer
 from specpool.openai.bodies import ChatBody, CompletionBody
 from specpool.openai.calls import Work, chat_prefix, chat_work, completion_prefix, completion_work
 from specpool.openai.coordinators import Coordinators, Link, Metadata
-from specpool.openai.errors import api_error, invalid, is_refused, unavailable, unknown_model
+from specpool.openai.errors import api_error, invalid, unknown_model
 from specpool.openai.reply import Reply
 from specpool.openai.streams import DONE, ChatStream, CompletionStream, event
 from specpool.v1 import generation_pb2 as pb
@@ -28,7 +28,7 @@ class Kind:
     body: type[Any]
     prefix: Callable[[Any], str]
     work: Callable[[Any, pb.GetModelInfoResponse, str], Work]
-    answer: Callable[[Header, Work, Sequence[pb.GenerateResponse], Stops], dict[str, Any]]
+    answer: Callable[[Header, Work, Sequence[pb.GenerateResponse]], dict[str, Any]]
     stream: type[ChatStream | CompletionStream]
     id_prefix: str
     object: str
@@ -62,15 +62,10 @@ class Generation:
 
     async def run(self, coordinators: Coordinators) -> None:
         """Answer the request. Raises ApiError if nothing has been sent yet."""
-        links = coordinators.ranked(self._key())
-        for others, link in zip(reversed(range(len(links))), links, strict=True):
-            try:
-                with link.loaded():
-                    return await self._answer_by(link)
-            except grpc.RpcError as error:
-                if not (others and is_refused(error)):
-                    raise api_error(error, self.names) from None
-        raise unavailable("no coordinator is known")
+        try:
+            await coordinators.call(self._key(), self._answer_by)
+        except grpc.RpcError as error:
+            raise api_error(error, self.names) from None
 
     def _key(self) -> bytes:
         """Return a digest of caller, salt and prefix: requests that differ in one share no cached prefix."""
@@ -85,16 +80,15 @@ class Generation:
         if self.body.model != info.served_model_name:
             raise unknown_model(self.body.model, info.served_model_name)
         work = self._work(info)
-        stops = Stops(frozenset(info.eos_token_ids))
         async with link.stub() as stub:
             if self.body.stream:
                 running = [stub.GenerateStream(each, metadata=self.metadata) for each in work.requests]
                 async with aclosing(merged(running)) as messages:
-                    await self._stream(messages, work, stops)
+                    await self._stream(messages, work)
             else:
                 calls = [stub.Generate(each, metadata=self.metadata) for each in work.requests]
                 responses = await gathered(calls)
-                answer = self.kind.answer(self._header(self.kind.object), work, responses, stops)
+                answer = self.kind.answer(self._header(self.kind.object), work, responses)
                 await self.reply.json(json.dumps(answer, ensure_ascii=False).encode(), headers=self._headers())
 
     def _work(self, info: pb.GetModelInfoResponse) -> Work:
@@ -111,10 +105,8 @@ class Generation:
     def _headers(self) -> dict[str, str]:
         return {"x-request-id": self.id}
 
-    async def _stream(
-        self, messages: AsyncGenerator[tuple[int, pb.GenerateStreamResponse]], work: Work, stops: Stops
-    ) -> None:
-        stream = self.kind.stream(self._header(self.kind.chunk_object), work, stops, self.body.includes_usage)
+    async def _stream(self, messages: AsyncGenerator[tuple[int, pb.GenerateStreamResponse]], work: Work) -> None:
+        stream = self.kind.stream(self._header(self.kind.chunk_object), work, self.body.includes_usage)
         number, first = await anext(messages)
         self.on_first_token()
         await self.reply.begin_stream(self._headers())

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from specpool.openai.app import Front
+from specpool.openai.app import Handlers
 from specpool.openai.coordinators import Coordinators
 from specpool.openai.protocol import Protocol
 from specpool.openai.settings import OpenAISettings
@@ -30,7 +30,7 @@ UNREAD_BYTES = 64 * 2**10
 LAST_SECONDS = 0.5
 """Time for clients to read the errors that end requests after the drain."""
 
-log = logging.getLogger("specpool.openai.server")  # also if run as __main__
+log = logging.getLogger(__name__)
 
 
 class Uvicorn(uvicorn.Server):
@@ -48,12 +48,12 @@ class OpenAIServer:
         """Needs a running event loop."""
         self._settings = settings
         self.coordinators = Coordinators(settings.coordinators, settings.coordinator_security)
-        self.front = Front(settings, self.coordinators)
+        self.handlers = Handlers(settings, self.coordinators)
         files = settings.tls_files
         tls = ServerContext(files) if files is not None else None
         self._uvicorn = Uvicorn(
             uvicorn.Config(
-                self.front.app(),
+                self.handlers.app(),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -176,7 +176,3 @@ def main() -> None:
     settings.log_resolved()
     with naming(PROGRAM, "", ListenError):
         asyncio.run(serve(settings))
-
-
-if __name__ == "__main__":
-    main()

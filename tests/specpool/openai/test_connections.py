@@ -72,7 +72,7 @@ async def test_a_client_that_does_not_read_pauses_only_itself() -> None:
         await service.coordinator.until(lambda info: info.counters.finished["abort"] == 16)
         await service.coordinator.until_idle()
         # The system closes the unread connection.
-        registry, labels = service.server.front.metrics.registry, {"route": "/v1/chat/completions"}
+        registry, labels = service.server.handlers.metrics.registry, {"route": "/v1/chat/completions"}
         await until(lambda: registry.get_sample_value("specpool:http_requests_in_progress", labels) == 0)
         writer.close()
 
