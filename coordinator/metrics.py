@@ -65,7 +65,7 @@ class CoordinatorMetrics:
         yield gauge("num_requests_waiting", "Samples in the queue.", coordinator.queue.queued)
         yield gauge("kv_cache_usage_perc", "Share of the target's KV cache pages in use, 0 to 1.", lanes.kv_usage)
         pages, page_size = lanes.kv_pages
-        text = "Size of the target's KV cache in its labels; always 1."
+        text = "KV cache configuration of the target as labels; always 1."
         cache = {(str(page_size), str(pages)): 1.0}
         yield gauge("cache_config_info", text, cache, "block_size", "num_gpu_blocks")
         yield counter("prompt_tokens", "Prompt tokens of samples with a first token.", latencies.prefilled_tokens)
@@ -168,7 +168,7 @@ def _plan(families: Families, state: SpeculationState) -> Iterator[Metric]:
     gauges = (
         ("draft_steps_planned", "Draft steps per round of the present plan.", state.draft_steps),
         ("expected_tokens_per_second", "Expected tokens per second of rounds without pauses.", expected),
-        ("plain_tokens_per_second", "The same without draft tokens.", plain),
+        ("plain_tokens_per_second", "Expected tokens per second of rounds without draft tokens.", plain),
         ("draft_acceptance_rate_estimate", "Estimated acceptance of the draft model.", state.model_acceptance_rate),
     )
     for name, text, value in gauges:

@@ -87,7 +87,7 @@ class Intake:
 
 
 def _operation(message: pb.GenerateRequest) -> str:
-    """Operation name of the GenAI conventions."""
+    """Return the operation name in OpenTelemetry's GenAI conventions."""
     return "chat" if message.HasField("chat") else "text_completion"
 
 
@@ -210,7 +210,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 
 async def _response(sample: Sample, texts: Mapping[int, str]) -> pb.GenerateResponse:
-    """Return the result of a sample. `texts`: of single tokens."""
+    """Return the result of a sample. `texts`: text of each token."""
     response, token_ids = _without_logprobs(sample), iter(sample.sequence.generated_ids)
     async for logprobs in sample.logprobs():
         response.logprobs.extend(_logprobs(token_ids, logprobs, texts))
@@ -220,7 +220,7 @@ async def _response(sample: Sample, texts: Mapping[int, str]) -> pb.GenerateResp
 def _logprobs(
     token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs], texts: Mapping[int, str]
 ) -> Iterator[common_pb2.TokenLogprobs]:
-    """Yield the messages of log-probabilities. `token_ids` may continue after them."""
+    """Yield the messages of log-probabilities. `token_ids` may be longer than `logprobs`."""
     for each, token_id in zip(logprobs, token_ids, strict=False):
         message = logprobs_message(each)
         message.text = texts[token_id]
