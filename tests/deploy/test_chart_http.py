@@ -1,4 +1,4 @@
-"""The HTTP server of the Helm chart: its settings, certificates, probes and test, against the code that they run."""
+"""The HTTP server in the Helm chart: settings, certificates, probes and `helm test`, checked against the real code."""
 
 import contextlib
 import json

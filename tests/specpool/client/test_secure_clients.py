@@ -94,7 +94,7 @@ except SpecpoolError as error:
 
 
 async def test_only_the_error_reports_an_untrusted_certificate(server: Certificate, tmp_path: Path) -> None:
-    """Not a line of gRPC's C core too."""
+    """gRPC's C core adds no line of its own."""
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
     async with service(**server.options) as served:
         process = await asyncio.create_subprocess_exec(

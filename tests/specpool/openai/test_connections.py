@@ -60,7 +60,7 @@ async def test_a_client_that_does_not_read_pauses_only_itself() -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((host, int(port)))
         reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
-        # More than all buffers on the way hold.
+        # More than all buffers on the way can hold.
         large = {"n": 16, "temperature": 1, "logprobs": True, "top_logprobs": 20}
         body = json.dumps({**endless(), **large, "stream": True}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -108,7 +108,7 @@ async def test_errors_after_the_first_event_end_the_stream() -> None:
         await stopping
 
 
-async def test_the_drain_finishes_requests_and_ends_the_rest() -> None:
+async def test_the_drain_finishes_requests_and_then_ends_the_rest() -> None:
     target = ScriptedTarget("x" * 5000)
     async with (
         openai_service({"drain_seconds": 0.3}, target=target) as service,

@@ -1,4 +1,4 @@
-"""Several coordinators: the same prefix goes to the same one, within limits on its load, and dead ones are skipped."""
+"""Several coordinators: prefix affinity within a load limit, and failover."""
 
 import asyncio
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ def chat_about(subject: str, turns: int = 1) -> list[dict[str, str]]:
     return [{"role": "system", "content": "Be kind."}, first, *later]
 
 
-async def test_a_conversation_stays_and_others_spread() -> None:
+async def test_a_conversation_keeps_its_coordinator_and_others_spread() -> None:
     async with AsyncExitStack() as stack:
         services = await some_coordinators(stack, 3)
         addresses = ",".join(service.address for service in services)
@@ -48,7 +48,7 @@ async def test_a_conversation_stays_and_others_spread() -> None:
         assert min(requests_of(services)) > 0
 
 
-async def test_a_busy_coordinator_passes_its_prefixes_on() -> None:
+async def test_an_overloaded_coordinator_loses_its_prefixes() -> None:
     async with AsyncExitStack() as stack:
         services = await some_coordinators(stack, 2)
         addresses = ",".join(service.address for service in services)
@@ -66,7 +66,7 @@ async def test_a_busy_coordinator_passes_its_prefixes_on() -> None:
         await asyncio.gather(*running)
 
 
-async def test_requests_go_on_when_a_coordinator_dies() -> None:
+async def test_requests_continue_when_a_coordinator_dies() -> None:
     async with AsyncExitStack() as stack:
         [service] = await some_coordinators(stack, 1)
         addresses = f"{free_address()},{service.address}"
