@@ -28,7 +28,7 @@ def http_services(settings: UpSettings, coordinator: Service) -> list[Service]:
     if (problem := explain_missing("http")) is not None:
         if settings.http_port is not None:
             raise ProcessFailedError(f"http-port: {problem}", WRONG_SETTINGS)
-        log.warning("OpenAI's API over HTTP is off: it %s", problem)
+        log.warning("HTTP server disabled: it %s", problem)
         return []
     try:
         check_port("http_port", settings.host, settings.api_port)

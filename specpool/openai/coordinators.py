@@ -103,7 +103,7 @@ class Link(AsyncConnected):
 
     def _set_serving(self, is_serving: bool) -> None:
         if is_serving != self.is_serving:
-            log.info("coordinator %s %s", self.address, "serves" if is_serving else "does not serve")
+            log.info("coordinator %s %s", self.address, "is serving" if is_serving else "is not serving")
         self.is_serving, self._fault = is_serving, ""
 
 
