@@ -48,15 +48,15 @@ def simulate(
     server.run(tokens)
     seconds, gained, rounds = server.run(tokens)
     speed = gained.tokens / seconds
-    places = batch * rounds
+    sequence_rounds = batch * rounds
     return SourceSpeed(
         batch,
         method,
         speed,
         of_plain=speed * pair.costs.seconds(batch, []) / batch,
-        tokens_per_round=gained.tokens / places,
-        from_model=gained.model / places,
-        from_lookup=gained.lookup / places,
+        tokens_per_round=gained.tokens / sequence_rounds,
+        from_model=gained.model / sequence_rounds,
+        from_lookup=gained.lookup / sequence_rounds,
     )
 
 
@@ -146,16 +146,16 @@ class _Server:
             for sequence in self._sequences:
                 sequence.own_draft = None
             return {i: draft for i, draft in found.items() if draft is not None}, []
+        drafts, steps = self._draft({i: plan for i, plan in plans.items() if plan.num_draft_tokens})
+        return {draft.sequence.sequence_id: draft.finished() for draft in drafts}, steps
+
+    def _draft(self, plans: Mapping[int, DraftPlan]) -> tuple[list[ModelDraft], list[int]]:
+        """Draft until another step would gain too little. Return the drafts, and the number of rows in each step."""
         drafts = [
             ModelDraft(s, plan, min(plan.num_draft_tokens, s.max_num_draft_tokens))
             for s in self._sequences
-            if (plan := plans[s.sequence_id]).num_draft_tokens
+            if (plan := plans.get(s.sequence_id)) is not None
         ]
-        steps = self._extend(drafts)
-        return {draft.sequence.sequence_id: draft.finished() for draft in drafts}, steps
-
-    def _extend(self, drafts: Items[ModelDraft]) -> list[int]:
-        """Draft step by step until another step would gain too little. Return the number of rows in each step."""
         _, step_cost = self._drafting.hints
         active, steps = [draft for draft in drafts if draft.limit], list[int]()
         while active:
@@ -170,22 +170,17 @@ class _Server:
         for draft in drafts:
             if draft.token_ids:
                 draft.sequence.draft.start = draft.sequence.length + len(draft.token_ids) - 1
-        return steps
+        return drafts, steps
 
     def _make_own_drafts(self, plans: Mapping[int, DraftPlan]) -> list[int]:
-        """Draft in the target worker for the next round. Return the rows of each step."""
-        drafts = [
-            ModelDraft(s, plan, min(plan.num_draft_tokens, s.max_num_draft_tokens))
-            for s in self._sequences
-            if (plan := plans[s.sequence_id]).drafts_next
-        ]
-        steps = self._extend(drafts)
+        """Draft in the target worker for the next round. Return the number of rows in each step."""
+        drafts, steps = self._draft({i: plan for i, plan in plans.items() if plan.drafts_next})
         for draft in drafts:
             draft.sequence.own_draft = draft.finished() if draft.token_ids else None
         return steps
 
     def _verify(self, sequence: Sequence, plan: DraftPlan, proposal: Proposal | None) -> Commit:
-        """Verify the draft tokens that are worth it, or else those of prompt lookup."""
+        """Verify the draft tokens that are likely enough, otherwise those of prompt lookup."""
         drafted: tuple[int, ...] = ()
         if proposal is not None:
             chances = map(self._drafting.chance, proposal.confidences)
