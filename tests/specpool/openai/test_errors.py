@@ -72,7 +72,7 @@ async def test_bad_bodies_are_refused(caplog: pytest.LogCaptureFixture) -> None:
         ({"tools": [{"type": "function"}]}, "tools[0].function", "invalid_value"),
         ({"stop": 1}, "stop", "invalid_type"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 async def test_errors_name_the_field(fields: dict[str, object], param: str, code: str, service: OpenAIService) -> None:
     async with httpx2.AsyncClient(base_url=service.url) as client:
