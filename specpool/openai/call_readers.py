@@ -119,8 +119,12 @@ def read_harmony(text: TextReader, calls: Calls) -> Steps[Delta, None]:
     seen: set[type[Content | Reasoning]] = set()
     opening = yield from text.skip(" to=functions.", TURN, CHANNEL)
     while not calls.are_complete and (opening or (opening := (yield from text.until(Content, TURN, CHANNEL)))):
-        header, end = yield from text.collect_until(MESSAGE)
+        header, end = yield from text.collect_until(MESSAGE, *MESSAGE_ENDS)
         header = f"{opening}{header}"
+        if end in MESSAGE_ENDS:
+            yield Content(f"{header}{end}")
+            opening = None
+            continue
         recipient = RECIPIENT.search(header)
         if recipient and end:
             text.mark()

@@ -175,6 +175,7 @@ MALFORMED = [
     ("qwen3_coder", "<tool_call>\n<function=other>\n</function>\n</tool_call>"),
     ("qwen3_coder", "<tool_call>\n<function=now"),
     ("harmony", "<|channel|>commentary to=functions.other <|constrain|>json<|message|>{}"),
+    ("harmony", "<|channel|>analysis Hello<|end|>"),
 ]
 
 
