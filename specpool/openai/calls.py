@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specpool.client.chats import make_chat
@@ -57,6 +57,8 @@ def chat_work(body: ChatBody, info: pb.GetModelInfoResponse, request_id: str) ->
         param, _, reason = str(error).partition(": ")
         raise invalid(param, reason) from None
     params, names = _params(body, info, plan)
+    if params.WhichOneof("constraint") and not params.constraint_after_reasoning:
+        plan = replace(plan, reasoning=pb.ReasoningTags())  # the whole text is the answer
     if body.max_completion_tokens is not None:
         params.max_tokens, names["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
     if body.logprobs:
