@@ -101,7 +101,9 @@ def read_qwen3_coder(text: TextReader, calls: Calls) -> Steps[Delta, None]:
             yield from text.skip_all()
             yield from text.skip("<function=")
         name = yield from text.skip_all(NAME_CHARACTERS)
-        if name in calls.schemas and (yield from text.skip(">")):
+        is_begun = yield from text.skip(">")
+        yield from text.skip_all()
+        if name in calls.schemas and is_begun and (yield from text.peek()) in ("<", ""):
             yield calls.start(name)
             yield from read_parameters(text, calls, calls.schemas[name], QWEN3_CODER)
             yield from text.skip_all()
