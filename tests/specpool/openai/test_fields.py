@@ -293,6 +293,8 @@ async def include_reasoning(service: OpenAIService, target: ScriptedTarget) -> N
 async def max_thinking_tokens(service: OpenAIService, target: ScriptedTarget) -> None:
     await chat(service, max_thinking_tokens=3)
     assert target.sampling.reasoning.max_tokens == 3
+    first = {"structured_outputs": {"regex": "a"}, "constraint_after_reasoning": False}
+    await refusal(chat(service, max_thinking_tokens=3, **first), "max_thinking_tokens")
 
 
 @row
