@@ -100,6 +100,7 @@ def test_only_named_peers_reach_the_server_and_it_reaches_coordinators() -> None
     api, metrics = policies["specpool-http"]
     assert api["ports"] == metrics["ports"] == [{"port": "http"}]
     assert [next(iter(peer)) for peer in api["from"]] == ["namespaceSelector", "podSelector"]
+    assert [next(iter(peer)) for peer in metrics["from"]] == ["namespaceSelector"]
     own = policies["specpool-coordinators"][0]["from"][-1]["podSelector"]["matchExpressions"]
     assert "http" in own[0]["values"]
 
