@@ -125,7 +125,7 @@ def list_packages(scratch: Path) -> str:
 def check_images(source: Path) -> str:
     if shutil.which("docker") and subprocess.run(["docker", "info"], capture_output=True, check=False).returncode == 0:
         for target in ("coordinator", "worker"):
-            run("docker", "build", "--file", source / "deploy/Dockerfile", "--target", target, source)
+            run("docker", "buildx", "build", "--file", source / "deploy/Dockerfile", "--target", target, source)
         return "both built by Docker"
     _, *arguments = shlex.split(arguments_of("requirements", "RUN")[0])
     run(sys.executable, *arguments, cwd=source)

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +22,9 @@ def test_the_workflow_is_valid() -> None:
 
 
 def test_actions_are_pinned_and_only_the_publishing_job_may_write() -> None:
-    actions = re.findall(r"uses: (\S+)", WORKFLOW.read_text())
+    actions = re.findall(r"uses: (.+)", WORKFLOW.read_text())
     assert actions
-    assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action) for action in actions)
+    assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", action) for action in actions)
     assert yaml.safe_load(WORKFLOW.read_text())["permissions"] == {"contents": "read"}
     assert [name for name, job in JOBS.items() if "permissions" in job] == ["publish"]
     assert JOBS["publish"]["needs"] == "check"
@@ -35,3 +36,17 @@ def test_versions_agree() -> None:
     chart = yaml.safe_load((DEPLOY / "helm/specpool/Chart.yaml").read_text())
     assert (chart["version"], chart["appVersion"]) == (version, version)
     assert f"\n## {version}" in (ROOT / "docs/changelog.md").read_text()
+
+
+def test_a_failing_push_ends_the_job(tmp_path: Path) -> None:
+    """Steps run as GitHub runs `shell: bash`, so that `tee` does not hide the status of `helm push`."""
+    assert yaml.safe_load(WORKFLOW.read_text())["defaults"]["run"]["shell"] == "bash"
+    [script] = [step["run"] for step in JOBS["publish"]["steps"] if "helm push" in step.get("run", "")]
+    (tmp_path / "build").mkdir()
+    for name, line in (("helm", "exit 1"), ("cosign", f"touch {tmp_path}/signed")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "REGISTRY": "ghcr.io/Owner", "GITHUB_REF_NAME": "v0.1.0"}
+    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]
+    assert subprocess.run(command, cwd=tmp_path, env=environment, check=False).returncode != 0
+    assert not (tmp_path / "signed").exists()
