@@ -127,7 +127,7 @@ def check_images(source: Path) -> str:
         for target in ("coordinator", "worker"):
             run("docker", "buildx", "build", "--file", source / "deploy/Dockerfile", "--target", target, source)
         return "both built by Docker"
-    _, *arguments = shlex.split(arguments_of("requirements", "RUN")[0])
+    _, *arguments = shlex.split(arguments_of("requirements", "RUN")[-1])
     run(sys.executable, *arguments, cwd=source)
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
     command = [

@@ -1,6 +1,8 @@
 """The release workflow: valid, with pinned actions and few permissions. `make release-check` runs its build."""
 
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,3 +52,18 @@ def test_a_failing_push_ends_the_job(tmp_path: Path) -> None:
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]
     assert subprocess.run(command, cwd=tmp_path, env=environment, check=False).returncode != 0
     assert not (tmp_path / "signed").exists()
+
+
+def test_without_docker_the_check_lists_the_requirements_of_the_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = runpy.run_path(str(ROOT / ".ci/release.py"))
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    run, check = release["run"], release["check_images"]
+    monkeypatch.setitem(
+        check.__globals__, "run", lambda *command, **options: "pip" in command or run(*command, **options)
+    )
+    assert "resolved" in check(tmp_path)
+    assert "starlette" in (tmp_path / "base.txt").read_text()
