@@ -93,6 +93,10 @@ def test_replicas_are_fixed_or_follow_the_cpu_and_drain_one_at_a_time() -> None:
         assert of_kind(render(name), "PodDisruptionBudget")["specpool-http"]["spec"]["maxUnavailable"] == 1
     single = template(*ENABLED)
     assert "specpool-http" not in of_kind(single, "PodDisruptionBudget")  # it could only block a drain
+    given = template(*ENABLED, "--set", "http.replicas=4,http.podDisruptionBudget.maxUnavailable=50%")
+    assert of_kind(given, "PodDisruptionBudget")["specpool-http"]["spec"]["maxUnavailable"] == "50%"
+    without = template(*ENABLED, "--set", "http.replicas=4,http.podDisruptionBudget.enabled=false")
+    assert "specpool-http" not in of_kind(without, "PodDisruptionBudget")
 
 
 def test_only_named_peers_reach_the_server_and_it_reaches_coordinators() -> None:
