@@ -102,7 +102,7 @@ def try_wheel(scratch: Path) -> str:
 
 
 def new_environment(folder: Path, extras: str) -> None:
-    """Install the wheel with pinned dependencies, as in the Makefile: torch's CPU build first."""
+    """Install the wheel with pinned dependencies, as in the Makefile: torch first, as the CPU build if pip finds it."""
     run(sys.executable, "-m", "venv", folder)
     pip = [folder / "bin/pip", "install", "--quiet"]
     constraints = (ROOT / "constraints.txt").read_text()
@@ -111,9 +111,11 @@ def new_environment(folder: Path, extras: str) -> None:
     (folder / "pip.txt").write_text(pinned[0])
     run(*pip, "--require-hashes", "--requirement", folder / "pip.txt")
     torch = re.findall(r"^torch==\S+", constraints, re.MULTILINE)[0]
-    run(*pip, "--constraint", ROOT / "constraints.txt", f"{torch}+cpu")
+    pinned_pip = [*pip, "--constraint", ROOT / "constraints.txt"]
+    if subprocess.run([*pinned_pip, f"{torch}+cpu"], capture_output=True, check=False).returncode:
+        run(*pinned_pip, torch)
     run(*pip, "--no-deps", wheel())
-    run(*pip, "--constraint", ROOT / "constraints.txt", f"specpool[{extras}]")
+    run(*pinned_pip, f"specpool[{extras}]")
 
 
 def list_packages(scratch: Path) -> str:

@@ -67,3 +67,20 @@ def test_without_docker_the_check_lists_the_requirements_of_the_image(
     )
     assert "resolved" in check(tmp_path)
     assert "starlette" in (tmp_path / "base.txt").read_text()
+
+
+def test_the_wheel_is_tried_with_the_torch_that_pip_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = runpy.run_path(str(ROOT / ".ci/release.py"))
+    installed: list[str] = []
+
+    def install(command: list[object], **_: object) -> subprocess.CompletedProcess[str]:
+        """Fail for torch's CPU build, which PyPI lacks."""
+        installed.append(str(command[-1]))
+        return subprocess.CompletedProcess(command, int(installed[-1].endswith("+cpu")), stdout="")
+
+    monkeypatch.setattr(subprocess, "run", install)
+    new_environment = release["new_environment"]
+    monkeypatch.setitem(new_environment.__globals__, "wheel", lambda: tmp_path / "specpool.whl")
+    new_environment(tmp_path, "worker")
+    torch = next(each for each in installed if each.startswith("torch=="))
+    assert installed[-4:] == [torch, torch.removesuffix("+cpu"), str(tmp_path / "specpool.whl"), "specpool[worker]"]
