@@ -1,4 +1,4 @@
-"""HTTP connections with a time limit on the heads of requests, which uvicorn lets take forever."""
+"""HTTP connections with a time limit on the heads of requests, and probes beyond the limit on their number."""
 
 import asyncio
 from typing import Any
@@ -7,12 +7,24 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 10.0
+PROBED = ("/health", "/metrics")
+"""Answered even if clients hold all connections: a failing probe would restart the server, and cut their requests."""
 
 
 class Protocol(H11Protocol):
     """Closes a connection if the head of a request takes longer than `HEAD_SECONDS`."""
 
     _head_timer: asyncio.TimerHandle | None = None
+    _limit: int | None = None
+
+    @property
+    def limit_concurrency(self) -> int | None:  # type: ignore[override]
+        """The limit for the request whose head was just read."""
+        return None if self.scope["path"] in PROBED else self._limit
+
+    @limit_concurrency.setter
+    def limit_concurrency(self, limit: int | None) -> None:
+        self._limit = limit
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
