@@ -18,7 +18,7 @@ class Protocol(H11Protocol):
     _limit: int | None = None
 
     @property
-    def limit_concurrency(self) -> int | None:  # type: ignore[override]
+    def limit_concurrency(self) -> int | None:
         """The limit for the request whose head was just read."""
         return None if self.scope["path"] in PROBED else self._limit
 
