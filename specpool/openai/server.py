@@ -30,6 +30,8 @@ PROGRAM = "specpool-openai"
 BACKLOG = 2048
 REFUSED_CONNECTIONS = 64
 """Connections above the limit whose requests are answered. Further ones are closed at once."""
+PROBED = ("/health", "/metrics")
+"""Answered above the limit too: a failing probe would restart the server, and cut its requests."""
 KEEP_ALIVE_PROBE_SECONDS = 20
 UNREAD_BYTES = 64 * 2**10
 """Bytes of a stream that the system buffers for a client that does not read."""
@@ -112,7 +114,7 @@ class OpenAIServer:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
-        if len(self._uvicorn.server_state.connections) <= self._max_connections:
+        if scope["path"] in PROBED or len(self._uvicorn.server_state.connections) <= self._max_connections:
             return await self._routes(scope, receive, send)
         log.warning("a request was refused: there are more than --max-connections %d", self._max_connections)
         refused = unavailable("too many connections")

@@ -125,14 +125,15 @@ async def test_the_drain_finishes_requests_and_ends_the_rest() -> None:
         await response.aclose()
 
 
-async def test_connections_are_limited() -> None:
+async def test_connections_are_limited_except_for_probes() -> None:
     async with (
         openai_service({"max_connections": 1}) as service,
         httpx2.AsyncClient(base_url=service.url) as first,
         httpx2.AsyncClient(base_url=service.url) as second,
     ):
         response, _ = await read_first(first)
-        assert (await second.get("/health")).status_code == 503
+        statuses = [(await second.get(path)).status_code for path in ("/v1/models", "/health", "/metrics")]
+        assert statuses == [503, 200, 200]
         await response.aclose()
 
 
@@ -189,7 +190,7 @@ async def test_invalid_http_is_refused_in_openais_form(
 
 async def test_connections_above_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpool.openai.server.REFUSED_CONNECTIONS", 1)
-    head = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    head = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
     async with openai_service({"max_connections": 1}) as service:
         first, *others = [await connect(service, b"") for _ in range(3)]
         assert await others[1][0].read() == b""
