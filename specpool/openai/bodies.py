@@ -179,6 +179,12 @@ class GenerationBody(Body):
         unset = {name for name in UNSUPPORTED if name in values}
         return {name: value for name, value in values.items() if name not in unset}
 
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> "GenerationBody":
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "needs stream: true")
+        return self
+
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage

@@ -118,8 +118,8 @@ def _params(
     """Return the sampling parameters, and the body's names of some. Raises ApiError."""
     given = {name: value for name in SAME if (value := getattr(body, name)) is not None}
     constraint, names = _constraint(body, plan)
-    if constraint and plan is not None and not plan.constraint and info.HasField("reasoning"):
-        constraint["constraint_after_reasoning"] = True
+    if constraint and plan is not None and info.HasField("reasoning"):
+        constraint.setdefault("constraint_after_reasoning", True)
     if constraint and body.ignore_eos:
         raise invalid("ignore_eos", f"cannot be combined with {next(iter(names.values()))}")
     temperature = DEFAULT_TEMPERATURE if body.temperature is None else body.temperature
@@ -142,14 +142,16 @@ def _constraint(body: GenerationBody, plan: OutputPlan | None) -> tuple[dict[str
     found: list[tuple[str, dict[str, Any]]] = []
     if body.response_format is not None and body.response_format.type != "text":
         schema = body.response_format.json_schema
-        is_schema = schema is not None
-        field = {"json_schema": json.dumps(schema.schema_)} if schema is not None else {"json_object": True}
-        found.append(("response_format.json_schema.schema" if is_schema else "response_format", field))
+        if schema is not None:
+            found.append(("response_format.json_schema.schema", {"json_schema": json.dumps(schema.schema_)}))
+        else:
+            found.append(("response_format", {"json_object": True}))
     if body.structured_outputs is not None:
         (name, value), *_ = body.structured_outputs.model_dump(by_alias=True, exclude_none=True).items()
         found.append((f"structured_outputs.{name}", _structured(name, value)))
-    if plan is not None and plan.constraint:
-        found.append(("tool_choice", dict(plan.constraint)))
+    if plan is not None and plan.constraint and (not found or plan.choice.mode == "required"):
+        # A required call is the whole answer. Otherwise, the format of the content wins, as in vLLM.
+        return dict(plan.constraint), dict.fromkeys(plan.constraint, "tool_choice")
     if len(found) > 1:
         raise invalid(found[0][0].partition(".")[0], f"cannot be combined with {found[1][0].partition('.')[0]}")
     if not found:

@@ -15,7 +15,7 @@ from specpool.openai.answers import Header, Stops, chat_answer, completion_answe
 from specpool.openai.bodies import ChatBody, CompletionBody
 from specpool.openai.calls import Work, chat_prefix, chat_work, completion_prefix, completion_work
 from specpool.openai.coordinators import Coordinators, Link, Metadata
-from specpool.openai.errors import api_error, is_refused, unavailable, unknown_model
+from specpool.openai.errors import api_error, invalid, is_refused, unavailable, unknown_model
 from specpool.openai.reply import Reply
 from specpool.openai.streams import DONE, ChatStream, CompletionStream, event
 from specpool.v1 import generation_pb2 as pb
@@ -84,8 +84,7 @@ class Generation:
             info = await link.info(self.metadata, is_cached=False)
         if self.body.model != info.served_model_name:
             raise unknown_model(self.body.model, info.served_model_name)
-        work = self.kind.work(self.body, info, self.id)
-        self.names = work.names
+        work = self._work(info)
         stops = Stops(frozenset(info.eos_token_ids))
         async with link.stub() as stub:
             if self.body.stream:
@@ -97,6 +96,14 @@ class Generation:
                 responses = await gathered(calls)
                 answer = self.kind.answer(self._header(self.kind.object), work, responses, stops)
                 await self.reply.json(json.dumps(answer, ensure_ascii=False).encode(), headers=self._headers())
+
+    def _work(self, info: pb.GetModelInfoResponse) -> Work:
+        try:
+            work = self.kind.work(self.body, info, self.id)
+        except RecursionError:
+            raise invalid(None, "the body is nested too deeply") from None
+        self.names = work.names
+        return work
 
     def _header(self, kind: str) -> Header:
         return Header(self.id, kind, self.body.model)

@@ -61,7 +61,7 @@ class OpenAIServer:
                 ws="none",
                 server_header=False,
                 backlog=BACKLOG,
-                limit_concurrency=max_connections(settings.max_connections),
+                limit_concurrency=max_connections(settings.max_connections) + 1,  # uvicorn refuses at its limit
                 h11_max_incomplete_event_size=int(settings.max_header_bytes),
                 timeout_keep_alive=settings.keep_alive_seconds,
                 ssl_context_factory=None if tls is None else lambda *_: tls.context,
