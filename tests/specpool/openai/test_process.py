@@ -69,6 +69,7 @@ async def test_a_port_in_use_is_named() -> None:
                 break
         async with process("--port", port) as second:
             await until_line(
-                second, f"specpool-openai: port: cannot listen on 127.0.0.1:{port}: Address already in use"
+                second,
+                f"specpool-openai: port: cannot listen on 127.0.0.1:{port}: Address already in use; give another --port",
             )
             assert await second.wait() == 2
