@@ -416,7 +416,7 @@ def test_a_port_in_use_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_callers_are_checked_before_any_process_starts(tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match="api_tokens: .*: No such file"):
+    with pytest.raises(ValidationError, match=r"api_tokens: .*: No such file"):
         SecureUpSettings(api_tokens=tmp_path / "tokens")
     with pytest.raises(ValidationError, match="allowed_names: must be given with tls_ca"):
         SecureUpSettings(allowed_names="alice")
