@@ -23,6 +23,7 @@ from specpool.client.prompts import PromptLine, read_prompt_file, read_standard_
 from specpool.client.requests import CHAT_OPTIONS
 from specpool.drafting.plans import DraftMethod
 from specpool.errors import InvalidArgumentError, RequestError, SpecpoolError
+from specpool.rpc.config.help import with_flags
 from specpool.rpc.config.settings import (
     INT32_MAX,
     INT32_MIN,
@@ -240,10 +241,11 @@ def _options(settings: GenerateSettings, constraint: str | None) -> dict[str, An
 
 
 def _with_file(error: SpecpoolError, settings: GenerateSettings) -> str:
-    """Format an error, naming the file of a refused constraint."""
+    """Format an error with the names of flags, and with the file of a refused constraint."""
     files = {"sampling_params.json_schema": settings.json_schema, "sampling_params.grammar": settings.grammar}
     file = files.get(error.field) if isinstance(error, InvalidArgumentError) else None
-    return f"{error}" if file is None else f"{file}: {error}"
+    text = with_flags(GenerateSettings, str(error))
+    return text if file is None else f"{file}: {text}"
 
 
 async def _generate(settings: GenerateSettings, lines: list[PromptLine], constraint: str | None) -> int:
@@ -254,7 +256,7 @@ async def _generate(settings: GenerateSettings, lines: list[PromptLine], constra
                 with waiting("specpool generate", settings.address) as show:
                     await client.wait_ready(settings.wait_seconds, show)
             except SpecpoolError as error:
-                print(f"specpool generate: {error}", file=sys.stderr)
+                print(f"specpool generate: {_with_file(error, settings)}", file=sys.stderr)
                 return 1
         if settings.prompts is None and not settings.json_lines:
             return await _stream_one(client, settings, lines[0], options)

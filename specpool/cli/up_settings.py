@@ -260,7 +260,7 @@ class SecureUpSettings(UpSettings, ServerSecurity, TraceSettings):
         return {name: port for name, port in given.items() if port is not None}
 
     @model_validator(mode="after")
-    def _check_callers(self) -> Self:
+    def _check_http(self) -> Self:
         if self.http_port and self.allowed_names:
             raise ValueError("http_port must not be given with allowed_names, which only the coordinator checks")
         return self

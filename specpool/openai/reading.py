@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections import Counter
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -82,7 +83,8 @@ class _InvalidJsonError(ValueError):
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise _InvalidJsonError("an object has the same key twice")
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise _InvalidJsonError(f"an object has the key {key[:40]!r} twice")
     return values
 
 

@@ -68,7 +68,6 @@ async def test_a_port_in_use_is_named() -> None:
                 port = line.decode().split()[-1].rpartition(":")[2]
                 break
         async with process("--port", port) as second:
-            await until_line(
-                second, f"specpool-openai: port: cannot listen on 127.0.0.1:{port}: Address already in use"
-            )
+            reason = "Address already in use; give another --port"
+            await until_line(second, f"specpool-openai: port: cannot listen on 127.0.0.1:{port}: {reason}")
             assert await second.wait() == 2
