@@ -71,7 +71,7 @@ def completion_work(body: CompletionBody, info: pb.GetModelInfoResponse, request
         params.logprobs = body.logprobs
     prompts = _prompts(body.prompt)
     if not 0 < len(prompts) <= MAX_PROMPTS:
-        raise invalid("prompt", f"has {len(prompts)} prompts: it must have from 1 to {MAX_PROMPTS}")
+        raise invalid("prompt", f"must have 1 to {MAX_PROMPTS} prompts, not {len(prompts)}")
     requests = [
         _request(body, params, f"{request_id}-{number}" if number else request_id, **prompt)
         for number, prompt in enumerate(prompts)

@@ -153,7 +153,7 @@ def test_a_target_with_few_positions_is_refused_by_name(
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"id": 1, "prompt": "x" * 300}))
     pair = ["--target", target, "--model", target]
     assert run(evaluate, "--prompts", tmp_path / "prompts.jsonl", *pair) == 2
-    assert "prompts: none has at most 32 tokens, which leaves 224 of 256 positions" in capsys.readouterr().err
+    assert "prompts: all are longer than 32 tokens (256 positions less 224 for the answer)" in capsys.readouterr().err
 
 
 def test_no_writer_for_a_gpu_with_other_layers(tmp_path: Path) -> None:
