@@ -1,4 +1,4 @@
-"""The routes of the OpenAI server."""
+"""The routes of the HTTP server."""
 
 import asyncio
 import json

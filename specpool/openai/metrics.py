@@ -1,4 +1,4 @@
-"""Prometheus metrics of the OpenAI server."""
+"""Prometheus metrics of the HTTP server."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The process of the OpenAI server: uvicorn with reloaded TLS files, and a drain on SIGTERM."""
+"""The process of the HTTP server: uvicorn with reloaded TLS files, and a drain on SIGTERM."""
 
 import asyncio
 import contextlib

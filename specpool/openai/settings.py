@@ -1,4 +1,4 @@
-"""Settings of the OpenAI server."""
+"""Settings of the HTTP server."""
 
 from pathlib import Path
 from typing import Annotated, Self
