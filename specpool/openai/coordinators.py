@@ -115,7 +115,7 @@ class Link(AsyncConnected):
 
     def _set_serving(self, is_serving: bool) -> None:
         if is_serving != self.is_serving:
-            log.info("coordinator %s %s", self.address, "serves" if is_serving else "does not serve")
+            log.info("coordinator %s is %s", self.address, "serving" if is_serving else "not serving")
         self.is_serving, self._fault, self._expected_at = is_serving, "", 0.0
 
 

@@ -1,4 +1,4 @@
-"""The process of the OpenAI server: uvicorn with reloaded TLS files, and a drain on SIGTERM."""
+"""The process of the HTTP server: uvicorn with reloaded TLS files, and a drain on SIGTERM."""
 
 import asyncio
 import contextlib
@@ -92,7 +92,7 @@ class OpenAIServer:
         suffix = " with TLS" if settings.tls_files is not None else ""
         log.info("listening on %s%s", join_address(settings.host, port), suffix)
         if settings.tls_files is None and not is_loopback(settings.host):
-            log.warning("tls_cert is not set: tokens, prompts and answers travel in plain text")
+            log.warning("--tls-cert is not set: tokens, prompts and answers travel in plain text")
         return port
 
     def stop(self, drain: bool = True) -> None:

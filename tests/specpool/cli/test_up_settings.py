@@ -433,8 +433,8 @@ def test_only_the_coordinator_gets_the_health_port() -> None:
     [
         ({"port": 8000}, "--port 8000, --http-port 8000 must differ"),
         ({"health_port": 50050}, "--port 50050, --health-port 50050, --http-port 8000 must differ"),
-        ({"http_port": 9001, "metrics_port": 9000}, "--http-port must not be metrics_port or one of the 2 after it"),
-        ({"metrics_port": 7999}, "--http-port must not be metrics_port or one of the 2 after it"),
+        ({"http_port": 9001, "metrics_port": 9000}, "--http-port must not be metrics_port or one of the 2 ports after"),
+        ({"metrics_port": 7999}, "--http-port must not be metrics_port or one of the 2 ports after it"),
     ],
 )
 def test_ports_of_up_must_differ(settings: dict[str, Any], reason: str) -> None:

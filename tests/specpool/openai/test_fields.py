@@ -78,7 +78,7 @@ async def messages(service: OpenAIService, target: ScriptedTarget) -> None:
     assert target.prompt.startswith("system: Be kind.\nuser: one\ntwo\nassistant: \ntool: 3\nuser: Hi\n")
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     message = await refusal(chat(service, [{"role": "user", "content": [image]}]), "messages[0].content[0]")
-    assert "'image_url' is not supported" in message
+    assert "'image_url' are not supported" in message
 
 
 @row
