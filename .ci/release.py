@@ -86,7 +86,7 @@ def try_wheel(scratch: Path) -> str:
 
 
 def new_environment(folder: Path, extras: str) -> None:
-    """Install the wheel with pinned dependencies, as in the Makefile: torch's CPU build first."""
+    """Install the wheel with pinned dependencies, as in the Makefile: torch first, as the CPU build if pip finds it."""
     run(sys.executable, "-m", "venv", folder)
     pip = [folder / "bin/pip", "install", "--quiet"]
     constraints = (ROOT / "constraints.txt").read_text()
@@ -95,9 +95,11 @@ def new_environment(folder: Path, extras: str) -> None:
     (folder / "pip.txt").write_text(pinned[0])
     run(*pip, "--require-hashes", "--requirement", folder / "pip.txt")
     torch = re.findall(r"^torch==\S+", constraints, re.MULTILINE)[0]
-    run(*pip, "--constraint", ROOT / "constraints.txt", f"{torch}+cpu")
+    pinned_pip = [*pip, "--constraint", ROOT / "constraints.txt"]
+    if subprocess.run([*pinned_pip, f"{torch}+cpu"], capture_output=True, check=False).returncode:
+        run(*pinned_pip, torch)
     run(*pip, "--no-deps", wheel())
-    run(*pip, "--constraint", ROOT / "constraints.txt", f"specpool[{extras}]")
+    run(*pinned_pip, f"specpool[{extras}]")
 
 
 def list_packages(scratch: Path) -> str:
@@ -109,9 +111,9 @@ def list_packages(scratch: Path) -> str:
 def check_images(source: Path) -> str:
     if shutil.which("docker") and subprocess.run(["docker", "info"], capture_output=True, check=False).returncode == 0:
         for target in ("coordinator", "worker"):
-            run("docker", "build", "--file", source / "deploy/Dockerfile", "--target", target, source)
+            run("docker", "buildx", "build", "--file", source / "deploy/Dockerfile", "--target", target, source)
         return "both built by Docker"
-    _, *arguments = shlex.split(arguments_of("requirements", "RUN")[0])
+    _, *arguments = shlex.split(arguments_of("requirements", "RUN")[-1])
     run(sys.executable, *arguments, cwd=source)
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
     command = [sys.executable, *shlex.split("-m pip install --quiet --dry-run --ignore-installed --only-binary :all:")]

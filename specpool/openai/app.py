@@ -1,4 +1,4 @@
-"""The routes of the OpenAI server."""
+"""The routes of the HTTP server."""
 
 import asyncio
 import json
@@ -17,15 +17,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from specpool.openai.coordinators import Coordinators
+from specpool.openai.coordinators import Coordinators, Metadata
 from specpool.openai.errors import ApiError, api_error, unavailable, unknown_model
 from specpool.openai.generation import CHAT, COMPLETION, Generation, Kind
 from specpool.openai.metrics import Metrics, Observed
-from specpool.openai.reading import metadata_of, parse, read_body
+from specpool.openai.reading import is_short, metadata_of, parse, read_body
 from specpool.openai.reply import Reply, while_connected
 from specpool.openai.settings import OpenAISettings
 from specpool.openai.streams import DONE, event
 from specpool.rpc.observability.line_limits import without_message
+from specpool.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -88,17 +89,15 @@ class Handlers:
 
     async def _generate(self, path: str, kind: Kind, request: Request, reply: Reply, observed: Observed) -> None:
         metadata = metadata_of(request)
+        if not is_short(request):
+            await self._info(metadata)  # authenticate the caller before reading a large body
         body = parse(kind.body, await read_body(request, self._settings.max_body_bytes, self._settings.receive_seconds))
         on_first = partial(self.metrics.first_token, path, observed)
         generation = Generation(kind, body, metadata, reply, on_first)
         await while_connected(request.receive, generation.run(self._coordinators))
 
     async def _models(self, request: Request, reply: Reply, _: Observed) -> None:
-        metadata = metadata_of(request)
-        try:  # not from the cache: the coordinator authenticates the caller
-            info = await self._coordinators.call(b"", lambda link: link.info(metadata, is_cached=False))
-        except grpc.RpcError as error:
-            raise api_error(error) from None
+        info = await self._info(metadata_of(request))
         model = {"id": info.served_model_name, "object": "model", "created": 0, "owned_by": "specpool"}
         model["max_model_len"] = info.max_model_len
         asked = request.path_params.get("model")
@@ -106,6 +105,13 @@ class Handlers:
             raise unknown_model(asked, info.served_model_name)
         answer = model if asked is not None else {"object": "list", "data": [model]}
         await reply.json(json.dumps(answer, ensure_ascii=False).encode())
+
+    async def _info(self, metadata: Metadata) -> pb.GetModelInfoResponse:
+        """Ask a coordinator for the model info, for which it authenticates the caller. Raises ApiError."""
+        try:
+            return await self._coordinators.call(b"", lambda link: link.info(metadata, is_cached=False))
+        except grpc.RpcError as error:
+            raise api_error(error) from None
 
     async def _health(self, request: Request, reply: Reply, _: Observed) -> None:
         is_serving = self._coordinators.is_serving

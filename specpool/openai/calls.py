@@ -1,12 +1,13 @@
 """Convert request bodies to gRPC requests."""
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specpool.client.chats import make_chat
-from specpool.openai.bodies import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, Message
+from specpool.openai.bodies import ChatBody, CompletionBody, GenerationBody, Message
 from specpool.openai.errors import invalid
 from specpool.openai.output import OutputPlan, plan_output
 from specpool.v1 import generation_pb2 as pb
@@ -16,6 +17,7 @@ DEFAULT_TEMPERATURE = 1.0
 MAX_KEY_CHARACTERS = 1024
 """Leading characters or tokens of a prompt that select its coordinator."""
 
+_TOKEN_ID = re.compile("[0-9]{1,10}")
 # Fields with the same name and meaning in `SamplingParams`.
 SAME = (
     "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "max_tokens",
@@ -59,6 +61,8 @@ def chat_work(body: ChatBody, info: pb.GetModelInfoResponse, request_id: str) ->
         param, _, reason = str(error).partition(": ")
         raise invalid(param, reason) from None
     params, names = _params(body, info, plan)
+    if params.WhichOneof("constraint") and not params.constraint_after_reasoning:
+        plan = replace(plan, reasoning=pb.ReasoningTags())  # the whole text is the answer
     if body.max_completion_tokens is not None:
         params.max_tokens, names["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
     if body.logprobs:
@@ -72,12 +76,9 @@ def completion_work(body: CompletionBody, info: pb.GetModelInfoResponse, request
     params, names = _params(body, info, None)
     if body.logprobs is not None:
         params.logprobs = body.logprobs
-    prompts = _prompts(body.prompt)
-    if not 0 < len(prompts) <= MAX_PROMPTS:
-        raise invalid("prompt", f"has {len(prompts)} prompts: it must have from 1 to {MAX_PROMPTS}")
     requests = [
         _request(body, params, f"{request_id}-{number}" if number else request_id, **prompt)
-        for number, prompt in enumerate(prompts)
+        for number, prompt in enumerate(_prompts(body.prompt))
     ]
     return Work(requests, None, names, params.n or 1, frozenset(info.eos_token_ids))
 
@@ -90,10 +91,10 @@ def chat_prefix(body: ChatBody) -> str:
 
 def completion_prefix(body: CompletionBody) -> str:
     """Return the beginning of the first prompt."""
-    first = next(iter(_prompts(body.prompt)), {})
+    first = _prompts(body.prompt)[0]
     if "text" in first:
         return str(first["text"][:MAX_KEY_CHARACTERS])
-    return ",".join(map(str, first["tokenized"].input_ids[:MAX_KEY_CHARACTERS])) if first else ""
+    return ",".join(map(str, first["tokenized"].input_ids[:MAX_KEY_CHARACTERS]))
 
 
 def _prompts(prompt: Any) -> list[dict[str, Any]]:
@@ -121,8 +122,8 @@ def _params(
     """Return the sampling parameters, and `Work.names`. Raises ApiError."""
     given = {name: value for name in SAME if (value := getattr(body, name)) is not None}
     constraint, names = _constraint(body, plan)
-    if constraint and plan is not None and not plan.constraint and info.HasField("reasoning"):
-        constraint["constraint_after_reasoning"] = True
+    if constraint and plan is not None and info.HasField("reasoning"):
+        constraint.setdefault("constraint_after_reasoning", True)
     if constraint and body.ignore_eos:
         raise invalid("ignore_eos", f"cannot be combined with {next(iter(names.values()))}")
     temperature = DEFAULT_TEMPERATURE if body.temperature is None else body.temperature
@@ -134,7 +135,7 @@ def _params(
     if not body.skip_special_tokens or (plan is not None and not plan.skip_special_tokens):
         params.skip_special_tokens = False
     for token, bias in (body.logit_bias or {}).items():
-        if not token.isdecimal() or int(token) >= 2**32:
+        if not _TOKEN_ID.fullmatch(token) or int(token) >= 2**32:
             raise invalid("logit_bias", f"{token[:20]!r} is not a token id")
         params.logit_bias[int(token)] = bias
     return params, names
@@ -152,8 +153,9 @@ def _constraint(body: GenerationBody, plan: OutputPlan | None) -> tuple[dict[str
     if body.structured_outputs is not None:
         (name, value), *_ = body.structured_outputs.model_dump(by_alias=True, exclude_none=True).items()
         found.append((f"structured_outputs.{name}", _structured(name, value)))
-    if plan is not None and plan.constraint:
-        found.append(("tool_choice", dict(plan.constraint)))
+    if plan is not None and plan.constraint and (not found or plan.choice.mode == "required"):
+        # A required call is the whole answer. Otherwise, the format of the content wins, as in vLLM.
+        return dict(plan.constraint), dict.fromkeys(plan.constraint, "tool_choice")
     if len(found) > 1:
         raise invalid(found[0][0].partition(".")[0], f"cannot be combined with {found[1][0].partition('.')[0]}")
     if not found:

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
 """Pause before an unreachable coordinator is watched again."""
+START_SECONDS = 10.0
+"""Grace period without warnings for coordinators that start together with this server."""
 INFO_SECONDS = 5.0
 """How long a coordinator's model info is cached."""
 CALL_SECONDS = 10.0
@@ -48,6 +50,7 @@ class Link(AsyncConnected):
         self._info: pb.GetModelInfoResponse | None = None
         self._info_until = 0.0
         self._fault = ""
+        self._expected_at = time.monotonic() + START_SECONDS
         self._watching = asyncio.create_task(self._watch())
 
     @asynccontextmanager
@@ -94,17 +97,20 @@ class Link(AsyncConnected):
                     async for response in stub.Watch(health_pb2.HealthCheckRequest()):
                         self._set_serving(response.status == health_pb2.HealthCheckResponse.SERVING)
             except grpc.RpcError as error:
-                fault = str(await async_failure(error, self._connector))
-                if fault != self._fault:
-                    log.warning("coordinator %s is unreachable: %s", self.address, fault)
-                self._fault = fault
+                if time.monotonic() > self._expected_at:
+                    self._set_fault(str(await async_failure(error, self._connector)))
             self.is_serving = False
             await asyncio.sleep(RETRY_SECONDS)
 
+    def _set_fault(self, fault: str) -> None:
+        if fault != self._fault:
+            log.warning("coordinator %s is unreachable: %s", self.address, fault)
+        self._fault = fault
+
     def _set_serving(self, is_serving: bool) -> None:
         if is_serving != self.is_serving:
-            log.info("coordinator %s %s", self.address, "is serving" if is_serving else "is not serving")
-        self.is_serving, self._fault = is_serving, ""
+            log.info("coordinator %s is %s", self.address, "serving" if is_serving else "not serving")
+        self.is_serving, self._fault, self._expected_at = is_serving, "", 0.0
 
 
 class Coordinators:
@@ -137,7 +143,7 @@ class Coordinators:
 
     async def call(self, prefix: bytes, call: Callable[[Link], Awaitable[T]]) -> T:
         """Call the ranked coordinators in turn until one can answer. Raises ApiError, and RpcError of the last one."""
-        failure: Exception = unavailable("no coordinator is known")
+        failure: Exception = unavailable("no coordinator was found")
         for link in self.ranked(prefix):
             link.in_flight += 1
             try:

@@ -70,8 +70,7 @@ def unknown_model(model: str, served: str) -> ApiError:
 
 
 def too_large(reason: str) -> ApiError:
-    """Return a 413 error that also closes the connection, since the rest of the body stays unread."""
-    return ApiError(413, reason, code="body_too_large", headers={"connection": "close"})
+    return ApiError(413, reason, code="body_too_large")
 
 
 def unavailable(reason: str) -> ApiError:

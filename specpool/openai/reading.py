@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections import Counter
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -17,23 +18,32 @@ B = TypeVar("B", bound=GenerationBody)
 
 # Headers to pass on to coordinators as metadata.
 PASSED = (HEADER, "traceparent", "tracestate")
+SHORT_BYTES = 64 * 2**10
+"""Maximum size of a body that is read before the caller is authenticated."""
 _PLAIN = re.compile(r"[\x20-\x7e]{1,4096}")
+
+
+def is_short(request: Request) -> bool:
+    """Return whether Content-Length announces at most `SHORT_BYTES`."""
+    length = request.headers.get("content-length", "")
+    is_announced = length.isdecimal() and "transfer-encoding" not in request.headers
+    return is_announced and int(length) <= SHORT_BYTES
 
 
 async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
     """Return the body. Raises ApiError if it is too large or too slow, and ClientDisconnect."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes:
-        raise too_large(f"the body has more than {max_bytes} bytes")
+        raise too_large(f"the body has more than {max_bytes} bytes (--max-body-bytes)")
     body = bytearray()
     try:
         async with asyncio.timeout(seconds):
             async for piece in request.stream():
                 body += piece
                 if len(body) > max_bytes:
-                    raise too_large(f"the body has more than {max_bytes} bytes")
+                    raise too_large(f"the body has more than {max_bytes} bytes (--max-body-bytes)")
     except TimeoutError:
-        message = f"the body did not arrive within {seconds:g} s"
+        message = f"the body did not arrive within {seconds:g} s (--receive-seconds)"
         raise ApiError(408, message, headers={"connection": "close"}) from None
     return bytes(body)
 
@@ -41,7 +51,7 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
 def parse(kind: type[B], body: bytes) -> B:
     """Parse a body. Raises ApiError."""
     try:
-        values = json.loads(body, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        values = json.loads(body.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
         if b"\\u" in body:  # may be a lone surrogate, which UTF-8 cannot encode
             json.dumps(values, ensure_ascii=False).encode()
     except RecursionError:
@@ -61,7 +71,7 @@ def metadata_of(request: Request) -> Metadata:
     """Return the metadata for gRPC calls: the caller's token and trace context. Raises ApiError."""
     metadata = [(name, value) for name in PASSED for value in request.headers.getlist(name)]
     if any(name == HEADER and not _PLAIN.fullmatch(value) for name, value in metadata):
-        message = "Authorization: must be Bearer and a token of ASCII characters"
+        message = "Authorization: must be Bearer and an ASCII token"
         raise ApiError(401, message, "authentication_error", code="invalid_api_key")
     return [(name, value) for name, value in metadata if _PLAIN.fullmatch(value)]
 
@@ -73,12 +83,13 @@ class _InvalidJsonError(ValueError):
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise _InvalidJsonError("an object has the same key twice")
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise _InvalidJsonError(f"an object has the key {key[:40]!r} twice")
     return values
 
 
 def _refuse_constant(name: str) -> None:
-    raise _InvalidJsonError(f"{name} is not a number")
+    raise _InvalidJsonError(f"{name} is not allowed")
 
 
 def _malformed(reason: str) -> ApiError:

@@ -1,4 +1,4 @@
-"""The OpenAI server process: uvicorn with TLS files that reload, and a drain on SIGTERM."""
+"""The HTTP server process: uvicorn with TLS files that reload, and a drain on SIGTERM."""
 
 import asyncio
 import contextlib
@@ -9,10 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
+from starlette.types import Receive, Scope, Send
 
 from specpool.openai.app import Handlers
 from specpool.openai.coordinators import Coordinators
+from specpool.openai.errors import unavailable
+from specpool.openai.metrics import Observed
 from specpool.openai.protocol import Protocol
+from specpool.openai.reply import Reply
 from specpool.openai.settings import OpenAISettings
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
@@ -24,6 +28,10 @@ from specpool.rpc.server.signals import StopSignals, wait_orphaned
 
 PROGRAM = "specpool-openai"
 BACKLOG = 2048
+REFUSED_CONNECTIONS = 64
+"""Connections above the limit that get a 503 answer. Further ones are closed at once."""
+PROBED = ("/health", "/metrics")
+"""Routes served above the limit too: failing probes would restart the server and cut its requests."""
 KEEP_ALIVE_PROBE_SECONDS = 20
 UNREAD_BYTES = 64 * 2**10
 """Send buffer of a connection, which holds a stream's data for a client that does not read."""
@@ -51,9 +59,12 @@ class OpenAIServer:
         self.handlers = Handlers(settings, self.coordinators)
         files = settings.tls_files
         tls = ServerContext(files) if files is not None else None
+        self._max_connections = max_connections(settings.max_connections)
+        self._routes = self.handlers.app()
         self._uvicorn = Uvicorn(
             uvicorn.Config(
-                self.handlers.app(),
+                self._answer,
+                interface="asgi3",
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -61,7 +72,7 @@ class OpenAIServer:
                 ws="none",
                 server_header=False,
                 backlog=BACKLOG,
-                limit_concurrency=max_connections(settings.max_connections) + 1,  # uvicorn's limit is exclusive
+                limit_concurrency=self._max_connections + REFUSED_CONNECTIONS + 1,
                 h11_max_incomplete_event_size=int(settings.max_header_bytes),
                 timeout_keep_alive=settings.keep_alive_seconds,
                 ssl_context_factory=None if tls is None else lambda *_: tls.context,
@@ -100,6 +111,16 @@ class OpenAIServer:
         await self._running
         self._ending.cancel()
         await self.coordinators.close()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        if scope["path"] in PROBED or len(self._uvicorn.server_state.connections) <= self._max_connections:
+            await self._routes(scope, receive, send)
+            return
+        log.warning("refusing a request: more than %d connections (--max-connections)", self._max_connections)
+        refused = unavailable("too many connections")
+        headers = {**refused.all_headers(), "connection": "close"}
+        await Reply(send, Observed()).json(refused.body(), refused.status, headers)
 
     async def _end_requests(self) -> None:
         """End the requests that outlast the drain."""
@@ -172,7 +193,7 @@ def _listener(host: str, port: int, stall_seconds: float) -> socket.socket:
 def main() -> None:
     settings = OpenAISettings.load(PROGRAM)
     configure_logging(settings.log_level, settings.log_format, PROGRAM)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # its warnings quote client input
     settings.log_resolved()
     with naming(PROGRAM, "", ListenError):
         asyncio.run(serve(settings))

@@ -1,4 +1,4 @@
-"""Parse complete answers with the OpenAI server's parsers."""
+"""Parse complete answers with the HTTP server's parsers."""
 
 import json
 from collections.abc import Sequence

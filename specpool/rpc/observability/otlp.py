@@ -47,7 +47,7 @@ def _check_endpoint(endpoint: str) -> str:
     if not known or endpoint.split() != [endpoint]:
         raise ValueError("must be a URL of a collector, such as http://localhost:4317")
     if parts.path.strip("/") or parts.query or parts.fragment:  # probably OTLP over HTTP
-        raise ValueError("must end with the port of a collector, since traces go over gRPC: http://localhost:4317")
+        raise ValueError("must end with the port of a collector, since OTLP goes over gRPC: http://localhost:4317")
     if (problem := explain_missing("otel")) is not None:
         raise ValueError(problem)
     return endpoint

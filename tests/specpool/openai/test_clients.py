@@ -2,6 +2,7 @@
 
 import asyncio
 
+import openai
 from openai import OpenAI
 from openai_service import KEY, MODEL, openai_service
 from pydantic import BaseModel
@@ -41,6 +42,19 @@ async def test_the_helpers_read_streams_and_models() -> None:
         assert isinstance(parsed, Size)
         async with chats.stream(**OPTIONS, response_format=Size, max_tokens=200) as stream:
             assert isinstance((await stream.get_final_completion()).choices[0].message.parsed, Size)
+
+
+async def test_a_response_format_yields_only_to_required_calls() -> None:
+    tool = openai.pydantic_function_tool(Size, name="measure")
+    async with openai_service(target=ScriptedTarget("Hello")) as service:
+        chats = service.client.chat.completions
+        options = {**OPTIONS, "tools": [tool], "response_format": Size, "max_tokens": 200}
+        message = (await chats.parse(**options)).choices[0].message
+        assert isinstance(message.parsed, Size)
+        assert not message.tool_calls
+        message = (await chats.parse(**options, tool_choice="required")).choices[0].message
+        assert [call.function.name for call in message.tool_calls] == ["measure"]
+        assert all(isinstance(call.function.parsed_arguments, Size) for call in message.tool_calls)
 
 
 async def test_streamed_tool_calls_are_those_of_the_whole_answer() -> None:
