@@ -24,7 +24,7 @@ async def some_coordinators(stack: AsyncExitStack, count: int) -> list[Serving]:
 
 
 async def connect(stack: AsyncExitStack, *addresses: str) -> tuple[Coordinators, AsyncOpenAI]:
-    """Start an OpenAI server in front of these coordinators. Return its view of them, and a client."""
+    """Start an HTTP server in front of these coordinators. Return its view of them, and a client."""
     server, url = await stack.enter_async_context(openai_server(",".join(addresses)))
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
     return server.coordinators, await stack.enter_async_context(client)
