@@ -23,8 +23,8 @@ class Protocol(H11Protocol):
         super().connection_made(transport)
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
             self.transport.abort()
-            return
-        self._expect_head()
+        else:
+            self._expect_head()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
