@@ -4,7 +4,8 @@ import logging
 
 from specpool.cli.probes import HttpProbe
 from specpool.cli.processes import WRONG_SETTINGS, ProcessFailedError, Service, arguments_of
-from specpool.cli.up_settings import SecureUpSettings, UpSettings
+from specpool.cli.up_security import SecureUpSettings
+from specpool.cli.up_settings import UpSettings
 from specpool.environment.extras import explain_missing
 from specpool.rpc.ports import ListenError, check_port
 from specpool.rpc.security.channel import join_address, split_address

@@ -17,7 +17,8 @@ from specpool.cli.preflight import check_services
 from specpool.cli.processes import ProcessFailedError, Service
 from specpool.cli.up import services_of
 from specpool.cli.up_http import http_services
-from specpool.cli.up_settings import SecureUpSettings, UpSettings
+from specpool.cli.up_security import SecureUpSettings
+from specpool.cli.up_settings import UpSettings
 from specpool.rpc.ports import free_port
 
 

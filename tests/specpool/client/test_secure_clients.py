@@ -19,7 +19,7 @@ from specpool import AsyncClient, Client
 from specpool.cli.main import run
 from specpool.cli.preflight import health_check_security
 from specpool.cli.processes import ProcessFailedError
-from specpool.cli.up_settings import SecureUpSettings
+from specpool.cli.up_security import SecureUpSettings
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
