@@ -142,7 +142,7 @@ class Coordinators:
         return sorted(preferred, key=lambda link: max(0, link.in_flight + 1 - share))
 
     async def call(self, prefix: bytes, call: Callable[[Link], Awaitable[T]]) -> T:
-        """Call the ranked coordinators in turn until one can answer. Raises ApiError, and RpcError of the last one."""
+        """Call the ranked coordinators in turn until one can answer. Raises RpcError, and ApiError without any."""
         failure: Exception = unavailable("no coordinator was found")
         for link in self.ranked(prefix):
             link.in_flight += 1
