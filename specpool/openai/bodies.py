@@ -1,6 +1,6 @@
 """Bodies of requests. Fields that are not listed here are refused by name."""
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -14,6 +14,9 @@ INT32 = Field(ge=-(2**31), lt=2**31)
 UINT32 = Field(ge=0, lt=2**32)
 Int32: TypeAlias = Annotated[int, INT32]
 Uint32: TypeAlias = Annotated[int, UINT32]
+T = TypeVar("T")
+Many: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
+"""A list without an error for each of its elements, which may be a million."""
 
 # Fields of OpenAI's API that change the answer in a way that this server does not support, and why.
 UNSUPPORTED = {
@@ -64,9 +67,9 @@ class Message(Body):
     """A message, including those that an earlier answer returned."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Annotated[TextPart, BeforeValidator(_check_part)]] | None = None
+    content: str | Many[Annotated[TextPart, BeforeValidator(_check_part)]] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -113,7 +116,7 @@ class StructuredOutputs(Body):
 
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Many[str] | None = None
     grammar: str | None = None
     json_object: Literal[True] | None = None
     structural_tag: dict[str, Any] | str | None = None
@@ -150,14 +153,14 @@ class GenerationBody(Body):
     logit_bias: dict[str, float] | None = None
     n: Uint32 | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Annotated[list[str], BeforeValidator(_texts)] | None = None
+    stop: Annotated[Many[str], BeforeValidator(_texts)] | None = None
     response_format: ResponseFormat | None = None
     # Of vLLM's API
     top_k: Int32 | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Uint32 | None = None
-    stop_token_ids: list[Uint32] | None = None
+    stop_token_ids: Many[Uint32] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
@@ -193,15 +196,15 @@ class GenerationBody(Body):
 class ChatBody(GenerationBody):
     """Body of `/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Uint32 | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Many[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool = True
     # Ignored
@@ -214,10 +217,17 @@ class ChatBody(GenerationBody):
     prompt_cache_retention: str | None = None
 
 
+def _check_prompts(prompt: Any) -> Any:
+    is_list = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
+    if is_list and not 0 < len(prompt) <= MAX_PROMPTS:
+        raise ValueError(f"has {len(prompt)} prompts: it must have from 1 to {MAX_PROMPTS}")
+    return prompt
+
+
 class CompletionBody(GenerationBody):
     """Body of `/v1/completions`."""
 
-    prompt: str | list[str] | list[Uint32] | list[list[Uint32]]
+    prompt: Annotated[str | Many[str] | Many[Uint32] | Many[Many[Uint32]], BeforeValidator(_check_prompts)]
     logprobs: Int32 | None = None
 
 

@@ -1,12 +1,13 @@
 """Conversion of bodies to requests of our own API."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from specpool.client.chats import make_chat
-from specpool.openai.bodies import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, Message
+from specpool.openai.bodies import ChatBody, CompletionBody, GenerationBody, Message
 from specpool.openai.errors import invalid
 from specpool.openai.output import OutputPlan, plan_output
 from specpool.v1 import generation_pb2 as pb
@@ -16,6 +17,7 @@ DEFAULT_TEMPERATURE = 1.0
 MAX_KEY_CHARACTERS = 1024
 """Characters or tokens of a prompt that choose its coordinator."""
 
+_TOKEN_ID = re.compile("[0-9]{1,10}")
 # Fields with the same name and meaning in `SamplingParams`.
 SAME = (
     "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "max_tokens",
@@ -69,12 +71,9 @@ def completion_work(body: CompletionBody, info: pb.GetModelInfoResponse, request
     params, names = _params(body, info, None)
     if body.logprobs is not None:
         params.logprobs = body.logprobs
-    prompts = _prompts(body.prompt)
-    if not 0 < len(prompts) <= MAX_PROMPTS:
-        raise invalid("prompt", f"has {len(prompts)} prompts: it must have from 1 to {MAX_PROMPTS}")
     requests = [
         _request(body, params, f"{request_id}-{number}" if number else request_id, **prompt)
-        for number, prompt in enumerate(prompts)
+        for number, prompt in enumerate(_prompts(body.prompt))
     ]
     return Work(requests, None, names, params.n or 1)
 
@@ -87,10 +86,10 @@ def chat_prefix(body: ChatBody) -> str:
 
 def completion_prefix(body: CompletionBody) -> str:
     """Return the beginning of the first prompt."""
-    first = next(iter(_prompts(body.prompt)), {})
+    first = _prompts(body.prompt)[0]
     if "text" in first:
         return str(first["text"][:MAX_KEY_CHARACTERS])
-    return ",".join(map(str, first["tokenized"].input_ids[:MAX_KEY_CHARACTERS])) if first else ""
+    return ",".join(map(str, first["tokenized"].input_ids[:MAX_KEY_CHARACTERS]))
 
 
 def _prompts(prompt: Any) -> list[dict[str, Any]]:
@@ -131,7 +130,7 @@ def _params(
     if not body.skip_special_tokens or (plan is not None and not plan.skip_special_tokens):
         params.skip_special_tokens = False
     for token, bias in (body.logit_bias or {}).items():
-        if not token.isdecimal() or int(token) >= 2**32:
+        if not _TOKEN_ID.fullmatch(token) or int(token) >= 2**32:
             raise invalid("logit_bias", f"{token[:20]!r} is not a token id")
         params.logit_bias[int(token)] = bias
     return params, names

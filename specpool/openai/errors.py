@@ -70,8 +70,7 @@ def unknown_model(model: str, served: str) -> ApiError:
 
 
 def too_large(reason: str) -> ApiError:
-    """The connection is closed, because the rest of the body is not read."""
-    return ApiError(413, reason, code="body_too_large", headers={"connection": "close"})
+    return ApiError(413, reason, code="body_too_large")
 
 
 def unavailable(reason: str) -> ApiError:

@@ -1,4 +1,4 @@
-"""HTTP connections with a time limit on the heads of requests, and probes beyond the limit on their number."""
+"""HTTP connections with time limits that uvicorn lacks, and with answers to invalid HTTP in OpenAI's form."""
 
 import asyncio
 from typing import Any
@@ -6,28 +6,23 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from specpool.openai.errors import ApiError
+
 HEAD_SECONDS = 10.0
-PROBED = ("/health", "/metrics")
-"""Answered even if clients hold all connections: a failing probe would restart the server, and cut their requests."""
 
 
 class Protocol(H11Protocol):
-    """Closes a connection if the head of a request takes longer than `HEAD_SECONDS`."""
+    """Closes a connection if the head of a request, or the rest of a refused one, takes longer than `HEAD_SECONDS`.
+
+    From uvicorn's `limit_concurrency` on, connections are closed at once.
+    """
 
     _head_timer: asyncio.TimerHandle | None = None
-    _limit: int | None = None
-
-    @property
-    def limit_concurrency(self) -> int | None:
-        """The limit for the request whose head was just read."""
-        return None if self.scope["path"] in PROBED else self._limit
-
-    @limit_concurrency.setter
-    def limit_concurrency(self, limit: int | None) -> None:
-        self._limit = limit
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
+            return self.transport.abort()
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
@@ -42,10 +37,23 @@ class Protocol(H11Protocol):
         self._end_timer()
         super().connection_lost(exc)
 
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise an answer has begun
+            body = ApiError(400, msg).body()
+            headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+            answer = h11.Response(status_code=400, headers=[*headers.items()], reason=b"Bad Request")
+            for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+            if self.cycle is not None:
+                self.cycle.disconnected = True
+        self.transport.close()
+
     def _check_head(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
+        is_between = self.conn.their_state is h11.IDLE
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if is_answering and not is_between:
             self._end_timer()
-        elif self._head_timer is None and self.conn.trailing_data[0]:
+        elif self._head_timer is None and (self.conn.trailing_data[0] or not is_between):
             self._expect_head()
 
     def _expect_head(self) -> None:

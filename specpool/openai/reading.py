@@ -17,7 +17,16 @@ B = TypeVar("B", bound=GenerationBody)
 
 # Headers that coordinators get as metadata.
 PASSED = (HEADER, "traceparent", "tracestate")
+SHORT_BYTES = 64 * 2**10
+"""Bodies that may be read before the coordinator knows the caller."""
 _PLAIN = re.compile(r"[\x20-\x7e]{1,4096}")
+
+
+def is_short(request: Request) -> bool:
+    """Whether a request's body is announced to have at most `SHORT_BYTES`."""
+    length = request.headers.get("content-length", "")
+    is_announced = length.isdecimal() and "transfer-encoding" not in request.headers
+    return is_announced and int(length) <= SHORT_BYTES
 
 
 async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
@@ -41,7 +50,7 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
 def parse(kind: type[B], body: bytes) -> B:
     """Parse a body. Raises ApiError."""
     try:
-        values = json.loads(body, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        values = json.loads(body.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
         if b"\\u" in body:  # may be half a surrogate pair, which is no text
             json.dumps(values, ensure_ascii=False).encode()
     except RecursionError:

@@ -9,10 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
+from starlette.types import Receive, Scope, Send
 
 from specpool.openai.app import Front
 from specpool.openai.coordinators import Coordinators
+from specpool.openai.errors import unavailable
+from specpool.openai.metrics import Observed
 from specpool.openai.protocol import Protocol
+from specpool.openai.reply import Reply
 from specpool.openai.settings import OpenAISettings
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
@@ -24,6 +28,10 @@ from specpool.rpc.server.signals import StopSignals, wait_orphaned
 
 PROGRAM = "specpool-openai"
 BACKLOG = 2048
+REFUSED_CONNECTIONS = 64
+"""Connections above the limit whose requests are answered. Further ones are closed at once."""
+PROBED = ("/health", "/metrics")
+"""Answered above the limit, too: a failing probe would restart the server, and cut its requests."""
 KEEP_ALIVE_PROBE_SECONDS = 20
 UNREAD_BYTES = 64 * 2**10
 """Bytes of a stream that the system buffers for a client that does not read."""
@@ -51,9 +59,12 @@ class OpenAIServer:
         self.front = Front(settings, self.coordinators)
         files = settings.tls_files
         tls = ServerContext(files) if files is not None else None
+        self._max_connections = max_connections(settings.max_connections)
+        self._routes = self.front.app()
         self._uvicorn = Uvicorn(
             uvicorn.Config(
-                self.front.app(),
+                self._answer,
+                interface="asgi3",
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -61,7 +72,7 @@ class OpenAIServer:
                 ws="none",
                 server_header=False,
                 backlog=BACKLOG,
-                limit_concurrency=max_connections(settings.max_connections) + 1,  # uvicorn refuses at its limit
+                limit_concurrency=self._max_connections + REFUSED_CONNECTIONS + 1,
                 h11_max_incomplete_event_size=int(settings.max_header_bytes),
                 timeout_keep_alive=settings.keep_alive_seconds,
                 ssl_context_factory=None if tls is None else lambda *_: tls.context,
@@ -100,6 +111,15 @@ class OpenAIServer:
         await self._running
         self._ending.cancel()
         await self.coordinators.close()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        if len(self._uvicorn.server_state.connections) <= self._max_connections or scope["path"] in PROBED:
+            return await self._routes(scope, receive, send)
+        log.warning("a request was refused: there are more than --max-connections %d", self._max_connections)
+        refused = unavailable("too many connections")
+        headers = {**refused.all_headers(), "connection": "close"}
+        await Reply(send, Observed()).json(refused.body(), refused.status, headers)
 
     async def _end_requests(self) -> None:
         """End the requests that outlast the drain."""
@@ -172,7 +192,7 @@ def _listener(host: str, port: int, stall_seconds: float) -> socket.socket:
 def main() -> None:
     settings = OpenAISettings.load(PROGRAM)
     configure_logging(settings.log_level, settings.log_format, PROGRAM)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # warns of what clients send
     settings.log_resolved()
     with naming(PROGRAM, "", ListenError):
         asyncio.run(serve(settings))

@@ -68,10 +68,11 @@ def _read_tools(tools: Any) -> tuple[Function, ...]:
     if not isinstance(tools, list):
         raise ValueError("tools: must be a list")
     functions = tuple(_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools))
-    names = [function.name for function in functions]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise ValueError(f"tools[{index}].function.name: {name!r} is used twice")
+    names: set[str] = set()
+    for index, function in enumerate(functions):
+        if function.name in names:
+            raise ValueError(f"tools[{index}].function.name: {function.name!r} is used twice")
+        names.add(function.name)
     return functions
 
 

@@ -88,6 +88,7 @@ def nested(levels: int) -> dict[str, Any]:
         ({"tools": [{"x": test_invalid_messages_are_named}]}, r"tools\[0\] is not JSON"),
         ({"chat_template_kwargs": "{}"}, "chat_template_kwargs: must be a dictionary"),
         ({"chat_template_kwargs": {"x": float("inf")}}, "chat_template_kwargs is not JSON"),
+        ({"chat_template_kwargs": {"x": 10**400}}, "chat_template_kwargs: has a number that is too large"),
         ({"chat_template_kwargs": {"x": nested(32)}}, "chat_template_kwargs: has more than 32 levels"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import socket
 from typing import Any
 
@@ -124,18 +125,6 @@ async def test_the_drain_finishes_requests_and_ends_the_rest() -> None:
         await response.aclose()
 
 
-async def test_connections_are_limited_except_for_probes() -> None:
-    async with (
-        openai_service({"max_connections": 1}) as service,
-        httpx2.AsyncClient(base_url=service.url) as first,
-        httpx2.AsyncClient(base_url=service.url) as second,
-    ):
-        response, _ = await read_first(first)
-        statuses = [(await second.get(path)).status_code for path in ("/v1/models", "/health", "/metrics")]
-        assert statuses == [503, 200, 200]
-        await response.aclose()
-
-
 async def test_the_head_of_a_request_must_arrive_in_time(
     service: OpenAIService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,3 +137,71 @@ async def test_the_head_of_a_request_must_arrive_in_time(
         assert (await reader.read()).startswith(status)
         writer.close()
         await writer.wait_closed()
+
+
+async def connect(service: OpenAIService, sent: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = service.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(sent)
+    return reader, writer
+
+
+async def test_the_rest_of_a_refused_body_must_arrive_in_time(
+    service: OpenAIService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specpool.openai.protocol.HEAD_SECONDS", 0.2)
+    reader, writer = await connect(service, b"POST /v2 HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 404 ")
+    writer.write(b"x")
+    async with asyncio.timeout(10):  # less than an idle connection has
+        await reader.read()
+    writer.close()
+
+
+async def test_invalid_http_is_refused_in_openais_form(
+    service: OpenAIService, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunked = b"POST /v2 HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    for sent in (b"?\r\n\r\n", chunked + b"?\r\n"):
+        reader, writer = await connect(service, sent)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        writer.close()
+    reader, writer = await connect(service, chunked)
+    assert (await reader.readline()).startswith(b"HTTP/1.1 404 ")
+    writer.write(b"?\r\n")  # after the answer
+    await reader.read()
+    writer.close()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_connections_above_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specpool.openai.server.REFUSED_CONNECTIONS", 1)
+    head = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with openai_service({"max_connections": 1}) as service:
+        first, *others = [await connect(service, b"") for _ in range(3)]
+        assert await others[1][0].read() == b""
+        others[0][1].write(head)
+        answer = await others[0][0].read()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1\r\n" in answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"] == "too many connections"
+        first[1].write(head)
+        assert (await first[0].readline()).startswith(b"HTTP/1.1 200 ")
+        for _, writer in (first, *others):
+            writer.close()
+
+
+async def test_probes_are_answered_above_the_limit() -> None:
+    async with openai_service({"max_connections": 1}) as service, httpx2.AsyncClient(base_url=service.url) as client:
+        _, writer = await connect(service, b"")
+        statuses = [(await client.get(path)).status_code for path in ("/health", "/metrics", "/v1/models")]
+        assert statuses == [200, 200, 503]
+        writer.close()
+
+
+async def test_clients_read_why_a_large_body_is_refused() -> None:
+    async with openai_service({"max_body_bytes": 1000}) as service:
+        with pytest.raises(openai.APIStatusError, match="more than 1000 bytes"):
+            await service.client.completions.create(model=MODEL, prompt="x" * 2**24)

@@ -7,8 +7,11 @@ import logging
 import httpx2
 import pytest
 from openai_service import MODEL, OpenAIService, openai_server, openai_service
+from pydantic import ValidationError
 from secure_service import until
 from serving import free_address, serving
+
+from specpool.openai.bodies import ChatBody, CompletionBody, GenerationBody
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 URL = "/v1/chat/completions"
@@ -37,6 +40,7 @@ async def test_bad_bodies_are_refused(caplog: pytest.LogCaptureFixture) -> None:
         b'{"model": "a", "model": "b"}': "the same key twice",
         body().replace(b"Hi", b"\\ud800"): "is not UTF-8 text",
         body().replace(b"Hi", b"\xff"): "is not UTF-8 text",
+        body().replace(b"Hi", b"\\ud800").decode().encode("utf-16"): "is not UTF-8 text",
     }
     async with openai_service() as service, httpx2.AsyncClient(base_url=service.url) as client:
         for content, reason in bodies.items():
@@ -65,15 +69,32 @@ async def test_bad_bodies_are_refused(caplog: pytest.LogCaptureFixture) -> None:
         ({"n": True}, "n", "invalid_type"),
         ({"temperature": "1"}, "temperature", "invalid_type"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "invalid_value"),
+        ({"chat_template_kwargs": {"enable_thinking": 10**400}}, "chat_template_kwargs", "invalid_value"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "invalid_value"),
         ({"stop": 1}, "stop", "invalid_type"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 async def test_errors_name_the_field(fields: dict[str, object], param: str, code: str, service: OpenAIService) -> None:
     async with httpx2.AsyncClient(base_url=service.url) as client:
         error = error_of(await client.post(URL, content=body(**fields)), 400)
     assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (CompletionBody, "prompt", [-1] * 500_000),
+        (CompletionBody, "prompt", [[]] * 500_000),
+        (ChatBody, "messages", [1] * 500_000),
+        (ChatBody, "stop", [1] * 500_000),
+    ],
+)
+def test_a_body_has_one_error_for_all_elements_of_a_list(kind: type[GenerationBody], field: str, value: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate({"model": MODEL, field: value})
+    assert caught.value.error_count() <= 5  # one for each alternative of a union
 
 
 async def test_routes_methods_and_sizes_are_checked() -> None:

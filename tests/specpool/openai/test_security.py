@@ -70,6 +70,13 @@ async def test_tokens_reach_the_coordinator(tokens: Path, ca: Authority, server:
             assert (await client.get("/v1/models", headers=repeated)).status_code == 401
             assert (await client.get("/v1/models", headers={"authorization": b"Bearer \xff"})).status_code == 401
             assert (await client.get("/health")).status_code == 200
+        # Strangers cannot make the server read a large body.
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: 1000000\r\n\r\n".encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+        writer.close()
+        await writer.wait_closed()
 
 
 def trusting(ca: Authority, certificate: Certificate | None = None) -> ssl.SSLContext:
